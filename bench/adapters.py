@@ -10,17 +10,15 @@ as long as in the engine without adapters.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from harness import Samples, Table, options, save, token_prompts, turns
+
 from lora_files import save_adapter
 from memserve import LLM
 from memserve.base.config import DEFAULT_MODEL
@@ -28,7 +26,7 @@ from memserve.base.types import SamplingParams
 from memserve.model.loading.loader import load_model
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ADAPTERS, DECODED, CONTEXT_TOKENS, VOCAB = 8, 48, 512, 49_000
+ADAPTERS, DECODED, CONTEXT_TOKENS = 8, 48, 512
 GREEDY = SamplingParams(temperature=0)
 WAYS = ("no adapters at all", "served, none asked for", "one for all", "one each")
 
@@ -42,7 +40,8 @@ def asked(llm: LLM, way: str, prompts: list[list[int]], tokens: int) -> float:
     begin = time.perf_counter()
     with ThreadPoolExecutor(len(plans)) as pool:
         calls = [
-            pool.submit(llm.generate, [one], GREEDY, max_tokens=tokens, ignore_eos=True, **more) for one, more in plans
+            pool.submit(llm.generate, [item], GREEDY, max_tokens=tokens, ignore_eos=True, **more)
+            for item, more in plans
         ]
         for call in calls:
             call.result()
@@ -51,7 +50,7 @@ def asked(llm: LLM, way: str, prompts: list[list[int]], tokens: int) -> float:
 
 def prompts(rng: random.Random, count: int) -> list[list[int]]:
     """That nothing has cached."""
-    return [[rng.randrange(5, VOCAB) for _ in range(CONTEXT_TOKENS)] for _ in range(count)]
+    return token_prompts(count, CONTEXT_TOKENS, rng)
 
 
 def decode_ms(llm: LLM, way: str, rng: random.Random, count: int) -> float:
@@ -70,40 +69,25 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rng = random.Random(time.time_ns())
+    args = options(__doc__, model=DEFAULT_MODEL, dtype="auto", rank=16, rounds=5)
+    rng, results = random.Random(time.time_ns()), {case: Samples() for case in CASES}
     with tempfile.TemporaryDirectory() as folder:
-        module = load_model(args.model, "float32").module
-        lora = []
-        for at in range(ADAPTERS):
-            place = save_adapter(Path(folder) / f"a{at}", module, TARGETS, at, rank=args.rank, size=0.01)
-            lora.append(f"a{at}={place}")
+        module, lora = load_model(args.model, "float32").module, []
+        for number in range(ADAPTERS):
+            place = save_adapter(Path(folder) / f"a{number}", module, TARGETS, number, rank=args.rank, size=0.01)
+            lora.append(f"a{number}={place}")
         del module
         plain = LLM(args.model, dtype=args.dtype, kv_memory="512MiB")
         served = LLM(args.model, dtype=args.dtype, kv_memory="512MiB", lora=lora)
-        found: dict[str, dict[str, list[float]]] = {case: {way: [] for way in WAYS} for case in CASES}
         with plain, served:
-            for _ in range(args.rounds):
-                for case, measure in CASES.items():
-                    for way in rng.sample(WAYS, len(WAYS)):
-                        found[case][way].append(measure(plain if way == WAYS[0] else served, way, rng))
-    print(f"| {args.model}, rank {args.rank}, {ADAPTERS} adapters; ms | {' | '.join(WAYS)} |")
-    print("| --- " * (1 + len(WAYS)) + "|")
-    for case, ways in found.items():
-        medians = [statistics.median(times) for times in ways.values()]
-        ratios = [
-            statistics.median(t / p for t, p in zip(times, ways[WAYS[0]], strict=True)) for times in ways.values()
-        ]
-        cells = [f"{ms:.1f} ({ratio:.2f}x)" for ms, ratio in zip(medians, ratios, strict=True)]
-        print(f"| {case} | {' | '.join(cells)} |")
-    if args.json:
-        args.json.write_text(json.dumps(found))
+            for _, (case, way) in turns(args.rounds, product(CASES, WAYS)):
+                results[case][way].append(CASES[case](plain if way == WAYS[0] else served, way, rng))
+    print(f"{args.model}, rank {args.rank}, {ADAPTERS} adapters; ms")
+    table = Table(["step", *WAYS])
+    for case, times in results.items():
+        cells = {way: f"{times.median(way):.1f} ({times.ratio(way, WAYS[0]):.2f}x)" for way in WAYS}
+        table.show({"step": case, **cells})
+    save(args, results)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,15 @@ Usage: ``python bench/attention_micro.py [--threads 2] [--rounds 7]``. Shapes ar
 
 from __future__ import annotations
 
-import argparse
 import mmap
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from harness import Table, measured, median, options, save
 
 from memserve import _kernels
 
@@ -89,51 +88,45 @@ class Step:
             F.scaled_dot_product_attention(self.dense_q, k, v, is_causal=causal, enable_gqa=True)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+COLUMNS = {
+    "dtype": "{dtype}", "rows": "{rows}", "new": "{count}", "context": "{context}", "paged": "{paged:.2f} ms",
+    "sdpa": "{sdpa:.2f} ms", "sdpa / paged": "{ratio:.2f}", "GFLOP/s": "{gflop_s:.0f}",
+    "KV read": "{kv_gb_s:.1f} of {machine_gb_s:.1f} GB/s",
+}  # fmt: skip
 
 
-def medians(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds per contender; they take turns, and the first round only warms up."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, call in contenders.items():
-            spent = seconds(call)
-            if turn:
-                samples[name].append(spent)
-    return {name: statistics.median(values) for name, values in samples.items()}
-
-
-def compare(step: Step, read: torch.Tensor, rounds: int) -> None:
-    """Print one line."""
+def compare(step: Step, read: torch.Tensor, rounds: int) -> dict[str, Any]:
+    """A row of the table."""
     contenders: dict[str, Callable[[], object]] = {"paged": step.paged, "sdpa": step.sdpa}
     if step.count == 1:
         contenders["read"] = read.sum
-    took = medians(contenders, rounds)
-    name = f"{step.dtype:9} rows={step.rows:<3} new={step.count:<5} context={step.context:<5}"
-    line = f"{name} paged {took['paged'] * 1e3:8.2f} ms  sdpa {took['sdpa'] * 1e3:8.2f} ms"
-    line += f"  sdpa/paged {took['sdpa'] / took['paged']:5.2f}  {step.flop / took['paged'] / 1e9:6.0f} GFLOP/s"
+    spent_s = {name: median(times) for name, times in measured(contenders, rounds).items()}
+    row: dict[str, Any] = {name: getattr(step, name) for name in ("dtype", "rows", "count", "context")}
+    row |= {
+        "paged": spent_s["paged"] * 1e3,
+        "sdpa": spent_s["sdpa"] * 1e3,
+        "gflop_s": step.flop / spent_s["paged"] / 1e9,
+    }
     if step.count == 1:
-        ours, machine = step.kv_bytes / took["paged"], read.nbytes / took["read"]
-        line += f"  KV read at {ours / 1e9:5.1f} of {machine / 1e9:5.1f} GB/s"
-    print(line, flush=True)
+        row["kv_gb_s"], row["machine_gb_s"] = (
+            step.kv_bytes / spent_s["paged"] / 1e9,
+            read.nbytes / spent_s["read"] / 1e9,
+        )
+    return row | {"ratio": row["sdpa"] / row["paged"]}
 
 
 def main() -> None:
     """Measure decode at several batch sizes and prefill at several lengths."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
+    args = options(__doc__, threads=torch.get_num_threads(), rounds=7)
     torch.set_num_threads(args.threads)
-    read = torch.ones(1 << 26)
+    read, rows = torch.ones(1 << 26), []
     print(f"isa {_kernels.isa()}, {args.threads} threads, torch {torch.__version__}")
+    table = Table(COLUMNS)
     for dtype in ("bfloat16", "float32"):
-        for rows, count, context in SHAPES:
-            compare(Step(rows, count, context, dtype), read, args.rounds)
+        for sizes in SHAPES:
+            rows.append(compare(Step(*sizes, dtype), read, args.rounds))
+            table.show(rows[-1])
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,17 @@ if something that the setting tests did not happen.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import chats
-from served import serving
+from harness import ask_all, metric_sum, need, options, save
+from harness.chats import Session, chat_sessions, document_sessions, load_tokenizer, reference_answers
+from harness.served import serving
 
 CLIENTS = 4
 ROOMY = ("--kv-memory", "1GiB")
@@ -92,7 +92,7 @@ def settings(small: str) -> list[Setting]:
     ]
 
 
-def play(session: chats.Session, url: str, model: str, new_tokens: int, turns: int = 1 << 30) -> chats.Session:
+def play(session: Session, url: str, model: str, new_tokens: int, turns: int = 1 << 30) -> Session:
     """Play up to ``turns`` turns of one session, one after the other."""
     from openai import OpenAI
 
@@ -106,21 +106,13 @@ def play(session: chats.Session, url: str, model: str, new_tokens: int, turns: i
     return session
 
 
-def total(metrics: dict[str, float], name: str) -> float:
-    """A counter summed over its labels; ``name{label="value"}``: over those with this one."""
-    name, _, label = name.partition("{")
-    return sum(value for key, value in metrics.items() if key.split("{")[0] == name and label.rstrip("}") in key)
-
-
-def run(setting: Setting, sessions: list[chats.Session], want: dict[str, list[str]], args: Any) -> dict[str, Any]:
+def run(setting: Setting, sessions: list[Session], want: dict[str, list[str]], args: Namespace) -> dict[str, Any]:
     """Play all sessions against one cluster, and compare the answers."""
     started = time.perf_counter()
-    model = ("--model", args.model) if args.model else ()
-    with serving("--dtype", "float32", *model, *setting.options) as server:
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            played, turns = [session.fresh() for session in sessions], 1 if setting.in_rounds else args.turns
-            while any(not session.done for session in played):
-                list(pool.map(lambda s: play(s, server.url, server.model, args.new_tokens, turns), played))
+    with serving("--dtype", "float32", *setting.options, model=args.model) as server:
+        played, turns = [session.fresh() for session in sessions], 1 if setting.in_rounds else args.turns
+        while any(not session.done for session in played):
+            ask_all(lambda session: play(session, server.url, server.model, args.new_tokens, turns), played, CLIENTS)
         metrics = server.metrics()
         status, _ = server.stop()
     pairs = [
@@ -128,44 +120,34 @@ def run(setting: Setting, sessions: list[chats.Session], want: dict[str, list[st
         for session in played
         for turn, answer in enumerate(session.answers)
     ]
-    wrong = [f"{name} turn {turn}: {a!r} instead of {b!r}" for name, turn, a, b in pairs if a != b]
-    idle = [name for name in setting.must if not total(metrics, name)]
-    moved = {name.removeprefix("memserve_"): int(total(metrics, name)) for name in setting.must}
-    seconds = round(time.perf_counter() - started, 1)
+    wrong = [f"{name} turn {turn}: {mine!r} instead of {right!r}" for name, turn, mine, right in pairs if mine != right]
+    moved = {name.removeprefix("memserve_"): int(metric_sum(metrics, name)) for name in setting.must}
     return {
         "setting": setting.name, "answers": len(pairs), "equal": len(pairs) - len(wrong), "wrong": wrong[:5],
-        "did_not_happen": idle, "moved": moved, "exit_status": status, "seconds": seconds,
+        "did_not_happen": [name for name, count in moved.items() if not count], "moved": moved, "exit_status": status,
+        "seconds": round(time.perf_counter() - started, 1),
     }  # fmt: skip
 
 
-def main() -> int:
+def main() -> None:
     """Run the chosen settings and print one line for each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with conversations/ and longdocs/")
-    parser.add_argument("--model", default="", help="what memserve loads; default: the bundled model")
-    parser.add_argument("--reference-model", required=True, help="what transformers loads: a folder or a .gguf file")
-    parser.add_argument("--reference", type=Path, default=Path("build/cluster-reference.json"))
-    parser.add_argument("--sessions", type=int, default=12)
-    parser.add_argument("--documents", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=6)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--settings", default="", help="semicolon-separated parts of setting names; default: all")
-    args = parser.parse_args()
-    if not args.data.exists():
-        print(f"skipped: no data at {args.data}")
-        return 0
-    tokenizer = chats.load_tokenizer(args.reference_model)
-    sessions = chats.chat_sessions(args.data, args.sessions, args.turns)
-    sessions += chats.document_sessions(args.data, tokenizer, args.documents, 2000)
-    want = chats.reference_answers(args.reference_model, sessions, args.new_tokens, args.reference)
-    parts, failed = [part for part in args.settings.split(";") if part], False
+    args = options(
+        __doc__, required="data reference_model", data=(Path, "folder with conversations/ and longdocs/"), model="",
+        reference_model=(str, "what transformers loads: a folder or a .gguf file"),
+        reference=Path("build/cluster-reference.json"), sessions=12, documents=8, turns=6, new_tokens=32,
+        settings=("", "semicolon-separated parts of setting names; default: all"),
+    )  # fmt: skip
+    data, tokenizer = need(args.data), load_tokenizer(args.reference_model)
+    sessions = chat_sessions(data, args.sessions, args.turns)
+    sessions += document_sessions(data, tokenizer, args.documents, 2000)
+    want = reference_answers(args.reference_model, sessions, args.new_tokens, args.reference)
+    rows, parts = [], [part for part in args.settings.split(";") if part]
     for setting in settings(small="192MiB"):
-        if parts and not any(part in setting.name for part in parts):
-            continue
-        result = run(setting, sessions, want, args)
-        failed |= bool(result["wrong"] or result["did_not_happen"])
-        print(json.dumps(result), flush=True)
-    return int(failed)
+        if not parts or any(part in setting.name for part in parts):
+            rows.append(run(setting, sessions, want, args))
+            print(json.dumps(rows[-1]), flush=True)
+    save(args, rows)
+    sys.exit(any(row["wrong"] or row["did_not_happen"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,16 @@ the rounds, and how many times gloo takes as long. A decode step of that model h
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
+import subprocess
 import sys
-import time
-from pathlib import Path
-from typing import Any
+from argparse import Namespace
+from itertools import product
+
+from harness import Samples, options, save, seconds, show, turns
+
+from ports import free_port
 
 HIDDEN = 576
 SIZES = {1: 3000, 8: 3000, 64: 1000, 2048: 40}
@@ -24,10 +26,10 @@ SIZES = {1: 3000, 8: 3000, 64: 1000, 2048: 40}
 SLOT_BYTES = 1 << 20
 
 
-def rank_main(rank: int, ranks: int, fd: int, port: int, rounds: int) -> None:
+def run_rank(args: Namespace) -> None:
     """One rank; rank 0 writes its figures to stdout."""
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.sched_setaffinity(0, {cores[args.rank % len(cores)]})
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
@@ -35,77 +37,51 @@ def rank_main(rank: int, ranks: int, fd: int, port: int, rounds: int) -> None:
     from memserve import _core, _kernels
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    region = _core.SharedArena.attach(fd, _kernels.Collective.region_bytes(ranks, SLOT_BYTES))
-    collective = _kernels.Collective(region.address, rank, ranks, SLOT_BYTES, 60.0)
-    found: dict[int, dict[str, list[float]]] = {rows: {"ours": [], "gloo": []} for rows in SIZES}
-    for turn in range(rounds):
-        for rows, count in SIZES.items():
-            x = torch.full((rows, HIDDEN), float(rank + 1))
-
-            def ours(x: Any = x) -> None:
-                collective.all_reduce(x.data_ptr(), x.data_ptr(), x.numel(), 0)
-
-            def gloo(x: Any = x) -> None:
-                dist.all_reduce(x)
-
-            for name, add in (("ours", ours), ("gloo", gloo))[:: 1 if turn % 2 else -1]:
-                x.fill_(rank + 1)
-                add()
-                if not bool((x == ranks * (ranks + 1) / 2).all()):
-                    raise SystemExit(f"{name}: a wrong sum")
-                collective.meet()
-                begin = time.perf_counter()
-                for _ in range(count):
-                    add()
-                found[rows][name].append((time.perf_counter() - begin) / count * 1e6)
-    if rank == 0:
-        print(
-            json.dumps({rows: {name: statistics.median(us) for name, us in by.items()} for rows, by in found.items()})
-        )
+    address = f"tcp://127.0.0.1:{args.port}"
+    dist.init_process_group("gloo", init_method=address, rank=args.rank, world_size=args.ranks)
+    region = _core.SharedArena.attach(args.fd, _kernels.Collective.region_bytes(args.ranks, SLOT_BYTES))
+    collective = _kernels.Collective(region.address, args.rank, args.ranks, SLOT_BYTES, 60.0)
+    adds = {
+        "ours": lambda x: collective.all_reduce(x.data_ptr(), x.data_ptr(), x.numel(), 0),
+        "gloo": lambda x: dist.all_reduce(x),
+    }
+    results = {rows: Samples() for rows in SIZES}
+    for _, (rows, name) in turns(args.rounds, product(SIZES, adds)):
+        x = torch.full((rows, HIDDEN), float(args.rank + 1))
+        adds[name](x)
+        if not bool((x == args.ranks * (args.ranks + 1) / 2).all()):
+            raise SystemExit(f"{name}: a wrong sum")
+        collective.meet()
+        spent_s = seconds(lambda name=name, x=x, rows=rows: [adds[name](x) for _ in range(SIZES[rows])])
+        results[rows][name].append(spent_s / SIZES[rows] * 1e6)
+    if args.rank == 0:
+        print(json.dumps({rows: {name: times.median(name) for name in adds} for rows, times in results.items()}))
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--fd", type=int, default=-1, help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    """Start the ranks, and print what the first one has measured."""
+    args = options(__doc__, hidden="rank fd port", ranks=2, rounds=5, rank=-1, fd=-1, port=0)
     if args.rank >= 0:
-        rank_main(args.rank, args.ranks, args.fd, args.port, args.rounds)
-        return
-    import socket
-    import subprocess
-
+        return run_rank(args)
     from memserve import _core, _kernels
 
     region = _core.SharedArena(_kernels.Collective.region_bytes(args.ranks, SLOT_BYTES), sealed=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, __file__, "--ranks", str(args.ranks), "--rounds", str(args.rounds), "--port", str(port)]
-    processes = [
-        subprocess.Popen(
-            [*command, "--rank", str(rank), "--fd", str(region.fd)],
-            pass_fds=[region.fd],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    command = [sys.executable, __file__, "--ranks", str(args.ranks), "--rounds", str(args.rounds)]
+    command += ["--port", str(free_port()), "--fd", str(region.fd)]
+    ranks = [
+        subprocess.Popen([*command, "--rank", str(rank)], pass_fds=[region.fd], stdout=subprocess.PIPE, text=True)
         for rank in range(args.ranks)
     ]
-    said = [process.communicate(timeout=600)[0] for process in processes]
-    if any(process.returncode for process in processes):
+    outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
         raise SystemExit("a rank has failed")
-    record = {int(rows): by for rows, by in json.loads(said[0].strip().splitlines()[-1]).items()}
+    record = {int(rows): us for rows, us in json.loads(outputs[0].strip().splitlines()[-1]).items()}
     print(f"{args.ranks} ranks, float32 rows of {HIDDEN}, microseconds an operation:")
-    for rows, by in record.items():
-        print(f"  {rows:5d} rows: ours {by['ours']:8.1f}, gloo {by['gloo']:8.1f}: {by['gloo'] / by['ours']:.1f} times")
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    show(({"rows": rows, **us, "times": us["gloo"] / us["ours"]} for rows, us in record.items()),
+         {"rows": "{rows}", "ours": "{ours:.1f}", "gloo": "{gloo:.1f}", "times": "{times:.1f}"})  # fmt: skip
+    save(args, record)
+    return None
 
 
 if __name__ == "__main__":

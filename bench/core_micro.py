@@ -13,15 +13,15 @@ run: such figures vary by 5 to 10 % between runs, so only large ratios are meani
 
 from __future__ import annotations
 
-import argparse
 import json
-import resource
-import time
+import os
 from collections.abc import Callable, Iterator
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import Commas, Table, Timer, options, resident_bytes, save
 from numpy.typing import NDArray
 
 from memserve import _core
@@ -35,6 +35,10 @@ VOCABULARY = 49152
 Tokens = NDArray[np.int32]
 Record = dict[str, Any]
 PLACES = ("tree_prompts", "block_tokens", "page", "pool_blocks", "threads")
+COLUMNS = {
+    "what": "{head}", "where": "{where}", "median, us": "{median_us:.2f}", "p99, us": "{p99_us:.2f}",
+    "bytes a block": "{bytes_per_block:.1f}", "GB/s": "{gb_per_s}",
+}  # fmt: skip
 
 
 def prompt(i: int) -> Tokens:
@@ -52,29 +56,6 @@ def partial(i: int, share: float, block: int) -> Tokens:
     if kept < PROMPT_TOKENS:
         tokens[kept] = prompt(i)[kept] % (VOCABULARY - 1) + 1
     return tokens
-
-
-class Timer:
-    """Times single calls."""
-
-    def __init__(self) -> None:
-        self.us: list[float] = []
-
-    def __call__(self, call: Callable[..., Any], *args: Any) -> Any:
-        begin = time.perf_counter_ns()
-        result = call(*args)
-        self.us.append((time.perf_counter_ns() - begin) / 1e3)
-        return result
-
-    def record(self, op: str, **extra: Any) -> Record:
-        """Median and p99 of the timed calls."""
-        median, p99 = np.percentile(self.us, [50, 99])
-        return {"op": op, "median_us": round(median, 2), "p99_us": round(p99, 2), "n": len(self.us), **extra}
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def build(prompts: int, block: int) -> BlockPool:
@@ -103,8 +84,8 @@ def bench_match(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
         timer = Timer()
         for i in rng.permutation(max(prompts, reps))[:reps] % prompts:
             tokens = partial(int(i), share, pool.block_tokens)
-            found = timer(pool.match, "", tokens)
-            assert found == int(PROMPT_TOKENS * share) // pool.block_tokens * pool.block_tokens, found
+            results = timer(pool.match, "", tokens)
+            assert results == int(PROMPT_TOKENS * share) // pool.block_tokens * pool.block_tokens, results
         yield timer.record(f"match_{share:.0%}")
 
 
@@ -116,7 +97,7 @@ def bench_acquire(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
         lease = acquire(pool.acquire, "", tokens)
         back(pool.unpin, lease)
         pool.release(lease.blocks)
-        pool.release(borrow(pool.borrow, "", tokens))
+        pool.release(borrow(pool.borrow_blocks, "", tokens))
     yield acquire.record("acquire_100% (list of blocks)")
     yield borrow.record("borrow_100% (native blocks)")
     yield back.record("unpin")
@@ -204,9 +185,9 @@ def bench_copies() -> Iterator[Record]:
 
 def bench_tree(prompts: int, block: int, reps: int) -> Iterator[Record]:
     """All measurements of one tree."""
-    resident = resident_bytes()
+    resident = resident_bytes(os.getpid())
     pool = build(prompts, block)
-    resident = resident_bytes() - resident
+    resident = resident_bytes(os.getpid()) - resident
     cached = pool.report().by_tier[Tier.HBM].blocks_cached
     per_block = round(pool.index_bytes() / cached, 1)
     records = [*bench_match(pool, prompts, reps), *bench_acquire(pool, prompts, reps), *bench_insert(pool, reps)]
@@ -227,46 +208,25 @@ def rivals(path: Path) -> list[Record]:
     return [record for record in records if "peer" in record and ("median_us" in record or "bytes_per_block" in record)]
 
 
-def show(record: Record) -> None:
-    """One line a record."""
-    head = " ".join(str(record[key]) for key in ("peer", "impl", "op", "api") if key in record)
-    where = " ".join(f"{k}={record[k]}" for k in PLACES if k in record)
-    if "median_us" in record:
-        tail = f"{record['median_us']:10.2f} us median {record['p99_us']:10.2f} us p99"
-    else:
-        tail = f"{record['bytes_per_block']:10.1f} bytes a block"
-    speed = f"  {record['gb_per_s']} GB/s" if "gb_per_s" in record else ""
-    print(f"{head:38s} {where:36s} {tail}{speed}", flush=True)
-
-
 def main() -> None:
-    """Run, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--trees", default="1,1000,20000")
-    parser.add_argument("--blocks", default="32,16")
-    parser.add_argument("--reps", type=int, default=200)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rivals", type=Path)
-    options = parser.parse_args()
-    records: list[Record] = []
+    args = options(__doc__, trees=Commas(1, 1000, 20000), blocks=Commas(32, 16), reps=200, rivals=Path)
+    table, records = Table(COLUMNS), list[Record]()
 
-    def run(results: Iterator[Record]) -> None:
-        for record in results:
-            show(record)
-            records.append(record)
+    def show(record: Record) -> None:
+        head = " ".join(str(record[key]) for key in ("peer", "impl", "op", "api") if key in record)
+        where = " ".join(f"{key}={record[key]}" for key in PLACES if key in record)
+        table.show({"head": head, "where": where, **record})
 
-    run(bench_limits(options.reps))
-    run(bench_blocks(options.reps))
-    for block in map(int, options.blocks.split(",")):
-        for prompts in map(int, options.trees.split(",")):
-            run(bench_tree(prompts, block, options.reps))
-    run(bench_copies())
-    if options.rivals:
-        print(f"-- recorded, another run (not beside the figures above): {options.rivals}")
-        for record in rivals(options.rivals):
+    trees = (bench_tree(prompts, block, args.reps) for block, prompts in product(args.blocks, args.trees))
+    for record in chain(bench_limits(args.reps), bench_blocks(args.reps), chain.from_iterable(trees), bench_copies()):
+        show(record)
+        records.append(record)
+    if args.rivals:
+        print(f"\nrecorded, another run (not beside the figures above): {args.rivals}\n")
+        table = Table(COLUMNS)
+        for record in rivals(args.rivals):
             show(record)
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1))
+    save(args, records)
 
 
 if __name__ == "__main__":

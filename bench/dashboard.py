@@ -18,28 +18,27 @@ prints the JavaScript heap after a garbage collection and the number of elements
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import itertools
 import json
 import os
-import secrets
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import httpx
-import router_overhead as null
+from harness import meanwhile, median, need, options, parts_of, process_cpu_s, quartiles, ratios, save, show, turns
+from harness.routers import need_wrk, run_wrk, vocabulary_of, write_load
+from router_overhead import LOAD_CORE, null_router
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 VIEWS = ("cluster", "cache", "requests", "trees")
 TREES_S, CONNECTIONS, TOKENS, INSTANCES = 2.0, 32, 1024, 8
 IDLE_S = 20.0
@@ -48,96 +47,60 @@ IDLE_S = 20.0
 @contextmanager
 def open_page(url: str) -> Iterator[None]:
     """What a page that shows the prefixes asks for, until the end of the block."""
-    ended = threading.Event()
 
-    def events() -> None:
+    def read_events(over: threading.Event) -> None:
         with httpx.stream("GET", f"{url}/ui/events", timeout=30) as answer:
             for _ in answer.iter_bytes():
-                if ended.is_set():
+                if over.is_set():
                     return
 
-    def trees() -> None:
-        while not ended.wait(TREES_S):
+    def read_trees(over: threading.Event) -> None:
+        while not over.wait(TREES_S):
             httpx.get(f"{url}/ui/trees", timeout=30)
 
-    threads = [threading.Thread(target=work) for work in (events, trees)]
-    for thread in threads:
-        thread.start()
-    try:
+    with meanwhile(read_events, read_trees):
         yield
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join(30)
 
 
-@contextmanager
-def null_cluster(model: Path, folder: Path) -> Iterator[tuple[str, int]]:
-    """A router on core 0 before null instances on core 1: its address and process id."""
-    secret, http, port = secrets.token_urlsafe(32), null.free_port(), null.free_port()
-    (folder / "secret").write_text(secret)
-    serve = ["serve", "--model", str(model), "--prefill", "0", "--decode", "0", "--colocated", "0", "--port", str(http)]
-    serve += ["--cluster-port", str(port), "--cluster-secret-file", str(folder / "secret"), "--metadata", "none"]
-    serve += ["--served-model-name", "m"]
-    router = subprocess.Popen(["taskset", "-c", "0", sys.executable, "-m", "memserve", *serve])
-    script = [sys.executable, null.__file__, "--model", str(model), "--be-instances", str(INSTANCES)]
-    environment = {**os.environ, "ROUTER_ADDRESS": f"127.0.0.1:{port}", "ROUTER_SECRET": secret}
-    instances = subprocess.Popen(["taskset", "-c", "1", *script], stdin=subprocess.PIPE, env=environment)
-    try:
-        null._wait_until_ready(f"http://127.0.0.1:{http}")
-        yield f"http://127.0.0.1:{http}", router.pid
-    finally:
-        for process in (instances, router):
-            process.terminate()
-            process.wait(30)
-
-
-def measure_router(args: argparse.Namespace) -> None:
+def measure_router(args: Namespace) -> None:
     """Interleaved rounds without and with a page."""
-    vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
-    os.sched_setaffinity(0, {1})  # the page's own work must not take the router's core
-    with tempfile.TemporaryDirectory() as name, null_cluster(args.model, Path(name)) as (url, pid):
-        script = null.write_load(Path(name), TOKENS, "ids", vocabulary)
-        router: null.Router = ("memserve", url, pid)
-
-        def round_of_load() -> dict[str, Any]:
-            return null.measure([router], script, CONNECTIONS, args.seconds, 1)[0]
-
-        round_of_load()  # warms
-        rounds: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-        for number in range(args.rounds):
-            for is_open in (False, True) if number % 2 else (True, False):
-                if is_open:
-                    with open_page(url):
-                        rounds[True].append(round_of_load())
-                else:
-                    rounds[False].append(round_of_load())
-        alone = statistics.median(page_share(url, pid) for _ in range(5))
+    need_wrk()
+    model = need(args.model, "model's folder")
+    os.sched_setaffinity(0, {LOAD_CORE})  # the page's own work must not take the router's core
+    rounds: dict[str, list[dict[str, Any]]] = {"alone": [], "page": []}
+    with tempfile.TemporaryDirectory() as name, null_router(model, Path(name), INSTANCES) as router:
+        script = write_load(Path(name), TOKENS, "ids", vocabulary_of(model))
+        for number, kind in turns(args.rounds, rounds, warm=1):
+            with open_page(router.url) if kind == "page" else nullcontext():
+                row = run_wrk(router.url, script, CONNECTIONS, args.seconds, [router.pid], LOAD_CORE)
+            rounds[kind] += [row] if number >= 0 else []
+        share = median(page_share(router.url, router.pid) for _ in range(5))
+    rows = []
     for figure in ("requests_per_s", "router_cpu_us", "p99_ms"):
-        without, with_page = ([found[figure] for found in rounds[is_open]] for is_open in (False, True))
-        changes = [100 * (b / a - 1) for a, b in zip(without, with_page, strict=True)]
-        low, middle, high = statistics.quantiles(changes, n=4)
-        print(
-            f"{figure}: without {statistics.median(without):,.1f}, with a page {statistics.median(with_page):,.1f}; "
-            f"change of a pair {middle:+.2f} % (quartiles {low:+.2f} to {high:+.2f} %, {len(changes)} pairs)"
-        )
-    print(f"a page without requests: {100 * alone:.2f} % of the router's core")
+        values = {kind: [row[figure] for row in mine] for kind, mine in rounds.items()}
+        low, middle, high = (100 * (ratio - 1) for ratio in quartiles(ratios(values["page"], values["alone"])))
+        row = {kind: median(mine) for kind, mine in values.items()}
+        rows.append({"figure": figure, **row, "low": low, "middle": middle, "high": high})
+    show(rows, {"figure": "{figure}", "without": "{alone:,.1f}", "with a page": "{page:,.1f}",
+                "change of a pair (quartiles)": "{middle:+.2f} % ({low:+.2f} to {high:+.2f} %)"})  # fmt: skip
+    print(f"a page without requests: {100 * share:.2f} % of the router's core")
+    save(args, {"rows": rows, "share": share})
 
 
 def page_share(url: str, pid: int) -> float:
     """Of a second, what the router computes more with a page open while no request comes."""
 
-    def of_a_second() -> float:
-        began_s, began_cpu_s = time.monotonic(), null.cpu_seconds(pid)
+    def cores() -> float:
+        began_s, began_cpu_s = time.monotonic(), process_cpu_s(pid)
         time.sleep(IDLE_S)
-        return (null.cpu_seconds(pid) - began_cpu_s) / (time.monotonic() - began_s)
+        return (process_cpu_s(pid) - began_cpu_s) / (time.monotonic() - began_s)
 
-    without = of_a_second()
+    without = cores()
     with open_page(url):
-        return of_a_second() - without
+        return cores() - without
 
 
-def measure_leak(args: argparse.Namespace) -> None:
+def measure_leak(args: Namespace) -> None:
     """The heap of an open page."""
     from browser import browsers
 
@@ -169,7 +132,7 @@ def measure_leak(args: argparse.Namespace) -> None:
         print(f"heap: mean of the first third {first:.2f} MiB, of the last {last:.2f} MiB; console: {browser.errors()}")
 
 
-def measure_ceiling(args: argparse.Namespace) -> None:
+def measure_ceiling(args: Namespace) -> None:
     """The sketch beside the exact count."""
     from memserve.router.placement.reuse_ceiling import IDENTITY_BYTES, ReuseCeiling
 
@@ -179,39 +142,29 @@ def measure_ceiling(args: argparse.Namespace) -> None:
         prompts = [json.loads(line)["hash_ids"] for line in file]
     for hashes in prompts:
         tokens = block * len(hashes) + 1  # every block whole
-        names = b"".join(hashlib.blake2b(str(one).encode(), digest_size=IDENTITY_BYTES).digest() for one in hashes)
+        names = b"".join(hashlib.blake2b(str(item).encode(), digest_size=IDENTITY_BYTES).digest() for item in hashes)
         started = time.perf_counter()
-        ceiling.prompt("", names, tokens, block)
+        ceiling.count_prompt("", names, tokens, block)
         sketch_s += time.perf_counter() - started
         seen, new = seen + tokens, new + block * len(set(hashes) - known) + 1
         known |= set(hashes)
-    exact, estimate = 1 - new / seen, ceiling.whole().attainable
+    exact, estimate = 1 - new / seen, ceiling.total_counts().attainable
     sizes = sum(sketch.nbytes for sketch, _ in ceiling._tenants.values())
     print(f"{len(known):,} different blocks, {seen:,} prompt tokens")
     print(f"attainable: exact {exact:.4%}, sketch {estimate:.4%}, off by {100 * abs(estimate / exact - 1):.3f} %")
     print(f"{sizes:,} bytes for the tenant; {sketch_s * 1e6 / len(prompts):.0f} us a prompt")
 
 
-def main() -> int:
-    """Measure one of the three."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds = parser.add_subparsers(required=True)
-    router = kinds.add_parser("router")
-    router.add_argument("--model", type=Path, required=True, help="a model's folder, for its vocabulary")
-    router.add_argument("--rounds", type=int, default=20)
-    router.add_argument("--seconds", type=float, default=4)
-    router.set_defaults(measure=measure_router)
-    ceiling = kinds.add_parser("ceiling")
-    ceiling.add_argument("--trace", type=Path, required=True)
-    ceiling.set_defaults(measure=measure_ceiling)
-    leak = kinds.add_parser("leak")
-    leak.add_argument("--url", default="http://127.0.0.1:8000")
-    leak.add_argument("--minutes", type=float, default=5)
-    leak.add_argument("--key", default="")
-    leak.set_defaults(measure=measure_leak)
-    args = parser.parse_args()
-    args.measure(args)
-    return 0
+KINDS = {"router": measure_router, "ceiling": measure_ceiling, "leak": measure_leak}
+
+
+def main() -> None:
+    args = options(
+        __doc__, rest="kind", model=(Path, "a model's folder, for its vocabulary"), rounds=20, seconds=4.0,
+        trace=Path, url="http://127.0.0.1:8000", minutes=5.0, key="",
+    )  # fmt: skip
+    for kind in parts_of(args.kind, KINDS):
+        KINDS[kind](args)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ token behind right ones.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from harness import need, options, save
 
-from memserve.instance.scheduler.drafts import EXPECTED, Chances, Pace, Price, following, length
+from memserve.instance.scheduler.drafts import EXPECTED, Chances, Pace, Price, paying_length, repeated_draft
 from memserve.instance.scheduler.speculation import FADE_SEEN
 
 Answer = tuple[list[int], list[int]]
@@ -30,47 +30,49 @@ BLOCK_TOKENS = 32
 
 def chat_answers(prompts: list[list[int]]) -> list[Answer]:
     """Prompts with the answer that the next turn's prompt shows."""
-    found = []
+    results = []
     for prompt in prompts:
-        later = next((one[len(prompt) :] for one in prompts if one != prompt and one[: len(prompt)] == prompt), [])
+        later = next((item[len(prompt) :] for item in prompts if item != prompt and item[: len(prompt)] == prompt), [])
         answer = later[: later.index(END)] if END in later else later
         if len(answer) > TAIL:
-            found.append((prompt, answer))
-    return found
+            results.append((prompt, answer))
+    return results
 
 
 def agent_answers(prompts: list[list[int]]) -> list[Answer]:
     """Prompts with what the next recorded call has behind them."""
-    found = []
+    results = []
     for prompt in prompts:
         begin = prompt[:-TAIL]
-        longer = (one[len(begin) :] for one in prompts if len(one) > len(prompt) + 40 and one[: len(begin)] == begin)
+        longer = (
+            item[len(begin) :] for item in prompts if len(item) > len(prompt) + 40 and item[: len(begin)] == begin
+        )
         if answer := next(longer, []):
-            found.append((begin, answer[:ANSWER_TOKENS]))
-    return found
+            results.append((begin, answer[:ANSWER_TOKENS]))
+    return results
 
 
 def agreeing(drafts: list[int], answer: list[int]) -> int:
     """How many of ``drafts`` are right."""
-    return next((at for at, token in enumerate(drafts) if answer[at : at + 1] != [token]), len(drafts))
+    return next((place for place, token in enumerate(drafts) if answer[place : place + 1] != [token]), len(drafts))
 
 
 def decode(answers: list[Answer], drafts_max: int, price: Price) -> dict[str, float]:
     """Every answer, with drafts that pay at ``price``."""
     seen, steps, tokens, drafted, kept = Chances(FADE_SEEN), 0, 0, 0, 0
     for prompt, answer in answers:
-        pace, at = Pace(), 1
-        while at < len(answer):
-            known = np.array(prompt + answer[:at], np.int32)
-            draft = following(known, min(drafts_max, len(answer) - at, -len(known) % BLOCK_TOKENS))
-            chance = pace.own.chance(draft.source, seen.chance(draft.source, EXPECTED[draft.source]))
-            count = length(chance, price, len(draft.tokens))
-            right = agreeing(draft.tokens[:count], answer[at:])
+        pace, place = Pace(), 1
+        while place < len(answer):
+            known = np.array(prompt + answer[:place], np.int32)
+            draft = repeated_draft(known, min(drafts_max, len(answer) - place, -len(known) % BLOCK_TOKENS))
+            chance = pace.chances.chance_of(draft.source, seen.chance_of(draft.source, EXPECTED[draft.source]))
+            count = paying_length(chance, price, len(draft.tokens))
+            right = agreeing(draft.tokens[:count], answer[place:])
             if count:
                 pace.source = draft.source
-                pace.told(count, right)
-                seen.told(draft.source, count, right)
-            steps, drafted, kept, at = steps + 1, drafted + count, kept + right, at + 1 + right
+                pace.learn_outcome(count, right)
+                seen.learn_outcome(draft.source, count, right)
+            steps, drafted, kept, place = steps + 1, drafted + count, kept + right, place + 1 + right
         tokens += len(answer) - 1
     return {"tokens_a_step": round(tokens / max(1, steps), 3), "drafts": drafted, "kept": kept}
 
@@ -79,9 +81,9 @@ def chances(answers: list[Answer]) -> dict[int, tuple[int, float, float]]:
     """By number of equal tokens: places, how often the first token behind one was right, and each one behind it."""
     counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for prompt, answer in answers:
-        for at in range(1, len(answer) - 1):
-            draft = following(np.array(prompt + answer[:at], np.int32), 8)
-            right = agreeing(draft.tokens, answer[at:])
+        for place in range(1, len(answer) - 1):
+            draft = repeated_draft(np.array(prompt + answer[:place], np.int32), 8)
+            right = agreeing(draft.tokens, answer[place:])
             if draft.tokens:
                 more = 1, int(right > 0), min(8, right + 1), right
                 counts[draft.source] = [a + b for a, b in zip(counts[draft.source], more, strict=True)]
@@ -89,18 +91,16 @@ def chances(answers: list[Answer]) -> dict[int, tuple[int, float, float]]:
 
 
 def main() -> None:
-    """Print a line for each kind."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=Path, required=True, help="what bench/speculation.py --requests wrote")
-    parser.add_argument("--drafts", type=int, default=8)
-    parser.add_argument("--cost", type=float, default=0.04, help="of a drafted token, in steps of one sequence")
-    args = parser.parse_args()
-    if not args.requests.exists():
-        raise SystemExit(f"skipped: no requests at {args.requests}")
-    prompts = json.loads(args.requests.read_text())
+    args = options(
+        __doc__, required="requests", requests=(Path, "what bench/speculation.py --requests wrote"), drafts=8,
+        cost=(0.04, "of a drafted token, in steps of one sequence"),
+    )  # fmt: skip
+    prompts, rows = json.loads(need(args.requests, "requests").read_text()), []
     for kind, answers in (("chats", chat_answers(prompts["chats"])), ("agents", agent_answers(prompts["agents"]))):
         row = {"kind": kind, "answers": len(answers), **decode(answers, args.drafts, Price(1.0, args.cost))}
-        print(json.dumps({**row, "chances": chances(answers)}), flush=True)
+        rows.append({**row, "chances": chances(answers)})
+        print(json.dumps(rows[-1]), flush=True)
+    save(args, rows)
 
 
 if __name__ == "__main__":

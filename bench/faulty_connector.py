@@ -27,7 +27,7 @@ class FaultyConnector(MemserveConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        for worker in self._workers():
+        for worker in self._worker_sides():
             _break(worker._pool)
 
 
@@ -35,15 +35,15 @@ def _break(pool: Any) -> None:
     rng, loads, get = random.Random(6), count(1), pool.get
 
     def failing(values: Sequence[Value]) -> list[bool]:
-        found, is_lost = get(values), next(loads) % LOST_EVERY == 0
-        for at, value in enumerate(values):
+        results, is_lost = get(values), next(loads) % LOST_EVERY == 0
+        for place, value in enumerate(values):
             if is_lost or rng.random() < SHARE:
-                found[at] = False
+                results[place] = False
                 for address, nbytes in value.pieces:
                     ctypes.memset(address, _RUBBISH, nbytes)
-        lost = found.count(False)
+        lost = results.count(False)
         if lost:
             print(f"faulty connector: {lost} of {len(values)} blocks dropped", flush=True)
-        return found
+        return results
 
     vars(pool)["get"] = failing

@@ -11,7 +11,6 @@ time of a request and of a token beside the device.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import multiprocessing
@@ -19,10 +18,12 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from harness import median, options, parts_of, show
 
 from memserve.base.config import ClusterConfig, EngineOptions
 from memserve.base.types import Caching, Role, TransferMode
@@ -70,12 +71,12 @@ def calibrate(out: Path, seconds: float, model: str) -> None:
     command = [sys.executable, "-m", "memserve", "profile", "--dtype", DTYPE, "--model", model, "--json"]
     profile = subprocess.run([*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, check=True).stdout
     (out / PROFILE).write_bytes(profile)
-    found = {
+    results = {
         "processes": contention(model),
         "streams": {name: [stream(model, name, users) for users in STREAMS] for name in SETTINGS},
     }
-    (out / CALIBRATION).write_text(json.dumps(found, indent=1))
-    print(json.dumps(found, indent=1))
+    (out / CALIBRATION).write_text(json.dumps(results, indent=1))
+    print(json.dumps(results, indent=1))
 
 
 def contention(model: str) -> dict[str, dict[str, float]]:
@@ -133,9 +134,9 @@ def stream(model: str, name: str, users: int) -> dict[str, float]:
     uniform = uniform_workload(8 * users, prompt_tokens=STREAM_PROMPT, shared_tokens=0, output_tokens=STREAM_OUTPUT)
     with Servers((*SERVE_FLAGS, "--model", model), lambda _: None) as servers:
         run = _drive(servers, parse_setting(name, 1), closed_loop(uniform, users=users), "calibration", None)
-    found = figures(run.records)
-    assert found.ttft_s is not None and found.tpot_s is not None, "an idle server answers"
-    return {"users": users, "ttft_ms": 1e3 * found.ttft_s.p50, "tpot_ms": 1e3 * found.tpot_s.p50}
+    results = figures(run.records)
+    assert results.ttft_s is not None and results.tpot_s is not None, "an idle server answers"
+    return {"users": users, "ttft_ms": 1e3 * results.ttft_s.p50, "tpot_ms": 1e3 * results.tpot_s.p50}
 
 
 # -- real
@@ -182,13 +183,13 @@ def machine_of(out: Path, setting: str) -> tuple[Machine, Surroundings]:
         costs = dataclasses.replace(
             costs, prefill=_slower(costs.prefill, passive["prefill"]), decode=_slower(costs.decode, passive["decode"])
         )
-    one, many = known["streams"][setting]
+    item, many = known["streams"][setting]
     context = STREAM_PROMPT + STREAM_OUTPUT // 2
-    beside = [e["tpot_ms"] * 1e6 - costs.decode_step_ns(e["users"], e["users"] * context) for e in (one, many)]
+    beside = [e["tpot_ms"] * 1e6 - costs.decode_step_ns(e["users"], e["users"] * context) for e in (item, many)]
     row_ns = max(0.0, (beside[1] - beside[0]) / (many["users"] - 1))
     step_ns = max(0.0, costs.decode.step_ns + beside[0] - row_ns)
     decode = dataclasses.replace(costs.decode, step_ns=step_ns, row_ns=costs.decode.row_ns + row_ns)
-    front_ns = max(0, round(one["ttft_ms"] * 1e6 - costs.prefill_ns(STREAM_PROMPT, 0)))
+    front_ns = max(0, round(item["ttft_ms"] * 1e6 - costs.prefill_ns(STREAM_PROMPT, 0)))
     together = known["processes"]["beside"]
     around = Surroundings(
         front_ns=front_ns, back_ns=0, message_ns=MESSAGE_NS, instances_per_host=8,
@@ -251,27 +252,27 @@ def foretell(out: Path, data: Path | None, rate: float, model: str, real: list[R
     return records
 
 
+COLUMNS = {"setting": "{setting}", "workload": "{workload}"} | {
+    f"{name} ms, {statistic}": f"{{real_{name}_{statistic}:.0f}} / {{foretold_{name}_{statistic}:.0f}}"
+    for name in ("ttft", "tpot", "jct") for statistic in ("mean", "p90")
+} | {
+    "cached": "{real_cached:.0%} / {foretold_cached:.0%}", "prompts": "{real_prompt:.1f} / {foretold_prompt:.1f}",
+}  # fmt: skip
+
+
 def table(out: Path, data: Path | None, rate: float, model: str) -> None:
     """Print real and simulated figures, side by side."""
     real = read_records(out / RECORDS)
     foretold = foretell(out, data, rate, model, real)
-    errors: list[float] = []
-    shares: list[float] = []
     rows = []
-    print(
-        f"{'':<20}{'':<10}" + "".join(f"{title:>25}" for title in ("TTFT ms", "TPOT ms", "JCT ms")) + f"{'cached':>16}"
-    )
-    for name in SETTINGS:
-        for kind in WORKLOADS:
-            pair = [_chosen(some, name, kind) for some in (real, foretold)]
-            line, wrong, share = _row(*pair)
-            errors += wrong
-            shares.append(share)
-            rows.append({"setting": name, "workload": kind, "errors": wrong})
-            prompts = [found.prompt_tokens / max(1, found.requests) for found in pair]
-            print(f"{name + ' ' + kind:<30}{line}   prompts {prompts[0]:.1f} | {prompts[1]:.1f}")
-    print(f"real | simulated, mean and P90. Off by {median(errors):.1%} (median of {len(errors)} times), at worst"
-          f" {max(errors):.1%}; cached shares by {max(shares):.1%} at most")  # fmt: skip
+    for name, kind in product(SETTINGS, WORKLOADS):
+        pair = [_chosen(some, name, kind) for some in (real, foretold)]
+        rows.append({"setting": name, "workload": kind, **_row(*pair)})
+    show(rows, COLUMNS)
+    errors = [error for row in rows for error in row["errors"]]
+    shares = max(abs(row["foretold_cached"] - row["real_cached"]) for row in rows)
+    print(f"real / simulated. Off by {median(errors):.1%} (median of {len(errors)} times), at worst"
+          f" {max(errors):.1%}; cached shares by {shares:.1%} at most")  # fmt: skip
     (out / "fidelity.json").write_text(json.dumps({"median_error": median(errors), "rows": rows}, indent=1))
 
 
@@ -279,38 +280,35 @@ def _chosen(records: list[RequestRecord], setting: str, workload: str) -> Figure
     return figures([r for r in records if (r.setting, r.workload) == (setting, workload)])
 
 
-def _row(real: Figures, foretold: Figures) -> tuple[str, list[float], float]:
-    """Cells, relative errors of means and P90s, and the difference of the hit rates."""
-    cells, errors = [], []
-    for field in ("ttft_s", "tpot_s", "jct_s"):
-        one, other = getattr(real, field), getattr(foretold, field)
-        for statistic in ("mean", "p90"):
-            measured, simulated = 1e3 * getattr(one, statistic), 1e3 * getattr(other, statistic)
-            errors.append(abs(simulated / measured - 1))
-            cells.append(f"{measured:>6.0f}|{simulated:<5.0f}")
-    cells.append(f"  {real.cached_share:.0%}|{foretold.cached_share:.0%}")
-    return " ".join(cells), errors, abs(foretold.cached_share - real.cached_share)
+def _row(real: Figures, foretold: Figures) -> dict[str, Any]:
+    """Means and P90s in ms, their relative errors, the hit rates, and the tokens of a prompt."""
+    row: dict[str, Any] = {"errors": []}
+    for name, statistic in product(("ttft", "tpot", "jct"), ("mean", "p90")):
+        measured, simulated = (1e3 * getattr(getattr(some, f"{name}_s"), statistic) for some in (real, foretold))
+        row |= {f"real_{name}_{statistic}": measured, f"foretold_{name}_{statistic}": simulated}
+        row["errors"].append(abs(simulated / measured - 1))
+    for side, some in (("real", real), ("foretold", foretold)):
+        row |= {f"{side}_cached": some.cached_share, f"{side}_prompt": some.prompt_tokens / max(1, some.requests)}
+    return row
 
 
 def main() -> None:
-    """See the top of this file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("calibrate", "real", "table"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--data", type=Path, help="folder of data sets; default: made from the seed")
-    parser.add_argument("--model", default=OPTIONS.model)
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=50.0, help="time for the profile")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    os.environ["MEMSERVE_CACHE_DIR"] = str((given.out / "cache").resolve())  # so that instances find this profile
-    match given.part:
-        case "calibrate":
-            calibrate(given.out, given.seconds, given.model)
-        case "real":
-            measure(given.out, given.data, given.rate, given.model)
+    parts = {"calibrate", "real", "table"}
+    args = options(
+        __doc__, rest="part", required="out", out=Path, data=(Path, "folder of data sets; default: made from the seed"),
+        model=OPTIONS.model, rate=(1.0, "requests a second"), seconds=(50.0, "time for the profile"),
+    )  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ["MEMSERVE_CACHE_DIR"] = str((args.out / "cache").resolve())  # so that instances find this profile
+    match list(parts_of(args.part, dict.fromkeys(sorted(parts)))):
+        case ["calibrate"]:
+            calibrate(args.out, args.seconds, args.model)
+        case ["real"]:
+            measure(args.out, args.data, args.rate, args.model)
+        case ["table"]:
+            table(args.out, args.data, args.rate, args.model)
         case _:
-            table(given.out, given.data, given.rate, given.model)
+            raise SystemExit("one of calibrate, real, table")
 
 
 if __name__ == "__main__":

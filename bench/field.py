@@ -22,26 +22,26 @@ between tool and server (``recorder.py``), for all servers alike: what was cache
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
 import os
 import subprocess
-import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chats import load_tokenizer
+from harness import Commas, end_in_order, options, parts_of, save, show, turns, working_folder
+from harness.chats import load_tokenizer
+from harness.engines import ServedStore, Vllm, running
+from harness.served import BLOCK as BLOCK_TOKENS
+from harness.served import bundled_model, serving
 from recorder import Ceiling, Recorder, recording
-from rivals import bundled_model
-from served import end_in_order, serving
-from vllm_servers import ServedStore, Vllm, running
-from vllm_shared import BLOCK_TOKENS, block_bytes
+from vllm_shared import kv_bytes
 
 TOOL_S = 900.0
 TRACE = "traces/mooncake_toolagent_fragment.jsonl.gz"
@@ -53,8 +53,8 @@ NOT_HERE = {
     "MLPerf Storage, KV cache": "no package installs it (pip knows no mlperf-kv-cache and no mlpstorage), and its "
     "backends are memory of its own and files in a folder: it measures a disk, not a store that is spoken to"
 }
-Args = argparse.Namespace
-Command = Callable[[Args, str, Path], list[str]]
+
+Command = Callable[[Namespace, str, Path], list[str]]
 
 
 @dataclass(frozen=True)
@@ -85,25 +85,25 @@ SGLANG = (  # not by `-m`, which loads the whole engine first
 )
 
 
-def vllm_bench(args: Args, url: str, folder: Path, *more: str) -> list[str]:
+def vllm_bench(args: Namespace, url: str, folder: Path, *more: str) -> list[str]:
     words = ["--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions"]
     words += ["--model", args.model, "--ready-check-timeout-sec", "0", "--ignore-eos", "--disable-tqdm"]
     words += ["--save-result", "--result-dir", str(folder), "--result-filename", "answer.json"]
     return [*words, "--seed", str(args.seed), "--temperature", "0", *more]
 
 
-def trace(args: Args, url: str, folder: Path) -> list[str]:
+def trace(args: Namespace, url: str, folder: Path) -> list[str]:
     """The first requests of the trace that fit, at ``--trace-rate`` a second on average."""
     with gzip.open(args.data / TRACE, "rt", encoding="utf-8") as lines:
         every = [json.loads(line) for line in lines]
-    kept = [one for one in every if one["input_length"] <= LONGEST_TOKENS * SCALE][: args.requests]
+    kept = [item for item in every if item["input_length"] <= LONGEST_TOKENS * SCALE][: args.requests]
     first_ms = kept[0]["timestamp"]
     seconds = (kept[-1]["timestamp"] - first_ms) / 1000 or 1.0
-    for one in kept:
-        one["timestamp"] -= first_ms
+    for item in kept:
+        item["timestamp"] -= first_ms
         for key in ("input_length", "output_length"):
-            one[key] = max(2, math.ceil(one[key] / SCALE))
-    (folder / "trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
+            item[key] = max(2, math.ceil(item[key] / SCALE))
+    (folder / "trace.jsonl").write_text("".join(json.dumps(item) + "\n" for item in kept))
     stretched = len(kept) / args.trace_rate / seconds / 1000
     labels = {"timestamp": "timestamp", "input-length": "input_length", "output-length": "output_length",
               "hash-ids": "hash_ids"}  # fmt: skip
@@ -113,19 +113,19 @@ def trace(args: Args, url: str, folder: Path) -> list[str]:
     return vllm_bench(args, url, folder, *words, "--num-prompts", str(len(kept)))
 
 
-def random(args: Args, url: str, folder: Path) -> list[str]:
+def random(args: Namespace, url: str, folder: Path) -> list[str]:
     words = ["--dataset-name", "random", "--random-prefix-len", "256", "--random-input-len", "256"]
     words += ["--random-output-len", "16", "--num-prompts", str(args.requests), "--max-concurrency", "4"]
     return vllm_bench(args, url, folder, *words)
 
 
-def lmcache(args: Args, url: str, folder: Path, workload: str, *more: str) -> list[str]:
+def lmcache(args: Namespace, url: str, folder: Path, workload: str, *more: str) -> list[str]:
     words = ["--engine-url", url, "--model", args.model]
     words += ["--workload", workload, "--output-dir", str(folder), "--json", "--no-csv", "--quiet", "--ignore-eos"]
     return [*words, "--no-interactive", "--seed", str(args.seed), "--kv-cache-volume", "1", *more]
 
 
-def long_doc(args: Args, url: str, folder: Path) -> list[str]:
+def long_doc(args: Namespace, url: str, folder: Path) -> list[str]:
     """Documents of 768 tokens, a half more than fit in the engine's memory; two questions about each."""
     documents = math.ceil(1.5 * args.kv_tokens / 768)
     words = ["--tokens-per-gb-kvcache", str(documents * 768), "--ldqa-document-length", "768"]
@@ -133,7 +133,7 @@ def long_doc(args: Args, url: str, folder: Path) -> list[str]:
     return lmcache(args, url, folder, "long-doc-qa", *words)
 
 
-def chat(args: Args, url: str, folder: Path) -> list[str]:
+def chat(args: Namespace, url: str, folder: Path) -> list[str]:
     """Users with a history of 768 tokens, a half more than fit; one request a second altogether."""
     users = math.ceil(1.5 * args.kv_tokens / 768)
     words = ["--tokens-per-gb-kvcache", str(users * 768), "--mrc-shared-prompt-length", "256"]
@@ -142,7 +142,7 @@ def chat(args: Args, url: str, folder: Path) -> list[str]:
     return lmcache(args, url, folder, "multi-round-chat", *words)
 
 
-def multi_turn(args: Args, url: str, folder: Path) -> list[str]:
+def multi_turn(args: Namespace, url: str, folder: Path) -> list[str]:
     words = ["--backend", "vllm-chat", "--base-url", url, "--model", args.model]
     words += ["--tokenizer", args.model, "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2"]
     words += ["--gsp-prompts-per-group", str(max(1, args.requests // 8)), "--gsp-system-prompt-len", "512"]
@@ -178,7 +178,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **quiet}
 
 
-def absent(bench: Bench, args: Args) -> str | None:
+def absent(bench: Bench, args: Namespace) -> str | None:
     """Why it cannot run; None: it can."""
     python = getattr(args, bench.python)
     if not python:
@@ -191,7 +191,7 @@ def absent(bench: Bench, args: Args) -> str | None:
     return None if tried.returncode == 0 else f"{python}: {(tried.stderr.strip().splitlines() or ['no word'])[-1]}"
 
 
-def run_tool(bench: Bench, args: Args, url: str) -> dict[str, float]:
+def run_tool(bench: Bench, args: Namespace, url: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [getattr(args, bench.python), *bench.tool, *bench.command(args, url, Path(folder))]
         run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TOOL_S)
@@ -205,34 +205,31 @@ def run_tool(bench: Bench, args: Args, url: str) -> dict[str, float]:
 
 
 @contextmanager
-def memserve(args: Args, folder: Path) -> Iterator[str]:
-    nbytes = block_bytes(args.model, args.dtype) // BLOCK_TOKENS
-    words = ["--in-process", "--threads", "2", "--model", args.model, "--served-model-name", args.model]
-    words += ["--dtype", args.dtype, "--max-model-len", str(CONTEXT), "--max-running", "8"]
-    words += ["--kv-memory", f"{args.kv_tokens * nbytes >> 10}KiB"]
-    with serving(*words, "--dram-memory", f"{args.more_tokens * nbytes >> 10}KiB") as server:
+def memserve(args: Namespace, folder: Path) -> Iterator[str]:
+    """With its own second tier."""
+    token_bytes = kv_bytes(args.model, args.dtype) // BLOCK_TOKENS
+    flags = ["--in-process", "--threads", "2", "--served-model-name", args.model, "--dtype", args.dtype]
+    flags += ["--max-model-len", str(CONTEXT), "--max-running", "8"]
+    flags += ["--kv-memory", f"{args.kv_tokens * token_bytes >> 10}KiB"]
+    flags += ["--dram-memory", f"{args.more_tokens * token_bytes >> 10}KiB"]
+    with serving(*flags, model=args.model) as server:
         yield server.url
 
 
 @contextmanager
-def vllm(args: Args, folder: Path, *store: str) -> Iterator[str]:
+def vllm(args: Namespace, folder: Path, store: ServedStore | None = None) -> Iterator[str]:
+    """Alone, or on a store."""
     flags = ("--num-gpu-blocks-override", str(args.kv_tokens // BLOCK_TOKENS), "--max-model-len", str(CONTEXT))
-    log = folder / f"vllm{len(store)}.log"
-    server = Vllm(
-        args.vllm, args.model, *store, cpus=args.cpus, flags=(*flags, "--max-num-seqs", "8"), log=log,
-        name=args.model, dtype=args.dtype,
-    )  # fmt: skip
+    log = folder / f"vllm-{'alone' if store is None else 'store'}.log"
+    server = Vllm(args.vllm, args.model, store, log, args.cpus, (*flags, "--max-num-seqs", "8"), args.model, args.dtype)
     with running(server):
         yield server.url
 
 
 @contextmanager
-def pool(args: Args, folder: Path) -> Iterator[str]:
-    kib = args.more_tokens * block_bytes(args.model, args.dtype) // BLOCK_TOKENS >> 10
-    with (
-        ServedStore(folder, dram=f"{kib}KiB") as store,
-        vllm(args, folder, store.address, str(store.secret_file)) as url,
-    ):
+def pool(args: Namespace, folder: Path) -> Iterator[str]:
+    kib = args.more_tokens * kv_bytes(args.model, args.dtype) // BLOCK_TOKENS >> 10
+    with ServedStore(folder, dram=f"{kib}KiB") as store, vllm(args, folder, store) as url:
         yield url
 
 
@@ -243,9 +240,9 @@ NAMES = {"memserve": "memserve", "pool": "vLLM with memserve", "vllm": "vLLM alo
 # -- the run
 
 
-def measure(benches: list[Bench], args: Args, folder: Path) -> list[dict[str, Any]]:
+def measure(benches: list[Bench], args: Namespace, folder: Path) -> list[dict[str, Any]]:
     """One row for each benchmark and server."""
-    names = [name for name in args.servers.split(",") if args.vllm or name == "memserve"]
+    names = [name for name in args.servers if args.vllm or name == "memserve"]
     tokenizer, rows = load_tokenizer(args.model), []
     with ExitStack() as stack:
         recorders: dict[str, Recorder] = {}
@@ -253,65 +250,48 @@ def measure(benches: list[Bench], args: Args, folder: Path) -> list[dict[str, An
             url = stack.enter_context(SERVERS[name](args, folder))
             recorders[name] = stack.enter_context(recording(url))
         ceilings = {name: Ceiling(tokenizer, BLOCK_TOKENS) for name in names}
-        for turn, bench in enumerate(benches):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                told = run_tool(bench, args, recorders[name].url)
-                shares = ceilings[name].shares(recorders[name].take())
-                seen = {"requests": shares.requests, "hits": shares.hits, "ceiling": shares.ceiling}
-                rows.append({"bench": bench.name, "server": NAMES[name], **told, **seen})
-                print(rows[-1], flush=True)
+        for number, name in turns(len(benches), names):
+            figures = run_tool(benches[number], args, recorders[name].url)
+            shares = ceilings[name].shares(recorders[name].take())
+            figures |= {"requests": shares.requests, "hits": shares.hits, "ceiling": shares.ceiling}
+            rows.append({"bench": benches[number].name, "server": NAMES[name], **figures})
+            print(rows[-1], flush=True)
     order = list(NAMES.values())
-    return sorted(rows, key=lambda row: ([one.name for one in benches].index(row["bench"]), order.index(row["server"])))
+    return sorted(
+        rows, key=lambda row: ([bench.name for bench in benches].index(row["bench"]), order.index(row["server"]))
+    )
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print("| benchmark | server | requests | requests/s | TTFT, mean | hits | attainable |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        print(
-            f"| {row['bench']} | {row['server']} | {row['requests']} | {row['requests_per_s']:.2f} | "
-            f"{row['ttft_ms']:,.0f} ms | {row['hits']:.1%} | {row['ceiling']:.1%} |"
-        )
+COLUMNS = {
+    "benchmark": "{bench}", "server": "{server}", "requests": "{requests}", "requests/s": "{requests_per_s:.2f}",
+    "TTFT, mean": "{ttft_ms:,.0f} ms", "hits": "{hits:.1%}", "attainable": "{ceiling:.1%}",
+}  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", default="", help="a Python that can import vllm (its CPU build)")
-    parser.add_argument("--lmcache", default="", help="a Python that can import lmcache and openai")
-    parser.add_argument("--sglang", default="", help="a Python with sglang and what its bench_serving imports")
-    parser.add_argument("--only", default=",".join(bench.name for bench in BENCHES))
-    parser.add_argument("--servers", default=",".join(SERVERS))
-    parser.add_argument("--data", type=Path, help="the folder of data sets (docs/guides/BENCH.md)")
-    parser.add_argument("--model", default="")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--requests", type=int, default=32, help="of a benchmark, about")
-    parser.add_argument("--trace-rate", type=float, default=1.0, help="requests a second")
-    parser.add_argument("--chat-rate", type=float, default=1.0, help="requests a second")
-    parser.add_argument("--kv-tokens", type=int, default=4096)
-    parser.add_argument("--more-tokens", type=int, default=32768)
-    parser.add_argument("--cpus", default="0-1", help="cores of vLLM")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="for logs; default: a temporary one")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = options(
+        __doc__, vllm="", lmcache=("", "a Python that can import lmcache and openai"),
+        sglang=("", "a Python with sglang and what its bench_serving imports"),
+        only=Commas(*(bench.name for bench in BENCHES)), servers=Commas(*SERVERS), data=Path, model="",
+        dtype="bfloat16", requests=(32, "of a benchmark, about"), trace_rate=(1.0, "requests a second"),
+        chat_rate=(1.0, "requests a second"), kv_tokens=4096, more_tokens=32768, cpus=("0-1", "cores of vLLM"), seed=1,
+        folder=Path,
+    )  # fmt: skip
     args.model = args.model or bundled_model(args.dtype)
     end_in_order()
-    wanted, skipped = [], dict(NOT_HERE)
-    for bench in (one for one in BENCHES if one.name in args.only.split(",")):
+    skipped, benches = dict(NOT_HERE), []
+    for bench in parts_of(args.only, {bench.name: bench for bench in BENCHES}).values():
         if reason := absent(bench, args):
             skipped[bench.name] = reason
         else:
-            wanted.append(bench)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = measure(wanted, args, folder) if wanted else []
-    show(rows)
+            benches.append(bench)
+    with working_folder(args.folder) as folder:
+        rows = measure(benches, args, folder) if benches else []
+    show(rows, COLUMNS)
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"rows": rows, "skipped": skipped}, indent=1) + "\n")
+    save(args, {"rows": rows, "skipped": skipped})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,16 +8,16 @@ The question is asked with the official client: half of the time as README shows
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import openai
-from served import Served, serving
+from harness import medians, options, save, show, turns
+from harness.served import Served, serving
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 SHAPES: dict[str, tuple[str, ...]] = {
@@ -56,37 +56,36 @@ def first_answers(times: int, serve: Sequence[str]) -> None:
             print(f"  {count} tokens: {text[:100]!r}")
 
 
-def measured(server: Served) -> tuple[float, float]:
+def measured(server: Served) -> dict[str, float]:
     """Mean TTFT and JCT in ms under the load."""
     command = [sys.executable, "-m", "memserve", "bench", "load", "--base-url", server.url, "--json", *LOAD.split()]
     done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     figures = done["found"][0]["figures"]
-    return 1000 * figures["ttft_s"]["mean"], 1000 * figures["jct_s"]["mean"]
+    return {f"{name}_ms": 1000 * figures[f"{name}_s"]["mean"] for name in ("ttft", "jct")}
 
 
-def shapes(rounds: int, serve: Sequence[str]) -> None:
-    """All shapes in turn, a fresh server each time, so that a slow minute of the machine affects all of them alike."""
-    seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SHAPES}
-    for _ in range(rounds):
-        for name, flags in SHAPES.items():
-            with serving("--metadata", "none", *flags, *serve) as server:
-                ask(server, 2)
-                seen[name].append((server.ready_s, *measured(server)))
-    print("shape           ready [s]  TTFT [ms]   JCT [ms]   medians of the means")
-    for name, rows in seen.items():
-        ready_s, ttft_ms, jct_ms = (statistics.median(column) for column in zip(*rows, strict=True))
-        print(f"{name:15} {ready_s:9.1f} {ttft_ms:10.0f} {jct_ms:10.0f}")
+def compare_shapes(rounds: int, serve: Sequence[str]) -> list[dict[str, Any]]:
+    """All shapes in turn, a fresh server each time; medians of the means."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in SHAPES}
+    for _, name in turns(rounds, SHAPES):
+        with serving("--metadata", "none", *SHAPES[name], *serve) as server:
+            ask(server, 2)
+            rows[name].append({"ready_s": server.ready_s, **measured(server)})
+    return [{"shape": name, **medians(mine)} for name, mine in rows.items()]
 
 
 def main() -> None:
-    """Parse, run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=30, help="how often the question is asked")
-    parser.add_argument("--shapes", action="store_true", help="measure the load on every shape instead")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds over all shapes")
-    parser.add_argument("serve", nargs="*", help="further options of memserve serve, after --")
-    options = parser.parse_args()
-    shapes(options.rounds, options.serve) if options.shapes else first_answers(options.times, options.serve)
+    args = options(
+        __doc__, rest="serve", times=(30, "how often the question is asked"), rounds=3,
+        shapes=(False, "measure the load on every shape instead"),
+    )  # fmt: skip
+    if args.shapes:
+        rows = compare_shapes(args.rounds, args.serve)
+        show(rows, {"shape": "{shape}", "ready [s]": "{ready_s:.1f}", "TTFT [ms]": "{ttft_ms:.0f}",
+                    "JCT [ms]": "{jct_ms:.0f}"})  # fmt: skip
+        save(args, rows)
+    else:
+        first_answers(args.times, args.serve)
 
 
 if __name__ == "__main__":

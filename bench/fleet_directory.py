@@ -11,11 +11,9 @@ which those are is told by a subscriber that loses nothing.
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,19 +21,19 @@ from typing import Any
 import httpx
 import msgspec
 import zmq
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from fleet_servers import MODEL, EventServer, free_port, responds, running
+from fleet_load import MODEL
+from harness import ask_all, is_ready, median, random_tokens, show
+from harness.engines import EventServer, running
 
 from fleet_server import FleetServer, fleet_server
 from memserve.base.config import ClusterConfig
 from memserve.fleet.messages import read_engine
+from ports import free_port
 
 SETTLE_S = 40.0
 """How long the directory has, after the last answer, to become what the server holds."""
-SMALL = ("--num-gpu-blocks-override", "96", "--max-model-len", "1024", "--max-num-seqs", "8", "--dtype", "bfloat16")
+SMALL = ("--num-gpu-blocks-override", "96", "--max-model-len", "1024", "--max-num-seqs", "8")
 LOSSES = (0.0, 0.1, 0.5, 1.0)
-VOCAB = 49_000
 
 
 class Relay:
@@ -56,8 +54,8 @@ class Relay:
 
     def _run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.SUB) as heard, context.socket(zmq.PUB) as told:
-            for one in (heard, told):
-                one.setsockopt(zmq.LINGER, 0)
+            for item in (heard, told):
+                item.setsockopt(zmq.LINGER, 0)
             heard.setsockopt(zmq.RCVHWM, 0)
             heard.setsockopt(zmq.SUBSCRIBE, b"")
             heard.connect(self._server.events)
@@ -83,10 +81,10 @@ class Relay:
                 continue
             keys = event.get("extra_keys") or [None] * len(event["block_hashes"])
             is_private = event["parent_block_hash"] in self.private
-            for one, key in zip(event["block_hashes"], keys, strict=True):
+            for item, key in zip(event["block_hashes"], keys, strict=True):
                 is_private = is_private or bool(key)  # a salt is named with the first block, and holds for all
                 if is_private:
-                    self.private.add(one)
+                    self.private.add(item)
 
     def close(self) -> None:
         self._ends.set()
@@ -108,7 +106,7 @@ class Run:
     def ask(self, seed: int) -> None:
         """One request of the load; broken answers are counted, and no matter here."""
         draw = random.Random(seed)
-        tokens = draw.choice(self.documents) + [draw.randrange(5, VOCAB) for _ in range(draw.randrange(1, 120))]
+        tokens = draw.choice(self.documents) + random_tokens(draw.randrange(1, 120), draw)
         body: dict[str, Any] = {"model": MODEL, "prompt": tokens, "max_tokens": draw.randrange(1, 48)}
         body |= {"temperature": 1.0, "n": draw.choice((1, 1, 1, 2)), "stream": draw.random() < 0.5}
         if draw.random() < 0.1:
@@ -119,29 +117,36 @@ class Run:
 
     def load(self, requests: int) -> None:
         """So many requests, eight at a time."""
-        with ThreadPoolExecutor(8) as asking:
-            list(asking.map(self.ask, [self.draw.randrange(1 << 40) for _ in range(requests)]))
+        ask_all(self.ask, [self.draw.randrange(1 << 40) for _ in range(requests)], 8)
 
-    def restart(self, at: int) -> None:
+    def restart(self, place: int) -> None:
         """Kill a server under load, and start it again."""
         loading = threading.Thread(target=self.load, args=(12,))
         loading.start()
         time.sleep(0.5)
-        self.servers[at].kill()
+        self.servers[place].kill()
         loading.join()
-        self.servers[at].start()
+        self.servers[place].start()
         deadline = time.monotonic() + 30.0
-        while not self.fleet.host.machine.engines()[at].up and time.monotonic() < deadline:
+        while not self.fleet.host.machine.engines()[place].up and time.monotonic() < deadline:
             time.sleep(0.1)
         self.counts["restarts"] += 1
 
-    def difference(self, at: int) -> dict[int, tuple[int, int]]:
+    def difference(self, place: int) -> dict[int, tuple[int, int]]:
         """Blocks of which the fleet knows another number of copies than the server's map has."""
-        known = {one: upper for one, (upper, _) in self.fleet.host.machine.kv_counts(self.servers[at].url[7:]).items()}
-        held = {one: copies for one, copies in self.servers[at].held().items() if one not in self.relays[at].private}
-        self.counts[f"blocks held by {at}"] = len(held)
+        known = {
+            item: upper for item, (upper, _) in self.fleet.host.machine.kv_counts(self.servers[place].url[7:]).items()
+        }
+        held = {
+            item: copies
+            for item, copies in self.servers[place].held().items()
+            if item not in self.relays[place].private
+        }
+        self.counts[f"blocks held by {place}"] = len(held)
         return {
-            one: (known.get(one, 0), held.get(one, 0)) for one in known.keys() | held if known.get(one) != held.get(one)
+            item: (known.get(item, 0), held.get(item, 0))
+            for item in known.keys() | held
+            if known.get(item) != held.get(item)
         }
 
     def settle(self) -> dict[int, tuple[int, int]]:
@@ -149,9 +154,9 @@ class Run:
         begin = time.monotonic()
         while True:
             wrong: dict[int, tuple[int, int]] = {}
-            for at in range(len(self.servers)):
+            for place in range(len(self.servers)):
                 try:
-                    wrong |= self.difference(at)
+                    wrong |= self.difference(place)
                 except RuntimeError:  # the fleet's own thread has changed its map meanwhile
                     wrong[-1] = (0, 0)
             if not wrong or time.monotonic() - begin > SETTLE_S:
@@ -162,7 +167,7 @@ class Run:
     def probe(self) -> None:
         """Prompts one by one: does the server find as much as the fleet said that it would?"""
         for document in self.draw.sample(self.documents, 4):
-            tokens = [*document, self.draw.randrange(5, VOCAB)]
+            tokens = [*document, *random_tokens(1, self.draw)]
             body = {"model": MODEL, "prompt": tokens, "max_tokens": 1}
             headers = {"x-memserve-explain": "1"}
             answer = httpx.post(f"{self.fleet.url}/v1/completions", json=body, headers=headers, timeout=120)
@@ -204,16 +209,23 @@ def rounds(run: Run, count: int, restarts: int) -> int:
     return wrong_rounds
 
 
+def event_server(python: str, model: str, folder: Path, number: int, *flags: str) -> EventServer:
+    """One that shows what its cache holds."""
+    return EventServer(
+        python, model, flags=flags, name=MODEL, dtype="bfloat16", folder=folder, number=number
+    )  # fmt: skip
+
+
 def check(python: str, model: str, folder: Path, count: int, restarts: int, seed: int) -> None:
     """Run it and print what was seen. Raises :class:`SystemExit` when the directory was wrong."""
-    servers = [EventServer(python, model, folder, number, SMALL) for number in range(2)]
-    with running(servers):
+    servers = [event_server(python, model, folder, number, *SMALL) for number in range(2)]
+    with running(*servers):
         relays = [Relay(server, seed + number) for number, server in enumerate(servers)]
         draw = random.Random(seed)
-        documents = [[draw.randrange(5, VOCAB) for _ in range(draw.choice((40, 64, 200, 320, 512)))] for _ in range(24)]
+        documents = [random_tokens(draw.choice((40, 64, 200, 320, 512)), draw) for _ in range(24)]
         try:
             with fleet_server([read_engine(relay.option) for relay in relays], ClusterConfig()) as fleet:
-                assert all(responds(f"{server.url}/health") for server in servers)
+                assert all(is_ready(server.url) for server in servers)
                 run = Run(servers, relays, fleet, draw, documents)
                 wrong = rounds(run, count, restarts)
                 views = fleet.host.machine.engines()
@@ -221,13 +233,13 @@ def check(python: str, model: str, folder: Path, count: int, restarts: int, seed
             for relay in relays:
                 relay.close()
     lost, passed = sum(relay.lost for relay in relays), sum(relay.passed for relay in relays)
-    settle = sorted(run.settle_s)
-    print(f"| rounds | {count} |\n| --- | --- |\n| rounds with a wrong directory | {wrong} |")
-    for name, value in sorted(run.counts.items()):
-        print(f"| {name} | {value} |")
-    print(f"| batches of KV events lost | {lost} of {lost + passed} |")
-    print(f"| gaps, times forgotten | {sum(v.kv_gaps for v in views)}, {sum(v.kv_forgotten for v in views)} |")
-    print(f"| batches that the check itself missed | {sum(relay.gaps_of_truth for relay in relays)} |")
-    print(f"| seconds until right: median, worst | {settle[len(settle) // 2]:.1f}, {settle[-1]:.1f} |")
+    report = {
+        "rounds": count, "rounds with a wrong directory": wrong, **dict(sorted(run.counts.items())),
+        "batches of KV events lost": f"{lost} of {lost + passed}",
+        "gaps, times forgotten": f"{sum(v.kv_gaps for v in views)}, {sum(v.kv_forgotten for v in views)}",
+        "batches that the check itself missed": sum(relay.gaps_of_truth for relay in relays),
+        "seconds until right: median, worst": f"{median(run.settle_s):.1f}, {max(run.settle_s):.1f}",
+    }  # fmt: skip
+    show(({"what": name, "count": value} for name, value in report.items()), ("what", "count"))
     if wrong:
         raise SystemExit(1)

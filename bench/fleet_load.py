@@ -16,16 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from harness import WORDS, Answer, astream, words
+from harness.served import BLOCK
 
-BLOCK = 32
+MODEL = "fleet"
+"""The name under which the servers are asked."""
 TRACE_BLOCK = 512
 """Tokens behind one hash of a Mooncake trace; here they are :data:`BLOCK`, and all other lengths shrink alike."""
-_TEXT = """river stone light garden market winter engine paper bridge silver forest table music letter window summer
-doctor teacher history number island mountain village train station animal picture story question answer road city
-country school family water fire earth wind money house door floor wall king queen army ship horse bird fish tree leaf
-flower seed fruit bread milk salt sugar glass iron gold cotton"""
-WORDS = tuple(_TEXT.split())
-"""Each is one token of SmolLM2 behind a space. Prompts are text, because some routers take no tokens."""
 
 
 @dataclass
@@ -53,7 +50,7 @@ class Where:
         """The address for one request, in turns or where the fewest are open."""
         url = next(self._turn)
         if self._least_load:
-            url = min(self._open, key=lambda one: (self._open[one], one != url))
+            url = min(self._open, key=lambda other: (self._open[other], other != url))
         self._open[url] += 1
         try:
             yield url
@@ -61,43 +58,16 @@ class Where:
             self._open[url] -= 1
 
 
-@dataclass
-class Asked:
-    """What one answer was: its text, and its usage."""
-
-    text: str = ""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-async def ask(client: httpx.AsyncClient, where: Where, path: str, body: dict[str, Any], tally: Tally) -> Asked:
+async def ask(client: httpx.AsyncClient, where: Where, path: str, body: dict[str, Any], tally: Tally) -> Answer:
     """One request, streamed; an error is counted."""
-    body = {**body, "stream": True, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    answer, first_s, begin = Asked(), None, time.perf_counter()
-    try:
-        with where.next() as url:
-            async with client.stream("POST", url + path, json=body) as response:
-                response.raise_for_status()
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = json.loads(line[6:])
-                    for choice in event["choices"]:
-                        piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-                        if first_s is None and (piece or choice.get("finish_reason")):
-                            first_s = time.perf_counter() - begin
-                        answer.text += piece
-                    if usage := event.get("usage"):
-                        answer.prompt_tokens, answer.completion_tokens = (
-                            usage["prompt_tokens"],
-                            usage["completion_tokens"],
-                        )
-                        tally.prompt_tokens += usage["prompt_tokens"]
-                        tally.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    except (httpx.HTTPError, KeyError, json.JSONDecodeError):
+    with where.next() as url:
+        answer = await astream(client, url + path, {**body, "model": MODEL, "temperature": 0, "ignore_eos": True})
+    if answer.status != 200 or answer.error:
         tally.errors += 1
     else:
-        tally.ttft_s += [first_s] if first_s is not None else []
+        tally.ttft_s += answer.times_s[:1]
+        tally.prompt_tokens += answer.usage.get("prompt_tokens", 0)
+        tally.cached_tokens += answer.cached
     return answer
 
 
@@ -123,18 +93,18 @@ def _conversations(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Rows that share a block beyond the first, which all conversations share."""
     parent: dict[int, int] = {}
 
-    def root(one: int) -> int:
-        while parent.setdefault(one, one) != one:
-            parent[one] = one = parent[parent[one]]
-        return one
+    def root(item: int) -> int:
+        while parent.setdefault(item, item) != item:
+            parent[item] = item = parent[parent[item]]
+        return item
 
     for row in rows:
         for block in row["hash_ids"][2:]:
             parent[root(block)] = root(row["hash_ids"][1])
-    found: dict[int, list[dict[str, Any]]] = {}
+    results: dict[int, list[dict[str, Any]]] = {}
     for number, row in enumerate(rows):
-        found.setdefault(root(row["hash_ids"][1]) if len(row["hash_ids"]) > 1 else -number - 1, []).append(row)
-    return list(found.values())
+        results.setdefault(root(row["hash_ids"][1]) if len(row["hash_ids"]) > 1 else -number - 1, []).append(row)
+    return list(results.values())
 
 
 def trace(path: Path, requests: int, rate: float, tokens_max: int, seed: int) -> list[Call]:
@@ -142,7 +112,7 @@ def trace(path: Path, requests: int, rate: float, tokens_max: int, seed: int) ->
     draw = random.Random(seed)
     scale = BLOCK / TRACE_BLOCK
     limit = (tokens_max - 256) / scale
-    drawn = [one for one in _conversations(_rows(path)) if all(row["input_length"] < limit for row in one)]
+    drawn = [item for item in _conversations(_rows(path)) if all(row["input_length"] < limit for row in item)]
     draw.shuffle(drawn)
     rows: list[dict[str, Any]] = []
     for conversation in drawn:
@@ -166,18 +136,17 @@ def _block(seed: int, number: int) -> list[str]:
     return random.Random(f"{seed}.{number}").choices(WORDS, k=BLOCK)
 
 
-async def run_trace(where: Where, model: str, calls: list[Call], tally: Tally) -> None:
+async def run_trace(where: Where, calls: list[Call], tally: Tally) -> None:
     """Each request at its time."""
     begin = time.perf_counter()
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
 
-        async def one(call: Call) -> None:
+        async def send(call: Call) -> None:
             await asyncio.sleep(max(0.0, call.at_s - (time.perf_counter() - begin)))
             prompt = "".join(f" {word}" for word in call.words)
-            body = {"model": model, "prompt": prompt, "max_tokens": call.output_tokens}
-            await ask(client, where, "/v1/completions", body, tally)
+            await ask(client, where, "/v1/completions", {"prompt": prompt, "max_tokens": call.output_tokens}, tally)
 
-        await asyncio.gather(*(one(call) for call in calls))
+        await asyncio.gather(*map(send, calls))
     tally.seconds += time.perf_counter() - begin
 
 
@@ -189,53 +158,51 @@ def ceilings(calls: list[Call], blocks_total: int) -> tuple[float, float]:
 
 def _hit_share(calls: list[Call], blocks_max: int | None) -> float:
     cache: OrderedDict[int, None] = OrderedDict()
-    found = total = 0
+    results = total = 0
     for call in calls:
         names, name = [], 0
-        for at in range(0, len(call.words) // BLOCK * BLOCK, BLOCK):
-            name = hash((name, tuple(call.words[at : at + BLOCK])))
+        for place in range(0, len(call.words) // BLOCK * BLOCK, BLOCK):
+            name = hash((name, tuple(call.words[place : place + BLOCK])))
             names.append(name)
         usable = names[: (len(call.words) - 1) // BLOCK]  # one token at least is computed
         hits = len(list(itertools.takewhile(cache.__contains__, usable)))
-        found, total = found + hits * BLOCK, total + len(call.words)
-        for one in reversed(names):
-            cache[one] = None
-            cache.move_to_end(one)
+        results, total = results + hits * BLOCK, total + len(call.words)
+        for item in reversed(names):
+            cache[item] = None
+            cache.move_to_end(item)
         while blocks_max is not None and len(cache) > blocks_max:
             cache.popitem(last=False)
-    return found / max(1, total)
+    return results / max(1, total)
 
 
 # -- chats
 
 
-def questions(seed: int, chats: int, turns: int, words: int) -> list[list[str]]:
+def questions(seed: int, chats: int, turns: int, count: int) -> list[list[str]]:
     """What the users say, a list for each chat."""
     draw = random.Random(seed)
-    return [
-        [f"{seed}.{chat}.{turn}: " + " ".join(draw.choices(WORDS, k=words)) for turn in range(turns)]
-        for chat in range(chats)
-    ]
+    return [[f"{seed}.{chat}.{turn}: {words(count, draw)}" for turn in range(turns)] for chat in range(chats)]
 
 
-async def run_chats(where: Where, model: str, asked: list[list[str]], clients: int, tally: Tally) -> None:
+async def run_chats(where: Where, chats: list[list[str]], clients: int, tally: Tally) -> None:
     """All chats, ``clients`` requests at a time; a chat's next question comes behind all that wait."""
     free, begin = asyncio.Semaphore(clients), time.perf_counter()
     async with httpx.AsyncClient(timeout=300) as client:
 
-        async def chat(said: list[str]) -> None:
+        async def play(said: list[str]) -> None:
             messages: list[dict[str, str]] = []
             known = 0
             for question in said:
                 messages.append({"role": "user", "content": question})
-                body = {"model": model, "messages": messages, "max_tokens": 24}
                 async with free:
+                    body = {"messages": messages, "max_tokens": 24}
                     answer = await ask(client, where, "/v1/chat/completions", body, tally)
-                tally.attainable_tokens += min(known, answer.prompt_tokens - 1) // BLOCK * BLOCK
-                known = answer.prompt_tokens + answer.completion_tokens - 1
+                prompt_tokens = answer.usage.get("prompt_tokens", 0)
+                tally.attainable_tokens += min(known, prompt_tokens - 1) // BLOCK * BLOCK
+                known = prompt_tokens + answer.usage.get("completion_tokens", 0) - 1
                 messages.append({"role": "assistant", "content": answer.text})
 
-        await asyncio.gather(*(chat(said) for said in asked))
+        await asyncio.gather(*map(play, chats))
     tally.seconds += time.perf_counter() - begin
 
 

@@ -9,18 +9,16 @@ minute: ``limit`` is the larger of weight bytes / measured bandwidth and product
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable
+from argparse import Namespace
+from functools import partial
 
 import numpy as np
 import torch
+from harness import Commas, Samples, options, save, seconds, show
 from torch import Tensor
 
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import StepRows, step_attention
 from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.loader import LoadedModel, load_model
@@ -55,78 +53,72 @@ class Case:
         arena = torch.zeros(sequences * blocks * model.geometry.block_bytes, dtype=torch.uint8)
         self._arena = arena
         self._factory = choose_attention(arena, model.geometry)
-        self._tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
-        self._rows = np.arange(sequences, dtype=np.int32)
-        self._starts = (np.arange(sequences + 1) * new_tokens).astype(np.int32)
-        self._contexts = np.full(sequences, context, dtype=np.int32)
+        tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+        starts = (np.arange(sequences + 1) * new_tokens).astype(np.int32)
+        contexts = np.full(sequences, context, dtype=np.int32)
+        self._rows = StepRows(tables, np.arange(sequences, dtype=np.int32), starts, contexts)
         generator = torch.Generator().manual_seed(1)
         self._ids = torch.randint(1, model.vocab_size, (sequences * new_tokens,), generator=generator)
         self._positions = torch.arange(context - new_tokens, context).repeat(sequences)
-        self._last = torch.as_tensor(self._starts[1:] - 1).long()
+        self._last = torch.as_tensor(starts[1:] - 1).long()
 
     def run(self, forward: Forward) -> Tensor:
         """One step, as the device runs it."""
-        with attending(self._factory(self._tables, self._rows, self._starts, self._contexts)):
+        with step_attention(self._factory(self._rows)):
             return forward(self._ids, self._positions, self._last)
-
-
-def timed_ms(run: Callable[[], object]) -> float:
-    """Milliseconds of one call."""
-    begin = time.perf_counter()
-    run()
-    return (time.perf_counter() - begin) * 1e3
 
 
 def machine(dtype: torch.dtype) -> tuple[float, float]:
     """(GB/s of reading memory, GFLOP/s of a packed matrix product), the best of a few tries."""
     memory = torch.ones(64 << 20, dtype=torch.float32)
-    bandwidth = max(memory.nbytes / 1e6 / timed_ms(memory.sum) for _ in range(5))
+    bandwidth = max(memory.nbytes / 1e9 / seconds(memory.sum) for _ in range(5))
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn(3072, 1024).to(dtype), 8)
     x = torch.randn(1024, 1024).to(dtype)
-    product = lambda: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # noqa: E731  # it reads like a formula
-    return bandwidth, max(2 * 1024 * 1024 * 3072 / 1e6 / timed_ms(product) for _ in range(5))
+    product = partial(torch.ops.mkldnn._linear_pointwise, x, weight, None, "none", [], "")
+    return bandwidth, max(2 * 1024 * 1024 * 3072 / 1e9 / seconds(product) for _ in range(5))
+
+
+def measure(args: Namespace, models: dict[str, LoadedModel]) -> tuple[Samples, float, float]:
+    """Milliseconds by case and forward; bandwidth and matrix rate of the machine."""
+    first, times = next(iter(models.values())), Samples()
+    forwards = {name: make_forward(name, model) for name, model in models.items()}
+    cases = {name: Case(first, *sizes) for name, sizes in CASES.items()}
+    rates = [machine(first.dtype)]
+    for number in range(args.rounds + 1):
+        for case, inputs in cases.items():
+            if "prefill" in case and number > args.rounds // 3:
+                continue
+            for name, forward in forwards.items():
+                spent_s = seconds(partial(inputs.run, forward))
+                times[case, name] += [1e3 * spent_s] if number else []  # the first round warms up
+        rates.append(machine(first.dtype))
+    bandwidth, rate = (max(column) for column in zip(*rates, strict=True))
+    return times, bandwidth, rate
 
 
 def main() -> None:
-    """Measure and print one table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--forwards", default="eager,packed,captured")
-    args = parser.parse_args()
-    names = args.forwards.split(",")
-    models = {name: load_model(args.model, args.dtype) for name in names}
-    first = models[names[0]]
+    args = options(
+        __doc__, rest="model", dtype="bfloat16", rounds=9, forwards=Commas("eager", "packed", "captured")
+    )  # fmt: skip
+    models = {name: load_model(args.model[0], args.dtype) for name in args.forwards}
+    first, last = models[args.forwards[0]], args.forwards[-1]
     embedding = first.module.get_output_embeddings().weight.numel()
     layers = sum(p.numel() for p in first.module.parameters() if p.dim() == 2) - embedding
-    forwards = {name: make_forward(name, model) for name, model in models.items()}
-    cases = {name: Case(first, *shape) for name, shape in CASES.items()}
-    times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    measures = [machine(first.dtype)]
-    for round_number in range(args.rounds + 1):
-        for case, inputs in cases.items():
-            if "prefill" in case and round_number > args.rounds // 3:
-                continue
-            for name, forward in forwards.items():
-                elapsed = timed_ms(lambda inputs=inputs, forward=forward: inputs.run(forward))
-                if round_number > 0:
-                    times[case, name].append(elapsed)
-        measures.append(machine(first.dtype))
-    bandwidth, rate = (max(column) for column in zip(*measures, strict=True))
+    times, bandwidth, rate = measure(args, models)
     print(f"{args.dtype}, {torch.get_num_threads()} threads, {bandwidth:.1f} GB/s, {rate:.0f} GFLOP/s")
     print("milliseconds a step: median (best)")
-    print(f"| step | {' | '.join(names)} | limit | tokens/s of {names[-1]} (best) |")
-    print("| --- " * (len(names) + 3) + "|")
-    item_bytes = torch.empty(0, dtype=first.dtype).element_size()
+    rows, item_bytes = [], torch.empty(0, dtype=first.dtype).element_size()
     for case, (sequences, new_tokens) in CASES.items():
         tokens = sequences * new_tokens
         memory_ms = (layers + embedding) * item_bytes / bandwidth / 1e6
         compute_ms = 2 * (layers * tokens + embedding * sequences) / rate / 1e6
-        cells = [f"{statistics.median(times[case, n]):.1f} ({min(times[case, n]):.1f})" for n in names]
-        best, middle = min(times[case, names[-1]]), statistics.median(times[case, names[-1]])
-        speed = f"{tokens / middle * 1e3:.0f} ({tokens / best * 1e3:.0f})"
-        print(f"| {case} | {' | '.join(cells)} | {max(memory_ms, compute_ms):.1f} | {speed} |")
+        row = {"step": case, "limit": f"{max(memory_ms, compute_ms):.1f}"}
+        row |= {name: f"{times.median((case, name)):.1f} ({min(times[case, name]):.1f})" for name in models}
+        middle, best = times.median((case, last)), min(times[case, last])
+        rows.append(row | {"speed": f"{tokens / middle * 1e3:.0f} ({tokens / best * 1e3:.0f})"})
+    columns = {name: f"{{{name}}}" for name in ("step", *models, "limit")}
+    show(rows, columns | {f"tokens/s of {last} (best)": "{speed}"})
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,24 @@ and at last the memory after ``--settle-s``, and whether the processes of the st
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
-from served import Served, end_in_order, serving
+from harness.clients import Answer, Json, ask_all, greedy, meanwhile, stream
+from harness.flags import options, parts_of, save
+from harness.processes import end_in_order
+from harness.rounds import median
+from harness.served import Served, serving
+from harness.tables import Table
 
-Json = dict[str, Any]
+from served_cluster import processes_below
+
 TENANTS = ("bombs", "choices", "plain")
 TOKENS = 400
 ANSWER_S = 60.0
@@ -71,75 +74,41 @@ class Client:
         return self.http.post(f"{self.url}/v1/chat/completions", json=body)
 
 
-class Choices(threading.Thread):
-    """Asks for one of two words every quarter of a second."""
+@dataclass
+class Watch:
+    """What others notice, while one tenant sends bombs."""
 
-    def __init__(self, served: Served) -> None:
-        super().__init__(daemon=True)
-        self._client, self._ended = Client(served, "choices"), threading.Event()
-        self.seconds: list[float] = []
-        self.wrong = 0
+    served: Served
+    choices_s: list[float] = field(default_factory=list)
+    wrong: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    most_bytes: int = 0
 
-    def run(self) -> None:
-        while not self._ended.wait(0.25):
+    def ask_choices(self, over: threading.Event) -> None:
+        """For one of two words every quarter of a second."""
+        client = Client(self.served, "choices")
+        while not over.wait(0.25):
             begun = time.perf_counter()
-            answer = self._client.ask({"structured_outputs": {"choice": ["yes", "no"]}}, tokens=4)
-            self.seconds.append(time.perf_counter() - begun)
+            answer = client.ask({"structured_outputs": {"choice": ["yes", "no"]}}, tokens=4)
+            self.choices_s.append(time.perf_counter() - begun)
             text = answer.json()["choices"][0]["message"]["content"] if answer.status_code == 200 else ""
             self.wrong += text not in ("yes", "no")
 
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
+    def read_streams(self, over: threading.Event) -> None:
+        """Plain ones, one after the other."""
+        client, body = Client(self.served, "plain"), greedy("Once upon a time", 1000, self.served.model)
 
+        def note(answer: Answer) -> bool:
+            self.gaps_s += answer.steps_s[-1:]
+            return over.is_set()
 
-class Plain(threading.Thread):
-    """Reads plain streams, one after the other."""
+        while not over.is_set():
+            stream(self.served.url, body, client=client.http, on_event=note)
 
-    def __init__(self, served: Served) -> None:
-        super().__init__(daemon=True)
-        self._client, self._ended = Client(served, "plain"), threading.Event()
-        self.gaps_s: list[float] = []
-
-    def run(self) -> None:
-        body = {
-            "model": self._client.model, "prompt": "Once upon a time", "max_tokens": 1000, "stream": True,
-            "ignore_eos": True, "temperature": 0,
-        }  # fmt: skip
-        while not self._ended.is_set():
-            last = None
-            with self._client.http.stream("POST", f"{self._client.url}/v1/completions", json=body) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        now = time.perf_counter()
-                        self.gaps_s += [now - last] if last is not None else []
-                        last = now
-                    if self._ended.is_set():
-                        break
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-
-
-class Memory(threading.Thread):
-    """Reads the memory of all processes of the server, five times a second."""
-
-    def __init__(self, served: Served) -> None:
-        super().__init__(daemon=True)
-        self._root, self._ended = served.process.pid, threading.Event()
-        self.most_bytes = 0
-
-    def run(self) -> None:
-        while not self._ended.wait(0.2):
-            self.most_bytes = max(self.most_bytes, self.bytes())
-
-    def bytes(self) -> int:
-        return sum(map(_bytes_of, descendants(self._root)))
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
+    def read_memory(self, over: threading.Event) -> None:
+        """Of all processes of the server, five times a second."""
+        while not over.wait(0.2):
+            self.most_bytes = max(self.most_bytes, bytes_of(self.served))
 
 
 def is_of_grammars(pid: int) -> bool:
@@ -151,124 +120,102 @@ def is_of_grammars(pid: int) -> bool:
         return True
 
 
+def bytes_of(served: Served) -> int:
+    """Of all processes of the server."""
+    return sum(_bytes_of(pid) for pid in processes_below(served.process.pid))
+
+
 def _bytes_of(pid: int) -> int:
-    name, field = ("smaps_rollup", "Pss:") if is_of_grammars(pid) else ("status", "VmRSS:")
+    name, name_of_field = ("smaps_rollup", "Pss:") if is_of_grammars(pid) else ("status", "VmRSS:")
     try:
         lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def descendants(root: int) -> list[int]:
-    """The processes below ``root``, and itself."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return sorted(found)
-
-
-@contextlib.contextmanager
-def watched(served: Served) -> Iterator[tuple[Choices, Plain, Memory]]:
-    watchers = Choices(served), Plain(served), Memory(served)
-    for watcher in watchers:
-        watcher.start()
-    time.sleep(1.5)
-    watchers[1].gaps_s.clear()
-    try:
-        yield watchers
-    finally:
-        for watcher in watchers:
-            watcher.end()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(name_of_field))
 
 
 def sizes(served: Served) -> str:
     """What the sources have resident, and what a grammar has for itself while it is used."""
     letters = {"structured_outputs": {"regex": "[a-z ]{600}"}}
-    client = threading.Thread(target=Client(served, "choices").ask, args=(letters,))
-    client.start()
-    time.sleep(1.0)
-    found = []
-    for pid in filter(is_of_grammars, descendants(served.process.pid)):
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
-            own = kib["Private_Clean:"] + kib["Private_Dirty:"]
-            found.append(f"{kib['Rss:'] / 1024:.0f} MiB, {own / 1024:.1f} for itself")
-    client.join()
-    return f"processes of grammars: {'; '.join(found)}"
-
-
-def drop(served: Served, bombs: list[Json], tokens: int = TOKENS) -> tuple[list[str], Choices, Plain, Memory, int]:
-    answers: list[str] = [""] * len(bombs)
-
-    def ask(at: int) -> None:
-        begun = time.perf_counter()
-        answer = Client(served, "bombs").ask(bombs[at], tokens=tokens)
-        told = answer.json().get("error", {})
-        answers[at] = f"{answer.status_code} {told.get('code') or ''} {time.perf_counter() - begun:.1f} s"
-
-    with watched(served) as (choices, plain, memory):
-        before = memory.bytes()
-        clients = [threading.Thread(target=ask, args=(at,)) for at in range(len(bombs))]
-        for client in clients:
-            client.start()
-        for client in clients:
-            client.join()
+    with meanwhile(lambda _: Client(served, "choices").ask(letters)):
         time.sleep(1.0)
-    return answers, choices, plain, memory, before
+        texts = []
+        for pid in filter(is_of_grammars, processes_below(served.process.pid)):
+            with contextlib.suppress(OSError):
+                lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+                kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
+                own = kib["Private_Clean:"] + kib["Private_Dirty:"]
+                texts.append(f"{kib['Rss:'] / 1024:.0f} MiB, {own / 1024:.1f} for itself")
+    return f"processes of grammars: {'; '.join(texts)}"
 
 
-def row(name: str, served: Served, bombs: list[Json], tokens: int = TOKENS) -> None:
-    answers, choices, plain, memory, before = drop(served, bombs, tokens)
-    gaps = [1e3 * gap for gap in plain.gaps_s]
-    cells = [
-        name,
-        "; ".join(answers),
-        f"{max(choices.seconds):.2f} / {statistics.median(choices.seconds):.2f} s, {choices.wrong} wrong",
-        " ".join(f"{gap:.0f}" for gap in sorted(gaps)[-3:][::-1]) + f" / {statistics.median(gaps):.1f} ms",
-        f"{memory.most_bytes / 2**20:.0f} / {before / 2**20:.0f} MiB",
-    ]  # fmt: skip
-    print("| " + " | ".join(cells) + " |", flush=True)
+def drop(name: str, served: Served, bombs: list[Json], tokens: int = TOKENS) -> Json:
+    """All ``bombs`` at once; a row of the table."""
+
+    def ask(bomb: Json) -> str:
+        begun = time.perf_counter()
+        answer = Client(served, "bombs").ask(bomb, tokens=tokens)
+        code = answer.json().get("error", {}).get("code") or ""
+        return f"{answer.status_code} {code} {time.perf_counter() - begun:.1f} s"
+
+    watch = Watch(served)
+    with meanwhile(watch.ask_choices, watch.read_streams, watch.read_memory):
+        time.sleep(1.5)
+        watch.gaps_s.clear()
+        before = bytes_of(served)
+        answers = ask_all(ask, bombs, len(bombs))
+        time.sleep(1.0)
+    gaps_ms = sorted(1e3 * gap for gap in watch.gaps_s)
+    return {
+        "bomb": name, "answer": "; ".join(answers), "choices_s": max(watch.choices_s), "wrong": watch.wrong,
+        "choices_p50_s": median(watch.choices_s), "gap_ms": median(gaps_ms),
+        "longest": " ".join(f"{gap:.0f}" for gap in gaps_ms[-3:][::-1]),
+        "most_mib": watch.most_bytes / 2**20, "before_mib": before / 2**20,
+    }  # fmt: skip
+
+
+COLUMNS = {
+    "bomb": "{bomb}", "answer": "{answer}",
+    "choices: slowest / median": "{choices_s:.2f} / {choices_p50_s:.2f} s, {wrong} wrong",
+    "gap: longest three / median": "{longest} / {gap_ms:.1f} ms",
+    "memory: most / before": "{most_mib:.0f} / {before_mib:.0f} MiB",
+}  # fmt: skip
+
+
+def measure(served: Served, names: list[str], settle_s: float) -> list[Json]:
+    """Each bomb by itself, then all at once."""
+    Client(served, "choices").ask({"structured_outputs": {"choice": ["yes", "no"]}}, tokens=4)
+    before = bytes_of(served)
+    processes = {pid for pid in processes_below(served.process.pid) if not is_of_grammars(pid)}
+    print(sizes(served))
+    many = [{"type": "integer", "multipleOf": 99999989 + 2 * place} for place in range(10)]
+    cases: list[tuple[str, list[Json], int]] = [
+        (f"none: a plain request of {tokens} tokens", [{"ignore_eos": True}], tokens) for tokens in (4, TOKENS)
+    ]
+    cases += [(name, [BOMBS[name]], TOKENS) for name in names]
+    cases.append(("all at once", [BOMBS[name] for name in names], TOKENS))
+    cases.append(("ten multiples", [{"structured_outputs": {"json": schema}} for schema in many], TOKENS))
+    rows, table = [], Table(COLUMNS)
+    for case in cases:
+        rows.append(drop(case[0], served, *case[1:]))
+        table.show(rows[-1])
+    time.sleep(settle_s)
+    after = bytes_of(served)
+    died = processes - set(processes_below(served.process.pid))
+    print(f"memory {settle_s:.0f} s later: {after / 2**20:.0f} MiB, {(after - before) / 2**20:+.0f}")
+    print(f"processes of the start that have ended: {len(died)}; left: {json.dumps(served.left())}")
+    return rows
 
 
 def main() -> None:
     end_in_order()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(BOMBS), choices=list(BOMBS))
-    parser.add_argument("--settle-s", type=float, default=60.0)
-    parser.add_argument("serve", nargs="*", help="options of memserve serve")
-    options = parser.parse_args()
+    args = options(__doc__, rest="serve", only=(list(BOMBS), "names of bombs"), settle_s=60.0)
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.touch(0o600)
         keys.write_text("".join(f"{tenant}={tenant}-key\n" for tenant in TENANTS))
-        flags = ["--api-key-file", str(keys), "--metadata", "none", *options.serve]
-        with serving(*flags) as served:
-            Client(served, "choices").ask({"structured_outputs": {"choice": ["yes", "no"]}}, tokens=4)
-            memory = Memory(served)
-            before = memory.bytes()
-            processes = {pid for pid in descendants(served.process.pid) if not is_of_grammars(pid)}
-            print(sizes(served))
-            print("| bomb | answer | choices: slowest / median | gap: longest three / median | memory: most / before |")
-            print("| --- | --- | --- | --- | --- |")
-            for tokens in (4, TOKENS):
-                row(f"none: a plain request of {tokens} tokens", served, [{"ignore_eos": True}], tokens)
-            for name in options.only:
-                row(name, served, [BOMBS[name]])
-            row("all at once", served, [BOMBS[name] for name in options.only])
-            many = [{"type": "integer", "multipleOf": 99999989 + 2 * at} for at in range(10)]
-            row("ten multiples", served, [{"structured_outputs": {"json": schema}} for schema in many])
-            time.sleep(options.settle_s)
-            after = memory.bytes()
-            died = processes - set(descendants(served.process.pid))
-            print(f"memory {options.settle_s:.0f} s later: {after / 2**20:.0f} MiB, {(after - before) / 2**20:+.0f}")
-            print(f"processes of the start that have ended: {len(died)}; left: {json.dumps(served.left())}")
+        with serving("--api-key-file", str(keys), "--metadata", "none", *args.serve) as served:
+            save(args, measure(served, list(parts_of(args.only, BOMBS)), args.settle_s))
 
 
 if __name__ == "__main__":

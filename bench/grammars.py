@@ -16,14 +16,14 @@ One process, one thread. Engines take turns within each round.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any, Protocol
+
+from harness import median, options, save, show
 
 BUILD_S_MAX = 20.0
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -86,8 +86,8 @@ CASES: list[Case] = [
         [[{"name": "g", "parameters": {"q": "x"}}]],
         [[], [{"name": "h", "parameters": {"q": "x"}}]],
     ),
-    ("40 fields", closed({f"f_{at}": INTEGER for at in range(40)}), [{f"f_{at}": at for at in range(40)}], [{}]),
-    ("200 choices", {"enum": [f"choice number {at}" for at in range(200)]}, ["choice number 117"], ["choice"]),
+    ("40 fields", closed({f"f_{i}": INTEGER for i in range(40)}), [{f"f_{i}": i for i in range(40)}], [{}]),
+    ("200 choices", {"enum": [f"choice number {i}" for i in range(200)]}, ["choice number 117"], ["choice"]),
 ]  # fmt: skip
 
 
@@ -240,44 +240,48 @@ def size_mib(package: str) -> float:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3g} / {max(values):.3g}" if values else "-"
+COLUMNS = {
+    "engine": "{engine}", "build, ms": "{build_ms:.3g} / {build_ms_most:.3g}",
+    "mask, us": "{mask_us:.3g} / {mask_us_most:.3g}", "schemas right": "{right}", "MiB": "{mib:.1f}",
+    "brings, MiB": "{brings_mib:.1f}",
+}  # fmt: skip
+
+
+def row_of(engine: Any, figures: Figures) -> dict[str, Any]:
+    row = {"engine": engine.package, "right": len(CASES) - len(figures.wrong), "mib": size_mib(engine.package)}
+    row["brings_mib"] = sum(map(size_mib, engine.brings))
+    for name in ("build_ms", "mask_us"):
+        if values := getattr(figures, name):
+            row |= {name: median(values), f"{name}_most": max(values)}
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, help="a folder with packages that are not installed")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    if options.path:
-        sys.path.append(str(options.path))
+    args = options(__doc__, path=(Path, "a folder with packages that are not installed"), rounds=3)
+    if args.path:
+        sys.path.append(str(args.path))
     from memserve.base.config import DEFAULT_MODEL
     from memserve.model.loading.loader import load_tokenizer
     from memserve.model.loading.sources import resolve_source
 
     tokenizer = load_tokenizer(resolve_source(DEFAULT_MODEL, "bfloat16"))
-    vocab_size = len(tokenizer)
-    engines: dict[str, tuple[Engine, Figures, Any]] = {}
+    engines: dict[Any, tuple[Engine, Figures]] = {}
     for kind in ENGINES:
         try:
-            engines[kind.package] = (kind(tokenizer, vocab_size), Figures(), kind)
+            engines[kind] = kind(tokenizer, len(tokenizer)), Figures()
         except ImportError as error:
             print(f"skipped: {kind.package}: {error}")
-    for _ in range(options.rounds):
+    for _ in range(args.rounds):
         for case in CASES:
-            for engine, figures, _kind in engines.values():
+            for engine, figures in engines.values():
                 figures.judge(engine, tokenizer, case)
-    print(f"{vocab_size} tokens, {len(CASES)} schemas, {options.rounds} rounds; median / worst")
-    print(
-        "| engine | build, ms | mask, us | schemas right | MiB | brings, MiB |\n| --- | --- | --- | --- | --- | --- |"
-    )
-    for name, (_, figures, kind) in engines.items():
-        right = len(CASES) - len(figures.wrong)
-        sizes = f"{size_mib(name):.1f} | {sum(map(size_mib, kind.brings)):.1f}"
-        print(f"| {name} | {spread(figures.build_ms)} | {spread(figures.mask_us)} | {right} | {sizes} |")
-    for name, (_, figures, _kind) in engines.items():
+    print(f"{len(tokenizer)} tokens, {len(CASES)} schemas, {args.rounds} rounds; median / worst")
+    rows = [row_of(kind, figures) for kind, (_, figures) in engines.items()]
+    show(rows, COLUMNS)
+    for kind, (_, figures) in engines.items():
         for case_name, why in figures.wrong.items():
-            print(f"{name}: {case_name}: {why}")
+            print(f"{kind.package}: {case_name}: {why}")
+    save(args, rows)
 
 
 if __name__ == "__main__":

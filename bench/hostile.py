@@ -16,29 +16,27 @@ Prints one line per check; the exit status is 1 if any failed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import socket
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import httpx
-from hostile_random import KEYS, Honest, attack_with, give_up_names, target_of, verdicts
-from served import Served, serving
+from harness import Answer, greedy, options, save, stream
+from harness.served import Served, serving
+from hostile_random import KEYS, Honest, ask, attack_with, give_up_names, target_of, verdicts
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from hostile_requests import HostileCase, check_answer, hostile_cases, send
 
 IDLE_S_MAX = 60.0
 CROWD_S_MAX = 900.0
 ANSWER_TOKENS = 16
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @dataclass
@@ -80,34 +78,30 @@ def check_idle(served: Served) -> str | None:
     return None
 
 
-def ask(served: Served) -> str:
-    """The greedy answer to an ordinary question."""
-    body = {"model": served.model, "messages": QUESTION, "temperature": 0, "max_tokens": 40}
-    response = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=120)
-    response.raise_for_status()
-    return str(response.json()["choices"][0]["message"]["content"])
-
-
-def after(report: Report, served: Served, part: str) -> None:
+def check_after(report: Report, served: Served, part: str) -> None:
     """The checks after every part."""
+
+    def question() -> str | None:
+        text = ask(served, 40).checked().text
+        return None if "Paris" in text else f"said {text!r}"
+
     report.run(part, "nothing is held, runs or waits", lambda: check_idle(served))
-    report.run(part, "an ordinary question", lambda: None if "Paris" in (text := ask(served)) else f"said {text!r}")
+    report.run(part, "an ordinary question", question)
     report.run(part, "nothing is held after it", lambda: check_idle(served))
 
 
 # -- the table
 
 
-def table(report: Report, served: Served, context_tokens: int) -> None:
+def send_table(report: Report, served: Served, context_tokens: int) -> None:
     """Every malformed request of the tests' table."""
+
+    def judge(case: HostileCase) -> None:
+        check_answer(case, send(client, case))
+
     with httpx.Client(base_url=served.url, timeout=120) as client:
         for case in hostile_cases(served.model, context_tokens, "hello " * (context_tokens + 100)):
-            report.run("table", case.name, lambda case=case: _judge(client, case))
-
-
-def _judge(client: httpx.Client, case: HostileCase) -> str | None:
-    check_answer(case, send(client, case))
-    return None
+            report.run("table", case.name, partial(judge, case))
 
 
 # -- connections that break HTTP itself
@@ -229,26 +223,27 @@ def check_pressure(served: Served) -> str | None:
 
 def check_end(served: Served) -> str | None:
     """SIGTERM while a stream runs: it may finish, the server ends with 0 and prints no traceback."""
-    body = {"model": served.model, "prompt": "a story", "max_tokens": 64, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()
-        next(lines)
-        served.process.terminate()
-        rest = [line for line in lines if line]
+    body = greedy("a story", 64, served.model)
+    answer = stream(served.url, body, on_event=lambda answer: served.process.terminate() if is_first(answer) else None)
     status = served.process.wait(60)
     errors = served.errors.read_text(errors="replace")
     if "Traceback" in errors:
         return f"tracebacks: {errors[-500:]}"
-    return None if status == 0 and rest[-1] == "data: [DONE]" else f"status {status}, last line {rest[-1:]}"
+    return None if status == 0 and answer.is_whole else f"status {status}, {answer.error or 'the stream broke off'}"
 
 
-def random_requests(report: Report, options: argparse.Namespace) -> None:
+def is_first(answer: Answer) -> bool:
+    """Whether the newest event is the first with text."""
+    return len(answer.times_s) == 1
+
+
+def random_requests(report: Report, args: Namespace) -> None:
     """Send requests from the grammars, and measure their cost to another client."""
-    with serving("--kv-memory", options.kv_memory, *KEYS, *options.rest) as served:
+    with serving("--kv-memory", args.kv_memory, *KEYS, *args.serve) as served:
         honest = Honest(served)
-        target = target_of(served, options.vocab_size)
-        print(f"seed {options.seed}")
-        outcome = attack_with(served, honest, target, options.seed, options.requests, options.connections)
+        target = target_of(served, args.vocab_size)
+        print(f"seed {args.seed}")
+        outcome = attack_with(served, honest, target, args.seed, args.requests, args.connections)
         for name, miss in verdicts(outcome, honest).items():
             report.add("random", name, miss, sum(outcome.attacked_s))
         give_up_names(served)
@@ -256,41 +251,36 @@ def random_requests(report: Report, options: argparse.Namespace) -> None:
         report.run("random", "SIGTERM ends it", lambda: None if served.stop()[0] == 0 else "exit status")
 
 
-def main() -> None:
-    """Run everything against one server."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kv-memory", default="16MiB")
-    parser.add_argument("--clients", type=int, default=300)
-    parser.add_argument("--json", type=Path, help="write every check here")
-    parser.add_argument("--requests", type=int, default=0, help="number of random requests to send instead")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--connections", type=int, default=32, help="connections of the random requests at a time")
-    parser.add_argument("--vocab-size", type=int, default=49_152, help="vocabulary of the served model")
-    parser.add_argument("rest", nargs="*", help="further arguments of memserve serve")
-    options = parser.parse_args()
-    report = Report()
-    if options.requests:
-        random_requests(report, options)
-    else:
-        everything(report, options)
-    print(f"{len(report.checks)} checks, {report.misses} missed")
-    if options.json:
-        options.json.write_text(json.dumps({"options": vars(options), "checks": report.checks}, default=str, indent=1))
-    raise SystemExit(1 if report.misses else 0)
-
-
-def everything(report: Report, options: argparse.Namespace) -> None:
+def attack_all(report: Report, args: Namespace) -> None:
     """The table, raw connections, the crowd, the end."""
-    with serving("--kv-memory", options.kv_memory, *options.rest) as served:
+    with serving("--kv-memory", args.kv_memory, *args.serve) as served:
         card = httpx.get(f"{served.url}/v1/models").json()["data"][0]
-        table(report, served, card["max_model_len"])
-        after(report, served, "table")
+        send_table(report, served, card["max_model_len"])
+        check_after(report, served, "table")
         raw_connections(report, served)
-        after(report, served, "raw")
-        report.run("crowd", f"{options.clients} clients at once", lambda: check_crowd(served, options.clients))
+        check_after(report, served, "raw")
+        report.run("crowd", f"{args.clients} clients at once", lambda: check_crowd(served, args.clients))
         report.run("crowd", "sequences were preempted", lambda: check_pressure(served))
-        after(report, served, "crowd")
+        check_after(report, served, "crowd")
         report.run("end", "SIGTERM during a stream", lambda: check_end(served))
+
+
+def main() -> None:
+    args = options(
+        __doc__, rest="serve", kv_memory="16MiB", clients=300, 
+        requests=(0, "number of random requests to send instead"),
+        seed=random.SystemRandom().randrange(1 << 32),
+        connections=(32, "connections of the random requests at a time"),
+        vocab_size=(49_152, "vocabulary of the served model"),
+    )  # fmt: skip
+    report = Report()
+    if args.requests:
+        random_requests(report, args)
+    else:
+        attack_all(report, args)
+    print(f"{len(report.checks)} checks, {report.misses} missed")
+    save(args, {"options": vars(args), "checks": report.checks})
+    raise SystemExit(1 if report.misses else 0)
 
 
 if __name__ == "__main__":

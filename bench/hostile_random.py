@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from urllib.parse import quote
 
 import httpx
-from served import Served
+from harness import Answer, meanwhile, percentile, post
+from harness.served import Served
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from hostile_grammar import Target
 from hostile_storm import Storm, storm
 
@@ -59,57 +59,52 @@ class Honest:
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        headers = {"authorization": f"Bearer {HONEST_KEY}"}
-        self._client = httpx.Client(base_url=served.url, headers=headers, timeout=120)
+        self._client = httpx.Client(headers={"authorization": f"Bearer {HONEST_KEY}"}, timeout=120)
         self.right = self.ask()[0]
 
     def ask(self) -> tuple[str, float]:
         """The answer, and the seconds it took."""
-        body = {"model": self._served.model, "messages": QUESTION, "temperature": 0, "max_tokens": 8}
-        started = time.perf_counter()
-        response = self._client.post("/v1/chat/completions", json=body)
-        seconds = time.perf_counter() - started
-        if response.status_code != 200:
-            return f"{response.status_code}: {response.text[:200]}", seconds
-        return str(response.json()["choices"][0]["message"]["content"]), seconds
+        answer = ask(self._served, 8, self._client)
+        return answer.text or f"{answer.status}: {answer.error[:200]}", answer.total_s
 
     def measure(self, outcome: Outcome, times: list[float]) -> None:
         """Ask once, after a pause."""
         time.sleep(PAUSE_S)
-        text, seconds = self.ask()
-        times.append(seconds)
+        text, spent_s = self.ask()
+        times.append(spent_s)
         outcome.rss_bytes.append(self._served.memory_bytes("RssAnon"))
         if text != self.right:
             outcome.wrong_answers.append(text)
 
     def failed(self) -> dict[str, float]:
         """Counters of steps and rows that failed, on whatever instance."""
-        page = self._client.get("/metrics").text.splitlines()
-        pairs = (line.rsplit(" ", 1) for line in page if "steps_failed_total" in line or "rows_failed_total" in line)
-        return {name: float(value) for name, value in pairs if not name.startswith("#") and float(value)}
+        kinds = ("steps_failed_total", "rows_failed_total")
+        return {
+            name: value for name, value in self._served.metrics().items() if value and any(k in name for k in kinds)
+        }
+
+
+def ask(served: Served, tokens: int, client: httpx.Client | None = None) -> Answer:
+    """The greedy answer to an ordinary question."""
+    body = {"model": served.model, "messages": QUESTION, "temperature": 0, "max_tokens": tokens}
+    return post(served.url, body, "/v1/chat/completions", client=client)
 
 
 @contextmanager
 def neighbour(served: Served) -> Iterator[None]:
     """Another honest tenant meanwhile: prompts of 400 tokens, answers of 40."""
-    over = threading.Event()
 
-    def work(client: int) -> None:
-        headers = {"authorization": f"Bearer {NEIGHBOUR_KEY}"}
-        with httpx.Client(base_url=served.url, headers=headers, timeout=120) as http:
-            number = 0
-            while not over.is_set():
+    def work(over: threading.Event, client: int) -> None:
+        with httpx.Client(headers={"authorization": f"Bearer {NEIGHBOUR_KEY}"}, timeout=120) as http:
+            for number in itertools.count():
+                if over.is_set():
+                    return
                 prompt = f"{client} {number} " + "and " * 400
-                http.post("/v1/completions", json={"model": served.model, "prompt": prompt, "max_tokens": 40})
-                number += 1
+                body = {"model": served.model, "prompt": prompt, "max_tokens": 40}
+                http.post(f"{served.url}/v1/completions", json=body)
 
-    with ThreadPoolExecutor(NEIGHBOURS) as clients:
-        try:
-            for client in range(NEIGHBOURS):
-                clients.submit(work, client)
-            yield
-        finally:
-            over.set()
+    with meanwhile(*(partial(work, client=client) for client in range(NEIGHBOURS))):
+        yield
 
 
 def target_of(served: Served, vocab_size: int) -> Target:
@@ -123,8 +118,8 @@ def give_up_names(served: Served) -> None:
     """Delete the documents and sessions that the attack made, as their owner."""
     with httpx.Client(base_url=served.url, headers={"authorization": f"Bearer {ATTACK_KEY}"}, timeout=60) as client:
         for kind in ("documents", "sessions"):
-            for one in client.get(f"/v1/{kind}").raise_for_status().json()["data"]:
-                client.delete(f"/v1/{kind}/{quote(one['id'], safe='')}")
+            for item in client.get(f"/v1/{kind}").raise_for_status().json()["data"]:
+                client.delete(f"/v1/{kind}/{quote(item['id'], safe='')}")
 
 
 def _part(url: str, target: Target, seed: int, numbers: range, clients: int) -> Storm:
@@ -158,8 +153,7 @@ def attack_with(served: Served, honest: Honest, target: Target, seed: int, reque
 
 
 def p99(times: list[float]) -> float:
-    """The 99th percentile."""
-    return sorted(times)[max(0, -(-len(times) * 99 // 100) - 1)]
+    return percentile(times, 0.99)
 
 
 def verdicts(outcome: Outcome, honest: Honest) -> dict[str, str | None]:

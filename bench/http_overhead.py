@@ -10,17 +10,15 @@ nothing, for it shares the machine. Figures are medians over the rounds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
-from served import Served, serving
+from harness import median, medians, options, post, save, show
+from harness.served import Served, serving
 
 PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
 SMALL_REQUESTS = 100
@@ -80,18 +78,14 @@ def load(served: Served, streams: int, tokens: int, *, stream: bool) -> Load:
 def small_requests(served: Served) -> dict[str, float]:
     """Request one token of a cached prompt, repeatedly on one connection."""
     body = {"model": served.model, "prompt": "Hello there", "max_tokens": 1}
-    seconds = []
-    with httpx.Client(base_url=served.url, timeout=60) as client:
-        client.post("/v1/completions", json=body)
+    with httpx.Client(timeout=60) as client:
+        post(served.url, body, client=client)
         before, loop_ns = served.metrics(), served.loop_cpu_ns()
-        for _ in range(SMALL_REQUESTS):
-            started = time.perf_counter()
-            client.post("/v1/completions", json=body).raise_for_status()
-            seconds.append(time.perf_counter() - started)
+        times_s = [post(served.url, body, client=client).checked().total_s for _ in range(SMALL_REQUESTS)]
         loop_ns = served.loop_cpu_ns() - loop_ns
     device_s = served.metrics()["memserve_device_seconds_total"] - before["memserve_device_seconds_total"]
     return {
-        "small request: wall, ms": median(seconds) * 1e3,
+        "small request: wall, ms": median(times_s) * 1e3,
         "small request: device, ms": device_s * 1e3 / SMALL_REQUESTS,
         "small request: event loop CPU, us": loop_ns / 1e3 / SMALL_REQUESTS,
     }
@@ -101,35 +95,26 @@ def measure(served: Served, streams: int, tokens: int, rounds: int) -> dict[str,
     """All figures of one server."""
     figures = {"ready, s": served.ready_s, "resident after start, MB": served.memory_bytes() / 1e6}
     load(served, streams, 8, stream=True)  # warm-up: threads, kernels, the prefix cache
-    taken: list[dict[str, float]] = []
+    rows: list[dict[str, float]] = []
     for _ in range(rounds):
-        found = small_requests(served)
-        found |= load(served, streams, tokens, stream=True).figures("streamed")
-        found |= load(served, streams, tokens, stream=False).figures("whole")
-        taken.append(found)
-    figures |= {name: median(found[name] for found in taken) for name in taken[0]}
+        rows.append(small_requests(served))
+        rows[-1] |= load(served, streams, tokens, stream=True).figures("streamed")
+        rows[-1] |= load(served, streams, tokens, stream=False).figures("whole")
+    figures |= medians(rows)
     figures["resident after load, MB"] = served.memory_bytes() / 1e6
     figures["resident, peak, MB"] = served.memory_bytes("VmHWM") / 1e6
     return figures
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("rest", nargs="*", help="further arguments of memserve serve")
-    options = parser.parse_args()
-    with serving(*options.rest) as served:
-        figures = measure(served, options.streams, options.tokens, options.rounds)
-        status, seconds = served.stop()
-    figures |= {"stopping, s": seconds, "exit status": status}
-    for name, value in figures.items():
-        print(f"{name:<44}{value:>10.2f}")
-    if options.json:
-        options.json.write_text(json.dumps({"options": vars(options), "figures": figures}, default=str, indent=1))
+    args = options(__doc__, rest="serve", streams=32, tokens=128, rounds=3)
+    with serving(*args.serve) as served:
+        figures = measure(served, args.streams, args.tokens, args.rounds)
+        status, stopping_s = served.stop()
+    figures |= {"stopping, s": stopping_s, "exit status": status}
+    show(({"name": name, "value": value} for name, value in figures.items()),
+         {"figure": "{name}", "": "{value:.2f}"})  # fmt: skip
+    save(args, {"options": vars(args), "figures": figures})
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ trace has no common clock: its sessions follow each other.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from harness import Commas, options, save, show
 from numpy.typing import NDArray
 
 from memserve.base.errors import UserError
@@ -68,13 +68,13 @@ class Seen:
         return prompt if self._kinds == 1 else 1 << int(self._kinds * math.log2(prompt + 1))
 
     def learn(self, prompt: int, tokens: int) -> None:
-        self.lengths.learn("", self._size(prompt), tokens)
+        self.lengths.learn_length("", self._size(prompt), tokens)
 
     def guess(self, prompt: int, edges: list[int]) -> Guess | None:
-        known = self.lengths._known("", self._size(prompt))
+        known = self.lengths._lengths_like("", self._size(prompt))
         if known is None:
             return None
-        beyond = [known.total, *(known.beyond(edge) for edge in edges), 0.0]
+        beyond = [known.total, *(known.count_longer(edge) for edge in edges), 0.0]
         shares = -np.diff(beyond) + 0.5
         percentiles = tuple(float(known.length_at(known.total * (1 - share))) for share in QUANTILES)
         return Guess(shares / shares.sum(), percentiles)
@@ -171,7 +171,6 @@ class Score:
         self.count, self.log_loss, self.pinball = 0, 0.0, [0.0] * len(QUANTILES)
 
     def add(self, tokens: int, guess: Guess, edges: list[int]) -> None:
-        """An answer has ended."""
         self.count += 1
         self.log_loss -= math.log(max(1e-6, guess.ranges[int(np.searchsorted(edges, tokens, side="left"))]))
         for place, share in enumerate(QUANTILES):
@@ -212,19 +211,19 @@ class Replay:
         self.classifier.learn(features, answer.prompt, answer.tokens)
 
     def _watch(self, answer: Answer) -> None:
-        said = self.kinds.lengths.predict("", answer.prompt, 0, MOST)
+        said = self.kinds.lengths.predict_length("", answer.prompt, 0, MOST)
         if said.answers:
             self.held["lower"].append(answer.tokens >= said.lower)
             self.held["median"].append(answer.tokens <= said.median)
-        later = self.kinds.lengths.predict("", answer.prompt, 64, MOST)
+        later = self.kinds.lengths.predict_length("", answer.prompt, 64, MOST)
         if answer.tokens > 64 and later.answers:
             self.held["lower at 64"].append(answer.tokens >= later.lower)
 
     def _compare(self, answer: Answer, features: Floats) -> None:
-        found = self.classifier.guess(features)
-        if found is None:
+        results = self.classifier.guess(features)
+        if results is None:
             return
-        guess, edges = found
+        guess, edges = results
         for name, seen in {"kinds": self.kinds, **self.others}.items():
             known = seen.guess(answer.prompt, edges)
             assert known is not None, "the classifier has seen enough, too"
@@ -247,41 +246,44 @@ def read(data: Path, name: str) -> list[Answer]:
     return sorted(Answer(row.at_s, row.input_tokens, row.output_tokens) for row in rows)
 
 
-def row(*cells: object) -> str:
-    """Of a table."""
-    return f"| {' | '.join(map(str, cells))} |"
+CLASS_COLUMNS = ["trace", "answers", *CLASSES, "lower", "median", "lower at 64"]
+LOSSES = ["log loss", *(f"pinball {share:g}" for share in QUANTILES)]
+
+
+def rows_of(name: str, answers: list[Answer]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A trace's row in both tables."""
+    replay = Replay()
+    replay.run(answers)
+    classes = replay.kinds.lengths.classes
+    total = max(1, sum(classes.values()))
+    first: dict[str, Any] = {"trace": name, "answers": len(answers)}
+    first |= {key: f"{100 * count / total:.1f}" for key, count in zip(CLASSES, classes.values(), strict=True)}
+    first |= {key: f"{100 * float(np.mean(values)):.1f}" if values else "" for key, values in replay.held.items()}
+    cells = zip(*(score.cells() for score in replay.scores.values()), strict=True)
+    second = dict(zip(LOSSES, (" / ".join(column) for column in cells), strict=True))
+    return first, {"trace": name, "answers": replay.scores["kinds"].count, **second}
 
 
 def main() -> None:
-    """Replay the traces, and print two tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--traces", default="azure-conv,azure-code,mooncake,synthetic,agentic")
-    options = parser.parse_args()
-    calibration, comparison = [], []
-    for name in options.traces.split(","):
+    args = options(
+        __doc__, required="data", data=Path,
+        traces=Commas("azure-conv", "azure-code", "mooncake", "synthetic", "agentic")
+    )  # fmt: skip
+    pairs = []
+    for name in args.traces:
         try:
-            answers = [answer for answer in read(options.data, name) if answer.tokens]
+            answers = [answer for answer in read(args.data, name) if answer.tokens]
         except UserError as error:
             print(f"{name} is left out: {error}")
             continue
-        replay = Replay()
-        replay.run(answers)
-        classes = list(replay.kinds.lengths.classes.values())
-        shares = [f"{100 * count / max(1, sum(classes)):.1f}" for count in classes]
-        held = [f"{100 * float(np.mean(values)):.1f}" if values else "" for values in replay.held.values()]
-        calibration.append(row(name, len(answers), *shares, *held))
-        cells = zip(*(score.cells() for score in replay.scores.values()), strict=True)
-        comparison.append(row(name, replay.scores["kinds"].count, *(" / ".join(one) for one in cells)))
+        pairs.append(rows_of(name, answers))
+    shares = np.diff([0, *(100 * share for share in RANGES), 100]).round().astype(int)
+    expected = dict(zip(CLASS_COLUMNS, ("expected", "", *shares, 75, 50, 75), strict=True))
     print("\nFinished answers by class of length, and how often predictions held (%)\n")
-    print(row("trace", "answers", *CLASSES, *replay.held), row(*["---"] * (len(CLASSES) + 5)), sep="\n")
-    print(row("expected", "", *np.diff([0, *(100 * share for share in RANGES), 100]).round().astype(int), 75, 50, 75))
-    print(*calibration, sep="\n")
+    show([expected, *(first for first, _ in pairs)], CLASS_COLUMNS)
     print("\nLosses on later requests: kinds / finer kinds / all / classifier\n")
-    print(
-        row("trace", "answers", "log loss", *(f"pinball {share:g}" for share in QUANTILES)), row(*["---"] * 5), sep="\n"
-    )
-    print(*comparison, sep="\n")
+    show((second for _, second in pairs), ["trace", "answers", *LOSSES])
+    save(args, pairs)
 
 
 if __name__ == "__main__":

@@ -21,21 +21,20 @@ Its test of eviction is left out: it asserts the example's order and a capacity 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from harness import ROOT, Commas, medians, options, parts_of, save, show, turns
+
 from served_store import ServedStore
 
-SOURCES = Path(__file__).resolve().parent.parent / "src"
+SOURCES = ROOT / "src"
 TIMEOUT_S = 900
 SIZES = ((256, 64), (1024, 32), (4096, 16))
 """KiB of an object, objects a task."""
@@ -64,31 +63,26 @@ class InMemoryL2Adapter(MemserveL2):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable, help="interpreter with LMCache")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where the adapters of LMCache keep their files")
-    parser.add_argument("--quick", action="store_true", help="one round, small objects alone")
-    parser.add_argument("--adapters", default=",".join(ADAPTERS), help="default: %(default)s")
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--tests", type=Path, default=None, help="folder with LMCache's tests of plugin adapters")
-    given = parser.parse_args()
-    if missing := absent(given.python):
+    args = options(
+        __doc__, python=(sys.executable, "interpreter with LMCache"), rounds=5, adapters=Commas(*ADAPTERS),
+        folder=(Path, "where the adapters of LMCache keep their files"), quick={"rounds": 1},
+        tests=(Path, "folder with LMCache's tests of plugin adapters"),
+    )  # fmt: skip
+    if missing := absent(args.python):
         print(f"skipped: {missing}")
         return 0
-    if given.tests is not None:
-        return run_tests(given.python, given.tests)
-    sizes, rounds = (SIZES[:1], 1) if given.quick else (SIZES, given.rounds)
-    with tempfile.TemporaryDirectory(dir=given.folder) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        names = [name for name in ADAPTERS if name in given.adapters.split(",")]
-        found = {size: measure(given.python, size, names, rounds, Path(disk), Path(memory)) for size in sizes}
-    for (kib, count), table in found.items():
-        print(f"\n{count} objects of {kib} KiB a task; {rounds} rounds; MB/s, look-ups: thousand keys/s")
-        print(f"{'':14}" + "".join(f"{name:>12}" for name in OPERATIONS))
-        for adapter, figures in table.items():
-            print(f"{adapter:14}" + "".join(f"{figures[name]:12,.0f}" for name in OPERATIONS))
-    if given.json is not None:
-        given.json.write_text(json.dumps({f"{kib} KiB": table for (kib, _), table in found.items()}, indent=1))
+    if args.tests is not None:
+        return run_tests(args.python, args.tests)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=args.folder) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        for size in SIZES[:1] if args.quick else SIZES:
+            names = list(parts_of(args.adapters, dict.fromkeys(ADAPTERS)))
+            for name, figures in measure(args.python, size, names, args.rounds, Path(disk), Path(memory)).items():
+                rows.append({"adapter": name, "kib": size[0], "count": size[1], **figures})
+    print(f"{args.rounds} rounds; MB/s, look-ups: thousand keys/s")
+    show(rows, {"adapter": "{adapter}", "objects a task": "{count} of {kib} KiB"}
+         | {name: f"{{{name}:,.0f}}" for name in OPERATIONS})  # fmt: skip
+    save(args, rows)
     return 0
 
 
@@ -109,13 +103,10 @@ def measure(
     python: str, size: tuple[int, int], names: list[str], rounds: int, disk: Path, memory: Path
 ) -> dict[str, dict[str, float]]:
     """Each adapter's figures. Every run of the tool starts with nothing stored."""
-    taken: dict[str, dict[str, list[float]]] = {}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            for operation, figure in once(python, name, size, disk, memory).items():
-                taken.setdefault(name, {}).setdefault(operation, []).append(figure)
-    order = sorted(taken, key=lambda name: name != "memserve")
-    return {name: {what: statistics.median(figures) for what, figures in taken[name].items()} for name in order}
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for _, name in turns(rounds, names):
+        rows[name].append(once(python, name, size, disk, memory))
+    return {name: medians(mine) for name, mine in rows.items()}
 
 
 def once(python: str, name: str, size: tuple[int, int], disk: Path, memory: Path) -> dict[str, float]:
@@ -169,13 +160,13 @@ def run_tool(python: str, size: tuple[int, int], spec: dict[str, Any], name: str
         if run.returncode or not answer.is_file():
             raise SystemExit(f"{name}: lmcache bench l2 ended with {run.returncode}\n{run.stderr[-2000:]}")
         metrics = json.loads(answer.read_text())["metrics"]
-    found = {one["operation"].lower(): one for key, one in metrics.items() if key.startswith("op_")}
-    for operation, one in found.items():
-        expected = one.get("expected_hit_keys", one["total_keys"])
-        if one["rounds_timed_out"] or one["total_success"] != expected:
-            raise SystemExit(f"{name}: {operation} found {one['total_success']} of {expected}")
-    figures = {name: one["throughput_avg_mbps"] for name, one in found.items() if name != "lookup"}
-    return {**figures, "lookup": found["lookup"]["ops_per_sec_avg"] / 1000}
+    results = {item["operation"].lower(): item for key, item in metrics.items() if key.startswith("op_")}
+    for operation, item in results.items():
+        expected = item.get("expected_hit_keys", item["total_keys"])
+        if item["rounds_timed_out"] or item["total_success"] != expected:
+            raise SystemExit(f"{name}: {operation} found {item['total_success']} of {expected}")
+    figures = {name: item["throughput_avg_mbps"] for name, item in results.items() if name != "lookup"}
+    return {**figures, "lookup": results["lookup"]["ops_per_sec_avg"] / 1000}
 
 
 if __name__ == "__main__":

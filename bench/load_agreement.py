@@ -9,13 +9,11 @@ if anything differs by more than ``--percent``.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
-from pathlib import Path
 
-from served import serving
+from harness import options, save, show
+from harness.served import serving
 
 from memserve.base.units import NS_PER_S
 from memserve_lab.bench.load.client import Target
@@ -41,17 +39,17 @@ MS = 1e3
 
 def ours(records: list[RequestRecord]) -> dict[str, float]:
     """The client's figures, with times from the sending."""
-    felt = [one for record in records if (one := timing(record)) is not None]
+    felt = [item for record in records if (item := timing(record)) is not None]
     late_s = sum((record.sent_ns or 0) - record.scheduled_ns for record in records) / NS_PER_S / len(records)
-    paced = [one.tpot_s for one in felt if one.tpot_s is not None]
+    paced = [item.tpot_s for item in felt if item.tpot_s is not None]
     return {
         "requests": len(felt),
         "prompt tokens": sum(record.prompt_tokens or 0 for record in records),
         "cached tokens": sum(record.cached_tokens or 0 for record in records),
         "generated tokens": sum(record.output_tokens for record in records),
-        "TTFT, mean (ms)": MS * (sum(one.ttft_s for one in felt) / len(felt) - late_s),
+        "TTFT, mean (ms)": MS * (sum(item.ttft_s for item in felt) / len(felt) - late_s),
         "TPOT, mean (ms)": MS * sum(paced) / len(paced),
-        "whole request, mean (ms)": MS * (sum(one.jct_s for one in felt) / len(felt) - late_s),
+        "whole request, mean (ms)": MS * (sum(item.jct_s for item in felt) / len(felt) - late_s),
     }
 
 
@@ -66,36 +64,25 @@ def theirs(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def main() -> int:
-    """Measure, compare, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--rate", type=float, default=1.0)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--output-tokens", type=int, default=32)
-    parser.add_argument("--percent", type=float, default=1.0)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
+    args = options(__doc__, requests=60, rate=1.0, prompt_tokens=512, output_tokens=32, percent=1.0)
     uniform = uniform_workload(
-        options.requests, prompt_tokens=options.prompt_tokens, shared_tokens=options.prompt_tokens // 2,
-        output_tokens=options.output_tokens,
+        args.requests, prompt_tokens=args.prompt_tokens, shared_tokens=args.prompt_tokens // 2,
+        output_tokens=args.output_tokens,
     )  # fmt: skip
-    workload = by_session(uniform, Poisson(options.rate), seed=1)
+    workload = by_session(uniform, Poisson(args.rate), seed=1)
     with serving("--prefill", "0", "--decode", "0", "--colocated", "1") as server:
         before = server.metrics()
         run = drive(lambda: Driver(workload, Target(server.url), Manner(server.model)))
         after = server.metrics()
         server.stop()
     client, metrics = ours(run.records), theirs(before, after)
-    worst = 0.0
-    print(f"{'':<28}{'client':>12}{'server':>12}{'apart':>10}")
-    for title, value in client.items():
-        apart = 100 * abs(value / metrics[title] - 1) if metrics[title] else 0.0
-        worst = max(worst, apart)
-        print(f"{title:<28}{value:>12.2f}{metrics[title]:>12.2f}{apart:>8.2f} %")
-    if options.json:
-        figures = {"client": client, "server": metrics, "apart_percent_max": worst, "load_average": os.getloadavg()}
-        options.json.write_text(json.dumps(figures, indent=1))
-    return int(worst > options.percent)
+    rows = [{"figure": title, "client": value, "server": metrics[title]} for title, value in client.items()]
+    for row in rows:
+        row["apart"] = 100 * abs(row["client"] / row["server"] - 1) if row["server"] else 0.0
+    show(rows, {"figure": "{figure}", "client": "{client:.2f}", "server": "{server:.2f}", "apart": "{apart:.2f} %"})
+    worst = max(row["apart"] for row in rows)
+    save(args, {"client": client, "server": metrics, "apart_percent_max": worst, "load_average": os.getloadavg()})
+    return int(worst > args.percent)
 
 
 if __name__ == "__main__":

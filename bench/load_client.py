@@ -9,15 +9,14 @@ server's few microseconds for *first*. Rates take turns inside each round; figur
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import time
-from pathlib import Path
-from statistics import median
+from multiprocessing.connection import Connection
+
+from harness import Commas, medians, options, save, show, turns
+from harness.instant import serve_instantly
 
 from memserve_lab.bench.load.client import Target
 from memserve_lab.bench.load.driver import Driver, drive
@@ -41,35 +40,10 @@ USAGE = event('{"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":%d}
 ANSWER = HEAD + TOKEN * TOKENS + USAGE + event("[DONE]") + b"0\r\n\r\n"
 
 
-class Instant(asyncio.Protocol):
-    """Answers every request as soon as its last byte has arrived."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
-        self._transport, self._data = transport, b""
-
-    def data_received(self, data: bytes) -> None:
-        """A piece of a request, or several requests."""
-        self._data += data
-        while (end := self._data.find(b"\r\n\r\n")) >= 0:
-            head = self._data[:end].lower()
-            length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0] or 0)
-            if len(self._data) < end + 4 + length:
-                return
-            self._data = self._data[end + 4 + length :]
-            self._transport.write(ANSWER)
-
-
-def serve(port: multiprocessing.connection.Connection, core: int) -> None:
-    """The server's process."""
-
-    async def main() -> None:
-        server = await asyncio.get_running_loop().create_server(Instant, "127.0.0.1", 0, backlog=4096)
-        port.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
+def serve(line: Connection, core: int) -> None:
+    """A process: tells its port, and answers."""
     os.sched_setaffinity(0, {core})
-    asyncio.run(main())
+    serve_instantly(lambda path: ANSWER, on_listen=line.send)
 
 
 def measure(url: str, rate: float, seconds: float) -> dict[str, float]:
@@ -81,43 +55,34 @@ def measure(url: str, rate: float, seconds: float) -> dict[str, float]:
     cpu_s = time.process_time()
     run = drive(lambda: Driver(workload, Target(url), Manner("m")))
     cpu_s = time.process_time() - cpu_s
-    found = figures(run.records)
-    assert found.ttft_s is not None and found.late_s is not None and found.failed == 0, found.errors
+    results = figures(run.records)
+    assert results.ttft_s is not None and results.late_s is not None and results.failed == 0, results.errors
     return {
-        "requests/s": found.requests_per_s,
-        "first P50, ms": found.ttft_s.p50 * 1e3,
-        "first P99, ms": found.ttft_s.p99 * 1e3,
-        "late P50, ms": found.late_s.p50 * 1e3,
-        "late P99, ms": found.late_s.p99 * 1e3,
-        "CPU a request, us": cpu_s * 1e6 / found.requests,
+        "requests/s": results.requests_per_s,
+        "first P50, ms": results.ttft_s.p50 * 1e3,
+        "first P99, ms": results.ttft_s.p99 * 1e3,
+        "late P50, ms": results.late_s.p50 * 1e3,
+        "late P99, ms": results.late_s.p99 * 1e3,
+        "CPU a request, us": cpu_s * 1e6 / results.requests,
     }
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="500,1000,2000")
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    rates = [float(rate) for rate in options.rates.split(",")]
+    args = options(__doc__, rates=Commas(500.0, 1000.0, 2000.0), seconds=5.0, rounds=3)
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, cores[-1]), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{ours.recv()}"
     os.sched_setaffinity(0, {cores[0]})
-    taken: dict[float, list[dict[str, float]]] = {rate: [] for rate in rates}
-    for _ in range(options.rounds):
-        for rate in rates:
-            taken[rate].append(measure(url, rate, options.seconds))
+    rows: dict[float, list[dict[str, float]]] = {rate: [] for rate in args.rates}
+    for _, rate in turns(args.rounds, args.rates):
+        rows[rate].append(measure(url, rate, args.seconds))
     server.terminate()
-    medians = {rate: {name: median(one[name] for one in runs) for name in runs[0]} for rate, runs in taken.items()}
-    for rate, found in medians.items():
-        print(f"{rate:>6.0f}/s  " + "  ".join(f"{name} {value:.2f}" for name, value in found.items()))
-    if options.json:
-        options.json.write_text(json.dumps({"load_average": os.getloadavg(), "medians": medians}, indent=1))
+    results = {rate: medians(mine) for rate, mine in rows.items()}
+    names = {name: f"{{{name}:.2f}}" for name in next(iter(results.values()))}
+    show(({"rate": rate} | row for rate, row in results.items()), {"rate, 1/s": "{rate:.0f}"} | names)
+    save(args, {"load_average": os.getloadavg(), "medians": results})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ sampled every 5 ms; ``VmHWM`` is the kernel's own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -28,9 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from harness import Table, options, save
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from gguf_files import write_tensors
 from memserve.model.loading.conversion import SafetensorsWriter
 
 SAMPLE_S = 0.005
@@ -41,12 +42,6 @@ SIZES = {
     "intermediate_size": 8192, "vocab_size": 128256,
 }  # fmt: skip
 """Of the random model: Llama 3.2's 1B."""
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-}  # fmt: skip
 FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
 
 START = """
@@ -100,39 +95,21 @@ def write_random_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype =
 
 
 def write_gguf(folder: Path, sizes: dict[str, int], path: Path) -> Path:
-    """The weights of :func:`write_random_model` as a GGUF file in bfloat16, with a vocabulary of as many words."""
-    from gguf import GGMLQuantizationType, GGUFWriter
+    """The weights of :func:`write_random_model` as a GGUF file in bfloat16."""
+    from gguf import GGMLQuantizationType
     from safetensors import safe_open
+    from transformers import LlamaConfig
 
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(sizes["num_hidden_layers"])
-    writer.add_context_length(8192)
-    writer.add_embedding_length(sizes["hidden_size"])
-    writer.add_feed_forward_length(sizes["intermediate_size"])
-    writer.add_head_count(sizes["num_attention_heads"])
-    writer.add_head_count_kv(sizes["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(sizes["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["w", "1", *(f"w{index}" for index in range(2, sizes["vocab_size"] - 1)), "w1"])
-    writer.add_token_merges(["w 1"])
-    writer.add_eos_token_id(2)
-    opened = safe_open(folder / "model.safetensors", "pt")
-    for name in opened.keys():  # noqa: SIM118  # no mapping
-        value = opened.get_tensor(name)
-        for ours, theirs in GGUF_NAMES.items():
-            name = name.replace(ours, theirs)
-        if value.dim() == 1:
-            writer.add_tensor(name, value.float().numpy())
-        else:
-            raw, kind = value.view(torch.uint8).numpy(), GGMLQuantizationType.BF16
-            writer.add_tensor(name, raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    def tensors() -> Iterator[tuple[str, object, object]]:
+        weights = safe_open(folder / "model.safetensors", "pt")
+        for name in weights.keys():  # noqa: SIM118  # no mapping
+            value = weights.get_tensor(name)
+            if value.dim() == 1:
+                yield name, value.float().numpy(), None
+            else:
+                yield name, value.view(torch.uint8).numpy(), GGMLQuantizationType.BF16
+
+    return write_tensors(LlamaConfig(**sizes, max_position_embeddings=8192), tensors(), path)
 
 
 def _shapes(sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -212,33 +189,34 @@ def _random_model(work: Path, dtype: str, *, gguf: bool) -> str:
     return str(path if path.exists() else write_gguf(folder, SIZES, path))
 
 
+COLUMNS = {
+    "start": "{start}", "ready [s]": "{ready_s:.1f}", "peak resident (VmHWM)": "{VmHWM:.2f} GB",
+    **{name: f"{{{name}:.2f}} GB" for name in FIELDS[1:]}, "children": "{children:.2f} GB",
+    "steady": "{steady:.2f} GB", "of the bound": "{share:.0%}",
+}  # fmt: skip
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model folder or a .gguf file; else a random one is made")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights-gb", type=float, help="of the model as it is computed, where its files are others")
-    parser.add_argument("--kv-memory", default="64MiB")
-    parser.add_argument("--gguf", action="store_true", help="the random model as a GGUF file")
-    parser.add_argument("--source-dtype", default="bfloat16", help="of the random model's files")
-    parser.add_argument("--work", type=Path, help="where the random model is made and kept; else it is temporary")
-    arguments = parser.parse_args()
+    args = options(
+        __doc__, model=(str, "a model folder or a .gguf file; else a random one is made"), dtype="bfloat16",
+        weights_gb=(float, "of the model as it is computed, where its files are others"), kv_memory="64MiB",
+        gguf=(False, "the random model as a GGUF file"), source_dtype=("bfloat16", "of the random model's files"),
+        work=(Path, "where the random model is made and kept; else it is temporary"),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="load-memory-") as temporary:
-        work = arguments.work or Path(temporary)
-        model = arguments.model or _random_model(work, arguments.source_dtype, gguf=arguments.gguf)
-        weights = weights_bytes(model) if arguments.model else 2 * sum(math.prod(shape) for _, shape in _shapes(SIZES))
-        weights = int(arguments.weights_gb * 1e9) if arguments.weights_gb else weights
+        model = args.model or _random_model(args.work or Path(temporary), args.source_dtype, gguf=args.gguf)
+        weights = weights_bytes(model) if args.model else 2 * sum(math.prod(shape) for _, shape in _shapes(SIZES))
+        weights = int(args.weights_gb * 1e9) if args.weights_gb else weights
         bound = bound_bytes(weights)
         print(f"{model}: weights {weights / 1e9:.2f} GB, bound {bound / 1e9:.2f} GB")
-        columns = ("start", "ready [s]", "peak resident (VmHWM)", *FIELDS[1:], "children", "steady", "of the bound")
-        print("| " + " | ".join(columns) + " |")
-        print("| " + " | ".join("---" for _ in columns) + " |")
+        table, rows = Table(COLUMNS), []
         for name in ("first", "second"):
-            start = measure_start(
-                model, Path(temporary) / "cache", dtype=arguments.dtype, kv_memory=arguments.kv_memory
-            )
-            figures = [start.peak[field] for field in FIELDS] + [start.children_bytes, start.steady_bytes]
-            shown = " | ".join(f"{size / 1e9:.2f} GB" for size in figures)
-            print(f"| {name} | {start.ready_s:.1f} | {shown} | {start.peak_bytes / bound:.0%} |", flush=True)
+            start = measure_start(model, Path(temporary) / "cache", dtype=args.dtype, kv_memory=args.kv_memory)
+            sizes = {**start.peak, "children": start.children_bytes, "steady": start.steady_bytes}
+            gb = {key: size / 1e9 for key, size in sizes.items()}
+            rows.append({"start": name, "ready_s": start.ready_s, "share": start.peak_bytes / bound, **gb})
+            table.show(rows[-1])
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ Prints one line per setting; the exit status is 1 if any setting differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -20,7 +19,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from chats import read
+from harness import need, options, save
+from harness.chats import Reference, load_tokenizer, read, remembered
 
 TIE_LOGITS = 1e-4
 MIB = 1 << 20
@@ -46,64 +46,49 @@ class Setting:
 
 def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
     """Every setting. The small pool holds little more than the longest prompt."""
-    small = block_bytes * (longest_tokens // 32 + 10)
-    large = 4096 * MIB
+    small, large = block_bytes * (longest_tokens // 32 + 10), 4096 * MIB
     roomy = {"kv_memory_bytes": large}
     tight = {"kv_memory_bytes": small, "dram_memory_bytes": large}
+    by_layer = {**tight, "layerwise": "auto"}
+    moved, cached, drafted = ("layers.begun", "layers.link.up_bytes"), ("cached_tokens",), ("drafts_kept",)
+    layerwise = ("auto", "layerkv", "next-layer", *(f"static-{kept}" for kept in range(31)))
     return [
         Setting("caching off", {**roomy, "caching": False}),
         Setting("caching on, cold", roomy),
-        Setting("caching on, warm", roomy, warm=True, must=("cached_tokens",)),
-        *(Setting(f"chunk {c}", {**roomy, "prefill_chunk_tokens": c}) for c in (16, 64, 512)),
-        *(Setting(f"batch {b}", {**roomy, "max_running": b}) for b in (1, 8, 32)),
+        Setting("caching on, warm", roomy, warm=True, must=cached),
+        *(Setting(f"chunk {count}", {**roomy, "prefill_chunk_tokens": count}) for count in (16, 64, 512)),
+        *(Setting(f"batch {count}", {**roomy, "max_running": count}) for count in (1, 8, 32)),
         *(
             Setting(
-                f"tiny pool, {mode}, caching {word}",
-                {"kv_memory_bytes": small, "dram_memory_bytes": large, "preemption": mode, "caching": caching},
+                f"tiny pool, {mode}, caching {word}", {**tight, "preemption": mode, "caching": word == "on"},
                 must=(f"preemptions_{mode}",),
             )
             for mode in ("swap", "recompute")
-            for caching, word in ((True, "on"), (False, "off"))
+            for word in ("on", "off")
         ),
-        Setting(
-            "evicted to DRAM and back",
-            {"kv_memory_bytes": small, "dram_memory_bytes": large},
-            warm=True,
-            must=("cached_tokens", "dram_tokens_reused"),
-        ),
+        Setting("evicted to DRAM and back", tight, warm=True, must=("cached_tokens", "dram_tokens_reused")),
         Setting("n = 4", roomy, n=4),
         Setting("n = 4, tiny pool", tight, n=4),
         Setting("one step in flight", {**roomy, "steps_in_flight": 1}),
-        Setting("drafts 8, batch 1", {**roomy, "draft_tokens": 8, "max_running": 1}, must=("drafts_kept",)),
-        Setting("drafts 32, batch 4", {**roomy, "draft_tokens": 32, "max_running": 4}, must=("drafts_kept",)),
-        Setting("drafts 8, warm", {**roomy, "draft_tokens": 8, "max_running": 4}, warm=True, must=("drafts_kept",)),
+        Setting("drafts 8, batch 1", {**roomy, "draft_tokens": 8, "max_running": 1}, must=drafted),
+        Setting("drafts 32, batch 4", {**roomy, "draft_tokens": 32, "max_running": 4}, must=drafted),
+        Setting("drafts 8, warm", {**roomy, "draft_tokens": 8, "max_running": 4}, warm=True, must=drafted),
         *(
             Setting(
-                f"by layer, {mode}",
-                {**tight, "layerwise": mode, "caching": False, "link_gbps": 16.0},
-                must=("layers.begun", "layers.link.up_bytes"),
+                f"by layer, {mode}", {**tight, "layerwise": mode, "caching": False, "link_gbps": 16.0}, must=moved
             )
-            for mode in ("auto", "layerkv", "next-layer", *(f"static-{kept}" for kept in range(31)))
+            for mode in layerwise
         ),
-        Setting(
-            "by layer, caching on, warm",
-            {**tight, "layerwise": "auto"},
-            warm=True,
-            must=("cached_tokens", "layers.begun"),
-        ),
-        Setting("by layer, n = 4", {**tight, "layerwise": "auto"}, n=4),
-        *(Setting(f"{text}, warm", {**roomy, **words}, warm=True, must=("cached_tokens",)) for text, words in WORKERS),
+        Setting("by layer, caching on, warm", by_layer, warm=True, must=("cached_tokens", "layers.begun")),
+        Setting("by layer, n = 4", by_layer, n=4),
+        *(Setting(f"{text}, warm", {**roomy, **words}, warm=True, must=cached) for text, words in WORKERS),
         *(
             Setting(f"{text}, tiny pool, swap", {**tight, **words, "preemption": "swap"}, must=("preemptions_swap",))
             for text, words in WORKERS[:1] + WORKERS[-1:]
         ),
         Setting("TP 2, n = 4", {**roomy, "tensor_parallel": 2}, n=4),
-        Setting(
-            "TP 2, by layer",
-            {**tight, "tensor_parallel": 2, "layerwise": "auto", "caching": False},
-            must=("layers.begun", "layers.link.up_bytes"),
-        ),
-    ]
+        Setting("TP 2, by layer", {**by_layer, "tensor_parallel": 2, "caching": False}, must=moved),
+    ]  # fmt: skip
 
 
 # -- prompts
@@ -145,40 +130,17 @@ def build_prompts(data: Path, tokenizer: Any, count: int) -> list[list[int]]:
 # -- reference
 
 
-def reference(model_source: str, prompts: list[list[int]], new_tokens: int, path: Path) -> list[dict[str, Any]]:
-    """Greedy tokens and the gap between the two best logits at each, from transformers; cached in ``path``."""
-    key = {"model": model_source, "prompts": prompts, "new_tokens": new_tokens}
-    if path.exists():
-        stored = json.loads(path.read_text())
-        if stored["key"] == key:
-            return stored["answers"]
-    import torch
-    from transformers import AutoModelForCausalLM
+def reference(model: str, prompts: list[list[int]], new_tokens: int, path: Path) -> list[dict[str, Any]]:
+    """Greedy tokens and the gap between the two best logits at each, from transformers; kept in ``path``."""
 
-    source = Path(model_source)
-    where = (
-        {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-        if source.suffix == ".gguf"
-        else {"pretrained_model_name_or_path": model_source}
-    )
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
-    answers = []
-    for i, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
-        best = [torch.topk(step[0].float(), 2).values for step in out.logits]
-        answers.append({"tokens": out.sequences[0, len(prompt) :].tolist(), "gaps": [float(b[0] - b[1]) for b in best]})
-        print(f"reference {i + 1}/{len(prompts)}", end="\r", file=sys.stderr, flush=True)
-    path.write_text(json.dumps({"key": key, "answers": answers}))
-    return answers
+    def answer_all() -> list[dict[str, Any]]:
+        source, answers = Reference(model), []
+        for prompt in prompts:
+            answers.append(dict(zip(("tokens", "gaps"), source.answer(prompt, new_tokens), strict=True)))
+            print(f"reference {len(answers)}/{len(prompts)}", end="\r", file=sys.stderr, flush=True)
+        return answers
+
+    return list(remembered(path, {"model": model, "prompts": prompts, "new_tokens": new_tokens}, answer_all))
 
 
 # -- comparison
@@ -219,42 +181,29 @@ def run(setting: Setting, model: str, prompts: list[list[int]], want: list[dict[
     }
 
 
-def main() -> int:
+def main() -> None:
     """Run the chosen settings and print one line for each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with conversations/ and longdocs/")
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="what memserve loads")
-    parser.add_argument("--reference-model", required=True, help="what transformers loads: a folder or a .gguf file")
-    parser.add_argument("--reference", type=Path, default=Path("build/lossless-reference.json"))
-    parser.add_argument("--prompts", type=int, default=72)
-    parser.add_argument("--new-tokens", type=int, default=32)
-    parser.add_argument("--settings", default="", help="comma-separated parts of setting names; default: all")
-    parser.add_argument("--only-reference", action="store_true")
-    args = parser.parse_args()
-    if not args.data.exists():
-        print(f"skipped: no data at {args.data}")
-        return 0
-    from transformers import AutoTokenizer
-
-    source = Path(args.reference_model)
-    where = {"gguf_file": source.name} if source.suffix == ".gguf" else {}
-    tokenizer = AutoTokenizer.from_pretrained(str(source.parent if where else source), **where)
-    prompts = build_prompts(args.data, tokenizer, args.prompts)
+    args = options(
+        __doc__, required="data reference_model", data=(Path, "folder with conversations/ and longdocs/"),
+        model=("smollm2-135m-instruct", "what memserve loads"), new_tokens=32, prompts=72,
+        reference_model=(str, "what transformers loads: a folder or a .gguf file"),
+        reference=Path("build/lossless-reference.json"), only_reference=False,
+        settings=("", "comma-separated parts of setting names; default: all"),
+    )  # fmt: skip
+    prompts = build_prompts(need(args.data), load_tokenizer(args.reference_model), args.prompts)
     lengths = sorted(map(len, prompts))
-    long = sum(n >= 2000 for n in lengths)
+    long = sum(length >= 2000 for length in lengths)
     print(f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, {long} of 2,000 and more")
     want = reference(args.reference_model, prompts, args.new_tokens, args.reference)
     if args.only_reference:
-        return 0
-    parts = [p for p in args.settings.split(",") if p]
-    failed = False
+        return
+    rows, parts = [], [part for part in args.settings.split(",") if part]
     for setting in settings(block_bytes=23040 * 2 * 32, longest_tokens=lengths[-1]):
-        if parts and not any(p in setting.name for p in parts):
-            continue
-        result = run(setting, args.model, prompts, want, args.new_tokens)
-        failed |= bool(result["wrong"] or result["did_not_happen"])
-        print(json.dumps(result), flush=True)
-    return int(failed)
+        if not parts or any(part in setting.name for part in parts):
+            rows.append(run(setting, args.model, prompts, want, args.new_tokens))
+            print(json.dumps(rows[-1]), flush=True)
+    save(args, rows)
+    sys.exit(any(row["wrong"] or row["did_not_happen"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -16,17 +16,17 @@ meaning.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-from chats import read
+from harness import Table, mean, options, save
+from harness.chats import read
 
 from memserve import LLM
 from memserve.base.config import EngineOptions
@@ -39,16 +39,12 @@ from memserve.model.device import ModelDevice
 from memserve.system.memory import resident_bytes
 from memserve_lab.workloads.builtin import documents as made_documents
 
-COLUMNS = (
-    "KV in DRAM",
-    "bytes of a block: HBM, DRAM",
-    "down, up GB/s",
-    "perplexity",
-    "most probable token as in full precision",
-    "greedy answers alike",
-    "tokens alike from the start",
-    "tokens out of DRAM",
-)
+COLUMNS = {
+    "KV in DRAM": "{lower}", "bytes of a block: HBM, DRAM": "{hbm:,.0f}, {dram:,.0f}",
+    "down, up GB/s": "{down_gb_s:.1f}, {up_gb_s:.1f}", "perplexity": "{perplexity:.4f}",
+    "most probable token as in full precision": "{best:.2%}", "greedy answers alike": "{alike} of {answers}",
+    "tokens alike from the start": "{common:.1f} of {answer}", "tokens out of DRAM": "{dram_tokens:,}",
+}  # fmt: skip
 MEASURED_BLOCKS = 256
 BLOCK = 32
 
@@ -105,7 +101,6 @@ class Document:
         self._run(copies=[CopyBlocks(Tier.DRAM, Tier.HBM, blocks, blocks)])
 
     def close(self) -> None:
-        """Free the slot."""
         self._run(close=[0])
 
 
@@ -155,7 +150,7 @@ def answered(options: dict[str, Any], prompts: list[list[int]], block_bytes: int
         to.dram_tokens = stats.dram_tokens_reused if stats is not None else 0
 
 
-def measure(options: dict[str, Any], args: argparse.Namespace, documents: list[str]) -> Outcome:
+def measure(options: dict[str, Any], args: Namespace, documents: list[str]) -> Outcome:
     """All of it with one dtype."""
     parts = build_parts(EngineOptions(**options, kv_memory_bytes=800 * MIB, dram_memory_bytes=800 * MIB))
     tokenizer, block_bytes = parts.model.tokenizer, parts.model.geometry.block_bytes
@@ -168,49 +163,37 @@ def measure(options: dict[str, Any], args: argparse.Namespace, documents: list[s
     return outcome
 
 
-def common(one: list[int], other: list[int]) -> int:
+def common(item: list[int], other: list[int]) -> int:
     """Tokens that two answers share from the start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(item, other, strict=True)))
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with longdocs/; default: made from a seed")
-    parser.add_argument("--documents", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each document")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of each greedy answer")
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="folder, file or name")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, help="of the engine; default: every core")
-    args = parser.parse_args()
-    documents = texts(args.data, args.documents)
-    full: Outcome | None = None
+    args = options(
+        __doc__, data=(Path, "folder with longdocs/; default: made from a seed"), documents=20,
+        tokens=(1024, "of each document"), answer=(64, "tokens of each greedy answer"),
+        model=("smollm2-135m-instruct", "folder, file or name"), dtype="auto", threads=int,
+    )  # fmt: skip
+    documents, rows, full, table = texts(args.data, args.documents), [], None, Table(COLUMNS)
     for lower in LOWER_DTYPES:
-        options = {"model": args.model, "dtype": args.dtype, "threads": args.threads, "kv_lower_dtype": lower}
-        one = measure(options, args, documents)
-        if full is None:
-            full = one
-            print(f"{len(one.answers)} documents of {args.tokens} tokens, {len(one.logprobs):,} tokens judged")
-            print("| " + " | ".join(COLUMNS) + " |\n" + "| --- " * len(COLUMNS) + "|")
-        print(row(lower, one, full, args.answer), flush=True)
+        engine = {"model": args.model, "dtype": args.dtype, "threads": args.threads, "kv_lower_dtype": lower}
+        outcome = measure(engine, args, documents)
+        full = full or outcome
+        rows.append(row_of(lower, outcome, full, args.answer))
+        table.show(rows[-1])
+    print(f"\n{len(full.answers)} documents of {args.tokens} tokens, {len(full.logprobs):,} tokens judged")
+    save(args, rows)
 
 
-def row(lower: str, one: Outcome, full: Outcome, answer: int) -> str:
+def row_of(lower: str, outcome: Outcome, full: Outcome, answer: int) -> dict[str, Any]:
     """A row of the table."""
-    best = mean(a == b for a, b in zip(one.best, full.best, strict=True))
-    alike = [common(a, b) for a, b in zip(one.answers, full.answers, strict=True)]
-    cells = (
-        lower,
-        ", ".join(f"{one.block_bytes[tier]:,.0f}" for tier in ("hbm", "dram")),
-        f"{one.down_gb_s:.1f}, {one.up_gb_s:.1f}",
-        f"{math.exp(-mean(one.logprobs)):.4f}",
-        f"{best:.2%}",
-        f"{sum(count == answer for count in alike)} of {len(alike)}",
-        f"{mean(alike):.1f} of {answer}",
-        f"{one.dram_tokens:,}",
-    )
-    return "| " + " | ".join(cells) + " |"
+    counts = [common(mine, right) for mine, right in zip(outcome.answers, full.answers, strict=True)]
+    return {
+        "lower": lower, **outcome.block_bytes, "down_gb_s": outcome.down_gb_s, "up_gb_s": outcome.up_gb_s,
+        "perplexity": math.exp(-mean(outcome.logprobs)), "answers": len(counts), "answer": answer,
+        "best": mean(mine == right for mine, right in zip(outcome.best, full.best, strict=True)),
+        "alike": sum(count == answer for count in counts), "common": mean(counts), "dram_tokens": outcome.dram_tokens,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

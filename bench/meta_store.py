@@ -17,24 +17,23 @@ and counts acknowledged records that were lost.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sqlite3
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import Commas, Table, median, options, save, seconds
 
 from memserve.base.config import ClusterConfig
 from memserve.base.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier
 from memserve.journal.folder import FileMedium
-from memserve.journal.store import FaultyMedium, Store
+from memserve.journal.store import Store
 from memserve.protocol.events import RequestArrived
 from memserve.protocol.messages import Dispatch, Join, KvChange
 from memserve.protocol.peers import Peer, PeerInfo
@@ -49,6 +48,7 @@ from memserve.protocol.records import (
 )
 from memserve.router.events import MessageArrived, Send, StateRecovered
 from memserve.router.machine import Cluster
+from memserve_lab.sim.faulty_medium import FaultyMedium
 
 SIZES = (100, 1_000, 5_000, 1_000_000)
 GEOMETRY = KVGeometry(30, 3, 64, 64, "bfloat16", 32)
@@ -63,18 +63,17 @@ class World:
 
     def __init__(self, entries: int) -> None:
         self.instances = max(1, min(1000, entries // 1000))
-        self.prompts = [min(EVENT_BLOCKS, entries - at) for at in range(0, entries, EVENT_BLOCKS)]
+        self.prompts = [min(EVENT_BLOCKS, entries - place) for place in range(0, entries, EVENT_BLOCKS)]
         self._seeds = np.random.default_rng(entries)
         self.tokens = [self._seeds.integers(1, 32_000, blocks * 32, dtype=np.int32) for blocks in self.prompts]
         trees = Cluster(ClusterConfig())._trees
-        self.identities = [trees.identities("", "weights", tokens, 32) for tokens in self.tokens]
+        self.identities = [trees.prompt_identities("", "weights", tokens, 32) for tokens in self.tokens]
 
     def peer(self, prompt: int) -> Peer:
         """The instance that holds ``prompt``."""
         return Peer(f"i{prompt % self.instances}", 7)
 
     def infos(self) -> list[PeerInfo]:
-        """All instances."""
         names = [Peer(f"i{number}", 7) for number in range(self.instances)]
         return [PeerInfo(p, Role.COLOCATED, "tcp://h:1", "weights", GEOMETRY, 4096, 0, 8192, True) for p in names]
 
@@ -103,25 +102,23 @@ class Journal:
     def write(self, batches: list[list[AnyRecord]]) -> None:
         """Write all of them, durably."""
         for batch in batches:
-            self.store.write(batch)
+            self.store.write_records(batch)
         self.store.sync()
 
     def one_more(self, number: int) -> None:
         """Write one more record, durably."""
-        self.store.write([SessionRouted("", f"s{number}", (ROUTER,))])
+        self.store.write_records([SessionRouted("", f"s{number}", (ROUTER,))])
         self.store.sync()
 
     def close(self) -> None:
-        """Close the store."""
         self.store.close()
 
     def read(self) -> RecoveredState:
         """Read everything from the files."""
         self.store = Store(FileMedium(self.folder))
-        return self.store.state.recovered(0)
+        return self.store.state.recovered_state(0)
 
     def disk_bytes(self) -> int:
-        """Bytes on disk."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
@@ -158,7 +155,9 @@ class Sqlite:
             self.base.execute("INSERT OR REPLACE INTO members VALUES (?, ?, 0)", (peer.name, peer.generation))
         elif isinstance(record, EntriesChanged):
             data, name = record.changes[0].identities, record.peer.name
-            rows = ((name, data[at : at + 16], 0, record.at_ns, record.at_ns) for at in range(0, len(data), 16))
+            rows = (
+                (name, data[place : place + 16], 0, record.at_ns, record.at_ns) for place in range(0, len(data), 16)
+            )
             self.base.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?)", rows)
             self.base.execute("UPDATE members SET next_event = ? WHERE name = ?", (record.first + 1, name))
 
@@ -167,7 +166,6 @@ class Sqlite:
         self.base.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?)", (f"s{number}", "router"))
 
     def close(self) -> None:
-        """Close the store."""
         self.base.close()
 
     def read(self) -> RecoveredState:
@@ -185,7 +183,6 @@ class Sqlite:
         return RecoveredState(ROUTER, "tcp://h:2", tuple(members))
 
     def disk_bytes(self) -> int:
-        """Bytes on disk."""
         return sum(path.stat().st_size for path in self.path.parent.iterdir())
 
 
@@ -218,36 +215,30 @@ def share_kept(router: Cluster, world: World, recovered: RecoveredState) -> floa
     for member in recovered.members:
         router.handle(MessageArrived(member.info.peer, Join(member.info)), 3)
     sample = random.Random(1).sample(range(len(world.prompts)), min(SAMPLE, len(world.prompts)))
-    trees, found = router._trees, 0
+    trees, results = router._trees, 0
     for prompt in sample:
-        member = router._registry.named(world.peer(prompt).name)
-        matches = trees.match(world.identities[prompt], len(router._loads))
-        found += member is not None and int(matches.blocks[member.number]) == world.prompts[prompt]
-    return found / len(sample)
+        member = router._registry.member_by_name(world.peer(prompt).name)
+        matches = trees.match_prompt(world.identities[prompt], len(router._loads))
+        results += member is not None and int(matches.blocks[member.number]) == world.prompts[prompt]
+    return results / len(sample)
 
 
 def measure(make: Callable[[Path], Journal | Sqlite], world: World, folder: Path) -> dict[str, Any]:
     """All figures of one store at one size."""
     folder.mkdir()
     store, batches = make(folder), world.records()
-    started = time.perf_counter()
-    store.write(batches)
-    write_s = time.perf_counter() - started
-    times = []
-    for number in range(50):
-        started = time.perf_counter()
-        store.one_more(number)
-        times.append(time.perf_counter() - started)
+    write_s = seconds(lambda: store.write(batches))
+    times = [seconds(partial(store.one_more, number)) for number in range(50)]
     store.close()
     restarts = []
     for _ in range(5 if len(world.prompts) < 1000 else 1):
-        router, seconds = restart(store, world)
-        restarts.append(seconds)
+        router, spent_s = restart(store, world)
+        restarts.append(spent_s)
         store.close()
     kept = share_kept(router, world, store.read())
     figures = {
         "entries": sum(world.prompts), "store": store.name, "write_ms": write_s * 1e3,
-        "one_more_ms": statistics.median(times) * 1e3, "restart_ms": statistics.median(restarts) * 1e3,
+        "one_more_ms": median(times) * 1e3, "restart_ms": median(restarts) * 1e3,
         "kept": kept, "disk_mb": store.disk_bytes() / 1e6,
     }  # fmt: skip
     store.close()
@@ -261,42 +252,36 @@ def lost_at_kill_points(points: int) -> int:
         rng, medium = random.Random(seed), FaultyMedium()
         store, acknowledged, written = Store(medium, checkpoint_bytes_min=rng.choice([300, 1 << 20])), 0, 0
         for written in range(1, rng.randrange(2, 80)):
-            store.write([SessionRouted("", f"s{written}", (ROUTER,))])
+            store.write_records([SessionRouted("", f"s{written}", (ROUTER,))])
             if rng.random() < 0.3:
                 store.sync()
                 acknowledged = written
         tail = medium.unsafe_bytes
         hole = rng.randint(0, tail)
         medium.lose_power(rng.randint(0, tail), [(hole, hole + rng.randrange(40))])
-        found = {name for _, name in Store(medium).state.sessions}
-        lost += sum(f"s{number}" not in found for number in range(1, acknowledged + 1))
+        results = {name for _, name in Store(medium).state.sessions}
+        lost += sum(f"s{number}" not in results for number in range(1, acknowledged + 1))
     return lost
 
 
+COLUMNS = {
+    "entries": "{entries:,}", "store": "{store}", "write": "{write_ms:.1f} ms", "one more": "{one_more_ms:.2f} ms",
+    "restart": "{restart_ms:.1f} ms", "kept": "{kept:.1%}", "disk": "{disk_mb:.2f} MB",
+}  # fmt: skip
+
+
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--entries", default=",".join(map(str, SIZES)))
-    parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; default: a temporary one")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows = []
-    head = f"{'entries':>9} {'store':<8} {'write':>10} {'one more':>10} {'restart':>10} {'kept':>7} {'disk':>9}"
-    print(head)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for entries in map(int, options.entries.split(",")):
+    args = options(__doc__, entries=Commas(*SIZES), folder=(Path, "a folder on the disk to be measured"))
+    rows, table = [], Table(COLUMNS)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for entries in args.entries:
             world = World(entries)
             for make in (Journal, Sqlite):
-                row = measure(make, world, Path(folder) / f"{make.name}-{entries}")
-                rows.append(row)
-                print(
-                    f"{row['entries']:>9,} {row['store']:<8} {row['write_ms']:>7.1f} ms {row['one_more_ms']:>7.2f} ms "
-                    f"{row['restart_ms']:>7.1f} ms {row['kept']:>7.1%} {row['disk_mb']:>6.2f} MB"
-                )
+                rows.append(measure(make, world, Path(folder) / f"{make.name}-{entries}"))
+                table.show(rows[-1])
     lost = lost_at_kill_points(500)
     print(f"500 kill points, torn last writes: {lost} acknowledged records lost; the source's recovery: 9 ms at 5,000")
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "lost": lost}, indent=1))
+    save(args, {"rows": rows, "lost": lost})
     sys.exit(lost > 0)
 
 

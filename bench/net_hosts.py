@@ -13,18 +13,19 @@ rounds; ``of iperf3`` is the ratio of the medians; CPU seconds a GB are those of
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import Commas, LineChild, median, options, save, show, turns
 
+import geometries
 from memserve import _core
 from memserve.base.types import KVGeometry, Role, Tier
 from memserve.base.units import MIB
@@ -36,9 +37,6 @@ from memserve.transport.links.nixl import NixlLink
 from memserve.transport.ports import PageLink
 from memserve.transport.ranges import Ranges
 from memserve.transport.request_server import ListenAddress
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-import geometries
 from net_hosts import Host, Quality, Wired, why_none
 
 TCP = ("env", "UCX_TLS=tcp,self")
@@ -95,15 +93,8 @@ def read(name: str, address: str, nbytes: int, kv: KVGeometry, owner: str, reade
             print(time.perf_counter() - started, time.process_time() - started_cpu, flush=True)
 
 
-def _side(host: Host, *words: str) -> subprocess.Popen[str]:
-    command = [*TCP, sys.executable, str(Path(__file__).resolve()), *words]
-    return host.popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def _ask(side: subprocess.Popen[str], line: str) -> str:
-    assert side.stdin is not None and side.stdout is not None
-    print(line, file=side.stdin, flush=True)
-    return side.stdout.readline().strip()
+def _side(host: Host, *words: str) -> LineChild:
+    return LineChild(*TCP, sys.executable, str(Path(__file__).resolve()), *words, start=host.popen)
 
 
 def _iperf(source: Host, target: Host, nbytes: int) -> float:
@@ -125,69 +116,58 @@ class Sides:
         source, target = network["owner"], network["reader"]
         both = ("--links", link, "--bytes", str(nbytes), "--geometry", geometry, "--readers", str(readers))
         self._nbytes, self._owner = nbytes, _side(source, "--own", source.address, *both)
-        assert self._owner.stdout is not None
-        hello = self._owner.stdout.readline().strip()
-        self._reader = _side(target, "--read", target.address, "--owner", hello, *both)
-        assert self._reader.stdout is not None and self._reader.stdout.readline().strip() == "ready"
+        self._reader = _side(target, "--read", target.address, "--owner", self._owner.hello, *both)
+        assert self._reader.hello == "ready"
         self.read()  # the first read connects
 
     def read(self) -> tuple[float, float]:
         """Bytes a second; CPU seconds a GB."""
-        before = float(_ask(self._owner, "cpu"))
-        seconds, cpu_s = map(float, _ask(self._reader, "read").split())
-        return self._nbytes / seconds, (cpu_s + float(_ask(self._owner, "cpu")) - before) / self._nbytes * 1e9
+        before_s = float(self._owner.ask("cpu"))
+        spent_s, cpu_s = map(float, self._reader.ask("read").split())
+        return self._nbytes / spent_s, (cpu_s + float(self._owner.ask("cpu")) - before_s) / self._nbytes * 1e9
 
 
-def measure(
-    quality: Quality, nbytes: int, geometry: str, rounds: int, links: list[str], readers: int
-) -> dict[str, list[tuple[float, float]]]:
+def measure(args: Namespace, nbytes: int) -> dict[str, list[tuple[float, float]]]:
     """By contender: what each round gave."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("iperf3", *links)}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in ("iperf3", *args.links)}
+    quality = Quality(args.delay_ms / 1000, args.loss, args.gbit * 1e9)
     with Wired(quality, "owner", "reader") as network:
-        sides = {link: Sides(link, network, nbytes, geometry, readers) for link in links}
-        for _ in range(rounds):
-            found["iperf3"].append((_iperf(network["owner"], network["reader"], nbytes), float("nan")))
-            for link, both in sides.items():
-                found[link].append(both.read())
-    return found
+        sides = {link: Sides(link, network, nbytes, args.geometry, args.readers) for link in args.links}
+        for _, name in turns(args.rounds, results):
+            if name in sides:
+                results[name].append(sides[name].read())
+            else:
+                results[name].append((_iperf(network["owner"], network["reader"], nbytes), float("nan")))
+    return results
 
 
 def main() -> None:
-    """See above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--delay-ms", type=float, default=1.0, help="each way")
-    parser.add_argument("--loss", type=float, default=0.01, help="share of frames, each way")
-    parser.add_argument("--gbit", type=float, default=1.0)
-    parser.add_argument("--links", default="curve,nixl")
-    parser.add_argument("--readers", type=int, default=4)
-    geometries.add_option(parser)
-    parser.add_argument("--own", metavar="ADDRESS", help=argparse.SUPPRESS)
-    parser.add_argument("--read", metavar="ADDRESS", help=argparse.SUPPRESS)
-    parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--owner", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options(
+        __doc__, hidden="own read bytes owner", mib=64, rounds=5, delay_ms=(1.0, "each way"),
+        loss=(0.01, "share of frames, each way"), gbit=1.0, links=Commas("curve", "nixl"), readers=4,
+        geometry="smollm2", own=str, read=str, bytes=int, owner=str,
+    )  # fmt: skip
     kv = geometries.SHAPES[args.geometry].kv
     if args.own:
-        own(args.links, args.own, args.bytes, kv)
-    elif args.read:
-        read(args.links, args.read, args.bytes, kv, args.owner, args.readers)
-    elif (why := why_none(wired=True)) is not None:
+        return own(args.links[0], args.own, args.bytes, kv)
+    if args.read:
+        return read(args.links[0], args.read, args.bytes, kv, args.owner, args.readers)
+    if (why := why_none(wired=True)) is not None:
         raise SystemExit(f"no hosts here: {why}")
-    else:
-        nbytes = args.mib * MIB // kv.block_bytes * kv.block_bytes
-        quality = Quality(args.delay_ms / 1000, args.loss, args.gbit * 1e9)
-        found = measure(quality, nbytes, args.geometry, args.rounds, args.links.split(","), args.readers)
-        print(
-            f"{args.delay_ms:g} ms, {100 * args.loss:g} % lost, {args.gbit:g} Gbit/s;"
-            f" {args.mib} MiB in blocks of {kv.block_bytes >> 10:,} KiB ({args.geometry}), {args.rounds} rounds,"
-            f" {args.readers} readers"
-        )
-        medians = {name: statistics.median(rate for rate, _ in rounds) for name, rounds in found.items()}
-        for name, rate in medians.items():
-            cpu = statistics.median(cpu_s for _, cpu_s in found[name])
-            print(f"{name:8} {rate / 1e6:8.1f} MB/s   of iperf3 {rate / medians['iperf3']:.2f}   CPU {cpu:.2f} s/GB")
+    results = measure(args, args.mib * MIB // kv.block_bytes * kv.block_bytes)
+    print(
+        f"{args.delay_ms:g} ms, {100 * args.loss:g} % lost, {args.gbit:g} Gbit/s;"
+        f" {args.mib} MiB in blocks of {kv.block_bytes >> 10:,} KiB ({args.geometry}), {args.rounds} rounds,"
+        f" {args.readers} readers"
+    )
+    rows = [
+        {"name": name, "mb_s": median(rate for rate, _ in mine) / 1e6, "cpu_s": median(cpu_s for _, cpu_s in mine)}
+        for name, mine in results.items()
+    ]
+    show((row | {"ratio": row["mb_s"] / rows[0]["mb_s"]} for row in rows),
+         {"": "{name}", "MB/s": "{mb_s:.1f}", "of iperf3": "{ratio:.2f}", "CPU, s/GB": "{cpu_s:.2f}"})  # fmt: skip
+    save(args, results)
+    return None
 
 
 if __name__ == "__main__":

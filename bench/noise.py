@@ -37,7 +37,6 @@ beside 1.5, and the ratio round by round, which shows how reliable it is. A fail
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -49,15 +48,17 @@ import random
 import shlex
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from served import Served, serving
+from harness import Table, options, percentile, save, turns, words
+from harness.served import Served, serving
 
 KEYS = {"victim": "sk-noise-victim", "neighbour": "sk-noise-neighbour"}
+DRAW = random.Random()
 RATIO_MAX = 1.5
 REFUSED_WAIT_S = 1.0
 COMMON = (
@@ -65,15 +66,12 @@ COMMON = (
     " --dram-memory 64MiB --metadata none"
 )
 SHAPES = {"one instance": f"--colocated 1 {COMMON}", "cluster": f"--prefill 1 --decode 1 {COMMON}"}
-WORDS = ("river", "stone", "cloud", "table", "seven", "light", "paper", "green", "house", "bread", "glass", "night")
-"""Words of one token each."""
-
 Fields = dict[str, Any]
 
 
-def words(count: int, seed: str | None = None) -> str:
+def text_of(count: int, seed: str | None = None) -> str:
     """A text of ``count`` tokens: always the same for a ``seed``, else one that no other request begins with."""
-    return " ".join((random.Random(seed) if seed else random).choices(WORDS, k=count))
+    return words(count, random.Random(seed) if seed else DRAW)
 
 
 @dataclass
@@ -126,10 +124,10 @@ class Tenant:
                 head = await reader.readline()
                 async for line in reader:
                     if b" 200 " in head and line.startswith(b"data:"):
-                        found = time.perf_counter() - started
+                        results = time.perf_counter() - started
                         while await reader.read(1 << 16):
                             pass
-                        return found
+                        return results
             finally:
                 writer.close()
         except OSError:
@@ -154,15 +152,15 @@ def repeats(make: Callable[[Tenant, int, int], bytes], pause_s: float = 0.0) -> 
 
 def asks(prompt_tokens: int, max_tokens: int, **rest: Any) -> Load:
     """Completions of one kind, each with its own prompt."""
-    return repeats(lambda tenant, client, turn: tenant.completion(words(prompt_tokens), max_tokens, **rest))
+    return repeats(lambda tenant, client, turn: tenant.completion(text_of(prompt_tokens), max_tokens, **rest))
 
 
 def revisits(prefixes: int, prefix_tokens: int, tail_tokens: int) -> Load:
     """Prompts that begin with one of ``prefixes`` prefixes, and then differ."""
 
     def make(tenant: Tenant, client: int, turn: int) -> bytes:
-        prefix = words(prefix_tokens, f"neighbour {(client + turn) % prefixes}")
-        return tenant.completion(f"{prefix} {words(tail_tokens)}", 2)
+        prefix = text_of(prefix_tokens, f"neighbour {(client + turn) % prefixes}")
+        return tenant.completion(f"{prefix} {text_of(tail_tokens)}", 2)
 
     return repeats(make)
 
@@ -173,7 +171,7 @@ def talks(answer_tokens: int) -> Load:
 
     async def load(tenant: Tenant, client: int) -> None:
         for turn in itertools.count():
-            said = words(60 * (1 + turn % 6), f"talk {os.getpid()} {client} {turn // 6}")
+            said = text_of(60 * (1 + turn % 6), f"talk {os.getpid()} {client} {turn // 6}")
             session = f"talk {client} {turn // 6}"
             if await tenant.status(tenant.completion(said, answer_tokens, session=session)) != 200:
                 await asyncio.sleep(REFUSED_WAIT_S)
@@ -184,7 +182,7 @@ def talks(answer_tokens: int) -> Load:
 async def documents(tenant: Tenant, client: int) -> None:
     """Repeatedly put a document and list all."""
     for turn in itertools.count():
-        body = json.dumps({"text": words(200), "endpoint": "completions", "ttl_s": 60}).encode()
+        body = json.dumps({"text": text_of(200), "endpoint": "completions", "ttl_s": 60}).encode()
         await tenant.status(tenant.message("PUT", f"/v1/documents/d{client}-{turn % 100}", body))
         await tenant.status(tenant.message("GET", "/v1/documents", b""))
 
@@ -197,12 +195,12 @@ def bodies(size_bytes: int) -> Load:
 
 def texts(tenant: Tenant, client: int) -> Awaitable[None]:
     """Prompts that must be tokenized to see that they are too long; every third client sends the longest."""
-    long = words(60 if client % 3 else 4000) + " "
+    long = text_of(60 if client % 3 else 4000) + " "
     text = (long * (1000 if client % 3 else 180))[: 60_000 if client % 3 else 4_000_000]
     return repeats(lambda tenant, client, turn: tenant.completion(text, 1))(tenant, client)
 
 
-HEAVY: Fields = {"n": 8, "stream": True, "logprobs": 5, "stop": [words(30, f"stop {n}") for n in range(4)]}
+HEAVY: Fields = {"n": 8, "stream": True, "logprobs": 5, "stop": [text_of(30, f"stop {n}") for n in range(4)]}
 
 
 async def deaf(tenant: Tenant, _: int) -> None:
@@ -210,7 +208,7 @@ async def deaf(tenant: Tenant, _: int) -> None:
     while True:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", tenant.port, limit=1)
-            writer.write(tenant.completion(words(8), 400, **HEAVY))
+            writer.write(tenant.completion(text_of(8), 400, **HEAVY))
             await asyncio.sleep(20)
             writer.close()
             del reader
@@ -267,7 +265,7 @@ def _neighbour(tenant: Tenant, count: int, load: Load) -> None:
     async def all_of_them() -> None:
         await asyncio.gather(*(load(tenant, client) for client in range(count)))
 
-    random.seed()
+    DRAW.seed()
     asyncio.run(all_of_them())
 
 
@@ -291,10 +289,12 @@ class Victim:
 
     def __init__(self, tenant: Tenant, resource: Resource) -> None:
         self._tenant = tenant
-        self._prefixes = [words(resource.prefix_tokens, f"victim {n}") + " " for n in range(resource.prefixes)] or [""]
+        self._prefixes = [text_of(resource.prefix_tokens, f"victim {n}") + " " for n in range(resource.prefixes)] or [
+            ""
+        ]
 
     def _message(self, turn: int) -> bytes:
-        prompt = self._prefixes[turn % len(self._prefixes)] + words(3)
+        prompt = self._prefixes[turn % len(self._prefixes)] + text_of(3)
         return self._tenant.completion(prompt, 1, stream=True, temperature=0)
 
     async def warm(self) -> None:
@@ -309,75 +309,68 @@ class Victim:
         for turn in range(settling + round(seconds / every_s)):
             await asyncio.sleep(max(0.0, started + (turn + random.random() / 2) * every_s - time.perf_counter()))
             pending.append(asyncio.create_task(self._tenant.first_token_s(self._message(turn))))
-        found = await asyncio.gather(*pending)
-        return found[settling:]
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of all do not exceed."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
+        results = await asyncio.gather(*pending)
+        return results[settling:]
 
 
 def ratio(worst: Sequence[float], honest: Sequence[float]) -> float:
     """Ratio of the two 99th percentiles."""
-    return quantile(worst, 0.99) / quantile(honest, 0.99)
+    return percentile(worst, 0.99) / percentile(honest, 0.99)
 
 
 Times = dict[str, list[list[float]]]
 """Kind of neighbour -> round -> times."""
 
 
-def measure(resource: Resource, server: Served, given: argparse.Namespace) -> Times:
+def measure(resource: Resource, server: Served, args: Namespace) -> Times:
     """Both kinds, round after round, in alternating order, so that a machine that slows down favours neither."""
     port = int(server.url.rpartition(":")[2])
-    victim, found = Victim(Tenant("victim", port, server.model), resource), Times(honest=[], worst=[])
-    for number in range(given.rounds):
-        kinds = [("honest", resource.honest), ("worst", resource.worst)]
-        for kind, (count, load) in kinds[:: -1 if number % 2 else 1]:
-            asyncio.run(victim.warm())
-            with neighbourhood(Tenant("neighbour", port, server.model), count, load):
-                found[kind].append(asyncio.run(victim.times_s(given.settle, given.seconds, given.every)))
-    return found
+    victim, results = Victim(Tenant("victim", port, server.model), resource), Times(honest=[], worst=[])
+    for _, (kind, neighbour) in turns(args.rounds, (("honest", resource.honest), ("worst", resource.worst))):
+        asyncio.run(victim.warm())
+        with neighbourhood(Tenant("neighbour", port, server.model), *neighbour):
+            results[kind].append(asyncio.run(victim.times_s(args.settle, args.seconds, args.every)))
+    return results
 
 
-def row(resource: Resource, found: Times) -> tuple[str, bool]:
-    """One line of the table, and whether the ratio is low enough."""
-    honest, worst = (list(itertools.chain(*found[kind])) for kind in ("honest", "worst"))
-    figures = [quantile(times, share) for times in (honest, worst) for share in (0.5, 0.99)]
-    each = " ".join(f"{ratio(*pair):.2f}" for pair in zip(found["worst"], found["honest"], strict=True))
-    of_all = ratio(worst, honest)
-    good = of_all <= RATIO_MAX
-    cells = "".join(f"{value:>9.3f}" for value in figures)
-    return f"{resource.name:<17}{cells}{of_all:>7.2f}  {'ok   ' if good else 'ABOVE'}  {each}", good
+def row_of(resource: Resource, results: Times) -> dict[str, Any]:
+    """A row of the table."""
+    honest, worst = (list(itertools.chain(*results[kind])) for kind in ("honest", "worst"))
+    row: dict[str, Any] = {"resource": resource.name, "ratio": ratio(worst, honest)}
+    for kind, times in (("honest", honest), ("worst", worst)):
+        row |= {f"{kind}_p50": percentile(times, 0.5), f"{kind}_p99": percentile(times, 0.99)}
+    each = " ".join(f"{ratio(*pair):.2f}" for pair in zip(results["worst"], results["honest"], strict=True))
+    return row | {"verdict": "ok" if row["ratio"] <= RATIO_MAX else "ABOVE", "each": each}
+
+
+COLUMNS = {
+    "resource": "{resource}", "honest (s) p50": "{honest_p50:.3f}", "p99": "{honest_p99:.3f}",
+    "worst (s) p50": "{worst_p50:.3f}", "p99 ": "{worst_p99:.3f}", "ratio": "{ratio:.2f}", "": "{verdict}",
+    "by round": "{each}",
+}  # fmt: skip
 
 
 def main() -> int:
     """Measure and print; 1 when a ratio is above 1.5."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=5.6, help="seconds of the victim's requests, each time")
-    parser.add_argument("--every", type=float, default=0.16, help="seconds between two of them")
-    parser.add_argument("--settle", type=float, default=0.8, help="seconds beside the neighbour that do not count")
-    parser.add_argument("--only", default="", help="comma-separated names")
-    parser.add_argument("--flags", default="", help="more flags of the servers")
-    parser.add_argument("--json", type=Path, help="all times, by resource, kind of neighbour and round")
-    given = parser.parse_args()
-    chosen = [r for r in RESOURCES if not given.only or r.name in given.only.split(",")]
+    args = options(
+        __doc__, rounds=3, seconds=(5.6, "seconds of the victim's requests, each time"),
+        every=(0.16, "seconds between two of them"), only=("", "comma-separated names"),
+        settle=(0.8, "seconds beside the neighbour that do not count"), flags=("", "more flags of the servers"),
+    )  # fmt: skip
+    chosen = [resource for resource in RESOURCES if not args.only or resource.name in args.only.split(",")]
     os.environ["MEMSERVE_API_KEY"] = " ".join(f"{name}={key}" for name, key in KEYS.items())
-    print(f"{'':<17}{'honest (s)':>18}{'worst (s)':>18}\n{'resource':<17}" + f"{'p50':>9}{'p99':>9}" * 2 + "  ratio")
-    started, everything, above = time.monotonic(), {}, 0
+    started, everything, rows, table = time.monotonic(), {}, [], Table(COLUMNS)
     for shape, flags in SHAPES.items():
         here = [resource for resource in chosen if resource.shape == shape]
         if not here:
             continue
-        with serving(*shlex.split(f"{flags} {given.flags}")) as server:
+        with serving(*shlex.split(f"{flags} {args.flags}")) as server:
             for resource in here:
-                found = everything[resource.name] = measure(resource, server, given)
-                line, good = row(resource, found)
-                above += not good
-                print(line, flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(everything))
+                everything[resource.name] = measure(resource, server, args)
+                rows.append(row_of(resource, everything[resource.name]))
+                table.show(rows[-1])
+    save(args, everything)
+    above = sum(row["verdict"] == "ABOVE" for row in rows)
     print(f"\n{time.monotonic() - started:.0f} s; load average {os.getloadavg()[0]:.1f}; above {RATIO_MAX}: {above}")
     return 1 if above else 0
 

@@ -13,175 +13,112 @@ of requests whose last token came within ``--patience`` seconds, per second of t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import random
 import sys
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from argparse import Namespace
+from collections import Counter
+from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import httpx
-from served import serving
+from harness import Json, Table, astream, greedy, options, percentile, random_tokens, save
+from harness.served import serving
 
 KEYS = {"steady": "sk-steady", "burst": "sk-burst"}
-VOCABULARY = 40_000
 
 
 @dataclass
-class Answer:
+class Outcome:
     """The result of one request; times in seconds from when it was due."""
 
     tenant: str
     status: int
-    first_s: float | None = None
-    end_s: float = 0.0
-    tokens: int = 0
+    first_s: float
+    end_s: float
+    tokens: int
 
 
-@dataclass
-class Summary:
-    """Figures of one tenant in one setting."""
-
-    setting: str
-    tenant: str
-    sent: int
-    served: int
-    rejected: dict[int, int] = field(default_factory=dict)
-    rejected_after_ms: float | None = None
-    """At the median."""
-    ttft_s: tuple[float, float] | None = None
-    """At the median and at the 99th percentile, of those that were served."""
-    jct_s: tuple[float, float] | None = None
-    goodput_tokens_per_s: float = 0.0
+Plan = list[tuple[float, str, list[int]]]
+"""Time, tenant, prompt."""
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The value that ``share`` of all values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def plan(args: Namespace, seed: int) -> Plan:
+    """Every request, equal in all settings."""
+    rng, arrivals = Random(seed), [(0.0, "burst")] * args.at_once
+    for tenant, rate in () if args.at_once else (("steady", args.steady_rate), ("burst", args.rate)):
+        due_s = rng.expovariate(rate)
+        while due_s < args.seconds:
+            arrivals.append((due_s, tenant))
+            due_s += rng.expovariate(rate)
+    return sorted((due_s, tenant, random_tokens(args.prompt_tokens, rng)) for due_s, tenant in arrivals)
 
 
-def plan(args: argparse.Namespace, seed: int) -> list[tuple[float, str, list[int]]]:
-    """``(time, tenant, prompt)`` of every request, equal in all settings."""
-    rng, due = random.Random(seed), []
-    if args.at_once:
-        tenants_at = [("burst", 0.0)] * args.at_once
-    else:
-        tenants_at = []
-        for tenant, rate in (("steady", args.steady_rate), ("burst", args.rate)):
-            at = rng.expovariate(rate)
-            while at < args.seconds:
-                tenants_at.append((tenant, at))
-                at += rng.expovariate(rate)
-    for tenant, at in tenants_at:
-        due.append((at, tenant, [rng.randrange(1000, VOCABULARY) for _ in range(args.prompt_tokens)]))
-    return sorted(due)
-
-
-async def ask(client: httpx.AsyncClient, start: float, at: float, tenant: str, body: dict[str, Any]) -> Answer:
+async def ask(client: httpx.AsyncClient, start: float, due_s: float, tenant: str, body: Json) -> Outcome:
     """Send the request when it is due, and read the answer to its end."""
-    await asyncio.sleep(max(0.0, start + at - time.perf_counter()))
-    answer = Answer(tenant, 0)
-    headers = {"Authorization": f"Bearer {KEYS[tenant]}"}
-    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-        answer.status = response.status_code
-        async for line in response.aiter_lines():
-            if line.startswith('data: {"error"'):
-                code = json.loads(line[6:])["error"].get("code")
-                answer.status = 503 if code == "overloaded" else 429
-            elif line.startswith("data: {"):
-                answer.tokens += 1
-                answer.first_s = answer.first_s or time.perf_counter() - start - at
-    answer.end_s = time.perf_counter() - start - at
-    return answer
+    await asyncio.sleep(max(0.0, start + due_s - time.perf_counter()))
+    late_s = time.perf_counter() - start - due_s
+    answer = await astream(client, "/v1/completions", body, {"Authorization": f"Bearer {KEYS[tenant]}"})
+    status = answer.status
+    if status == 200 and answer.error:
+        status = 503 if "overloaded" in answer.error else 429
+    return Outcome(tenant, status, late_s + answer.first_s, late_s + answer.total_s, len(answer.times_s))
 
 
-async def run(url: str, model: str, due: list[tuple[float, str, list[int]]], new_tokens: int) -> list[Answer]:
-    """Send all requests."""
-    rest = {"max_tokens": new_tokens, "ignore_eos": True, "stream": True, "temperature": 0}
+async def run(url: str, model: str, requests: Plan, new_tokens: int) -> list[Outcome]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         start = time.perf_counter() + 0.2
-        asks = [ask(client, start, at, who, {"model": model, "prompt": prompt} | rest) for at, who, prompt in due]
-        return list(await asyncio.gather(*asks))
+        sends = (ask(client, start, due_s, tenant, greedy(prompt, new_tokens, model))
+                 for due_s, tenant, prompt in requests)  # fmt: skip
+        return list(await asyncio.gather(*sends))
 
 
-def sum_up(setting: str, tenant: str, answers: list[Answer], wall_s: float, patience_s: float) -> Summary:
-    """One tenant's figures; ``tenant`` "": both tenants."""
-    mine = [answer for answer in answers if tenant in ("", answer.tenant)]
-    served = [answer for answer in mine if answer.status == 200]
-    turned_away = [answer for answer in mine if answer.status != 200]
-    found = Summary(setting, tenant or "both", len(mine), len(served))
-    for answer in turned_away:
-        found.rejected[answer.status] = found.rejected.get(answer.status, 0) + 1
-    if turned_away:
-        found.rejected_after_ms = 1e3 * percentile([answer.end_s for answer in turned_away], 0.5)
-    if served:
-        firsts, ends = [a.first_s or a.end_s for a in served], [a.end_s for a in served]
-        found.ttft_s = percentile(firsts, 0.5), percentile(firsts, 0.99)
-        found.jct_s = percentile(ends, 0.5), percentile(ends, 0.99)
-    found.goodput_tokens_per_s = sum(a.tokens for a in served if a.end_s <= patience_s) / wall_s
-    return found
+def sum_up(setting: str, tenant: str, outcomes: list[Outcome], wall_s: float, patience_s: float) -> dict[str, Any]:
+    """One tenant's figures; ``both``: of all requests."""
+    mine = [outcome for outcome in outcomes if tenant in ("both", outcome.tenant)]
+    served = [outcome for outcome in mine if outcome.status == 200]
+    rejected = Counter(outcome.status for outcome in mine if outcome.status != 200)
+    row: dict[str, Any] = {"setting": setting, "tenant": tenant, "sent": len(mine), "served": len(served)}
+    row |= {"full": rejected[429], "in_vain": rejected[503], "rejected": rejected}
+    if rejected:
+        row["after_ms"] = 1e3 * percentile((outcome.end_s for outcome in mine if outcome.status != 200), 0.5)
+    for name in ("first_s", "end_s") if served else ():
+        times_s = [getattr(outcome, name) for outcome in served]
+        row |= {f"{name}_p50": percentile(times_s, 0.5), f"{name}_p99": percentile(times_s, 0.99)}
+    row["goodput"] = sum(outcome.tokens for outcome in served if outcome.end_s <= patience_s) / wall_s
+    return row
 
 
-def line(found: Summary) -> str:
-    """One line of the table."""
-
-    def pair(values: tuple[float, float] | None) -> str:
-        return f"{values[0]:>7.2f} {values[1]:>7.2f}" if values else f"{'-':>7} {'-':>7}"
-
-    away = f"{found.rejected.get(429, 0):>5} {found.rejected.get(503, 0):>5}"
-    after = f"{found.rejected_after_ms:>8.0f}" if found.rejected_after_ms is not None else f"{'-':>8}"
-    return (f"{found.setting:<12} {found.tenant:<7} {found.sent:>5} {found.served:>6} {away} {after} "
-            f"{pair(found.ttft_s)} {pair(found.jct_s)} {found.goodput_tokens_per_s:>8.1f}")  # fmt: skip
+COLUMNS = {
+    "setting": "{setting}", "tenant": "{tenant}", "sent": "{sent}", "served": "{served}", "429": "{full}",
+    "503": "{in_vain}", "after ms": "{after_ms:.0f}", "TTFT 50": "{first_s_p50:.2f}", "99 (s)": "{first_s_p99:.2f}",
+    "JCT 50": "{end_s_p50:.2f}", "99 (s) ": "{end_s_p99:.2f}", "goodput": "{goodput:.1f}",
+}  # fmt: skip
 
 
-HEAD = (
-    f"{'setting':<12} {'tenant':<7} {'sent':>5} {'served':>6} {'429':>5} {'503':>5} {'after ms':>8} "
-    f"{'TTFT 50':>7} {'99 (s)':>7} {'JCT 50':>7} {'99 (s)':>7} {'goodput':>8}"
-)
-
-
-def main() -> int:
+def main() -> None:
     """One server per setting, one after the other: two at once would share the cores."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="", help="default: the bundled one")
-    parser.add_argument("--rate", type=float, default=10.0, help="requests a second of the burst")
-    parser.add_argument("--steady-rate", type=float, default=0.5)
-    parser.add_argument("--seconds", type=float, default=25.0)
-    parser.add_argument("--at-once", type=int, default=0)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--max-active", type=int, default=8)
-    parser.add_argument("--queue", type=int, default=8)
-    parser.add_argument("--wait", type=float, default=4.0)
-    parser.add_argument("--mode", default="bounded", help="bounded, memory or cache")
-    parser.add_argument("--patience", type=float, default=10.0)
-    parser.add_argument("--serve", default="", help="further options of memserve serve, in one string")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = options(
+        __doc__, model="", rate=(10.0, "requests a second of the burst"), steady_rate=0.5, seconds=25.0, at_once=0,
+        prompt_tokens=128, new_tokens=48, max_active=8, queue=8, wait=4.0, mode=("bounded", "bounded, memory or cache"),
+        patience=10.0, serve=("", "further options of memserve serve, in one string"),
+    )  # fmt: skip
     gate = ["--admission", args.mode, "--max-active", str(args.max_active),
             "--admission-queue", str(args.queue), "--admission-wait", str(args.wait)]  # fmt: skip
-    settings = {"no gate": [], args.mode: gate}
-    keys = [option for name, key in KEYS.items() for option in ("--api-key", f"{name}={key}")]
-    common = [*(("--model", args.model) if args.model else ()), "--colocated", "1", *keys, *args.serve.split()]
-    found: list[Summary] = []
-    print(HEAD)
-    for name, options in settings.items():
-        with serving(*common, *options) as served:
+    keys = [word for name, key in KEYS.items() for word in ("--api-key", f"{name}={key}")]
+    rows, table = [], Table(COLUMNS)
+    for name, flags in {"no gate": [], args.mode: gate}.items():
+        with serving("--colocated", "1", *keys, *args.serve.split(), *flags, model=args.model) as served:
             asyncio.run(run(served.url, served.model, plan(args, 1)[:2], 4))  # warm-up
             started = time.perf_counter()
-            answers = asyncio.run(run(served.url, served.model, plan(args, 0), args.new_tokens))
+            outcomes = asyncio.run(run(served.url, served.model, plan(args, 0), args.new_tokens))
             wall_s = time.perf_counter() - started
-        for tenant in ("burst",) if args.at_once else ("steady", "burst", ""):
-            found.append(sum_up(name, tenant, answers, wall_s, args.patience))
-            print(line(found[-1]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(summary) for summary in found], indent=1))
-    return 0
+        for tenant in ("burst",) if args.at_once else ("steady", "burst", "both"):
+            rows.append(sum_up(name, tenant, outcomes, wall_s, args.patience))
+            table.show(rows[-1])
+    save(args, rows)
 
 
 if __name__ == "__main__":

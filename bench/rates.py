@@ -13,11 +13,14 @@ behind a cost: its ratio to the first line of its group.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+from collections.abc import Iterator
+from itertools import product
 from random import Random
-from statistics import fmean
 from typing import NamedTuple
+
+from harness import Commas, Json, Table, options, parts_of, save
+from harness import mean as fmean
 
 from memserve.base.config import AdmissionConfig, ClusterConfig, SchedulerConfig
 from memserve.base.types import Caching, Role
@@ -49,25 +52,23 @@ class Outcome(NamedTuple):
 
 
 def outcome(setup: Setup, workload: Workload) -> Outcome:
-    """Run ``workload`` on ``setup``."""
     world = ReplayWorld(setup, workload)
     world.run()
-    served = [one for one in world.clients.served if one.answered]
+    served = [item for item in world.clients.served if item.answered]
     if len(served) < len(world.clients.served):
         raise SystemExit(f"{len(world.clients.served) - len(served)} requests were not answered")
-    ttfts = [((one.first_ns or 0) - one.scheduled_ns) / NS_PER_S for one in served]
-    jcts = [(one.token_ns[-1] - one.scheduled_ns) / NS_PER_S for one in served]
+    ttfts = [((item.first_ns or 0) - item.scheduled_ns) / NS_PER_S for item in served]
+    jcts = [(item.token_ns[-1] - item.scheduled_ns) / NS_PER_S for item in served]
     tpots = [
-        (one.token_ns[-1] - one.token_ns[0]) / NS_PER_S / max(1, len(one.token_ns) - 1) for one in served
+        (item.token_ns[-1] - item.token_ns[0]) / NS_PER_S / max(1, len(item.token_ns) - 1) for item in served
     ]  # fmt: skip
     late, slow = [ttft > TTFT_S for ttft in ttfts], [tpot > TPOT_S for tpot in tpots]
     missed = [either or other for either, other in zip(late, slow, strict=True)]
-    cached = sum(one.cached_tokens or 0 for one in served)
+    cached = sum(item.cached_tokens or 0 for item in served)
     return Outcome(fmean(ttfts), fmean(tpots), fmean(jcts), cached, fmean(missed), fmean(late), fmean(slow))
 
 
 def mean(outcomes: list[Outcome]) -> Outcome:
-    """Of several seeds."""
     return Outcome(*(fmean(values) for values in zip(*outcomes, strict=True)))
 
 
@@ -89,60 +90,69 @@ def trace(speed: float, seeds: int, caching: Caching = Caching.PD_CACHING_3, has
     return mean([outcome(setup, build(recipe)) for recipe in recipes])
 
 
-def show_layers(seeds: int) -> None:
+def layers(seeds: int) -> Iterator[Json]:
     """KV by request and by layer."""
-    print("| simulated device | KV | TTFT (s) | ms a token | JCT (s) | JCT to off |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    ways = {"off": ("off", True), "auto": ("auto", True), "auto, first start": ("auto", False)}
     for device in ("h100", "l40s"):
-        ways = {"off": ("off", True), "auto": ("auto", True), "auto, first start": ("auto", False)}
         first: Outcome | None = None
         for name, (layerwise, has_profiles) in ways.items():
-            found = long_prompts(device, seeds, has_profiles, layerwise=layerwise)
-            first = first or found
-            times = f"{found.ttft_s:.2f} | {found.tpot_s * 1000:.0f} | {found.jct_s:.1f}"
-            print(f"| {device} | {name} | {times} | {found.jct_s / first.jct_s:.2f} |", flush=True)
+            results = long_prompts(device, seeds, has_profiles, layerwise=layerwise)
+            first = first or results
+            yield {**results._asdict(), "device": device, "kv": name, "jct_ratio": results.jct_s / first.jct_s}
 
 
-def show_costs(seeds: int) -> None:
+def costs(seeds: int) -> Iterator[Json]:
     """Decisions by cost: with profiles, in a first start, without a cache."""
-    print("| speed | instances | TTFT (ms) | JCT (s) | cached tokens (M) | TTFT, JCT to profiled |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    ways = {"profiled": {}, "first start": {"has_profiles": False}, "no cache": {"caching": Caching.OFF}}
     for speed in SPEEDS:
-        ways = {"profiled": {}, "first start": {"has_profiles": False}, "no cache": {"caching": Caching.OFF}}
         first: Outcome | None = None
-        for name, options in ways.items():
-            found = trace(speed, seeds, **options)
-            first = first or found
-            times = f"{found.ttft_s * 1000:.0f} | {found.jct_s:.2f} | {found.cached_tokens / 1e6:.2f}"
-            ratios = f"{found.ttft_s / first.ttft_s:.2f}, {found.jct_s / first.jct_s:.2f}"
-            print(f"| x{speed} | {name} | {times} | {ratios} |", flush=True)
+        for name, more in ways.items():
+            results = trace(speed, seeds, **more)
+            first = first or results
+            ratios = {"ttft_ratio": results.ttft_s / first.ttft_s, "jct_ratio": results.jct_s / first.jct_s}
+            yield {
+                **results._asdict(),
+                "speed": speed,
+                "instances": name,
+                "cached_m": results.cached_tokens / 1e6,
+                **ratios,
+            }
 
 
-def show_objectives(seeds: int) -> None:
+def objectives(seeds: int) -> Iterator[Json]:
     """Requests that miss an objective."""
-    print("| KV | scheduling | miss one | TTFT | TPOT | TTFT (s) | ms a token | JCT (s) |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     aims = {name: value for name, value in OBJECTIVES.items() if name != "scheduling"}
-    for layerwise in ("off", "auto"):
-        for scheduling in ("fcfs", "slo"):
-            found = long_prompts("l40s", seeds, layerwise=layerwise, scheduling=scheduling, **aims)
-            shares = f"{found.missed:.0%} | {found.ttft_missed:.0%} | {found.tpot_missed:.0%}"
-            times = f"{found.ttft_s:.2f} | {found.tpot_s * 1000:.0f} | {found.jct_s:.1f}"
-            print(f"| {layerwise} | {scheduling} | {shares} | {times} |", flush=True)
+    for layerwise, scheduling in product(("off", "auto"), ("fcfs", "slo")):
+        results = long_prompts("l40s", seeds, layerwise=layerwise, scheduling=scheduling, **aims)
+        yield {**results._asdict(), "kv": layerwise, "scheduling": scheduling}
 
 
-SHOWS = {"layers": show_layers, "costs": show_costs, "objectives": show_objectives}
+TIMES = {"TTFT (s)": "{ttft_s:.2f}", "ms a token": "{tpot_ms:.0f}", "JCT (s)": "{jct_s:.1f}"}
+TABLES = {
+    "layers": (layers, {"simulated device": "{device}", "KV": "{kv}", **TIMES, "JCT to off": "{jct_ratio:.2f}"}),
+    "costs": (
+        costs,
+        {"speed": "x{speed}", "instances": "{instances}", "TTFT (ms)": "{ttft_ms:.0f}", "JCT (s)": "{jct_s:.2f}",
+         "cached tokens (M)": "{cached_m:.2f}", "TTFT, JCT to profiled": "{ttft_ratio:.2f}, {jct_ratio:.2f}"},
+    ),
+    "objectives": (
+        objectives,
+        {"KV": "{kv}", "scheduling": "{scheduling}", "miss one": "{missed:.0%}", "TTFT": "{ttft_missed:.0%}",
+         "TPOT": "{tpot_missed:.0%}", **TIMES},
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", default=",".join(SHOWS), help="comma-separated")
-    parser.add_argument("--seeds", type=int, default=3)
-    args = parser.parse_args()
-    for name in args.tables.split(","):
-        print(f"\n{name}")
-        SHOWS[name](args.seeds)
+    args, record = options(__doc__, tables=Commas(*TABLES), seeds=3), {}
+    for name, (rows, columns) in parts_of(args.tables, TABLES).items():
+        print(f"\n{name}\n")
+        table, record[name] = Table(columns), []
+        for row in rows(args.seeds):
+            row |= {"ttft_ms": 1000 * row["ttft_s"], "tpot_ms": 1000 * row["tpot_s"]}
+            record[name].append(row)
+            table.show(row)
+    save(args, record)
 
 
 if __name__ == "__main__":

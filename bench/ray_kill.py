@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import options, save, wait_until
+
 from asking_clients import QUESTIONS, Load, truth_of
 from on_ray import CLIENTS, COUNT, PAUSE_S, OnRay
 from tiny_models import save_folder, tiny_module
@@ -25,12 +27,7 @@ PATIENCE_S = 300.0
 
 def until(condition: Callable[[], bool]) -> float:
     """Seconds until ``condition`` held."""
-    started = time.monotonic()
-    while not condition():
-        if time.monotonic() - started > PATIENCE_S:
-            raise SystemExit("it never came to that")
-        time.sleep(0.1)
-    return round(time.monotonic() - started, 1)
+    return round(wait_until(condition, "that", PATIENCE_S, 0.1), 1)
 
 
 def more(load: Load, answers: int) -> float:
@@ -54,7 +51,7 @@ def told(load: Load) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run both parts."""
+    args = options(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         model = save_folder(tiny_module("llama"), Path(folder) / "tiny")
         truth = truth_of(model, COUNT)
@@ -88,6 +85,7 @@ def main() -> None:
         finally:
             served.close()
     print(json.dumps({"scaled": scaled, "killed": killed}, indent=2))
+    save(args, {"scaled": scaled, "killed": killed})
 
 
 if __name__ == "__main__":

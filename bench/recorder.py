@@ -168,25 +168,25 @@ class Ceiling:
 
     def shares(self, notes: list[Noted]) -> Shares:
         """Of one run of a tool; what came before is remembered."""
-        found = Shares()
+        results = Shares()
         for note in notes:
             tokens = self._tokens(note.body, None)
             blocks = self._blocks(tokens)
             usable = (len(tokens) - 1) // self._block_tokens
-            hit = next((at for at, block in enumerate(blocks[:usable]) if block not in self._seen), usable)
+            hit = next((place for place, block in enumerate(blocks[:usable]) if block not in self._seen), usable)
             self._seen.update(blocks)
             if note.answer:
                 self._seen.update(self._blocks(self._tokens(note.body, note.answer)))
             if note.counts and note.usage:
-                found.requests += 1
-                found.prompt_tokens += note.usage["prompt_tokens"]
-                found.cached_tokens += note.cached_tokens
-                found.attainable_tokens += hit * self._block_tokens
-        return found
+                results.requests += 1
+                results.prompt_tokens += note.usage["prompt_tokens"]
+                results.cached_tokens += note.cached_tokens
+                results.attainable_tokens += hit * self._block_tokens
+        return results
 
     def _tokens(self, body: dict[str, Any], answer: str | None) -> list[int]:
         if "messages" in body:
-            messages = [{"role": one["role"], "content": _text(one["content"])} for one in body["messages"]]
+            messages = [{"role": item["role"], "content": _text(item["content"])} for item in body["messages"]]
             messages += [{"role": "assistant", "content": answer}] if answer is not None else []
             text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=answer is None, tokenize=False)
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -196,11 +196,11 @@ class Ceiling:
 
     def _blocks(self, tokens: list[int]) -> list[int]:
         """A chain of hashes: equal numbers mean equal prefixes."""
-        chain, found = 0, list[int]()
-        for at in range(0, len(tokens) - self._block_tokens + 1, self._block_tokens):
-            chain = hash((chain, *tokens[at : at + self._block_tokens]))
-            found.append(chain)
-        return found
+        chain, results = 0, list[int]()
+        for place in range(0, len(tokens) - self._block_tokens + 1, self._block_tokens):
+            chain = hash((chain, *tokens[place : place + self._block_tokens]))
+            results.append(chain)
+        return results
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

@@ -45,7 +45,6 @@ CLOCK = [time.perf_counter]
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """What one call takes."""
     start = CLOCK[0]()
     run()
     return CLOCK[0]() - start

@@ -11,7 +11,6 @@ that can import llama_cpp.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,12 +18,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from harness import BENCH as HERE
+from harness import line_of, median, options, save
+from harness.served import bundled_model
+
 SHAPES: dict[str, dict[str, Any]] = {
     "prefill 512": {"op": "prefill", "batch": 1, "tokens": 512},
     "prefill 2048": {"op": "prefill", "batch": 1, "tokens": 2048},
@@ -117,30 +119,22 @@ class Engine:
         os.killpg(self.process.pid, number)
 
 
-def bundled_model(dtype: str) -> str:
-    """The folder of the bundled default, converted if need be."""
-    from memserve.base.config import DEFAULT_MODEL
-    from memserve.model.loading.sources import resolve_source
-
-    return str(resolve_source(DEFAULT_MODEL, dtype).path)
-
-
-def engines(args: argparse.Namespace) -> tuple[list[Engine], list[str]]:
+def engines(args: Namespace) -> tuple[list[Engine], list[str]]:
     """The requested engines, and why others are missing."""
     same = {"model": args.model, "dtype": args.dtype}
-    found = [Engine("memserve", "memserve", sys.executable, {**same, **json.loads(args.options)})]
-    found.append(Engine("transformers", "transformers", sys.executable, same))
+    results = [Engine("memserve", "memserve", sys.executable, {**same, **json.loads(args.options)})]
+    results.append(Engine("transformers", "transformers", sys.executable, same))
     skipped = []
     if args.vllm:
-        found.append(Engine("vLLM-CPU eager", "vllm", args.vllm, same))
-        found.append(Engine("vLLM-CPU compiled", "vllm", args.vllm, {**same, "compile": True}))
+        results.append(Engine("vLLM-CPU eager", "vllm", args.vllm, same))
+        results.append(Engine("vLLM-CPU compiled", "vllm", args.vllm, {**same, "compile": True}))
     else:
         skipped.append("vLLM-CPU: --vllm PYTHON was not given")
     if args.llamacpp and args.gguf:
-        found.append(Engine("llama.cpp", "llamacpp", args.llamacpp, {"model": args.gguf, "dtype": args.dtype}))
+        results.append(Engine("llama.cpp", "llamacpp", args.llamacpp, {"model": args.gguf, "dtype": args.dtype}))
     else:
         skipped.append("llama.cpp: --llamacpp PYTHON and --gguf FILE were not given")
-    wanted = [e for e in found if not args.only or e.name in args.only]
+    wanted = [e for e in results if not args.only or e.name in args.only]
     return wanted, skipped
 
 
@@ -155,10 +149,9 @@ def run(wanted: list[Engine], shapes: list[str], rounds: int, logs: Path) -> tup
         else:
             skipped.append(f"{engine.name}: {reason}")
     for turn in range(rounds):
-        for shape in shapes:
-            for place in range(len(ready)):
-                engine = ready[(place + turn) % len(ready)]
-                engine.measure(shape, seed=1000 * turn + shapes.index(shape))
+        for place, shape in enumerate(shapes):
+            for engine in ready[turn % len(ready) :] + ready[: turn % len(ready)]:
+                engine.measure(shape, seed=1000 * turn + place)
         print(f"round {turn + 1} of {rounds} done", file=sys.stderr, flush=True)
     return ready, skipped
 
@@ -176,31 +169,24 @@ def cell(mine: float | None, value: float | None, more_is_better: bool, own: boo
 
 def table(ready: list[Engine]) -> str:
     """Markdown: a row per figure, a column per engine; in brackets how much better memserve is."""
-    names = [f"{e.name} {e.once['version']}" for e in ready]
-    lines = ["| | " + " | ".join(names) + " |", "|---" * (len(ready) + 1) + "|"]
-    own = next((e for e in ready if e.name == "memserve"), None)
+    lines = [line_of(["", *(f"{engine.name} {engine.once['version']}" for engine in ready)])]
+    lines.append(line_of("---" for _ in range(len(ready) + 1)))
+    own = next((engine for engine in ready if engine.name == "memserve"), None)
     for title, shape, key, more in FIGURES:
         mine = own.figure(shape, key) if own else None
-        cells = [cell(mine, e.figure(shape, key), more, e is own) for e in ready]
+        cells = [cell(mine, engine.figure(shape, key), more, engine is own) for engine in ready]
         if any(cells):
-            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+            lines.append(line_of([title, *cells]))
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Measure, print the table, write the samples."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="model folder; default: the bundled model")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vllm", help="Python of a vLLM environment")
-    parser.add_argument("--llamacpp", help="Python of a llama-cpp-python environment")
-    parser.add_argument("--gguf", help="model file for llama.cpp")
-    parser.add_argument("--options", default="{}", help="more options of memserve.LLM, as JSON")
-    parser.add_argument("--only", action="append", help="only this engine (may be repeated)")
-    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="only this shape (may be repeated)")
-    parser.add_argument("--json", type=Path, help="write every sample there")
-    args = parser.parse_args()
+    args = options(
+        __doc__, model="", dtype=("bfloat16", "", ["float32", "bfloat16", "float16"]), rounds=3, vllm=str,
+        llamacpp=(str, "Python of a llama-cpp-python environment"), gguf=(str, "model file for llama.cpp"),
+        options=("{}", "more options of memserve.LLM, as JSON"), only=([], "only these engines"),
+        shape=([], "only these shapes", list(SHAPES)),
+    )  # fmt: skip
     args.model = args.model or bundled_model(args.dtype)
     wanted, skipped = engines(args)
     with tempfile.TemporaryDirectory() as logs:
@@ -212,10 +198,11 @@ def main() -> int:
     print(f"\n{args.dtype}, {os.cpu_count()} CPUs, medians of {args.rounds} rounds, engines in turn\n")
     print(table(ready) + "\n")
     print("\n".join(f"skipped {reason}" for reason in skipped + broken))
-    if args.json:
-        samples = [{"engine": e.name, **e.once, **{f"{s}: {k}": v for (s, k), v in e.samples.items()}} for e in ready]
-        report = {"dtype": args.dtype, "engines": samples, "skipped": skipped + broken}
-        args.json.write_text(json.dumps(report, indent=1))
+    samples = [
+        {"engine": engine.name, **engine.once, **{f"{shape}: {key}": v for (shape, key), v in engine.samples.items()}}
+        for engine in ready
+    ]
+    save(args, {"dtype": args.dtype, "engines": samples, "skipped": skipped + broken})
     return 0 if ready else 1
 
 

@@ -15,25 +15,24 @@ share a router took (below 0.9, something else was the limit), the CPU time of a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import secrets
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
+import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from router_overhead import cpu_seconds, free_port, wait_until_ready, write_load
+from harness import Commas, Table, medians, options, process, save, show, turns
+from harness.routers import memserve_router, need_wrk, run_wrk, vocabulary_of, wait_until_ready, write_load
 
 from memserve.base.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import KVGeometry, Role
-from memserve.host.member import MemberProcess
+from memserve.host.member import MemberLinks, MemberProcess
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.kv.identity import identity_key
@@ -41,9 +40,10 @@ from memserve.model.loading.card import ModelCard
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.system.memory import keep_heap_small
 from memserve.system.process import new_generation
-from memserve.system.secrets import followed
+from memserve.system.secrets import as_followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.ports import Device
 from memserve.transport.request_server import ListenAddress
 
 PERIOD_US = 100_000
@@ -56,18 +56,14 @@ TOKEN = 100
 # -- an instance that computes nothing
 
 
-class NullDevice:
+class NullDevice(Device):
     """A device whose steps take no time, and draw the same token always."""
 
-    on_layer: Callable[[int, int], None] | None = None
-
     def execute(self, plan: StepPlan) -> StepFinished:
-        """See :class:`memserve.transport.ports.Device`."""
         draws = sum(map(len, plan.sample_slots))
         return StepFinished(plan.step_id, [TOKEN] * draws, device_ns=1000)
 
     def build_grammar(self, grammar: str, on_built: Callable[[str], None]) -> None:
-        """See :class:`memserve.transport.ports.Device`."""
         on_built("there are no grammars here")
 
     def forget_grammar(self, grammar: str) -> None:
@@ -78,7 +74,7 @@ class NullDevice:
 
 
 def be_instance(name: str, model: Path, join: str) -> None:
-    """A process: the instance ``name``, until stdin ends."""
+    """A process: the instance ``name``, until it is ended."""
     keep_heap_small()
     secret = os.environ["ROUTER_SECRET"]
     sizes = json.loads((model / "config.json").read_text())
@@ -86,24 +82,24 @@ def be_instance(name: str, model: Path, join: str) -> None:
     geometry = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
     me = Peer(name, new_generation())
     config = InstanceConfig(
-        context, "null", PoolConfig(4096, identity_key=identity_key(followed(secret).first)),
+        context, "null", PoolConfig(4096, identity_key=identity_key(as_followed(secret).initial_value)),
         SchedulerConfig(max_step_tokens=65536), Role.COLOCATED, ExchangeConfig(shares_kv=False), vocabulary,
     )  # fmt: skip
-    machine = Instance(config, geometry.block_tokens, me=me, geometry=geometry)
+    machine = Instance(config, geometry.block_tokens, self_peer=me, geometry=geometry)
     card = ModelCard(model.name, context, vocabulary, (0,), {}, "TokenizersBackend").encode()
     info = PeerInfo(
         me, Role.COLOCATED, "", "null", geometry, 4096, 0, machine.context_tokens, True,
         publishes_events=True, model_card=card,
     )  # fmt: skip
-    member = MemberProcess(
-        machine, NullDevice(), info, [f"tcp://{join}"],
-        lambda me, hear: ZmqMailbox(me, secret, "127.0.0.1", 0, hear),
-        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, ListenAddress(secret, "127.0.0.1", None)),
-    )  # fmt: skip
+    where = ListenAddress(secret)
+    links = MemberLinks(
+        lambda me, hear: ZmqMailbox(me, where, hear),
+        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, where),
+    )
+    member = MemberProcess(machine, NullDevice(), info, [f"tcp://{join}"], links)
     member.start()
     assert member.wait_joined(60), "the router does not answer"
-    sys.stdin.read()
-    member.close()
+    threading.Event().wait()
 
 
 # -- shares of a core
@@ -151,91 +147,64 @@ def limited(pids: list[int], share: float) -> Iterator[None]:
 
 
 @contextmanager
-def cluster(options: argparse.Namespace, routers: int) -> Iterator[tuple[str, list[int]]]:
+def cluster(args: Namespace, routers: int) -> Iterator[tuple[str, list[int]]]:
     """Instances and ``routers`` routers: their address, and their process ids."""
-    with tempfile.TemporaryDirectory() as name:
-        secret, http, port = secrets.token_urlsafe(32), free_port(), free_port()
-        (Path(name) / "secret").write_text(secret)
-        serve = ["serve", "--model", options.model, "--prefill", "0", "--decode", "0", "--colocated", "0"]
-        serve += ["--cluster-port", str(port), "--cluster-secret-file", f"{name}/secret", "--port", str(http)]
-        serve += ["--metadata", "none", "--served-model-name", "m", "--routers", str(routers)]
-        owner = subprocess.Popen([sys.executable, "-m", "memserve", *serve], stderr=subprocess.DEVNULL)
-        processes = [owner]
-        environment = {**os.environ, "ROUTER_SECRET": secret}
-        try:
-            for number in range(options.instances):
-                command = [sys.executable, __file__, "--be-instance", f"null-{number}", options.model]
-                command += [f"127.0.0.1:{port}"]
-                processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment))
-            wait_until_ready(f"http://127.0.0.1:{http}")
-            time.sleep(5)  # the other routers bind the port when they are ready, a moment after the first
-            pids = routers_of(owner.pid)
-            assert len(pids) == routers, "not all routers have started"
-            yield f"http://127.0.0.1:{http}", pids
-        finally:
-            for process in reversed(processes):
-                process.terminate()
-                process.wait(60)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        owner = stack.enter_context(memserve_router(str(args.model), folder, "--routers", str(routers)))
+        for number in range(args.instances):
+            command = [sys.executable, __file__, "--be-instance", f"null-{number}", str(args.model), owner.cluster]
+            stack.enter_context(process(command, environment={**os.environ, "ROUTER_SECRET": owner.secret}))
+        wait_until_ready(owner.url)
+        time.sleep(5)  # the other routers bind the port when they are ready, a moment after the first
+        pids = routers_of(owner.pid)
+        assert len(pids) == routers, "not all routers have started"
+        yield owner.url, pids
 
 
 def routers_of(owner: int) -> list[int]:
     """The process ids of ``owner`` and of its followers."""
-    found = [owner]
+    results = [owner]
     for children in Path(f"/proc/{owner}/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
             if "router" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-                found.append(pid)
-    return found
+                results.append(pid)
+    return results
 
 
-def measure(options: argparse.Namespace, script: Path, routers: int) -> tuple[float, float, float, int]:
-    """Requests/s, CPU time of the routers a request in us, the part of their share that they took, failures."""
-    with cluster(options, routers) as (url, pids), limited(pids, options.share):
-        load = ["wrk", "-t1", f"-c{options.connections}", "--timeout", "30s", "-s", str(script), url]
-        subprocess.run([*load, "-d2s"], capture_output=True, check=True)
-        before_s = sum(map(cpu_seconds, pids))
-        run = subprocess.run([*load, f"-d{options.seconds:.0f}s"], capture_output=True, text=True, check=True)
-        spent_s = sum(map(cpu_seconds, pids)) - before_s
-    requests, micros, _, _, bad = map(int, run.stderr.split()[-5:])
-    taken = spent_s / (micros / 1e6) / (routers * (options.share or 1.0))
-    return requests / micros * 1e6, 1e6 * spent_s / requests, taken, bad
+def measure(args: Namespace, script: Path, routers: int) -> dict[str, Any]:
+    """A row: beside wrk's figures the part of their share that the routers took."""
+    with cluster(args, routers) as (url, pids), limited(pids, args.share):
+        run_wrk(url, script, args.connections, 2, pids)
+        row = run_wrk(url, script, args.connections, args.seconds, pids)
+    return {"routers": routers, "taken": row["cores"] / (routers * (args.share or 1.0)), **row}
+
+
+COLUMNS = {
+    "routers": "{routers:.0f}", "requests/s": "{requests_per_s:.0f}", "bad": "{bad:.0f}",
+    "CPU a request, us": "{router_cpu_us:.0f}", "of their share": "{taken:.2f}", "beside the first": "{ratio:.2f}x",
+}  # fmt: skip
 
 
 def main() -> None:
-    """Measure each number of routers in turn, round by round, and print a line for each and the medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a model's folder, for its tokenizer and vocabulary")
-    parser.add_argument("--routers", default="1,2")
-    parser.add_argument("--instances", type=int, default=2)
-    parser.add_argument("--share", type=float, default=0.4, help="of a core for each router; 0: no limit")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--connections", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    options = parser.parse_args()
-    if not shutil.which("wrk"):
-        print("skipped: wrk is not installed (Debian: apt install wrk)")
-        return
-    counts = [int(word) for word in options.routers.split(",")]
-    rates: dict[int, list[float]] = {count: [] for count in counts}
-    vocabulary = json.loads((Path(options.model) / "config.json").read_text())["vocab_size"]
+    """Measure each number of routers in turn, round by round, and print a row for each, and the medians."""
+    args = options(
+        __doc__, required="model", model=(Path, "a model's folder, for its tokenizer and vocabulary"),
+        routers=Commas(1, 2), instances=2, share=(0.4, "of a core for each router; 0: no limit"), rounds=3,
+        connections=64, tokens=1024, seconds=10.0,
+    )  # fmt: skip
+    need_wrk()
+    rows: dict[int, list[dict[str, Any]]] = {count: [] for count in args.routers}
+    table = Table(COLUMNS)
     with tempfile.TemporaryDirectory() as name:
-        script = write_load(Path(name), options.tokens, "ids", vocabulary)
-        for _ in range(options.rounds):
-            for count in counts:
-                rate, cpu_us, taken, bad = measure(options, script, count)
-                rates[count].append(rate)
-                print(
-                    f"{count} routers: {rate:.0f} requests/s, {bad} bad; {cpu_us:.0f} us of their CPU a request; "
-                    f"they took {taken:.2f} of their share",
-                    flush=True,
-                )
-    first = statistics.median(rates[counts[0]])
-    for count in counts:
-        rate = statistics.median(rates[count])
-        print(
-            f"{count} routers, median of {options.rounds}: {rate:.0f} requests/s, {rate / first:.2f} times {counts[0]}"
-        )
+        script = write_load(Path(name), args.tokens, "ids", vocabulary_of(args.model))
+        for _, count in turns(args.rounds, args.routers):
+            rows[count].append(measure(args, script, count))
+            table.show(rows[count][-1])
+    print(f"\nmedians of {args.rounds} rounds\n")
+    results = [medians(mine) for mine in rows.values()]
+    show((row | {"ratio": row["requests_per_s"] / results[0]["requests_per_s"]} for row in results), COLUMNS)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,14 @@ identities, match of all trees, policy. ``arrive`` is all of the machine's work 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from harness import Table, Timer, options, parts_of, save
 from numpy.typing import NDArray
 
 from memserve import _core
@@ -54,37 +53,6 @@ class World(NamedTuple):
     conversations: int
 
 
-class Timer:
-    """Times single calls: by the clock, and this thread's CPU time, which other processes disturb less."""
-
-    def __init__(self) -> None:
-        self.us: list[float] = []
-        self.cpu_us: list[float] = []
-
-    def __call__(self, call: Callable[..., Any], *args: Any) -> Any:
-        """``call(*args)``, timed."""
-        cpu_begin = time.thread_time_ns()
-        begin = time.perf_counter_ns()
-        result = call(*args)
-        end = time.perf_counter_ns()
-        self.cpu_us.append((time.thread_time_ns() - cpu_begin) / 1e3)
-        self.us.append((end - begin) / 1e3)
-        return result
-
-    def record(self, op: str, **extra: Any) -> Record:
-        """Median, p99 and maximum by the clock, and p99 of the thread's own time."""
-        median, p99 = np.percentile(self.us, [50, 99])
-        return {
-            "op": op,
-            "median_us": round(median, 2),
-            "p99_us": round(p99, 2),
-            "max_us": round(max(self.us), 2),
-            "cpu_p99_us": round(float(np.percentile(self.cpu_us, 99)), 2),
-            "n": len(self.us),
-            **extra,
-        }
-
-
 def run_of(blocks: int, *seed: int) -> Tokens:
     """Tokens of ``blocks`` blocks, the same for the same seed."""
     return np.random.default_rng(seed).integers(1, VOCABULARY, blocks * BLOCK_TOKENS, dtype=np.int32)
@@ -106,12 +74,11 @@ def store(world: World, path: bytes, holders: NDArray[np.int64], dram_from: int)
     for holder in holders.tolist():
         world.directory.store(holder, Tier.HBM, path[: 16 * dram_from])
         world.directory.store(holder, Tier.DRAM, path[16 * dram_from :])
-    for at in range(0, len(path), 16):
-        world.twin.setdefault(path[at : at + 16], set()).update(holders.tolist())
+    for place in range(0, len(path), 16):
+        world.twin.setdefault(path[place : place + 16], set()).update(holders.tolist())
 
 
 def build(holders: int, conversations: int, directory: _core.PrefixDirectory | None = None) -> World:
-    """The cluster described above."""
     world = World(directory or _core.PrefixDirectory(), {}, holders, conversations)
     rng, everybody = np.random.default_rng(5), np.arange(holders)
     store(world, identities(run_of(SYSTEM, 0)), everybody, SYSTEM)
@@ -131,15 +98,15 @@ def build(holders: int, conversations: int, directory: _core.PrefixDirectory | N
 
 def twin_match(twin: dict[bytes, set[int]], path: bytes) -> dict[int, int]:
     """Blocks from the first one without a gap, by holder."""
-    found: dict[int, int] = {}
+    results: dict[int, int] = {}
     alive = set(twin.get(path[:16], ()))
     depth = 0
     while alive:
         depth += 1
         here = twin.get(path[16 * depth : 16 * depth + 16], set())
-        found.update(dict.fromkeys(alive - here, depth))
+        results.update(dict.fromkeys(alive - here, depth))
         alive &= here
-    return found
+    return results
 
 
 def prompts(world: World, kind: str, reps: int) -> Iterator[Tokens]:
@@ -160,7 +127,7 @@ def bench_match(world: World, kind: str, reps: int) -> Iterator[Record]:
     """Time one kind of prompts by every call."""
     directory = world.directory
     calls = {name: Timer() for name in ("match_tokens", "match_tokens_array", "match", "match_array", "dict of sets")}
-    found = 0
+    results = 0
     for tokens in prompts(world, kind, reps):
         path = identities(tokens)
         rows = calls["match_tokens"](directory.match_tokens, DEFAULT_KEY, NAME, tokens, BLOCK_TOKENS)
@@ -171,9 +138,9 @@ def bench_match(world: World, kind: str, reps: int) -> Iterator[Record]:
         calls["match_array"](directory.match_array, path)
         simple = calls["dict of sets"](twin_match, world.twin, path)
         assert simple == {holder: blocks for holder, blocks, _ in rows} and array.tolist() == [list(r) for r in rows]
-        found = len(rows)
+        results = len(rows)
     for name, timer in calls.items():
-        yield timer.record(name, prompt=kind, holders_found=found)
+        yield timer.record(name, prompt=kind, holders_found=results)
 
 
 def bench_cold(world: World, kind: str, reps: int) -> Iterator[Record]:
@@ -216,7 +183,7 @@ def bench_clear(world: World) -> Iterator[Record]:
     yield timer.record("clear(holder)", blocks_median=float(np.median(blocks)), blocks_max=max(blocks), us_a_block=each)
 
 
-def bench_directory(options: argparse.Namespace) -> Iterator[Record]:
+def bench_directory(options: Namespace) -> Iterator[Record]:
     """All measurements of the directory."""
     begin = time.perf_counter()
     world = build(options.holders, options.conversations)
@@ -241,7 +208,7 @@ def bench_directory(options: argparse.Namespace) -> Iterator[Record]:
     yield from bench_clear(world)
 
 
-def busy_cluster(options: argparse.Namespace, policy: str) -> tuple[Cluster, World]:
+def busy_cluster(options: Namespace, policy: str) -> tuple[Cluster, World]:
     """A router whose instances hold the contents described above, each with its own work."""
     cluster = Cluster(ClusterConfig(policy=policy))
     geometry = KVGeometry(30, 3, 64, 64, "bfloat16", BLOCK_TOKENS)
@@ -258,7 +225,7 @@ def busy_cluster(options: argparse.Namespace, policy: str) -> tuple[Cluster, Wor
     return cluster, build(options.holders, options.conversations, cluster._trees.directory)
 
 
-def bench_decision(options: argparse.Namespace) -> Iterator[Record]:
+def bench_decision(options: Namespace) -> Iterator[Record]:
     """Time a request's way through the router's machine."""
     for policy in POLICIES:
         cluster, world = busy_cluster(options, policy)
@@ -274,7 +241,7 @@ def bench_policy(cluster: Cluster, world: World, policy: str, reps: int) -> Iter
         for i, tokens in enumerate(prompts(world, kind, reps)):
             request = Request(f"{kind} {i}", tokens, stop=StopParams(max_tokens=256), session=f"s{i % 100}")
             if i % 2:
-                choose(cluster._lifecycle._placer.place, RequestState(request, now))
+                choose(cluster._lifecycle._placer.choose_placement, RequestState(request, now))
                 continue
             now += 1000
             arrive(cluster.handle, RequestArrived(request), now)
@@ -284,43 +251,33 @@ def bench_policy(cluster: Cluster, world: World, policy: str, reps: int) -> Iter
         yield arrive.record(f"arrive: {policy}", prompt=kind)
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
+SECTIONS: dict[str, Callable[[Namespace], Iterator[Record]]] = {
     "directory": bench_directory,
     "decision": bench_decision,
 }
 
 
-def show(record: Record) -> None:
-    """One line a record."""
-    head = f"{record['op']:40s} {record.get('prompt', ''):20s}"
-    if "median_us" not in record:
-        print(head, *(f"{name}={value}" for name, value in record.items() if name != "op"), flush=True)
-        return
-    times = f"{record['median_us']:9.2f} us median {record['p99_us']:9.2f} p99 {record['max_us']:9.2f} max"
-    times += f" {record['cpu_p99_us']:9.2f} cpu p99"
-    shown = ("op", "prompt", "median_us", "p99_us", "max_us", "cpu_p99_us", "n")
-    rest = {name: value for name, value in record.items() if name not in shown}
-    print(head, times, *(f"{name}={value:.4g}" for name, value in rest.items()), flush=True)
+COLUMNS = {
+    "what": "{op}", "prompt": "{prompt}", "median, us": "{median_us:.2f}", "p99": "{p99_us:.2f}", "max": "{max_us:.2f}",
+    "CPU p99": "{cpu_p99_us:.2f}", "more": "{more}",
+}  # fmt: skip
+
+
+def row_of(record: Record) -> Record:
+    """Beside what the table shows: the other fields."""
+    shown = ("op", "prompt", "median_us", "p99_us", "max_us", "cpu_p99_us", "n", "section")
+    more = ", ".join(f"{name} {value:.4g}" for name, value in record.items() if name not in shown)
+    return {"prompt": "", **record, "more": more}
 
 
 def main() -> None:
-    """Run, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("section", nargs="*", help=f"of {', '.join(SECTIONS)}; all by default")
-    parser.add_argument("--conversations", type=int, default=7000)
-    parser.add_argument("--holders", type=int, default=1000)
-    parser.add_argument("--reps", type=int, default=2000)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    records: list[Record] = []
-    if unknown := set(options.section) - set(SECTIONS):
-        parser.error(f"no section {', '.join(sorted(unknown))}")
-    for section in options.section or SECTIONS:
-        for record in SECTIONS[section](options):
-            show(record)
+    args = options(__doc__, rest="section", conversations=7000, holders=1000, reps=2000)
+    table, records = Table(COLUMNS), list[Record]()
+    for section, bench in parts_of(args.section or list(SECTIONS), SECTIONS).items():
+        for record in bench(args):
             records.append({"section": section, **record})
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1))
+            table.show(row_of(record))
+    save(args, records)
     gc.unfreeze()  # the clusters may be collected
 
 

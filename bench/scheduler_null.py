@@ -11,14 +11,12 @@ running to the most.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
 from collections import deque
 from typing import Any
 
 import numpy as np
+from harness import mean, median, options, percentile, save, show
 
 from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import Request, SamplingParams, StopParams
@@ -61,7 +59,6 @@ class Bench:
         return spent
 
     def arrive(self) -> None:
-        """A new request."""
         own = self.random.integers(0, 49_000, 512 if self.mixed else 40, dtype=np.int32)
         prompt = np.concatenate((self.shared, own)) if self.mixed else own
         tokens = 64 + self.arrivals % 256 if self.mixed else 1900  # spread lengths, so that endings are spread
@@ -86,45 +83,37 @@ class Bench:
         for _ in range(self.running + 20 if not self.mixed else 2 * self.running + 50):
             self.step()
         samples = [self.step() for _ in range(steps)]
-        spent = sorted(sample[0] * 1e6 for sample in samples)
+        spent = [sample[0] * 1e6 for sample in samples]
         cpu = [sample[1] * 1e6 for sample in samples]
         return {
             "running": self.running,
             "load": self.load,
-            "rows_mean": round(statistics.fmean(rows for _, _, rows in samples), 1),
-            "us_median": round(statistics.median(spent), 1),
-            "us_mean": round(statistics.fmean(spent), 1),
-            "cpu_us_mean": round(statistics.fmean(cpu), 1),
-            "us_p99": round(spent[int(len(spent) * 0.99) - 1], 1),
-            "share_of_40ms_step_percent": round(statistics.median(spent) / 400, 3),
+            "rows_mean": round(mean(rows for _, _, rows in samples), 1),
+            "us_median": round(median(spent), 1),
+            "us_mean": round(mean(spent), 1),
+            "cpu_us_mean": round(mean(cpu), 1),
+            "us_p99": round(percentile(spent, 0.99), 1),
+            "share_of_40ms_step_percent": round(median(spent) / 400, 3),
         }
 
 
-def add_slope(found: list[dict[str, Any]]) -> None:
+def add_slope(results: list[dict[str, Any]]) -> None:
     """Add the time per row to the record of the largest batch."""
-    first, last = found[0], found[-1]
+    first, last = results[0], results[-1]
     rows = last["rows_mean"] - first["rows_mean"]
     if rows > 0:
         last["us_per_row"] = round((last["us_median"] - first["us_median"]) / rows, 3)
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON list on stdout")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 128, 256])
-    options = parser.parse_args()
-    results = []
+    args = options(__doc__, steps=300, running=[1, 32, 128, 256])
+    rows = []
     for load in LOADS:
-        found = [Bench(running, load).measure(options.steps) for running in sorted(options.running)]
-        add_slope(found)
-        results += found
-    if options.json:
-        print(json.dumps(results))
-        return
-    for result in results:
-        print("  ".join(f"{name}={value}" for name, value in result.items()))
+        results = [Bench(running, load).measure(args.steps) for running in sorted(args.running)]
+        add_slope(results)
+        rows += results
+    show(rows, [*rows[0], "us_per_row"])
+    save(args, rows)
 
 
 if __name__ == "__main__":

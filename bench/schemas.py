@@ -18,22 +18,22 @@ bounds, so that a model that writes nonsense comes to an end. For each server, t
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import random
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import httpx
+from harness import Answer, Json, Samples, meanwhile, median, options, percentile, save, show, stream
+from harness.engines import Vllm, running
+from harness.served import bundled_model, serving
 
-Json = dict[str, Any]
 WORDS = ["name", "city", "size", "color", "count", "kind", "note", "start", "end", "price", "owner", "state", "code"]
 PATTERNS = ("^[A-Z]{2}-[0-9]{3}$", "^(red|green|blue)$", "^[a-z]{3,8}$", "^v[0-9]+\\.[0-9]$")
 FORMATS = ("date", "uuid", "ipv4")
@@ -110,162 +110,119 @@ def costly(number: int) -> Json:
     """600 integers, each with bounds of its own: of what was tried the grammar that takes longest to build. ``number``
     makes it another one, which no server has built before."""
     fields: Json = {
-        f"field_{at}": {"type": "integer", "minimum": at, "maximum": at * 10**9 + 12345 + number} for at in range(600)
+        f"field_{place}": {"type": "integer", "minimum": place, "maximum": place * 10**9 + 12345 + number}
+        for place in range(600)
     }
     return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
 
 @dataclass
-class Answer:
-    """Of one streamed chat."""
-
-    text: str
-    tokens: int
-    finish_reason: str
-    first_s: float
-    gaps_s: list[float]
-
-    @property
-    def token_ms(self) -> float:
-        """From the first token to the last one."""
-        return sum(self.gaps_s) / max(self.tokens - 1, 1) * 1e3
-
-
 class Server:
     """One that runs."""
 
-    def __init__(self, name: str, url: str, model: str) -> None:
-        self.name, self._url, self._model = name, url, model
-        self._client = httpx.Client(timeout=TIMEOUT_S)
+    name: str
+    url: str
+    model: str
 
     def chat(self, schema: Json | None, seed: int, tokens: int = TOKENS_MAX) -> Answer:
+        """An answer by ``schema``, or a plain one of exactly ``tokens`` tokens."""
         body: Json = {
-            "model": self._model, "messages": [{"role": "user", "content": f"Record {seed}: write one as JSON."}],
-            "max_tokens": tokens, "temperature": 1, "seed": seed, "stream": True,
-            "stream_options": {"include_usage": True},
+            "model": self.model, "messages": [{"role": "user", "content": f"Record {seed}: write one as JSON."}],
+            "max_tokens": tokens, "temperature": 1, "seed": seed,
         }  # fmt: skip
         if schema is None:
             body["ignore_eos"] = True
         else:
             body["response_format"] = {"type": "json_schema", "json_schema": {"name": "record", "schema": schema}}
-        begun_s = last_s = time.perf_counter()
-        told, times, usage, reason = [], [], {}, ""
-        with self._client.stream("POST", f"{self._url}/v1/chat/completions", json=body) as answer:
-            if answer.status_code != 200:
-                raise RuntimeError(f"{answer.status_code}: {answer.read().decode()[:300]}")
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise RuntimeError(str(chunk)[:300])
-                usage = chunk.get("usage") or usage
-                for choice in chunk["choices"]:
-                    reason = choice["finish_reason"] or reason
-                    if text := choice["delta"].get("content"):
-                        now_s = time.perf_counter()
-                        times.append(now_s - last_s)
-                        told, last_s = [*told, text], now_s
-        first_s = times[0] if times else time.perf_counter() - begun_s
-        return Answer("".join(told), usage.get("completion_tokens", 0), reason, first_s, times[1:])
+        return stream(self.url, body, "/v1/chat/completions", timeout=TIMEOUT_S).checked()
 
 
-def fault(answer: Answer, schema: Json) -> str:
+def length_of(answer: Answer) -> int:
+    """In tokens."""
+    return int(answer.usage.get("completion_tokens", 0))
+
+
+def token_ms(answer: Answer) -> float:
+    """Of a token, from the first one to the last one."""
+    return sum(answer.steps_s) / max(length_of(answer) - 1, 1) * 1e3
+
+
+def fault(text: str, finish_reason: str, schema: Json) -> str:
     """Why an answer is not valid; empty: it is."""
     import jsonschema
 
-    if answer.finish_reason != "stop":
-        return f"ended by {answer.finish_reason or 'nothing'} after {answer.tokens} tokens"
+    if finish_reason != "stop":
+        return f"ended by {finish_reason or 'nothing'}"
     try:
-        jsonschema.validate(json.loads(answer.text), schema, format_checker=jsonschema.FormatChecker())
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
     except (ValueError, jsonschema.ValidationError) as error:
-        return f"{next(iter(str(error).splitlines()), '')}: {answer.text[:200]}"
+        return f"{next(iter(str(error).splitlines()), '')}: {text[:200]}"
     return ""
 
 
-def judge(server: Server, schemas: list[Json], pairs: int) -> tuple[list[int], dict[str, list[float]]]:
+def judge(server: Server, schemas: list[Json], pairs: int) -> tuple[list[int], Samples]:
     """Answers to all schemas; the first ``pairs`` in turns with plain ones of the same length."""
-    lengths: list[int] = []
-    figures: dict[str, list[float]] = {name: [] for name in ("token", "plain", "ratio", "first", "plain first")}
-    wrong: list[str] = []
-    for at, schema in enumerate(schemas):
+    lengths, figures, wrong = list[int](), Samples(), list[str]()
+    for number, schema in enumerate(schemas):
         try:
-            answer = server.chat(schema, at)
+            answer = server.chat(schema, number)
         except RuntimeError as error:
-            wrong.append(f"schema {at}: {error}")
+            wrong.append(f"schema {number}: {error}")
             continue
-        if why := fault(answer, schema):
-            wrong.append(f"schema {at}: {why}")
-        lengths.append(answer.tokens)
-        if at < pairs and answer.tokens > 8:
-            plain = server.chat(None, at, answer.tokens)
-            ratio = answer.token_ms / plain.token_ms
-            for name, value in (
-                ("token", answer.token_ms), ("plain", plain.token_ms), ("ratio", ratio),
-                ("first", answer.first_s * 1e3), ("plain first", plain.first_s * 1e3),
-            ):  # fmt: skip
-                figures[name].append(value)
+        if why := fault(answer.text, answer.finish_reason, schema):
+            wrong.append(f"schema {number}: {why}")
+        lengths.append(length_of(answer))
+        if number < pairs and lengths[-1] > 8:
+            for name, timed in (("schema", answer), ("plain", server.chat(None, number, lengths[-1]))):
+                figures[f"{name} token"].append(token_ms(timed))
+                figures[f"{name} first"].append(timed.first_s * 1e3)
     for line in wrong:
         print(f"{server.name}: {line}")
     print(f"{server.name}: {len(schemas) - len(wrong)} of {len(schemas)} valid, {sum(lengths)} tokens", flush=True)
     return lengths, figures
 
 
-def beside(server: Server, schemas: list[Json], lengths: list[int], constrained: bool) -> Answer:
-    """A plain stream, while clients ask without a pause."""
-    ended = threading.Event()
+def beside(server: Server, schemas: list[Json], lengths: list[int], constrained: bool) -> list[float]:
+    """Gaps of a plain stream in ms, while clients ask without a pause."""
 
-    def ask(number: int) -> None:
-        at = number
-        while not ended.is_set():
-            schema = costly(at) if number == 0 else schemas[at % len(schemas)]
-            tokens = 40 if number == 0 else TOKENS_MAX
-            if not constrained:
-                schema, tokens = None, 40 if number == 0 else max(lengths[at % len(lengths)], 2)
-            server_of_thread = Server(server.name, server._url, server._model)
+    def ask(over: threading.Event, number: int) -> None:
+        for turn in itertools.count(number, CLIENTS):
+            if over.is_set():
+                return
+            schema = costly(turn) if number == 0 else schemas[turn % len(schemas)]
+            tokens = 40 if number == 0 else TOKENS_MAX if constrained else max(lengths[turn % len(lengths)], 2)
             try:
-                server_of_thread.chat(schema, at, tokens)
+                server.chat(schema if constrained else None, turn, tokens)
             except RuntimeError as error:
                 print(f"{server.name}: beside: {error}")
                 return
-            at += CLIENTS
 
-    clients = [threading.Thread(target=ask, args=(number,)) for number in range(CLIENTS)]
-    for client in clients:
-        client.start()
-    try:
-        return server.chat(None, 1, PROBE_TOKENS)
-    finally:
-        ended.set()
-        for client in clients:
-            client.join()
+    with meanwhile(*(partial(ask, number=number) for number in range(CLIENTS))):
+        return [gap * 1e3 for gap in server.chat(None, 1, PROBE_TOKENS).steps_s]
 
 
-def stall(server: Server, times: int) -> str:
+def stall(server: Server, times: int) -> Json:
     """Gaps of a plain stream beside one client that asks for one token by a costly schema after the other, and what
     they are beside one that asks for one plain token."""
-    cells = []
-    for asks_costly in (False, True):
-        answers: list[float] = []
+    row: Json = {"server": server.name}
+    for kind in ("plain", "costly"):
+        answers_ms: list[float] = []
 
-        def ask(asks_costly: bool = asks_costly, answers: list[float] = answers) -> None:
-            client = Server(server.name, server._url, server._model)
+        def ask(kind: str = kind, answers_ms: list[float] = answers_ms) -> None:
             time.sleep(1.0)  # the plain stream has its first token: the first grammar of all counts, too
-            for at in range(times):
-                begun_s = time.perf_counter()
-                client.chat(costly(1000 + at) if asks_costly else None, at, 1)
-                answers.append(time.perf_counter() - begun_s)
+            for number in range(times):
+                schema = costly(1000 + number) if kind == "costly" else None
+                answers_ms.append(server.chat(schema, number, 1).total_s * 1e3)
                 time.sleep(0.2)
 
         asking = threading.Thread(target=ask)
         asking.start()
         gaps_ms: list[float] = []
         while asking.is_alive():
-            gaps_ms += [gap * 1e3 for gap in server.chat(None, 1, PROBE_TOKENS).gaps_s]
-        worst_ms = sorted(gaps_ms)[-3:][::-1]
-        told = " ".join(f"{gap:.0f}" for gap in worst_ms)
-        cells.append(f"{median(gaps_ms)} | {told} | {median([answer * 1e3 for answer in answers])}")
-    return f"| {server.name} | {' | '.join(cells)} |"
+            gaps_ms += [gap * 1e3 for gap in server.chat(None, 1, PROBE_TOKENS).steps_s]
+        worst = " ".join(f"{gap:.0f}" for gap in sorted(gaps_ms)[-3:][::-1])
+        row |= {f"{kind}_gap": median(gaps_ms), f"{kind}_worst": worst, f"{kind}_answer": median(answers_ms)}
+    return row
 
 
 def walk(schemas: list[Json], seed: int) -> None:
@@ -281,98 +238,98 @@ def walk(schemas: list[Json], seed: int) -> None:
     tokenizer, draw = load_tokenizer(resolve_source(DEFAULT_MODEL, "float32")), random.Random(seed)
     eos, valid, tokens, spent_s = tokenizer.eos_token_id, 0, 0, []
     grammars = Grammars(tokenizer, len(tokenizer), (eos,))
-    for at, schema in enumerate(schemas):
+    for place, schema in enumerate(schemas):
         said: list[int] = []
         grammar, built = json_grammar(schema, "schema"), threading.Event()
-        grammars.build(at, grammar, lambda _, built=built: built.set())
+        grammars.build_grammar(place, grammar, lambda _, built=built: built.set())
         built.wait()
-        grammars.open(0, at, [])
+        grammars.open_slot(0, place, [])
         while len(said) < TOKENS_MAX and (not said or said[-1] != eos):
             begun_s = time.perf_counter()
-            while (mask := grammars.mask(0)) is None:
+            while (mask := grammars.next_mask(0)) is None:
                 pass
             allowed = np.flatnonzero(mask)
             said.append(eos if eos in allowed else int(draw.choice(allowed)))
             spent_s += [time.perf_counter() - begun_s]
             if said[-1] != eos:
-                grammars.drawn(0, said[-1])
-                grammars.flush()
-        grammars.close(0)
-        grammars.forget(at)
+                grammars.take_token(0, said[-1])
+                grammars.flush_tokens()
+        grammars.close_slot(0)
+        grammars.forget_grammar(place)
         text = tokenizer.decode(said, skip_special_tokens=True)
-        why = fault(Answer(text, len(said), "stop" if said[-1] == eos else "length", 0.0, []), schema)
+        why = fault(text, "stop" if said[-1] == eos else "length", schema)
         valid, tokens = valid + (not why), tokens + len(said)
         if why:
-            print(f"schema {at}: {why}\n  {json.dumps(schema)[:400]}")
+            print(f"schema {place}: {why}\n  {json.dumps(schema)[:400]}")
     print(f"masks alone: {valid} of {len(schemas)} valid, {tokens} tokens")
-    p99_us, worst_us = statistics.quantiles(spent_s, n=100)[98] * 1e6, max(spent_s) * 1e6
-    print(f"a mask: median {statistics.median(spent_s) * 1e6:.0f}, p99 {p99_us:.0f}, worst {worst_us:.0f} us")
+    p99_us, worst_us = percentile(spent_s, 0.99) * 1e6, max(spent_s) * 1e6
+    print(f"a mask: median {median(spent_s) * 1e6:.0f}, p99 {p99_us:.0f}, worst {worst_us:.0f} us")
 
 
 @contextmanager
 def memserve(threads: int) -> Iterator[Server]:
-    from served import serving
-
-    flags = ("--dtype", "float32", "--metadata", "none", "--threads", str(threads))
-    with serving(*flags) as served:
+    with serving("--dtype", "float32", "--metadata", "none", "--threads", str(threads)) as served:
         yield Server("memserve", served.url, served.model)
 
 
 @contextmanager
 def vllm(python: str, threads: int) -> Iterator[Server]:
-    from rivals import bundled_model
-    from vllm_servers import Vllm, running
-
+    """The same model, with the same grammar engine."""
     flags = ("--max-model-len", "2048", "--structured-outputs-config", json.dumps({"backend": "guidance"}))
-    server = Vllm(python, str(bundled_model("float32")), cpus=f"0-{threads - 1}", flags=flags)
+    server = Vllm(python, bundled_model("float32"), cpus=f"0-{threads - 1}", flags=flags)
     with running(server):
         yield Server("vLLM", server.url, server.name)
 
 
-def median(values: list[float]) -> str:
-    return f"{statistics.median(values):.3g}" if values else "-"
+STALL = {"server": "{server}"} | {
+    f"{title} beside {kind}": f"{{{kind}_{name}}}"
+    for kind in ("plain", "costly") for title, name in (("gap, ms,", "gap:.3g"), ("worst three", "worst"),
+                                                       ("answer", "answer:.3g"))
+}  # fmt: skip
+COLUMNS = {
+    "server": "{server}", "token, ms": "{plain_token:.3g}", "by schema": "{schema_token:.3g}", "ratio": "{ratio:.3g}",
+    "first token, ms": "{plain_first:.3g}", "first by schema": "{schema_first:.3g}",
+    "gap beside plain, ms": "{plain_gap:.3g} / {plain_most:.3g}",
+    "beside schemas": "{schema_gap:.3g} / {schema_most:.3g}",
+}  # fmt: skip
+
+
+def compare(server: Server, schemas: list[Json], pairs: int) -> Json:
+    """Validity, time a token, and the gaps of others."""
+    server.chat(schemas[0], 0)  # what comes first is slow
+    lengths, figures = judge(server, schemas, pairs)
+    row: Json = {"server": server.name, "ratio": figures.ratio("schema token", "plain token")}
+    row |= {name.replace(" ", "_"): figures.median(name) for name in list(figures)}
+    for kind in ("plain", "schema"):
+        gaps_ms = beside(server, schemas, lengths, kind == "schema")
+        row |= {f"{kind}_gap": median(gaps_ms), f"{kind}_most": max(gaps_ms)}
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", help="a Python with vLLM")
-    parser.add_argument("--path", type=Path, help="a folder with packages that are not installed")
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--pairs", type=int, default=60, help="schemas whose time is compared with plain answers")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--walk", action="store_true", help="no server: random tokens among those that the masks admit")
-    parser.add_argument("--costly", type=int, default=0, metavar="N", help="only: what N costly schemas cost others")
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    if options.path:
-        sys.path.append(str(options.path))
-    draw = Schemas(options.seed)
-    schemas = [draw.draw() for _ in range(options.count)]
-    if options.walk:
-        walk(schemas, options.seed)
+    args = options(
+        __doc__, vllm=str, path=(Path, "a folder with packages that are not installed"), count=200,
+        pairs=(60, "schemas whose time is compared with plain answers"), seed=1, threads=2,
+        walk=(False, "no server: random tokens among those that the masks admit"),
+        costly=(0, "only: what so many costly schemas cost others"),
+    )  # fmt: skip
+    if args.path:
+        sys.path.append(str(args.path))
+    draw = Schemas(args.seed)
+    schemas = [draw.draw() for _ in range(args.count)]
+    if args.walk:
+        walk(schemas, args.seed)
         return
-    runs = [memserve(options.threads)] + ([vllm(options.vllm, options.threads)] if options.vllm else [])
     rows = []
-    if options.costly:
-        print("| server | gap beside plain, ms | worst three | answer, ms | gap beside costly | worst three | answer |")
-        print("| --- " * 7 + "|")
-        for run in runs:
-            with run as server:
-                server.chat(None, 0, 20)  # what comes first is slow
-                print(stall(server, options.costly), flush=True)
-        return
-    for run in runs:
+    for run in [memserve(args.threads)] + ([vllm(args.vllm, args.threads)] if args.vllm else []):
         with run as server:
-            server.chat(schemas[0], 0)  # what comes first is slow
-            lengths, figures = judge(server, schemas, options.pairs)
-            cells = [median(figures[name]) for name in ("plain", "token", "ratio", "plain first", "first")]
-            for constrained in (False, True):
-                gaps_ms = [gap * 1e3 for gap in beside(server, schemas, lengths, constrained).gaps_s]
-                cells.append(f"{median(gaps_ms)} / {max(gaps_ms):.3g}")
-            rows.append(f"| {server.name} | {' | '.join(cells)} |")
-    head = "token, ms | by schema | ratio | first token, ms | by schema | gap beside plain, ms | beside schemas"
-    print(f"| server | {head} |")
-    print("| --- " * 8 + "|\n" + "\n".join(rows))
+            if args.costly:
+                server.chat(None, 0, 20)
+                rows.append(stall(server, args.costly))
+            else:
+                rows.append(compare(server, schemas, args.pairs))
+    show(rows, STALL if args.costly else COLUMNS)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,10 @@ token behind it, and what the exchange adds for each token and layer. ``--kill``
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import re
 import signal
-import statistics
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -27,6 +24,12 @@ from typing import Any
 
 import httpx
 import torch
+from harness import ROOT
+from harness.clients import Answer, Json, greedy, meanwhile, stream
+from harness.flags import options, save
+from harness.processes import end
+from harness.rounds import median, percentile, seconds
+from harness.tables import Table, show
 
 from memserve.base.types import KVGeometry
 from memserve.model.attention.query_server import SegmentServer, ZmqSegmentLines
@@ -38,85 +41,59 @@ from served_cluster import Server, eventually
 SECRET = "a secret for this measurement"
 MODEL, LAYERS, BLOCK_BYTES = "smollm2-135m-instruct", 30, 30 * 3 * 32 * 128 * 4
 NEW_TOKENS = 48
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def texts(count: int) -> list[str]:
     """Pieces of the pages, each longer than any prompt here."""
-    whole = "\n".join(path.read_text() for path in sorted(DOCS.glob("concepts/*.md")))
+    whole = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("concepts/*.md")))
     step = len(whole) // count
     return [whole[place * step :][:30_000] for place in range(count)]
 
 
-class Timed:
-    """An answer as it streams, in a thread of its own."""
-
-    def __init__(self, server: Server, text: str, prompt_tokens: int, new_tokens: int = NEW_TOKENS) -> None:
-        self.pieces: list[str] = []
-        self.at_s: list[float] = []
-        more = {"ignore_eos": True, "truncate_prompt_tokens": prompt_tokens}
-        self.begun_s = time.perf_counter()
-        self._stream = server.client.with_options(timeout=900).completions.create(
-            model=MODEL, prompt=text, max_tokens=new_tokens, temperature=0, stream=True, extra_body=more
-        )
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def _read(self) -> None:
-        for chunk in self._stream:
-            if chunk.choices:
-                self.pieces.append(chunk.choices[0].text)
-                self.at_s.append(time.perf_counter())
-
-    def text(self) -> str:
-        self._thread.join()
-        return "".join(self.pieces)
-
-    @property
-    def first_s(self) -> float:
-        return self.at_s[0] - self.begun_s
-
-    @property
-    def token_ms(self) -> float:
-        return (self.at_s[-1] - self.at_s[0]) / (NEW_TOKENS - 1) * 1e3
+def body_of(text: str, prompt_tokens: int) -> Json:
+    """A completion whose prompt is cut."""
+    return greedy(text, NEW_TOKENS, MODEL, truncate_prompt_tokens=prompt_tokens)
 
 
-def measured(server: Server, prompts: list[str], prompt_tokens: int) -> dict[str, Any]:
-    Timed(server, prompts[0], 64).text()  # everything has run once
-    answers = [Timed(server, text, prompt_tokens) for text in prompts[:1]]
-    found = [answers[0].text()]
-    for text in prompts[1:]:
-        answers.append(Timed(server, text, prompt_tokens))
-        found.append(answers[-1].text())
-    first, each = ([getattr(a, name) for a in answers] for name in ("first_s", "token_ms"))
-    return {"texts": found, "first_s": statistics.median(first), "token_ms": statistics.median(each)}
+def measure(url: str, prompts: list[str], prompt_tokens: int) -> dict[str, Any]:
+    """All of them, one after the other."""
+    stream(url, body_of(prompts[0], 64)).checked()  # everything has run once
+    answers = [stream(url, body_of(text, prompt_tokens)).checked() for text in prompts]
+    token_ms = [1e3 * (answer.times_s[-1] - answer.first_s) / (NEW_TOKENS - 1) for answer in answers]
+    return {
+        "texts": [answer.text for answer in answers],
+        "first_s": median(answer.first_s for answer in answers),
+        "token_ms": median(token_ms),
+    }
 
 
-def killed(server: Server, prompts: list[str], prompt_tokens: int, instances: int, expected: list[str]) -> list[bool]:
+def kill_holders(
+    server: Server, url: str, prompts: list[str], prompt_tokens: int, instances: int, expected: list[str]
+) -> list[bool]:
     """Whether the answers are right when the holder of the first part dies, while prompts are computed and after."""
-    right = []
-    for text, want, behind in zip(prompts, expected, (0, 8), strict=False):
+    verdicts = []
+    for text, right, behind in zip(prompts, expected, (0, 8), strict=False):
         eventually(lambda: len(server.members()) == instances)
-        holder = first_holder(server, prompt_tokens)
-        answer = Timed(server, text, prompt_tokens)
-        eventually(lambda answer=answer, behind=behind: len(answer.pieces) >= behind)
-        time.sleep(0.0 if behind else answer_share(prompt_tokens))
-        os.kill(server.children()[holder], signal.SIGKILL)
-        right.append(answer.text() == want)
-        print(f"killed behind {behind} tokens: {'the same' if right[-1] else 'ANOTHER'} answer", flush=True)
-    return right
+        holder = server.children()[first_holder(url, prompt_tokens)]
+        answers: list[Answer] = []
+
+        def kill(_: threading.Event, answers: list[Answer] = answers, behind: int = behind, pid: int = holder) -> None:
+            eventually(lambda: not behind or (answers and len(answers[0].times_s) >= behind))
+            time.sleep(0.0 if behind else prompt_tokens / 2000)  # then a part of the prompt is being computed
+            os.kill(pid, signal.SIGKILL)
+
+        with meanwhile(kill):
+            answer = stream(url, body_of(text, prompt_tokens), on_event=answers.append)
+        verdicts.append(answer.text == right)
+        print(f"killed behind {behind} tokens: {'the same' if verdicts[-1] else 'ANOTHER'} answer", flush=True)
+    return verdicts
 
 
-def first_holder(server: Server, prompt_tokens: int) -> str:
+def first_holder(url: str, prompt_tokens: int) -> str:
     """Which instance gets the first part of a prompt now, by a prompt that nothing else uses."""
     body = {"model": MODEL, "prompt": [7] * prompt_tokens, "max_tokens": 1, "explain": True}
-    told = httpx.post(f"{server.url}/completions", json=body, timeout=600).text
-    return re.search(r"(\w+): tokens 0 to", told)[1]
-
-
-def answer_share(prompt_tokens: int) -> float:
-    """Seconds after which a part of such a prompt is being computed."""
-    return prompt_tokens / 2000
+    text = httpx.post(f"{url}/v1/completions", json=body, timeout=600).text
+    return re.search(r"(\w+): tokens 0 to", text)[1]
 
 
 def hold(tokens: int, pipe: Connection) -> None:
@@ -124,76 +101,74 @@ def hold(tokens: int, pipe: Connection) -> None:
     geometry = KVGeometry(1, 3, 64, 64, "float32")
     arena = torch.zeros(tokens // 32 * geometry.block_bytes, dtype=torch.uint8)
     held = HeldKv(arena.data_ptr(), geometry)
-    held.hold("x", list(range(tokens // 32)), tokens)
+    held.hold_segment("x", list(range(tokens // 32)), tokens)
     torch.set_num_threads(1)
-    server = SegmentServer(SECRET, "127.0.0.1", "float32", held.attend)
+    server = SegmentServer(SECRET, "127.0.0.1", "float32", held.answer_query)
     pipe.send(server.address)
     pipe.recv()
     server.close()
 
 
-def round_trips(tokens: int) -> None:
+def round_trips(tokens: int) -> list[Json]:
     """What one layer waits for one holder of ``tokens``: queries out, attention there, outputs and statistics back."""
-    spawn = multiprocessing.get_context("spawn")
+    spawn, table, rows = multiprocessing.get_context("spawn"), Table(TRIPS), []
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=hold, args=(tokens, theirs))
     process.start()
     segment, lines = Segment(Peer("i", 1), ours.recv(), tokens), ZmqSegmentLines(SECRET)
-    for rows in (1, 8, 512):
-        query = Query("x", 0, torch.zeros((rows, 9, 64)), 0.125, 0.0)
-        outputs, sums, took_us = torch.empty((rows, 9, 64)), torch.empty((rows, 9)), []
-        for _ in range(1000 if rows < 512 else 100):
-            begun_ns = time.perf_counter_ns()
-            lines.answer(lines.ask(segment, query), outputs, sums)
-            took_us.append((time.perf_counter_ns() - begun_ns) / 1e3)
-        tenth, half = sorted(took_us)[len(took_us) // 10], statistics.median(took_us)
-        print(f"{rows} rows, a segment of {tokens} tokens: {tenth:.0f} us, the 10th percentile; {half:.0f} the median")
+    for count in (1, 8, 512):
+        query = Query("x", 0, torch.zeros((count, 9, 64)), 0.125, 0.0)
+        outputs, sums = torch.empty((count, 9, 64)), torch.empty((count, 9))
+
+        def trip(query: Query = query, outputs: torch.Tensor = outputs, sums: torch.Tensor = sums) -> None:
+            lines.receive_answer(lines.send_query(segment, query), outputs, sums)
+
+        took_us = [1e6 * seconds(trip) for _ in range(1000 if count < 512 else 100)]
+        rows.append({"rows": count, "tokens": tokens, "tenth": percentile(took_us, 0.1), "half": median(took_us)})
+        table.show(rows[-1])
     lines.close()
     ours.send(None)
     process.join()
+    return rows
+
+
+TRIPS = {
+    "rows": "{rows}", "tokens of a segment": "{tokens}", "10th percentile": "{tenth:.0f} us", "median": "{half:.0f} us"
+}  # fmt: skip
+COLUMNS = {"": "{name}", "first token": "{first_s:.2f} s", "a token": "{token_ms:.1f} ms"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=20, help="KV blocks of 32 tokens of each instance")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--kill", action="store_true")
-    parser.add_argument("--round-trips", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if options.round_trips:
-        round_trips(options.blocks * 32)
+    args = options(
+        __doc__, instances=3, blocks=(20, "KV blocks of 32 tokens of each instance"), prompts=4, threads=1,
+        kill=(False, "kill holders"), round_trips=(False, "only what a layer waits for a holder"),
+    )  # fmt: skip
+    if args.round_trips:
+        save(args, round_trips(args.blocks * 32))
         return
-    prompt_tokens = options.instances * options.blocks * 32 - 2 * NEW_TOKENS
-    prompts = texts(options.prompts)
-    common = ("--threads", str(options.threads))
-    large = options.instances * options.blocks * BLOCK_BYTES
-    shares = {
-        "one": (*common, "--kv-memory", str(large)),
-        "shared": (*common, "--colocated", str(options.instances), "--kv-memory", str(options.blocks * BLOCK_BYTES)),
+    prompt_tokens, prompts = args.instances * args.blocks * 32 - 2 * NEW_TOKENS, texts(args.prompts)
+    memory, common = args.blocks * BLOCK_BYTES, ("--threads", str(args.threads))
+    flags = {
+        "one": (*common, "--kv-memory", str(args.instances * memory)),
+        "shared": (*common, "--colocated", str(args.instances), "--kv-memory", str(memory)),
     }
-    found: dict[str, Any] = {}
-    for name, flags in shares.items():
-        server = Server(Path(MODEL), *flags)
+    results: dict[str, Any] = {}
+    for name, words in flags.items():
+        server = Server(Path(MODEL), *words)
+        url = server.url.removesuffix("/v1")
         try:
-            found[name] = measured(server, prompts, prompt_tokens)
-            if name == "shared" and options.kill:
-                wants = found["one"]["texts"]
-                found["kills"] = killed(server, prompts, prompt_tokens, options.instances, wants)
+            results[name] = measure(url, prompts, prompt_tokens)
+            if name == "shared" and args.kill:
+                right = results["one"]["texts"]
+                results["kills"] = kill_holders(server, url, prompts, prompt_tokens, args.instances, right)
         finally:
-            server.process.send_signal(signal.SIGTERM)
-            server.process.wait(60)
-    one, shared = found["one"], found["shared"]
-    equal = sum(a == b for a, b in zip(one["texts"], shared["texts"], strict=True))
-    added_ms = shared["token_ms"] - one["token_ms"]
-    print(f"prompts of {prompt_tokens} tokens on instances of {options.blocks * 32}: {equal} of {len(prompts)} equal")
-    for name in shares:
-        print(f"{name}: {found[name]['first_s']:.2f} s to the first token, {found[name]['token_ms']:.1f} ms a token")
+            end(server.process)
+    equal = sum(mine == right for mine, right in zip(results["shared"]["texts"], results["one"]["texts"], strict=True))
+    added_ms = results["shared"]["token_ms"] - results["one"]["token_ms"]
+    print(f"prompts of {prompt_tokens} tokens on instances of {args.blocks * 32}: {equal} of {len(prompts)} equal")
+    show(({"name": name, **results[name]} for name in flags), COLUMNS)
     print(f"added: {added_ms:.1f} ms a token, {added_ms / LAYERS * 1e3:.0f} us a token and layer")
-    if options.json:
-        options.json.write_text(json.dumps(found | {"equal": equal, "added_ms": added_ms}, indent=1))
+    save(args, results | {"equal": equal, "added_ms": added_ms})
 
 
 if __name__ == "__main__":

@@ -15,16 +15,17 @@ Every run is a process of its own, for its peak memory.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import resource
+import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from harness import Commas, Table, mean, options, resident_bytes, save
 from sim_scale import cluster, summary
 
 from memserve_lab.bench.catalogue import Recipe, build
@@ -69,81 +70,73 @@ def load(case: Case, data: Path) -> Workload:
     def later(turn: Turn) -> Turn:
         return dataclasses.replace(turn, due_s=(turn.due_s or 0.0) + random.random() * STAMP_S / case.speed)
 
-    sessions = tuple(dataclasses.replace(one, turns=tuple(map(later, one.turns))) for one in made.sessions)
+    sessions = tuple(dataclasses.replace(item, turns=tuple(map(later, item.turns))) for item in made.sessions)
     return dataclasses.replace(made, sessions=sessions)
 
 
-def run(options: argparse.Namespace, routers: int, seed: int) -> dict[str, Any]:
+def run(args: Namespace, routers: int, seed: int) -> dict[str, Any]:
     """Run one case in this process."""
-    name = options.case
-    case = CASES[name]
-    if options.requests:
-        case = case._replace(requests=options.requests)
-    workload = load(case, options.data)
-    made = cluster(case.instances, policy=options.policy, beat_ms=options.beat_ms or case.beat_ms)
-    setup = dataclasses.replace(made, routers=routers, seed=seed)
-    done = simulate(setup, workload, name, workload.kind)
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    case = CASES[args.case]
+    if args.requests:
+        case = case._replace(requests=args.requests)
+    workload = load(case, args.data)
+    made = cluster(case.instances, policy=args.policy, beat_ms=args.beat_ms or case.beat_ms)
+    done = simulate(dataclasses.replace(made, routers=routers, seed=seed), workload, args.case, workload.kind)
+    peak_mb = resident_bytes(os.getpid(), "VmHWM") / (1 << 20)
     answered = sum(record.ok for record in done.records)
     return {**summary(done), "answered": answered, "requests": len(done.records), "peak_mb": peak_mb}
 
 
-def run_apart(options: argparse.Namespace, name: str, routers: int, seed: int) -> dict[str, Any]:
+def run_apart(args: Namespace, name: str, routers: int, seed: int) -> dict[str, Any]:
     """Run one case in another process."""
-    command = [sys.executable, __file__, "--data", str(options.data), "--policy", options.policy, "--case", name]
+    command = [sys.executable, __file__, "--data", str(args.data), "--policy", args.policy, "--case", name]
     for flag in ("beat_ms", "requests"):
-        if getattr(options, flag):
-            command += [f"--{flag.replace('_', '-')}", str(getattr(options, flag))]
+        if getattr(args, flag):
+            command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     command += ["--routers", str(routers), "--seeds", str(seed)]
-    told = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
-    found: dict[str, Any] = json.loads(told)
-    print(json.dumps({"case": name, "routers": routers, "seed": seed, **found}), file=sys.stderr, flush=True)
-    return found
+    results: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+    print(json.dumps({"case": name, "routers": routers, "seed": seed, **results}), file=sys.stderr, flush=True)
+    return results
 
 
-def row(name: str, routers: int, runs: list[dict[str, Any]], first: dict[str, Any]) -> str:
-    """One line of the table; ``first``: the run with one router."""
+COLUMNS = {
+    "case": "{case}", "routers": "{routers}", "hit rate": "{hit_rate:.3f}", "points": "{points:+.1f}",
+    "TTFT mean": "{ttft_mean_ms:.0f} ms", "TTFT P99": "{p99_s:.2f} s{spread}", "to one router": "{added:+.1f} %",
+    "busiest / mean": "{imbalance:.2f}", "wall": "{wall_s:.0f} s", "memory": "{peak_mb:.0f} MB",
+}  # fmt: skip
 
-    def mean(field: str) -> float:
-        return sum(found[field] for found in runs) / len(runs)
 
-    p99_s = [found["ttft_p99_ms"] / 1e3 for found in runs]
-    spread = f" ({min(p99_s):.2f} to {max(p99_s):.2f})" if len(runs) > 1 else ""
-    cells = [
-        name, str(routers), f"{mean('hit_rate'):.3f}", f"{100 * (mean('hit_rate') - first['hit_rate']):+.1f}",
-        f"{mean('ttft_mean_ms'):.0f} ms", f"{mean('ttft_p99_ms') / 1e3:.2f} s{spread}",
-        f"{100 * (mean('ttft_p99_ms') / first['ttft_p99_ms'] - 1):+.1f} %", f"{mean('imbalance'):.2f}",
-        f"{mean('wall_s'):.0f} s", f"{max(found['peak_mb'] for found in runs):.0f} MB",
-    ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+def row_of(name: str, routers: int, runs: list[dict[str, Any]], first: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table; ``first``: the run with one router."""
+    row = {field: mean(results[field] for results in runs) for field in first}
+    p99_s = [results["ttft_p99_ms"] / 1e3 for results in runs]
+    return row | {
+        "case": name, "routers": routers, "points": 100 * (row["hit_rate"] - first["hit_rate"]),
+        "p99_s": mean(p99_s), "spread": f" ({min(p99_s):.2f} to {max(p99_s):.2f})" if len(runs) > 1 else "",
+        "added": 100 * (row["ttft_p99_ms"] / first["ttft_p99_ms"] - 1),
+        "peak_mb": max(results["peak_mb"] for results in runs),
+    }  # fmt: skip
 
 
 def main() -> None:
-    """See the top of this file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--routers", default="1,2,4")
-    parser.add_argument("--seeds", type=int, default=3, help="of the balancer, where there is one")
-    parser.add_argument("--policy", default="cost")
-    parser.add_argument("--beat-ms", type=int, help="milliseconds between heartbeats, for all cases")
-    parser.add_argument("--requests", type=int, help="only the beginning of the trace, in all cases")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.case:
-        found = run(options, int(options.routers), options.seeds)
-        print(json.dumps(found))
+    args = options(
+        __doc__, required="data", hidden="case", data=Path, only=("", "cases whose name contains this"),
+        routers=Commas(1, 2, 4), seeds=(3, "of the balancer, where there is one"), policy="cost",
+        beat_ms=(int, "milliseconds between heartbeats, for all cases"),
+        requests=(int, "only the beginning of the trace, in all cases"), case=str,
+    )  # fmt: skip
+    if args.case:
+        print(json.dumps(run(args, args.routers[0], args.seeds)))
         return
-    print(
-        "| case | routers | hit rate | points | TTFT mean | TTFT P99 | to one router | busiest / mean | wall | memory |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name in [name for name in CASES if options.only in name]:
-        first = run_apart(options, name, 1, 0)
-        for routers in map(int, options.routers.split(",")):
-            seeds = range(options.seeds) if routers > 1 else ()
-            runs = [run_apart(options, name, routers, seed) for seed in seeds] or [first]
-            print(row(name, routers, runs, first), flush=True)
+    rows, table = [], Table(COLUMNS)
+    for name in [name for name in CASES if args.only in name]:
+        first = run_apart(args, name, 1, 0)
+        for routers in args.routers:
+            seeds = range(args.seeds) if routers > 1 else ()
+            runs = [run_apart(args, name, routers, seed) for seed in seeds] or [first]
+            rows.append(row_of(name, routers, runs, first))
+            table.show(rows[-1])
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,17 @@ of Dynamo's replay on the same shapes, measured on the same kind of machine (2 c
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import resource
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+
+from harness import Commas, Table, mean, options, parts_of
 
 from memserve.base.config import ClusterConfig, SchedulerConfig
 from memserve.base.types import Caching
@@ -125,11 +127,11 @@ def run_case(name: str, data: Path, fast_forwards: bool) -> dict[str, object]:
     before_s = time.process_time()
     done = simulate(dataclasses.replace(case.setup, fast_forwards=fast_forwards), workload, name, workload.kind)
     cpu_s = time.process_time() - before_s
-    found = figures(done.records)
+    results = figures(done.records)
     return {
         "case": name,
-        "requests": found.requests,
-        "failed": found.failed,
+        "requests": results.requests,
+        "failed": results.failed,
         "virtual_s": round(done.usage.simulated_s, 1),
         "wall_s": round(done.wall_s, 2),
         "cpu_s": round(cpu_s, 2),  # what it takes of a core that others use as well
@@ -138,63 +140,56 @@ def run_case(name: str, data: Path, fast_forwards: bool) -> dict[str, object]:
         "events": done.events,
         "workload_mb": round(before_mb),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
-        "ttft_mean_ms": round(1e3 * found.ttft_s.mean, 1) if found.ttft_s else None,
-        "ttft_p99_ms": round(1e3 * found.ttft_s.p99, 1) if found.ttft_s else None,
-        "tpot_mean_ms": round(1e3 * found.tpot_s.mean, 2) if found.tpot_s else None,
-        "cached_share": round(found.cached_share, 4),
+        "ttft_mean_ms": round(1e3 * results.ttft_s.mean, 1) if results.ttft_s else None,
+        "ttft_p99_ms": round(1e3 * results.ttft_s.p99, 1) if results.ttft_s else None,
+        "tpot_mean_ms": round(1e3 * results.tpot_s.mean, 2) if results.tpot_s else None,
+        "cached_share": round(results.cached_share, 4),
         "beside": case.beside,
     }
 
 
-def speed(data: Path, out: Path, only: str, fast_forwards: bool) -> None:
+def speed(args: Namespace) -> None:
     """Run all cases, each in its own process."""
-    rows = []
+    file, table = args.out / "speed.json", Table(COLUMNS)
+    rows = {row["case"]: row for row in json.loads(file.read_text())} if file.exists() else {}
     for name in CASES:
-        if only and only not in name:
-            continue
-        command = [sys.executable, __file__, "case", "--data", str(data), "--only", name]
-        told = subprocess.run(
-            [*command, *([] if fast_forwards else ["--walk"])], stdout=subprocess.PIPE, check=True
-        ).stdout
-        rows.append(json.loads(told))
-        print(json.dumps(rows[-1]), flush=True)
-    file = out / "speed.json"
-    known = json.loads(file.read_text()) if file.exists() else []
-    names = {row["case"] for row in rows}
-    file.write_text(json.dumps([*(row for row in known if row["case"] not in names), *rows], indent=1))
+        if args.only in name:
+            command = [sys.executable, __file__, "case", "--data", str(args.data), "--only", name]
+            command += ["--walk"] if args.walk else []
+            rows[name] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+            table.show(rows[name])
+    file.write_text(json.dumps(list(rows.values()), indent=1))
 
 
 # -- policies
 
 
-def policies(data: Path, out: Path, instances: str, requests: int | None, names: str, dram: str) -> None:
+def policies(args: Namespace) -> None:
     """Run the same trace under each policy, and plot TTFT, hit rate and balance."""
-    workload = build(Recipe(kind="trace", data=data, sessions=requests))
-    found = {}
-    for policy in names.split(","):
-        done = simulate(cluster(instances, policy=policy, dram=dram), workload, policy, workload.kind)
-        found[policy] = summary(done)
-        print(policy, json.dumps(found[policy]), flush=True)
-    (out / "policies.json").write_text(json.dumps(found, indent=1))
-    sent = f"{workload.request_count} requests of Mooncake's conversations"
-    draw(
-        found,
-        out / "policies.png",
-        f"{sent}, {instances} instances of Llama-3-8B on H100, {dram} of DRAM each (simulated)",
-    )
+    workload = build(Recipe(kind="trace", data=args.data, sessions=args.requests))
+    results, table = {}, Table(POLICY_COLUMNS)
+    for policy in args.policies:
+        done = simulate(cluster(args.instances, policy=policy, dram=args.dram), workload, policy, workload.kind)
+        results[policy] = summary(done)
+        table.show({"policy": policy, **results[policy]})
+    (args.out / "policies.json").write_text(json.dumps(results, indent=1))
+    title = f"{workload.request_count} requests of Mooncake's conversations, {args.instances} instances of Llama-3-8B "
+    draw(results, args.out / "policies.png", f"{title}on H100, {args.dram} of DRAM each (simulated)")
 
 
 def summary(done: Simulated) -> dict[str, float]:
     """The figures that compare policies."""
-    found = figures(done.records)
-    assert found.ttft_s is not None and found.tpot_s is not None and found.jct_s is not None, "requests were answered"
-    busy = [mean_of([look.busy[at] for look in done.looks]) for at in range(len(done.instances))]
+    results = figures(done.records)
+    assert results.ttft_s is not None and results.tpot_s is not None and results.jct_s is not None, (
+        "requests were answered"
+    )
+    busy = [mean_of([look.busy[place] for look in done.looks]) for place in range(len(done.instances))]
     return {
-        "ttft_mean_ms": 1e3 * found.ttft_s.mean,
-        "ttft_p99_ms": 1e3 * found.ttft_s.p99,
-        "tpot_mean_ms": 1e3 * found.tpot_s.mean,
-        "jct_mean_ms": 1e3 * found.jct_s.mean,
-        "hit_rate": found.cached_share,
+        "ttft_mean_ms": 1e3 * results.ttft_s.mean,
+        "ttft_p99_ms": 1e3 * results.ttft_s.p99,
+        "tpot_mean_ms": 1e3 * results.tpot_s.mean,
+        "jct_mean_ms": 1e3 * results.jct_s.mean,
+        "hit_rate": results.cached_share,
         "imbalance": max(busy) / mean_of(busy),
         "wall_s": done.wall_s,
     }
@@ -202,11 +197,10 @@ def summary(done: Simulated) -> dict[str, float]:
 
 def mean_of(values: list[float]) -> float:
     """Arithmetic mean; 0 for no values."""
-    return sum(values) / len(values) if values else 0.0
+    return mean(values) if values else 0.0
 
 
-def draw(found: dict[str, dict[str, float]], file: Path, title: str) -> None:
-    """Four bars per policy."""
+def draw(results: dict[str, dict[str, float]], file: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -217,10 +211,10 @@ def draw(found: dict[str, dict[str, float]], file: Path, title: str) -> None:
         ("hit_rate", "hit rate (share of prompt tokens)"), ("imbalance", "busiest instance / mean"),
     )  # fmt: skip
     figure, row = pyplot.subplots(1, 4, figsize=(15, 4), layout="constrained")
-    names = list(found)
+    names = list(results)
     for axes, (field, label) in zip(row, panels, strict=True):
-        values = [found[name][field] for name in names]
-        bars = axes.bar(names, values, color=[f"C{at}" for at in range(len(names))])
+        values = [results[name][field] for name in names]
+        bars = axes.bar(names, values, color=[f"C{place}" for place in range(len(names))])
         axes.bar_label(bars, fmt="%.0f" if field.endswith("_ms") else "%.2f", fontsize=8)
         axes.set(title=label)
         axes.tick_params(axis="x", rotation=30)
@@ -230,27 +224,38 @@ def draw(found: dict[str, dict[str, float]], file: Path, title: str) -> None:
     figure.savefig(file, dpi=110)
 
 
+COLUMNS = {
+    "case": "{case}", "requests": "{requests}", "failed": "{failed}", "virtual": "{virtual_s} s", "wall": "{wall_s} s",
+    "CPU": "{cpu_s} s", "requests/s": "{requests_per_wall_s}", "tokens/s": "{tokens_per_wall_s:,}",
+    "peak": "{peak_mb} MB", "TTFT mean": "{ttft_mean_ms} ms", "P99": "{ttft_p99_ms} ms", "TPOT": "{tpot_mean_ms} ms",
+    "cached": "{cached_share:.1%}", "beside": "{beside}",
+}  # fmt: skip
+POLICY_COLUMNS = {
+    "policy": "{policy}", "TTFT mean": "{ttft_mean_ms:.0f} ms", "P99": "{ttft_p99_ms:.0f} ms",
+    "TPOT": "{tpot_mean_ms:.1f} ms", "JCT": "{jct_mean_ms:.0f} ms", "hit rate": "{hit_rate:.3f}",
+    "busiest / mean": "{imbalance:.2f}", "wall": "{wall_s:.0f} s",
+}  # fmt: skip
+PARTS = ("speed", "case", "policies")
+
+
 def main() -> None:
-    """See the top of this file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("speed", "case", "policies"))
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--walk", action="store_true", help="run every step by itself: equal results, but slower")
-    parser.add_argument("--instances", default="16", help="for policies")
-    parser.add_argument("--policies", default="least-load,session,prompt-tree,cost", help="for policies")
-    parser.add_argument("--dram", default="0", help="for policies: second tier of each instance")
-    parser.add_argument("--requests", type=int, help="for policies: the beginning of the trace")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    match given.part:
-        case "case":
-            print(json.dumps(run_case(given.only, given.data, not given.walk)))
-        case "speed":
-            speed(given.data, given.out, given.only, not given.walk)
+    args = options(
+        __doc__, rest="part", required="data", data=Path, out=Path(), only=("", "cases whose name contains this"),
+        walk=(False, "run every step by itself: equal results, but slower"), instances=("16", "for policies"),
+        policies=(Commas("least-load", "session", "prompt-tree", "cost"), "for policies"),
+        dram=("0", "for policies: second tier of each instance"),
+        requests=(int, "for policies: the beginning of the trace"),
+    )  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    match list(parts_of(args.part, dict.fromkeys(PARTS))):
+        case ["case"]:
+            print(json.dumps(run_case(args.only, args.data, not args.walk)))
+        case ["speed"]:
+            speed(args)
+        case ["policies"]:
+            policies(args)
         case _:
-            policies(given.data, given.out, given.instances, given.requests, given.policies, given.dram)
+            raise SystemExit(f"one of {', '.join(PARTS)}")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ contender is worse by more than two of them. DATA is a folder of data sets; a tr
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 from typing import NamedTuple
+
+from harness import Commas, Table, options, parts_of, save
+from harness import mean as fmean
 
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
@@ -79,14 +80,14 @@ def violations(point: Point, made: Workload, study: LengthStudy | None, seed: in
 
 def measure(point: Point, rate: float, data: Path, requests: int, seeds: int) -> dict[str, list[float]]:
     """Of every contender: the share of violations, seed by seed."""
-    found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    results: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for seed in range(seeds):
         made = build(
             Recipe(point.kind, data, sessions=requests, seed=seed, arrivals=Arrivals.POISSON, requests_per_s=rate)
         )
         for name, study in CONTENDERS.items():
-            found[name].append(violations(point, made, study, seed))
-    return found
+            results[name].append(violations(point, made, study, seed))
+    return results
 
 
 def cell(values: list[float], base: list[float]) -> str:
@@ -98,35 +99,27 @@ def cell(values: list[float], base: list[float]) -> str:
 
 
 def main() -> None:
-    """Measure, and print one table for each workload."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--points", default=",".join(POINTS))
-    parser.add_argument("--rates", default="", help="instead of a point's own")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    args = options(
+        __doc__, required="data", data=Path, seeds=5, requests=600, points=Commas(*POINTS),
+        rates=("", "instead of a point's own"),
+    )  # fmt: skip
     everything = {}
-    for name in options.points.split(","):
-        point = POINTS[name]
-        rates = [float(rate) for rate in options.rates.split(",") if rate] or point.rates
+    for name, point in parts_of(args.points, POINTS).items():
         print(
-            f"\n{point.kind}, Llama-3-8B on one {point.device}, {options.requests} requests, {options.seeds} seeds: "
-            f"requests (%) that miss TTFT {point.ttft_ms / 1e3:g} s or TPOT {point.tpot_ms} ms"
+            f"\n{point.kind}, Llama-3-8B on one {point.device}, {args.requests} requests, {args.seeds} seeds: "
+            f"requests (%) that miss TTFT {point.ttft_ms / 1e3:g} s or TPOT {point.tpot_ms} ms\n"
         )
-        print(f"| requests/s | {' | '.join(CONTENDERS)} |\n|{' --- |' * (len(CONTENDERS) + 1)}")
-        for rate in rates:
+        table = Table(["requests/s", *CONTENDERS])
+        for rate in [float(rate) for rate in args.rates.split(",") if rate] or point.rates:
             try:
-                found = measure(point, rate, options.data, options.requests, options.seeds)
+                results = measure(point, rate, args.data, args.requests, args.seeds)
             except UserError as error:
                 print(f"left out: {error}")
                 break
-            everything[f"{name} {rate}"] = found
-            cells = [cell(values, found["fcfs"]) for values in found.values()]
-            print(f"| {rate:g} | {' | '.join(cells)} |", flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(everything))
+            everything[f"{name} {rate}"] = results
+            cells = {contender: cell(values, results["fcfs"]) for contender, values in results.items()}
+            table.show({"requests/s": f"{rate:g}", **cells})
+    save(args, everything)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Starts ``memserve serve --prefill 1 --decode 2 --kv-memory 64MiB --dram-memory 1
 bfloat16. Twelve clients ask for completions and chats of 100 to 5,000 tokens (requests that cannot fit must be refused
 clearly), streamed or whole, ``n`` up to 2, with salts, sessions, documents and logprobs; some leave in the middle of an
 answer. Questions whose greedy answers were learned before the load are asked repeatedly. ``--attacks`` adds attackers
-with their own key: malformed requests, hostile parameters, broken HTTP, slow readers, floods. ``--kills N`` kills N
-instances at random times (their successors are measured from their own start).
+with their own key: those of ``hostile.py --requests``. ``--kills N`` kills N instances at random times (their
+successors are measured from their own start).
 
 At the end the load drains, and nothing may be left: no block, request, transfer or named prefix. Resident memory is
 read from /proc of the router and of each instance. *Steady* is the spread, lowest to highest, of the medians of a
@@ -17,30 +17,30 @@ the exit status is 1 if any is missed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
-import re
 import signal
 import time
+from argparse import Namespace
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import aiohttp
-from served import Served, serving
-from soak_attacks import Attacked, Attacker
-from soak_load import Client, Fixed, Tally, Target
+import httpx
+from harness import median, options, resident_bytes, save, show
+from harness.served import Served, serving
+from hostile_random import give_up_names, target_of
+from soak_load import ANSWER_S_MAX, Client, Fixed, Tally, Target
+
+from hostile_storm import Storm, storm
 
 MB = 1_000_000
 SERVE = ("--prefill", "1", "--decode", "2", "--kv-memory", "64MiB", "--dram-memory", "128MiB")
 KEYS = {"honest": "honest-key", "attack": "attack-key"}
 FIELDS = ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmHWM")
-SAMPLE_S = 5.0
+SAMPLE_S, PAUSE_S = 5.0, 4.0
+VOCABULARY = 49_152
 IDLE_S_MAX = 180.0
 STEADY_SHARE = 0.02
 INSTANCE_BYTES_MAX = 1200 * MB
@@ -73,30 +73,18 @@ class Check:
 
 def processes(served: Served) -> dict[str, int]:
     """The router and the instances: name -> pid."""
-    found = {"router": served.process.pid}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace").split("\0")
-            child = re.search(rf"^PPid:\s+{served.process.pid}$", path.with_name("status").read_text(), re.MULTILINE)
-        except OSError:
-            continue
-        if child and "--name" in words:
-            found[words[words.index("--name") + 1]] = int(path.parent.name)
-    return found
+    return {"router": served.process.pid, **served.children()}
 
 
-def read_memory(pid: int) -> dict[str, int] | None:
-    """Memory from ``/proc/PID/status``. None: the process has ended."""
+def read_memory(pid: int) -> dict[str, int]:
+    """Memory of a process by field; nothing: it has ended."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        return {name: resident_bytes(pid, name) for name in FIELDS}
     except OSError:
-        return None
-    found = {name: re.search(rf"{name}:\s+(\d+) kB", status) for name in FIELDS}
-    return {name: int(match.group(1)) * 1024 for name, match in found.items() if match} or None
+        return {}
 
 
 def sample(served: Served, started: float) -> list[Sample]:
-    """Sample all processes now."""
     held = {name if name == "router" else f"{name}:{pid}": read_memory(pid) for name, pid in processes(served).items()}
     return [Sample(time.monotonic() - started, name, fields) for name, fields in held.items() if fields]
 
@@ -125,6 +113,17 @@ async def kill(served: Served, minutes: float, kills: int, seed: int, killed: li
         killed.append(name)
 
 
+async def attack(served: Served, results: Storm, clients: int, seed: int, stop: asyncio.Event) -> None:
+    """Requests drawn from the grammars of ``hostile.py --requests``, with pauses, until ``stop``."""
+    target, first, draw = target_of(served, VOCABULARY), 0, random.Random(f"attack-{seed}")
+    while not stop.is_set():
+        part = await storm(served.url, target, seed, range(first, first + clients), clients=clients)
+        results.statuses.update(part.statuses)
+        results.misses += part.misses
+        first += clients
+        await asyncio.sleep(draw.uniform(0, PAUSE_S))
+
+
 # -- what is left
 
 
@@ -144,7 +143,7 @@ class Run:
     """The results of a run."""
 
     tally: Tally
-    attacked: Attacked
+    storm: Storm
     samples: list[Sample]
     killed: list[str]
     rest: dict[str, float]
@@ -159,14 +158,13 @@ def open_files(served: Served) -> dict[str, int]:
     return {name: len(list(Path(f"/proc/{pid}/fd").iterdir())) for name, pid in processes(served).items()}
 
 
-async def soak(served: Served, args: argparse.Namespace) -> Run:
+async def soak(served: Served, args: Namespace) -> Run:
     """Load, attacks and samples at once; then the drain."""
-    tally, attacked, killed, samples = Tally(), Attacked(), list[str](), list[Sample]()
+    tally, attacks, killed, samples = Tally(), Storm(), list[str](), list[Sample]()
     blocks = served.metrics()['memserve_instance_blocks{instance="p1",role="prefill",state="free",tier="hbm"}']
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as http:
-        honest = Target(http, served.url, served.model, int(blocks) * 32, KEYS["honest"])
-        attack = Target(http, served.url, served.model, int(blocks) * 32, KEYS["attack"])
+    limits, key = httpx.Limits(max_connections=None), {"authorization": f"Bearer {KEYS['honest']}"}
+    async with httpx.AsyncClient(base_url=served.url, timeout=ANSWER_S_MAX, limits=limits, headers=key) as http:
+        honest = Target(http, served.model, int(blocks) * 32)
         fixed = Fixed(honest, tally)
         await fixed.learn()
         files_before, started, stop = open_files(served), time.monotonic(), asyncio.Event()
@@ -174,17 +172,19 @@ async def soak(served: Served, args: argparse.Namespace) -> Run:
         others = [watch(served, started, samples, stop), fixed.run(stop, 20)]
         others += [kill(served, args.minutes, args.kills, args.seed, killed)] if args.kills else []
         if args.attacks:
-            others += [Attacker(attack, attacked, i, args.seed).run(stop, 4.0) for i in range(args.attackers)]
+            others += [attack(served, attacks, args.attackers, args.seed, stop)]
         tasks = [asyncio.ensure_future(work) for work in (*clients, *others)]
         await asyncio.wait(tasks, timeout=args.minutes * 60, return_when=asyncio.FIRST_EXCEPTION)
         stop.set()
         load_s = time.monotonic() - started
         await asyncio.gather(*tasks)
+        if args.attacks:
+            await asyncio.to_thread(give_up_names, served)
         rest = await drained(served)
         await fixed.check()
     await asyncio.sleep(2)
     down = [] if set(processes(served)) >= {"router", "p1", "d1", "d2"} else ["an instance is gone"]
-    return Run(tally, attacked, samples, killed, rest, files_before, open_files(served), load_s, down)
+    return Run(tally, attacks, samples, killed, rest, files_before, open_files(served), load_s, down)
 
 
 # -- figures
@@ -193,9 +193,9 @@ async def soak(served: Served, args: argparse.Namespace) -> Run:
 def minutes(samples: list[Sample], name: str, field: str, from_s: float, to_s: float) -> list[float]:
     """The median of each minute of a process."""
     by_minute: dict[int, list[int]] = {}
-    for found in samples:
-        if found.process == name and from_s <= found.at_s <= to_s:
-            by_minute.setdefault(int((found.at_s - from_s) // 60), []).append(found.held[field])
+    for results in samples:
+        if results.process == name and from_s <= results.at_s <= to_s:
+            by_minute.setdefault(int((results.at_s - from_s) // 60), []).append(results.held[field])
     return [median(values) for values in by_minute.values()]
 
 
@@ -203,7 +203,7 @@ def memory_checks(run: Run) -> list[Check]:
     """Checks of each process: steady, and within its bound."""
     checks: list[Check] = []
     from_s = run.load_s - min(WINDOW_S_MAX, run.load_s / 2)
-    last = {found.process: found for found in run.samples if found.at_s <= run.load_s}
+    last = {results.process: results for results in run.samples if results.at_s <= run.load_s}
     for name, final in last.items():
         if final.at_s < run.load_s - 3 * SAMPLE_S:
             continue  # it was killed
@@ -211,7 +211,7 @@ def memory_checks(run: Run) -> list[Check]:
         spread = (max(steady) - min(steady)) / median(steady)
         text = f"{spread:.1%} of {median(steady) / MB:.0f} MB"
         checks.append(Check(f"{name}: resident memory, spread", text, f"<= {STEADY_SHARE:.0%}", spread <= STEADY_SHARE))
-        own = [found.held for found in run.samples if found.process == name]
+        own = [results.held for results in run.samples if results.process == name]
         most = max(held["VmRSS"] for held in own)
         if name != "router":
             what = f"<= {INSTANCE_BYTES_MAX / MB:.0f} MB"
@@ -229,20 +229,19 @@ def memory_checks(run: Run) -> list[Check]:
 
 def tracebacks(errors: str) -> list[str]:
     """Each traceback of the log, whole: from its first line to the error that ended it."""
-    found: list[list[str]] = []
+    results: list[list[str]] = []
     inside = False
     for line in errors.splitlines():
         if "Traceback (most recent call last)" in line:
             inside = True
-            found.append([])
+            results.append([])
         if inside:
-            found[-1].append(line)
+            results[-1].append(line)
             inside = line.startswith((" ", "\t")) or "Traceback" in line
-    return ["\n".join(lines) for lines in found]
+    return ["\n".join(lines) for lines in results]
 
 
 def checks_of(run: Run, errors: str) -> list[Check]:
-    """All figures."""
     tally, grown = run.tally, {}
     for name, count in run.files_after.items():
         if count > run.files_before.get(name, count) + 4:
@@ -255,7 +254,7 @@ def checks_of(run: Run, errors: str) -> list[Check]:
         Check("honest requests that did not", f"{len(tally.misses)}", "0", not tally.misses),
         Check("fixed questions, not answered as before", f"{sum(m.startswith('fixed') for m in tally.misses)} of "
               f"{tally.compared}, {tally.ties} ties", "0", not any(m.startswith("fixed") for m in tally.misses)),
-        Check("answers of 500", f"{len(run.attacked.failures)}", "0", not run.attacked.failures),
+        Check("answers to attacks that may not be", f"{len(run.storm.misses)}", "0", not run.storm.misses),
         Check("left after the load", f"{run.rest or 'nothing'}", "nothing", not run.rest),
         Check("instances", ", ".join(run.down) or "all there", "all there", not run.down),
         Check("descriptors left open", f"{grown or 'none'}", "none", not grown),
@@ -272,11 +271,11 @@ def plot(samples: list[Sample], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
-    for name in dict.fromkeys(found.process for found in samples):
-        own = [found for found in samples if found.process == name]
-        at = [found.at_s / 60 for found in own]
-        (line,) = axes.plot(at, [found.held["VmRSS"] / MB for found in own], label=name)
-        axes.plot(at, [found.held["RssAnon"] / MB for found in own], linestyle="--", color=line.get_color())
+    for name in dict.fromkeys(results.process for results in samples):
+        own = [results for results in samples if results.process == name]
+        place = [results.at_s / 60 for results in own]
+        (line,) = axes.plot(place, [results.held["VmRSS"] / MB for results in own], label=name)
+        axes.plot(place, [results.held["RssAnon"] / MB for results in own], linestyle="--", color=line.get_color())
     axes.axhline(INSTANCE_BYTES_MAX / MB, color="grey", linewidth=0.8)
     axes.set(
         xlabel="minutes", ylabel="MB resident (dashed: anonymous)", ylim=(0, None), title="memory under mixed load"
@@ -286,31 +285,22 @@ def plot(samples: list[Sample], path: Path) -> None:
 
 
 def report(run: Run, checks: list[Check]) -> None:
-    """Print everything."""
     print(f"\nended correctly: {dict(run.tally.ended.most_common())}; turned away for a while: {run.tally.turned_away}")
-    if run.attacked.attacks:
-        print(f"attacks: {dict(run.attacked.attacks)}, answered {dict(sorted(run.attacked.statuses.items()))}")
-    for text in [*run.tally.misses[:20], *run.attacked.failures[:10]]:
+    if run.storm.statuses:
+        print(f"attacks were answered {dict(sorted(run.storm.statuses.items()))}")
+    for text in [*run.tally.misses[:20], *run.storm.misses[:10]]:
         print(f"MISS  {text}")
-    for check in checks:
-        print(f"{'ok  ' if check.ok else 'MISS'}  {check.name:<44} {check.figure:<40} target {check.target}")
+    show(({**vars(check), "verdict": "ok" if check.ok else "MISS"} for check in checks),
+         ("verdict", "name", "figure", "target"))  # fmt: skip
 
 
 def main() -> None:
-    """One soak."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--attacks", action="store_true")
-    parser.add_argument("--attackers", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write figures and samples here")
-    parser.add_argument("--plot", type=Path, help="write a PNG of memory over time here")
-    parser.add_argument("rest", nargs="*", help="further arguments of memserve serve")
-    args = parser.parse_args()
+    args = options(
+        __doc__, rest="serve", minutes=60.0, clients=12, attacks=False, attackers=2, kills=0, seed=1,
+        plot=(Path, "write a PNG of memory over time here"),
+    )  # fmt: skip
     keys = [word for name, key in KEYS.items() for word in ("--api-key", f"{name}={key}")]
-    with serving(*SERVE, *keys, *args.rest) as served:
+    with serving(*SERVE, *keys, *args.serve) as served:
         run = asyncio.run(soak(served, args))
         served.stop()
         errors = served.errors.read_text(errors="replace")
@@ -320,15 +310,7 @@ def main() -> None:
         print(f"\n{text}")
     if args.plot:
         plot(run.samples, args.plot)
-    if args.json:
-        found: dict[str, Any] = {
-            "options": vars(args), "checks": [vars(check) for check in checks], "ended": run.tally.ended,
-            "turned_away": run.tally.turned_away, "ties": run.tally.ties, "compared": run.tally.compared,
-            "misses": run.tally.misses, "attacks": run.attacked.attacks, "statuses": run.attacked.statuses,
-            "failures": run.attacked.failures, "tracebacks": tracebacks(errors), "killed": run.killed,
-            "load_s": run.load_s, "samples": [vars(one) for one in run.samples],
-        }  # fmt: skip
-        args.json.write_text(json.dumps(found, default=str, indent=1))
+    save(args, {"options": vars(args), "checks": checks, "run": run, "tracebacks": tracebacks(errors)})
     raise SystemExit(0 if all(check.ok for check in checks) else 1)
 
 

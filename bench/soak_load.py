@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
+import httpx
+from harness import Answer, astream
 
 ANSWER_S_MAX = 300.0
 TURNED_AWAY_MAX = 60
@@ -50,71 +50,30 @@ class Tally:
 
 @dataclass(frozen=True)
 class Target:
-    """The server under load."""
+    """The server under load, by a client that has its address and the key."""
 
-    http: aiohttp.ClientSession
-    url: str
+    http: httpx.AsyncClient
     model: str
     fits_tokens: int
     """Tokens that the pool of one instance holds."""
-    key: str
-
-
-@dataclass
-class Answer:
-    """A status and its body."""
-
-    status: int
-    body: Any
-    finishes: list[str | None] = field(default_factory=list)
-    tokens: int | None = None
 
 
 async def call(target: Target, tally: Tally, path: str, body: Any, method: str = "POST") -> Answer:
     """Send one request, and retry when the server answers 429."""
+    answer = Answer()
     for _ in range(TURNED_AWAY_MAX):
-        async with target.http.request(
-            method,
-            f"{target.url}{path}",
-            json=body,
-            headers={"authorization": f"Bearer {target.key}"},
-            timeout=aiohttp.ClientTimeout(total=ANSWER_S_MAX),
-        ) as response:
-            if response.status == 429:
-                tally.turned_away += 1
-                retry_s = float(response.headers.get("retry-after", "1"))
-            elif response.status == 200 and body and body.get("stream"):
-                return await _streamed(response, body.get("n", 1))
-            else:
-                return _whole(response.status, await response.read())
+        if body and body.get("stream"):
+            answer, retry_s = await astream(target.http, path, body), RETRY_S_MAX / 2
+        else:
+            response = await target.http.request(method, path, json=body)
+            answer, retry_s = Answer(response.status_code), float(response.headers.get("retry-after", "1"))
+            answer.is_whole = response.status_code < 300
+            answer.read(response.json() if response.content else {})
+        if answer.status != 429:
+            return answer
+        tally.turned_away += 1
         await asyncio.sleep(min(retry_s, RETRY_S_MAX))
-    return Answer(429, "rejected with 429 again and again")
-
-
-def _whole(status: int, data: bytes) -> Answer:
-    body = json.loads(data) if data else None
-    choices = body.get("choices", []) if isinstance(body, dict) and status == 200 else []
-    used = body.get("usage", {}).get("completion_tokens") if choices else None
-    return Answer(status, body, [choice["finish_reason"] for choice in choices], used)
-
-
-async def _streamed(response: aiohttp.ClientResponse, n: int) -> Answer:
-    finishes: list[str | None] = [None] * n
-    last = ""
-    async for event in events(response):
-        last = event
-        if event == "[DONE]":
-            break
-        for choice in json.loads(event).get("choices", []):
-            finishes[choice["index"]] = choice["finish_reason"] or finishes[choice["index"]]
-    return Answer(200 if last == "[DONE]" else -1, last, finishes)
-
-
-async def events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
-    """The events of a stream."""
-    async for line in response.content:
-        if line.startswith(b"data: "):
-            yield line[6:].decode().strip()
+    return answer
 
 
 class Client:
@@ -128,7 +87,6 @@ class Client:
         self._sessions = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Ask until ``stop``."""
         kinds = [self._completion] * 6 + [self._chat, self._leave, self._leave, self._converse, self._converse]
         kinds += [self._document]
         while not stop.is_set():
@@ -136,7 +94,7 @@ class Client:
             name = kind.__name__.lstrip("_")
             try:
                 await kind(name)
-            except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+            except (httpx.HTTPError, ValueError) as error:
                 self._tally.miss(name, f"{type(error).__name__}: {error}")
 
     def _tokens(self, count: int, draw: random.Random | None = None) -> list[int]:
@@ -192,7 +150,7 @@ class Client:
         put = {"text": text, "ttl_s": 60 if kept else 600, "endpoint": "completions"}
         done = await call(self._target, self._tally, f"/v1/documents/{name}", put, "PUT")
         if done.status != 201:
-            self._tally.miss(kind, f"PUT gave {done.status}: {done.body}")
+            self._tally.miss(kind, f"PUT gave {done.status}: {done.error}")
             return
         body = self._body("Which way?") | {"document": name}
         body.pop("cache_salt", None)
@@ -200,28 +158,23 @@ class Client:
         if not kept:
             done = await call(self._target, self._tally, f"/v1/documents/{name}", None, "DELETE")
             if done.status != 200:
-                self._tally.miss(kind, f"DELETE gave {done.status}: {done.body}")
+                self._tally.miss(kind, f"DELETE gave {done.status}: {done.error}")
 
     async def _leave(self, kind: str) -> None:
         """Ask, and disconnect in the middle of the answer."""
         body = self._body(self._prompt()) | {"max_tokens": 200, "ignore_eos": True}
-        patience = aiohttp.ClientTimeout(total=self._draw.choice((0.05, 0.5, 2.0, 5.0)))
-        try:
-            async with self._target.http.post(
-                f"{self._target.url}/v1/completions",
-                json=body,
-                headers={"authorization": f"Bearer {self._target.key}"},
-                timeout=patience,
-            ) as response:
-                if response.status >= 500:
-                    self._tally.miss(kind, f"{response.status}: {(await response.text())[:200]}")
-                seen, leaves_at = 0, self._draw.randint(1, 20)
-                async for _ in response.content:
-                    seen += 1
-                    if seen >= leaves_at:
+        patience_s, leaves_at = self._draw.choice((0.05, 0.5, 2.0, 5.0)), self._draw.randint(1, 20)
+        with contextlib.suppress(TimeoutError):
+            async with (
+                asyncio.timeout(patience_s),
+                self._target.http.stream("POST", "/v1/completions", json=body) as got,
+            ):
+                if got.status_code >= 500:
+                    self._tally.miss(kind, f"{got.status_code}: {(await got.aread())[:200]!r}")
+                async for _ in got.aiter_lines():
+                    leaves_at -= 1
+                    if leaves_at <= 0:
                         break
-        except TimeoutError:
-            pass
         self._tally.ended["left"] += 1
 
     def _judge(self, kind: str, body: dict[str, Any], answer: Answer) -> None:
@@ -232,13 +185,15 @@ class Client:
         if answer.status == 400 and not fits:
             self._tally.ended["refused, too long"] += 1
             return
-        whole = len(answer.finishes) == body["n"] and all(f in ("length", "stop") for f in answer.finishes)
-        if answer.status != 200 or never or not whole:
-            self._tally.miss(kind, f"{count} tokens, {answer.status}, {answer.finishes}: {answer.body}")
+        ends = list(answer.finish_reasons.values())
+        is_whole = answer.is_whole and len(ends) == body["n"] and all(end in ("length", "stop") for end in ends)
+        if answer.status != 200 or never or not is_whole:
+            self._tally.miss(kind, f"{count} tokens, {answer.status}, {ends}: {answer.error}")
             return
         exact = body["max_tokens"] * body["n"]
-        if fits and body["ignore_eos"] and answer.tokens not in (None, exact):
-            self._tally.miss(kind, f"{answer.tokens} tokens instead of {exact}")
+        tokens = answer.usage.get("completion_tokens", exact)
+        if fits and body["ignore_eos"] and tokens != exact:
+            self._tally.miss(kind, f"{tokens} tokens instead of {exact}")
             return
         self._tally.ended[f"{kind}, {'streamed' if body['stream'] else 'whole'}"] += 1
 
@@ -256,8 +211,8 @@ class Fixed:
     async def learn(self) -> None:
         """Ask each question of an idle server."""
         for question in QUESTIONS:
-            if (found := await self._ask(question)) is not None:
-                self.known[question] = found
+            if (results := await self._ask(question)) is not None:
+                self.known[question] = results
 
     async def run(self, stop: asyncio.Event, pause_s: float) -> None:
         """Ask all of them again and again, until ``stop``."""
@@ -268,34 +223,33 @@ class Fixed:
     async def check(self) -> None:
         """Ask each again. The first token that differs must have been a tie."""
         for question, (tokens, best) in self.known.items():
-            found = await self._ask(question)
-            if found is None:
+            results = await self._ask(question)
+            if results is None:
                 continue
             self._tally.compared += 1
             differs = next(
-                (i for i, pair in enumerate(zip(tokens, found[0], strict=False)) if pair[0] != pair[1]), None
+                (i for i, pair in enumerate(zip(tokens, results[0], strict=False)) if pair[0] != pair[1]), None
             )
             if differs is None:
                 continue
             ranked = sorted(best[differs].values(), reverse=True)
             if (
-                found[0][differs] in best[differs]
+                results[0][differs] in best[differs]
                 and len(ranked) > 1
-                and ranked[0] - best[differs][found[0][differs]] <= TIE_LOGPROB
+                and ranked[0] - best[differs][results[0][differs]] <= TIE_LOGPROB
             ):
                 self._tally.ties += 1
             else:
-                self._tally.miss("fixed", f"{question!r} became {''.join(found[0])!r}, was {''.join(tokens)!r}")
+                self._tally.miss("fixed", f"{question!r} became {''.join(results[0])!r}, was {''.join(tokens)!r}")
 
     async def _ask(self, question: str) -> tuple[list[str], list[dict[str, float]]] | None:
         body = {"model": self._target.model, "prompt": question, "max_tokens": 16, "temperature": 0, "logprobs": 3}
         try:
             answer = await call(self._target, self._tally, "/v1/completions", body)
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except httpx.HTTPError as error:
             self._tally.miss("fixed", f"{type(error).__name__}: {error}")
             return None
         if answer.status != 200:
-            self._tally.miss("fixed", f"{answer.status}: {answer.body}")
+            self._tally.miss("fixed", f"{answer.status}: {answer.error}")
             return None
-        logprobs = answer.body["choices"][0]["logprobs"]
-        return logprobs["tokens"], logprobs["top_logprobs"]
+        return answer.logprobs["tokens"], answer.logprobs["top_logprobs"]

@@ -22,11 +22,10 @@ the machine. ``--cpu-time --threads 1``: CPU seconds in the place of seconds thr
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -34,8 +33,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import chats
 import rivals
+from harness import Commas, chats, median, need, options, save
 from msgspec.structs import replace
 
 from memserve import LLM
@@ -84,7 +83,7 @@ def chat_prompt(llm: LLM, messages: chats.Messages) -> list[int]:
     return list(llm.chat(messages, GREEDY, max_tokens=1).prompt_tokens)
 
 
-def gather(args: argparse.Namespace) -> dict[str, Prompts]:
+def gather(args: Namespace) -> dict[str, Prompts]:
     """The prompts of both kinds, as many of one as of the other; kept in ``--requests`` for the next call."""
     if args.requests is not None and args.requests.exists():
         return json.loads(args.requests.read_text())
@@ -92,10 +91,10 @@ def gather(args: argparse.Namespace) -> dict[str, Prompts]:
         said = list(chat_prompts(args.data, llm, args.prompts, args.new_tokens))
         agents = list(agent_prompts(args.data, llm, args.prompts // 3 + 1))
     step = max(1, len(agents) // max(1, len(said)))
-    found = {"chats": said, "agents": agents[::step][: len(said)]}
+    results = {"chats": said, "agents": agents[::step][: len(said)]}
     if args.requests is not None:
-        args.requests.write_text(json.dumps(found))
-    return found
+        args.requests.write_text(json.dumps(results))
+    return results
 
 
 @dataclass
@@ -130,7 +129,7 @@ def taken(answers: list[Completion]) -> tuple[int, float]:
 class Bench:
     """Both engines, and llama.cpp beside them."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Namespace) -> None:
         options = {"dtype": args.dtype, "kv_memory": "1GiB", "threads": args.threads}
         if args.running is not None:
             options["max_running"] = args.running
@@ -166,11 +165,11 @@ class Bench:
         paces = {name: Pace() for name in (*self.engines, *(["llama.cpp"] if self.rival else []))}
         differ, asked = 0, 0
         for sampling, group in product(samplings, groups):
-            found = self.ask(group, sampling)
-            pairs = list(zip(found["on"], found["off"], strict=True))
+            results = self.ask(group, sampling)
+            pairs = list(zip(results["on"], results["off"], strict=True))
             differ += sum(on.outputs[0].tokens != off.outputs[0].tokens for on, off in pairs)
             asked += len(group)
-            tokens = {name: taken(answers) for name, answers in found.items()}
+            tokens = {name: taken(answers) for name, answers in results.items()}
             if min(count for count, _ in tokens.values()) < LEAST_TOKENS * len(group):
                 continue
             for name, (count, seconds) in tokens.items():
@@ -189,7 +188,7 @@ class Bench:
             **{name: round(pace.rate, 1) for name, pace in paces.items()},
             "ratio": round(paces["on"].rate / paces["off"].rate, 3),
             "cpu": round(paces["on"].tokens / paces["on"].cpu_s * paces["off"].cpu_s / paces["off"].tokens, 3),
-            "median": round(statistics.median(ratios), 3), "least": round(min(ratios), 3),
+            "median": round(median(ratios), 3), "least": round(min(ratios), 3),
             "drafts": after.drafts_computed - before.drafts_computed, "kept": after.drafts_kept - before.drafts_kept,
         }  # fmt: skip
 
@@ -200,48 +199,32 @@ def batches(prompts: Prompts, size: int) -> list[Prompts]:
     return [prompts[at : at + size] for at in range(0, min(whole, len(prompts)), size)]
 
 
-def main() -> int:
-    """Ask everything, and print a line for each kind."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with conversations/ and agents/")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--drafts", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--running", type=int, help="of a batch, how many run at a time; all by default")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--prompts", type=int, default=20, help="chats of three turns, and as many agents' calls")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--kinds", default="chats,agents,again,drawn")
-    parser.add_argument("--requests", type=Path, help="keep the prompts here for the next call")
-    parser.add_argument("--llamacpp", default="", help="a Python that can import llama_cpp")
-    parser.add_argument("--gguf", type=Path, help="what llama.cpp loads")
-    parser.add_argument("--cpu-time", action="store_true", help="tokens by CPU second: for a busy machine, one thread")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if not args.data.exists():
-        print(f"skipped: no data at {args.data}")
-        return 0
+def main() -> None:
+    args = options(
+        __doc__, required="data", data=(Path, "folder with conversations/ and agents/"), model="smollm2-135m-instruct",
+        dtype="bfloat16", drafts=8, threads=2, batch=1, running=(int, "of a batch, how many run at a time"), rounds=1,
+        prompts=(20, "chats of three turns, and as many agents' calls"), new_tokens=128, limit=int,
+        kinds=Commas("chats", "agents", "again", "drawn"), requests=(Path, "keep the prompts here for the next call"),
+        llamacpp=("", "a Python that can import llama_cpp"), gguf=(Path, "what llama.cpp loads"),
+        cpu_time=(False, "tokens by CPU second: for a busy machine, one thread"),
+    )  # fmt: skip
+    need(args.data)
     prompts = gather(args)
     if args.cpu_time:
         if args.threads != 1:
             raise SystemExit("--cpu-time is for --threads 1: threads that wait for each other take CPU time as well")
         device.time = SimpleNamespace(perf_counter_ns=time.thread_time_ns)  # what steps take, as the policy learns it
-    bench = Bench(args)
-    rows = []
+    bench, rows = Bench(args), []
     sources = {"chats": "chats", "agents": "agents", "again": "chats", "drawn": "chats"}
-    for kind in args.kinds.split(","):
+    for kind in args.kinds:
         groups = batches(prompts[sources[kind]][: args.limit], args.batch)
         samplings = [replace(DRAWN, seed=seed) if kind == "drawn" else GREEDY for seed in range(7, 7 + args.rounds)]
         rows.append(bench.row(kind, groups, samplings))
         print(json.dumps(rows[-1]), flush=True)
     if bench.rival is not None:
         bench.rival.end()
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
-    return int(args.dtype == "float32" and any(row["differ"] for row in rows))
+    save(args, rows)
+    sys.exit(args.dtype == "float32" and any(row["differ"] for row in rows))
 
 
 if __name__ == "__main__":

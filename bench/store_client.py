@@ -22,22 +22,18 @@ What is not installed is skipped and said: pip install lmdb redis mooncake-trans
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness import Commas, Samples, median, options, ratio, save, seconds, show, turns
 from store_rivals import (
     CHAINS,
+    KEYS,
     MATCHED,
     MIB,
     MOONCAKE_KEYS,
@@ -52,66 +48,56 @@ from store_rivals import (
     key_of,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 import geometries
 from served_store import ServedStore
 
 
 class Memserve(Contender):
     name = "memserve"
+    can: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "put": {"copied": "put", "in place": "put_staged", "copied, one call": "put_many"},
+        "get": {"in place": "get_in_place", "copied": "get"},
+        "blocks": {"1 thread": "blocks", "2 threads": "blocks_by_two"}, "match": {"": "match"},
+    }  # fmt: skip
 
-    def __init__(self, buffers: Buffers, folder: Path) -> None:
-        super().__init__()
-        self._buffers = buffers
-        self._store = ServedStore(folder, dram="8GiB")
+    def open(self) -> None:
+        self._store = ServedStore(self.folder, dram="8GiB")
         self._client = self._store.client()
         self._staged = self._client.allocate(MIB)
-        np.frombuffer(self._staged.data, np.uint8)[:] = buffers.one
-        blocks = [(key_of(number, "block"), block) for number, block in enumerate(buffers.blocks)]
-        assert all(self._client.put_many(blocks, timeout_s=WAIT_S))
+        np.frombuffer(self._staged.data, np.uint8)[:] = self.buffers.one
+        names = [key_of(number, "block") for number in range(VALUES)]
+        self._targets = list(zip(names, self.buffers.targets, strict=True))
+        assert all(self._client.put_many(list(zip(names, self.buffers.blocks, strict=True)), timeout_s=WAIT_S))
 
-    def operations(self) -> dict[str, dict[str, Operation]]:
-        mine, client = self._buffers, self._client
-        keys = [key_of(number) for number in range(VALUES)]
-        pairs = [(key_of(number, "block"), target) for number, target in enumerate(mine.targets)]
+    def put(self, key: bytes) -> None:
+        assert self._client.put(key, self.buffers.one)
 
-        def put(value: Any) -> Operation:
-            def puts() -> None:
-                for key in keys:
-                    assert client.put(key, value)
+    def put_staged(self, key: bytes) -> None:
+        assert self._client.put(key, self._staged)
 
-            return puts
+    def put_many(self) -> None:
+        assert all(self._client.put_many([(key, self.buffers.one) for key in KEYS], timeout_s=WAIT_S))
 
-        def put_many() -> None:
-            assert all(client.put_many([(key, mine.one) for key in keys], timeout_s=WAIT_S))
+    def get_in_place(self, key: bytes) -> None:
+        self._client.get(key).release()
 
-        def get_in_place() -> None:
-            for key in keys:
-                client.get(key).release()
+    def get(self, key: bytes) -> None:
+        self._client.get_into([(key, self.buffers.out)])
 
-        def get_copied() -> None:
-            for key in keys:
-                client.get_into([(key, mine.out)])
+    def blocks(self, threads: int = 1) -> None:
+        self._client.get_into(self._targets, threads=threads)
 
-        def blocks(threads: int) -> Operation:
-            return lambda: client.get_into(pairs, threads=threads)
+    def blocks_by_two(self) -> None:
+        self.blocks(2)
 
-        def match() -> None:
-            for keys_in_turn in self.matched:
-                assert client.match_last_index(keys_in_turn) == MATCHED - 1
-
-        return {
-            "put": {"copied": put(mine.one), "in place": put(self._staged), "copied, one call": put_many},
-            "get": {"in place": get_in_place, "copied": get_copied},
-            "blocks": {"1 thread": blocks(1), "2 threads": blocks(2)},
-            "match": {"": match},
-        }
+    def match(self, keys: list[bytes]) -> None:
+        assert self._client.match_last_index(keys) == MATCHED - 1
 
     def fill(self, count: int) -> None:
         for first in range(0, count, 65_536):
-            some = range(first, min(first + 65_536, count))
-            taken = self._client.put_many(((key_of(number, "small"), b"8 bytes!") for number in some), timeout_s=WAIT_S)
-            assert all(taken)
+            numbers = range(first, min(first + 65_536, count))
+            pairs = ((key_of(number, "small"), b"8 bytes!") for number in numbers)
+            assert all(self._client.put_many(pairs, timeout_s=WAIT_S))
 
     def close(self) -> None:
         self._staged.release()
@@ -135,108 +121,78 @@ def opened(buffers: Buffers, folder: Path, without: Iterable[str]) -> list[Conte
     return here
 
 
-def measured(contenders: list[Contender], kinds: list[str], rounds: int) -> dict[tuple[str, str, str], list[float]]:
+def measure(contenders: list[Contender], kinds: list[str], rounds: int) -> Samples:
     """Microseconds an operation, by kind, contender and variant, one figure a round."""
-    lines = [
-        (kind, one.name, variant, operation)
-        for one in contenders
-        for kind, variants in one.operations().items()
-        if kind in kinds
-        for variant, operation in variants.items()
-    ]
-    times: dict[tuple[str, str, str], list[float]] = {}
-    for number in range(rounds + 1):
-        for kind in kinds:
-            mine = [line for line in lines if line[0] == kind]
-            turn = number % max(1, len(mine))
-            for _, name, variant, operation in mine[turn:] + mine[:turn]:
-                began = time.perf_counter_ns()
-                operation()
-                spent_us = (time.perf_counter_ns() - began) / 1e3 / DIVISORS[kind]
-                if number:  # the first round warms
-                    times.setdefault((kind, name, variant), []).append(spent_us)
+    lines: dict[str, list[tuple[tuple[str, str, str], Operation]]] = {kind: [] for kind in kinds}
+    for contender in contenders:
+        for kind, variants in contender.operations().items():
+            for variant, operation in variants.items() if kind in kinds else ():
+                lines[kind].append(((kind, contender.name, variant), operation))
+    times = Samples()
+    for kind in kinds:
+        for number, (key, operation) in turns(rounds, lines[kind], warm=1):
+            spent_us = 1e6 * seconds(operation) / DIVISORS[kind]
+            times[key] += [spent_us] if number >= 0 else []
     return times
 
 
-def paired(mine: list[float], others: list[float]) -> float:
-    """``mine`` in times of ``others``: the median of the rounds' ratios: a machine's speed changes between them."""
-    return round(statistics.median(one / other for one, other in zip(mine, others, strict=True)), 3)
-
-
-def rows_of(times: dict[tuple[str, str, str], list[float]], block_bytes: int) -> list[dict[str, Any]]:
+def rows_of(times: Samples, block_bytes: int) -> list[dict[str, Any]]:
     """A row for each contender and variant, with its ratio to memcpy and to each rival that does the same."""
     rows, moved = [], {"put": MIB, "get": MIB, "blocks": VALUES * block_bytes}
-    for (kind, name, variant), spent in times.items():
-        median, base = statistics.median(spent), times.get((kind, "memcpy", ""))
+    for kind, name, variant in list(times):
+        spent, base = times[kind, name, variant], (kind, "memcpy", "")
         rivals = {
-            f"{rival} {its_variant}".strip(): paired(spent, its_spent)
-            for (its_kind, rival, its_variant), its_spent in times.items()
+            f"{rival} {its_variant}".strip(): round(times.ratio((kind, name, variant), (kind, rival, its_variant)), 3)
+            for its_kind, rival, its_variant in list(times)
             if name == Memserve.name and its_kind == kind and rival not in (name, "memcpy")
             # the same variant; of a rival that does not have it, the plain one
             if its_variant in ((variant,) if (kind, rival, variant) in times else ("copied", "1 thread"))
         }
-        rows.append(
-            {
-                "kind": kind,
-                "contender": name,
-                "variant": variant,
-                "median_us": round(median, 2),
-                "least_us": round(min(spent), 2),
-                "most_us": round(max(spent), 2),
-                "gb_per_s": round(moved[kind] / median / 1e3, 2) if kind in moved else None,
-                "times_memcpy": paired(spent, base) if base else None,
-                "times_rivals": rivals,
-            }
-        )
+        rows.append({
+            "kind": kind, "contender": name, "variant": variant, "median_us": round(median(spent), 2),
+            "least_us": round(min(spent), 2), "most_us": round(max(spent), 2), "times_rivals": rivals,
+            "gb_per_s": round(moved[kind] / median(spent) / 1e3, 2) if kind in moved else None,
+            "times_memcpy": round(ratio(spent, times[base]), 3) if base in times else None,
+            "rivals": "; ".join(f"{rival} {times_it:.2f}" for rival, times_it in rivals.items()),
+        })  # fmt: skip
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print("| what | contender | | us, median (least to most) | GB/s | time / memcpy | time / rivals |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        ends = f"{row['median_us']:,} ({row['least_us']:,} to {row['most_us']:,})"
-        speed, ratio = row["gb_per_s"] or "", row["times_memcpy"] or ""
-        rivals = "; ".join(f"{name} {times:.2f}" for name, times in row["times_rivals"].items())
-        print(f"| {row['kind']} | {row['contender']} | {row['variant']} | {ends} | {speed} | {ratio} | {rivals} |")
+COLUMNS = {
+    "what": "{kind}", "contender": "{contender}", "variant": "{variant}",
+    "us, median (least to most)": "{median_us:,} ({least_us:,} to {most_us:,})", "GB/s": "{gb_per_s}",
+    "time / memcpy": "{times_memcpy}", "time / rivals": "{rivals}",
+}  # fmt: skip
 
 
 def fill(contenders: list[Contender], keys: int) -> None:
-    for one in contenders:
+    for item in contenders:
         began = time.monotonic()
-        one.fill(keys)
-        one.matched = chains(min(keys, MOONCAKE_KEYS) if one.name == "Mooncake" else keys)
-        print(f"{one.name}: filled in {time.monotonic() - began:.1f} s", flush=True)
+        item.fill(keys)
+        item.matched = chains(min(keys, MOONCAKE_KEYS) if item.name == "Mooncake" else keys)
+        print(f"{item.name}: filled in {time.monotonic() - began:.1f} s", flush=True)
 
 
 def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--rounds", type=int, default=7)
-    reader.add_argument("--keys", type=int, default=1_000_000)
-    reader.add_argument("--only", default="put,get,blocks,match")
-    reader.add_argument("--without", default="", help="contenders to leave out, by name")
-    reader.add_argument("--quick", action="store_true", help="3 rounds, 50,000 keys: does everything work")
-    reader.add_argument("--json", type=Path)
-    geometries.add_option(reader)
-    given = reader.parse_args()
-    if given.quick:
-        given.rounds, given.keys = 3, 50_000
-    block_bytes = geometries.SHAPES[given.geometry].kv.block_bytes
-    kinds, buffers = given.only.split(","), Buffers(block_bytes)
+    args = options(
+        __doc__, rounds=7, keys=1_000_000, only=Commas("put", "get", "blocks", "match"), geometry="smollm2",
+        without=("", "contenders to leave out, by name"), quick={"rounds": 3, "keys": 50_000},
+    )  # fmt: skip
+    block_bytes = geometries.SHAPES[args.geometry].kv.block_bytes
+    kinds, buffers = args.only, Buffers(block_bytes)
     wanted = ["put", *kinds] if "get" in kinds and "put" not in kinds else kinds
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        contenders = opened(buffers, Path(folder), given.without.lower().split(","))
+        contenders = opened(buffers, Path(folder), args.without.lower().split(","))
         try:
             if "match" in kinds:
-                fill(contenders, given.keys)
-            times = measured(contenders, wanted, given.rounds)
+                fill(contenders, args.keys)
+            times = measure(contenders, wanted, args.rounds)
         finally:
-            for one in contenders:
-                one.close()
+            for contender in contenders:
+                contender.close()
     rows = rows_of(times, block_bytes)
-    show(rows)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
+    show(rows, COLUMNS)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,20 @@ among a million; 64 blocks copied out, beside ``memcpy`` of the same bytes betwe
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
-import statistics
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import Samples, Table, options, save, seconds
 
-from memserve import _core
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import geometries
+from memserve import _core
 
 KEYS_AT_ONCE, BLOCKS, VALUE_BYTES = 1000, 64, 1_000_000
 CALLS = 2000
@@ -61,19 +57,16 @@ def add_blocks(tier: _core.MemoryTier, block_bytes: int) -> None:
 
 def timed(call: Callable[[], object], calls: int = 1) -> float:
     """Microseconds a call."""
-    start = time.perf_counter_ns()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter_ns() - start) / calls / 1e3
+    return seconds(lambda: [call() for _ in range(calls)] and None) / calls * 1e6
 
 
-def client(paths: tuple[str, str, str], arguments: argparse.Namespace, pipe: Connection) -> None:
+def client(paths: tuple[str, str, str], args: Namespace, pipe: Connection) -> None:
     """Measures; sends medians in microseconds."""
     reader = _core.TierReader(*paths)
-    block_bytes = arguments.block_bytes
+    block_bytes = args.block_bytes
     keys = keys_of(-1 % 2**32, BLOCKS + 1)
     blocks, value = keys[: 16 * BLOCKS], keys[16 * BLOCKS :]
-    everything = keys_of(0, arguments.entries)
+    everything = keys_of(0, args.entries)
     targets = [np.ones(block_bytes, np.uint8) for _ in range(BLOCKS)]
     names = [b""] * BLOCKS
     rng = np.random.default_rng(1)
@@ -82,12 +75,12 @@ def client(paths: tuple[str, str, str], arguments: argparse.Namespace, pipe: Con
     addresses = [target.ctypes.data for target in targets]
 
     def hold() -> None:
-        found = reader.hold(value)
-        assert found is not None
-        reader.let_go(found[2])
+        results = reader.hold(value)
+        assert results is not None
+        reader.let_go(results[2])
 
     def some_keys() -> bytes:
-        places = rng.integers(0, arguments.entries, KEYS_AT_ONCE)
+        places = rng.integers(0, args.entries, KEYS_AT_ONCE)
         return b"".join(everything[16 * int(i) : 16 * int(i) + 16] for i in places)
 
     def copy_out() -> None:
@@ -99,19 +92,19 @@ def client(paths: tuple[str, str, str], arguments: argparse.Namespace, pipe: Con
 
     assert reader.prefix(some_keys()) == KEYS_AT_ONCE
     copy_out()
-    times: dict[str, list[float]] = {}
-    for _ in range(arguments.reps):
-        asked = some_keys()
+    times = Samples()
+    for _ in range(args.reps):
+        keys_in_turn = some_keys()
         for name, call, calls in (
             ("a call that does nothing", lambda: reader.closed, CALLS),
             ("hold and let go of 1 MB", hold, CALLS),
-            ("prefix of 1,000 keys", lambda asked=asked: reader.prefix(asked), 1),
-            ("where of the same again", lambda asked=asked: reader.where(asked), 1),
+            ("prefix of 1,000 keys", partial(reader.prefix, keys_in_turn), 1),
+            ("where of the same again", partial(reader.where, keys_in_turn), 1),
             ("copy of 64 blocks", copy_out, 1),
             ("memcpy of 64 blocks", memcpy, 1),
         ):
-            times.setdefault(name, []).append(timed(call, calls))
-    pipe.send({name: statistics.median(us) for name, us in times.items()})
+            times[name].append(timed(call, calls))
+    pipe.send({name: times.median(name) for name in list(times)})
 
 
 def owner_figures(tier: _core.MemoryTier, block_bytes: int) -> dict[str, float]:
@@ -139,19 +132,19 @@ def owner_figures(tier: _core.MemoryTier, block_bytes: int) -> dict[str, float]:
     return figures
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Namespace) -> dict[str, Any]:
     """All figures, and the ratios that they are for."""
-    room = 2 * (BLOCKS + 2) * arguments.block_bytes + 64 * arguments.entries + (8 << 20)
+    room = 2 * (BLOCKS + 2) * args.block_bytes + 64 * args.entries + (8 << 20)
     start = time.perf_counter()
     name = f"bench-{os.getpid()}"
-    tier = _core.MemoryTier(room, arguments.block_bytes, name=name, entries=arguments.entries + 1000)
+    tier = _core.MemoryTier(room, args.block_bytes, name=name, entries=args.entries + 1000)
     made_s = time.perf_counter() - start
     try:
-        fill(tier, arguments.entries)
-        add_blocks(tier, arguments.block_bytes)
+        fill(tier, args.entries)
+        add_blocks(tier, args.block_bytes)
         paths = (tier.data_path, tier.index_path, tier.open_client(1))
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=client, args=(paths, arguments, theirs))
+        process = multiprocessing.get_context("spawn").Process(target=client, args=(paths, args, theirs))
         process.start()
         theirs.close()
         us: dict[str, float] = ours.recv()
@@ -159,12 +152,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         hidden, entries, bookkeeping = tier.counters()["hidden"], len(tier), tier.nbytes
         del tier
         start = time.perf_counter()
-        tier = _core.MemoryTier(room, arguments.block_bytes, name=name, entries=arguments.entries + 1000)
+        tier = _core.MemoryTier(room, args.block_bytes, name=name, entries=args.entries + 1000)
         adopted_s = time.perf_counter() - start
-        us |= owner_figures(tier, arguments.block_bytes)
+        us |= owner_figures(tier, args.block_bytes)
     finally:
         tier.unlink()
-    copied = BLOCKS * arguments.block_bytes
+    copied = BLOCKS * args.block_bytes
     return {
         "us": us,
         "copy_gb_s": copied / us["copy of 64 blocks"] / 1e3,
@@ -179,25 +172,22 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints figures, and writes them as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reps", type=int, default=30)
-    parser.add_argument("--entries", type=int, default=1_000_000)
-    geometries.add_option(parser, "llama3")
-    parser.add_argument("--json", type=Path, default=None)
-    arguments = parser.parse_args()
-    arguments.block_bytes = geometries.SHAPES[arguments.geometry].kv.block_bytes
-    figures = measure(arguments)
+    args = options(__doc__, reps=30, entries=1_000_000, geometry="llama3")
+    args.block_bytes = geometries.SHAPES[args.geometry].kv.block_bytes
+    figures = measure(args)
+    table = Table(["figure", "value"])
     for name, us in figures["us"].items():
-        print(f"{name:52} {us:12,.2f} us")
-    print(f"{'prefix, a key':52} {figures['prefix_ns_a_key']:12,.1f} ns")
-    print(f"{'copy / memcpy (1 = as fast)':52} {figures['copy_by_memcpy']:12.3f}", end="")
-    print(f"    {figures['copy_gb_s']:.2f} and {figures['memcpy_gb_s']:.2f} GB/s")
-    print(f"{'bookkeeping, an entry':52} {figures['bookkeeping_bytes_an_entry']:12,.0f} bytes")
-    print(f"{'files made, adopted':52} {figures['files_made_s']:12.2f} and {figures['adopted_s']:.2f} s")
-    print(f"{'not shown for want of a place':52} {figures['hidden']:12,}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1))
+        table.show({"figure": name, "value": f"{us:,.2f} us"})
+    speeds = f"{figures['copy_gb_s']:.2f} and {figures['memcpy_gb_s']:.2f} GB/s"
+    for name, value in {
+        "prefix, a key": f"{figures['prefix_ns_a_key']:,.1f} ns",
+        "copy / memcpy (1 = as fast)": f"{figures['copy_by_memcpy']:.3f}, {speeds}",
+        "bookkeeping, an entry": f"{figures['bookkeeping_bytes_an_entry']:,.0f} bytes",
+        "files made, adopted": f"{figures['files_made_s']:.2f} and {figures['adopted_s']:.2f} s",
+        "not shown for want of a place": f"{figures['hidden']:,}",
+    }.items():
+        table.show({"figure": name, "value": value})
+    save(args, figures)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,8 @@ the file system for them, and the sample is left out: for ten million records on
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import queue
 import random
-import resource
-import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,11 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from harness import LineChild, kill, median, options, resident_bytes, save, show
+from harness.disks import DiskRig
 
 from memserve import _core
 from memserve.base.units import MIB
 from memserve.store.disks import events as ev
-from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.disks.disks import DisksConfig
 from memserve.store.disks.events import SYNC_CODES, segment_bytes_for
 from memserve.store.host.disks import DiskHost
 from memserve.store.host.files import FILE
@@ -49,7 +44,7 @@ def keys_of(count: int) -> Iterator[bytes]:
     rng = random.Random(7)
     while count > 0:
         block = rng.randbytes(16 * min(count, 4096))
-        yield from (block[at : at + 16] for at in range(0, len(block), 16))
+        yield from (block[place : place + 16] for place in range(0, len(block), 16))
         count -= 4096
 
 
@@ -113,12 +108,13 @@ def write(folder: Path, records: int, sparse: bool) -> None:
                 time.sleep(600)
 
 
-def killed(folder: Path, records: int, sparse: bool) -> None:
-    command = [sys.executable, __file__, "--write", str(folder), "--records", str(records)]
-    child = subprocess.Popen(command + ["--sparse"] * sparse, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline() == "written\n", "the writer has failed"
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+def write_and_kill(folder: Path, records: int, sparse: bool) -> None:
+    """A process that writes, killed in the middle."""
+    child = LineChild(
+        sys.executable, __file__, "--write", str(folder), "--records", str(records), *["--sparse"] * sparse
+    )
+    assert child.hello == "written", "the writer has failed"
+    kill(child.process)
 
 
 def forget_pages(path: Path) -> None:
@@ -142,64 +138,52 @@ def recover_sparse(path: Path) -> tuple[float, _core.SegmentLog]:
 def recover(folder: Path, records: int, *, is_last: bool) -> tuple[float, _core.SegmentLog]:
     """Nothing is written before the last round: each finds what the kill has left."""
     start = time.perf_counter()
-    host = DiskHost([(folder, disk_bytes_for(records))], CONFIG)
-    spent_s = time.perf_counter() - start
-    log = host.logs[0]
-    found = len(log)
     if not is_last:
+        host = DiskHost([(folder, disk_bytes_for(records))], CONFIG)
+        spent_s, log = time.perf_counter() - start, host.logs[0]
         host.close()
         return spent_s, log
-    disks = Disks(host.logs, CONFIG)
-    arena = _core.Arena(PAGE)
-    done: queue.SimpleQueue[ev.DiskDone] = queue.SimpleQueue()
-    host.start(done.put, arena.address, arena.nbytes, PAGE)
+    rig = DiskRig(folder, disk_bytes_for(records), CONFIG, PAGE, 1)
+    spent_s, log, good = time.perf_counter() - start, rig.host.logs[0], 0
+    print(f"  {len(log):,} records found")
     sample = set(random.Random(1).sample(range(records), SAMPLE))
-    good = 0
     for key in (key for number, key in enumerate(keys_of(records)) if number in sample):
-        if disks.read(key, 0, 0, 1 << 62) is None:
+        if rig.read(key, 0) is None:
             continue
-        while not any(isinstance(outcome, ev.ReadEnded) for outcome in disks.take_outcomes()):
-            for action in disks.take_actions():
-                host.perform(action)
-            disks.handle(done.get(timeout=60), 0)
-        good += bytes(memoryview(arena)[:PAYLOAD_BYTES]) == payload_of(key)
-    print(f"  {found:,} records found; {good:,} of a sample of {SAMPLE:,} read back")
-    host.close()
+        while not any(isinstance(outcome, ev.ReadEnded) for outcome in rig.step()):
+            continue
+        good += bytes(memoryview(rig.arena)[:PAYLOAD_BYTES]) == payload_of(key)
+    print(f"  {good:,} of a sample of {SAMPLE:,} read back")
+    rig.close()
     return spent_s, log
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary folder")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sparse", action="store_true")
-    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if options.write:
-        write(options.write, options.records, options.sparse)
+    args = options(
+        __doc__, records=1_000_000, folder=Path, rounds=3, sparse=False, write=Path, hidden="write"
+    )  # fmt: skip
+    if args.write:
+        write(args.write, args.records, args.sparse)
         return
     times: list[float] = []
-    with tempfile.TemporaryDirectory(dir=options.folder, prefix="memserve-store-restart-") as name:
-        killed(Path(name), options.records, options.sparse)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="memserve-store-restart-") as name:
+        write_and_kill(Path(name), args.records, args.sparse)
         path = Path(name) / FILE
-        for number in range(options.rounds):
+        for number in range(args.rounds):
             forget_pages(path)
-            if options.sparse:
+            if args.sparse:
                 spent_s, log = recover_sparse(path)
             else:
-                spent_s, log = recover(path.parent, options.records, is_last=number == options.rounds - 1)
+                spent_s, log = recover(path.parent, args.records, is_last=number == args.rounds - 1)
             times.append(spent_s)
-    if options.sparse:
-        print(f"  {len(log):,} records found")
-    median_s = statistics.median(times)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{options.records:,} records known again after {median_s:.2f} s (median of {options.rounds}: ", end="")
-    print(", ".join(f"{spent_s:.2f}" for spent_s in times), end="")
-    print(f"); index {log.nbytes / MIB:,.0f} MiB, the process at most {peak:,.0f} MiB")
-    if options.json:
-        options.json.write_text(json.dumps({"records": options.records, "seconds": times, "index_bytes": log.nbytes}))
+    peak_mib = resident_bytes(os.getpid(), "VmHWM") / MIB
+    show(
+        [{"seconds": times, "median_s": median(times), "found": len(log), "index_mib": log.nbytes / MIB,
+          "peak_mib": peak_mib, "rounds": ", ".join(f"{spent_s:.2f}" for spent_s in times)}],
+        {"records known again": "{found:,}", "median": "{median_s:.2f} s", "rounds": "{rounds}",
+         "index": "{index_mib:,.0f} MiB", "the process at most": "{peak_mib:,.0f} MiB"},
+    )  # fmt: skip
+    save(args, {"records": args.records, "seconds": times, "index_bytes": log.nbytes})
 
 
 if __name__ == "__main__":

@@ -15,103 +15,60 @@ time of a request, waiting included; answers that said to come again.
 
 from __future__ import annotations
 
-import argparse
-import json
+from argparse import Namespace
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chat_load import Load, Shape
-from served import Served, end_in_order, serving
+from harness import end_in_order, median, options, save, show, turns
+from harness.chat_load import SHAPE, Load, shape_of
+from harness.served import Served, serving
 
 TOKEN_BYTES = 23_040
 """KV of a token of the bundled model."""
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A server."""
-
-    name: str
-    admits: bool
-    has_store: bool
-
-
-SETTINGS = (
-    Setting("plain", False, False),
-    Setting("admission", True, False),
-    Setting("store", False, True),
-    Setting("admission, store", True, True),
-)
+ADMISSION = ("--admission", "cache", "--admission-hold", "--admission-queue", "1000", "--admission-wait")
+SETTINGS = ("plain", "admission", "store", "admission, store")
+COLUMNS = {
+    "setting": "{setting}", "clients": "{clients}", "x fit": "{level}", "hits": "{hit_rate:.1%}",
+    "of ceiling": "{of_ceiling:.1%}", "requests/s": "{requests_per_s:.2f}", "of peak": "{of_peak:.1%}",
+    "median": "{median_s:.2f} s", "longest": "{longest_s:.2f} s", "refused": "{refused}",
+}  # fmt: skip
 
 
-def start(stack: ExitStack, setting: Setting, shape: Shape, args: argparse.Namespace) -> Served:
+def start(stack: ExitStack, setting: str, args: Namespace) -> Served:
     """The server of one setting."""
-    chat_bytes = (shape.longest_tokens + 64) * args.token_bytes
+    chat_bytes = (shape_of(args).longest_tokens + 64) * args.token_bytes
     kv_mib = args.fit * chat_bytes // MIB + 1
-    words = ["--colocated", "1", "--metadata", "none", "--served-model-name", "x", "--kv-memory", f"{kv_mib}MiB"]
-    words += ["--model", args.model] if args.model else []
-    if setting.admits:
-        words += [
-            "--admission",
-            "cache",
-            "--admission-hold",
-            "--admission-queue",
-            "1000",
-            "--admission-wait",
-            str(args.wait),
-        ]
-    if setting.has_store:
-        words += ["--store-dram", f"{2 * max(args.levels) * kv_mib}MiB"]
-    return stack.enter_context(serving(*words))
+    flags = ["--colocated", "1", "--metadata", "none", "--served-model-name", "x", "--kv-memory", f"{kv_mib}MiB"]
+    flags += [*ADMISSION, str(args.wait)] if "admission" in setting else []
+    flags += ["--store-dram", f"{2 * max(args.levels) * kv_mib}MiB"] if "store" in setting else []
+    return stack.enter_context(serving(*flags, model=args.model))
 
 
-def measure(args: argparse.Namespace, shape: Shape) -> list[dict[str, Any]]:
+def measure(args: Namespace) -> list[dict[str, Any]]:
     """The rows of one run."""
     rows = []
-    settings = [setting for setting in SETTINGS if setting.name in args.settings]
     with ExitStack() as stack:
-        servers = {setting.name: start(stack, setting, shape, args) for setting in settings}
-        for at, level in enumerate(args.levels):
-            for setting in settings if at % 2 == 0 else reversed(settings):
-                clients = level * args.fit
-                load = Load(shape, clients, clients, 1000 * args.seed + level)
-                found = load.run_for(servers[setting.name].url, args.seconds, args.warm)
-                rows.append(
-                    {
-                        "setting": setting.name,
-                        "level": level,
-                        "clients": clients,
-                        "requests_per_s": found.rate,
-                        "hit_rate": found.hit_rate,
-                        "of_ceiling": found.cached_tokens / max(1, found.reusable_tokens),
-                        "median_s": sorted(found.times_s)[len(found.times_s) // 2] if found.times_s else None,
-                        "longest_s": max(found.times_s, default=None),
-                        "refused": found.refused,
-                        "requests": found.requests,
-                    }
-                )
-                print(f"{clients} clients, {setting.name}: {found.rate:.2f}/s, {found.hit_rate:.1%}", flush=True)
+        servers = {setting: start(stack, setting, args) for setting in args.settings}
+        for number, setting in turns(len(args.levels), servers):
+            level = args.levels[number]
+            clients = level * args.fit
+            load = Load(shape_of(args), clients, clients, 1000 * args.seed + level)
+            seen = load.run_for(servers[setting].url, args.seconds, args.warm)
+            rows.append({
+                "setting": setting, "level": level, "clients": clients, "requests_per_s": seen.rate,
+                "hit_rate": seen.hit_rate, "of_ceiling": seen.cached_tokens / max(1, seen.reusable_tokens),
+                "median_s": median(seen.times_s) if seen.times_s else None,
+                "longest_s": max(seen.times_s, default=None), "refused": seen.refused, "requests": seen.requests,
+            })  # fmt: skip
+            print(f"{clients} clients, {setting}: {seen.rate:.2f}/s, {seen.hit_rate:.1%}", flush=True)
     for row in rows:
-        mine = [other["requests_per_s"] for other in rows if other["setting"] == row["setting"]]
-        row["of_peak"] = row["requests_per_s"] / max(mine) if max(mine) else 0.0
+        peak = max(other["requests_per_s"] for other in rows if other["setting"] == row["setting"])
+        row["of_peak"] = row["requests_per_s"] / peak if peak else 0.0
     return sorted(rows, key=lambda row: args.settings.index(row["setting"]))
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    """The table."""
-    print(
-        f"{'setting':18} {'clients':>8} {'x fit':>6} {'hits':>6} {'of ceiling':>11} {'requests/s':>11} {'of peak':>8} "
-        f"{'median':>8} {'longest':>9} {'refused':>8}"
-    )
-    for row in rows:
-        print(
-            f"{row['setting']:18} {row['clients']:8} {row['level']:6} {row['hit_rate']:6.1%} {row['of_ceiling']:11.1%} "
-            f"{row['requests_per_s']:11.2f} {row['of_peak']:8.1%} {row['median_s'] or 0:6.2f} s "
-            f"{row['longest_s'] or 0:7.2f} s {row['refused']:8}"
-        )
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -121,58 +78,39 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 7), layout="constrained")
-    styles = {"plain": "o-", "admission": "s-", "store": "o--", "admission, store": "s--"}
-    for name in dict.fromkeys(row["setting"] for row in rows):
-        mine = [row for row in rows if row["setting"] == name]
-        levels = [row["level"] for row in mine]
-        above.plot(levels, [row["requests_per_s"] for row in mine], styles[name], label=name)
-        below.plot(levels, [row["hit_rate"] for row in mine], styles[name], label=name)
+    figure, panels = pyplot.subplots(2, 1, sharex=True, figsize=(7, 7), layout="constrained")
+    styles = dict(zip(SETTINGS, ("o-", "s-", "o--", "s--"), strict=True))
     levels = sorted({row["level"] for row in rows})
-    above.set_ylabel("requests/s")
-    above.set_ylim(bottom=0)
-    above.legend()
-    below.set_ylabel("cached share of prompt tokens")
-    below.set_ylim(0, 1)
-    below.set_xscale("log", base=2)
-    below.set_xticks(levels, [str(level) for level in levels])
-    below.set_xlabel("clients / chats that fit in memory")
-    for axes in (above, below):
+    labels = {"requests_per_s": "requests/s", "hit_rate": "cached share of prompt tokens"}
+    for axes, (name, label) in zip(panels, labels.items(), strict=True):
+        for setting in dict.fromkeys(row["setting"] for row in rows):
+            mine = [row[name] for row in rows if row["setting"] == setting]
+            axes.plot(levels, mine, styles[setting], label=setting)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
+    panels[0].legend()
+    panels[1].set_xscale("log", base=2)
+    panels[1].set_xticks(levels, [str(level) for level in levels])
+    panels[1].set_xlabel("clients / chats that fit in memory")
     figure.savefig(path, dpi=120)
 
 
 def main() -> None:
-    """Measure, print and plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="+", default=[setting.name for setting in SETTINGS])
-    parser.add_argument("--levels", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument("--fit", type=int, default=3, help="chats that fit in the instance's memory")
-    parser.add_argument("--seconds", type=float, default=18.0, help="that count, at each level and setting")
-    parser.add_argument("--warm", type=float, default=8.0, help="seconds before them")
-    parser.add_argument("--wait", type=float, default=120.0, help="--admission-wait, seconds")
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--first-words", type=int, default=150)
-    parser.add_argument("--turn-words", type=int, default=30)
-    parser.add_argument("--answer-tokens", type=int, default=8)
-    parser.add_argument("--token-bytes", type=int, default=TOKEN_BYTES, help="KV of one token of --model")
-    parser.add_argument("--model", default="")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="levels 1 and 4")
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.quick:
-        args.levels, args.seconds, args.warm = [1, 4], 10.0, 4.0
+    args = options(
+        __doc__, settings=list(SETTINGS), levels=[1, 2, 4, 8], fit=(3, "chats that fit in the instance's memory"),
+        seconds=(18.0, "that count, at each level and setting"), warm=(8.0, "seconds before them"),
+        wait=(120.0, "--admission-wait, seconds"), **SHAPE | {"first_words": 150, "turn_words": 30},
+        token_bytes=(TOKEN_BYTES, "KV of one token of --model"), model="", seed=1, plot=Path,
+        quick={"levels": [1, 4], "seconds": 10.0, "warm": 4.0},
+    )  # fmt: skip
     end_in_order()
-    shape = Shape(args.turns, args.first_words, args.turn_words, args.answer_tokens)
-    print(f"{args.fit} chats of up to about {shape.longest_tokens} tokens fit in memory", flush=True)
-    rows = measure(args, shape)
-    show(rows)
+    print(f"{args.fit} chats of up to about {shape_of(args).longest_tokens} tokens fit in memory", flush=True)
+    rows = measure(args)
+    show(rows, COLUMNS)
     if args.plot is not None:
         plot(rows, args.plot)
-    if args.out is not None:
-        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -15,116 +15,80 @@ The disk is read with O_DIRECT where it can be: no page cache helps.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
-from collections import defaultdict
-from contextlib import ExitStack
+from argparse import Namespace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import httpx
-from served import Served, serving
-from store_sides import BLOCK, SUPPORT, TIMEOUT_S, Side, ask, documents
+from harness import Samples, documents, options, save, show, wait_until
+from harness.served import BLOCK, Served, Side, serving
 
-sys.path.insert(0, str(SUPPORT))
-
-from served_cluster import unlink_store_memory
+from served_cluster import is_alive, unlink_store_memory
 
 KINDS = ("cold", "HBM", "DRAM", "SSD")
 
 
-def children(server: Served) -> dict[str, int]:
-    """Name -> process id."""
-    found = {}
-    for tasks in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
-        for pid in map(int, tasks.read_text().split()):
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if "--name" in words:
-                found[words[words.index("--name") + 1]] = pid
-    return found
-
-
 def kill_everything(server: Served) -> None:
     """Router, instance and store at once, with the memory that they share."""
-    pids = children(server)
-    unlink_store_memory(pids["s1"])
-    for pid in (server.process.pid, *pids.values()):
+    members = server.children()
+    unlink_store_memory(members["s1"])
+    for pid in (server.process.pid, *members.values()):
         os.kill(pid, signal.SIGKILL)
     server.process.wait()
-    while any(is_alive(pid) for pid in pids.values()):
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(is_alive, members.values())), "all have ended", pause_s=0.02)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds, by kind."""
-    spent: dict[str, list[float]] = defaultdict(list)
-    for number in range(arguments.rounds):
-        texts = documents(arguments.prompts, arguments.tokens, arguments.seed + number)
-        with ExitStack() as stack:
-            client = stack.enter_context(httpx.Client(timeout=TIMEOUT_S))
-            home = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder, prefix="memserve-warm-"))
-            flags = ["--colocated", "1", "--served-model-name", "x", "--kv-memory", arguments.kv_memory]
-            flags += ["--metadata", f"{home}/state", "--ssd", f"{home}/kv=2GiB", "--store-dram", arguments.store_dram]
-            flags += ["--model", arguments.model] if arguments.model else []
-            with serving(*flags) as server:
-                before_the_end(Side("first", server), client, texts, spent)
+def measure(args: Namespace) -> Samples:
+    spent = Samples()
+    for number in range(args.rounds):
+        texts = documents(args.prompts, args.tokens, args.seed + number)
+        with tempfile.TemporaryDirectory(dir=args.folder, prefix="memserve-warm-") as home:
+            flags = ["--colocated", "1", "--served-model-name", "x", "--kv-memory", args.kv_memory]
+            flags += ["--metadata", f"{home}/state", "--ssd", f"{home}/kv=2GiB", "--store-dram", args.store_dram]
+            with serving(*flags, model=args.model) as server:
+                ask_before(Side("first", server), texts, spent)
                 kill_everything(server)
-            with serving(*flags) as server:
-                after_it(Side("second", server), client, texts, spent)
+            with serving(*flags, model=args.model) as server:
+                ask_after(Side("second", server), texts, spent)
                 server.stop()
     return spent
 
 
-def before_the_end(side: Side, client: httpx.Client, texts: list[list[int]], spent: dict[str, list[float]]) -> None:
+def ask_before(side: Side, texts: list[list[int]], spent: Samples) -> None:
     """Cold, from HBM and from the store's memory."""
-    warm_up(side, client, len(texts[0]))
+    warm_up(side, len(texts[0]))
     for text in texts:
-        spent["cold"].append(first(side, client, text, 0))
-        spent["HBM"].append(first(side, client, text, len(text) - BLOCK))
-    side.until(lambda: side.total("store_kv_blocks") >= whole(texts), "all blocks in the store")
+        spent["cold"].append(first_s(side, text, 0))
+        spent["HBM"].append(first_s(side, text, len(text) - BLOCK))
+    blocks = blocks_of(texts)
+    side.until(lambda: side.total("store_kv_blocks") >= blocks, "all blocks in the store")
     for text in texts:
-        spent["DRAM"].append(first(side, client, text, len(text) - BLOCK))
-    side.disk_has(whole(texts))
+        spent["DRAM"].append(first_s(side, text, len(text) - BLOCK))
+    side.until(lambda: side.total("store_disk_values") >= blocks, f"{blocks} blocks on the disk")
 
 
-def after_it(side: Side, client: httpx.Client, texts: list[list[int]], spent: dict[str, list[float]]) -> None:
-    """From the disk."""
-    side.until(lambda: side.total("store_tree_blocks") >= whole(texts), "all blocks found again")
-    warm_up(side, client, len(texts[0]))
+def ask_after(side: Side, texts: list[list[int]], spent: Samples) -> None:
+    side.until(lambda: side.total("store_tree_blocks") >= blocks_of(texts), "all blocks found again")
+    warm_up(side, len(texts[0]))
     for text in texts:
-        spent["SSD"].append(first(side, client, text, len(text) - BLOCK))
+        spent["SSD"].append(first_s(side, text, len(text) - BLOCK))
 
 
-def whole(texts: list[list[int]]) -> int:
-    """Blocks of all ``texts``."""
+def blocks_of(texts: list[list[int]]) -> int:
     return sum(len(text) // BLOCK for text in texts)
 
 
-def warm_up(side: Side, client: httpx.Client, tokens: int) -> None:
+def warm_up(side: Side, tokens: int) -> None:
     """A prompt of this length, so that nothing is done for the first time."""
-    ask(client, side.server.url, documents(1, tokens, time.time_ns() % 2**32)[0], 1)
+    side.ask(documents(1, tokens, time.time_ns())[0], 1)
 
 
-def first(side: Side, client: httpx.Client, text: list[int], cached_min: int) -> float:
+def first_s(side: Side, text: list[int], cached_min: int) -> float:
     """Seconds to the first token; at least ``cached_min`` tokens must have been cached, or none if that is 0."""
-    answer = ask(client, side.server.url, text, 1)
-    if answer.error:
-        raise SystemExit(f"a request failed: {answer.error}")
+    answer = side.ask(text, 1).checked()
     if answer.cached < cached_min or (answer.cached and not cached_min):
         why = {key: value for key, value in side.server.metrics().items() if re.search("store_fetch|store_loads", key)}
         print(f"  {answer.cached} tokens cached, not {cached_min}: {why}")
@@ -132,28 +96,20 @@ def first(side: Side, client: httpx.Client, text: list[int], cached_min: int) ->
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--prompts", type=int, default=6, help="more than fit into the instance's memory")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--kv-memory", default="128MiB")
-    parser.add_argument("--store-dram", default="512MiB")
-    parser.add_argument("--model", default="")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary folder")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    spent = measure(arguments)
-    record: dict[str, Any] = {kind: {"seconds": spent[kind], "median_s": median(spent[kind])} for kind in KINDS}
-    cold_s = record["cold"]["median_s"]
-    print(f"TTFT of {arguments.tokens} tokens, medians of {len(spent['cold'])} prompts each:")
+    args = options(
+        __doc__, tokens=2048, prompts=(6, "more than fit into the instance's memory"), rounds=2, kv_memory="128MiB",
+        store_dram="512MiB", model="", folder=Path, seed=0,
+    )  # fmt: skip
+    spent = measure(args)
+    print(f"TTFT of {args.tokens} tokens, medians of {len(spent['cold'])} prompts each:")
+    rows = []
     for kind in KINDS:
-        at = record[kind]["median_s"]
-        low, high = min(spent[kind]), max(spent[kind])
-        print(f"  {kind:<5} {at * 1e3:8.1f} ms  ({low * 1e3:.1f} to {high * 1e3:.1f}), {cold_s / at:5.1f} times cold")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        seconds, middle_s = spent[kind], spent.median(kind)
+        times = {"median_s": middle_s, "least_ms": 1e3 * min(seconds), "most_ms": 1e3 * max(seconds)}
+        rows.append({"kind": kind, "ms": 1e3 * middle_s, "gain": spent.median("cold") / middle_s, **times})
+    show(rows, {"from": "{kind}", "TTFT": "{ms:.1f} ms", "least to most": "{least_ms:.1f} to {most_ms:.1f}",
+                "times cold": "{gain:.1f}"})  # fmt: skip
+    save(args, {row["kind"]: row | {"seconds": spent[row["kind"]]} for row in rows})
 
 
 if __name__ == "__main__":

@@ -16,33 +16,29 @@ write amplification, blocks moved, hits. Exit status 1: a budget was exceeded.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import json
-import queue
 import sys
 import tempfile
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from harness import Table, need, options, save
+from harness.disks import DiskRig
 
-from memserve import _core
 from memserve.base.units import MIB, NS_PER_S
 from memserve.store.disks import events as ev
-from memserve.store.disks.disks import Disks, DisksConfig
-from memserve.store.host.disks import DiskHost
+from memserve.store.disks.disks import DisksConfig
 
 HALF_HOUR_NS = 1800 * NS_PER_S
 NS_PER_MINUTE = 60 * NS_PER_S
 MINUTES_PER_DAY = 24 * 60
-EXTENTS = 64
 MEMORY_SHARE = 8
 """Memory has so many times fewer blocks than the disk."""
-NEVER_NS = 1 << 62
 
 
 def trace_of(path: Path, requests: int | None) -> list[tuple[int, list[int]]]:
@@ -64,112 +60,85 @@ def repeated(trace: list[tuple[int, list[int]]], hours: float) -> Iterator[tuple
         turn += 1
 
 
-class Store:
-    """Disks as production has them, behind a memory that is a list of keys."""
+class Store(DiskRig):
+    """Disks behind a memory that is a list of keys."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace, budget: int) -> None:
-        self.block_bytes = options.block_kib << 10
-        config = DisksConfig(writes_per_day_bytes=budget, admission=options.admission)
-        self.arena = _core.Arena(EXTENTS * self.block_bytes)
-        np.frombuffer(self.arena, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, self.arena.nbytes, np.uint8)
-        offsets = np.arange(EXTENTS, dtype=np.int64) * self.block_bytes
-        self.seals = [int(seal) for seal in _core.seal_ranges(self.arena.address, offsets, self.block_bytes)]
-        self.host = DiskHost([(folder, options.mib * MIB)], config)
-        self.disks = Disks(self.host.logs, config)
-        self.done: queue.SimpleQueue[ev.DiskDone] = queue.SimpleQueue()
-        self.host.start(self.done.put, self.arena.address, self.arena.nbytes, self.block_bytes)
-        self.memory: OrderedDict[bytes, None] = OrderedDict()
-        self.memory_blocks = options.mib * MIB // self.block_bytes // MEMORY_SHARE
-        self.free = list(range(EXTENTS))
-        self.writing: dict[bytes, int] = {}
-        self.reading: dict[int, tuple[bytes, int]] = {}
+    def __init__(self, folder: Path, args: Namespace, budget: int) -> None:
         self.found: Counter[str] = Counter()
         self.by_minute: Counter[int] = Counter()
-        self.settle(0)
+        self.memory: OrderedDict[bytes, None] = OrderedDict()
+        self.writing: dict[bytes, int] = {}
+        self.reading: dict[int, tuple[bytes, int]] = {}
+        self.now_ns = 0
+        config = DisksConfig(writes_per_day_bytes=budget, admission=args.admission)
+        super().__init__(folder, args.mib * MIB, config, args.block_kib << 10)
+        self.memory_blocks = args.mib * MIB // self.block_bytes // MEMORY_SHARE
 
-    def ask(self, key: bytes, now_ns: int) -> None:
+    def now(self) -> int:
+        return self.now_ns
+
+    def ask(self, key: bytes) -> None:
         """A request wants a block: it is in memory, on the disk, or computed and put."""
         if key in self.memory:
             self.memory.move_to_end(key)
             self.found["memory"] += 1
-            self._write(key, now_ns)
-        elif key in self.disks and self._read(key, now_ns):
+            self._put(key)
+        elif key in self.disks and self._get(key):
             self.found["disk"] += 1
         else:
             self.found["computed"] += 1
             self._keep(key)
-            self._write(key, now_ns)
+            self._put(key)
 
     def _keep(self, key: bytes) -> None:
         self.memory[key] = None
         if len(self.memory) > self.memory_blocks:
             self.memory.popitem(last=False)
 
-    def _write(self, key: bytes, now_ns: int) -> None:
+    def _put(self, key: bytes) -> None:
         """The bytes are those of the extent; no two extents are equal, and blocks need not differ."""
-        while len(self.writing) >= self.disks.config.writes_max or not self.free:
-            self.step(now_ns)
-        if not self.disks.wants(key, self.block_bytes, now_ns):
+        while len(self.writing) >= self.config.writes_max or not self.free:
+            self.step()
+        if not self.disks.wants_value(key, self.block_bytes, self.now_ns):
             return
         extent = self.free.pop()
-        offset, seal = extent * self.block_bytes, self.seals[extent]
         for _ in range(1000):  # a segment may have to be emptied first
-            if self.disks.write(key, offset, self.block_bytes, now_ns, seal=seal):
+            if self.write(key, extent):
                 self.writing[key] = extent
                 return
-            if self.disks.idle:
+            if self.disks.is_idle:
                 break
-            self.step(now_ns)
+            self.step()
         self.free.append(extent)
 
-    def _read(self, key: bytes, now_ns: int) -> bool:
+    def _get(self, key: bytes) -> bool:
         """Into an extent that is then sealed anew: its bytes are others."""
         while not self.free:
-            self.step(now_ns)
-        extent = self.free.pop()
-        read = self.disks.read(key, extent * self.block_bytes, now_ns, NEVER_NS)
-        if read is None:
-            self.free.append(extent)
-            return False
-        self.reading[read] = key, extent
-        return True
+            self.step()
+        number = self.read(key, self.free[-1])
+        if number is not None:
+            self.reading[number] = key, self.free.pop()
+        return number is not None
 
-    def _take(self, now_ns: int) -> bool:
-        before = self.disks.counters()["disk_bytes_written"]
-        self.by_minute[now_ns // NS_PER_MINUTE] += before - sum(self.by_minute.values())
-        for action in self.disks.take_actions():
-            self.host.perform(action)
-        outcomes = self.disks.take_outcomes()
+    def take(self) -> list[ev.DiskOutcome]:
+        """Beside: bytes by minute, and extents that are free again."""
+        written = self.disks.counters()["disk_bytes_written"]
+        self.by_minute[self.now_ns // NS_PER_MINUTE] += written - sum(self.by_minute.values())
+        outcomes = super().take()
         for outcome in outcomes:
             if isinstance(outcome, ev.Written):
                 self.free.append(self.writing.pop(outcome.key))
             elif isinstance(outcome, ev.ReadEnded):
                 key, extent = self.reading.pop(outcome.id)
-                if not outcome.ok:
-                    sys.exit(f"a block was not read back: {outcome.why}")
-                here = np.array([extent * self.block_bytes], np.int64)
-                self.seals[extent] = int(_core.seal_ranges(self.arena.address, here, self.block_bytes)[0])
+                self.seal(range(extent, extent + 1))
                 self.free.append(extent)
                 self._keep(key)
-        return bool(outcomes)
+        return outcomes
 
-    def step(self, now_ns: int) -> None:
-        """Wait for the disk, unless something has ended already."""
-        if not self._take(now_ns) and not self.disks.idle:
-            self.disks.handle(self.done.get(timeout=60), now_ns)
-            self._take(now_ns)
-
-    def go_on(self, now_ns: int) -> None:
-        """Take what has ended."""
-        while not self.done.empty():
-            self.disks.handle(self.done.get(), now_ns)
-        self._take(now_ns)
-
-    def settle(self, now_ns: int) -> None:
-        """Until nothing is under way."""
-        self._take(now_ns)
-        while not self.disks.idle:
-            self.step(now_ns)
+    def go_on(self) -> None:
+        for done in self.arrived():
+            self.disks.handle(done, self.now_ns)
+        self.take()
 
     def busiest_day_bytes(self) -> int:
         """Most bytes within 24 hours that begin with a minute."""
@@ -189,85 +158,56 @@ def kernel_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
 
 
-@dataclass(frozen=True)
-class Run:
-    """The figures of one run."""
-
-    budget_bytes: int
-    written_bytes: int
-    kernel_bytes: int
-    busiest_day_bytes: int
-    payload_bytes: int
-    write_amplification: float
-    moved: int
-    refused_budget: int
-    refused_seldom: int
-    found: dict[str, int]
-
-    def told(self, hours: float, disk_bytes: int) -> str:
-        """In lines."""
-        asked = sum(self.found.values())
-        name = f"budget {self.budget_bytes / MIB:,.0f} MiB a day" if self.budget_bytes else "no budget"
-        found = ", ".join(f"{where} {count / asked:.1%}" for where, count in sorted(self.found.items()))
-        return (
-            f"{name}: {self.written_bytes / MIB:,.0f} MiB written in {hours:g} h, "
-            f"{self.written_bytes / disk_bytes:.2f} times the disk (the kernel: {self.kernel_bytes / MIB:,.0f} MiB); "
-            f"at most {self.busiest_day_bytes / MIB:,.0f} MiB in 24 h\n"
-            f"  payload {self.payload_bytes / MIB:,.0f} MiB, write amplification {self.write_amplification:.3f}, "
-            f"{self.moved:,} blocks moved; not written: {self.refused_budget:,} for the budget, "
-            f"{self.refused_seldom:,} asked for once\n  blocks: {found}"
-        )
+COLUMNS = {
+    "budget, MiB a day": "{budget_mib:,.0f}", "written, MiB": "{written_mib:,.0f}", "times the disk": "{disks:.2f}",
+    "by the kernel, MiB": "{kernel_mib:,.0f}", "most in 24 h, MiB": "{busiest_mib:,.0f}",
+    "payload, MiB": "{payload_mib:,.0f}", "amplification": "{amplification:.3f}", "moved": "{moves:,}",
+    "refused: budget": "{refused_budget:,}", "asked for once": "{refused_seldom:,}", "blocks": "{blocks}",
+}  # fmt: skip
 
 
-def play(trace: list[tuple[int, list[int]]], options: argparse.Namespace, budget: int) -> Run:
+def play(trace: list[tuple[int, list[int]]], args: Namespace, budget: int) -> dict[str, Any]:
     """One run on a fresh file."""
-    with tempfile.TemporaryDirectory(dir=options.folder, prefix="memserve-store-wear-") as folder:
-        store = Store(Path(folder), options, budget)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="memserve-store-wear-") as folder:
+        store = Store(Path(folder), args, budget)
         before = kernel_bytes()
-        now = 0
-        for now, keys in repeated(trace, options.hours):
+        for now_ns, keys in repeated(trace, args.hours):
+            store.now_ns = now_ns
             for key in keys:
-                store.ask(key, now)
-            store.go_on(now)
-        store.settle(now)
-        counters = store.disks.counters()
-        run = Run(
-            budget, counters["disk_bytes_written"], kernel_bytes() - before, store.busiest_day_bytes(),
-            counters["payload_bytes_written"], store.disks.write_amplification, counters["moves"],
-            counters["refused_budget"], counters["refused_seldom"], dict(store.found),
-        )  # fmt: skip
+                store.ask(key)
+            store.go_on()
+        store.settle()
+        counters, busiest = store.disks.counters(), store.busiest_day_bytes()
+        written, wanted = counters["disk_bytes_written"], sum(store.found.values())
+        row = {
+            "budget_mib": budget / MIB, "written_mib": written / MIB, "disks": written / (args.mib * MIB),
+            "kernel_mib": (kernel_bytes() - before) / MIB, "busiest_mib": busiest / MIB,
+            "payload_mib": counters["payload_bytes_written"] / MIB, "amplification": store.disks.write_amplification,
+            "is_within": busiest <= budget, "found": dict(store.found),
+            "blocks": ", ".join(f"{where} {count / wanted:.1%}" for where, count in sorted(store.found.items())),
+            **{name: counters[name] for name in ("moves", "refused_budget", "refused_seldom")},
+        }  # fmt: skip
         store.host.close()
-    return run
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True, help="in Mooncake's form, packed or not")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: a temporary folder")
-    parser.add_argument("--mib", type=int, default=2048, help="size of the disk")
-    parser.add_argument("--block-kib", type=int, default=64, help="size of a block of the trace")
-    parser.add_argument("--drive-writes-per-day", type=float, default=2.0, help="budget, in sizes of the disk")
-    parser.add_argument("--hours", type=float, default=0.5)
-    parser.add_argument("--admission", choices=("second-hit", "all"), default="second-hit")
-    parser.add_argument("--quick", action="store_true", help="an eighth of the disk, and of the trace's requests")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if not options.trace.is_file():
-        sys.exit(f"skipped: no trace {options.trace}")
-    requests = None
-    if options.quick:
-        options.mib, requests = max(64, options.mib // 8), 700
-    trace = trace_of(options.trace, requests)
-    disk_bytes = options.mib * MIB
+    args = options(
+        __doc__, required="trace", trace=Path, folder=Path, mib=(2048, "size of the disk"), hours=0.5,
+        block_kib=(64, "size of a block of the trace"), drive_writes_per_day=(2.0, "budget, in sizes of the disk"),
+        admission=("second-hit", "", ("second-hit", "all")), quick={},
+    )  # fmt: skip
+    if args.quick:  # an eighth of the disk, and of the trace's requests
+        args.mib = max(64, args.mib // 8)
+    trace = trace_of(need(args.trace, "trace"), 700 if args.quick else None)
     blocks = sum(len(keys) for _, keys in trace)
-    print(f"{len(trace)} requests, {blocks} blocks of {options.block_kib} KiB; a disk of {options.mib} MiB")
-    rows = []
-    for budget in (0, round(options.drive_writes_per_day * disk_bytes)):
-        rows.append(play(trace, options, budget))
-        print(rows[-1].told(options.hours, disk_bytes), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    if rows[-1].busiest_day_bytes > rows[-1].budget_bytes:
+    print(f"{len(trace)} requests, {blocks} blocks of {args.block_kib} KiB; a disk of {args.mib} MiB")
+    table, rows = Table(COLUMNS), []
+    for budget in (0, round(args.drive_writes_per_day * args.mib * MIB)):
+        rows.append(play(trace, args, budget))
+        table.show(rows[-1])
+    save(args, rows)
+    if not rows[-1]["is_within"]:
         sys.exit("more was written within 24 hours than the budget allows")
 
 

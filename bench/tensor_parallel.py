@@ -11,48 +11,41 @@ share of their time the leader waits for the others, beyond the first microsecon
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import random
-import statistics
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
+
+from harness import Samples, Table, options, save, seconds, token_prompts, turns
 
 from memserve import LLM
 from memserve.base.types import SamplingParams
 
 DECODED = 64
 CONTEXT_TOKENS = 512
-VOCAB = 49_000
 KV_MEMORY_MIB = 384
 FILLING_TOKENS = 2048
 
 
-def prompts(rng: random.Random, count: int, tokens: int) -> list[list[int]]:
-    """That nothing has cached."""
-    return [[rng.randrange(5, VOCAB) for _ in range(tokens)] for _ in range(count)]
+GREEDY = SamplingParams(temperature=0)
 
 
 def decode_ms(llm: LLM, rng: random.Random, count: int) -> float:
     """Of a step, with ``count`` sequences."""
-    asked, times = prompts(rng, count, CONTEXT_TOKENS), []
-    llm.generate(asked, SamplingParams(temperature=0), max_tokens=2, ignore_eos=True)  # their prefixes are cached now
-    for tokens in (2, 2 + DECODED):
-        begin = time.perf_counter()
-        llm.generate(asked, SamplingParams(temperature=0), max_tokens=tokens, ignore_eos=True)
-        times.append(time.perf_counter() - begin)
-    return (times[1] - times[0]) / DECODED * 1e3
+    prompts = token_prompts(count, CONTEXT_TOKENS, rng)
+    llm.generate(prompts, GREEDY, max_tokens=2, ignore_eos=True)  # their prefixes are cached now
+    few_s, many_s = (
+        seconds(lambda tokens=tokens: llm.generate(prompts, GREEDY, max_tokens=tokens, ignore_eos=True))
+        for tokens in (2, 2 + DECODED)
+    )
+    return (many_s - few_s) / DECODED * 1e3
 
 
 def prefill_ms(llm: LLM, rng: random.Random, tokens: int) -> float:
     """Of a prompt that nothing has cached."""
-    asked = prompts(rng, 1, tokens)
-    begin = time.perf_counter()
-    llm.generate(asked, SamplingParams(temperature=0), max_tokens=1)
-    return (time.perf_counter() - begin) * 1e3
+    prompts = token_prompts(1, tokens, rng)
+    return 1e3 * seconds(lambda: llm.generate(prompts, GREEDY, max_tokens=1))
 
 
 CASES = {
@@ -65,10 +58,9 @@ CASES = {
 
 def fill(llm: LLM) -> None:
     """Let prompts use all of the KV memory once."""
-    blocks = llm.stats().instance.hbm.blocks_total
-    tokens = blocks * llm.model.geometry.block_tokens
-    for asked in prompts(random.Random(-1), -(-tokens // FILLING_TOKENS), FILLING_TOKENS):
-        llm.generate([asked], SamplingParams(temperature=0), max_tokens=1)
+    tokens = llm.stats().instance.hbm.blocks_total * llm.model.geometry.block_tokens
+    for prompt in token_prompts(-(-tokens // FILLING_TOKENS), FILLING_TOKENS, random.Random(-1)):
+        llm.generate([prompt], GREEDY, max_tokens=1)
 
 
 def serve(options: dict[str, Any], line: Connection, cold: bool) -> None:
@@ -86,46 +78,39 @@ def serve(options: dict[str, Any], line: Connection, cold: bool) -> None:
             line.send((ms, waited_s / (time.perf_counter() - begin)))
 
 
+COLUMNS = {
+    "step": "{case}", "threads": "{threads:.2f} ms", "workers": "{workers:.2f} ms", "times as fast": "{ratio:.2f}",
+    "the leader waits": "{waited:.1%}",
+}  # fmt: skip
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--model", default="")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cold", action="store_true", help="measure while KV memory is touched for the first time")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    options: dict[str, Any] = {"dtype": args.dtype, "threads": args.workers, "kv_memory": f"{KV_MEMORY_MIB}MiB"}
-    options |= {"model": args.model} if args.model else {}
-    lines: dict[str, Any] = {}
-    spawning = multiprocessing.get_context("spawn")
+    args = options(
+        __doc__, workers=2, model="", dtype="float32", rounds=5,
+        cold=(False, "measure while KV memory is touched for the first time"),
+    )  # fmt: skip
+    engine: dict[str, Any] = {"dtype": args.dtype, "threads": args.workers, "kv_memory": f"{KV_MEMORY_MIB}MiB"}
+    engine |= {"model": args.model} if args.model else {}
+    lines, spawning, record = {}, multiprocessing.get_context("spawn"), {}
     for way, more in (("threads", {}), ("workers", {"tensor_parallel": args.workers})):
         lines[way], theirs = spawning.Pipe()
-        spawning.Process(target=serve, args=(options | more, theirs, args.cold)).start()
+        spawning.Process(target=serve, args=(engine | more, theirs, args.cold)).start()
         lines[way].recv()
-    record: dict[str, Any] = {}
-    for name in CASES:
-        found: dict[str, list[float]] = {way: [] for way in lines}
-        waited: list[float] = []
-        for turn in range(args.rounds + 1):
-            for way in list(lines)[:: 1 if turn % 2 else -1]:
-                lines[way].send((name, 100 * turn + len(record)))
-                ms, share = lines[way].recv()
-                if turn:  # the first is the first use of each shape
-                    found[way].append(ms)
-                    waited += [share] if way == "workers" else []
-        ratios = [one / other for one, other in zip(found["threads"], found["workers"], strict=True)]
-        row = {way: statistics.median(times) for way, times in found.items()}
-        record[name] = {**row, "ratio": statistics.median(ratios), "waited": statistics.median(waited)}
-        print(
-            f"{name:<22} threads {row['threads']:8.2f} ms, workers {row['workers']:8.2f} ms: "
-            f"{record[name]['ratio']:.2f} times as fast; waits {record[name]['waited']:.1%}",
-            flush=True,
-        )
+    table = Table(COLUMNS)
+    for case in CASES:
+        times, waited = Samples(), Samples()
+        for number, way in turns(args.rounds, lines, warm=1):  # the first is the first use of each shape
+            lines[way].send((case, 100 * (number + 1) + len(record)))
+            ms, share = lines[way].recv()
+            if number >= 0:
+                times[way].append(ms)
+                waited[way].append(share)
+        row = {way: times.median(way) for way in lines}
+        record[case] = row | {"ratio": times.ratio("threads", "workers"), "waited": waited.median("workers")}
+        table.show({"case": case, **record[case]})
     for line in lines.values():
         line.send(None)
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    save(args, record)
 
 
 if __name__ == "__main__":

@@ -10,23 +10,21 @@ done twice). CPU time says nothing of waiting and of sums, and can be measured o
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
-from pathlib import Path
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from harness import Samples, Table, options, save, turns
 
 from memserve.base.kv_layout import Parallel, shares
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import StepRows, step_attention
 from memserve.model.capture.forward import best_forward
 from memserve.model.loading.loader import DEFAULT_MODEL, load_model
-from memserve.model.workers.group import exchanging
+from memserve.model.workers.group import collectives
 from memserve.model.workers.sharding import shard
 
 CASES = {"decode behind 512 tokens": (1, 513), "prefill of 512": (512, 512), "512 behind 1,536": (512, 2048)}
@@ -39,7 +37,7 @@ ALONE: Any = SimpleNamespace(all_reduce=lambda x: x.clone())
 class Part:
     """One worker's part of the model, with KV of its own."""
 
-    def __init__(self, args: argparse.Namespace, part: int, workers: int, *, lends: bool) -> None:
+    def __init__(self, args: Namespace, part: int, workers: int, *, lends: bool) -> None:
         model = load_model(args.model, args.dtype, "cpu", threads=1)
         geometry, crew = model.geometry, None
         if workers > 1:
@@ -58,47 +56,36 @@ class Part:
     def cpu_ms(self, count: int, context: int) -> float:
         """Of one step."""
         starts, contexts = np.array([0, count], np.int32), np.array([context], np.int32)
-        attention = self._attention(self._table, np.zeros(1, np.int32), starts, contexts)
+        attention = self._attention(StepRows(self._table, np.zeros(1, np.int32), starts, contexts))
         ids, positions = torch.arange(count) % 4000 + 7, torch.arange(context - count, context)
-        with torch.inference_mode(), attending(attention), exchanging(self._exchange):
+        with torch.inference_mode(), step_attention(attention), collectives(self._exchange):
             begin = time.thread_time()
             self._forward(ids, positions, torch.tensor([count - 1]))
             return (time.thread_time() - begin) * 1e3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = options(__doc__, workers=2, model=DEFAULT_MODEL, dtype="float32", rounds=6)
     torch.set_num_threads(1)
-    cuts = {"own heads": False, "as served": True}
-    parts = {"whole": [Part(args, 0, 1, lends=False)]}
-    parts |= {
-        cut: [Part(args, at, args.workers, lends=lends) for at in range(args.workers)] for cut, lends in cuts.items()
-    }
-    record: dict[str, Any] = {}
+    cuts, record = {"own heads": False, "as served": True}, {}
+    parts = {("whole", 0): Part(args, 0, 1, lends=False)}
+    for cut, lends in cuts.items():
+        parts |= {(cut, rank): Part(args, rank, args.workers, lends=lends) for rank in range(args.workers)}
+    table = Table({"step": "{case}", "cut": "{cut}", "whole for each worker": "{each:.1f} ms", "parts": "{text} ms",
+                   "evenness": "{evenness:.2f}"})  # fmt: skip
     for case, (count, context) in CASES.items():
-        found: dict[str, list[list[float]]] = {cut: [[] for _ in members] for cut, members in parts.items()}
-        for turn in range((args.rounds if count > 1 else args.rounds * DECODES_A_ROUND) + 1):
-            for cut in list(parts)[:: 1 if turn % 2 else -1]:
-                for times, member in zip(found[cut], parts[cut], strict=True):
-                    ms = member.cpu_ms(count, context)
-                    times += [ms] if turn else []  # the first is the first use of each shape
-        medians = {cut: [statistics.median(times) for times in members] for cut, members in found.items()}
-        each = medians["whole"][0] / args.workers
-        record[case] = {cut: {"ms": medians[cut], "evenness": each / max(medians[cut])} for cut in cuts} | {
-            "each": each
-        }
-        print(f"{case}: the whole for each worker {each:.1f} ms", flush=True)
+        times, rounds = Samples(), args.rounds * (1 if count > 1 else DECODES_A_ROUND)
+        for number, key in turns(rounds, parts, warm=1):  # the first is the first use of each shape
+            ms = parts[key].cpu_ms(count, context)
+            times[key] += [ms] if number >= 0 else []
+        each = times.median(("whole", 0)) / args.workers
+        record[case] = {"each": each}
         for cut in cuts:
-            said = ", ".join(f"{ms:.1f}" for ms in medians[cut])
-            print(f"    {cut}: parts {said} ms; {record[case][cut]['evenness']:.2f}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+            ms = [times.median((cut, rank)) for rank in range(args.workers)]
+            record[case][cut] = {"ms": ms, "evenness": each / max(ms)}
+            text = ", ".join(f"{part:.1f}" for part in ms)
+            table.show({"case": case, "cut": cut, "each": each, "text": text, **record[case][cut]})
+    save(args, record)
 
 
 if __name__ == "__main__":

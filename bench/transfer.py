@@ -19,20 +19,20 @@ hosts; without it the kernel may copy from process to process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import numpy as np
+from harness import BENCH, LineChild, Samples, median, options, show, turns
 
+import geometries
 from memserve import _core
 from memserve.base.types import KVGeometry, Role, Tier
 from memserve.kv.transfer.events import PagesPulled, PagesSealed, SealPages
@@ -46,9 +46,6 @@ from memserve.transport.links.shared_memory import ShmLink
 from memserve.transport.ports import PageLink
 from memserve.transport.ranges import Ranges
 from memserve_lab.experiments.pool_moves import shuffled
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-import geometries
 
 PIECES = (8 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20)
 PROMPT_TOKENS = 2048
@@ -88,30 +85,6 @@ def own(nbytes: int, kv: KVGeometry, link: str) -> None:
         print("sealed", flush=True)
 
 
-class Child:
-    """A process that answers lines with lines."""
-
-    def __init__(self, *command: str) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.hello = self.read()
-
-    def ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        print(line, file=self._process.stdin, flush=True)
-        return self.read()
-
-    def read(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("a child process ended")
-        return line.strip()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 # -- contenders
 
 
@@ -144,15 +117,15 @@ def nixl_alone(owner: PeerInfo, nbytes: int) -> Contender:
     """NIXL alone: straight into registered memory, unchecked."""
     agent, target = Agent(f"alone {os.getpid()}"), _core.Arena(nbytes)
     np.frombuffer(target, np.uint8)[:] = 0
-    agent.register(target.address, nbytes)
+    agent.register_memory(target.address, nbytes)
     name = agent.add_peer(owner.nixl_agent)
 
     def copy(ranges: Ranges) -> None:
-        transfer = agent.read(name, owner.arenas[0].address, target.address, ranges)
+        transfer = agent.post_read(name, owner.arenas[0].address, target.address, ranges)
         while not transfer.is_over():
             pass
-        assert transfer.succeeded
-        transfer.release()
+        assert transfer.has_succeeded
+        transfer.release_handle()
 
     return copy
 
@@ -162,18 +135,18 @@ def one_by_one(contender: Contender) -> Contender:
 
     def copy(ranges: Ranges) -> None:
         for i in range(len(ranges)):
-            contender(ranges.part(i, i + 1))
+            contender(ranges.slice_ranges(i, i + 1))
 
     return copy
 
 
 def mooncake(python: str, nbytes: int, stack: ExitStack) -> Contender:
     """Mooncake's engine between two processes."""
-    script = str(Path(__file__).with_name("transfer_mooncake.py"))
-    target = Child(python, script, "target", str(nbytes))
+    script = str(BENCH / "transfer_mooncake.py")
+    target = LineChild(python, script, "target", str(nbytes))
     stack.callback(target.close)
     session, address = json.loads(target.hello)
-    reader = Child(python, script, "reader", str(nbytes), session, str(address))
+    reader = LineChild(python, script, "reader", str(nbytes), session, str(address))
     stack.callback(reader.close)
 
     def copy(ranges: Ranges) -> float:
@@ -187,51 +160,43 @@ def mooncake(python: str, nbytes: int, stack: ExitStack) -> Contender:
 
 
 def measure(
-    contenders: dict[str, Contender], works: dict[str, Ranges], rounds: int, owner: Child
+    contenders: dict[str, Contender], works: dict[str, Ranges], rounds: int, owner: LineChild
 ) -> list[dict[str, Any]]:
-    """Median seconds of each contender with each work, one round after another."""
-    seconds: dict[tuple[str, str], list[float]] = {(w, c): [] for w in works for c in contenders}
-    for number in range(rounds + 1):  # the first one warms up
+    """A record of each work and contender, one round after another."""
+    spent = Samples()
+    for number, name in turns(rounds, contenders, warm=1):
         for work, ranges in works.items():
-            for name, copy in contenders.items():
-                owner.ask("seal")
-                begin = time.perf_counter()
-                spent = copy(ranges)
-                spent = time.perf_counter() - begin if spent is None else spent
-                if number:
-                    seconds[work, name].append(spent)
-    return [
-        {
-            "work": work,
-            "contender": name,
-            "piece_bytes": works[work].range_bytes,
-            "bytes": works[work].total_bytes,
-            "ms": round(statistics.median(times) * 1e3, 3),
-            "gb_s": round(works[work].total_bytes / statistics.median(times) / 1e9, 2),
-            "gb_s_min": round(works[work].total_bytes / max(times) / 1e9, 2),
-            "gb_s_max": round(works[work].total_bytes / min(times) / 1e9, 2),
-        }
-        for (work, name), times in seconds.items()
-    ]
+            owner.ask("seal")
+            begin = time.perf_counter()
+            own_s = contenders[name](ranges)
+            spent_s = time.perf_counter() - begin if own_s is None else own_s
+            spent[work, name] += [spent_s] if number >= 0 else []
+    records = []
+    for work, name in product(works, contenders):
+        nbytes, times = works[work].total_bytes, spent[work, name]
+        figures = {"gb_s": median(times), "gb_s_min": max(times), "gb_s_max": min(times)}
+        records.append({
+            "work": work, "contender": name, "piece_bytes": works[work].range_bytes, "bytes": nbytes,
+            "ms": round(median(times) * 1e3, 3),
+            **{figure: round(nbytes / spent_s / 1e9, 2) for figure, spent_s in figures.items()},
+        })  # fmt: skip
+    return records
 
 
-def show(records: list[dict[str, Any]], works: list[str], unit: str) -> None:
+def show_by_work(records: list[dict[str, Any]], works: list[str], unit: str) -> None:
     """Print a row per contender, a column per work."""
     names = list(dict.fromkeys(record["contender"] for record in records))
     cell = {(record["contender"], record["work"]): record[unit] for record in records}
-    print(f"| {unit} | " + " | ".join(works) + " |\n|---|" + "---|" * len(works))
-    for name in names:
-        print(f"| {name} | " + " | ".join(f"{cell[name, work]}" for work in works) + " |")
+    rows = ({unit: name, **{work: cell[name, work] for work in works}} for name in names)
+    show(rows, [unit, *works])
     print()
 
 
 def report(records: list[dict[str, Any]], works: dict[str, Ranges]) -> None:
     """Print the tables (medians; for the sizes also the best round), and the ratios of interest."""
     sizes = [work for work in works if work not in LAYOUTS]
-    show(records, sizes, "gb_s")
-    show(records, sizes, "gb_s_max")
-    show(records, list(LAYOUTS), "gb_s")
-    show(records, list(LAYOUTS), "ms")
+    for names, unit in ((sizes, "gb_s"), (sizes, "gb_s_max"), (list(LAYOUTS), "gb_s"), (list(LAYOUTS), "ms")):
+        show_by_work(records, names, unit)
     cell = {(record["contender"], record["work"]): record for record in records}
     for work in works:
         print(f"shm link / memcpy, {work}: {cell['shm link', work]['gb_s'] / cell['memcpy', work]['gb_s']:.2f}")
@@ -242,61 +207,53 @@ def report(records: list[dict[str, Any]], works: dict[str, Ranges]) -> None:
 
 
 def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=128, help="MiB moved at a time in the table of sizes")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ucx", help="transports that UCX may use (UCX_TLS), e.g. tcp")
-    parser.add_argument("--without-nixl", action="store_true")
-    parser.add_argument("--small-pages", action="store_true", help="leave the shared memory on pages of 4 KiB")
-    parser.add_argument("--mooncake", help="a Python that has mooncake-transfer-engine")
-    parser.add_argument("--json", type=Path)
-    geometries.add_option(parser)
-    parser.add_argument("--own", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--links", default="shm", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    kv = geometries.SHAPES[options.geometry].kv
-    if options.own:
-        return own(options.own, kv, options.links)
-    if options.ucx:
-        os.environ["UCX_TLS"] = options.ucx
-    if options.small_pages:
+    args = options(
+        __doc__, hidden="own links", mib=(128, "MiB moved at a time in the table of sizes"), rounds=9,
+        ucx=(str, "transports that UCX may use (UCX_TLS), e.g. tcp"), without_nixl=False,
+        small_pages=(False, "leave the shared memory on pages of 4 KiB"), geometry="smollm2",
+        mooncake=(str, "a Python that has mooncake-transfer-engine"), own=int, links="shm",
+    )  # fmt: skip
+    kv = geometries.SHAPES[args.geometry].kv
+    if args.own:
+        return own(args.own, kv, args.links)
+    if args.ucx:
+        os.environ["UCX_TLS"] = args.ucx
+    if args.small_pages:
         os.environ["TRANSFER_PAGES"] = "small"
     prompt_bytes = PROMPT_TOKENS * kv.token_bytes
-    nbytes = max(options.mib << 20, prompt_bytes)
-    works = {f"{size >> 10} KiB": shuffled((options.mib << 20) // size, size) for size in PIECES}
+    nbytes = max(args.mib << 20, prompt_bytes)
+    works = {f"{size >> 10} KiB": shuffled((args.mib << 20) // size, size) for size in PIECES}
     pieces = zip(LAYOUTS, (kv.block_bytes, kv.page_bytes, 8 << 10), strict=True)
     works |= {name: shuffled(prompt_bytes // size, size) for name, size in pieces}
     with ExitStack() as stack:
-        links = "trusted" if has_nixl(options) else "shm"
-        owned = ("--own", str(nbytes), "--geometry", options.geometry, "--links", links)
-        owner = Child(sys.executable, __file__, *owned)
+        links = "trusted" if has_nixl(args) else "shm"
+        words = ("--own", str(nbytes), "--geometry", args.geometry, "--links", links)
+        owner = LineChild(sys.executable, __file__, *words)
         stack.callback(owner.close)
-        records = measure(contenders(owner, nbytes, options, stack), works, options.rounds, owner)
+        records = measure(contenders(owner, nbytes, args, stack), works, args.rounds, owner)
     report(records, works)
-    if options.json:
-        options.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+    if args.json:
+        args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
     return None
 
 
-def has_nixl(options: argparse.Namespace) -> bool:
-    """Whether NIXL takes part."""
-    return nixl_is_installed() and not options.without_nixl
+def has_nixl(args: Namespace) -> bool:
+    return nixl_is_installed() and not args.without_nixl
 
 
-def contenders(owner: Child, nbytes: int, options: argparse.Namespace, stack: ExitStack) -> dict[str, Contender]:
+def contenders(owner: LineChild, nbytes: int, args: Namespace, stack: ExitStack) -> dict[str, Contender]:
     """Contenders that work on this machine."""
     join = wire.decode(bytes.fromhex(owner.hello))
     assert isinstance(join, Join)
     arena = {Tier.HBM: shared(nbytes)}
-    found = {"memcpy": memcpy(nbytes), "shm link": link_contender(ShmLink(arena), join.info, stack)}
-    if has_nixl(options):
-        found["nixl link"] = link_contender(NixlLink(arena, join.info.geometry.block_bytes), join.info, stack)
-        found["nixl alone"] = nixl_alone(join.info, nbytes)
-        found["nixl alone, a call each"] = one_by_one(found["nixl alone"])
-    if options.mooncake:
-        found["mooncake tcp"] = mooncake(options.mooncake, nbytes, stack)
-    return found
+    results = {"memcpy": memcpy(nbytes), "shm link": link_contender(ShmLink(arena), join.info, stack)}
+    if has_nixl(args):
+        results["nixl link"] = link_contender(NixlLink(arena, join.info.geometry.block_bytes), join.info, stack)
+        results["nixl alone"] = nixl_alone(join.info, nbytes)
+        results["nixl alone, a call each"] = one_by_one(results["nixl alone"])
+    if args.mooncake:
+        results["mooncake tcp"] = mooncake(args.mooncake, nbytes, stack)
+    return results
 
 
 if __name__ == "__main__":

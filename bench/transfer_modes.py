@@ -14,103 +14,75 @@ of by-request compare unequal ends with equal ones.
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
-import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from argparse import Namespace
 from contextlib import ExitStack
-from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from itertools import product
+from random import Random
 
-import httpx
-from served import serving
+from harness import Commas, Table, ask_all, completion, mean, median, medians, options, save, token_prompts, turns
+from harness.served import Served, serving
 
 MODES = ("by-request", "by-request-agg", "by-layer")
-VOCABULARY = 40_000
+COLUMNS = {
+    "link": "{link}", "clients": "{clients}", "mode": "{mode}", "degrees": "{degrees}", "TTFT, ms": "{ttft_ms:.1f}",
+    "gap, ms": "{gap_ms:.2f}", "hidden": "{hidden:.1%}", "JCT, ms": "{jct_ms:.1f}", 
+    "requests/s": "{requests_per_s:.2f}",
+}  # fmt: skip
 
 
-def ask(url: str, model: str, prompt: list[int], new_tokens: int) -> list[float]:
-    """Times of the tokens in ms since the request."""
-    body = {"model": model, "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
-    started, times = time.perf_counter(), []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"temperature": 0}, timeout=600) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                times.append((time.perf_counter() - started) * 1e3)
-    return times
-
-
-def measure(url: str, model: str, prompts: list[list[int]], clients: int, new_tokens: int) -> dict[str, float]:
+def measure(server: Served, prompts: list[list[int]], clients: int, new_tokens: int) -> dict[str, float]:
     """One round: every prompt once, ``clients`` at a time."""
     started = time.perf_counter()
-    with ThreadPoolExecutor(clients) as pool:
-        answers = list(pool.map(lambda prompt: ask(url, model, prompt, new_tokens), prompts))
-    seconds = time.perf_counter() - started
-    gaps = [times[1] - times[0] - statistics.median(b - a for a, b in pairwise(times[2:]))
-            for times in answers]  # fmt: skip
+    answers = ask_all(lambda prompt: completion(server.url, prompt, new_tokens).checked(), prompts, clients)
+    spent_s = time.perf_counter() - started
+    gaps_s = [answer.steps_s[0] - median(answer.steps_s[2:]) for answer in answers]
     return {
-        "ttft_ms": statistics.median(times[0] for times in answers),
-        "gap_ms": statistics.median(gaps),
-        "jct_ms": statistics.mean(times[-1] for times in answers),
-        "requests_per_s": len(prompts) / seconds,
+        "ttft_ms": 1e3 * median(answer.first_s for answer in answers),
+        "gap_ms": 1e3 * median(gaps_s),
+        "jct_ms": 1e3 * mean(answer.total_s for answer in answers),
+        "requests_per_s": len(prompts) / spent_s,
     }
 
 
-def main() -> int:
-    """Start all pairs, take turns, print one line per case."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="", help="default: the bundled one")
-    parser.add_argument("--links", default="shm,nixl")
-    parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--degrees", default="1:1", help="pairs of tensor parallel degrees, comma-separated")
-    parser.add_argument("--prompt-tokens", type=int, default=2048)
-    parser.add_argument("--new-tokens", type=int, default=12)
-    parser.add_argument("--clients", default="1,4")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts per round and client")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--serve", default="", help="further options of memserve serve, in one string")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rng, results = random.Random(0), []
-    options = [*(("--model", args.model) if args.model else ()), *args.serve.split()]
-    shape = ("--prefill", "1", "--decode", "1")
-    for link in args.links.split(","):
+def start(stack: ExitStack, link: str, args: Namespace) -> dict[tuple[str, str], Served]:
+    """A pair of instances for each mode and degree."""
+    servers = {}
+    for mode, degree in product(args.modes, args.degrees):
+        prefill, _, decode = degree.partition(":")
+        cut = ("--prefill-tensor-parallel", prefill, "--decode-tensor-parallel", decode)
+        flags = ("--prefill", "1", "--decode", "1", *cut, "--transfer", mode, "--link", link, "--caching", "off")
+        flags += ("--served-model-name", "x", *args.serve.split())
+        servers[mode, degree] = stack.enter_context(serving(*flags, model=args.model))
+    return servers
+
+
+def main() -> None:
+    """Start all pairs of a link, take turns, print a row per case."""
+    args = options(
+        __doc__, model="", links=Commas("shm", "nixl"), modes=Commas(*MODES), prompt_tokens=2048, new_tokens=12,
+        degrees=(Commas("1:1"), "pairs of tensor parallel degrees"), clients=Commas(1, 4), rounds=3,
+        prompts=(4, "prompts per round and client"), serve=("", "further options of memserve serve, in one string"),
+    )  # fmt: skip
+    rng, rows, table = Random(0), [], Table(COLUMNS)
+    for link in args.links:
         with ExitStack() as stack:
-            cases = [(mode, degree) for mode in args.modes.split(",") for degree in args.degrees.split(",")]
-            servers = {}
-            for mode, degree in cases:
-                prefill, _, decode = degree.partition(":")
-                cut = ("--prefill-tensor-parallel", prefill, "--decode-tensor-parallel", decode)
-                words = (*shape, *cut, "--transfer", mode, "--link", link, "--caching", "off", *options)
-                servers[mode, degree] = stack.enter_context(serving(*words))
-            for clients in map(int, args.clients.split(",")):
-                rounds: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in servers}
-                for turn in range(args.rounds + 1):  # the first round warms up
-                    for case, server in servers.items():
-                        count, size = args.prompts * clients if turn else 1, args.prompt_tokens
-                        prompts = [[rng.randrange(3, VOCABULARY) for _ in range(size)] for _ in range(count)]
-                        found = measure(server.url, server.model, prompts, clients, args.new_tokens)
-                        if turn:
-                            rounds[case].append(found)
-                medians = {
-                    case: {key: statistics.median(r[key] for r in runs) for key in runs[0]}
-                    for case, runs in rounds.items()
-                }
-                for (mode, degree), found in medians.items():
-                    record: dict[str, Any] = {"link": link, "clients": clients, "mode": mode, "degrees": degree}
-                    record |= {key: round(value, 2) for key, value in found.items()}
-                    whole = medians.get(("by-request", degree), {}).get("gap_ms", 0.0)
-                    if whole > 0:
-                        record["hidden"] = round(1 - found["gap_ms"] / whole, 3)
-                    results.append(record)
-                    print(json.dumps(record), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
-    return 0
+            servers = start(stack, link, args)
+            for clients in args.clients:
+                results: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in servers}
+                for number, case in turns(args.rounds, servers, warm=1):
+                    count = args.prompts * clients if number >= 0 else 1
+                    prompts = token_prompts(count, args.prompt_tokens, rng)
+                    row = measure(servers[case], prompts, clients, args.new_tokens)
+                    results[case] += [row] if number >= 0 else []
+                figures = {case: medians(mine) for case, mine in results.items()}
+                for (mode, degree), mine in figures.items():
+                    rows.append({"link": link, "clients": clients, "mode": mode, "degrees": degree, **mine})
+                    whole = figures.get(("by-request", degree), {}).get("gap_ms", 0.0)
+                    rows[-1]["hidden"] = 1 - mine["gap_ms"] / whole if whole > 0 else None
+                    table.show(rows[-1])
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_servers import ServedStore, cpu_s
+from harness import cpu_s, median
+from harness.engines import ServedStore
 
 from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler import SchedulerSide
+from memserve.integrations.vllm.scheduler import EngineBlocks, SchedulerSide
 from memserve.integrations.vllm.worker import HostMover, WorkerSide
 
 BLOCKS = 64
@@ -31,8 +31,10 @@ class Calls:
     def __init__(self, store: ServedStore) -> None:
         import torch
 
-        caches = {f"layers.{at}": torch.rand(160, 3, 32, 128) for at in range(30)}
-        where = PoolOptions.of({"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0})
+        caches = {f"layers.{place}": torch.rand(160, 3, 32, 128) for place in range(30)}
+        where = PoolOptions.from_mapping(
+            {"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0}
+        )
         memory = HostMemory(caches, 160)
         self._pool = BlockCache(where)
         names = RankNames(b"vllm/bench/", memory.layout)
@@ -41,7 +43,7 @@ class Calls:
         self._layers = list(caches)
         self._lookups = Lookups(BlockCache(where))
         self._lookups.set_ranks([(names,)])
-        self._side = SchedulerSide(self._lookups, 32, 1, 10**10)
+        self._side = SchedulerSide(self._lookups, EngineBlocks(32, 1), 10**10)
         self._state = SimpleNamespace(get_block_ids=lambda request_id: (list(range(1, BLOCKS + 1)),))
         self.record: dict[str, float] = {}
 
@@ -59,21 +61,25 @@ class Calls:
         """What happens all the time."""
         side = self._side
         misses = [_request(f"miss {number}{when}") for number in range(102)]
-        self.timed(f"look-up of 2,048 tokens that are nowhere{when}", lambda at: side.matched(misses[at], 0, 0), 100)
+        self.timed(
+            f"look-up of 2,048 tokens that are nowhere{when}",
+            lambda place: side.match_request(misses[place], 0, 0),
+            100,
+        )
         decoding = [_request(f"decoding {number}{when}") for number in range(64)]
-        for one in decoding:
-            side.allocated(one, [[]], 0)
-            side._saved[one.request_id], one.num_computed_tokens = BLOCKS, BLOCKS * 32 + 3
-        output = self._step({one.request_id: 1 for one in decoding})
-        self.timed(f"a step of 64 requests that fill no block{when}", lambda at: side.step(output, 0), 100)
+        for item in decoding:
+            side.on_blocks_allocated(item, [[]], 0)
+            side._saved[item.request_id], item.num_computed_tokens = BLOCKS, BLOCKS * 32 + 3
+        output = self._step({item.request_id: 1 for item in decoding})
+        self.timed(f"a step of 64 requests that fill no block{when}", lambda place: side.plan_step(output, 0), 100)
 
     def without_its_store(self, store: ServedStore) -> None:
         """What is left of the cost when the store is dead, and what looking for it takes."""
         when = ", store dead"
         prompts = [_request(f"prompt {number}{when}") for number in range(13)]
-        for one in prompts:
-            self._side.allocated(one, [[]], 0)
-        orders = [self._side.step(self._step({one.request_id: BLOCKS * 32}), 0) for one in prompts]
+        for item in prompts:
+            self._side.on_blocks_allocated(item, [[]], 0)
+        orders = [self._side.plan_step(self._step({item.request_id: BLOCKS * 32}), 0) for item in prompts]
         store.kill()
         self._save(orders[0])  # the first that asks waits for an answer, in a thread of its own
         deadline_s = time.monotonic() + NOTICED_S
@@ -82,7 +88,7 @@ class Calls:
                 raise SystemExit("a dead store was not noticed")
             time.sleep(0.01)
         self.look_up_and_decode(when)
-        self.timed(f"a step that fills 64 blocks{when}", lambda at: self._save(orders[at + 1]), 10)
+        self.timed(f"a step that fills 64 blocks{when}", lambda place: self._save(orders[place + 1]), 10)
         begin_s, spent_s = time.monotonic(), time.process_time()
         time.sleep(WATCHED_S)
         name = f"all other threads, a second{when}"
@@ -94,22 +100,22 @@ class Calls:
         worker, side, orders = self._worker, self._side, []
         prompts = [_request(f"prompt {number}") for number in range(12)]
 
-        def ordered(at: int) -> None:
-            side.allocated(prompts[at], [[]], 0)
-            orders.append(side.step(self._step({prompts[at].request_id: BLOCKS * 32}), 0))
+        def ordered(place: int) -> None:
+            side.on_blocks_allocated(prompts[place], [[]], 0)
+            orders.append(side.plan_step(self._step({prompts[place].request_id: BLOCKS * 32}), 0))
 
         self.timed("a step that fills 64 blocks: what to save", ordered, 10)
         # copies run in two threads, and the other one's time does not count here: wall time beside memcpy
         begin_s, spent_s = time.perf_counter(), time.process_time() + cpu_s(store.pid)
         for order in orders:
             self._save(order)
-            worker._savers.drain()
+            worker._savers.wait_until_idle()
         self.record["64 blocks to the store, wall"] = (time.perf_counter() - begin_s) / len(orders)
         name = "64 blocks to the store: CPU time of all threads, and of the store"
         self.record[name] = (time.process_time() + cpu_s(store.pid) - spent_s) / len(orders)
         print(f"  {name:<66} {self.record[name] * 1e6:10.1f} us")
         name = "a step that fills 64 blocks (84 MiB): the copies, this thread's half"
-        self.timed(name, lambda at: self._collected(orders[at % len(orders)]), 10)
+        self.timed(name, lambda place: self._collected(orders[place % len(orders)]), 10)
         waited_ms = self.record["64 blocks to the store, wall"] * 1e3
         print(f"  {worker._pool.counts['stored']} blocks stored, 64 of them after {waited_ms:.0f} ms")
 
@@ -120,9 +126,11 @@ class Calls:
         values = [
             value
             for save in orders.saves
-            for value in self._mover.values([(0, *one) for one in zip(save.hashes, save.block_ids, strict=True)])
+            for value in self._mover.block_values(
+                [(0, *item) for item in zip(save.hashes, save.block_ids, strict=True)]
+            )
         ]
-        for _, memory in self._pool.collect(values):
+        for _, memory in self._pool.collect_copies(values):
             memory.release()
 
     def _save(self, orders: Any) -> None:
@@ -138,11 +146,11 @@ class Calls:
 
 
 def _request(name: str) -> Any:
-    hashes = [f"{name}/{at}".encode() for at in range(BLOCKS)]
+    hashes = [f"{name}/{place}".encode() for place in range(BLOCKS)]
     return SimpleNamespace(request_id=name, block_hashes=hashes, num_tokens=BLOCKS * 32 + 5, num_computed_tokens=0)
 
 
-def calls(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+def calls(options: Namespace, folder: Path) -> dict[str, float]:
     """Seconds of CPU time, by call."""
     with ServedStore(folder, dram="4GiB") as store:
         it = Calls(store)

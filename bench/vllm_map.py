@@ -34,12 +34,12 @@ def rows(pool: Any) -> list[tuple[int | str, int, int]]:
     """The pool's map now."""
     from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, maybe_convert_block_hash
 
-    found = []
+    results = []
     for key, blocks in pool.cached_block_hash_to_block._cache.copy().items():
-        one = maybe_convert_block_hash(get_block_hash(key))
+        item = maybe_convert_block_hash(get_block_hash(key))
         copies = len(blocks) if isinstance(blocks, dict) else 1
-        found.append((one if isinstance(one, int) else one.hex(), get_group_id(key), copies))
-    return found
+        results.append((item if isinstance(item, int) else item.hex(), get_group_id(key), copies))
+    return results
 
 
 def show(pool: Any, path: str) -> None:

@@ -13,18 +13,16 @@ threads; else its CPU build, and float32.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from vllm_servers import ServedStore, recorded
+from harness import Samples, random_tokens, seconds, show, spread
+from harness.engines import ServedStore, recorded, transfer_config
 
 CALLS = ("bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save")
 SETTINGS = ("off", "by layer", "at the end")
@@ -39,47 +37,39 @@ class Spent:
             setattr(connector, name, self._timed(getattr(connector, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
             begin = time.perf_counter()
             try:
-                return call(*given, **named)
+                return call(*args, **named)
             finally:
                 self.seconds += time.perf_counter() - begin
 
         return timed
 
 
-def engine_of(options: argparse.Namespace, store: ServedStore) -> Any:
-    """vLLM in this process."""
+def engine_of(args: Namespace, store: ServedStore) -> Any:
     for name, value in (
         ("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
     ):  # fmt: skip
         os.environ.setdefault(name, value)
     import vllm
 
-    transfer = {
-        "kv_connector": "MemserveConnector", "kv_connector_module_path": "memserve.integrations.vllm",
-        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"pool": store.address, "secret_file": str(store.secret_file),
-                                      "threads": options.threads},
-    }  # fmt: skip
-    more: dict[str, Any] = {} if options.device else {"dtype": "float32", "block_size": 32, "enforce_eager": True}
+    more: dict[str, Any] = {} if args.device else {"dtype": "float32", "block_size": 32, "enforce_eager": True}
     return vllm.LLM(
-        options.model, max_model_len=options.tokens + 32, max_num_batched_tokens=max(2048, options.tokens + 32),
-        max_num_seqs=4, enable_prefix_caching=True, skip_tokenizer_init=True, kv_transfer_config=transfer, **more,
+        args.model, max_model_len=args.tokens + 32, max_num_batched_tokens=max(2048, args.tokens + 32),
+        max_num_seqs=4, enable_prefix_caching=True, skip_tokenizer_init=True,
+        kv_transfer_config=transfer_config(store, threads=args.threads), **more,
     )  # fmt: skip
 
 
-def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(args: Namespace, folder: Path) -> dict[str, Any]:
     """Ratios, and shares of the prefill, by setting."""
     import vllm
     from vllm.distributed.kv_transfer import kv_transfer_state as state
 
-    ratios: dict[str, list[float]] = {name: [] for name in SETTINGS[1:]}
-    shares: dict[str, list[float]] = {name: [] for name in SETTINGS[1:]}
-    rng = random.Random(7)
+    beside, shares, rng = Samples(), Samples(), random.Random(7)
     with ServedStore(folder, dram="2GiB") as store:
-        llm = engine_of(options, store)
+        llm = engine_of(args, store)
         connector = state._KV_CONNECTOR_AGENT
         save_layer, spent = connector.save_kv_layer, Spent(connector)
         by_layer = connector.save_kv_layer
@@ -87,52 +77,37 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
         def prefill(setting: str) -> tuple[float, float]:
             state._KV_CONNECTOR_AGENT = None if setting == "off" else connector
-            connector.save_kv_layer = by_layer if setting == "by layer" else lambda *given, **named: None
-            prompt = [rng.randrange(5, 40_000) for _ in range(options.tokens)]
-            spent.seconds, begin = 0.0, time.perf_counter()
-            llm.generate([{"prompt_token_ids": prompt}], first, use_tqdm=False)
-            took_s = time.perf_counter() - begin
+            connector.save_kv_layer = by_layer if setting == "by layer" else lambda *args, **named: None
+            prompt = {"prompt_token_ids": random_tokens(args.tokens, rng)}
+            spent.seconds = 0.0
+            took_s = seconds(lambda: llm.generate([prompt], first, use_tqdm=False))
             state._KV_CONNECTOR_AGENT = connector
-            settled(connector)
+            for worker in connector._workers():  # the store does not compete with the next prompt
+                worker._savers.drain()
             return took_s, spent.seconds / took_s
 
-        for number in range(-1, options.rounds):
-            order = list(SETTINGS)
-            rng.shuffle(order)
-            found = {name: prefill(name) for name in order}
+        for number in range(-1, args.rounds):
+            results = {name: prefill(name) for name in rng.sample(SETTINGS, len(SETTINGS))}
             for name in SETTINGS[1:] if number >= 0 else ():
-                ratios[name].append(found[name][0] / found["off"][0])
-                shares[name].append(found[name][1])
+                beside[name].append(results[name][0] / results["off"][0])
+                shares[name].append(results[name][1])
         connector.save_kv_layer = save_layer
-        stored = store_values(store)
+        with store.client() as client:  # what is measured has saved something
+            stored = int(client.statistics()["dram_values"])
         llm.llm_engine.engine_core.shutdown()
-    print(f"{options.rounds} rounds, prompts of {options.tokens} tokens, {stored} values in the store:")
-    for name, found_ratios in ratios.items():
-        low, high = (sorted(found_ratios)[at] for at in (len(found_ratios) // 4, -1 - len(found_ratios) // 4))
-        print(f"  {name:<12} prefill beside off {median(found_ratios):.3f} ({low:.3f} to {high:.3f}); "
-              f"vLLM's thread in the connector's calls: {median(shares[name]):.2%} of the prefill")  # fmt: skip
-    return {"ratios": ratios, "shares": shares, "stored": stored}
-
-
-def settled(connector: Any) -> None:
-    """The store has what the last prompt has filled: it does not compete with the next one."""
-    for worker in connector._workers():
-        worker._savers.drain()
-
-
-def store_values(store: ServedStore) -> int:
-    """How many there are: what is measured has saved something."""
-    with store.client() as client:
-        return int(client.statistics()["dram_values"])
+    print(f"{args.rounds} rounds, prompts of {args.tokens} tokens, {stored} values in the store:")
+    show(
+        ({"name": name, "ratio": spread(beside[name]), "share": shares.median(name)} for name in SETTINGS[1:]),
+        {"copies": "{name}", "prefill beside off": "{ratio}", "vLLM's thread in the connector's calls": "{share:.2%}"},
+    )
+    return {"ratios": beside, "shares": shares, "stored": stored}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=2, help="of the connector's: they copy side by side")
-    parser.add_argument("--device", action="store_true")
-    recorded(parser, measured)
+    recorded(
+        __doc__, measure, tokens=1024, rounds=12, device=False,
+        threads=(2, "of the connector's: they copy side by side"),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -201,7 +201,6 @@ def tried(name: str, limit_s: float) -> dict[str, Any]:
 
 
 def page(rows: list[dict[str, Any]], version: str) -> str:
-    """The list, for people."""
     words = EXACT, UP_TO, REFUSED, WRONG, BROKE, NOT_BUILT
     counts = [(sum(row["outcome"] == word for row in rows), word) for word in words]
     summary = ", ".join(f"{count} {word}" for count, word in counts if count)
@@ -227,7 +226,6 @@ def page(rows: list[dict[str, Any]], version: str) -> str:
 
 
 def main() -> int:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--json", type=Path)

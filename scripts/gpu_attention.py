@@ -20,6 +20,7 @@ CASES = ROOT / "tests" / "unit" / "model" / "attention" / "test_triton_attention
 sys.path.insert(0, str(ROOT / "src"))
 
 from memserve.base.types import KVGeometry  # noqa: E402  # needs the path above
+from memserve.model.attention.context import StepRows  # noqa: E402  # needs the path above
 from memserve.model.attention.triton_attention import TritonBatch, attend  # noqa: E402  # needs the path above
 
 DECODE = [(1, 2048), (1, 32768), (8, 2048), (32, 2048), (128, 2048), (256, 512)]  # rows, context
@@ -57,8 +58,9 @@ class Step:
         self.arena = torch.empty(rows * blocks * geometry.block_bytes, dtype=torch.uint8, device="cuda")
         self.arena.view(dtype).normal_()
         starts = np.arange(rows + 1, dtype=np.int32) * count
+        contexts = np.full(rows, context, np.int32)
         self.batch = TritonBatch(
-            self.arena, geometry, self.tables, np.arange(rows, dtype=np.int32), starts, np.full(rows, context, np.int32)
+            self.arena, geometry, StepRows(self.tables, np.arange(rows, dtype=np.int32), starts, contexts)
         )
         tokens = rows * count
 

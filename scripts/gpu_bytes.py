@@ -44,7 +44,7 @@ def seals() -> Iterator[Row]:
         want = _core.seal_ranges(host.data_ptr(), offsets, range_bytes)
         memory, target = GpuMemory(host.cuda()), GpuMemory(torch.zeros(8 * range_bytes, dtype=torch.uint8).cuda())
         right = (memory.seal(offsets, range_bytes) == want).all()
-        landed = (target.land(offsets, memory.parts, offsets, range_bytes) == want).all()
+        landed = (target.land_pinned(offsets, memory.arena_parts, offsets, range_bytes) == want).all()
         same = torch.equal(memory.tensor, target.tensor)
         hosted = (target.land_host(offsets, host.data_ptr(), offsets, range_bytes) == want).all()
         yield {"what": f"seals of {range_bytes} bytes", "ok": bool(right and landed and same and hosted)}
@@ -71,13 +71,13 @@ def copies() -> Iterator[Row]:
         count = (1 << 28) // size
         device = gpu.zeros(count, size, dtype=torch.uint8)
         host = torch.randint(0, 256, (count, size), dtype=torch.uint8)
-        gpu.pin(host)
+        gpu.pin_memory(host)
         order = torch.randperm(count).int()
         places = torch.arange(count, dtype=torch.int32)
         for name in ("blocks up", "blocks down", "pages up", "pages down"):
             target, source = (device, host) if name.endswith("up") else (host, device)
             source.copy_(torch.randint(0, 256, source.shape, dtype=torch.uint8))
-            stream, seconds = gpu.stream(), []
+            stream, seconds = gpu.new_stream(), []
             for _ in range(4):
                 began = time.perf_counter()
                 if name.startswith("blocks"):
@@ -175,6 +175,6 @@ def own_pages() -> None:
     arena.generation = 1
     torch.cuda.synchronize()
     sealed = [str(one) for one in arena.seal(np.arange(128, dtype=np.int64) * size, size)]
-    said = {"address": arena.address, "fd": arena.fd, "pid": os.getpid(), "exported": arena.export().hex()}
+    said = {"address": arena.address, "fd": arena.fd, "pid": os.getpid(), "exported": arena.export_handle().hex()}
     print(json.dumps(said | {"seals": sealed}), flush=True)
     sys.stdin.read()

@@ -111,7 +111,7 @@ def steps(shape: Shape) -> Iterator[Row]:
     for graphs in (False, True):
         if graphs:
             began = time.perf_counter()
-            device.capture()
+            device.capture_graphs()
             yield {"what": "graphs", "ok": bool(device.graph_sizes), "rows": device.graph_sizes,
                    "s": time.perf_counter() - began}  # fmt: skip
         for rows in ROWS if graphs else ROWS[:1]:
@@ -141,7 +141,7 @@ def _linears(forward: Any) -> Iterator[Row]:
         row: Row = {"what": f"linears of {inputs} to {outputs}"}
         for rows in (1, 8, 32, 64):
             x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda")
-            for named, how in (("", "__call__"), ("library_", "plain")):
+            for named, how in (("", "__call__"), ("library_", "compute_plain")):
                 seconds = graph_seconds([partial(getattr(layer, how), x) for layer in some]) / len(some)
                 row[f"{named}{rows}"] = layers[0].weight.nbytes / seconds / 1e9 / copy_gb_s()
         yield row

@@ -166,7 +166,7 @@ def workers() -> Iterator[Row]:
     for name, degrees in {"TP 2": {"tensor_parallel": 2}, "PP 2": {"pipeline_parallel": 2}}.items():
         with engine(**degrees) as llm:
             yield compared(f"{name}, all at once", answers(llm))
-            sizes = getattr(llm._engine._instance._device._own, "graph_sizes", [])
+            sizes = getattr(llm._engine._instance._device._leader, "graph_sizes", [])
             yield {"what": f"{name}, graphs", "rows": sizes} | ({"ok": bool(sizes)} if DEVICE == "cuda" else {})
         small = {"kv_memory": SWAPPED_BLOCKS * block, "dram_memory": "16MiB", "preemption": "swap"}
         with engine(**degrees, **small) as llm:

@@ -35,14 +35,14 @@ def staged() -> Iterator[Row]:
     ways = {"down": (far, near), "up": (near, far)}
     limits = {name: far.numel() / milliseconds(lambda pair=pair: pair[0].copy_(pair[1], non_blocking=True), 6) / 1e6
               for name, pair in ways.items()}  # fmt: skip
-    saves, loads = memory.saving.take(MOVED), memory.loading.take(MOVED)
+    saves, loads = memory.saving.take_slots(MOVED), memory.loading.take_slots(MOVED)
     together, scattered = list(range(MOVED)), torch.randperm(BLOCKS)[:MOVED].tolist()
     for order, ids in (("side by side", together), ("scattered", scattered)):
         yield from _there_and_back(memory, caches, saves, loads, ids, order)
         down = _seconds(lambda ids=ids: _saved(memory, saves, ids).wait())
         yield _rate(f"vLLM's blocks {order}, down", MOVED * nbytes, down, limits["down"])
-        behind = gpu.current().mark()
-        up = _seconds(lambda ids=ids, behind=behind: memory.land(loads, ids, behind).last.wait())
+        behind = gpu.current_stream().record_mark()
+        up = _seconds(lambda ids=ids, behind=behind: memory.load_blocks(loads, ids, behind).last.wait())
         yield _rate(f"vLLM's blocks {order}, up", MOVED * nbytes, up, limits["up"])
     yield from _beside_compute(memory, saves, together)
 
@@ -50,7 +50,7 @@ def staged() -> Iterator[Row]:
 def _saved(memory: Any, slots: list[int], ids: list[int]) -> Any:
     for numbers in memory.layers.values():
         memory.stage(numbers, slots, ids)
-    return memory.staged()
+    return memory.mark_staged()
 
 
 def _there_and_back(
@@ -62,17 +62,17 @@ def _there_and_back(
     for name, numbers in memory.layers.items():
         caches[name][ids] = wanted[name]
         memory.stage(numbers, saves, ids)
-    mark = memory.staged()
+    mark = memory.mark_staged()
     for cache in caches.values():
         cache[ids] = -1.0  # vLLM has given the blocks to others
     mark.wait()
     for region in memory._regions:
         region[loads] = region[saves]
-    landing = memory.land(loads, ids, memory.gpu.current().mark())
-    memory.gpu.current().after(landing.shared)
+    landing = memory.load_blocks(loads, ids, memory.gpu.current_stream().mark())
+    memory.gpu.current_stream().wait_for(landing.shared)
     right = True
     for name, cache in caches.items():
-        memory.gpu.current().after(landing.layers[name])
+        memory.gpu.current_stream().wait_for(landing.layers[name])
         right = right and torch.equal(cache[ids], wanted[name])
     yield {"what": f"vLLM's blocks {order} come back", "ok": right}
 
@@ -87,7 +87,7 @@ def _beside_compute(memory: Any, slots: list[int], ids: list[int]) -> Iterator[R
             if copies:
                 memory.stage(numbers, slots, ids)
         if copies:
-            memory.staged()
+            memory.mark_staged()
 
     ratios = []
     for _ in range(8):  # in turn

@@ -42,7 +42,6 @@ def bindings(tree: ast.AST) -> Iterator[str]:
 
 
 def comment_lines(text: str) -> int:
-    """Lines with a comment."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
 
@@ -80,7 +79,6 @@ def figures(folder: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print one table."""
     columns = {part: figures(folder) for part, folder in PARTS.items()}
     print("| |", " | ".join(columns), "|")
     print("| --- |", " | ".join("---" for _ in columns), "|")

@@ -346,7 +346,8 @@ def main() -> None:
             print(json.dumps(run_one(options.against, options.model, library)))
         return
     sys.path.insert(0, str(ROOT / "bench"))
-    from served import end_in_order, serving
+    from harness import end_in_order
+    from harness.served import serving
 
     end_in_order()
     with serving("--metadata", "none") as served:

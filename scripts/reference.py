@@ -119,7 +119,7 @@ def metric_families() -> list[Any]:
     """All metrics that ``/metrics`` can show: of the edge, one engine, a router with its instances, and a fleet."""
     alone = EngineStats(instance=InstanceStats())
     machine = Cluster(config.ClusterConfig())
-    router = RouterStats.of(machine.stats(), machine.instances(), 0)
+    router = RouterStats.from_cluster(machine.stats(), machine.instances(), 0)
     engine = [*Snapshot(alone, True).collect(), *Snapshot(router, True).collect()]
     fleet = FleetSnapshot((EngineView("", "", up=False),), AdmissionStats())
     engine += fleet.collect()

@@ -11,9 +11,6 @@ another one, has failed: the exit status is 1. ``--back`` goes the other way: fr
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import random
 import re
 import signal
@@ -29,7 +26,9 @@ from pathlib import Path
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+from harness import Answer, greedy, options, save, stream, without_path
+
 from meta_etcd_server import ETCD, running_etcd
 from ports import free_port
 from tiny_models import prompt, save_folder, tiny_module
@@ -54,9 +53,8 @@ class Cluster:
         log = self._stack.enter_context((self._folder / f"{name}.log").open("wb"))
         engine = ["--model", str(self._model), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1"]
         command = [python, "-m", "memserve", *arguments, *engine, "--cluster-secret-file", str(self._secret)]
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         self._processes[name] = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=self._folder, env=environment, start_new_session=True
+            command, stdout=log, stderr=log, cwd=self._folder, env=without_path(), start_new_session=True
         )
         self._stack.callback(self._processes[name].kill)
 
@@ -82,7 +80,6 @@ class Cluster:
         return set()
 
     def end(self, name: str) -> None:
-        """In good order."""
         process = self._processes[name]
         process.send_signal(signal.SIGTERM)
         print(f"  {name} has ended with status {process.wait(STEP_S)}", flush=True)
@@ -118,7 +115,6 @@ class Clients:
         self.slowest_s = 0.0
 
     def learn(self) -> None:
-        """The right answers."""
         self._answers = [self._ask(question, 0)[0] for question in self._questions]
 
     def __enter__(self) -> Clients:
@@ -149,40 +145,23 @@ class Clients:
 
     def _ask(self, question: list[int], first: int) -> tuple[str, int]:
         """The answer, and how many calls it took."""
-        body = {"model": "tiny", "prompt": question, "max_tokens": ANSWER_TOKENS, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True}
-        key, end_s, calls, last = uuid.uuid4().hex, time.monotonic() + REQUEST_S, 0, ""
+        body, limits = greedy(question, ANSWER_TOKENS, "tiny"), httpx.Timeout(CALL_S, connect=2)
+        headers, end_s, calls, answer = {"Idempotency-Key": uuid.uuid4().hex}, time.monotonic() + REQUEST_S, 0, Answer()
         while time.monotonic() < end_s:
-            port = self._ports[(first + calls) % len(self._ports)]
+            url = f"http://127.0.0.1:{self._ports[(first + calls) % len(self._ports)]}"
             calls += 1
-            text, is_whole = "", False
-            try:
-                headers, limits = {"Idempotency-Key": key}, httpx.Timeout(CALL_S, connect=2)
-                url = f"http://127.0.0.1:{port}/v1/completions"
-                with httpx.stream("POST", url, json=body, headers=headers, timeout=limits) as it:
-                    if it.status_code != 200:
-                        last = f"{it.status_code} {it.read()[:200]!r}"
-                    for line in it.iter_lines():
-                        if line.startswith("data: {"):
-                            text += "".join(choice["text"] for choice in json.loads(line[6:]).get("choices", []))
-                        is_whole = is_whole or line == "data: [DONE]"
-                        if line.startswith('data: {"error"'):
-                            is_whole, last = False, line
-                            break
-            except httpx.HTTPError as error:
-                last = repr(error)
-            if is_whole:
-                return text, calls
+            answer = stream(url, body, headers=headers, timeout=limits)
+            if answer.is_whole and not answer.error:
+                return answer.text, calls
             time.sleep(0.1)
-        raise TimeoutError(f"no answer after {REQUEST_S:.0f} s and {calls} calls: {last}")
+        raise TimeoutError(f"no answer after {REQUEST_S:.0f} s and {calls} calls: {answer.status} {answer.error[:200]}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--old", required=True, help="a Python that can import the release before")
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--back", action="store_true", help="from this checkout to that release")
-    args = parser.parse_args()
+    args = options(
+        __doc__, required="old", old=(str, "a Python that can import the release before"), clients=8,
+        back=(False, "from this checkout to that release"),
+    )  # fmt: skip
     if ETCD is None:
         print("etcd is not installed (Debian: etcd-server): nothing is checked")
         return 0
@@ -222,6 +201,7 @@ def main() -> int:
     )
     for failure in clients.failures[:5]:
         print(f"  {failure}")
+    save(args, {"right": clients.right, "retried": clients.retried, "failures": clients.failures})
     return int(bool(clients.failures))
 
 

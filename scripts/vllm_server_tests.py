@@ -146,7 +146,6 @@ class Servers:
         return url
 
     def stop(self) -> None:
-        """All of them."""
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -299,7 +298,6 @@ def server_command(options: argparse.Namespace, model: str) -> tuple[list[str], 
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
-    """The results by test."""
     from memserve.base.config import DEFAULT_MODEL
     from memserve.model.loading.sources import resolve_source
 

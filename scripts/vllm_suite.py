@@ -145,7 +145,7 @@ class Suite:
 
         scheduler = self._scheduler(*given, **named)
         connector = scheduler.connector
-        if not isinstance(connector, MemserveConnector) or not connector._schedulers():
+        if not isinstance(connector, MemserveConnector) or not connector._scheduler_sides():
             return scheduler
         names = self._greeted(connector)
         add, matched = scheduler.add_request, connector.get_num_new_matched_tokens

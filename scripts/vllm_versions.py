@@ -33,7 +33,7 @@ CONTRACT = "tests/process/integrations/test_vllm_engine.py"
 TESTS = {
     "test_vllm_finds_it_by_path_and_by_name": "loaded",
     "test_methods_are_those_of_vllms_base": "interface",
-    "test_what_is_said_between_processes_can_be_sent": "messages",
+    "test_messages_between_processes_are_serializable": "messages",
     "test_a_whole_engine": "whole engine",
     "test_a_whole_engine_with_windows": "windows",
 }

@@ -16,7 +16,11 @@ import certifi
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: a thread that spins takes a core from another test
+from lean_imports import leave_compiler_out
+
+# Before torch, here and in all children. Tests that need several threads set their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny, and test processes share the cores
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that spins takes a core from another test
 
 settings.register_profile("memserve", deadline=None)  # speed is measured in bench/, never in tests: machines are busy
 settings.load_profile("memserve")
@@ -76,9 +80,11 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and made here stays."""
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """What is imported and made here stays. Torch's compiler is left out as in all processes of ours: 2 s of CPU."""
     gc.disable()
+    if not session.config.getoption("numprocesses", None):  # this process collects
+        leave_compiler_out()
     try:
         return (yield)
     finally:
@@ -110,7 +116,6 @@ def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- several workers (pytest-xdist, `make test`): a file is one's
 
 LONG = (
-    "unit/model/capture/test_fused_gpu",
     "process/test_load_memory",
     "process/transport/test_net_hosts",
     "unit/api/test_model_answers",
@@ -156,8 +161,8 @@ LONG = (
     "stories/lab/sim/replay/test_replay",
 )
 """Files that take more than ten seconds, the longest first, so that none is left over at the end, when the other
-workers have nothing more to do. Most start servers and wait for them; the second converts the bundled model where that
-was never done."""
+workers have nothing more to do. Most start servers and wait for them; one converts the bundled model where that was
+never done."""
 
 
 def _file(nodeid: str) -> str:

@@ -31,6 +31,7 @@ SMALL = {"src/memserve/__main__.py", "src/memserve/base/errors.py", "src/memserv
 """Files with a duty of their own that takes less: an entry point, names that C++ asks for, what Triton compiles."""
 FUNCTION_LINES_MAX = 60
 TEST_FILE_LINES_MAX = 600
+TEST_NAME_CHARS_MAX = 60
 TEST_KINDS = ("unit", "twins", "stories", "process")
 AT_THE_ROOT = ("test_house.py", "test_docs.py")
 NATIVE_FOLDERS = {"core": "memserve._core", "kernels": "memserve._kernels"}
@@ -50,7 +51,7 @@ APART = (
 """Rooms that never import each other."""
 
 PURE = (
-    "base", "protocol", "kv", "instance", "router", "journal.journal", "journal.state", "journal.store",
+    "base", "protocol", "kv", "instance", "router", "journal.state", "journal.store",
     "store.machine", "store.disks", "fleet.machine", "fleet.messages", "fleet.engines",
 )  # fmt: skip
 """Rooms, and parts of rooms, that know no clock, file, socket, thread or device."""
@@ -208,6 +209,18 @@ def test_test_files_fit_their_budget() -> None:
     report(long, f"No test file is longer than {TEST_FILE_LINES_MAX} lines: give one subject a file of its own.")
 
 
+def test_test_names_fit_their_budget() -> None:
+    long = [
+        f"{where(path, node.lineno)} {node.name} has {len(node.name)} characters"
+        for path in tracked("tests/*.py")
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and len(node.name) > TEST_NAME_CHARS_MAX
+    ]
+    report(long, f"A test's name has at most {TEST_NAME_CHARS_MAX} characters: what is checked, in the field's words.")
+
+
 def test_files_that_take_long_are_there() -> None:
     """They begin first, so that no worker is left alone with one at the end."""
     names = re.findall(r'"([^"]+)"', text(TESTS / "conftest.py").partition("LONG = (")[2].partition("\n)")[0])
@@ -255,7 +268,7 @@ def misplaced(path: Path) -> str | None:
     return f"concerns only {only}: its folder is {kind}/{only}" if is_room else None
 
 
-def test_a_test_lies_in_the_folder_of_what_it_tests() -> None:
+def test_test_files_lie_in_the_folder_of_their_subject() -> None:
     problems = [f"{where(p)} {wrong}" for p in tracked("tests/**/test_*.py") if (wrong := misplaced(p))]
     report(problems, "A test file's place is tests/<kind>/<folder of src>/test_<subject>.py (CONTRIBUTING.md).")
 
@@ -474,7 +487,7 @@ def test_skips_give_a_reason() -> None:
     report(problems, "A skipped test says why: reason='...'.")
 
 
-def test_what_the_checkers_shall_not_see_has_a_reason() -> None:
+def test_suppressed_checks_have_a_reason() -> None:
     """mypy looks at src and lab alone: elsewhere nothing has to be kept from it."""
     silenced = re.compile(r"#\s*(type: ignore|noqa)\b(?!.*\s#\s*\w|.*\()")
     problems = [

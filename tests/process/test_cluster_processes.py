@@ -109,7 +109,7 @@ def tokens(length: int, seed: int) -> list[int]:
     return [int(token) for token in prompt(length, seed)]
 
 
-def test_the_instances_are_named_by_the_ready_text_and_by_their_command_lines(server: Server) -> None:
+def test_ready_text_and_command_lines_name_instances(server: Server) -> None:
     assert server.lines[0].startswith("ready in ") and server.lines[1].startswith("try: curl ")
     assert "d1 (decode), p1 (prefill); pd-caching-3" in server.lines[2]
     assert set(server.children()) == {"p1", "d1"} == server.members()
@@ -193,7 +193,7 @@ def test_the_stream_goes_on(kind: str, told: dict[str, dict[int, Choice]], truth
                 assert sorted(top.values())[-best:] == pytest.approx(sorted(dict(one.top).values()), abs=1e-4)
 
 
-def test_what_ends_early_does_so_behind_the_kill(truths: dict[str, Completion]) -> None:
+def test_early_endings_come_after_the_kill(truths: dict[str, Completion]) -> None:
     """Else the kinds would not show what they are there for."""
     for kind in ENDS_EARLY:
         (output,) = truths[kind].outputs

@@ -33,7 +33,7 @@ def run(script: ModuleType, monkeypatch: pytest.MonkeyPatch, file: Path, parts: 
     return script.main()
 
 
-def test_what_goes_wrong_is_written_down_and_the_next_part_runs(script, monkeypatch, tmp_path: Path) -> None:
+def test_failing_part_is_recorded_and_the_next_runs(script, monkeypatch, tmp_path: Path) -> None:
     parts = {name: f"odd_parts:{name}" for name in ("breaks", "dies", "fails", "good")}
     parts["attention"] = parts.pop("fails")
     file = tmp_path / "found.json"

@@ -54,7 +54,7 @@ TWO = {"n": 2, "logprobs": 2, "seed": 5, "temperature": 0.9}
 
 
 @pytest.mark.parametrize(("more", "from_the_beginning"), [({}, False), (TWO, True)], ids=["one", "two, whole"])
-def test_an_answer_goes_on_at_the_next_router(killed: Killed, more: dict, from_the_beginning: bool) -> None:
+def test_keyed_answer_resumes_at_the_next_router(killed: Killed, more: dict, from_the_beginning: bool) -> None:
     body = question(1, LONG // 2, **more)
     stream = Stream(killed, body, from_the_beginning=from_the_beginning)
     before = generated(killed)
@@ -66,7 +66,7 @@ def test_an_answer_goes_on_at_the_next_router(killed: Killed, more: dict, from_t
     assert len(set(ids)) == len(ids)
 
 
-def test_a_whole_answer_is_the_same_bytes_and_another_body_is_refused(killed: Killed) -> None:
+def test_keyed_answer_is_replayed_byte_for_byte_or_422(killed: Killed) -> None:
     body, key = question(3, 40), {"Idempotency-Key": "the whole one"}
 
     def ask(body: dict) -> httpx.Response:
@@ -82,7 +82,7 @@ def test_a_whole_answer_is_the_same_bytes_and_another_body_is_refused(killed: Ki
     assert generated(killed) == before
 
 
-def test_a_second_connection_takes_the_answer_over(killed: Killed) -> None:
+def test_second_connection_takes_over_the_answer(killed: Killed) -> None:
     body = question(5, LONG)
     first, second = Stream(killed, body, "shared"), Stream(killed, body, "shared", from_the_beginning=True)
 
@@ -99,7 +99,7 @@ def test_a_second_connection_takes_the_answer_over(killed: Killed) -> None:
     assert second.texts() == plain(killed, body)
 
 
-def test_under_load_all_answers_are_right_and_little_is_computed_twice(killed: Killed) -> None:
+def test_keyed_answers_under_load_recompute_at_most_5_percent(killed: Killed) -> None:
     before = generated(killed)
     crowd = Crowd(killed, 8, 400)
     for kill in (1, 2):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from geometries import SHAPES, TINY
+from geometries import SHAPES
 from memserve import LLM
 from memserve.base.errors import UserError
 from memserve.base.types import SamplingParams
@@ -39,9 +39,10 @@ def test_prompts_that_do_not_fit_begin_all_the_same(model: str) -> None:
     block_bytes = 8 * SHAPE.in_dtype("float32").token_bytes
     expected, unused = answers(model, kv_memory=f"{400 * block_bytes}B")
     little = {"kv_memory": f"{64 * block_bytes}B", "dram_memory": f"{400 * block_bytes}B"}
-    tokens, layers = answers(model, **little, layerwise="auto", link_gbps=SHAPE.kv.token_bytes / TINY.kv.token_bytes)
+    tokens, layers = answers(model, **little, layerwise="static-1")
     assert tokens == expected
-    assert layers.begun and layers.link.down_bytes >= layers.begun * block_bytes
+    by_layer = layers.begun + layers.converted  # which of both depends on the order in which prompts arrive
+    assert by_layer and layers.link.down_bytes >= by_layer * block_bytes
     assert layers.sequences == layers.parked == layers.dram_pages == 0, "all have ended"
     assert layers.link.busy_ns > 0 and 0 <= layers.link.hidden_share <= 1
     assert unused == LayerReport()

@@ -20,7 +20,7 @@ def metrics(server: Server) -> str:
     return httpx.get(server.url.removesuffix("/v1") + "/metrics", timeout=60).text
 
 
-def test_prefill_and_decode_instances_round_in_dram_and_share_through_hbm(tmp_path: Path) -> None:
+def test_pd_instances_round_kv_in_dram_and_share_through_hbm(tmp_path: Path) -> None:
     """Three prompts fit into HBM, six come by turns: each finds its prefix in the DRAM of the prefill instance."""
     options = ("--kv-memory", f"{14 * BLOCK_BYTES}B", "--dram-memory", "2MiB", "--kv-lower-dtype", "int8")
     server = Server(save_folder(tiny_module("llama"), tmp_path / "tiny"), "--prefill", "1", "--decode", "1", *options)

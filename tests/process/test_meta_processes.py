@@ -21,8 +21,8 @@ import pytest
 
 from memserve import LLM
 from memserve.base.types import SamplingParams
-from memserve.journal.journal import read_journal, records_of
 from memserve.journal.state import MemberPage, MetadataState
+from memserve.journal.store import read_journal, records_of
 from memserve.kv.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
 from meta_etcd_server import ETCD, running_etcd
 from ports import free_port
@@ -139,7 +139,7 @@ def cached(server: Server, questions: list[tuple[list[int], int]]) -> int:
     return total
 
 
-def test_after_kill_9_under_load_service_goes_on_and_the_cache_is_still_there(running: Running, truth) -> None:
+def test_service_and_cache_survive_kill_9_under_load(running: Running, truth) -> None:
     questions = [(tokens(70 + 5 * number, number), 60) for number in range(5)]
     answers = [truth(*question) for question in questions]
     pids, manual = running.children(), f"{running.server.url}/documents/manual"
@@ -160,7 +160,7 @@ def test_after_kill_9_under_load_service_goes_on_and_the_cache_is_still_there(ru
     assert 0 < found["expires_in_s"] < put.json()["expires_in_s"]
 
 
-def test_cached_blocks_are_named_by_the_secret_of_the_cluster_which_a_restart_keeps(running: Running) -> None:
+def test_block_names_depend_on_persisted_cluster_secret(running: Running) -> None:
     """The journal has the names under the folder's secret, and none that can be found without it."""
     question = tokens(70, 99)
     assert cached(running.server, [(question, 1)]) == 0
@@ -183,7 +183,7 @@ def test_cached_blocks_are_named_by_the_secret_of_the_cluster_which_a_restart_ke
     assert cached(running.server, [(question, 1)]) == 64
 
 
-def test_a_second_server_is_refused_the_folder_and_the_first_ends_in_good_order(running: Running, model: Path) -> None:
+def test_second_server_on_same_state_folder_is_refused(running: Running, model: Path) -> None:
     flags = ["--model", str(model), "--port", "0", "--metadata", str(running.state)]
     second = subprocess.run([sys.executable, "-m", "memserve", "serve", *flags], capture_output=True, text=True)
     assert second.returncode == 1 and "is in use" in second.stderr
@@ -262,7 +262,7 @@ def test_a_standby_router_takes_over_with_the_cache(pair: Pair, truth) -> None:
     assert instance.poll() is None
 
 
-def test_instances_with_both_addresses_find_whichever_router_is_active(pair: Pair, truth) -> None:
+def test_instances_with_two_addresses_find_the_active_router(pair: Pair, truth) -> None:
     """Two that are members when it is killed with -9, and one that starts afterwards and knocks first where none is
     any more."""
     question = tokens(70, 1), 20

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness.served import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("MEMSERVE_CLIENTS_PYTHON", sys.executable)
@@ -30,8 +31,7 @@ clients = _module(ROOT / "scripts" / "openai_clients.py")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, str]]:
-    served = _module(ROOT / "bench" / "served.py")
-    with served.serving("--metadata", "none") as running:
+    with serving("--metadata", "none") as running:
         yield running.url, running.model
 
 

@@ -37,7 +37,7 @@ def an_instance(folder: Path, port: int, secret: str, log: Path) -> subprocess.P
         )
 
 
-def test_a_cluster_says_what_happens_to_its_members_and_ends_on_sighup(folder: Path, tmp_path: Path) -> None:
+def test_cluster_logs_member_events_and_ends_on_sighup(folder: Path, tmp_path: Path) -> None:
     """A stranger, a death, a return; then the terminal closes: all processes get SIGHUP, and a stream is finished."""
     log, port = tmp_path / "log", free_port()
     secret = secret_file(tmp_path / "secret", "the right secret of this cluster")
@@ -83,7 +83,7 @@ def test_a_cluster_says_what_happens_to_its_members_and_ends_on_sighup(folder: P
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
-def test_an_instance_says_what_it_waits_for_and_never_that_it_is_a_member(folder: Path, tmp_path: Path, sign) -> None:
+def test_waiting_instance_logs_cause_and_never_reports_ready(folder: Path, tmp_path: Path, sign) -> None:
     log, port = tmp_path / "log", free_port()
     waiting = an_instance(folder, port, secret_file(tmp_path / "secret", "a secret that is not asked for"), log)
     try:

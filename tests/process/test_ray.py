@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from asking_clients import QUESTIONS, Load, truth_of
-from memserve.cli.cluster.ray import _DROPPED, without
+from memserve.cli.cluster.ray import _DROPPED, without_flags
 from on_ray import CLIENTS, COUNT, PAUSE_S, WAIT_S, OnRay
 from served_cluster import eventually
 from tiny_models import save_folder, tiny_module
@@ -120,7 +120,7 @@ def test_a_ray_has_one_cluster_at_a_time(served: OnRay, model: Path, capfd: pyte
         one.process.kill()
 
 
-def test_an_instance_that_ends_again_and_again_is_given_up(
+def test_crash_looping_ray_instance_is_not_restarted_forever(
     served: OnRay, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Only its node knows that it has less memory than is asked for."""
@@ -158,7 +158,7 @@ def test_instances_that_cannot_be_added_are_not_kept(served: OnRay, model: Path,
         (["--gpu-memory-share", "0.5"], "needs a GPU"),
     ],
 )
-def test_gpus_that_do_not_suit_are_refused_before_anything_is_placed(
+def test_unsuitable_gpus_are_refused_before_placement(
     served: OnRay, capfd: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     from memserve.cli.main import run
@@ -169,7 +169,7 @@ def test_gpus_that_do_not_suit_are_refused_before_anything_is_placed(
 
 def test_words_of_the_driver_are_not_those_of_the_router() -> None:
     words = ["serve", "--on", "ray", "--port=1", "--dtype", "float32", "--api-key", "k", "--lenient", "--prefill", "2"]
-    assert without(words, _DROPPED) == ["serve", "--dtype", "float32", "--lenient"]
+    assert without_flags(words, _DROPPED) == ["serve", "--dtype", "float32", "--lenient"]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_instances_come_with_the_load_and_go_after_it(server: Server, truth: lis
     assert server.process.wait(WAIT_S) == 0
 
 
-def test_the_next_router_takes_over_what_the_load_has_started(
+def test_next_router_takes_over_autoscaled_instances(
     server: Server, folder: Path, truth: list[str], tmp_path: Path
 ) -> None:
     """Killed while two instances run: its successor begins with both."""

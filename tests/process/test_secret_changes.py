@@ -16,7 +16,7 @@ import pytest
 from asking_clients import Load, question, truth_of
 from memserve.base.errors import StoreUnavailable
 from memserve.store.client.client import StoreClient
-from memserve.transport.probe import ProbeResult, knock
+from memserve.transport.probe import ProbeResult, probe_address
 from ports import free_port
 from secret_steps import OLD, STEPS, put
 from served_cluster import GREEDY, WAIT_S, Server, eventually
@@ -101,7 +101,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             yield cluster
 
 
-def test_no_request_fails_while_the_secret_changes_in_three_steps(cluster: Cluster, tmp_path: Path) -> None:
+def test_secret_rotation_in_three_steps_fails_no_request(cluster: Cluster, tmp_path: Path) -> None:
     truth = truth_of(cluster.model, ANSWER_TOKENS)
     before = {name: cluster.metric(f"memserve_router_{name}_total") for name in ("members_died", "members_refused")}
     members = cluster.server.members()
@@ -121,7 +121,9 @@ def test_no_request_fails_while_the_secret_changes_in_three_steps(cluster: Clust
                 eventually(lambda log=member.log, step=step: cluster.read_again(log) == step)
             first = text.splitlines()[0]
             for port in (f"127.0.0.1:{cluster.port}", cluster.store):
-                eventually(lambda port=port, first=first: knock(f"tcp://{port}", first, 5.0) is ProbeResult.LET_IN)
+                eventually(
+                    lambda port=port, first=first: probe_address(f"tcp://{port}", first, 5.0) is ProbeResult.LET_IN
+                )
             eventually(lambda answers=answers: load.answers > answers + 30)
             with client.get(b"key", timeout_s=WAIT_S) as found:
                 assert bytes(found) == b"value"
@@ -129,7 +131,7 @@ def test_no_request_fails_while_the_secret_changes_in_three_steps(cluster: Clust
     assert members == cluster.server.members()
     assert before == {name: cluster.metric(f"memserve_router_{name}_total") for name in before}
     for port in (f"127.0.0.1:{cluster.port}", cluster.store):
-        assert knock(f"tcp://{port}", OLD, 5.0) is ProbeResult.TURNED_AWAY
+        assert probe_address(f"tcp://{port}", OLD, 5.0) is ProbeResult.TURNED_AWAY
     with pytest.raises(StoreUnavailable, match="another secret"):
         StoreClient(cluster.store, secret_file=put(tmp_path / "old.secret", OLD), timeout_s=1.0)
     assert cluster.server.client.completions.create(

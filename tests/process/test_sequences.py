@@ -81,7 +81,7 @@ def places(server: Server) -> list[str]:
     return re.findall(r"(c\d): (?:tokens|from)", told)
 
 
-def test_what_was_decided_is_explained_and_counted(server: Server) -> None:
+def test_shared_sequence_is_explained_and_counted(server: Server) -> None:
     before = split(server)
     names = places(server)
     assert len(set(names)) == 3 and set(names) < {"c1", "c2", "c3", "c4"}
@@ -104,7 +104,7 @@ def test_ordinary_requests_run_beside_a_long_one(server: Server, folder: Path) -
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_holder_that_is_killed_while_prompts_are_computed(server: Server, expected: dict[Any, str], at: int) -> None:
+def test_segment_holder_killed_during_prefill(server: Server, expected: dict[Any, str], at: int) -> None:
     """It stands still before its part arrives, and dies before it has computed any of that."""
     eventually(lambda: len(server.members()) == 4)
     holder, before = server.children()[places(server)[at]], split(server)
@@ -117,7 +117,7 @@ def test_a_holder_that_is_killed_while_prompts_are_computed(server: Server, expe
         assert answer.result() == expected["drawn", 2 + at]
 
 
-def test_a_holder_that_is_killed_while_tokens_are_drawn(server: Server, expected: dict[Any, str]) -> None:
+def test_segment_holder_killed_during_decode(server: Server, expected: dict[Any, str]) -> None:
     eventually(lambda: len(server.members()) == 4)
     holder, before = server.children()[places(server)[0]], split(server)
     stream = server.client.completions.create(prompt=tokens(4), max_tokens=ANSWER_TOKENS, stream=True, **GREEDY)
@@ -131,7 +131,7 @@ def test_a_holder_that_is_killed_while_tokens_are_drawn(server: Server, expected
     assert split(server) == before + 2
 
 
-def test_a_prompt_for_which_no_number_of_instances_suffices_is_rejected(server: Server) -> None:
+def test_prompt_too_long_for_all_instances_is_rejected(server: Server) -> None:
     body = {"model": "tiny", "prompt": tokens(0) + tokens(1), "max_tokens": 2}
     answer = httpx.post(f"{server.url}/completions", json=body, timeout=WAIT_S)
     assert answer.status_code == 400 and "256 tokens" in answer.text

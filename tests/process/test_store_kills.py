@@ -13,7 +13,7 @@ def test_every_kind_of_kill_has_a_turn() -> None:
     assert set(TURNS) == set(KINDS) == set(TURNS[:3])
 
 
-def test_what_was_written_is_found_and_answers_are_right(request: pytest.FixtureRequest) -> None:
+def test_writes_and_answers_survive_kills(request: pytest.FixtureRequest) -> None:
     """After each kill; out of the store at least once."""
     done = run_kills(request.config.getoption("--store-kills"), seed=0)
     assert done

@@ -40,7 +40,7 @@ BAD_IDS: list[Any] = [-1, 131, 2**31, 2**63, 10**5000, True, 1.5, "3", None]
 @pytest.mark.parametrize(
     "bad", BAD_IDS, ids=lambda bad: type(bad).__name__ + repr(bad)[:8] if bad != 10**5000 else "huge"
 )
-def test_an_id_outside_of_the_vocabulary_is_named_wherever_it_stands(bad: Any) -> None:
+def test_out_of_vocabulary_id_is_refused_in_every_field(bad: Any) -> None:
     with pytest.raises(UserError) as caught:
         token_array([5, bad], 131)
     assert caught.value.param == "prompt" and len(caught.value.message) < 200
@@ -186,14 +186,14 @@ def test_an_instance_refuses_a_dispatch_with_such_ids(broken: Request) -> None:
     assert fleet.members["p"].machine.is_idle and not fleet.members["p"].machine.stats().steps
 
 
-def test_an_instance_refuses_to_go_on_from_tokens_that_do_not_exist() -> None:
+def test_instance_refuses_resume_with_out_of_vocabulary_tokens() -> None:
     fleet = Fleet(p=replace(fleet_config(), vocab_size=VOCAB))
     fleet.members["p"].hear(Dispatch(request("a", PROMPT[:5]), generated=((1, VOCAB),)))
     fleet.run()
     assert [refused.request_id for refused in fleet.refused] == ["a"] and fleet.members["p"].machine.is_idle
 
 
-def test_an_instance_refuses_to_take_over_what_its_model_cannot_do() -> None:
+def test_decode_instance_refuses_out_of_vocabulary_handoff() -> None:
     fleet = Fleet(p=fleet_config(), d=replace(fleet_config(), vocab_size=VOCAB))
     order = Dispatch(request("a", PROMPT[:9], stops=(VOCAB,)), decode_at=fleet.members["d"].peer)
     fleet.members["p"].hear(order)

@@ -43,7 +43,7 @@ def first_logprobs(llm: LLM) -> list[float]:
 
 
 @pytest.mark.parametrize("lower", LOWER)
-def test_a_prefix_in_dram_is_nearly_what_was_computed_and_does_not_drift(model: str, lower: str) -> None:
+def test_lower_dtype_prefix_is_close_and_does_not_drift(model: str, lower: str) -> None:
     """HBM holds one prompt: each of the next rounds finds all of them in DRAM, and sends them there again."""
     with engine(model, 24, lower) as llm:
         rounds = [first_logprobs(llm) for _ in range(4)]
@@ -73,15 +73,17 @@ def test_sequences_are_swapped_out_and_in(model: str, lower: str) -> None:
 
 
 @pytest.mark.parametrize("lower", ["auto", *LOWER])
-def test_what_lies_by_layer_crosses_the_link_as_it_lies_in_dram(model: str, lower: str) -> None:
-    by_layer = {"layerwise": "auto", "max_step_tokens": 16, "link_gbps": 1.0, "enable_prefix_caching": False}
+def test_layerwise_transfers_use_the_dram_dtype(model: str, lower: str) -> None:
+    # Of each prompt without room one layer stays, however fast the machine is; `auto` goes by what it measures.
+    by_layer = {"layerwise": "static-1", "max_step_tokens": 16, "enable_prefix_caching": False}
     with engine(model, 64, lower, **by_layer) as llm:
         answers = llm.generate([prompt(150 + 7 * at, at).tolist() for at in range(10)], **{**GREEDY, "max_tokens": 30})
         layers = stats_of(llm).layers
     assert all(len(answer.outputs[0].tokens) == 30 for answer in answers)
-    assert layers.begun and layers.sequences == layers.parked == layers.dram_pages == 0
+    assert layers.begun + layers.converted and layers.sequences == layers.parked == layers.dram_pages == 0
     page_bytes = (BLOCK_BYTES if lower == "auto" else LOWER_BLOCK_BYTES) // 3
-    assert layers.link.down_bytes > 0 and layers.link.down_bytes % page_bytes == layers.link.up_bytes % page_bytes == 0
+    crossed = layers.link.down_bytes, layers.link.up_bytes
+    assert min(crossed) > 0 and [nbytes % page_bytes for nbytes in crossed] == [0, 0]
 
 
 def test_exact_is_refused_where_kv_may_be_rounded(model: str) -> None:

@@ -134,7 +134,7 @@ class NanForward:
 
 
 @pytest.mark.parametrize("plant", STAGES, ids=lambda plant: plant.__name__)
-def test_a_row_that_fails_in_any_stage_costs_no_other_row_its_token(
+def test_row_failing_in_any_stage_costs_no_other_row_its_token(
     plant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows of one step, the one in the middle fails; it is closed as ever, and its slot serves the next."""
@@ -260,7 +260,7 @@ def engine_of(forward: Callable[[Any], Any] | None = None) -> Iterator[tuple[Eng
 
 
 @pytest.mark.parametrize("plant", STAGES, ids=lambda plant: plant.__name__)
-def test_tenants_keep_cache_and_answers_when_a_row_of_another_fails(
+def test_failing_row_costs_no_other_tenant_cache_or_answers(
     plant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four requests run; one with a row that fails comes between. Cached tokens are the same before and after."""
@@ -284,7 +284,7 @@ def test_tenants_keep_cache_and_answers_when_a_row_of_another_fails(
         assert (stats.steps_failed, stats.rows_failed) == (0, 6)
 
 
-def test_kv_behind_logits_that_are_no_numbers_is_not_offered_again() -> None:
+def test_kv_of_non_finite_logits_is_not_reused() -> None:
     """A prefix with logits that were no numbers is computed anew, and every other one is kept."""
     poisoned = np.append(prompt(70, 2), NanForward.POISON).astype(np.int32)
     with engine_of(lambda module: NanForward(module, float("nan"))) as (engine, _):

@@ -18,7 +18,7 @@ from memserve.host.stats import RouterStats
 from memserve.instance.scheduler.sequence import Group
 from memserve.kv.identity import NAMES_MAX
 from memserve.kv.pool import BlockPool
-from memserve.router.admission.needs import on_terms
+from memserve.router.admission.needs import with_operator_settings
 from memserve.router.events import PrefixPinned
 from memserve.router.machine import Cluster
 from memserve.router.outbox import Timers
@@ -49,7 +49,7 @@ def first_tokens(world: World, name: str, limit: int = 200) -> int:
 # -- the waiting line and the slots
 
 
-def test_a_flood_of_waiting_requests_delays_another_tenant_by_one_turn():
+def test_queued_flood_delays_another_tenant_by_one_turn():
     """Two slots, forty requests of one tenant in the line: another tenant's request is the next to start."""
     world = World(config(running=2, depth=1))
     for at in range(40):
@@ -74,11 +74,11 @@ def test_priority_orders_the_requests_of_one_tenant_alone(priority):
 
 def test_an_operator_may_let_priority_count_among_all_tenants():
     terms = AdmissionConfig(weights=(("b", 3),), priority_across_tenants=True)
-    urgent = on_terms(request("x", [1], tenant="a", priority=-4), terms)
+    urgent = with_operator_settings(request("x", [1], tenant="a", priority=-4), terms)
     assert (urgent.urgency, urgent.weight) == (-4, 1)
-    assert on_terms(request("x", [1], tenant="b", priority=0), terms).weight == 3
+    assert with_operator_settings(request("x", [1], tenant="b", priority=0), terms).weight == 3
     plain = request("x", [1], tenant="b", priority=-4)
-    assert on_terms(plain, AdmissionConfig()) is plain
+    assert with_operator_settings(plain, AdmissionConfig()) is plain
     world = World(config(running=1, depth=1))
     for at in range(4):
         world.arrive(request(f"a{at}", PROMPT[:4], max_tokens=1, tenant="a"))
@@ -88,7 +88,7 @@ def test_an_operator_may_let_priority_count_among_all_tenants():
     assert endings(world) == ["a0", "c", "a1", "a2", "a3", "b"]
 
 
-def test_a_tenant_that_holds_all_slots_gives_way_up_to_anothers_share():
+def test_tenant_holding_all_slots_is_preempted_to_fair_share():
     """Four slots taken by answers of thirty tokens. The other tenant's first request does not wait for one to end."""
     world = World(config(running=4, depth=1, hbm=64))
     for at in range(4):
@@ -109,7 +109,7 @@ def preemptions(world: World) -> int:
     return stats.preemptions_swap + stats.preemptions_recompute
 
 
-def test_a_burst_within_its_share_of_the_slots_waits_for_one_plan():
+def test_burst_within_slot_share_waits_for_one_plan():
     """Eight slots taken by long answers. Four requests of another tenant begin together, and are not taken back."""
     world = World(config(running=8, depth=1, hbm=96, chunk=64, step_tokens=64))
     for at in range(12):
@@ -125,7 +125,7 @@ def test_a_burst_within_its_share_of_the_slots_waits_for_one_plan():
     assert endings(world).index("b4") < endings(world).index("a11")
 
 
-def test_slots_that_several_tenants_wait_for_are_shared_before_they_are_taken():
+def test_free_slots_are_shared_among_waiting_tenants():
     """Four slots, and two tenants that come together: two each, and none has to give way."""
     world = World(config(running=4, depth=1, hbm=64, chunk=64, step_tokens=64))
     world.arrive(request("first", PROMPT[:4], max_tokens=1, tenant="z"))
@@ -139,7 +139,7 @@ def test_slots_that_several_tenants_wait_for_are_shared_before_they_are_taken():
     world.check_all_ended()
 
 
-def test_a_request_with_more_sequences_than_the_share_of_its_tenant_is_not_overtaken_for_ever():
+def test_request_beyond_its_tenants_share_is_not_starved():
     world = World(config(running=4, depth=1, hbm=64))
     for at in range(40):
         world.arrive(request(f"a{at}", PROMPT[at % 8 : at % 8 + 3], max_tokens=3 + at % 4, tenant="a"))
@@ -149,7 +149,7 @@ def test_a_request_with_more_sequences_than_the_share_of_its_tenant_is_not_overt
     assert endings(world).index("b") <= 12
 
 
-def test_a_newcomer_is_in_the_very_next_plan_when_prompts_hold_all_slots_and_the_budget():
+def test_new_tenant_is_in_next_plan_when_prompts_hold_all_slots():
     """Four slots with prompts of 48 tokens, 16 a step: a slot and a part of the budget are free at once."""
     world = World(config(running=4, depth=1, chunk=16, step_tokens=16, hbm=96))
     for at in range(6):
@@ -184,7 +184,7 @@ def test_weights_share_the_slots():
     assert sum(name.startswith("a") for name in early) in (5, 6)
 
 
-def test_a_full_line_is_full_for_the_tenant_that_fills_it():
+def test_full_queue_is_full_for_the_tenant_filling_it():
     world = World(config(running=1, depth=1, waiting=6))
     for at in range(12):
         world.arrive(request(f"a{at}", PROMPT[:4], max_tokens=2, tenant="a"))
@@ -210,7 +210,7 @@ def test_long_prompts_leave_others_their_share_of_each_step():
     world.check_all_ended()
 
 
-def test_what_is_kept_for_one_who_cannot_enter_stops_nobody():
+def test_reserved_budget_of_unadmittable_tenant_blocks_no_other():
     """One token a step, one slot: the tenant that waits is behind in turns, and the other one must end first."""
     world = World(config(running=1, depth=3, step_tokens=1, chunk=8, hbm=16))
     world.arrive(request("a", PROMPT[:20], max_tokens=6, tenant="a", use_cache=False))
@@ -231,7 +231,7 @@ def test_a_tenant_alone_has_the_whole_budget():
 # -- memory
 
 
-def test_a_tenant_that_holds_all_memory_gives_way_up_to_half_of_anothers_share():
+def test_tenant_holding_all_memory_is_preempted_to_half_share():
     """Sixteen blocks, all held by answers that go on; the other tenant needs two of them."""
     world = World(config(running=6, depth=1, hbm=16))
     for at in range(4):
@@ -244,7 +244,7 @@ def test_a_tenant_that_holds_all_memory_gives_way_up_to_half_of_anothers_share()
     world.check_all_ended()
 
 
-def test_the_first_sequence_of_each_tenant_is_not_preempted_for_the_tenth_of_another():
+def test_first_sequence_of_a_tenant_is_not_preempted_for_a_flood():
     """Memory is short. The newcomer is the youngest by far, and stays: the flood's own later ones give way."""
     world = World(config(running=6, depth=1, hbm=14))
     for at in range(4):
@@ -267,7 +267,7 @@ def test_a_hundred_thousand_salts_leave_nothing_behind():
     before = 0
     for at in range(100_000):
         name = isolation("tenant", f"salt{at}")
-        trees.identities(name, "model", tokens, 4)
+        trees.prompt_identities(name, "model", tokens, 4)
         lease = pool.acquire(name, tokens)
         blocks = pool.allocate(2)
         assert blocks is not None
@@ -367,24 +367,28 @@ def test_a_flood_of_pins_costs_others_none_of_theirs():
     assert {view.handle for view in views if view.tenant == "a"} >= {f"a{at}" for at in range(2950, 3000)}
 
 
-def test_what_nothing_holds_is_looked_for_less_and_less_often():
+def test_pin_retries_back_off_without_a_holder():
     """A pin of what was evicted: 100,000 of them must not cost a look a second each."""
     cluster = Cluster(ClusterConfig())
     cluster.handle(a_pin("a", "s"), 0)
-    looks = [now for now in range(300) if cluster._handles._by_wire["1:a:s"].wake_ns == _tick(cluster, now)]
+    looks = [now for now in range(300) if cluster._named_prefixes._by_wire["1:a:s"].wake_ns == _tick(cluster, now)]
     assert len(looks) <= 15
 
 
 def _tick(cluster: Cluster, second: int) -> int:
     from memserve.router.events import ClockTicked
 
-    due = cluster._handles._by_wire["1:a:s"].wake_ns
+    due = cluster._named_prefixes._by_wire["1:a:s"].wake_ns
     cluster.handle(ClockTicked(), second * 10**9)
-    return -1 if due == cluster._handles._by_wire["1:a:s"].wake_ns else cluster._handles._by_wire["1:a:s"].wake_ns or 0
+    return (
+        -1
+        if due == cluster._named_prefixes._by_wire["1:a:s"].wake_ns
+        else cluster._named_prefixes._by_wire["1:a:s"].wake_ns or 0
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(1, 4), st.booleans()), max_size=80))
-def test_a_store_is_what_its_twin_is(operations):
+def test_tenant_store_equals_its_twin(operations):
     """Beside one list of all entries, searched from the start."""
     store: TenantStore[str] = TenantStore(10)
     twin: list[tuple[str, str, int]] = []
@@ -416,10 +420,10 @@ def test_a_store_is_what_its_twin_is(operations):
 def test_debts_of_tenants_that_never_come_back_are_forgotten():
     turns = Turns()
     for at in range(20_000):
-        turns.enter(f"t{at}")
-        turns.serve(f"t{at}", 5)
-        turns.serve(f"t{at}", 5)
-        turns.leave(f"t{at}")
+        turns.add_tenant(f"t{at}")
+        turns.serve_tenant(f"t{at}", 5)
+        turns.serve_tenant(f"t{at}", 5)
+        turns.remove_tenant(f"t{at}")
     turns.check_invariants()
     assert len(turns._away) <= 2048
 
@@ -428,12 +432,12 @@ def test_served_at_once_is_served_as_often():
     """Many steps told as one leave the clocks as those steps would have."""
     one, many = Turns(), Turns()
     for turns in (one, many):
-        turns.enter("a", 3)
-        turns.enter("b")
-    one.serve("a", 7, 5)
+        turns.add_tenant("a", 3)
+        turns.add_tenant("b")
+    one.serve_tenant("a", 7, 5)
     for _ in range(5):
-        many.serve("a", 7)
-    assert (one.at("a"), one._clock) == (many.at("a"), many._clock)
+        many.serve_tenant("a", 7)
+    assert (one.clock_of("a"), one._clock) == (many.clock_of("a"), many._clock)
 
 
 # -- the fuzzer
@@ -445,7 +449,7 @@ def seeds_with_floods(count: int) -> list[int]:
     return list(islice((seed for seed, clients in drawn if any(c.tenant == FLOOD for c in clients)), count))
 
 
-def test_the_referee_notices_a_tenant_that_starves(monkeypatch: pytest.MonkeyPatch):
+def test_checker_notices_a_starved_tenant(monkeypatch: pytest.MonkeyPatch):
     """Instances that see one tenant alone serve requests as they come: the flood first."""
     seeds = seeds_with_floods(3)
     assert not any(judge(seed, setting_of(seed)).failure for seed in seeds)
@@ -458,11 +462,11 @@ def test_the_referee_notices_a_tenant_that_starves(monkeypatch: pytest.MonkeyPat
 
 def test_metrics_name_tenants_to_those_alone_that_may_know():
     gate = AdmissionStats(1, 1, 0, 0, {}, 1, 3, {"secret-a": 2, "": 1})
-    stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
+    stats = RouterStats.from_cluster(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     metrics = ApiMetrics()
-    metrics.answered("secret-a", 7, 3)
-    page = metrics.render(stats).decode()
+    metrics.count_answer("secret-a", 7, 3)
+    page = metrics.render_page(stats).decode()
     assert "secret-a" not in page and "memserve_admission_waiting 3.0" in page
-    named = metrics.render(stats, names_tenants=True).decode()
+    named = metrics.render_page(stats, names_tenants=True).decode()
     assert 'memserve_admission_waiting{tenant="secret-a"} 2.0' in named
     assert 'memserve_tenant_prompt_tokens_total{tenant="secret-a"} 7.0' in named

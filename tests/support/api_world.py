@@ -132,6 +132,6 @@ def serve(engine: FakeEngine, **options: Any) -> Iterator[World]:
     try:
         with running_server(engine, TinyModel(), **options) as world:
             yield world
-        assert engine.wait_until(lambda: engine.outstanding == 0), "requests were left in the engine"
+        assert engine.wait_until(lambda: engine.requests_outstanding == 0), "requests were left in the engine"
     finally:
         engine.close()

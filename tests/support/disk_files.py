@@ -89,7 +89,7 @@ class Files:
 
     def take(self) -> None:
         for action in self.disks.take_actions():
-            self.host.perform(action)
+            self.host.perform_action(action)
         self.outcomes += self.disks.take_outcomes()
         self.disks.check_invariants()
 
@@ -100,12 +100,12 @@ class Files:
 
     def settle(self) -> None:
         self.take()
-        while not self.disks.idle:
+        while not self.disks.is_idle:
             self.step()
 
     def tick(self, now_ns: int) -> None:
         self.now = now_ns
-        self.disks.tick(now_ns)
+        self.disks.advance_time(now_ns)
         self.take()
 
     def write(self, key: bytes, extent: int, payload: bytes, **options) -> bool:
@@ -114,15 +114,15 @@ class Files:
         if payload:
             data = np.frombuffer(payload, np.uint8)
             seal = int(_core.seal_ranges(data.ctypes.data, np.zeros(1, np.int64), len(payload))[0])
-        while not self.disks.write(key, extent, len(payload), self.now, seal=seal, **options):
-            if self.disks.idle:
+        while not self.disks.write_value(key, extent, len(payload), self.now, seal=seal, **options):
+            if self.disks.is_idle:
                 return False
             self.step()
         self.settle()
         return self.outcomes_of(ev.Written)[-1] == ev.Written(key, True)
 
     def read(self, key: bytes, extent: int, length: int) -> bytes | None:
-        read_id = self.disks.read(key, extent, self.now, 1 << 62)
+        read_id = self.disks.read_value(key, extent, self.now, 1 << 62)
         if read_id is None:
             return None
         self.settle()

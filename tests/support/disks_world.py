@@ -110,7 +110,7 @@ class DisksWorld:
         put = Put(payload, self.number)
         self.values.setdefault(key, {})[put.number] = payload
         seal = seal_of(payload)
-        taken = self.disks.write(key, extent, len(payload), self.now, scope=scope, seal=seal, name=name)
+        taken = self.disks.write_value(key, extent, len(payload), self.now, scope=scope, seal=seal, name=name)
         if taken:
             self.putting[key] = (put, extent)
             self.key_at[extent] = key
@@ -123,7 +123,7 @@ class DisksWorld:
         if not self.free:
             return None
         extent = self.free.pop()
-        read_id = self.disks.read(key, extent, self.now, deadline_ns)
+        read_id = self.disks.read_value(key, extent, self.now, deadline_ns)
         if read_id is None:
             self.free.append(extent)
         else:
@@ -143,14 +143,14 @@ class DisksWorld:
         return payload if ok else None
 
     def remove(self, key: bytes) -> None:
-        if self.disks.remove(key, self.now):
+        if self.disks.remove_value(key, self.now):
             self.model.pop(key, None)
             self.safe.pop(key, None)
             self.removed[self.disk_of[key]].append((key, self.number))
         self.take()
 
     def purge(self) -> None:
-        self.disks.purge(self.now)
+        self.disks.remove_all(self.now)
         self.model.clear()
         self.safe.clear()
         self.removed = [[] for _ in self.literal]
@@ -233,20 +233,20 @@ class DisksWorld:
 
     def pass_time(self, duration_ns: int) -> None:
         self.now += duration_ns
-        self.disks.tick(self.now)
+        self.disks.advance_time(self.now)
         self.take()
 
     def settle(self) -> None:
         self.failing, self.is_full = 0.0, False
         for _ in range(100_000):
-            if self.disks.idle and not self.jobs:
+            if self.disks.is_idle and not self.jobs:
                 assert not self.kept, "a record that was read is never needed"
                 return
             self.work()
         raise AssertionError("the disks never come to rest")
 
     def verify(self) -> ev.Verified:
-        wanted = self.disks.verify(self.now)
+        wanted = self.disks.start_verification(self.now)
         self.take()
         while True:
             for outcome in self.outcomes:
@@ -304,10 +304,10 @@ class DisksWorld:
     def look_around(self, must: dict[bytes, Put]) -> tuple[int, int]:
         """Read everything. Returns how many of ``must`` were not evicted, and how many of those were found."""
         self.model, self.safe = {}, {}
-        for key in split(self.disks.keys()):
+        for key in split(self.disks.all_keys()):
             if key not in self.disks:
                 continue  # evicted: reading lets the log go on
-            record = self.disks.find(key)
+            record = self.disks.find_record(key)
             assert record is not None
             payload = self.read_raw(key, record.length)
             if payload is None:
@@ -329,7 +329,7 @@ class DisksWorld:
     def read_raw(self, key: bytes, length: int) -> bytes | None:
         """As :meth:`read_now`, of a key that the model does not know yet."""
         extent = self.free.pop()
-        read_id = self.disks.read(key, extent, self.now, 1 << 62)
+        read_id = self.disks.read_value(key, extent, self.now, 1 << 62)
         assert read_id is not None, (key in self.disks, self.disks.counters())
         self.reading[read_id] = (key, extent, None)
         self.key_at[extent] = key
@@ -360,7 +360,7 @@ def life(world: DisksWorld, keys: list[bytes], steps: int) -> Iterator[DisksWorl
             world.disks.close(world.now)
             world.take()
         elif act < 0.512:
-            world.disks.verify(world.now)
+            world.disks.start_verification(world.now)
             world.take()
         else:
             world.work()

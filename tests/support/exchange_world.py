@@ -35,7 +35,7 @@ from memserve.kv.transfer.events import (
     RemoteAllocated,
     SealPages,
 )
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.peers import Peer, PeerInfo
 
@@ -188,7 +188,7 @@ class Node:
         return self.take(self.exchange.handle(MessageArrived(sender, message), self.now))
 
     def advance(self) -> list:
-        return self.take(self.exchange.advance(self.now))
+        return self.take(self.exchange.advance_transfers(self.now))
 
     # -- the device
 
@@ -284,14 +284,15 @@ class Node:
         request = Request("r", seq.tokens, tenant=seq.tenant)
         options = {"request": request, **options}
         offer_id = self.offer(to, seq, **options)
-        self.exchange.computed(offer_id, 0, len(seq.blocks))
+        self.exchange.announce_computed(offer_id, 0, len(seq.blocks))
         self.exchange.hand_off(offer_id, first)
         self.take([])
         return offer_id
 
     def offer(self, to: Peer, seq: Seq, first_block: int = 0, end_block: int | None = None, **options) -> str:
         blocks = seq.blocks[first_block:end_block]
-        offer_id = self.exchange.offer(to, seq.tenant, seq.tokens, blocks, self.now, first_block=first_block, **options)
+        offered = OfferedBlocks(seq.tenant, seq.tokens, blocks, first_block=first_block)
+        offer_id = self.exchange.offer_blocks(to, offered, self.now, OfferTerms(**options))
         self.offers[offer_id] = True
         self.take([])
         return offer_id
@@ -299,7 +300,7 @@ class Node:
     def fetch(self, holder: Peer, tenant: str, tokens, deadline_ns: int) -> str:
         tokens = array(tokens)
         have = self.pool.match(tenant, tokens) // BLOCK
-        fetch_id = self.exchange.fetch(holder, tenant, tokens, have, len(tokens) // BLOCK, self.now, deadline_ns)
+        fetch_id = self.exchange.fetch_blocks(holder, tenant, tokens, have, len(tokens) // BLOCK, self.now, deadline_ns)
         self.expecting[fetch_id] = "fetch"
         self.take([])
         return fetch_id
@@ -323,7 +324,7 @@ class Node:
     def check_cache(self, tenant: str, tokens) -> int:
         """What the index has of ``tokens`` holds the right bytes; returns its blocks. For quiet nodes."""
         tokens = array(tokens)
-        hbm, dram = self.pool.lend(tenant, tokens)
+        hbm, dram = self.pool.export_blocks(tenant, tokens)
         places = [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
         for place, (tier, block) in enumerate(places):
             assert np.array_equal(self.arena[tier][block], pages(tenant, tokens, place)), "wrong KV in the cache"

@@ -112,7 +112,7 @@ class FakeEngine:
     # -- what the tests call
 
     @property
-    def outstanding(self) -> int:
+    def requests_outstanding(self) -> int:
         with self._changed:
             return len(self._running)
 

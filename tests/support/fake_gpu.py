@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fake_driver import device_zeros
 from memserve.model.attention import triton_attention
+from memserve.model.attention.context import StepRows
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 
 UNIT_BYTES = 64
@@ -52,11 +53,11 @@ class FakeStream:
     def step(self) -> None:
         self.clock[self.number] = self.clock.get(self.number, 0) + 1
 
-    def mark(self, *, timed: bool = False) -> FakeMark:
+    def record_mark(self, *, timed: bool = False) -> FakeMark:
         self.step()
         return FakeMark(self._gpu, dict(self.clock))
 
-    def after(self, mark: FakeMark) -> None:
+    def wait_for(self, mark: FakeMark) -> None:
         for stream, time in mark.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), time)
 
@@ -78,7 +79,7 @@ class FakeStream:
             self._gpu.used = outer
 
     def wait(self) -> None:
-        self.mark().wait()
+        self.record_mark().wait()
 
 
 class _NoHostReads(TorchDispatchMode):
@@ -105,7 +106,7 @@ class FakeGpu:
     def __init__(self) -> None:
         self.host: dict[int, int] = {}
         self._streams = 0
-        self.compute = self.stream()
+        self.compute = self.new_stream()
         self.used: FakeStream = self.compute
         self._written: dict[int, tuple[int, int]] = {}  # unit -> (stream, time)
         self._read: dict[int, dict[int, int]] = {}
@@ -114,30 +115,30 @@ class FakeGpu:
         self.accesses = 0
         self._lock = threading.RLock()  # one thread begins plans, another one finishes them
 
-    def stream(self, *, urgent: bool = False) -> FakeStream:
+    def new_stream(self, *, urgent: bool = False) -> FakeStream:
         self._streams += 1
         return FakeStream(self, self._streams)
 
-    def current(self) -> FakeStream:
+    def current_stream(self) -> FakeStream:
         return self.used
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return device_zeros(*shape, dtype=dtype)
 
-    def pin(self, tensor: Tensor) -> None:
+    def pin_memory(self, tensor: Tensor) -> None:
         """Nothing to do."""
 
     def send(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def fetch(self, tensor: Tensor) -> Tensor:
+    def fetch_to_host(self, tensor: Tensor) -> Tensor:
         landing = torch.full_like(tensor, NOT_THERE)
         with self._lock:
             self.used.step()
             self._coming.append((dict(self.used.clock), landing, tensor.clone()))
         return landing
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[FakeGraph, Tensor]:
+    def capture_graph(self, run: Callable[[], Tensor]) -> tuple[FakeGraph, Tensor]:
         for _ in range(2):
             run()
         with _NoHostReads():
@@ -220,10 +221,10 @@ def _by_reference(
     arena = batch.arena.view(torch.uint8)
     memory = torch.empty(0, dtype=torch.uint8).set_(arena.untyped_storage())[arena.storage_offset() :]
     pages = ReferencePages(memory, batch.geometry)
-    rows = (part.numpy() for part in (batch.tables, batch.table_rows, batch.q_starts, batch.contexts))
+    rows = StepRows(*(part.numpy() for part in (batch.tables, batch.table_rows, batch.q_starts, batch.contexts)))
     by_head = (x.transpose(0, 1)[None] for x in (q, k, v))
-    attention = ReferenceAttention(pages, *rows)
-    out.copy_(attention.attend(layer, *by_head, scale=scale, window=window, softcap=softcap, sinks=sinks)[0])
+    attention = ReferenceAttention(pages, rows)
+    out.copy_(attention.run_attention(layer, *by_head, scale=scale, window=window, softcap=softcap, sinks=sinks)[0])
 
 
 def attend_with_kernels(interpreted: bool) -> None:

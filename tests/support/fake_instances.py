@@ -23,6 +23,7 @@ from memserve.protocol.messages import (
 )
 from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 
 SECRET = "a secret that only this test knows"
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")
@@ -45,7 +46,7 @@ class FakeInstance:
         self._threads: list[threading.Thread] = []
         self._router = Peer(ROUTER, 0)
         self.welcomed = threading.Event()
-        self._mailbox = ZmqMailbox(self.me, SECRET, "127.0.0.1", 0, self._hear)
+        self._mailbox = ZmqMailbox(self.me, ListenAddress(SECRET), self._hear)
         self.info = PeerInfo(
             self.me, Role.COLOCATED, self._mailbox.address, "model", GEOMETRY, 64, 0, 512, True, publishes_events=False
         )

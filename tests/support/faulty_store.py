@@ -141,8 +141,8 @@ def main() -> None:
     faults = Faults(parser.parse_args(sys.argv[1:split]).faults)
     from memserve.store.host.disks import DiskHost
 
-    make = DiskHost._queue
-    DiskHost._queue = lambda self, path, memory: FaultyQueue(make(self, path, memory), faults)
+    make = DiskHost._open_queue
+    DiskHost._open_queue = lambda self, path, memory: FaultyQueue(make(self, path, memory), faults)
     sys.argv = ["memserve", *sys.argv[split + 1 :]]
     from memserve.cli.main import main as memserve
 

@@ -28,7 +28,7 @@ class FlatPool(BlockPool):
         super().__init__(PoolConfig(blocks), block_tokens, "default")
         self.table = {}
 
-    def lend(self, tenant, tokens, first_block=0):
+    def export_blocks(self, tenant, tokens, first_block=0):
         found = []
         for identity in split(self.identities(tenant, tokens))[first_block:]:
             if identity not in self.table:
@@ -65,7 +65,7 @@ class StoreMember(Member):
             outcomes = self.exchange.handle(event, self.fleet.now) if hasattr(event, "job_id") else []
         else:
             outcomes = self._listen(event.sender, event.message)
-        for outcome in [*outcomes, *self.exchange.advance(self.fleet.now)]:
+        for outcome in [*outcomes, *self.exchange.advance_transfers(self.fleet.now)]:
             if isinstance(outcome, Delivered):
                 self._publish(outcome)
         for action in self.exchange.take_actions():
@@ -88,7 +88,7 @@ class StoreMember(Member):
             case PeerJoined():
                 return self.exchange.peer_joined(message.info, now)
             case PeerGone():
-                return self.exchange.peer_gone(message.peer, now)
+                return self.exchange.peer_removed(message.peer, now)
             case ForgetKv():
                 for identity in split(message.identities):
                     self.forgotten.append(identity)
@@ -115,7 +115,7 @@ class StoreMember(Member):
 
     def has(self, tokens, tenant=""):
         """Blocks of ``tokens`` that it has, from the first on."""
-        blocks, _ = self.pool.lend(tenant, tokens)
+        blocks, _ = self.pool.export_blocks(tenant, tokens)
         self.pool.release(blocks)
         return len(blocks)
 

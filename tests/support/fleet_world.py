@@ -61,7 +61,7 @@ class Member:
     def __init__(self, fleet, name, cfg, generation=1):
         self.fleet, self.cfg, self.peer = fleet, cfg, Peer(name, generation)
         kv = self.geometry = fleet.geometry
-        self.machine = Instance(cfg, kv.block_tokens, me=self.peer, geometry=kv)
+        self.machine = Instance(cfg, kv.block_tokens, self_peer=self.peer, geometry=kv)
         sizes = kv.block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks
         self.device = OracleDevice(*sizes, VOCAB, layers=kv.num_layers)
         self.plans, self.jobs, self.builds, self.masks = deque(), deque(), deque(), deque()

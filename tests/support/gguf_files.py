@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+}  # fmt: skip
+"""Of transformers' tensors -> of GGUF's."""
 
 
 def write_gguf(module: Any, path: Path) -> Path:
     """A GGUF file of a tiny Llama: quantised matrices (Q8_0), everything else float32."""
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
-    config = module.config
+    def tensors() -> Iterator[tuple[str, Any, Any]]:
+        weights = {name: value for name, value in module.state_dict().items() if name != "lm_head.weight"}
+        for name, value in weights.items():
+            array = value.numpy()
+            if array.ndim == 2 and array.shape[1] % 32 == 0:
+                yield name, quantize(array, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0
+            else:
+                yield name, array, None
+
+    return write_tensors(module.config, tensors(), path)
+
+
+def write_tensors(config: Any, tensors: Iterable[tuple[str, Any, Any]], path: Path) -> Path:
+    """A GGUF file of a Llama with these tensors (name, array, kind of its bytes), and a vocabulary of as many words."""
+    from gguf import GGUFWriter
+
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -26,21 +50,10 @@ def write_gguf(module: Any, path: Path) -> Path:
     writer.add_token_list(["w", "1", *(f"w{i}" for i in range(2, config.vocab_size - 1)), "w1"])
     writer.add_token_merges(["w 1"])
     writer.add_eos_token_id(2)
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
-    names |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
-    names |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-    names |= {"model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm"}
-    for name, value in module.state_dict().items():
-        if name == "lm_head.weight":
-            continue
-        for ours, theirs in names.items():
+    for name, array, kind in tensors:
+        for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)
-        array = value.numpy()
-        if array.ndim == 2 and array.shape[1] % 32 == 0:
-            kind = GGMLQuantizationType.Q8_0
-            writer.add_tensor(name, quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, array)
+        writer.add_tensor(name, array, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -26,7 +26,7 @@ from memserve.model.workers.gpu_steps import DividedGpu, GpuPart, follow_leader
 from memserve.model.workers.processes import Processes
 from memserve.model.workers.sharding import shard
 from memserve.transport.links.gpu_memory import ArenaParts, GpuMemory, MappedMemory, WorkerMemory, shard_place
-from memserve.transport.ranges import Ranges, pieces, shard_of
+from memserve.transport.ranges import Ranges, cut_pieces, shard_of
 from tiny_models import CONTEXT_TOKENS, Driver, loaded
 
 
@@ -37,7 +37,7 @@ class Watched(TritonAttention):
         super().__init__(*args, **options)
         self._gpu = gpu
 
-    def attend(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
+    def run_attention(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
         batch, g = self.batch, self.batch.geometry
         memory = batch.arena.view(torch.uint8)
         contexts, starts = batch.contexts.tolist(), batch.q_starts.tolist()
@@ -48,7 +48,7 @@ class Watched(TritonAttention):
                 written = (entry + 1) * g.block_tokens > context - count
                 bytes_of = memory[page * g.page_bytes : (page + 1) * g.page_bytes]
                 self._gpu.access(self._gpu.compute, bytes_of, writes=written)
-        return super().attend(layer, q, k, v, **more)
+        return super().run_attention(layer, q, k, v, **more)
 
 
 class Part(GpuPart):
@@ -86,17 +86,17 @@ class WatchedMemory(GpuMemory):
             exported, nbytes = driver.export(part.data_ptr()), part.numel()
             place = shard_place(own, part.data_ptr(), nbytes, exported)
             others.append(WorkerMemory(place, MappedMemory(driver, exported, nbytes)))
-        super().__init__(parts[0], driver, shards=every if len(every) > 1 else (), others=others)
+        super().__init__(parts[0], driver, shards=every if len(every) > 1 else (), worker_memories=others)
         self._watched = [(part.view(-1), gpu) for part, gpu in zip(parts, gpus, strict=True)]
 
-    def run(self, source: ArenaParts, ranges: Ranges, target: ArenaParts | None) -> Any:
-        if source is self.parts:
-            for piece in pieces(ranges, self.parts.shards):
+    def copy_and_seal(self, source: ArenaParts, ranges: Ranges, target: ArenaParts | None) -> Any:
+        if source is self.arena_parts:
+            for piece in cut_pieces(ranges, self.arena_parts.shards):
                 self._look(piece.source, piece.ranges.src_offsets, piece.ranges.range_bytes, "host_reads")
-        if target is self.parts:
-            for piece in pieces(ranges, (), self.parts.shards):
+        if target is self.arena_parts:
+            for piece in cut_pieces(ranges, (), self.arena_parts.shards):
                 self._look(piece.target, piece.ranges.dst_offsets, piece.ranges.range_bytes, "host_writes")
-        return super().run(source, ranges, target)
+        return super().copy_and_seal(source, ranges, target)
 
     def _look(self, worker: int, offsets: Any, nbytes: int, access: str) -> None:
         memory, gpu = self._watched[worker]
@@ -158,7 +158,7 @@ class Together:
             CONTEXT_TOKENS, pool=PoolConfig(blocks, dram_blocks), scheduler=SchedulerConfig(max_running=8)
         )
         self.dram = _core.SharedArena(dram_blocks * model.geometry.block_bytes)
-        self.gpus = [FakeGpu() for _ in range(parallel.workers)]
+        self.gpus = [FakeGpu() for _ in range(parallel.worker_count)]
         for rank, gpu in enumerate(self.gpus):
             prepare(rank, gpu)
         self.parts: dict[int, Part] = {}
@@ -173,12 +173,12 @@ class Together:
                 thread.join(120)
         finally:
             device.choose_attention = choose
-        assert not self.errors and len(self.parts) == parallel.workers, self.errors
+        assert not self.errors and len(self.parts) == parallel.worker_count, self.errors
         self.processes = Processes()
         self.followers = []
-        for rank in range(1, parallel.workers):
+        for rank in range(1, parallel.worker_count):
             ours, theirs = Pipe()
-            self.processes.lines.append(ours)
+            self.processes.connections.append(ours)
             args = theirs, self.parts[rank]
             self.followers.append(threading.Thread(target=self._follow, args=args, daemon=True))
         self.driver = Driver.__new__(Driver)
@@ -224,7 +224,7 @@ class Together:
                 part = Part(model, self.config, gpu, crew, forward, dram=self.dram)
             self.parts[share.rank] = part
             if graphs:
-                part.capture()
+                part.capture_graphs()
         except BaseException as error:
             self.errors.append(error)
             self.world.end(f"{type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ import torch
 
 from fake_gpu import FakeGpu, attend_with_kernels
 from gpu_parts import Part, Together, Watched
+from lean_imports import interpret_quickly, leave_compiler_out
 from memserve.model.capture import forward
 from memserve.model.gpu import setup as gpu_build
 from memserve.model.gpu import streams as gpu
@@ -37,6 +38,8 @@ def install(*, whole: bool = False) -> None:
         crew.gpu = own
         make(self, model, config, own, crew, *more, **options)
 
+    leave_compiler_out()
+    interpret_quickly()
     attend_with_kernels(False)
     Part.__init__ = made
     sys.modules["memserve.model.device"].choose_attention = Together._choose

@@ -25,22 +25,22 @@ class LateGrammar:
     def __bool__(self) -> bool:
         return bool(self.slots)
 
-    def open(self, slot: int, job_id: int, tokens: list[int]) -> None:
+    def open_slot(self, slot: int, job_id: int, tokens: list[int]) -> None:
         self.slots.add(slot)
 
-    def close(self, slot: int) -> None:
+    def close_slot(self, slot: int) -> None:
         self.slots.discard(slot)
 
-    def drawn(self, slot: int, token: int) -> None:
+    def take_token(self, slot: int, token: int) -> None:
         self.tokens.append(token)
 
-    def flush(self) -> None:
+    def flush_tokens(self) -> None:
         """Nothing is sent."""
 
-    def mask(self, slot: int) -> np.ndarray | None:
+    def next_mask(self, slot: int) -> np.ndarray | None:
         return None if slot in self.late else np.ones(VOCAB, np.bool_)
 
-    def end(self) -> None:
+    def end_processes(self) -> None:
         """Nothing runs."""
 
 

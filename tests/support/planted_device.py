@@ -8,6 +8,7 @@ from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import KVGeometry, Tier
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.kv.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
+from memserve.transport.ports import Device
 from tiny_models import VOCAB
 
 GEOMETRY = KVGeometry(4, 2, 16, 16, "float32", block_tokens=16)
@@ -24,10 +25,8 @@ PLANTED = CostModel(
 )
 
 
-class PlantedDevice:
+class PlantedDevice(Device):
     """Checks each plan as a real device would have to, and takes as long as the planted model says."""
-
-    on_layer = None
 
     def __init__(self, config: InstanceConfig) -> None:
         self.config = config

@@ -33,6 +33,7 @@ from memserve.protocol.store import (
     StoreWelcome,
 )
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 
 SECRET = "a secret of the tests, long enough"
 KEY = b"0123456789abcdef"
@@ -64,7 +65,7 @@ class ScriptedStore:
         """Gets every call first; what it returns is the answer. None: the store answers as ever."""
         self._next = 0
         self._lock = threading.Lock()
-        self._mailbox = ZmqMailbox(Peer("store", time.time_ns()), SECRET, "127.0.0.1", port, self._arrived)
+        self._mailbox = ZmqMailbox(Peer("store", time.time_ns()), ListenAddress(SECRET, port=port), self._arrived)
         self.address = self._mailbox.address.removeprefix("tcp://")
         self.port = int(self.address.rpartition(":")[2])
 

@@ -21,6 +21,7 @@ from memserve.protocol.messages import AnyMessage, Leave
 from memserve.protocol.peers import Peer
 from memserve.transport.curve import CurveKeys
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from ports import free_port
 
 SECRET = "a secret of the tests, long enough"
@@ -105,11 +106,11 @@ class Impostor:
     def __init__(self, address: str, name: str = "impostor") -> None:
         self.me = Peer(f"{name}-{secrets.token_hex(4)}", time.time_ns())
         self.heard: list[AnyMessage] = []
-        self.mailbox = ZmqMailbox(self.me, SECRET, "127.0.0.1", 0, lambda _, message: self.heard.append(message))
+        self.mailbox = ZmqMailbox(self.me, ListenAddress(SECRET), lambda _, message: self.heard.append(message))
         self.mailbox.connect(STORE, f"tcp://{address}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._raw = self._context.socket(zmq.PUSH)
-        CurveKeys.derived_from(SECRET).speak(self._raw)
+        CurveKeys.derived_from(SECRET).configure_client(self._raw)
         self._raw.connect(f"tcp://{address}")
         self._number = 0
 

@@ -280,13 +280,13 @@ class StoreNode:
             return
         self.machine.check_invariants()
         values = self.machine.values
-        for key in split(values.disks.keys()):
-            is_kv = values.disks.find(key).scope == 0
+        for key in split(values.disks.all_keys()):
+            is_kv = values.disks.find_record(key).scope == 0
             assert is_kv == (key in values.log) or key in values._writes, "the router is told of something else"
 
     def check_empty(self) -> None:
         """Nothing is held by anything but the table."""
-        assert self.machine.references() == Counter(), self.machine.references()
+        assert self.machine.count_references() == Counter(), self.machine.count_references()
         assert self.machine.kv.exchange.transfers_open == 0
 
     def value(self, key: bytes) -> bytes | None:
@@ -298,7 +298,7 @@ class StoreNode:
         return self.bytes[place.offset : place.offset + place.length].tobytes()
 
     def identities(self, tenant: str, tokens) -> list[bytes]:
-        return self.machine.kv._pool.identities(tenant, array(tokens))
+        return self.machine.kv._pool.block_identities(tenant, array(tokens))
 
     def check_kv(self, tenant: str, tokens) -> int:
         """Blocks of a prefix in memory, each with the right bytes."""
@@ -488,7 +488,7 @@ class StoreWorld(World):
         self.links = {link: sent for link, sent in self.links.items() if "s" not in (link[0].name, link[1].name)}
         peer = Peer("s", old.peer.generation + 1)
         for node in self.nodes.values():
-            node.take(node.exchange.peer_gone(old.peer, self.now))
+            node.take(node.exchange.peer_removed(old.peer, self.now))
         self.store = StoreNode(self, peer, disks=old.literal, name=name, **self.settings)
         self.meet()
         self.run()
@@ -503,7 +503,7 @@ def push(world: StoreWorld, node: Node, tenant: str, tokens, private: bytes = b"
     seq = node.compute(tenant, tokens)
     whole = len(tokens) // BLOCK
     offer_id = node.offer(world.store.peer, seq, 0, whole, private=private)
-    node.exchange.computed(offer_id, 0, whole)
+    node.exchange.announce_computed(offer_id, 0, whole)
     node.take([])
     node.end(seq)
     return offer_id

@@ -49,7 +49,7 @@ def test_measurements_have_the_shapes_of_the_table(rivals: types.ModuleType) -> 
     assert counting.calls == [(8, 128, 1), (8, 128, 1), (8, 128, 65)]
 
 
-def test_an_engine_that_is_not_installed_is_skipped_with_the_reason(rivals: types.ModuleType, tmp_path: Path) -> None:
+def test_engine_not_installed_is_skipped_with_reason(rivals: types.ModuleType, tmp_path: Path) -> None:
     bare = rivals.Engine("llama.cpp", "llamacpp", sys.executable, {"model": "absent.gguf", "dtype": "bfloat16"})
     ready, skipped = rivals.run([bare], [], 1, tmp_path)
     bare.end()
@@ -58,7 +58,7 @@ def test_an_engine_that_is_not_installed_is_skipped_with_the_reason(rivals: type
     assert name == "llama.cpp" and "Error" in reason
 
 
-def test_table_shows_medians_and_who_is_ahead(rivals: types.ModuleType) -> None:
+def test_table_shows_medians_and_ratios(rivals: types.ModuleType) -> None:
     mine = rivals.Engine("memserve", "memserve", "", {}, once={"version": "1", "startup_s": 2.0})
     rival = rivals.Engine("rival", "vllm", "", {}, once={"version": "2", "startup_s": 5.0})
     mine.samples["decode, batch 1", "decode_tok_s"] = [90.0, 100.0, 500.0]

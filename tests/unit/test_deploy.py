@@ -146,7 +146,7 @@ def test_autoscalers_ask_for_metrics_that_the_router_has() -> None:
     assert all(rule["seriesQuery"].split("{")[0] in rule["metricsQuery"] for rule in adapter["rules"]["external"])
 
 
-def test_an_autoscaled_deployment_leaves_the_count_to_the_autoscaler() -> None:
+def test_autoscaled_deployment_sets_no_replicas() -> None:
     scaled = {one["spec"]["scaleTargetRef"]["name"] for one in of_kind("everything", "HorizontalPodAutoscaler")}
     assert scaled == {"chat-prefill", "chat-decode", "chat-colocated"}
     for one in of_kind("everything", "Deployment"):

@@ -103,7 +103,7 @@ def test_a_misspelt_option_is_named(llm: LLM) -> None:
         LLM(thread=1)
 
 
-def test_one_wrong_prompt_computes_nothing(llm: LLM) -> None:
+def test_invalid_prompt_in_a_batch_computes_nothing(llm: LLM) -> None:
     before = llm.stats().steps
     with pytest.raises(UserError):
         llm.generate([PROMPT, [99_999_999]])
@@ -187,7 +187,7 @@ def test_an_error_inside_the_block_frees_it(folder: Path) -> None:
     assert llm._engine.closing
 
 
-def test_one_that_was_forgotten_is_freed(folder: Path) -> None:
+def test_unreferenced_llm_is_freed(folder: Path) -> None:
     llm = load(folder)
     engine = llm._engine
     del llm

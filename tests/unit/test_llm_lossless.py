@@ -151,7 +151,7 @@ def test_a_stop_string_ends_the_text_before_it(llama: Path) -> None:
     assert cut.text == whole.text[: whole.text.index(third)]
 
 
-def test_what_cannot_run_is_one_clear_error(llama: Path) -> None:
+def test_unservable_request_is_one_clear_error(llama: Path) -> None:
     with load(llama) as llm:
         with pytest.raises(UserError, match="maximum context length"):
             llm.generate([[5] * 10_000])

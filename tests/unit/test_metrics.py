@@ -32,7 +32,7 @@ POINTS_ELSEWHERE = r"^(Of them|The same|It|They|Those|These|That|This)\b|\b(it|t
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_help_text_stands_alone(name: str) -> None:
+def test_help_text_is_self_contained(name: str) -> None:
     text = FAMILIES[name].documentation
     assert len(text.split()) >= 3, f"{name}: {text!r} is no sentence"
     assert text[0].isupper() or text[0] == "1", f"{name}: {text!r} begins in the middle"

@@ -27,6 +27,6 @@ assert any({old!r} in str(one.message) and one.category is DeprecationWarning fo
     assert done.returncode == 0, done.stderr
 
 
-def test_what_was_never_there_is_still_not_found() -> None:
+def test_unknown_module_is_still_not_found() -> None:
     with pytest.raises(ModuleNotFoundError):
         import_module("memserve.nothing_of_the_kind")

@@ -101,7 +101,7 @@ def test_no_default_has_two_values() -> None:
     assert len(flags) == len(set(flags)) > 30
 
 
-def test_a_budget_that_nobody_gives_is_one_of_the_machine() -> None:
+def test_default_budgets_suit_the_machine() -> None:
     scheduler = SchedulerConfig()
     assert (scheduler.max_running, scheduler.step_tokens, scheduler.chunk_tokens) == (64, 512, 512)
     assert SchedulerConfig(max_step_tokens=100).chunk_tokens == 100

@@ -51,23 +51,24 @@ def test_query_heads_of_smollm2_make_up_for_its_odd_kv_heads() -> None:
     assert query_parts((1, 1), 6) == () == query_parts((2, 1), 3)
     first, second = shares(Parallel(2), SMOL, 9)
     said = [
-        [(one.owner, one.first, one.heads, one.first_query, one.queries) for one in s.ranges()] for s in (first, second)
+        [(one.owner, one.first, one.heads, one.first_query, one.queries) for one in s.head_ranges()]
+        for s in (first, second)
     ]
     assert said == [[(0, 1, 1, 3, 1), (0, 0, 1, 0, 3)], [(1, 2, 1, 2, 3), (0, 1, 1, 0, 2)]], "what others read is first"
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_every_query_reads_its_kv_head_and_parts_have_as_much_to_do(seed: int) -> None:
+def test_query_heads_read_their_kv_head_and_parts_are_balanced(seed: int) -> None:
     rng = random.Random(5100 + seed)
     parts = rng.randrange(2, 7)
     heads, group = rng.randrange(parts, 40), rng.randrange(2, 9)
     found = shares(Parallel(parts), replace(SMOL, num_kv_heads=heads), heads * group)
     if heads % parts == 0:
-        assert not found[0].lends
+        assert not found[0].shares_heads
         return
     read, before = [], 0
     for share in found:
-        ranges = share.ranges()
+        ranges = share.head_ranges()
         for one in ranges:
             assert one.queries == one.heads * group or one.heads == 1
             of_query = [one.first + (before + one.first_query + at) // group - (before + one.first_query) // group
@@ -82,8 +83,8 @@ def test_every_query_reads_its_kv_head_and_parts_have_as_much_to_do(seed: int) -
     assert sum(costs) == sum(wholes) and max(costs) <= max(max(wholes), sum(costs) / parts + 1)
 
 
-def test_one_worker_is_no_division() -> None:
-    assert Parallel().workers == 1 and Parallel().text == ""
+def test_single_worker_is_not_divided() -> None:
+    assert Parallel().worker_count == 1 and Parallel().text == ""
     assert Parallel(2, 3).text == "tp2pp3" and Parallel(2, 3).threads_each(4) == 1
     with pytest.raises(UserError, match="at least 1"):
         Parallel(0)

@@ -33,22 +33,22 @@ TABLE = {
 MACHINE = Transitions("Sequence", Phase.QUEUED, TABLE)
 
 
-def test_every_pair_of_phase_and_cause_is_either_in_the_table_or_refused() -> None:
+def test_moves_outside_the_table_are_refused() -> None:
     for phase in Phase:
         for cause in Cause:
-            assert MACHINE.allows(phase, cause) == ((phase, cause) in TABLE)
+            assert MACHINE.allows_move(phase, cause) == ((phase, cause) in TABLE)
             if (phase, cause) in TABLE:
-                assert MACHINE.step(phase, cause) is TABLE[phase, cause]
+                assert MACHINE.next_phase(phase, cause) is TABLE[phase, cause]
             else:
                 with pytest.raises(InvariantError, match=f"Sequence: {cause.name} is no legal cause in {phase.name}"):
-                    MACHINE.step(phase, cause)
+                    MACHINE.next_phase(phase, cause)
 
 
 def test_a_phase_without_a_way_out_is_final() -> None:
     assert [phase for phase in Phase if MACHINE.is_final(phase)] == [Phase.FINISHED]
 
 
-def test_a_phase_that_no_move_reaches_and_a_cause_without_a_move_are_mistakes() -> None:
+def test_unreachable_phase_and_unused_cause_are_refused() -> None:
     with pytest.raises(InvariantError, match=r"no moves lead to \['FINISHED'\]"):
         Transitions("Sequence", Phase.QUEUED, {(Phase.QUEUED, Cause.ADMITTED): Phase.RUNNING})
     lacking = {move: to for move, to in TABLE.items() if move[1] is not Cause.STEPPED}
@@ -56,7 +56,7 @@ def test_a_phase_that_no_move_reaches_and_a_cause_without_a_move_are_mistakes() 
         Transitions("Sequence", Phase.QUEUED, lacking)
 
 
-def test_the_docs_show_one_row_for_each_way_from_a_phase_to_another() -> None:
+def test_transition_docs_have_one_row_per_move() -> None:
     assert MACHINE.markdown().splitlines() == [
         "**Sequence** begins in `queued`. Final: `finished`.",
         "",

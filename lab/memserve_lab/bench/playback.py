@@ -7,14 +7,26 @@ are those of ``/metrics``; what a run has not recorded is not there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from memserve import __version__
+from memserve.api.http.errors import ApiError
+from memserve.api.http.middleware import on_http_error
+from memserve.api.ui.pages import static_file
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.base.units import NS_PER_MS, NS_PER_S
@@ -214,3 +226,46 @@ def _times(values: Iterator[int | None]) -> Times:
 
 def _joined(parts: Sequence[Times]) -> Times:
     return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def serve_runs(runs: Mapping[str, Playback], listener: socket.socket) -> None:
+    """Serve them until a signal ends the process."""
+    config = uvicorn.Config(recorded_app(runs), log_level="warning", lifespan="off")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def recorded_app(runs: Mapping[str, Playback]) -> Starlette:
+    """``/ui`` for ``runs`` by name. It needs no key."""
+    names = tuple(runs)
+
+    async def page(request: Request) -> Response:
+        return static_file("index.html", is_recorded=True)
+
+    async def file(request: Request) -> Response:
+        try:
+            return static_file(request.path_params["name"])
+        except ApiError:
+            raise HTTPException(404) from None
+
+    async def listed(request: Request) -> Response:
+        return Response(msgspec.json.encode(names), media_type="application/json")
+
+    @cache
+    def encoded(number: int) -> bytes:
+        return msgspec.json.encode(runs[names[number]].snapshots())
+
+    async def run(request: Request) -> Response:
+        number = request.path_params["number"]
+        if number >= len(names):
+            raise HTTPException(404)
+        return Response(encoded(number), media_type="application/json")
+
+    return Starlette(
+        routes=[
+            Route("/ui", page),
+            Route("/ui/runs", listed),
+            Route("/ui/runs/{number:int}", run),
+            Route("/ui/{name}", file),
+        ],
+        exception_handlers={HTTPException: on_http_error},
+    )

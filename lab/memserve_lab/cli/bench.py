@@ -94,9 +94,9 @@ def bench(context: typer.Context) -> None:
     """Measure memserve on this machine."""
     if context.invoked_subcommand == workload.__name__:
         return  # measures nothing: other programs may run
-    from memserve.system.process import busy_note, watched
+    from memserve.system.process import busy_note, measure_busy_cores
 
-    if (note := busy_note(watched())) is not None:
+    if (note := busy_note(measure_busy_cores())) is not None:
         typer.echo(f"warning: {note}", err=True)
 
 

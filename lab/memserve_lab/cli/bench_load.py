@@ -18,7 +18,7 @@ import typer
 from memserve.base.config import DEFAULT_MODEL
 from memserve.base.errors import UserError
 from memserve.cli import flags as opt
-from memserve.cli.output import shown
+from memserve.cli.output import progress_bar
 
 if TYPE_CHECKING:
     from memserve_lab.bench.load.client import Target
@@ -104,7 +104,7 @@ def run_study(study: Study[Any], folder: RunFolder, *, timed: bool = False) -> N
     def tell(line: str) -> None:
         typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}" if timed else line, err=True)
 
-    with folder, nullcontext() if study.draws_requests else shown(study.title):
+    with folder, nullcontext() if study.draws_requests else progress_bar(study.title):
         study.run(tell)
     study.write(folder.path)
     for line in study.told():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from memserve.base.errors import UserError
-from memserve.cli.output import shown
+from memserve.cli.output import progress_bar
 
 if TYPE_CHECKING:
     from memserve_lab.sim.fuzz.scenario import Setting
@@ -92,7 +92,7 @@ def _campaign(seeds: range, weather: str, plant: str, layerwise: str, routers: i
     started, done, requests, steps, failures = time.perf_counter(), 0, 0, 0, 0
     happened: Counter[str] = Counter()
     options = {"weather": weather or None, "plant": plant or None, "layerwise": layerwise or None}
-    with shown("seeds", len(seeds), lambda: done):
+    with progress_bar("seeds", len(seeds), lambda: done):
         for verdict in run_campaign(seeds, **options, routers=routers, jobs=jobs):
             done, requests, steps = done + 1, requests + verdict.requests, steps + verdict.steps
             happened += verdict.happened

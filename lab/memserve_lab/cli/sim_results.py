@@ -14,7 +14,7 @@ import msgspec
 
 from memserve.base.types import Role
 from memserve.base.units import human_bytes
-from memserve.cli.output import shown
+from memserve.cli.output import progress_bar
 from memserve_lab.bench.load.prompts import Outcome, RequestRecord
 from memserve_lab.bench.metrics import Slo
 from memserve_lab.bench.report_writer import Cell, Drawing, Table
@@ -72,7 +72,7 @@ def simulate(
     started = time.perf_counter()
     try:
         world = ReplayWorld(setup, workload, make_script)
-        with shown(f"simulating {setting}", workload.request_count, lambda: world.clients.answered):
+        with progress_bar(f"simulating {setting}", workload.request_count, lambda: world.clients.answered):
             world.run(limit_s)
     finally:
         gc.enable()

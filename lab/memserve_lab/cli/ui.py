@@ -15,11 +15,10 @@ def ui(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = 8001,
 ) -> None:
     """Show a finished run in the dashboard, with a slider over its time. Ctrl-C ends it."""
-    from memserve_lab.bench.playback import open_runs
+    from memserve_lab.bench.playback import open_runs, serve_runs
 
     runs = open_runs(folder)
     from memserve.api.http.server import bind
-    from memserve.api.ui.pages import serve_runs
 
     with bind(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host

@@ -150,7 +150,7 @@ class Measurement:
     def measure_prompts(self) -> None:
         """Figure 13: lengths and cached ratios, from HBM and from DRAM, alone and in batches."""
         for new_tokens in (8, 64, 256):  # threads, kernels, first-touch memory
-            if self.profiler.fits(1, new_tokens):
+            if self.profiler.fits_pool(1, new_tokens):
                 self.profiler.prefill_ns(new_tokens, 0)
         points = [*self._fitted_prompts(), *(point for point in self._held_out_prompts() if self._fits(point))]
         points.sort(key=lambda point: point.batch * point.new_tokens)
@@ -159,7 +159,7 @@ class Measurement:
     def measure_decodes(self) -> None:
         """Steps of decoding sequences: ``(batch, tokens attended to by each)``."""
         pairs = [*itertools.product(profile.DECODE_BATCHES, profile.DECODE_CONTEXTS), *_held_out_decodes()]
-        points = sorted((pair for pair in pairs if self.profiler.fits(*pair)), key=lambda pair: pair[0] * pair[1])
+        points = sorted((pair for pair in pairs if self.profiler.fits_pool(*pair)), key=lambda pair: pair[0] * pair[1])
         self._decodes = all_rounds(
             dealt(points), lambda point: self.profiler.decode_ns(*point), SHARES["decode"] * self.seconds, ROUNDS_MAX
         )
@@ -250,7 +250,7 @@ class Measurement:
         step_tokens = point.batch * point.new_tokens
         within = step_tokens <= self.config.scheduler.step_tokens
         swaps = self._swapped_blocks(point) <= self.config.pool.dram_blocks
-        return within and swaps and self.profiler.fits(point.batch, point.tokens)
+        return within and swaps and self.profiler.fits_pool(point.batch, point.tokens)
 
     def _prompt_ns(self, point: Prompts) -> int:
         return self.profiler.prompts_ns(point.batch, point.new_tokens, point.cached, point.from_dram)
@@ -265,7 +265,7 @@ class Measurement:
         pairs = attended_pairs(point.new_tokens, point.cached)
         blocks = self._swapped_blocks(point)
         swap_ns = costs.swap_in.ns(blocks * self.geometry.block_bytes, blocks)
-        return costs.prefill.step(point.batch * point.new_tokens, point.batch * pairs) + swap_ns
+        return costs.prefill.batch_ns(point.batch * point.new_tokens, point.batch * pairs) + swap_ns
 
 
 def dealt(points: Sequence[Point]) -> list[Point]:
@@ -467,7 +467,7 @@ class CostStudy(Study[CostResults]):
         found = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*known)}")
         results.profile = profile_values(found, geometry)
         results.notes += [f"{curve} was not measured, the default is used: {why}"
-                          for curve, why in measured.missing.items()]  # fmt: skip
+                          for curve, why in measured.failures.items()]  # fmt: skip
         results.points = list(measurement.held_out(found.costs))
         results.accuracy = accuracy(results.points)
         if self._plan.save and results.partial is None:

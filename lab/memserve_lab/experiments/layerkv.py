@@ -55,7 +55,7 @@ class ProgramPolicy(LayerPolicy):
     _last: dict[int, int] = field(default_factory=dict)
     _steps: list[int] = field(default_factory=lambda: [0])
 
-    def to_park(self, lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks: int) -> list[int]:
+    def indices_to_park(self, lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks: int) -> list[int]:
         """Solve where the requests have changed, or some steps have passed. Those that are paused are parked."""
         self._steps[0] += 1
         ready = [at for at, one in enumerate(lying) if one.may_park]
@@ -91,12 +91,12 @@ def solve(lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks
         at, each = row * width, ceil_div(one.entries, layers)
         one_each[row, at : at + width] = 1
         for choice, number in enumerate(kept):
-            cost[at + choice] = _KEEPS_MS * abs(number - one.kept)
+            cost[at + choice] = _KEEPS_MS * abs(number - one.resident_layers)
             frames[at + choice] = number * each
             reads[at + choice] = (layers - number) * one.entries * page_ms
         cost[at + width - 1] = _PAUSE_MS
     cost[-1], reads[-1] = 1, -1
-    room = free_blocks + sum(one.kept * ceil_div(one.entries, layers) for one in lying)
+    room = free_blocks + sum(one.resident_layers * ceil_div(one.entries, layers) for one in lying)
     solution = milp(
         cost,
         integrality=np.append(np.ones(count - 1), 0),
@@ -109,7 +109,7 @@ def solve(lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks
         options={"time_limit": 1.0, "mip_rel_gap": 1e-3},
     )
     if solution.x is None:
-        return [one.kept for one in lying]
+        return [one.resident_layers for one in lying]
     chosen = solution.x[:-1].reshape(len(lying), width).argmax(axis=1)
     return [kept[at] if at < len(kept) else None for at in chosen.tolist()]
 
@@ -327,7 +327,7 @@ def _point(
     if len(done) < len(world.clients.served):
         raise UserError(f"{len(world.clients.served) - len(done)} requests of {contender} were not answered")
     node = world.instances[0]
-    link, layers = node.device.link.counters, node.machine.state.memory.layers
+    link = node.device.link.counters
     ttfts = sorted(_ttft_s(served) for served in done)
     tpots = [_tpot_s(served) for served in done]
     elapsed_s = max(served.end_ns or 0 for served in done) / NS_PER_S
@@ -336,7 +336,7 @@ def _point(
     return Point(
         figure, model, devices, contender, at, sum(ttfts) / len(ttfts), worst,
         sum(tpots) / len(tpots), sum(len(served.token_ns) for served in done) / elapsed_s, missed / len(done),
-        layers.parked if layers is not None else 0, link.waited_ns / max(1, node.device.busy_ns),
+        node.machine.state.memory.layers.report(0).parkings, link.waited_ns / max(1, node.device.busy_ns),
         link.hidden_share, sum(ttft <= ttft_s for ttft in ttfts) / len(done),
         sum(tpot <= TPOT_S for tpot in tpots) / len(done),
         sum(map(_in_time, done)) / sum(len(served.token_ns) for served in done), tuple(link.read_pages),

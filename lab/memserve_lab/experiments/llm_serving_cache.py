@@ -171,7 +171,7 @@ class SourceWorld:
 
     def new_instance(self, node: InstanceNode) -> Instance:
         """The instance's machine."""
-        return Instance(self._config(), BLOCK_TOKENS, me=node.peer, geometry=GEOMETRY)
+        return Instance(self._config(), BLOCK_TOKENS, self_peer=node.peer, geometry=GEOMETRY)
 
     def new_device(self, node: InstanceNode) -> SourceDevice:
         """Its device."""

@@ -261,7 +261,7 @@ def _take(told: Connection, owner: Connection, geometry: KVGeometry, link: str, 
 
     def move(work: Work) -> int:
         ranges = work.ranges
-        parts = [ranges] if work.calls == ONE_CALL else [ranges.part(at, at + 1) for at in range(len(ranges))]
+        parts = [ranges] if work.calls == ONE_CALL else [ranges.slice_ranges(at, at + 1) for at in range(len(ranges))]
         owner.send("seal")
         owner.recv()
         begin_ns = time.perf_counter_ns()

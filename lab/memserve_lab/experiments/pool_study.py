@@ -320,7 +320,7 @@ NCCL's communicators beside it; these links have none."""
 
 
 def _forwards(plan: PoolPlan, profiler: StepProfiler) -> Iterator[ForwardPoint]:
-    lengths = [tokens for tokens in plan.prompt_tokens if tokens <= STEP_TOKENS and profiler.fits(1, tokens)]
+    lengths = [tokens for tokens in plan.prompt_tokens if tokens <= STEP_TOKENS and profiler.fits_pool(1, tokens)]
     for tokens in lengths:
         times = [profiler.prefill_ns(tokens, 0) for _ in range(max(1, plan.copy_rounds // 4) + 1)]
         yield ForwardPoint(tokens, spread_of(times[1:]))

@@ -38,17 +38,17 @@ class _LateResults(StepResults):
         super().__init__(state)
         self._emitted = emitted
 
-    def reported(self, plan: InflightPlan, special: set[int]) -> Iterable[int]:
+    def reported_places(self, plan: InflightPlan, special: set[int]) -> Iterable[int]:
         if plan.decode_rows == len(plan.targets):
             return sorted(special)
         return sorted(special.union(range(plan.decode_rows, len(plan.targets))))
 
-    def emit(
+    def emit_token(
         self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None, reason: FinishReason | None
     ) -> None:
         waits = reason is None and logprobs is None and sequence.phase is Phase.IDLE
         if not (waits and (sequence.request_id, sequence.index) in self._emitted):  # else its next token comes soon
-            super().emit(sequence, tokens, logprobs, reason)
+            super().emit_token(sequence, tokens, logprobs, reason)
 
 
 class FastForwardInstance(Instance):
@@ -91,7 +91,7 @@ class FastForwardInstance(Instance):
         )
         if not outputs:
             return []
-        return self.link.tell(outputs) if self.link is not None else [EmitTokens(outputs)]
+        return self.link.send_outputs(outputs) if self.link is not None else [EmitTokens(outputs)]
 
     def _take_held(self, phases: tuple[Phase, ...]) -> list[TokenOutput]:
         outputs = []
@@ -112,7 +112,7 @@ class FastForwardInstance(Instance):
         decoding = state.decoding.items
         others = state.waiting or state.parked or state.prefilling.items or state.remote_kv_ready or state.idle.items
         unsettled = state.closing or state.slots_unknown or state.memory.pool.has_copies
-        unsettled = unsettled or (state.memory.layers is not None and state.memory.layers.is_busy)
+        unsettled = unsettled or state.memory.layers.is_busy
         if not decoding or others or unsettled or len(self.inflight) < self.config.scheduler.steps_in_flight:
             return 0
         if any(plan.void or plan.chunks or plan.prefill_tokens or plan.targets != decoding for plan in self.inflight):
@@ -143,10 +143,10 @@ class FastForwardInstance(Instance):
         state.serve_decodes(steps)
         decoding = state.decoding.items
         self._grow(steps)
-        if state.objectives is not None or state.memory.layers is not None:
+        if state.objectives is not None or state.memory.layers.is_by_layer:
             for step_ns in steps_ns:
-                state.costs.learn(0, len(decoding), step_ns)
-        if state.memory.layers is not None:
+                state.costs.learn_step(0, len(decoding), step_ns)
+        if state.memory.layers.is_by_layer:
             for step_ns in steps_ns:
                 state.memory.layers.overtaking.pass_time(step_ns, len(state.groups))
         for sequence in decoding:
@@ -179,7 +179,7 @@ class FastForwardInstance(Instance):
             blocks = memory.pool.allocate(len(asking[step]))
             check(blocks is not None, "there was room for these steps")
             for sequence, block in zip(asking[step], blocks or (), strict=True):
-                memory.append(sequence, [block])
+                memory.append_blocks(sequence, [block])
 
 
 def _is_special(sequence: Sequence, block_tokens: int) -> bool:

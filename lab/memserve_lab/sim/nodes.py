@@ -284,7 +284,7 @@ class InstanceNode(MemberNode):
             case Send(to, message):
                 self.send(to, message)
             case ReadLoad():
-                self._tell_member(self.machine.reading(self.now))
+                self._tell_member(self.machine.heartbeat_load(self.now))
             case ConnectRouter() | AddPeer() | RemovePeer():
                 self.line(action)
             case ChangeGeneration():
@@ -299,7 +299,7 @@ class InstanceNode(MemberNode):
         """Drop all work, keep the cache, and take a new generation of the name."""
         self.post(MessageArrived(order.router, Expelled(order.reason)))
         self.peer = Peer(self.peer.name, order.generation_min)
-        self.machine.reborn(self.peer)
+        self.machine.restart_as(self.peer)
         self._tell_member(GenerationChanged(self.host.peer_info(self)))
 
     def post(self, event: object) -> None:

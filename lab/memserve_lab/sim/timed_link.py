@@ -117,7 +117,7 @@ class TimedLink:
 
 
 def _of(order: PlaceByLayer) -> _Placed:
-    return _Placed(order.first, len(order.dram_blocks), frozenset(order.kept))
+    return _Placed(order.first, len(order.dram_blocks), frozenset(order.resident_layers))
 
 
 def _inside(where: _Placed, entry: int) -> int:

@@ -65,15 +65,15 @@ class _Pages:
     def routes(self) -> list[Route]:
         """All of them."""
         return [
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.model),
-            Route("/health", self.health),
-            Route("/metrics", self.metrics),
-            Route("/openapi.json", self.openapi),
-            *Probes(self.health, lambda: self._hub.calls_open, self._metrics_keys).routes(),
+            Route("/v1/models", self.list_models),
+            Route("/v1/models/{name:path}", self.get_model),
+            Route("/health", self.check_health),
+            Route("/metrics", self.get_metrics),
+            Route("/openapi.json", self.get_openapi),
+            *Probes(self.check_health, lambda: self._hub.calls_open, self._metrics_keys).routes(),
         ]
 
-    def _card(self, name: str | None = None, adapter: Adapter | None = None) -> dict[str, Any]:
+    def _model_card(self, name: str | None = None, adapter: Adapter | None = None) -> dict[str, Any]:
         of_adapter = {} if adapter is None else {"root": adapter.folder.name, "parent": self._model.name}
         return {
             "id": name or self._model.name,
@@ -85,21 +85,21 @@ class _Pages:
             **of_adapter,
         }
 
-    async def models(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        cards = [self._card(name) for name in self._names.shown]
-        cards += [self._card(adapter.name, adapter) for adapter in self._names.adapters]
+        cards = [self._model_card(name) for name in self._names.shown]
+        cards += [self._model_card(adapter.name, adapter) for adapter in self._names.adapters]
         return _json({"object": "list", "data": cards})
 
-    async def model(self, request: Request) -> Response:
+    async def get_model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
         name = request.path_params["name"]
         if name not in self._names:
             raise model_not_found(name, self._names.served)
-        adapter = self._names.adapter(name)
-        return _json(self._card() if adapter is None else self._card(adapter.name, adapter))
+        adapter = self._names.find_adapter(name)
+        return _json(self._model_card() if adapter is None else self._model_card(adapter.name, adapter))
 
-    async def health(self, request: Request) -> Response:
+    async def check_health(self, request: Request) -> Response:
         """``GET /health``: 200 while the engine answers and could run a request."""
         if self._hub.draining or self._hub.engine.closing:
             raise shutting_down()
@@ -110,15 +110,15 @@ class _Pages:
             return _json({"status": "no instance takes requests"}, 503)
         return _json({"status": "ok", "model": self._model.name})
 
-    async def openapi(self, request: Request) -> Response:
+    async def get_openapi(self, request: Request) -> Response:
         """``GET /openapi.json``: the API described."""
         return _json(openapi())
 
-    async def metrics(self, request: Request) -> Response:
+    async def get_metrics(self, request: Request) -> Response:
         """``GET /metrics`` in Prometheus' text form. Names tenants only where it requires a key."""
         keys = self._metrics_keys
-        keys.tenant(request.headers.get("authorization"))
-        page = self._metrics.render(await self._engine_stats(), names_tenants=not keys.is_open)
+        keys.tenant_of(request.headers.get("authorization"))
+        page = self._metrics.render_page(await self._engine_stats(), names_tenants=not keys.is_open)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _engine_stats(self) -> Any | None:
@@ -156,7 +156,7 @@ class FixedPaths:
     def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
         """``routes``: with ASGI applications behind them, not functions."""
         self._app = app
-        self._found = {
+        self._fixed_apps = {
             (method, route.path): route.app
             for route in routes
             for method in route.methods or ()
@@ -164,8 +164,8 @@ class FixedPaths:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._found.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
-        await (found or self._app)(scope, receive, send)
+        fixed_app = self._fixed_apps.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        await (fixed_app or self._app)(scope, receive, send)
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -182,18 +182,18 @@ def request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[
 
 
 def _named_prefixes(shared: EndpointParts, documents: Documents) -> list[Route]:
-    named, sessions = DocumentRoutes(shared, documents), SessionRoutes(shared.hub.engine)
+    document_routes, sessions = DocumentRoutes(shared, documents), SessionRoutes(shared.hub.engine)
     return [
-        Route("/v1/documents", named.list),
-        Route("/v1/documents/{document_id}", named.put, methods=["PUT"]),
-        Route("/v1/documents/{document_id}", named.get),
-        Route("/v1/documents/{document_id}", named.delete, methods=["DELETE"]),
-        Route("/v1/sessions", sessions.list),
-        Route("/v1/sessions/{name:path}", sessions.delete, methods=["DELETE"]),
+        Route("/v1/documents", document_routes.list_documents),
+        Route("/v1/documents/{document_id}", document_routes.put_document, methods=["PUT"]),
+        Route("/v1/documents/{document_id}", document_routes.get_document),
+        Route("/v1/documents/{document_id}", document_routes.delete_document, methods=["DELETE"]),
+        Route("/v1/sessions", sessions.list_sessions),
+        Route("/v1/sessions/{name:path}", sessions.delete_session, methods=["DELETE"]),
     ]
 
 
-def _generating(
+def _generation_routes(
     shared: EndpointParts, names: ModelNames, tokens: TokenNames, documents: Documents, config: ApiConfig
 ) -> list[Route]:
     of_model = (shared.model, names, shared.encoder, documents, config)
@@ -216,7 +216,7 @@ def _timelines(model: str, traces: Traces | None, otlp_endpoint: str, closing: E
     if traces is None:
         return Timelines(model)
     closing.callback(traces.close)
-    return Timelines(model, traces.ended)
+    return Timelines(model, traces.on_request_end)
 
 
 def _lifespan(engine: ServingEngine, closing: ExitStack) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
@@ -224,8 +224,8 @@ def _lifespan(engine: ServingEngine, closing: ExitStack) -> Callable[[Starlette]
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         with closing:
             if isinstance(engine, HearingEngine):  # to hand each message over from a thread costs as much as a message
-                engine.hear_in(asyncio.get_running_loop())
-                closing.callback(engine.hear_in, None)
+                engine.receive_messages_in(asyncio.get_running_loop())
+                closing.callback(engine.receive_messages_in, None)
             yield
 
     return lifespan
@@ -264,7 +264,7 @@ def create_app(
     shared, documents = EndpointParts(hub, model, encoder, metrics, edge), Documents()
     closing.callback(encoder.close)
 
-    generating = _generating(shared, names, tokens, documents, config)
+    generating = _generation_routes(shared, names, tokens, documents, config)
     routes = [*generating, *pages.routes(), *_named_prefixes(shared, documents), *dashboard.routes()]
     app = Application(
         routes=routes,

@@ -90,15 +90,15 @@ class LlmCall:
         self._tokenizer = tokenizer
         self._skip_special_tokens = all(plan.skip_special_tokens for plan in plans)
         self._stops = Stops(plans[0].stops) if plans and plans[0].stops else None
-        self._news: queue.SimpleQueue[tuple[int, TokenOutput | Rejected]] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[tuple[int, TokenOutput | Rejected]] = queue.SimpleQueue()
         self._results: dict[str, Completion] = {}
         self._requests: dict[str, Request] = {}
         self._texts: dict[tuple[str, int], TextStream] = {}
         self._waiting: deque[str] = deque()
         self._running = 0
 
-    def add(self, request: Request) -> None:
-        """One request, to be run by :meth:`wait`."""
+    def add_request(self, request: Request) -> None:
+        """One request, to be run by :meth:`wait_for_results`."""
         name = request.request_id
         for index in range(request.n):
             self._texts[name, index] = TextStream(
@@ -113,13 +113,13 @@ class LlmCall:
         self._requests[name] = request
         self._waiting.append(name)
 
-    def wait(self, on_progress: Callable[[], None] | None) -> list[Completion]:
+    def wait_for_results(self, on_progress: Callable[[], None] | None) -> list[Completion]:
         """Run everything to its end. Whatever is raised, Ctrl-C included, cancels what still runs."""
         try:
             self._submit_waiting()
             while self._running or self._waiting:
                 try:
-                    self._take(*self._news.get(timeout=None if self._running else BUSY_WAIT_S))
+                    self._take_output(*self._outputs.get(timeout=None if self._running else BUSY_WAIT_S))
                 except queue.Empty:
                     self._submit_waiting()
                     continue
@@ -135,42 +135,42 @@ class LlmCall:
         while self._waiting:
             request = self._requests[self._waiting.popleft()]
             self._running += request.n
-            self._engine.submit(request, lambda news: self._news.put((time.perf_counter_ns(), news)))
+            self._engine.submit(request, lambda update: self._outputs.put((time.perf_counter_ns(), update)))
 
-    def _take(self, when_ns: int, news: TokenOutput | Rejected) -> None:
-        if isinstance(news, Rejected):
-            self._refused(news)
+    def _take_output(self, received_ns: int, update: TokenOutput | Rejected) -> None:
+        if isinstance(update, Rejected):
+            self._handle_rejection(update)
             return
-        result = self._results[news.request_id]
+        result = self._results[update.request_id]
         if not result.first_token_ns:
-            result.first_token_ns = when_ns
-        result.finished_ns = when_ns
-        result.cached_tokens = max(result.cached_tokens, news.cached_tokens)
-        output = result.outputs[news.index]
+            result.first_token_ns = received_ns
+        result.finished_ns = received_ns
+        result.cached_tokens = max(result.cached_tokens, update.cached_tokens)
+        output = result.outputs[update.index]
         if output.finish_reason is None:
-            self._extend(output, news)
-        if news.finish_reason is not None:
+            self._extend_output(output, update)
+        if update.finish_reason is not None:
             self._running -= 1
             if not self._running:
                 self._submit_waiting()
 
-    def _refused(self, news: Rejected) -> None:
-        if news.refusal is Refusal.CLOSING:
+    def _handle_rejection(self, rejection: Rejected) -> None:
+        if rejection.refusal is Refusal.CLOSING:
             raise UserError("this LLM was closed, or its engine broke", hint="the log says why; make another one")
-        if news.retry_after_s is None:
-            raise UserError(f"the engine rejected a prompt: {news.reason}")
-        self._running -= self._requests[news.request_id].n
-        self._waiting.append(news.request_id)
+        if rejection.retry_after_s is None:
+            raise UserError(f"the engine rejected a prompt: {rejection.reason}")
+        self._running -= self._requests[rejection.request_id].n
+        self._waiting.append(rejection.request_id)
 
-    def _extend(self, output: Generated, news: TokenOutput) -> None:
-        delta = self._texts[news.request_id, news.index].push(news)
-        output.tokens.extend(news.tokens)
-        output.logprobs.extend(news.logprobs)
-        output.cumulative_logprob = news.cumulative_logprob
+    def _extend_output(self, output: Generated, update: TokenOutput) -> None:
+        delta = self._texts[update.request_id, update.index].push_output(update)
+        output.tokens.extend(update.tokens)
+        output.logprobs.extend(update.logprobs)
+        output.cumulative_logprob = update.cumulative_logprob
         output.text += delta.text
-        output.finish_reason, output.error = delta.finish_reason, news.error
+        output.finish_reason, output.error = delta.finish_reason, update.error
         if delta.stop_found:
-            self._engine.stop_sequence(news.request_id, news.index)
+            self._engine.stop_sequence(update.request_id, update.index)
 
 
 ELSEWHERE = ("logit_bias", "prompt_logprobs", "prompt_top_logprobs", "grammar")
@@ -263,14 +263,14 @@ class LLM:
         a prompt that is longer than the context.
         """
         self._require_open()
-        fields, caller = self._asked(options, sampling, SamplingOptions, tenant)
+        fields, caller = self._request_fields(options, sampling, SamplingOptions, tenant)
         with _user_errors():
             body = body_of({"model": self.model.name, "prompt": "", **fields}, CompletionBody)
             plans = [
-                plan_completion(body, self._encoded(prompt), self.model, caller, self._new_id())
+                plan_completion(body, self._encode_prompt(prompt), self.model, caller, self._new_id())
                 for prompt in _as_list(prompts)
             ]
-        return self._run(plans, sampling, on_progress)
+        return self._run_plans(plans, sampling, on_progress)
 
     def chat(
         self,
@@ -286,14 +286,14 @@ class LLM:
         Without ``max_tokens`` an answer has at most 1,024 tokens, or as many as the context has room for.
         """
         self._require_open()
-        fields, caller = self._asked(options, sampling, ChatOptions, tenant)
+        fields, caller = self._request_fields(options, sampling, ChatOptions, tenant)
         if (alternatives := fields.pop("logprobs", None)) is not None:
             fields |= {"logprobs": True, "top_logprobs": alternatives}
         with _user_errors():
             body = body_of({"model": self.model.name, "messages": _plain(messages), **fields}, ChatBody)
             prompt = self._encoder.chat_prompt(body, check_messages(body.messages))
             plan = plan_chat(body, prompt, self.model, caller, self._new_id())
-        return self._run([plan], sampling, on_progress)[0]
+        return self._run_plans([plan], sampling, on_progress)[0]
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text``, as the model was trained to see them."""
@@ -314,7 +314,7 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _asked(
+    def _request_fields(
         self, options: Mapping[str, Any], sampling: SamplingParams | None, kind: type, tenant: str
     ) -> tuple[dict[str, Any], Caller]:
         """The fields of the HTTP API that a caller asks for, and the caller itself."""
@@ -322,7 +322,7 @@ class LLM:
         name = fields.pop("adapter", None)
         if name is None:
             return fields, caller
-        adapter = self._names.adapter(str(name))
+        adapter = self._names.find_adapter(str(name))
         if adapter is None:
             hint = "LLM(lora=['NAME=FOLDER'])"
             raise UserError(f"no adapter is named {str(name)[:80]!r}", hint=hint, param="adapter")
@@ -331,7 +331,7 @@ class LLM:
     def _new_id(self) -> str:
         return f"llm-{next(self._ids)}"
 
-    def _encoded(self, prompt: Prompt) -> list[EncodedPrompt]:
+    def _encode_prompt(self, prompt: Prompt) -> list[EncodedPrompt]:
         tokens = prompt if isinstance(prompt, str) else _plain(prompt)
         return self._encoder.completion_prompts(tokens, add_special_tokens=True, echo=False)
 
@@ -339,7 +339,7 @@ class LLM:
         if not self._free.alive:
             raise UserError("this LLM is closed", hint="make another one")
 
-    def _run(
+    def _run_plans(
         self, plans: Sequence[Generation], sampling: SamplingParams | None, on_progress: Callable[[], None] | None
     ) -> list[Completion]:
         call = LlmCall(self._engine, self._encoder.tokenizer, plans)
@@ -347,8 +347,8 @@ class LLM:
             (request,) = plan.requests
             if sampling is not None and (more := {name: getattr(sampling, name) for name in ELSEWHERE[1:]}):
                 request = structs.replace(request, sampling=structs.replace(request.sampling, **more))
-            call.add(request)
-        return call.wait(on_progress)
+            call.add_request(request)
+        return call.wait_for_results(on_progress)
 
 
 def _as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
@@ -369,19 +369,21 @@ def _caller(tenant: str) -> Caller:
 
 def _fields(options: Mapping[str, Any], sampling: SamplingParams | None, kind: type) -> dict[str, Any]:
     """The fields of the HTTP API that a caller asks for. Raises :class:`UserError` for any other."""
-    known = kind.__annotations__ if kind is SamplingOptions else SamplingOptions.__annotations__ | kind.__annotations__
-    if unknown := [name for name in options if name not in known]:
-        raise unknown_name(unknown[0], known)
+    known_names = (
+        kind.__annotations__ if kind is SamplingOptions else SamplingOptions.__annotations__ | kind.__annotations__
+    )
+    if unknown := [name for name in options if name not in known_names]:
+        raise unknown_name(unknown[0], known_names)
     if sampling is not None and not isinstance(sampling, SamplingParams):
         raise UserError(
             f"sampling is a {type(sampling).__name__}", hint="give keywords (temperature=0) or SamplingParams(...)"
         )
     fields = {name: _plain(value) for name, value in options.items() if value is not None}
     if sampling is not None:
-        said = {name: value for name, value in structs.asdict(sampling).items() if name not in ELSEWHERE}
-        if twice := sorted({*said, *ELSEWHERE} & fields.keys()):
+        sampling_fields = {name: value for name, value in structs.asdict(sampling).items() if name not in ELSEWHERE}
+        if twice := sorted({*sampling_fields, *ELSEWHERE} & fields.keys()):
             raise UserError(f"{twice[0]} is given twice", hint="as a keyword or in sampling, not both", param=twice[0])
-        fields |= {name: _plain(value) for name, value in said.items() if value not in (None, ())}
+        fields |= {name: _plain(value) for name, value in sampling_fields.items() if value not in (None, ())}
         fields["logit_bias"] = _bias_of(sampling)
     fields.setdefault("seed", 0)
     if fields.get("beam_width"):

@@ -232,8 +232,8 @@ class AdmissionConfig:
 
     def __post_init__(self) -> None:
         if self.mode is Admission.BOUNDED and self.active_max is None:
-            what, hint = "bounded admission needs a number of requests", "e.g. --max-active 32"
-            raise UserError(what, hint=hint, param="max_active")
+            message, hint = "bounded admission needs a number of requests", "e.g. --max-active 32"
+            raise UserError(message, hint=hint, param="max_active")
         check_ranges(self)
         _positive("kept_ns", self.kept_ns, "give a positive time")
         if self.output_tokens_max < 0:
@@ -297,21 +297,23 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")
-        if self.policy not in POLICIES and self.policy not in (named := policies_installed()):
-            known = ", ".join([*POLICIES, *named])
-            raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {known}", param="policy")
+        if self.policy not in POLICIES and self.policy not in (installed := policies_installed()):
+            names = ", ".join([*POLICIES, *installed])
+            raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {names}", param="policy")
         if not re.fullmatch(r"auto|off|[2-9]|[1-9]\d{1,3}", self.sequence_parallel):
-            what = f"sequences cannot be shared by {self.sequence_parallel!r} instances"
-            raise UserError(what, hint="use auto, off or a number from 2 on", param="sequence_parallel")
+            message = f"sequences cannot be shared by {self.sequence_parallel!r} instances"
+            raise UserError(message, hint="use auto, off or a number from 2 on", param="sequence_parallel")
         if self._counts_memory and self.sequence_parallel not in ("auto", "off"):
-            what = f"admission by {self.admission.mode.value} counts the memory of one instance for each sequence"
-            raise UserError(what, hint="use --sequence-parallel off, or --admission bounded", param="sequence_parallel")
+            message = f"admission by {self.admission.mode.value} counts the memory of one instance for each sequence"
+            raise UserError(
+                message, hint="use --sequence-parallel off, or --admission bounded", param="sequence_parallel"
+            )
 
     @property
     def sequence_instances_max(self) -> int:
         """The most instances that share a sequence. 1: none is shared."""
-        named = {"auto": 1024, "off": 1}
-        return 1 if self._counts_memory else named.get(self.sequence_parallel) or int(self.sequence_parallel)
+        counts = {"auto": 1024, "off": 1}
+        return 1 if self._counts_memory else counts.get(self.sequence_parallel) or int(self.sequence_parallel)
 
     @property
     def _counts_memory(self) -> bool:

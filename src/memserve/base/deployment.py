@@ -56,17 +56,17 @@ class ScalingOptions:
 
     def by_role(self) -> dict[Role, Range]:
         """The counts that are allowed. Raises :class:`UserError` for a text that is malformed."""
-        found: dict[Role, Range] = {}
+        ranges: dict[Role, Range] = {}
         for part in (part for text in self.scale for part in text.split(",")):
             match = _RANGE.fullmatch(part.strip())
             role, counts = (match[1], Range(int(match[2]), int(match[3]))) if match else ("", Range(0, 0))
-            if not role or role in found or not 1 <= counts.least <= counts.most <= INSTANCES_MAX:
+            if not role or role in ranges or not 1 <= counts.least <= counts.most <= INSTANCES_MAX:
                 hint = "for example --scale prefill=1..3,decode=1..2; each role once, from 1 on"
                 raise UserError(f"cannot read --scale {part!r}", hint=hint, param="scale")
-            found[Role(role)] = counts
-        return found
+            ranges[Role(role)] = counts
+        return ranges
 
-    def first(self, role: Role, count: int | None) -> int | None:
+    def initial_count(self, role: Role, count: int | None) -> int | None:
         """Instances of ``role`` to begin with, where ``count`` are asked for; None: not said. Raises
         :class:`UserError` for a count that is not allowed."""
         allowed = self.by_role().get(role)
@@ -105,18 +105,18 @@ class PlacementOptions:
         self.by_role()
 
     @property
-    def asked(self) -> Place | None:
+    def remote_place(self) -> Place | None:
         """None: nothing but this host is asked for."""
         return self.on if self.on is not Place.LOCAL else None
 
     @property
-    def wanted(self) -> object | None:
+    def used_option(self) -> object | None:
         """None: no option here is used."""
-        return self.asked or self.scaling.scale or None
+        return self.remote_place or self.scaling.scale or None
 
     def by_role(self) -> dict[str, dict[str, float]]:
         """What Ray reserves, by role. Raises :class:`UserError` for a text that is malformed."""
-        found: dict[str, dict[str, float]] = {role.value: {"CPU": 1.0} for role in Role}
+        amounts_by_role: dict[str, dict[str, float]] = {role.value: {"CPU": 1.0} for role in Role}
         for text in self.resources:
             role, _, parts = text.partition("=")
             pairs = [part.partition(":") for part in parts.split(",")]
@@ -124,11 +124,11 @@ class PlacementOptions:
                 amounts = {name: float(amount) for name, _, amount in pairs}
             except ValueError:
                 amounts = {}
-            if role not in found or not amounts or "" in amounts or min(amounts.values()) <= 0:
+            if role not in amounts_by_role or not amounts or "" in amounts or min(amounts.values()) <= 0:
                 hint = "for example --ray-resources decode=CPU:4,GPU:1"
                 raise UserError(f"cannot read --ray-resources {text!r}", hint=hint, param="ray_resources")
-            found[role] = amounts
-        return found
+            amounts_by_role[role] = amounts
+        return amounts_by_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +193,15 @@ class StoreOptions:
     (--cluster-secret-file), and start none. It goes on when this server ends. None: no such store."""
 
     def __post_init__(self) -> None:
-        for name, value, known in (("sync", self.sync, SYNCS), ("admission", self.admission, ADMISSIONS)):
-            if value not in known:
-                hint = f"use one of {', '.join(known)}"
+        for name, value, choices in (("sync", self.sync, SYNCS), ("admission", self.admission, ADMISSIONS)):
+            if value not in choices:
+                hint = f"use one of {', '.join(choices)}"
                 raise UserError(f"unknown --ssd-{name} {value!r}", hint=hint, param=f"ssd_{name}")
         if self.at is not None and self.is_wanted:
-            hint = f"leave out --store, or give {self._flag} to the `memserve store` that runs there"
-            raise UserError(f"--store names a store that runs, and {self._flag} starts one", hint=hint, param="store")
+            hint = f"leave out --store, or give {self._requesting_flag} to the `memserve store` that runs there"
+            raise UserError(
+                f"--store names a store that runs, and {self._requesting_flag} starts one", hint=hint, param="store"
+            )
         idle = StoreOptions.__dataclass_fields__
         if not self.is_wanted:
             hint = "add --ssd DIR=20GiB" if self.at is None else "give it to the `memserve store` that runs there"
@@ -218,7 +220,7 @@ class StoreOptions:
         return self.is_wanted or self.at is not None
 
     @property
-    def _flag(self) -> str:
+    def _requesting_flag(self) -> str:
         """The option that asks for a store."""
         if self.folders:
             return "--ssd"
@@ -232,7 +234,7 @@ class StoreOptions:
         return DRAM_BYTES if self.dram_bytes is None else self.dram_bytes
 
     @property
-    def flags(self) -> tuple[str, ...]:
+    def store_flags(self) -> tuple[str, ...]:
         """Of ``memserve store``."""
         words = ["--dram", str(self.memory_bytes), "--ssd-sync", self.sync, "--ssd-admission", self.admission]
         for folder, size in self.folders:
@@ -243,10 +245,10 @@ class StoreOptions:
             words += ["--listen", self.address]
         return tuple(words)
 
-    def refuse(self, instead: str) -> None:
+    def refuse_options(self, instead: str) -> None:
         """Raise :class:`UserError` when a store is wanted where there can be none."""
         if self.is_used:
-            raise UserError(f"{self._flag} {_ALONE}", hint=instead, param="ssd")
+            raise UserError(f"{self._requesting_flag} {_ALONE}", hint=instead, param="ssd")
 
 
 _ALONE = "needs a cluster: a store is a process of its own beside the instances"
@@ -254,7 +256,9 @@ _ALONE = "needs a cluster: a store is a process of its own beside the instances"
 
 def refuse_store(keywords: Mapping[str, Any]) -> None:
     """Raise :class:`UserError` for a keyword that is an option of a store: one engine alone has none."""
-    for one in options_of(StoreOptions):
-        name = one.flag.removeprefix("--").replace("-", "_")
+    for store_option in options_of(StoreOptions):
+        name = store_option.flag.removeprefix("--").replace("-", "_")
         if keywords.get(name) is not None:
-            raise UserError(f"{name} {_ALONE}", hint=f"use a server: memserve serve {one.flag} ...", param=name)
+            raise UserError(
+                f"{name} {_ALONE}", hint=f"use a server: memserve serve {store_option.flag} ...", param=name
+            )

@@ -57,46 +57,46 @@ class Turns:
         self._away: dict[str, int] = {}
         self._away_max = AWAY_MIN
 
-    def enter(self, tenant: str, weight: int = 1) -> None:
+    def add_tenant(self, tenant: str, weight: int = 1) -> None:
         """``tenant`` wants service from now on. If it is already present, only its weight is updated."""
         if tenant not in self._clocks:
             self._clocks[tenant] = max(self._clock, self._away.pop(tenant, 0))
         self._weights[tenant] = weight
 
-    def serve(self, tenant: str, cost: int, times: int = 1) -> None:
+    def serve_tenant(self, tenant: str, cost: int, times: int = 1) -> None:
         """``tenant``, which is present, gets service of ``cost``, ``times`` times."""
-        each = cost * SCALE // self._weights[tenant]
-        last = self._clocks[tenant] + (times - 1) * each
+        ticks = cost * SCALE // self._weights[tenant]
+        last = self._clocks[tenant] + (times - 1) * ticks
         self._clock = max(self._clock, last)
-        self._clocks[tenant] = last + each
+        self._clocks[tenant] = last + ticks
 
-    def leave(self, tenant: str) -> None:
+    def remove_tenant(self, tenant: str) -> None:
         """``tenant``, which is present, wants no more service. It keeps what it owes."""
-        at = self._clocks.pop(tenant)
+        clock = self._clocks.pop(tenant)
         del self._weights[tenant]
-        if at > self._clock:
-            self._away[tenant] = at
+        if clock > self._clock:
+            self._away[tenant] = clock
         if len(self._away) > self._away_max:  # tenants that never came back
-            self._away = {name: at for name, at in self._away.items() if at > self._clock}
+            self._away = {name: clock for name, clock in self._away.items() if clock > self._clock}
             self._away_max = max(AWAY_MIN, 2 * len(self._away))
 
-    def at(self, tenant: str) -> int:
+    def clock_of(self, tenant: str) -> int:
         """The clock of a present tenant."""
         return self._clocks[tenant]
 
-    def weight(self, tenant: str) -> int:
+    def weight_of(self, tenant: str) -> int:
         """The weight of a present tenant."""
         return self._weights[tenant]
 
-    def share(self, tenant: str, total: int) -> int:
+    def share_of(self, tenant: str, total: int) -> int:
         """A tenant's part of ``total`` while all present tenants want it: by weight, at least one.
 
         For an absent tenant: what it would get."""
         weight = self._weights.get(tenant, 1)
-        others = sum(self._weights.values()) - (weight if tenant in self._weights else 0)
-        return max(1, total * weight // (weight + others))
+        other_weights = sum(self._weights.values()) - (weight if tenant in self._weights else 0)
+        return max(1, total * weight // (weight + other_weights))
 
-    def in_turn(self, tenants: Iterable[str]) -> list[str]:
+    def sort_by_turn(self, tenants: Iterable[str]) -> list[str]:
         """``tenants``, which are present, the one furthest behind first."""
         return sorted(tenants, key=self._clocks.__getitem__)
 
@@ -108,8 +108,8 @@ class Turns:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if a tenant is both present and absent, or has a clock without a weight."""
-        both = [tenant for tenant in self._away if tenant in self._clocks]
-        check(not both and len(self._weights) == len(self._clocks), f"present and absent: {both}")
+        overlap = [tenant for tenant in self._away if tenant in self._clocks]
+        check(not overlap and len(self._weights) == len(self._clocks), f"present and absent: {overlap}")
 
 
 class FairQueue(Generic[Item]):
@@ -135,7 +135,7 @@ class FairQueue(Generic[Item]):
         first.
         """
         check(key not in self._items, f"{key} waits already")
-        self._turns.enter(tenant, self._weights.get(tenant, 1))
+        self._turns.add_tenant(tenant, self._weights.get(tenant, 1))
         place = QueuePlace(urgency, priority, self._arrivals, key)
         self._arrivals += 1
         insort(self._lines.setdefault(tenant, []), place)
@@ -143,41 +143,41 @@ class FairQueue(Generic[Item]):
 
     def head(self) -> Item | None:
         """The next item; ``None``: the queue is empty."""
-        place = self._first()
+        place = self._first_place()
         return self._items[place.key][3] if place is not None else None
 
     def pop(self) -> Item:
         """Serve the head, which must exist: its tenant's clock goes on by its cost."""
-        place = self._first()
+        place = self._first_place()
         if place is None:
             raise InvariantError("the queue is empty")
         tenant, _, cost, item = self._items.pop(place.key)
         del self._lines[tenant][0]
-        self._turns.serve(tenant, cost)
+        self._turns.serve_tenant(tenant, cost)
         self._close_if_empty(tenant)
         return item
 
     def behind_head(self, count: int) -> list[Item]:
         """Up to ``count`` items that are next in the head's line, of its urgency and priority."""
-        place = self._first()
+        place = self._first_place()
         if place is None:
             return []
         line = self._lines[self._items[place.key][0]][1 : count + 1]
-        return [self._items[other.key][3] for other in line if other[:2] == place[:2]]
+        return [self._items[entry.key][3] for entry in line if entry[:2] == place[:2]]
 
-    def overtake(self, key: str) -> Item:
+    def serve_ahead(self, key: str) -> Item:
         """Serve an item of :meth:`behind_head` before the head: its tenant's clock goes on by its cost."""
         tenant, place, cost, item = self._items.pop(key)
         self._lines[tenant].remove(place)
-        self._turns.serve(tenant, cost)
+        self._turns.serve_tenant(tenant, cost)
         return item
 
     def remove(self, key: str) -> bool:
         """The item leaves the queue unserved. ``False``: it was not there."""
-        known = self._items.pop(key, None)
-        if known is None:
+        entry = self._items.pop(key, None)
+        if entry is None:
             return False
-        tenant, place = known[:2]
+        tenant, place = entry[:2]
         self._lines[tenant].remove(place)
         self._close_if_empty(tenant)
         return True
@@ -189,28 +189,28 @@ class FairQueue(Generic[Item]):
         """
         if not self._lines:
             return None
-        tenant = max(self._lines, key=lambda name: (self._crowd(name), name == newcomer, name))
+        tenant = max(self._lines, key=lambda name: (self._queue_weight(name), name == newcomer, name))
         return self._items[self._lines[tenant][-1].key][3]
 
-    def waiting(self) -> dict[str, int]:
+    def waiting_by_tenant(self) -> dict[str, int]:
         """Number of items by tenant; only tenants that have any."""
         return {tenant: len(line) for tenant, line in self._lines.items()}
 
-    def _crowd(self, tenant: str) -> int:
-        return len(self._lines[tenant]) * SCALE // self._turns.weight(tenant)
+    def _queue_weight(self, tenant: str) -> int:
+        return len(self._lines[tenant]) * SCALE // self._turns.weight_of(tenant)
 
-    def _first(self) -> QueuePlace | None:
+    def _first_place(self) -> QueuePlace | None:
         if len(self._lines) < 2:
             for line in self._lines.values():
                 return line[0]
             return None
-        lines, clock = self._lines.items(), self._turns.at
+        lines, clock = self._lines.items(), self._turns.clock_of
         return min((line[0].urgency, clock(tenant), line[0].arrival, line[0]) for tenant, line in lines)[3]
 
     def _close_if_empty(self, tenant: str) -> None:
         if not self._lines[tenant]:
             del self._lines[tenant]
-            self._turns.leave(tenant)
+            self._turns.remove_tenant(tenant)
 
     def __len__(self) -> int:
         return len(self._items)
@@ -232,7 +232,7 @@ class FairQueue(Generic[Item]):
             )
 
     def __repr__(self) -> str:
-        return f"<FairQueue {self.waiting()}>"
+        return f"<FairQueue {self.waiting_by_tenant()}>"
 
 
 Value = TypeVar("Value")
@@ -246,75 +246,75 @@ class _Kept(NamedTuple, Generic[Value]):
 class TenantStore(Generic[Value]):
     """Values by tenant and name, with a total cost of at most ``cost_max`` (one value alone may exceed it)."""
 
-    __slots__ = ("_costs", "_kept", "_total", "cost_max")
+    __slots__ = ("_costs", "_entries", "_total", "cost_max")
 
     def __init__(self, cost_max: int) -> None:
         check(cost_max >= 1, f"cost_max must be at least 1, got {cost_max}")
         self.cost_max = cost_max
         #: values of each tenant that has any, least recently used first
-        self._kept: dict[str, OrderedDict[str, _Kept[Value]]] = {}
+        self._entries: dict[str, OrderedDict[str, _Kept[Value]]] = {}
         self._costs: dict[str, int] = {}
         self._total = 0
 
     def put(self, tenant: str, name: str, value: Value, cost: int = 1) -> list[Value]:
         """Keep ``value``; it replaces an earlier one of that name. Returns the values that were evicted for it."""
         self.pop(tenant, name)
-        self._kept.setdefault(tenant, OrderedDict())[name] = _Kept(value, cost)
+        self._entries.setdefault(tenant, OrderedDict())[name] = _Kept(value, cost)
         self._costs[tenant] = self._costs.get(tenant, 0) + cost
         self._total += cost
-        gone = []
+        evicted = []
         while self._total > self.cost_max and len(self) > 1:
-            victim, oldest = self._first_to_go(tenant, name)
-            gone.append(self._kept[victim][oldest].value)
+            victim, oldest = self._pick_victim(tenant, name)
+            evicted.append(self._entries[victim][oldest].value)
             self.pop(victim, oldest)
-        return gone
+        return evicted
 
     def get(self, tenant: str, name: str) -> Value | None:
         """The value of that name. Looking does not count as use."""
-        names = self._kept.get(tenant)
-        kept = names.get(name) if names is not None else None
-        return kept.value if kept is not None else None
+        names = self._entries.get(tenant)
+        entry = names.get(name) if names is not None else None
+        return entry.value if entry is not None else None
 
     def pop(self, tenant: str, name: str) -> Value | None:
         """Forget a name and return its value; ``None``: the name was not known."""
-        names = self._kept.get(tenant)
-        kept = names.pop(name, None) if names is not None else None
-        if names is None or kept is None:
+        names = self._entries.get(tenant)
+        entry = names.pop(name, None) if names is not None else None
+        if names is None or entry is None:
             return None
-        self._total -= kept.cost
-        self._costs[tenant] -= kept.cost
+        self._total -= entry.cost
+        self._costs[tenant] -= entry.cost
         if not names:
-            del self._kept[tenant], self._costs[tenant]
-        return kept.value
+            del self._entries[tenant], self._costs[tenant]
+        return entry.value
 
     def items(self) -> Iterator[tuple[str, str, Value]]:
         """Tenant, name and value of all, in the order of :meth:`values`."""
-        return ((tenant, name, kept.value) for tenant, names in self._kept.items() for name, kept in names.items())
+        return ((tenant, name, entry.value) for tenant, names in self._entries.items() for name, entry in names.items())
 
     def values(self) -> Iterator[Value]:
         """All values, tenant by tenant, each tenant's least recently used first."""
-        return (kept.value for names in self._kept.values() for kept in names.values())
+        return (entry.value for names in self._entries.values() for entry in names.values())
 
-    def of(self, tenant: str) -> list[Value]:
+    def values_of(self, tenant: str) -> list[Value]:
         """A tenant's values, least recently used first."""
-        return [kept.value for kept in self._kept.get(tenant, {}).values()]
+        return [entry.value for entry in self._entries.get(tenant, {}).values()]
 
-    def count(self, tenant: str) -> int:
+    def count_of(self, tenant: str) -> int:
         """How many values a tenant has."""
-        return len(self._kept.get(tenant, ()))
+        return len(self._entries.get(tenant, ()))
 
     def __len__(self) -> int:
-        return sum([len(names) for names in self._kept.values()])
+        return sum([len(names) for names in self._entries.values()])
 
-    def _first_to_go(self, tenant: str, newest: str) -> tuple[str, str]:
+    def _pick_victim(self, tenant: str, newest: str) -> tuple[str, str]:
         """The oldest of the tenant with most, but never the newest of all."""
-        others = [name for name in self._costs if name != tenant or len(self._kept[tenant]) > 1]
-        victim = max(others, key=lambda name: (self._costs[name], name == tenant, name))
-        return victim, next(iter(self._kept[victim]))
+        candidates = [name for name in self._costs if name != tenant or len(self._entries[tenant]) > 1]
+        victim = max(candidates, key=lambda name: (self._costs[name], name == tenant, name))
+        return victim, next(iter(self._entries[victim]))
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the counts do not agree."""
-        costs = {tenant: sum(kept.cost for kept in names.values()) for tenant, names in self._kept.items()}
+        costs = {tenant: sum(entry.cost for entry in names.values()) for tenant, names in self._entries.items()}
         check(costs == self._costs and sum(costs.values()) == self._total, "{} are kept as {}", self._costs, costs)
-        check(all(self._kept.values()), "a tenant without anything is listed")
+        check(all(self._entries.values()), "a tenant without anything is listed")
         check(self._total <= self.cost_max or len(self) == 1, f"{self._total} of {self.cost_max} are kept")

@@ -89,24 +89,24 @@ class Parallel:
     def __post_init__(self) -> None:
         check_ranges(self)
 
-    def of(self, role: Role) -> Parallel:
+    def for_role(self, role: Role) -> Parallel:
         """Of an instance with ``role``."""
-        own = {Role.PREFILL: self.prefill_tensor, Role.DECODE: self.decode_tensor}.get(role)
-        return Parallel(self.tensor if own is None else own, self.pipeline)
+        role_tensor = {Role.PREFILL: self.prefill_tensor, Role.DECODE: self.decode_tensor}.get(role)
+        return Parallel(self.tensor if role_tensor is None else role_tensor, self.pipeline)
 
     @property
-    def workers(self) -> int:
+    def worker_count(self) -> int:
         """Of one instance."""
         return self.tensor * self.pipeline
 
     def threads_each(self, threads: int) -> int:
         """Of ``threads`` of an instance, those of one worker."""
-        return max(1, threads // self.workers)
+        return max(1, threads // self.worker_count)
 
     @property
     def text(self) -> str:
         """For names and logs; empty: one worker."""
-        return "" if self.workers == 1 else f"tp{self.tensor}pp{self.pipeline}"
+        return "" if self.worker_count == 1 else f"tp{self.tensor}pp{self.pipeline}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,27 +140,27 @@ class Share:
         return sum(self.heads[: self.part])
 
     @property
-    def lends(self) -> bool:
+    def shares_heads(self) -> bool:
         """Whether queries of a part may read KV heads of another one."""
         return bool(self.queries)
 
-    def ranges(self) -> list[HeadRange]:
+    def head_ranges(self) -> list[HeadRange]:
         """The KV heads that this part's queries read, in the order in which they are to be computed: those that other
         parts read too, other own ones, those of other parts."""
         group = sum(self.queries) // sum(self.heads)
         cuts = list(itertools.accumulate(self.queries, initial=0))
         owners = [part for part, count in enumerate(self.heads) for _ in range(count)]
         first, end = cuts[self.part], cuts[self.part + 1]
-        found: list[HeadRange] = []
+        ranges: list[HeadRange] = []
         for head in range(first // group, -(-end // group)):
             begin, stop = max(first, head * group), min(end, (head + 1) * group)
             is_whole = stop - begin == group
-            last = found[-1] if found else None
+            last = ranges[-1] if ranges else None
             if last and is_whole and last.is_whole and last.owner == owners[head]:
-                found[-1] = replace(last, heads=last.heads + 1, queries=last.queries + group)
+                ranges[-1] = replace(last, heads=last.heads + 1, queries=last.queries + group)
             else:
-                found.append(HeadRange(owners[head], head, 1, begin - first, stop - begin, is_whole))
-        return sorted(found, key=lambda one: 2 if one.owner != self.part else int(one.is_whole))
+                ranges.append(HeadRange(owners[head], head, 1, begin - first, stop - begin, is_whole))
+        return sorted(ranges, key=lambda head_range: 2 if head_range.owner != self.part else int(head_range.is_whole))
 
     @property
     def own_layers(self) -> range:
@@ -220,8 +220,8 @@ def query_parts(heads: tuple[int, ...], query_heads: int) -> tuple[int, ...]:
     parts, whole, before = len(heads), query_heads + sum(heads), list(itertools.accumulate(heads))
     cuts = [0]
     for part, count in enumerate(before[:-1], 1):
-        wanted = (2 * part * whole + parts) // (2 * parts) - count
-        cuts.append(min(max(wanted, (count - 1) * group + 1), (count + 1) * group - 1))
+        cut = (2 * part * whole + parts) // (2 * parts) - count
+        cuts.append(min(max(cut, (count - 1) * group + 1), (count + 1) * group - 1))
     return tuple(end - start for start, end in itertools.pairwise([*cuts, query_heads]))
 
 

@@ -48,10 +48,12 @@ MILLISECONDS = Form(float, lambda ms: ns_from_s(ms / 1000), lambda ns: ns / NS_P
 GBIT_S = Form(float, lambda gigabits: gigabits * 1e9 / 8, lambda rate: rate * 8 / 1e9)
 MEBIBYTES = Form(int, lambda count: count * MIB, lambda size: size // MIB)
 GIBIBYTES = Form(float, lambda count: round(count * GIB), lambda size: size / GIB)
-NEGATED = Form(bool, lambda given: not given, lambda value: not value)
+NEGATED = Form(bool, lambda flag_value: not flag_value, lambda value: not value)
 """A flag that switches the field off; its help text is what follows ``False:`` in the field's text."""
 MANY = Form(
-    list[str], lambda given: (given,) if isinstance(given, str) else tuple(given), lambda value: list(value) or None
+    list[str],
+    lambda flag_value: (flag_value,) if isinstance(flag_value, str) else tuple(flag_value),
+    lambda value: list(value) or None,
 )
 
 
@@ -89,8 +91,8 @@ def option(
 def option_of(config: type, name: str) -> Any:
     """A field that people set, declared as field ``name`` of another config: with its flag, default and text."""
     field = next(field for field in dataclasses.fields(config) if field.name == name)
-    said = {"option": field.metadata["option"], "doc": field_docs(config)[name]}
-    return dataclasses.field(default=field.default, metadata=said)
+    metadata = {"option": field.metadata["option"], "doc": field_docs(config)[name]}
+    return dataclasses.field(default=field.default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +136,18 @@ class Option:
         """vLLM's flag; empty: vLLM has no such option."""
         return "--" + self.vllm.replace("_", "-") if self.vllm else ""
 
-    def read(self, given: Any) -> Any:
-        """The field's value for ``given``, the flag's value. Raises :class:`UserError` for one that cannot be read."""
-        return _read(self.form, given)
+    def parse_value(self, raw_value: Any) -> Any:
+        """The field's value for ``raw_value``, the flag's value. Raises :class:`UserError` for one that cannot be
+        read."""
+        return _read(self.form, raw_value)
 
-    def read_vllm(self, given: Any) -> Any:
-        """The field's value for ``given``, the value of vLLM's flag."""
-        return _read(self.vllm_form, given)
+    def read_vllm(self, raw_value: Any) -> Any:
+        """The field's value for ``raw_value``, the value of vLLM's flag."""
+        return _read(self.vllm_form, raw_value)
 
 
-def _read(form: Form | None, given: Any) -> Any:
-    return given if form is None or given is None else form.read(given)
+def _read(form: Form | None, raw_value: Any) -> Any:
+    return raw_value if form is None or raw_value is None else form.read(raw_value)
 
 
 def options_of(config: Any) -> list[Option]:
@@ -159,81 +162,85 @@ def _walk(config: Any, path: tuple[str, ...]) -> Iterator[Option]:
     cls = type(config)
     docs, hints = field_docs(cls), get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        value, marks, here = getattr(config, field.name), field.metadata.get("option"), (*path, field.name)
+        value, marks, option_path = getattr(config, field.name), field.metadata.get("option"), (*path, field.name)
         if marks is None:
             if dataclasses.is_dataclass(value):
-                yield from _walk(value, here)
+                yield from _walk(value, option_path)
             continue
         kind = hints[field.name] if marks.form is None else marks.form.kind
         if marks.form is not None and value is None:
             kind = kind | None
         flag = marks.flag or "--" + field.name.replace("_", "-")
         doc = docs[field.name] or field.metadata.get("doc", "")
-        yield Option(here, flag, kind, marks.form, value, marks.least, marks.most, marks.vllm, marks.vllm_form, doc)
+        yield Option(
+            option_path, flag, kind, marks.form, value, marks.least, marks.most, marks.vllm, marks.vllm_form, doc
+        )
 
 
 def with_values(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
     """``config`` with other values of fields, each named by its path."""
-    own = {path[0]: value for path, value in values.items() if len(path) == 1}
+    direct = {path[0]: value for path, value in values.items() if len(path) == 1}
     nested: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, value in values.items():
         if len(path) > 1:
             nested.setdefault(path[0], {})[path[1:]] = value
-    own |= {name: with_values(getattr(config, name), below) for name, below in nested.items()}
-    return dataclasses.replace(config, **own)  # type: ignore[type-var]  # every T here is a config, a dataclass
+    direct |= {name: with_values(getattr(config, name), below) for name, below in nested.items()}
+    return dataclasses.replace(config, **direct)  # type: ignore[type-var]  # every T here is a config, a dataclass
 
 
-def from_keywords(config: T, given: Mapping[str, Any]) -> T:
+def from_keywords(config: T, keywords: Mapping[str, Any]) -> T:
     """``config`` with the options that keywords name: by field, by flag, or by vLLM's name.
 
     None leaves an option as it is. Raises :class:`UserError` for an unknown name, and for two names of one option with
     different values.
     """
     readers: dict[str, tuple[Option, Callable[[Any], Any]]] = {}
-    for one in options_of(config):
-        if one.vllm:
-            readers[one.vllm] = (one, one.read_vllm)
-        readers[one.flag.removeprefix("--").replace("-", "_")] = (one, one.read)
-        readers[one.name] = (one, one.read if one.form is MANY else lambda value: value)
+    for entry in options_of(config):
+        if entry.vllm:
+            readers[entry.vllm] = (entry, entry.read_vllm)
+        readers[entry.flag.removeprefix("--").replace("-", "_")] = (entry, entry.parse_value)
+        readers[entry.name] = (entry, entry.parse_value if entry.form is MANY else lambda value: value)
     values: dict[tuple[str, ...], Any] = {}
-    said: dict[tuple[str, ...], str] = {}
-    for name, value in given.items():
+    names: dict[tuple[str, ...], str] = {}
+    for name, value in keywords.items():
         if name not in readers:
             raise unknown_name(name, readers)
         if value is None:
             continue
-        one, read = readers[name]
-        asked = read(value)
-        if one.path in values and values[one.path] != asked:
-            raise contradiction(said[one.path], name)
-        values[one.path], said[one.path] = asked, name
+        entry, read = readers[name]
+        new_value = read(value)
+        if entry.path in values and values[entry.path] != new_value:
+            raise contradiction(names[entry.path], name)
+        values[entry.path], names[entry.path] = new_value, name
     return with_values(config, values)
 
 
-def contradiction(one: str, other: str) -> UserError:
+def contradiction(first_name: str, second_name: str) -> UserError:
     """Two names of one option have different values."""
-    return UserError(f"{one} and {other} name one option and have different values", hint="leave one of them out")
+    return UserError(
+        f"{first_name} and {second_name} name one option and have different values", hint="leave one of them out"
+    )
 
 
-def unknown_name(name: str, known: Iterable[str]) -> UserError:
+def unknown_name(name: str, names: Iterable[str]) -> UserError:
     """No option has this name; the hint suggests the nearest."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(known))}"
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(names))}"
     return UserError(f"unknown option {name!r}", hint=hint, param=name)
 
 
 def command_line_of(config: Any) -> tuple[str, ...]:
     """Flags that pass ``config`` to another process: all options whose values are not the defaults."""
     words: list[str] = []
-    for one, default in zip(options_of(config), options_of(type(config)), strict=True):
-        if one.default == default.default:
+    for entry, default in zip(options_of(config), options_of(type(config)), strict=True):
+        if entry.default == default.default:
             continue
-        if one.form is MANY:
-            words += [word for value in one.default for word in (one.flag, value)]
+        if entry.form is MANY:
+            words += [word for value in entry.default for word in (entry.flag, value)]
             continue
-        words.append(one.flag)
-        if one.form is not NEGATED:
-            words.append(str(one.default if one.form is SIZE else one.flag_default))  # a size is written exactly
+        words.append(entry.flag)
+        if entry.form is not NEGATED:
+            words.append(str(entry.default if entry.form is SIZE else entry.flag_default))  # a size is written exactly
     return tuple(words)
 
 
@@ -258,24 +265,24 @@ def check_ranges(config: Any) -> None:
 def field_docs(cls: type) -> dict[str, str]:
     """The text of each field: the string below it, or the comment beside it; empty where there is none."""
     module = sys.modules.get(cls.__module__)
-    known = _class_definitions(module) if module is not None and "." not in cls.__qualname__ else {}
-    if cls.__name__ in known:
-        definition, lines = known[cls.__name__]
+    definitions = _class_definitions(module) if module is not None and "." not in cls.__qualname__ else {}
+    if cls.__name__ in definitions:
+        definition, lines = definitions[cls.__name__]
     else:
         source = textwrap.dedent(inspect.getsource(cls))
         (node,), lines = ast.parse(source).body, source.splitlines()
         if not isinstance(node, ast.ClassDef):
             return {}
         definition = node
-    found = {}
+    docs = {}
     for node, after in zip(definition.body, [*definition.body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         comment = re.search(r"  # (.*)$", lines[(node.end_lineno or node.lineno) - 1])
-        found[node.target.id] = comment.group(1) if comment else ""
+        docs[node.target.id] = comment.group(1) if comment else ""
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            found[node.target.id] = " ".join(after.value.value.split())
-    return found
+            docs[node.target.id] = " ".join(after.value.value.split())
+    return docs
 
 
 @functools.cache

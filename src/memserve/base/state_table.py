@@ -14,7 +14,8 @@ CauseT = TypeVar("CauseT", bound=Enum)
 
 
 class Transitions(Generic[PhaseT, CauseT]):
-    """The legal moves of a state machine. Objects keep their phase themselves and ask :meth:`step` for the next one.
+    """The legal moves of a state machine. Objects keep their phase themselves and ask :meth:`next_phase` for the next
+    one.
 
     ``name`` stands in errors and is the heading of the table in the docs. ``initial`` is the phase of a new object.
     Every value of both enums must occur in the table, and every phase must be reachable from ``initial``: a phase or a
@@ -35,15 +36,15 @@ class Transitions(Generic[PhaseT, CauseT]):
         unused = [cause.name for kind in {type(cause) for cause in causes} for cause in kind if cause not in causes]
         check(not unused, f"{name}: no move has a cause of {unused}")
 
-    def step(self, phase: PhaseT, cause: CauseT) -> PhaseT:
+    def next_phase(self, phase: PhaseT, cause: CauseT) -> PhaseT:
         """The phase that follows ``phase`` after ``cause``; :class:`InvariantError` if the table has no such move."""
         to = self._next.get((phase._name_, cause._name_))
         if to is None:
             raise InvariantError(f"{self.name}: {cause.name} is no legal cause in {phase.name}")
         return to
 
-    def allows(self, phase: PhaseT, cause: CauseT) -> bool:
-        """Whether :meth:`step` accepts this move."""
+    def allows_move(self, phase: PhaseT, cause: CauseT) -> bool:
+        """Whether :meth:`next_phase` accepts this move."""
         return (phase, cause) in self.table
 
     def is_final(self, phase: PhaseT) -> bool:
@@ -56,12 +57,12 @@ class Transitions(Generic[PhaseT, CauseT]):
         for (phase, cause), to in self.table.items():
             rows.setdefault((phase, to), []).append(_word(cause))
         lines = [f"| {_word(start)} | {', '.join(causes)} | {_word(to)} |" for (start, to), causes in rows.items()]
-        final = [_word(phase) for phase in self._phases() if self.is_final(phase)]
+        final = [_word(phase) for phase in self._all_phases() if self.is_final(phase)]
         ends = f" Final: {', '.join(final)}." if final else ""
         head = f"**{self.name}** begins in {_word(self.initial)}.{ends}"
         return "\n".join([head, "", "| phase | cause | next phase |", "| --- | --- | --- |", *lines])
 
-    def _phases(self) -> Iterator[PhaseT]:
+    def _all_phases(self) -> Iterator[PhaseT]:
         yield from type(self.initial)
 
 

@@ -163,13 +163,13 @@ class PositionRegimes(msgspec.Struct, frozen=True):
     """0: positions are what they are at any length."""
     by_length: bool = False
 
-    def of(self, prompt_tokens: int) -> str:
+    def regime_of(self, prompt_tokens: int) -> str:
         """The regime of a prompt; empty: that of pretraining."""
         if not self.original_tokens or prompt_tokens <= self.original_tokens:
             return ""
         return f"length{prompt_tokens}" if self.by_length else "long"
 
-    def lengths(self, prompt_tokens: Any, positions: Any) -> Any:
+    def deciding_lengths(self, prompt_tokens: Any, positions: Any) -> Any:
         """Which length decides for tokens at ``positions [T]`` of sequences with ``prompt_tokens [T]``: ``[T]``."""
         return np.maximum(prompt_tokens, positions + 1) if self.by_length else prompt_tokens
 

@@ -78,11 +78,11 @@ def check_request(request: Request, vocab_size: int) -> None:
     Lengths are not checked: what fits depends on where the request runs.
     """
     if type(request.sampling) is not SamplingParams or type(request.stop) is not StopParams:
-        given = f"{type(request.sampling).__name__} and {type(request.stop).__name__}"
-        raise UserError(f"a request must have SamplingParams and StopParams, got {given}", param="sampling")
+        actual = f"{type(request.sampling).__name__} and {type(request.stop).__name__}"
+        raise UserError(f"a request must have SamplingParams and StopParams, got {actual}", param="sampling")
     if request.prompt.dtype != np.int32 or request.prompt.ndim != 1:
-        given = f"{request.prompt.dtype} of shape {request.prompt.shape}"
-        raise UserError(f"a prompt must be one row of int32, got {given}", param="prompt")
+        actual = f"{request.prompt.dtype} of shape {request.prompt.shape}"
+        raise UserError(f"a prompt must be one row of int32, got {actual}", param="prompt")
     check_tokens(request.prompt, vocab_size)
     sampling, stop = request.sampling, request.stop
     if stop.stop_token_ids:

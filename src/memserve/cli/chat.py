@@ -19,7 +19,7 @@ from memserve.base.config import DEFAULT_MAX_TOKENS, EngineOptions
 from memserve.base.errors import UserError
 from memserve.base.units import NS_PER_S
 from memserve.cli import flags as opt
-from memserve.cli.output import shown
+from memserve.cli.output import progress_bar
 
 if TYPE_CHECKING:
     import httpx
@@ -63,7 +63,7 @@ class ChatAccount:
 class ChatBackend(Protocol):
     """Answers conversations. Closing the iterator early stops the answer."""
 
-    def answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
+    def stream_answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
         """The answer in pieces; fills in ``account``. Raises :class:`UserError` when there is no answer."""
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class ServerBackend:
         self._http = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(600, connect=10))
         self._model = model or self._first_model()
 
-    def answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
+    def stream_answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
         """Stream one answer."""
         body: dict[str, Any] = {
             "model": self._model,
@@ -95,18 +95,18 @@ class ServerBackend:
         body |= {"max_tokens": options.max_tokens} if options.max_tokens else {}
         body |= {"seed": options.seed} if options.seed is not None else {}
         started = time.perf_counter()
-        with self._guarded(), self._http.stream("POST", "/chat/completions", json=body) as response:
+        with self._guard_connection(), self._http.stream("POST", "/chat/completions", json=body) as response:
             _raise_for_error(response)
             for event in _events(response):
                 account.total_s = time.perf_counter() - started
-                yield from self._take(event, account)
+                yield from self._read_event(event, account)
 
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
 
     @staticmethod
-    def _take(event: dict[str, Any], account: ChatAccount) -> Iterator[str]:
+    def _read_event(event: dict[str, Any], account: ChatAccount) -> Iterator[str]:
         if "error" in event:
             raise UserError(str(event["error"].get("message", "the server failed")))
         for choice in event.get("choices", ()):
@@ -118,12 +118,12 @@ class ServerBackend:
             account.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     def _first_model(self) -> str:
-        with self._guarded():
+        with self._guard_connection():
             response = self._http.get("/models")
             _raise_for_error(response)
             return str(response.json()["data"][0]["id"])
 
-    def _guarded(self) -> _AsUserError:
+    def _guard_connection(self) -> _AsUserError:
         return _AsUserError(self._url)
 
 
@@ -172,27 +172,27 @@ class EngineBackend:
         self._encoder = PromptEncoder(model)
         self._ids = itertools.count()
 
-    def answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
+    def stream_answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
         """Stream one answer."""
         from memserve.api.openai.response.detokenizer import TextStream
         from memserve.base.types import FinishReason, TokenOutput
         from memserve.host.engine import Rejected
 
-        request = self._request(messages, options)
+        request = self._build_request(messages, options)
         account.prompt_tokens = len(request.prompt)
         stream = TextStream(self._encoder.tokenizer, stop_token_ids=request.stop.stop_token_ids)
-        news: queue.SimpleQueue[TokenOutput | Rejected] = queue.SimpleQueue()
+        outputs: queue.SimpleQueue[TokenOutput | Rejected] = queue.SimpleQueue()
         started_ns = time.monotonic_ns()
-        self._engine.submit(request, news.put)
+        self._engine.submit(request, outputs.put)
         try:
             while stream.finish_reason is None:
-                output = news.get()
+                output = outputs.get()
                 if isinstance(output, Rejected):
                     raise UserError(f"the engine refused: {output.reason}")
                 account.total_s = (time.monotonic_ns() - started_ns) / NS_PER_S
                 account.first_token_s = account.first_token_s or account.total_s
                 account.cached_tokens = max(account.cached_tokens, output.cached_tokens)
-                text = stream.push(output).text
+                text = stream.push_output(output).text
                 account.answer_tokens = len(stream.tokens)
                 if text:
                     yield text
@@ -206,16 +206,16 @@ class EngineBackend:
         """Stop the tokenizing threads. The engine stays open: its builder closes it."""
         self._encoder.close()
 
-    def _request(self, messages: list[Message], options: ChatSettings) -> Request:
-        from memserve.api.openai.interfaces import chosen_sampling
+    def _build_request(self, messages: list[Message], options: ChatSettings) -> Request:
+        from memserve.api.openai.interfaces import sampling_params_of
         from memserve.base.types import Request, StopParams
 
-        prompt = self._render(messages)
+        prompt = self._render_prompt(messages)
         room = self._model.max_model_tokens - len(prompt.tokens)
         if room < 1:
             raise UserError("the conversation is longer than the model's context", hint="start over with /reset")
         seed = secrets.randbits(63) if options.seed is None else options.seed
-        sampling = chosen_sampling(self._model, {"temperature": options.temperature}, seed=seed)
+        sampling = sampling_params_of(self._model, {"temperature": options.temperature}, seed=seed)
         bound = options.max_tokens or self._model.default_max_tokens or room
         return Request(
             request_id=f"chat-{next(self._ids)}",
@@ -224,7 +224,7 @@ class EngineBackend:
             stop=StopParams(min(bound, room), 0, tuple(self._model.eos_token_ids)),
         )
 
-    def _render(self, messages: list[Message]) -> Prompt:
+    def _render_prompt(self, messages: list[Message]) -> Prompt:
         from memserve.api.http.errors import ApiError
 
         try:
@@ -247,23 +247,23 @@ class Conversation:
 
     backend: ChatBackend
     options: ChatSettings
-    say: Callable[[str], None]
+    write_text: Callable[[str], None]
     note: Callable[[str], None]
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
 
-    def turn(self, line: str) -> bool:
+    def handle_line(self, line: str) -> bool:
         """Handle one line of input; ``False`` ends the conversation."""
         text = line.strip()
         if text in ("/exit", "/quit"):
             return False
         if text.startswith("/"):
-            self._command(*text.partition(" ")[::2])
+            self._run_command(*text.partition(" ")[::2])
         elif text:
-            self._ask(text)
+            self._send_question(text)
         return True
 
-    def _command(self, name: str, rest: str) -> None:
+    def _run_command(self, name: str, rest: str) -> None:
         if name == "/help":
             self.note(HELP)
         elif name == "/reset":
@@ -276,24 +276,24 @@ class Conversation:
         else:
             self.note(f"unknown command {name}; /help lists them")
 
-    def _ask(self, text: str) -> None:
+    def _send_question(self, text: str) -> None:
         head = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"role": "user", "content": text}
+        question = {"role": "user", "content": text}
         pieces: list[str] = []
         account = ChatAccount()
-        answer = self.backend.answer([*head, *self.messages, asked], self.options, account)
+        answer = self.backend.stream_answer([*head, *self.messages, question], self.options, account)
         try:
             for piece in answer:
                 pieces.append(piece)
-                self.say(piece)
+                self.write_text(piece)
         except KeyboardInterrupt:
             answer.close()  # type: ignore[attr-defined]  # a generator: closing it cancels the answer
-            self.say(" ...\n")
+            self.write_text(" ...\n")
             self.note("[stopped]")
         else:
-            self.say("\n")
+            self.write_text("\n")
             self.note(str(account))
-        self.messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
+        self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
 
 
 @opt.grouped
@@ -320,9 +320,9 @@ def chat(
     """Talk to a model, in this process or on a running server."""
     options = ChatSettings(temperature, max_tokens, seed)
     with _backend(url, model, api_key, replace(engine, model=model or engine.model)) as backend:
-        conversation = Conversation(backend, options, _say, _ignore if quiet else _note, system)
+        conversation = Conversation(backend, options, _write_text, _ignore if quiet else _print_note, system)
         if question is not None:
-            conversation.turn(question)
+            conversation.handle_line(question)
         else:
             _converse(conversation)
 
@@ -342,7 +342,7 @@ def _backend(url: str | None, model: str | None, api_key: str | None, options: E
     typer.echo(f"loading {options.model} ...", err=True)
     from memserve.host.build import build_engine
 
-    with shown("loading"):
+    with progress_bar("loading"):
         engine, loaded = build_engine(options)
     backend = EngineBackend(engine, loaded)
     try:
@@ -361,7 +361,7 @@ def _converse(conversation: Conversation) -> None:
     going = True
     while going:
         try:
-            going = conversation.turn(input("> " if at_terminal else ""))
+            going = conversation.handle_line(input("> " if at_terminal else ""))
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -379,12 +379,12 @@ def _enable_line_editing() -> None:
         return
 
 
-def _say(text: str) -> None:
+def _write_text(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     typer.echo(typer.style(text, dim=True), err=True)
 
 

@@ -99,7 +99,7 @@ def tls_of(cert: Path | None, key: Path | None) -> Tls | None:
     return Tls(cert, key)
 
 
-def api_keys(given: list[str] | None, file: Path | None) -> GivenKeys:
+def api_keys(option_keys: list[str] | None, file: Path | None) -> GivenKeys:
     """Keys of the command line (else of ``MEMSERVE_API_KEY``), then those of the file. Neither: no key is required.
 
     Raises :class:`UserError` for a file or a variable that holds no key: a server must not be open because a variable
@@ -109,28 +109,28 @@ def api_keys(given: list[str] | None, file: Path | None) -> GivenKeys:
     for name, value in ((KEY_VARIABLE, variable), (KEY_FILE_VARIABLE, file_variable)):
         if value is not None and not value.strip():
             raise UserError(f"{name} is empty", hint=f"put a key there, or `unset {name}` to serve without keys")
-    if given:
+    if option_keys:
         log.warning("--api-key can be read in the process list by every user of this machine: use --api-key-file")
-    words = tuple(given or (variable or "").split())
+    words = tuple(option_keys or (variable or "").split())
     return _checked(GivenKeys(words, file or (Path(file_variable) if file_variable is not None else None)))
 
 
-def metrics_keys(given: str | None, file: Path | None = None) -> GivenKeys:
+def metrics_keys(option_key: str | None, file: Path | None = None) -> GivenKeys:
     """Keys of ``/metrics``: from the command line, else from the environment, and those of the file. Neither:
     ``/metrics`` is open.
 
     Raises :class:`UserError` for an empty key, and for a file that holds none.
     """
     variable = os.environ.pop(METRICS_VARIABLE, None)
-    for name, value in (("--metrics-key", given), (METRICS_VARIABLE, variable)):
+    for name, value in (("--metrics-key", option_key), (METRICS_VARIABLE, variable)):
         if value is not None and not value.strip():
             raise UserError(f"{name} is empty", hint="put a key there, or leave it out: /metrics is open then")
-    word = given or variable
+    word = option_key or variable
     return _checked(GivenKeys(() if word is None else (word,), file))
 
 
 def _checked(keys: GivenKeys) -> GivenKeys:
-    words = keys.read()
+    words = keys.read_keys()
     is_pipe = keys.file is not None and not keys.file.is_file()  # it can be read once
     return GivenKeys(words) if is_pipe else keys
 
@@ -159,15 +159,15 @@ def etcd_access(path: Path | None) -> EtcdAccess | None:
     :class:`UserError` for a file that cannot be read or is malformed.
     """
     user, password = (os.environ.pop(name, "") for name in (ETCD_USER_VARIABLE, ETCD_PASSWORD_VARIABLE))
-    found = _settings_in(path) if path is not None else {}
-    user, password = found.pop("user", user), found.pop("password", password)
+    settings = _settings_in(path) if path is not None else {}
+    user, password = settings.pop("user", user), settings.pop("password", password)
     hint = f"`user` and `password` in the file, or {ETCD_USER_VARIABLE} and {ETCD_PASSWORD_VARIABLE}"
     if bool(user) != bool(password):
         raise UserError("etcd needs both a user and a password", hint=hint, param="metadata_credentials")
-    if ("cert" in found) != ("key" in found) or (found and "ca" not in found):
+    if ("cert" in settings) != ("key" in settings) or (settings and "ca" not in settings):
         hint = "`ca = PATH` or `ca = system`; beside it both of `cert` and `key`, or neither"
         raise UserError(f"{path} has no ca, or half a client certificate", hint=hint, param="metadata_credentials")
-    ca, cert, key = (found.get(name) for name in ("ca", "cert", "key"))
+    ca, cert, key = (settings.get(name) for name in ("ca", "cert", "key"))
     if not ca and not user:
         return None
     if not ca:
@@ -186,13 +186,13 @@ def etcd_access(path: Path | None) -> EtcdAccess | None:
 def _settings_in(path: Path) -> dict[str, str]:
     """The settings in a file. Raises :class:`UserError` naming a line that is not a setting."""
     hint = f"one NAME = VALUE per line, NAME one of {', '.join(ETCD_SETTINGS)}; `chmod 600` it"
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for number, line in enumerate(read_private(path, "credentials for etcd", hint).splitlines(), 1):
         name, equals, value = (part.strip() for part in line.partition("="))
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        if name not in ETCD_SETTINGS or not equals or not value or name in found:
+        if name not in ETCD_SETTINGS or not equals or not value or name in settings:
             message = f"line {number} of {path} is not a setting for etcd"
             raise UserError(message, hint=hint, param="metadata_credentials")
-        found[name] = value
-    return found
+        settings[name] = value
+    return settings

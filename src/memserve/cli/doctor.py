@@ -171,9 +171,10 @@ def _local_model(model: str) -> Finding:
 def _folder(path: Path) -> Finding:
     """A model folder, by its config, its tokenizer and the names of its weights: nothing large is read."""
     from memserve.model.loading.loader import load_tokenizer
-    from memserve.model.loading.sources import ModelFolder
+    from memserve.model.loading.sources import ModelFolder, refuse_special_files
 
     try:
+        refuse_special_files(path, "model")
         if (why := unservable(path)) is not None:
             return Finding("model", Status.FAIL, f"folder {path}: {why}", "use a model with a supported architecture")
         load_tokenizer(ModelFolder(path, path.name))
@@ -245,17 +246,17 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
 def check_disks(ssd: list[str]) -> Iterator[Finding]:
     """The folders of a store's disks: may this user write there, is there room, and is the page cache passed by?"""
     for folder, size in read_folders(ssd):
-        name, wanted = "ssd", Path(folder).expanduser()
-        place = next(known for known in (wanted, *wanted.absolute().parents) if known.exists())
+        name, path = "ssd", Path(folder).expanduser()
+        place = next(ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists())
         if not (place.is_dir() and os.access(place, os.W_OK)):
             hint = "give a folder that this user may write to"
-            yield Finding(name, Status.FAIL, f"{wanted} cannot be written", hint)
+            yield Finding(name, Status.FAIL, f"{path} cannot be written", hint)
             continue
-        kept = sum(file.stat().st_blocks * 512 for file in wanted.glob("memserve-store.*"))
+        stored_bytes = sum(file.stat().st_blocks * 512 for file in path.glob("memserve-store.*"))
         free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
-        detail = f"{human_bytes(free + kept)} for {human_bytes(size)} in {wanted}"
-        if free + kept < size:
-            yield Finding(name, Status.FAIL, detail, f"ask for less: --ssd {folder}={(free + kept) >> 30}GiB")
+        detail = f"{human_bytes(free + stored_bytes)} for {human_bytes(size)} in {path}"
+        if free + stored_bytes < size:
+            yield Finding(name, Status.FAIL, detail, f"ask for less: --ssd {folder}={(free + stored_bytes) >> 30}GiB")
         elif not _takes_direct_io(place):
             hint = "its file system knows no O_DIRECT: KV goes through the page cache, which costs memory and time"
             yield Finding(name, Status.WARN, detail, hint)
@@ -274,8 +275,8 @@ def _takes_direct_io(folder: Path) -> bool:
 def check_extras() -> Iterator[Finding]:
     """Optional packages, and room for shared memory."""
     for name, use in (("openai", "the official client, for examples and tests"), ("triton", "the CUDA kernel")):
-        here = importlib.util.find_spec(name) is not None
-        yield Finding(f"optional {name}", Status.OK, use if here else f"not installed ({use})")
+        is_installed = importlib.util.find_spec(name) is not None
+        yield Finding(f"optional {name}", Status.OK, use if is_installed else f"not installed ({use})")
     shm = Path("/dev/shm")
     free = os.statvfs(shm).f_bavail * os.statvfs(shm).f_frsize if shm.is_dir() else 0
     if free < 64 * MIB:
@@ -349,6 +350,6 @@ def examine(model: str, host: str, port: int) -> Iterator[Finding]:
 
 def _serve_command(model: str, findings: list[Finding]) -> str:
     """The command to type next: with the chosen model, and any free port if the usual one is taken."""
-    taken = any(finding.name == "port" and finding.status is not Status.OK for finding in findings)
+    is_port_taken = any(finding.name == "port" and finding.status is not Status.OK for finding in findings)
     command = "memserve serve" + (f" --model {shlex.quote(model)}" if model != DEFAULT_MODEL else "")
-    return command + (" --port 0" if taken else "")
+    return command + (" --port 0" if is_port_taken else "")

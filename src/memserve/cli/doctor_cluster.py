@@ -19,7 +19,7 @@ from memserve.cli.watch import Samples
 from memserve.kv.identity import secrets_in
 from memserve.system.secrets import read_secret
 from memserve.transport.links.nixl_agent import nixl_is_installed
-from memserve.transport.probe import ProbeResult, knock
+from memserve.transport.probe import ProbeResult, probe_address
 
 CALL_S = 10.0
 KNOCK_S = 3.0
@@ -48,16 +48,16 @@ def examine_cluster(url: str, key: str | None, expected: dict[Role, int]) -> Ite
     yield _reached(url, health)
     if health is None:
         return
-    asked_ns = time.time_ns()
-    told = _get(base, "/ui/snapshot", key)
+    sent_ns = time.time_ns()
+    reply = _get(base, "/ui/snapshot", key)
     answered_ns = time.time_ns()
-    if told is None or told[0] != 200:
-        hint = "give the key of --metrics-key with --api-key" if told is not None and told[0] == 401 else None
-        yield Finding("figures", Status.FAIL, f"no snapshot from {url}: {_message(told)}", hint)
+    if reply is None or reply[0] != 200:
+        hint = "give the key of --metrics-key with --api-key" if reply is not None and reply[0] == 401 else None
+        yield Finding("figures", Status.FAIL, f"no snapshot from {url}: {_message(reply)}", hint)
         return
-    snapshot = told[1]
+    snapshot = reply[1]
     yield _version(snapshot)
-    yield _clock(snapshot["time_ms"] / 1000, asked_ns / 1e9, answered_ns / 1e9)
+    yield _clock(snapshot["time_ms"] / 1000, sent_ns / 1e9, answered_ns / 1e9)
     if not snapshot["viewer"]["sees_cluster"]:
         hint = "give the key of --metrics-key with --api-key"
         yield Finding("figures", Status.FAIL, "this key sees its own requests alone", hint)
@@ -66,7 +66,7 @@ def examine_cluster(url: str, key: str | None, expected: dict[Role, int]) -> Ite
     if not samples.total("engine_up"):
         yield Finding("router", Status.FAIL, "the machine behind the API does not answer", "read its log; restart it")
         return
-    if not samples.has("router_instances"):
+    if not samples.has_metric("router_instances"):
         yield Finding("members", Status.OK, "none: one engine without a cluster (--in-process), or a fleet of others")
         return
     yield from _members(snapshot["members"], samples, expected)
@@ -85,13 +85,16 @@ def examine_port(join: str, secret_file: Path | None) -> Iterator[Finding]:
     text = read_secret(secret_file)
     secrets = secrets_in(text) or (text,)
     for address in join.split(","):
-        found = [knock(f"tcp://{address}", secret, KNOCK_S) for secret in secrets]
-        match next((one for one in (ProbeResult.LET_IN, ProbeResult.TURNED_AWAY) if one in found), ProbeResult.SILENT):
+        results = [probe_address(f"tcp://{address}", secret, KNOCK_S) for secret in secrets]
+        match next(
+            (result for result in (ProbeResult.LET_IN, ProbeResult.TURNED_AWAY) if result in results),
+            ProbeResult.SILENT,
+        ):
             case ProbeResult.LET_IN:
-                which = (
-                    f"line {found.index(ProbeResult.LET_IN) + 1} of the secrets" if len(secrets) > 1 else "the secret"
+                secret_text = (
+                    f"line {results.index(ProbeResult.LET_IN) + 1} of the secrets" if len(secrets) > 1 else "the secret"
                 )
-                yield Finding("cluster port", Status.OK, f"{address} takes {which}")
+                yield Finding("cluster port", Status.OK, f"{address} takes {secret_text}")
             case ProbeResult.TURNED_AWAY:
                 hint = "give the file that the routers were given; it must be the same for all members"
                 yield Finding("cluster port", Status.FAIL, f"{address} refuses the secret of {secret_file}", hint)
@@ -105,7 +108,7 @@ def read_expected(text: str | None) -> dict[Role, int]:
     expected: dict[Role, int] = {}
     for part in (text or "").split(",") if text else ():
         role, equals, count = part.partition("=")
-        if role not in [one.value for one in Role] or not equals or not count.isdigit():
+        if role not in [known_role.value for known_role in Role] or not equals or not count.isdigit():
             hint = "for example --expect prefill=2,decode=2,store=1"
             raise UserError(f"--expect has ROLE=COUNT, not {part!r}", hint=hint, param="expect")
         expected[Role(role)] = int(count)
@@ -123,15 +126,15 @@ def _reached(url: str, health: tuple[int, Any] | None) -> Finding:
 
 
 def _version(snapshot: dict[str, Any]) -> Finding:
-    theirs = snapshot["version"]
-    if theirs == __version__:
-        return Finding("version", Status.OK, theirs)
+    router_version = snapshot["version"]
+    if router_version == __version__:
+        return Finding("version", Status.OK, router_version)
     hint = "members of one cluster run one version: install the router's here, or start the router anew"
-    return Finding("version", Status.WARN, f"the router is {theirs}, and this is {__version__}", hint)
+    return Finding("version", Status.WARN, f"the router is {router_version}, and this is {__version__}", hint)
 
 
-def _clock(theirs_s: float, asked_s: float, answered_s: float) -> Finding:
-    off_s = max(asked_s - theirs_s, theirs_s - answered_s, 0.0)
+def _clock(router_s: float, sent_s: float, answered_s: float) -> Finding:
+    off_s = max(sent_s - router_s, router_s - answered_s, 0.0)
     if off_s <= CLOCK_OFF_S:
         return Finding("clock", Status.OK, "that of the router, as far as this can be seen")
     hint = "let NTP keep the clocks: an instance with a late clock may be taken for an earlier life of itself"
@@ -155,7 +158,7 @@ def _members(members: list[dict[str, str]], samples: Samples, expected: dict[Rol
             hint = "it takes no new requests; one that rejoins for minutes has lost the router"
             yield Finding(member["name"], Status.WARN, f"{member['role']}, {member['state']}", hint)
     names = {member["name"] for member in members}
-    for labels, is_up in samples.rows("instance_process_up"):
+    for labels, is_up in samples.labelled_rows("instance_process_up"):
         if not is_up or labels["instance"] not in names:
             state = "its process does not run" if not is_up else "its process runs, and is no member"
             yield Finding(labels["instance"], Status.FAIL, state, f"the router starts it again; {_LOG}")
@@ -191,7 +194,7 @@ def _hosts(members: list[dict[str, str]], samples: Samples) -> Iterator[Finding]
 
 
 def _stores(samples: Samples) -> Iterator[Finding]:
-    for labels, is_up in samples.rows("store_up"):
+    for labels, is_up in samples.labelled_rows("store_up"):
         name = labels["store"]
         full = samples.total("store_disks_full", store=name)
         if not is_up:

@@ -69,7 +69,7 @@ class HttpOptions:
     log_level: str
     api: ApiConfig = field(default_factory=ApiConfig)
 
-    def url(self, port: int) -> str:
+    def api_url(self, port: int) -> str:
         """Where clients of this host find the API; ``port`` is the one that listens."""
         local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
         shown = local.get(self.host, f"[{self.host}]" if ":" in self.host else self.host)
@@ -82,19 +82,19 @@ class Only:
     def __init__(self, *names: str) -> None:
         self._names = names
 
-    def chosen(self, options: list[Option]) -> list[Option]:
+    def choose_options(self, options: list[Option]) -> list[Option]:
         """The options that stay. Raises :class:`KeyError` for an unknown name."""
-        by_name = {one.name: one for one in options}
+        by_name = {option.name: option for option in options}
         return [by_name[name] for name in self._names]
 
 
 class Without(Only):
     """Keeps all options of a config but these."""
 
-    def chosen(self, options: list[Option]) -> list[Option]:
+    def choose_options(self, options: list[Option]) -> list[Option]:
         """The options that stay."""
-        dropped = super().chosen(options)
-        return [one for one in options if one not in dropped]
+        dropped = super().choose_options(options)
+        return [option for option in options if option not in dropped]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class _Group:
     vllm: dict[str, Option]
 
     @classmethod
-    def of(cls, parameter: inspect.Parameter) -> _Group | None:
+    def from_parameter(cls, parameter: inspect.Parameter) -> _Group | None:
         """The group of ``parameter``; ``None``: the parameter is not a config."""
         annotation, only = parameter.annotation, None
         if get_origin(annotation) is Annotated:
@@ -115,36 +115,38 @@ class _Group:
         if not is_dataclass(annotation):
             return None
         default = annotation() if parameter.default is inspect.Parameter.empty else parameter.default  # type: ignore[operator]  # a class
-        found = options_of(default) if only is None else only.chosen(options_of(default))
+        options = options_of(default) if only is None else only.choose_options(options_of(default))
         return cls(
             default,
-            {f"{parameter.name}_{one.name}": one for one in found},
-            {f"vllm_{one.vllm}": one for one in found if one.vllm},
+            {f"{parameter.name}_{option.name}": option for option in options},
+            {f"vllm_{option.vllm}": option for option in options if option.vllm},
         )
 
-    def parameters(self) -> Iterator[inspect.Parameter]:
+    def flag_parameters(self) -> Iterator[inspect.Parameter]:
         """One for each flag."""
-        for name, one in self.options.items():
-            yield _parameter(name, one.kind, _typer_option(one, _spelling(one.flag, one)), one.flag_default)
-        for name, one in self.vllm.items():
-            kind = (one.vllm_form.kind if one.vllm_form else bool if one.kind is bool else one.kind) | None
-            least = one.least if one.vllm_form is None else None
-            yield _parameter(name, kind, _hidden(_spelling(one.vllm_flag, one, both=True), least), None)
+        for name, option in self.options.items():
+            yield _parameter(
+                name, option.kind, _typer_option(option, _spelling(option.flag, option)), option.flag_default
+            )
+        for name, option in self.vllm.items():
+            kind = (option.vllm_form.kind if option.vllm_form else bool if option.kind is bool else option.kind) | None
+            least = option.least if option.vllm_form is None else None
+            yield _parameter(name, kind, _hidden(_spelling(option.vllm_flag, option, with_negation=True), least), None)
 
-    def take(self, given: dict[str, Any], is_default: Callable[[str], bool]) -> Any:
-        """The config that the flags describe; removes them from ``given``."""
+    def take_values(self, arguments: dict[str, Any], is_default: Callable[[str], bool]) -> Any:
+        """The config that the flags describe; removes them from ``arguments``."""
         values = {}
-        for name, one in self.options.items():
-            raw = given.pop(name)
+        for name, option in self.options.items():
+            raw = arguments.pop(name)
             if not is_default(name):
-                values[one.path] = one.read(raw)
-        for name, one in self.vllm.items():
-            raw = given.pop(name)
+                values[option.path] = option.parse_value(raw)
+        for name, option in self.vllm.items():
+            raw = arguments.pop(name)
             if raw is None:
                 continue
-            asked = one.read_vllm(raw)
-            if values.setdefault(one.path, asked) != asked:
-                raise contradiction(one.flag, one.vllm_flag)
+            value = option.read_vllm(raw)
+            if values.setdefault(option.path, value) != value:
+                raise contradiction(option.flag, option.vllm_flag)
         return with_values(self.default, values)
 
 
@@ -153,23 +155,23 @@ def _parameter(name: str, kind: Any, flag: Any, default: Any) -> inspect.Paramet
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _typer_option(one: Option, spelling: str) -> Any:
-    return typer.Option(spelling, min=one.least, max=one.most, help=one.help)
+def _typer_option(option: Option, spelling: str) -> Any:
+    return typer.Option(spelling, min=option.least, max=option.most, help=option.help)
 
 
 def _hidden(spelling: str, least: float | None = None) -> Any:
     return typer.Option(spelling, hidden=True, min=least, help="vLLM's name of an option.")
 
 
-def _spelling(flag: str, one: Option, *, both: bool = False) -> str:
+def _spelling(flag: str, option: Option, *, with_negation: bool = False) -> str:
     """The flag; for a switch also its ``--no-`` form, unless the option is declared with one form only."""
-    return f"{flag}/--no-{flag[2:]}" if one.kind is bool and (both or one.form is None) else flag
+    return f"{flag}/--no-{flag[2:]}" if option.kind is bool and (with_negation or option.form is None) else flag
 
 
 def flag(config: type, name: str) -> Any:
     """One option of ``config``, to annotate a separate parameter with."""
-    (one,) = Only(name).chosen(options_of(config))
-    return _typer_option(one, one.flag)
+    (option,) = Only(name).choose_options(options_of(config))
+    return _typer_option(option, option.flag)
 
 
 Model = Annotated[str, flag(EngineOptions, "model")]
@@ -178,22 +180,22 @@ Model = Annotated[str, flag(EngineOptions, "model")]
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` as Typer sees it: a parameter that is a config is replaced by the flags of its options."""
     signature = inspect.signature(command, eval_str=True)
-    found = {name: _Group.of(parameter) for name, parameter in signature.parameters.items()}
-    groups = {name: group for name, group in found.items() if group is not None}
+    parameter_groups = {name: _Group.from_parameter(parameter) for name, parameter in signature.parameters.items()}
+    groups = {name: group for name, group in parameter_groups.items() if group is not None}
 
     @functools.wraps(command)
-    def spread(typer_context: typer.Context, **given: Any) -> None:
+    def spread(typer_context: typer.Context, **arguments: Any) -> None:
         def is_default(name: str) -> bool:
             source = typer_context.get_parameter_source(name)
             return source is None or source.name == "DEFAULT"
 
-        together = {name: group.take(given, is_default) for name, group in groups.items()}
-        command(**given, **together)
+        together = {name: group.take_values(arguments, is_default) for name, group in groups.items()}
+        command(**arguments, **together)
 
     parameters = [inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for name, parameter in signature.parameters.items():
         plain = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-        parameters += groups[name].parameters() if name in groups else plain
+        parameters += groups[name].flag_parameters() if name in groups else plain
     spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # as inspect reads it
     return spread
 

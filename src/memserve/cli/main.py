@@ -112,8 +112,8 @@ def version() -> None:
     typer.echo(__version__)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         version()
         raise typer.Exit
 
@@ -153,7 +153,7 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         code = command_line(next(iter(words), None))(args=words, prog_name="memserve", standalone_mode=False)
     except UserError as error:
-        return _complain(error.message, error.hint, EXIT_FAILED)
+        return _print_error(error.message, error.hint, EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except typer.Abort:
@@ -162,7 +162,7 @@ def run(arguments: list[str] | None = None) -> int:
         sys.stdout = None  # the reader of stdout left: nothing can be written, not even at exit
         return EXIT_FAILED
     except InvariantError as error:
-        return _complain(f"internal: {error}", "this is a bug in memserve, please report it", EXIT_FAILED)
+        return _print_error(f"internal: {error}", "this is a bug in memserve, please report it", EXIT_FAILED)
     except Exception as error:
         if not isinstance(error, _ClickException):
             raise
@@ -177,10 +177,10 @@ def _usage_error(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "memserve"
     message = str(getattr(error, "format_message", error.__str__)())
-    return _complain(message[:1].lower() + message[1:].rstrip("."), f"try '{path} --help'", EXIT_USAGE)
+    return _print_error(message[:1].lower() + message[1:].rstrip("."), f"try '{path} --help'", EXIT_USAGE)
 
 
-def _complain(message: str, hint: str | None, code: int) -> int:
+def _print_error(message: str, hint: str | None, code: int) -> int:
     typer.echo(f"error: {message}", err=True)
     if hint:
         typer.echo(f"hint: {hint}", err=True)

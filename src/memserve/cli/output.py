@@ -22,7 +22,7 @@ _LOOKS_PER_S = 4
 _is_shown = False  # a part of what a bar is shown for shows none of its own
 
 
-def say(*lines: str, result: bool = False) -> None:
+def print_lines(*lines: str, result: bool = False) -> None:
     """Lines for people on stderr; on stdout if they are a ``result``. A process that serves goes on without: the disk
     of its log may be full, and a pipe's reader gone."""
     for line in lines:
@@ -34,11 +34,14 @@ def say(*lines: str, result: bool = False) -> None:
 
 
 @contextmanager
-def shown(what: str, total: float | None = None, done: Callable[[], float] | None = None) -> Iterator[None]:
-    """While the block runs: ``what`` it does, for how long it has, and how much of ``total`` is ``done()``.
+def progress_bar(
+    title: str, total: float | None = None, done_count: Callable[[], float] | None = None
+) -> Iterator[None]:
+    """While the block runs: ``title`` it does, for how long it has, and how much of ``total`` is ``done()``.
 
-    ``total`` without ``done``: seconds that it will take. Neither: how much there is to do is not known. ``done`` is
-    called from another thread. What the block writes to stderr stands above the bar; stdout is not touched.
+    ``total`` without ``done_count``: seconds that it will take. Neither: how much there is to do is not known.
+    ``done_count`` is called from another thread. What the block writes to stderr stands above the bar; stdout is not
+    touched.
     """
     global _is_shown
     if _is_shown or not sys.stderr.isatty():
@@ -57,14 +60,14 @@ def shown(what: str, total: float | None = None, done: Callable[[], float] | Non
                 return
             if total is not None:
                 for task in self.tasks:
-                    task.completed = min(total, passed_s if done is None else done())
+                    task.completed = min(total, passed_s if done_count is None else done_count())
             yield self.make_tasks_table(self.tasks)
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     bars = Late(
         *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, refresh_per_second=_LOOKS_PER_S
     )
-    bars.add_task(what, total=total)
+    bars.add_task(title, total=total)
     _is_shown = True
     try:
         with bars:

@@ -17,7 +17,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import check_link
 from memserve.base.units import MIB, NS_PER_MS, NS_PER_S, NS_PER_US, human_bytes
 from memserve.cli import flags as opt
-from memserve.cli.output import shown
+from memserve.cli.output import progress_bar
 
 if TYPE_CHECKING:
     from memserve.base.types import KVGeometry
@@ -53,31 +53,31 @@ def profile(
     if plot is not None:
         require_matplotlib()
     from memserve.host.profile_file import profile_values
-    from memserve.system.process import CpuWatch, busy_note, watched
+    from memserve.system.process import CpuWatch, busy_note, measure_busy_cores
 
-    if (note := busy_note(watched())) is not None:
-        _tell(f"warning: {note}")
+    if (note := busy_note(measure_busy_cores())) is not None:
+        _print_line(f"warning: {note}")
     started, watch = time.perf_counter(), CpuWatch()
     check_link(link)
-    found, geometry, path = _measure(engine, seconds, link)
-    values = profile_values(found, geometry) | {"seconds": round(time.perf_counter() - started, 1)}
+    fitted_profile, geometry, path = _measure(engine, seconds, link)
+    values = profile_values(fitted_profile, geometry) | {"seconds": round(time.perf_counter() - started, 1)}
     others_cores = watch.others_cores()
     values["others_cores"] = None if others_cores is None else round(others_cores, 2)
-    values["busy"] = busy_note(others_cores) or _distrust(found)
+    values["busy"] = busy_note(others_cores) or _why_untrusted(fitted_profile)
     if save and (even_if_busy or values["busy"] is None):
         from memserve.host.profile_file import save_profile
 
         save_profile(path, values)
         values["saved"] = str(path)
     if plot is not None:
-        plot_profile(found, f"{values['model'].split(':')[0]} on {values['machine']}", Path(plot))
+        plot_profile(fitted_profile, f"{values['model'].split(':')[0]} on {values['machine']}", Path(plot))
         values["plot"] = plot
-    typer.echo(json.dumps(values) if as_json else "\n".join(_text(found, geometry, values)))
+    typer.echo(json.dumps(values) if as_json else "\n".join(_text(fitted_profile, geometry, values)))
 
 
-def _distrust(found: Profile) -> str | None:
+def _why_untrusted(fitted_profile: Profile) -> str | None:
     """Why the curves cannot be trusted although no other program was busy; ``None``: they can."""
-    error = found.quality["prefill"].median_error
+    error = fitted_profile.quality["prefill"].median_error
     return f"predicted prompt times are off by {error:.0%}: the machine's speed changed" if error > BUSY_ERROR else None
 
 
@@ -93,26 +93,26 @@ def _measure(options: EngineOptions, seconds: float, link: str) -> tuple[Profile
     )
     from memserve.host.profile_file import machine_name, model_name, profile_path
 
-    _tell(f"loading {options.model} ...")
-    with shown("loading"):
+    _print_line(f"loading {options.model} ...")
+    with progress_bar("loading"):
         model, config, profiler = open_profiler(options)
     geometry, device = model.geometry, model.device.type
-    with shown("measuring", seconds):
+    with progress_bar("measuring", seconds):
         try:
-            measured = measure_steps(profiler, config, geometry, seconds, _tell)
+            measured = measure_steps(profiler, config, geometry, seconds, _print_line)
         finally:
             profiler.close()
         links = TRUSTED_LINKS if link in ("trusted", "nixl") else LINKS
-        measured = with_transfers(measured, geometry, SHARES["transfer"] * seconds, _tell, links)
-    known = (model.fingerprint, geometry, device, options.threads)
-    found = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*known)}")
-    return found, geometry, profile_path(*known)
+        measured = with_transfers(measured, geometry, SHARES["transfer"] * seconds, _print_line, links)
+    model_key = (model.fingerprint, geometry, device, options.threads)
+    fitted_profile = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*model_key)}")
+    return fitted_profile, geometry, profile_path(*model_key)
 
 
-def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[str]:
+def _text(fitted_profile: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[str]:
     from memserve.host.profile_file import EXAMPLE_TOKENS
 
-    costs = found.costs
+    costs = fitted_profile.costs
     lines = [f"{values['model']}", f"on {values['machine']}", ""]
     for name, formula in (
         ("prefill", f"{_ms(costs.prefill.step_ns)} + {_us(costs.prefill.token_ns)} per new token + "
@@ -121,13 +121,13 @@ def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[
                    f"{costs.decode.context_ns:.1f} ns per attended token"),
         *((name, _copy_formula(getattr(costs, name))) for name in ("swap_in", "swap_out", "same_host", "network")),
     ):  # fmt: skip
-        lines.append(f"{name:<10} {formula:<72} {_quality(found.quality.get(name))}")
-    lines += [f"{name}: {why}" for name, why in found.measured.missing.items()]
+        lines.append(f"{name:<10} {formula:<72} {_quality(fitted_profile.quality.get(name))}")
+    lines += [f"{name}: {why}" for name, why in fitted_profile.measured.failures.items()]
     lines += ["", "moving a cached prefix is quicker than computing it again"]
     for way, tokens in values["pays_from_tokens"].items():
         lines.append(f"  {way:<18} {'never' if tokens is None else f'from {tokens} tokens on'}")
     lines += ["", f"a prompt of {EXAMPLE_TOKENS} tokens with its first half"]
-    lines += [f"  {where:<18} {reason}" for where, reason in values["decisions"].items()]
+    lines += [f"  {place:<18} {reason}" for place, reason in values["decisions"].items()]
     if values["busy"] is not None:
         lines += ["", f"not to be trusted: {values['busy']}; measure again when the machine is idle"]
         lines += [] if "saved" in values else ["not saved (--even-if-busy saves it anyway)"]
@@ -182,10 +182,10 @@ def save_plot(draw: Callable[[Any], Any], file: Path) -> None:
 def plot_profile(profile: Profile, title: str, file: Path) -> None:
     """MemServe's figure 13: time to the first token against the cached ratio, a line per prompt length; dots are
     measured. Raises as :func:`save_plot`."""
-    save_plot(lambda pyplot: _drawn(pyplot, profile, title), file)
+    save_plot(lambda pyplot: _draw_figure(pyplot, profile, title), file)
 
 
-def _drawn(pyplot: Any, profile: Profile, title: str) -> Any:
+def _draw_figure(pyplot: Any, profile: Profile, title: str) -> Any:
     figure, axes = pyplot.subplots(figsize=(8, 5.5))
     samples = profile.measured.samples["prefill"]
     for number, length in enumerate(sorted({sample.first + sample.second for sample in samples})):
@@ -202,5 +202,5 @@ def _drawn(pyplot: Any, profile: Profile, title: str) -> Any:
     return figure
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     typer.echo(line, err=True)

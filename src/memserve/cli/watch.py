@@ -64,8 +64,8 @@ def explain(
 
 def trees(*, url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
     """Show the prefixes that the last prompts share, and which members hold them."""
-    told = _get(url, "/trees", api_key)
-    typer.echo(json.dumps(told) if as_json else "\n".join(drawn(told)))
+    reply = _get(url, "/trees", api_key)
+    typer.echo(json.dumps(reply) if as_json else "\n".join(tree_lines(reply)))
 
 
 class Samples:
@@ -80,11 +80,11 @@ class Samples:
         rows = self._metrics.get(f"memserve_{name}", ())
         return float(sum(value for has, value in rows if labels.items() <= has.items()))
 
-    def rows(self, name: str) -> list[tuple[dict[str, str], float]]:
+    def labelled_rows(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Labels and value of each sample of ``memserve_<name>``."""
         return [(has, float(value)) for has, value in self._metrics.get(f"memserve_{name}", ())]
 
-    def has(self, name: str) -> bool:
+    def has_metric(self, name: str) -> bool:
         """Whether there are samples of ``memserve_<name>``."""
         return bool(self._metrics.get(f"memserve_{name}"))
 
@@ -104,11 +104,11 @@ def overview(snapshot: Snapshot, before: Snapshot | None) -> list[str]:
 def _traffic(latest: Samples, last: Samples | None) -> Iterator[str]:
     cached, prompts = latest.total("cached_prompt_tokens_total"), latest.total("prompt_tokens_total")
     line = f"KV from the cache: {_share(cached, prompts)} of {prompts:,.0f} prompt tokens"
-    seen, new = latest.total("router_seen_prompt_tokens_total"), latest.total("router_new_prompt_tokens_total")
-    if seen:
-        line += f"; an unlimited cache: {_share(max(0.0, seen - new), seen)} of {seen:,.0f}"
+    seen_tokens, new = latest.total("router_seen_prompt_tokens_total"), latest.total("router_new_prompt_tokens_total")
+    if seen_tokens:
+        line += f"; an unlimited cache: {_share(max(0.0, seen_tokens - new), seen_tokens)} of {seen_tokens:,.0f}"
     yield line
-    running = "router_requests_live" if latest.has("router_requests_live") else "sequences_running"
+    running = "router_requests_live" if latest.has_metric("router_requests_live") else "sequences_running"
     line = (
         f"requests: {latest.total(running):,.0f} in flight, {latest.total('admission_waiting'):,.0f} wait for admission"
     )
@@ -117,11 +117,11 @@ def _traffic(latest: Samples, last: Samples | None) -> Iterator[str]:
         rates = [(latest.total(name) - last.total(name)) * 1000 / (latest.time_ms - last.time_ms) for name in names]
         line += f"; {rates[0]:,.0f} prompt tokens and {rates[1]:,.0f} generated a second"
     yield line
-    for labels, wanted in latest.rows("scaling_wanted"):
+    for labels, target in latest.labelled_rows("scaling_wanted"):
         more, fewer = (latest.total("scaling_decisions_total", **labels, **{"for": way}) for way in ("more", "fewer"))
-        yield f"scaling: {wanted:.0f} {labels['role']} wanted; {more:.0f} times more, {fewer:.0f} times fewer so far"
+        yield f"scaling: {target:.0f} {labels['role']} wanted; {more:.0f} times more, {fewer:.0f} times fewer so far"
     for objective in ("ttft", "tpot"):
-        name = "instance_objectives_total" if latest.has("instance_objectives_total") else "objectives_total"
+        name = "instance_objectives_total" if latest.has_metric("instance_objectives_total") else "objectives_total"
         met = latest.total(name, objective=objective, result="met")
         every = met + latest.total(name, objective=objective, result="missed")
         if every:
@@ -139,7 +139,7 @@ def _members(snapshot: Snapshot, latest: Samples) -> Iterator[str]:
             continue
         of = {"instance": name}
         running, waiting = (
-            latest.total(f"instance_{what}", **of) for what in ("sequences_running", "requests_waiting")
+            latest.total(f"instance_{metric}", **of) for metric in ("sequences_running", "requests_waiting")
         )
         yield f"{name} ({member['role']}{state})  {running:.0f} running, {waiting:.0f} waiting"
         yield from _tiers("", latest, "instance_blocks", of)
@@ -149,11 +149,11 @@ def _tiers(title: str, latest: Samples, metric: str, of: dict[str, str]) -> Iter
     for tier in ("hbm", "dram"):
         states = ("held", "used", "cached", "free")
         counts = {state: latest.total(metric, tier=tier, state=state, **of) for state in states}
-        held, cached = counts["held"] + counts["used"], counts["cached"]
-        whole = held + cached + counts["free"]
+        held_blocks, cached = counts["held"] + counts["used"], counts["cached"]
+        whole = held_blocks + cached + counts["free"]
         if whole:
-            text = f"{held:,.0f} held, {cached:,.0f} cached of {whole:,.0f} blocks"
-            yield f"{title or ' '} {tier:4} {_bar(held, cached, whole)} {text}"
+            text = f"{held_blocks:,.0f} held, {cached:,.0f} cached of {whole:,.0f} blocks"
+            yield f"{title or ' '} {tier:4} {_bar(held_blocks, cached, whole)} {text}"
 
 
 def _requests(title: str, entries: list[Snapshot]) -> Iterator[str]:
@@ -179,29 +179,30 @@ def timeline(entry: Snapshot) -> list[str]:
     if "prompt_tokens" in entry:
         prompt = f"{entry['prompt_tokens']:,} prompt tokens, {entry['cached_tokens']:,} from KV"
         lines.append(f"  {prompt}; {entry['output_tokens']:,} generated; ended by {entry['finish_reason']}")
-    told = entry.get("story", ())
-    width = max([len(fact["fact"]) for fact in told], default=0)
-    return [*lines, *(f"  {fact['fact'].replace('_', ' '):{width}}  {fact['value']}" for fact in told)]
+    facts = entry.get("story", ())
+    width = max([len(fact["fact"]) for fact in facts], default=0)
+    return [*lines, *(f"  {fact['fact'].replace('_', ' '):{width}}  {fact['value']}" for fact in facts)]
 
 
-def drawn(told: Snapshot) -> list[str]:
+def tree_lines(reply: Snapshot) -> list[str]:
     """The lines of ``memserve trees``."""
-    lines = [f"prefixes that the last {told['prompts_max']} prompts share"]
-    for of in told["tenants"]:
+    lines = [f"prefixes that the last {reply['prompts_max']} prompts share"]
+    for of in reply["tenants"]:
         lines += [f"tenant {of['tenant']}"] if of["tenant"] else []
         lines += itertools.chain.from_iterable(_branch(node, 0) for node in of["prefixes"])
-    return lines if told["tenants"] else [*lines, "none: no prompt of a whole block has been placed"]
+    return lines if reply["tenants"] else [*lines, "none: no prompt of a whole block has been placed"]
 
 
 def _branch(node: Snapshot, depth: int) -> Iterator[str]:
     prompts = "1 prompt" if node["uses"] == 1 else f"{node['uses']} prompts"
-    held = [
-        f"{one['member']} {one['upper_blocks']}" + (f"+{one['lower_blocks']}" if one["lower_blocks"] else "")
-        for one in node["holders"]
+    holders = [
+        f"{holder['member']} {holder['upper_blocks']}"
+        + (f"+{holder['lower_blocks']}" if holder["lower_blocks"] else "")
+        for holder in node["holders"]
     ]
-    where = ", ".join(held) or "not held"
+    holders_text = ", ".join(holders) or "not held"
     blocks = "1 block" if node["blocks"] == 1 else f"{node['blocks']} blocks"
-    yield f"{'  ' * depth}{node['prefix']}  {blocks}, {prompts}, {node['used_s_ago']:.0f} s ago: {where}"
+    yield f"{'  ' * depth}{node['prefix']}  {blocks}, {prompts}, {node['used_s_ago']:.0f} s ago: {holders_text}"
     for child in node["children"]:
         yield from _branch(child, depth + 1)
 
@@ -209,8 +210,8 @@ def _branch(node: Snapshot, depth: int) -> Iterator[str]:
 def _bar(first: float, second: float, whole: float) -> str:
     if whole <= 0:
         return "[" + " " * BAR_CHARS + "]"
-    one, both = round(BAR_CHARS * first / whole), round(BAR_CHARS * (first + second) / whole)
-    return "[" + "#" * one + "=" * (both - one) + " " * (BAR_CHARS - both) + "]"
+    first_chars, total_chars = round(BAR_CHARS * first / whole), round(BAR_CHARS * (first + second) / whole)
+    return "[" + "#" * first_chars + "=" * (total_chars - first_chars) + " " * (BAR_CHARS - total_chars) + "]"
 
 
 def _share(part: float, whole: float) -> str:
@@ -224,10 +225,10 @@ def _get(url: str, path: str, key: str | None) -> Snapshot:
     address = f"{url.rstrip('/').removesuffix('/v1')}/ui{path}"
     try:
         answer = httpx.get(address, headers=headers, timeout=CALL_S)
-        told: Snapshot = answer.json()
+        reply: Snapshot = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise UserError(f"no answer from {url}: {error}", hint="is `memserve serve` running there?") from None
     if answer.status_code != 200:
         hint = "give a key with --api-key" if answer.status_code == 401 else None
-        raise UserError(str(told.get("error", {}).get("message", answer.status_code)), hint=hint)
-    return told
+        raise UserError(str(reply.get("error", {}).get("message", answer.status_code)), hint=hint)
+    return reply

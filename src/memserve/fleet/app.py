@@ -60,31 +60,31 @@ class EngineRoutes:
         if key is None:
             self._keys = KeyRing()
         else:
-            followed = key if isinstance(key, Followed) else Followed.fixed(key)
-            self._keys = KeyRing(followed.then(lambda key: (f"operator={key}",)))
+            followed = key if isinstance(key, Followed) else Followed.of_constant(key)
+            self._keys = KeyRing(followed.derive_value(lambda key: (f"operator={key}",)))
 
     def routes(self) -> list[Route]:
         """For the application."""
         return [
-            Route("/engines", self.show, methods=["GET"]),
-            Route("/engines", self.join, methods=["POST"]),
-            Route("/engines/{name}", self.leave, methods=["DELETE"]),
+            Route("/engines", self.list_engines, methods=["GET"]),
+            Route("/engines", self.join_engine, methods=["POST"]),
+            Route("/engines/{name}", self.remove_engine, methods=["DELETE"]),
         ]
 
-    def _check(self, request: Request) -> None:
+    def _check_key(self, request: Request) -> None:
         if self._keys.is_open:
             message = "Engines join and leave where `memserve serve` has --engine-admin-key-file"
             raise ApiError(403, message, code="engines_are_fixed")
-        self._keys.tenant(request.headers.get("authorization"))
+        self._keys.tenant_of(request.headers.get("authorization"))
 
-    async def show(self, request: Request) -> Response:
+    async def list_engines(self, request: Request) -> Response:
         """All of them, and how they are."""
-        self._check(request)
-        return _page({"engines": [_told(view) for view in self._host.machine.engines()]})
+        self._check_key(request)
+        return _json_page({"engines": [_engine_fields(view) for view in self._host.machine.engine_views()]})
 
-    async def join(self, request: Request) -> Response:
+    async def join_engine(self, request: Request) -> Response:
         """``{"engine": "vllm=http://HOST:PORT,..."}``, as ``--engine`` has it. Says how it is at once."""
-        self._check(request)
+        self._check_key(request)
         body = bytearray()
         async for piece in request.stream():
             body += piece
@@ -95,19 +95,19 @@ class EngineRoutes:
         except msgspec.DecodeError:
             raise bad_request('Send {"engine": "vllm=http://HOST:PORT"}', "engine") from None
         await self._host.join_engine(spec)
-        view = next((view for view in self._host.machine.engines() if view.name == spec.name), None)
-        return _page(_told(view) if view is not None else {"name": spec.name, "up": False})
+        view = next((view for view in self._host.machine.engine_views() if view.name == spec.name), None)
+        return _json_page(_engine_fields(view) if view is not None else {"name": spec.name, "up": False})
 
-    async def leave(self, request: Request) -> Response:
+    async def remove_engine(self, request: Request) -> Response:
         """It gets no new requests, and is gone when its last one has ended."""
-        self._check(request)
+        self._check_key(request)
         name = request.path_params["name"]
         self._host.leave_engine(name)
-        view = next((view for view in self._host.machine.engines() if view.name == name), None)
-        return _page({"name": name, "requests_open": view.requests_open if view is not None else 0})
+        view = next((view for view in self._host.machine.engine_views() if view.name == name), None)
+        return _json_page({"name": name, "requests_open": view.requests_open if view is not None else 0})
 
 
-def _told(view: EngineView) -> dict[str, object]:
+def _engine_fields(view: EngineView) -> dict[str, object]:
     return {
         "name": view.name,
         "kind": view.kind,
@@ -118,7 +118,7 @@ def _told(view: EngineView) -> dict[str, object]:
     }
 
 
-def _page(value: object) -> Response:
+def _json_page(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
@@ -165,15 +165,15 @@ class FleetReading:
     def __init__(self, engines: Sequence[EngineView], admission: AdmissionStats) -> None:
         self._engines, self._admission = engines, admission
 
-    def families(self, names_tenants: bool) -> Iterable[Metric]:
+    def metric_families(self, names_tenants: bool) -> Iterable[Metric]:
         """The fleet's part of ``/metrics``, which names no tenant."""
         return FleetSnapshot(self._engines, self._admission).collect()
 
-    def of_tenants(self) -> Iterable[Metric]:
+    def tenant_families(self) -> Iterable[Metric]:
         """None: engines of other projects tell nothing by tenant."""
         return ()
 
-    def members(self) -> list[Mapping[str, Any]]:
+    def member_cards(self) -> list[Mapping[str, Any]]:
         """The engines; their hosts are not known."""
         views = self._engines[:MEMBERS_MAX]
         return [
@@ -195,13 +195,13 @@ class FleetSource:
     @property
     def model(self) -> str:
         """The first name under which requests may ask; empty while no engine has answered."""
-        return next(iter(self._host.machine.models()), "")
+        return next(iter(self._host.machine.engines_by_model()), "")
 
-    async def read(self) -> SnapshotReading:
+    async def read_snapshot(self) -> SnapshotReading:
         """The machine lives in this loop: nothing is waited for."""
-        return FleetReading(self._host.machine.engines(), self._host.machine.admission())
+        return FleetReading(self._host.machine.engine_views(), self._host.machine.admission_stats())
 
-    async def trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
+    async def prefix_trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
         """None: the prefixes of a fleet are not kept by prompt."""
         return {}
 
@@ -217,34 +217,36 @@ class _Pages:
         self._host, self._relay, self._metrics, self._metrics_keys = host, relay, metrics, metrics_keys
         self._created_s = int(time.time())
 
-    def _card(self, name: str) -> dict[str, object]:
+    def _model_card(self, name: str) -> dict[str, object]:
         return {"id": name, "object": "model", "created": self._created_s, "owned_by": "memserve"}
 
-    async def models(self, request: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``: of all engines."""
-        return _json({"object": "list", "data": [self._card(name) for name in self._host.machine.models()]})
+        return _json(
+            {"object": "list", "data": [self._model_card(name) for name in self._host.machine.engines_by_model()]}
+        )
 
-    async def model(self, request: Request) -> Response:
+    async def show_model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
-        name, models = request.path_params["name"], self._host.machine.models()
+        name, models = request.path_params["name"], self._host.machine.engines_by_model()
         if name not in models:
             raise model_not_found(name, ", ".join(models))
-        return _json(self._card(name))
+        return _json(self._model_card(name))
 
-    async def health(self, request: Request) -> Response:
+    async def show_health(self, request: Request) -> Response:
         """``GET /health``: 200 while an engine takes requests."""
         if self._relay.draining:
             raise shutting_down()
-        views = self._host.machine.engines()
+        views = self._host.machine.engine_views()
         is_up = any(view.up for view in views)
         status = "ok" if is_up else "no engine takes requests"
         return _json({"status": status, "engines": {view.name: view.up for view in views}}, 200 if is_up else 503)
 
-    async def metrics(self, request: Request) -> Response:
+    async def show_metrics(self, request: Request) -> Response:
         """``GET /metrics`` in Prometheus' text form."""
-        self._metrics_keys.tenant(request.headers.get("authorization"))
+        self._metrics_keys.tenant_of(request.headers.get("authorization"))
         registry = CollectorRegistry()
-        registry.register(FleetSnapshot(self._host.machine.engines(), self._host.machine.admission()))
+        registry.register(FleetSnapshot(self._host.machine.engine_views(), self._host.machine.admission_stats()))
         self._metrics.read_process()
         page = generate_latest(self._metrics.registry) + generate_latest(registry)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -289,11 +291,11 @@ def create_fleet_app(
     routes = [
         Route("/v1/completions", relay, methods=["POST"]),
         Route("/v1/chat/completions", relay, methods=["POST"]),
-        Route("/v1/models", pages.models),
-        Route("/v1/models/{name:path}", pages.model),
-        Route("/health", pages.health),
-        Route("/metrics", pages.metrics),
-        *Probes(pages.health, lambda: relay.calls_open, operators).routes(),
+        Route("/v1/models", pages.list_models),
+        Route("/v1/models/{name:path}", pages.show_model),
+        Route("/health", pages.show_health),
+        Route("/metrics", pages.show_metrics),
+        *Probes(pages.show_health, lambda: relay.calls_open, operators).routes(),
         *EngineRoutes(host, engines_key).routes(),
         *dashboard.routes(),
     ]

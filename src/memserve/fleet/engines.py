@@ -60,11 +60,11 @@ class FleetEngine:
     report: EngineReport = field(default_factory=lambda: EngineReport({}))
     attempts: dict[str, None] = field(default_factory=dict)
     """Requests that were sent there and have not ended, in order."""
-    unheard_ns: int | None = None
+    silent_since_ns: int | None = None
     """When it had a prompt, or was heard, without being heard since; ``None``: nothing is waited for."""
     is_repeating: bool = False
     """It was asked for a replay, which has not ended."""
-    asks_again: bool = False
+    replays_again: bool = False
     """Another gap has begun meanwhile, perhaps behind what that replay brings."""
 
     @property
@@ -83,7 +83,7 @@ class FleetEngine:
             return TEXT_BLOCK
         return self.feed.block_tokens if self.feed is not None and self.feed.block_tokens else TEXT_BLOCK
 
-    def seen(self, cached_blocks: int) -> EngineView:
+    def current_view(self, cached_blocks: int) -> EngineView:
         """It now, for metrics."""
         feed = self.feed
         return replace(
@@ -116,36 +116,36 @@ class Engines:
         self._key = identity_key
         self._by_name: dict[str, FleetEngine] = {}
         for spec in specs:
-            self.join(spec)
+            self.add_engine(spec)
 
-    def join(self, spec: EngineSpec) -> None:
+    def add_engine(self, spec: EngineSpec) -> None:
         """One more, not open yet."""
         check(spec.name not in self._by_name, "{} is named twice", spec.name)
-        taken = {engine.number for engine in self}
-        number = next(at for at in range(len(taken) + 1) if at not in taken)
+        used_numbers = {engine.number for engine in self}
+        number = next(index for index in range(len(used_numbers) + 1) if index not in used_numbers)
         engine = self._by_name[spec.name] = FleetEngine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
         if spec.events:
-            engine.feed = self._feed(engine, self._key)
-        self._trees.enter(number, publishes=bool(spec.events))
-        self._open(engine)
-        self.close(engine, engine.reason)
+            engine.feed = self._open_feed(engine, self._key)
+        self._trees.add_member(number, publishes=bool(spec.events))
+        self._open_engine(engine)
+        self.close_engine(engine, engine.reason)
 
-    def leave(self, event: EngineLeft) -> None:
+    def remove_engine(self, event: EngineLeft) -> None:
         """It gets nothing new."""
         engine = self._by_name[event.name]
         engine.is_leaving = True
-        self.close(engine, "it leaves")
-        self.let_go(engine)
+        self.close_engine(engine, "it leaves")
+        self.remove_if_done(engine)
 
-    def let_go(self, engine: FleetEngine) -> None:
+    def remove_if_done(self, engine: FleetEngine) -> None:
         """It is gone, if it leaves and its last request has ended."""
         if engine.is_leaving and not engine.attempts:
             del self._by_name[engine.name]
-            self._trees.leave(engine.number)
-            self._loads.leave(engine.number)
+            self._trees.remove_member(engine.number)
+            self._loads.remove_member(engine.number)
             self._act(EngineGone(engine.name))
 
-    def _feed(self, engine: FleetEngine, key: bytes) -> EngineKvFeed:
+    def _open_feed(self, engine: FleetEngine, key: bytes) -> EngineKvFeed:
         def root(block_tokens: int) -> bytes:
             return namespace_id("", fingerprint_of(engine.base_model, PromptSpace.TOKENS, block_tokens), key)
 
@@ -156,79 +156,79 @@ class Engines:
 
     # -- health and load
 
-    def _open(self, engine: FleetEngine) -> None:
+    def _open_engine(self, engine: FleetEngine) -> None:
         engine.is_open = True
-        self._loads.enter(engine.number, Role.COLOCATED, CONTEXT_MAX, 0)
+        self._loads.add_member(engine.number, Role.COLOCATED, CONTEXT_MAX, 0)
 
-    def close(self, engine: FleetEngine, reason: str) -> None:
+    def close_engine(self, engine: FleetEngine, reason: str) -> None:
         """It takes no new requests until it answers again."""
         engine.is_open, engine.reason = False, reason
-        self._loads.close(engine.number)
+        self._loads.close_member(engine.number)
 
-    def answered(self, event: EngineAnswered, now_ns: int) -> None:
+    def on_engine_answered(self, event: EngineAnswered, now_ns: int) -> None:
         """It is well."""
         engine, report = self._by_name[event.name], event.report
-        known, engine.report = engine.report, report
+        last_report, engine.report = engine.report, report
         engine.answered_ns, engine.reason = now_ns, ""
-        if engine.feed is not None and (known.started_s, known.models) != (report.started_s, report.models):
-            engine.feed.restarted()
+        if engine.feed is not None and (last_report.started_s, last_report.models) != (report.started_s, report.models):
+            engine.feed.on_engine_restarted()
         was_open = engine.is_open or engine.is_leaving
         if not was_open:
-            self._open(engine)
-        is_quiet = engine.unheard_ns is not None and now_ns - engine.unheard_ns >= LISTEN_AGAIN_NS
+            self._open_engine(engine)
+        is_quiet = engine.silent_since_ns is not None and now_ns - engine.silent_since_ns >= LISTEN_AGAIN_NS
         if not was_open or is_quiet:
-            engine.unheard_ns = now_ns if engine.attempts else None
+            engine.silent_since_ns = now_ns if engine.attempts else None
             if engine.feed is not None and engine.spec.replay:
-                self._ask_replay(engine, engine.feed.expected)
+                self._request_replay(engine, engine.feed.next_batch)
         if report.running is not None:
-            self._loads.heartbeat(engine.number, _load_of(report, report.running))
+            self._loads.apply_heartbeat(engine.number, _load_of(report, report.running))
 
-    def missed(self, event: EngineMissed, now_ns: int) -> None:
+    def on_engine_missed(self, event: EngineMissed, now_ns: int) -> None:
         """It did not answer. An engine that refuses may still finish what it has; a silent one is given up."""
         engine = self._by_name[event.name]
         if event.refuses:
-            self.close(engine, event.reason)
-        elif now_ns - max(engine.answered_ns, event.heard_ns) >= self._dead_after_ns:
-            self.close(engine, event.reason)
+            self.close_engine(engine, event.reason)
+        elif now_ns - max(engine.answered_ns, event.last_seen_ns) >= self._dead_after_ns:
+            self.close_engine(engine, event.reason)
             for request_id in engine.attempts:
                 self._act(Abort(request_id, engine.name, f"it has fallen silent: {event.reason}"))
 
     # -- KV events
 
-    def counts(self, name: str) -> dict[Hash, tuple[int, int]]:
-        """What it has published and not removed, as :meth:`EngineKvFeed.counts` tells it."""
+    def block_counts(self, name: str) -> dict[Hash, tuple[int, int]]:
+        """What it has published and not removed, as :meth:`EngineKvFeed.block_counts` tells it."""
         feed = self._by_name[name].feed
-        return feed.counts() if feed is not None else {}
+        return feed.block_counts() if feed is not None else {}
 
-    def heard(self, event: KvReceived, now_ns: int) -> None:
+    def on_kv_received(self, event: KvReceived, now_ns: int) -> None:
         """A batch of its KV events."""
         engine = self._by_name[event.name]
-        feed, engine.unheard_ns = engine.feed, now_ns
+        feed, engine.silent_since_ns = engine.feed, now_ns
         if feed is None:
             return
         try:
             if event.replayed:
-                feed.replayed(event.sequence, event.payload)
-            elif (first := feed.live(event.sequence, event.payload)) is not None:
-                self._ask_replay(engine, first)
+                feed.on_replayed_batch(event.sequence, event.payload)
+            elif (first := feed.on_live_batch(event.sequence, event.payload)) is not None:
+                self._request_replay(engine, first)
         except ValueError:  # what such an engine says about its cache is worth nothing
-            feed.restarted()
+            feed.on_engine_restarted()
 
-    def replay_ended(self, event: ReplayEnded) -> None:
+    def on_replay_ended(self, event: ReplayEnded) -> None:
         """No more of what it was asked for will come."""
         engine = self._by_name[event.name]
-        feed, is_old = engine.feed, engine.asks_again
-        engine.is_repeating = engine.asks_again = False
+        feed, is_old = engine.feed, engine.replays_again
+        engine.is_repeating = engine.replays_again = False
         if feed is None:
             return
-        first = feed.replay_ended(is_old=is_old)
+        first = feed.on_replay_ended(is_old=is_old)
         if first is not None or is_old:
-            self._ask_replay(engine, feed.expected)
+            self._request_replay(engine, feed.next_batch)
 
-    def _ask_replay(self, engine: FleetEngine, first: int) -> None:
+    def _request_replay(self, engine: FleetEngine, first: int) -> None:
         """One replay at a time."""
         if engine.is_repeating:
-            engine.asks_again = True
+            engine.replays_again = True
             return
         engine.is_repeating = True
         self._act(RequestReplay(engine.name, first))

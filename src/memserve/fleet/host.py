@@ -75,31 +75,32 @@ class Ticket:
         self.request_id = request_id
         self._decisions: asyncio.Queue[Decision | None] = asyncio.Queue()
         #: why it needs no answer any more: its client left, or the server ends; ``None``: it does
-        self.ended: Exception | None = None
+        self.end_error: Exception | None = None
         #: the attempt that is under way
         self.call: HttpCall | None = None
 
-    async def decision(self) -> Decision:
-        """The next decision; the machine's timers see to it that there is one. Raises what :meth:`end` was given."""
+    async def next_decision(self) -> Decision:
+        """The next decision; the machine's timers see to it that there is one. Raises what :meth:`end_request` was
+        given."""
         decision = await self._decisions.get()
-        if decision is None or self.ended is not None:
-            raise self.ended or RuntimeError("a ticket without a reason to end")
+        if decision is None or self.end_error is not None:
+            raise self.end_error or RuntimeError("a ticket without a reason to end")
         return decision
 
-    def decide(self, decision: Decision) -> None:
+    def put_decision(self, decision: Decision) -> None:
         """The machine has decided."""
         self._decisions.put_nowait(decision)
 
-    def end(self, error: Exception) -> None:
+    def end_request(self, error: Exception) -> None:
         """Wait for nothing any more, because of ``error``."""
-        self.ended = self.ended or error
+        self.end_error = self.end_error or error
         self._decisions.put_nowait(None)
-        self.abort(str(error))
+        self.abort_attempt(str(error))
 
-    def abort(self, reason: str) -> None:
+    def abort_attempt(self, reason: str) -> None:
         """Give the attempt up."""
         if self.call is not None:
-            self.call.abort(reason)
+            self.call.abort_call(reason)
 
 
 class FleetHost:
@@ -116,7 +117,7 @@ class FleetHost:
     ) -> None:
         """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`."""
         self.specs = {spec.name: spec for spec in specs}
-        self._engine_key = engine_key if isinstance(engine_key, Followed) else Followed.fixed(engine_key)
+        self._engine_key = engine_key if isinstance(engine_key, Followed) else Followed.of_constant(engine_key)
         self.machine = Fleet(list(specs), config, identity_key=identity_key, prefill_tokens=prefill_tokens)
         self._tickets: dict[str, Ticket] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
@@ -134,32 +135,32 @@ class FleetHost:
     async def start(self) -> None:
         """Look at every engine once, and go on looking."""
         self._context = zmq.asyncio.Context()
-        await asyncio.gather(*(self._meet(spec) for spec in self.specs.values()))
-        for view in self.machine.engines():
+        await asyncio.gather(*(self._follow_engine(spec) for spec in self.specs.values()))
+        for view in self.machine.engine_views():
             if not view.up:
                 log.warning("engine %s does not answer yet", view.name)
 
-    async def _meet(self, spec: EngineSpec) -> None:
+    async def _follow_engine(self, spec: EngineSpec) -> None:
         """Look at it once, and go on looking and listening."""
-        tasks = self._tasks[spec.name] = [asyncio.create_task(self._listen(spec))] if spec.events else []
-        await self._look(spec)
+        tasks = self._tasks[spec.name] = [asyncio.create_task(self._read_kv_events(spec))] if spec.events else []
+        await self._poll_engine(spec)
         if self.specs.get(spec.name) is spec:  # it may have left meanwhile
-            tasks.append(asyncio.create_task(self._watch(spec)))
+            tasks.append(asyncio.create_task(self._poll_regularly(spec)))
 
     async def join_engine(self, spec: EngineSpec) -> None:
         """One more engine. Raises :class:`UserError` for one that is known."""
         if spec.name in self.specs:
             raise UserError(f"{spec.name} has joined already", hint="let it leave first", param="engine")
         self.specs[spec.name] = spec
-        self.post(EngineJoined(spec))
-        await self._meet(spec)
+        self.post_event(EngineJoined(spec))
+        await self._follow_engine(spec)
 
     def leave_engine(self, name: str) -> None:
         """It gets no new requests, and is gone when its last one has ended. Raises :class:`UserError` for one that is
         not known."""
         if name not in self.specs:
             raise UserError(f"{name[:200]} is no engine here", hint=f"one of {', '.join(self.specs)}", param="engine")
-        self.post(EngineLeft(name))
+        self.post_event(EngineLeft(name))
 
     async def close(self) -> None:
         """Stop looking and listening."""
@@ -179,32 +180,32 @@ class FleetHost:
         """Requests that have not ended."""
         return len(self._tickets)
 
-    def submit(self, prompt: PromptArrived) -> Ticket:
-        """A request for the machine. Call :meth:`leave` when it has ended, however it did."""
+    def submit_prompt(self, prompt: PromptArrived) -> Ticket:
+        """A request for the machine. Call :meth:`finish_request` when it has ended, however it did."""
         ticket = self._tickets[prompt.request.request_id] = Ticket(prompt.request.request_id)
-        self.post(prompt)
+        self.post_event(prompt)
         return ticket
 
-    def leave(self, ticket: Ticket, *, is_cut: bool = False) -> None:
+    def finish_request(self, ticket: Ticket, *, is_cut: bool = False) -> None:
         """The request has ended. ``is_cut``: its engine broke the answer off."""
         self._tickets.pop(ticket.request_id, None)
-        self.post(AnswerEnded(ticket.request_id, is_cut))
+        self.post_event(AnswerEnded(ticket.request_id, is_cut))
 
     def end_all(self, error: Exception) -> int:
         """End every request with ``error``. Returns their number."""
         for ticket in list(self._tickets.values()):
-            ticket.end(error)
+            ticket.end_request(error)
         return len(self._tickets)
 
-    def post(self, event: FleetEvent) -> None:
+    def post_event(self, event: FleetEvent) -> None:
         """Tell the machine, and do what it asks for."""
         for action in self.machine.handle(event, time.monotonic_ns()):
-            self._do(action)
-        self._keep_time()
+            self._perform_action(action)
+        self._arm_timer()
 
-    def _do(self, action: FleetAction) -> None:
+    def _perform_action(self, action: FleetAction) -> None:
         if isinstance(action, RequestReplay):
-            self._replays[action.engine] = asyncio.create_task(self._replay(action))
+            self._replays[action.engine] = asyncio.create_task(self._read_replay(action))
             return
         if isinstance(action, EngineGone):
             del self.specs[action.name]
@@ -215,56 +216,56 @@ class FleetHost:
         if ticket is None:
             return
         if isinstance(action, Abort):
-            ticket.abort(action.reason)
+            ticket.abort_attempt(action.reason)
         else:
-            ticket.decide(action)
+            ticket.put_decision(action)
 
-    def _keep_time(self) -> None:
+    def _arm_timer(self) -> None:
         due_ns = self.machine.next_deadline_ns
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if due_ns is not None:
             in_s = max(0.0, (due_ns - time.monotonic_ns()) / NS_PER_S)
-            self._timer = asyncio.get_running_loop().call_later(in_s, self.post, TimePassed())
+            self._timer = asyncio.get_running_loop().call_later(in_s, self.post_event, TimePassed())
 
     # -- health
 
-    async def _watch(self, spec: EngineSpec) -> None:
+    async def _poll_regularly(self, spec: EngineSpec) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            await self._look(spec)
+            await self._poll_engine(spec)
 
-    async def _look(self, spec: EngineSpec) -> None:
+    async def _poll_engine(self, spec: EngineSpec) -> None:
         report: EngineReport | EngineFault
         try:
-            report = await self._report(spec)
+            report = await self._read_report(spec)
         except EngineFault as fault:
             report = fault
         if self.specs.get(spec.name) is not spec:
             return
         if isinstance(report, EngineFault):
             calls = [ticket.call for ticket in self._tickets.values() if ticket.call is not None]
-            heard_ns = max((call.heard_ns for call in calls if call.url == spec.url), default=0)
-            self.post(EngineMissed(spec.name, report.reason, report.refuses, heard_ns))
+            last_seen_ns = max((call.last_seen_ns for call in calls if call.url == spec.url), default=0)
+            self.post_event(EngineMissed(spec.name, report.reason, report.refuses, last_seen_ns))
         else:
-            self.post(EngineAnswered(spec.name, report))
+            self.post_event(EngineAnswered(spec.name, report))
 
-    async def _report(self, spec: EngineSpec) -> EngineReport:
-        status, _ = await self.fetch(spec, "GET", "/health", b"", LOOK_S)
+    async def _read_report(self, spec: EngineSpec) -> EngineReport:
+        status, _ = await self.fetch_page(spec, "GET", "/health", b"", LOOK_S)
         if status != 200:
             raise EngineFault(f"its /health says {status}", refuses=True)
-        status, body = await self.fetch(spec, "GET", "/v1/models", b"", LOOK_S)
+        status, body = await self.fetch_page(spec, "GET", "/v1/models", b"", LOOK_S)
         if status != 200:
             raise EngineFault(f"its /v1/models says {status}", refuses=True)
         models = models_of(body)
         try:
-            status, body = await self.fetch(spec, "GET", "/metrics", b"", LOOK_S)
+            status, body = await self.fetch_page(spec, "GET", "/metrics", b"", LOOK_S)
         except EngineFault:  # what it says about its load is of use, but not needed
             return EngineReport(models)
         return report_of(spec.kind, models, body.decode("utf-8", "replace") if status == 200 else "")
 
-    async def fetch(
+    async def fetch_page(
         self, spec: EngineSpec, method: str, path: str, body: bytes, deadline_s: float
     ) -> tuple[int, bytes]:
         """Status and body of a small answer. Raises :class:`EngineFault`."""
@@ -274,8 +275,8 @@ class FleetHost:
         call = HttpCall(spec.url)
         try:
             async with asyncio.timeout(deadline_s):
-                await call.send(method, path, headers, body, deadline_s)
-                return call.status, await call.whole(PAGE_BYTES_MAX, deadline_s)
+                await call.send_request(method, path, headers, body, deadline_s)
+                return call.status, await call.read_body(PAGE_BYTES_MAX, deadline_s)
         except TimeoutError:
             raise EngineFault(f"{path} took longer than {deadline_s:g} s", status=504) from None
         finally:
@@ -283,17 +284,17 @@ class FleetHost:
 
     # -- KV events
 
-    async def _listen(self, spec: EngineSpec) -> None:
-        socket = self._socket(zmq.SUB, spec.events, lambda one: one.setsockopt(zmq.SUBSCRIBE, b""))
+    async def _read_kv_events(self, spec: EngineSpec) -> None:
+        socket = self._open_socket(zmq.SUB, spec.events, lambda new_socket: new_socket.setsockopt(zmq.SUBSCRIBE, b""))
         with contextlib.closing(socket):
             while True:
                 frames = await socket.recv_multipart()
                 if len(frames) == 3 and len(frames[1]) == 8:
-                    self.post(KvReceived(spec.name, int.from_bytes(frames[1], "big"), frames[2]))
+                    self.post_event(KvReceived(spec.name, int.from_bytes(frames[1], "big"), frames[2]))
 
-    async def _replay(self, action: RequestReplay) -> None:
+    async def _read_replay(self, action: RequestReplay) -> None:
         spec = self.specs[action.engine]
-        socket = self._socket(zmq.DEALER, spec.replay, lambda one: None)
+        socket = self._open_socket(zmq.DEALER, spec.replay, lambda new_socket: None)
         try:
             await socket.send_multipart([b"", action.first.to_bytes(8, "big")])
             while True:
@@ -303,14 +304,16 @@ class FleetHost:
                     break
                 if len(frames[-2]) == 8:
                     number = int.from_bytes(frames[-2], "big")
-                    self.post(KvReceived(spec.name, number, frames[-1], replayed=True))
+                    self.post_event(KvReceived(spec.name, number, frames[-1], replayed=True))
         except TimeoutError:
             log.warning("engine %s did not repeat its KV events", spec.name)
         finally:
             socket.close(linger=0)
-        self.post(ReplayEnded(spec.name))
+        self.post_event(ReplayEnded(spec.name))
 
-    def _socket(self, kind: int, address: str, prepare: Callable[[zmq.asyncio.Socket], None]) -> zmq.asyncio.Socket:
+    def _open_socket(
+        self, kind: int, address: str, prepare: Callable[[zmq.asyncio.Socket], None]
+    ) -> zmq.asyncio.Socket:
         assert self._context is not None
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
@@ -347,10 +350,10 @@ def report_of(kind: EngineKind, models: dict[str, str], page: str) -> EngineRepo
     samples: dict[str, list[float]] = {}
     kv_tokens = 0
     for line in page.splitlines():
-        found = None if line.startswith("#") else _SAMPLE.match(line)
-        if found is None:
+        sample = None if line.startswith("#") else _SAMPLE.match(line)
+        if sample is None:
             continue
-        name, labels, value = found.groups()
+        name, labels, value = sample.groups()
         if name == "vllm:cache_config_info":
             kv_tokens += _cache_tokens(dict(_LABEL.findall(labels or "")))
         with contextlib.suppress(ValueError):

@@ -1,6 +1,7 @@
 """One HTTP/1.1 call to an engine: a connection of its own, every wait with a deadline, bodies as they come.
 
-A call costs a tenth of what it costs with httpx, and can be given up from outside in one step (:meth:`HttpCall.abort`).
+A call costs a tenth of what it costs with httpx, and can be given up from outside in one step
+(:meth:`HttpCall.abort_call`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class HttpCall:
         """``url``: scheme, host and port."""
         self.url = url
         #: when bytes came last, by ``time.monotonic_ns``; 0: none did
-        self.heard_ns = 0
+        self.last_seen_ns = 0
         parts = urlsplit(url)
         self._host, self._port, self._tls = parts.hostname or "", parts.port or 80, parts.scheme == "https"
         self._writer: asyncio.StreamWriter | None = None
@@ -52,7 +53,7 @@ class HttpCall:
         self.headers: list[tuple[bytes, bytes]] = []
         self.status = 0
 
-    async def send(self, method: str, path: str, headers: Headers, body: bytes, deadline_s: float) -> None:
+    async def send_request(self, method: str, path: str, headers: Headers, body: bytes, deadline_s: float) -> None:
         """Send the request, and wait for the head of the answer until ``deadline_s`` (seconds) are over.
 
         Raises :class:`EngineFault`.
@@ -74,17 +75,17 @@ class HttpCall:
             async with asyncio.timeout(deadline_s):
                 self._writer.write(b"\r\n".join(lines) + body)
                 await self._writer.drain()
-                taken = 0
+                head_bytes = 0
                 while not self._head_complete:
-                    taken += await self._read()
-                    if taken > HEAD_BYTES_MAX and not self._head_complete:
+                    head_bytes += await self._read_data()
+                    if head_bytes > HEAD_BYTES_MAX and not self._head_complete:
                         raise EngineFault("its headers never end")
         except TimeoutError:
             raise EngineFault(f"no answer within {deadline_s:g} s", status=504) from None
         except OSError as error:
             raise self._aborted or EngineFault(f"it broke the connection off: {error}") from None
 
-    async def pieces(self, silence_s: float) -> AsyncIterator[bytes]:
+    async def body_pieces(self, silence_s: float) -> AsyncIterator[bytes]:
         """The body as it comes; never empty. Raises :class:`EngineFault` when it breaks off, or when nothing comes for
         ``silence_s`` seconds."""
         fault: EngineFault | None = None
@@ -97,18 +98,18 @@ class HttpCall:
                 return
             try:
                 async with asyncio.timeout(silence_s):
-                    await self._read()
-            except EngineFault as found:
-                fault = found
+                    await self._read_data()
+            except EngineFault as engine_fault:
+                fault = engine_fault
             except TimeoutError:
                 fault = EngineFault(f"it fell silent for {silence_s:g} s", status=504)
             except OSError as error:
                 fault = self._aborted or EngineFault(f"it broke the answer off: {error}")
 
-    async def whole(self, limit_bytes: int, silence_s: float) -> bytes:
+    async def read_body(self, limit_bytes: int, silence_s: float) -> bytes:
         """The whole body. Raises :class:`EngineFault`, also for one of more than ``limit_bytes``."""
         body = bytearray()
-        async for piece in self.pieces(silence_s):
+        async for piece in self.body_pieces(silence_s):
             body += piece
             if len(body) > limit_bytes:
                 raise EngineFault(f"its answer is longer than {limit_bytes} bytes")
@@ -116,9 +117,9 @@ class HttpCall:
 
     def header(self, name: bytes) -> str:
         """A header of the answer; empty: there is none."""
-        return next((value.decode("latin-1") for known, value in self.headers if known == name), "")
+        return next((value.decode("latin-1") for header_name, value in self.headers if header_name == name), "")
 
-    def abort(self, reason: str, status: int = 504) -> None:
+    def abort_call(self, reason: str, status: int = 504) -> None:
         """Let all waits end with an :class:`EngineFault`."""
         self._aborted = self._aborted or EngineFault(reason, status=status)
         if self._writer is not None:
@@ -133,16 +134,16 @@ class HttpCall:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._port}".encode("latin-1")
 
-    async def _read(self) -> int:
+    async def _read_data(self) -> int:
         if fault := self._aborted or self._broken:
             raise fault
         data = await self._reader.read(READ_BYTES)
         if self._aborted is not None:
             raise self._aborted
         if not data:
-            self._end()
+            self._on_disconnect()
             return 0
-        self.heard_ns = time.monotonic_ns()
+        self.last_seen_ns = time.monotonic_ns()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -153,7 +154,7 @@ class HttpCall:
                 raise self._broken from None
         return len(data)
 
-    def _end(self) -> None:
+    def _on_disconnect(self) -> None:
         """The connection has ended: only a body without a length may end so."""
         names = {name for name, _ in self.headers}
         if not self._head_complete:

@@ -65,7 +65,7 @@ def _as_map(event: Any) -> Event:
     kind = event.get("type")
     if kind in ("BlockStored", "BlockRemoved"):
         hashes = event.get("block_hashes")
-        if not isinstance(hashes, list) or not all(isinstance(one, int | bytes) for one in hashes):
+        if not isinstance(hashes, list) or not all(isinstance(block_hash, int | bytes) for block_hash in hashes):
             raise ValueError("block_hashes are integers or bytes")
     if kind == "BlockStored":
         _check_stored(event)
@@ -118,13 +118,13 @@ class EngineKvFeed:
         self.block_tokens = 0
         self.batches = self.gaps = self.forgotten = 0
 
-    def live(self, sequence: int, payload: bytes) -> int | None:
+    def on_live_batch(self, sequence: int, payload: bytes) -> int | None:
         """A new batch. Returns the number to ask a replay from, if a gap begins with it. Raises ``ValueError`` for a
         malformed one: the caller forgets the engine's blocks."""
         number, events = decode_batch(payload)
         rank = self._ranks.setdefault(number, _Rank())
         if rank.live is not None and sequence <= rank.live:
-            self.restarted()
+            self.on_engine_restarted()
             rank = self._ranks.setdefault(number, _Rank())
         rank.live = sequence
         if sequence < rank.expected:
@@ -140,8 +140,8 @@ class EngineKvFeed:
             return None
         return None if is_known_gap else rank.expected
 
-    def replayed(self, sequence: int, payload: bytes) -> None:
-        """A batch of a replay. Raises ``ValueError`` as :meth:`live` does."""
+    def on_replayed_batch(self, sequence: int, payload: bytes) -> None:
+        """A batch of a replay. Raises ``ValueError`` as :meth:`on_live_batch` does."""
         number, events = decode_batch(payload)
         rank = self._ranks.setdefault(number, _Rank())
         if sequence < rank.expected:
@@ -153,7 +153,7 @@ class EngineKvFeed:
         self._catch_up(rank)
         rank.is_repeating = True
 
-    def replay_ended(self, *, is_old: bool = False) -> int | None:
+    def on_replay_ended(self, *, is_old: bool = False) -> int | None:
         """What it did not bring will not come. Returns the number to ask another replay from, if batches of this one
         were lost on the way: vLLM's socket drops what it cannot send at once. ``is_old``: a gap has begun since it was
         asked for."""
@@ -163,20 +163,20 @@ class EngineKvFeed:
                 self._skip_gap(rank)
             is_short = is_short or bool(rank.aside)
             rank.is_repeating = False
-        return self.expected if is_short else None
+        return self.next_batch if is_short else None
 
     @property
-    def expected(self) -> int:
+    def next_batch(self) -> int:
         """The first batch that was not heard."""
         return min((rank.expected for rank in self._ranks.values()), default=0)
 
-    def restarted(self) -> None:
+    def on_engine_restarted(self) -> None:
         """The engine has nothing any more, and numbers its batches from 0 again."""
-        self.forget()
+        self.forget_blocks()
         self._ranks.clear()
         self.block_tokens = 0
 
-    def forget(self) -> None:
+    def forget_blocks(self) -> None:
         """Its blocks are unknown from now on."""
         self.forgotten += bool(self._blocks)
         self._blocks.clear()
@@ -184,7 +184,7 @@ class EngineKvFeed:
 
     def _skip_gap(self, rank: _Rank) -> None:
         if rank.expected or self._blocks:
-            self.forget()
+            self.forget_blocks()
         rank.expected = min(rank.aside)
         self._catch_up(rank)
 
@@ -193,26 +193,26 @@ class EngineKvFeed:
             rank.expected += 1
             self.batches += 1
             for event in events:
-                self._apply(event)
+                self._apply_event(event)
         for old in [sequence for sequence in rank.aside if sequence < rank.expected]:
             del rank.aside[old]
 
-    def _apply(self, event: Event) -> None:
+    def _apply_event(self, event: Event) -> None:
         kind = event.get("type")
         if kind == "AllBlocksCleared":
             self._blocks.clear()
             self._directory.clear(self._number)
         elif kind == "BlockStored" and _is_ours(event):
-            self._store(event)
+            self._store_blocks(event)
         elif kind == "BlockRemoved" and _is_ours(event):
-            self._remove(event)
+            self._remove_blocks(event)
 
-    def _store(self, event: Event) -> None:
+    def _store_blocks(self, event: Event) -> None:
         size, hashes, parent = event["block_size"], event["block_hashes"], event.get("parent_block_hash")
         if size < self.block_tokens:
             return  # the rest of a prompt that fills no block
         if size > self.block_tokens:
-            self.forget()
+            self.forget_blocks()
             self.block_tokens = size
         if parent is None:
             above = self._root(size)
@@ -222,25 +222,25 @@ class EngineKvFeed:
             return  # heard too late: where it lies in a prompt is unknown
         packed = _core.block_identities(self._key, above, np.array(event["token_ids"], np.int32), size)
         tier = int(event.get("medium") not in _UPPER)
-        for at, one in enumerate(hashes):
-            block = self._blocks.setdefault(one, _Block(packed[16 * at : 16 * at + 16]))
+        for index, block_hash in enumerate(hashes):
+            block = self._blocks.setdefault(block_hash, _Block(packed[16 * index : 16 * index + 16]))
             block.references[tier] += 1
             self._directory.store(self._number, tier, block.identity)
 
-    def _remove(self, event: Event) -> None:
+    def _remove_blocks(self, event: Event) -> None:
         tier = int(event.get("medium") not in _UPPER)
-        for one in event["block_hashes"]:
-            block = self._blocks.get(one)
+        for block_hash in event["block_hashes"]:
+            block = self._blocks.get(block_hash)
             if block is None or not block.references[tier]:
                 continue
             block.references[tier] -= 1
             self._directory.evict(self._number, block.identity, tier)
             if not any(block.references):
-                del self._blocks[one]
+                del self._blocks[block_hash]
 
-    def counts(self) -> dict[Hash, tuple[int, int]]:
+    def block_counts(self) -> dict[Hash, tuple[int, int]]:
         """References of each known block, upper and lower tier; to look at."""
-        return {one: (block.references[0], block.references[1]) for one, block in self._blocks.items()}
+        return {block_hash: (block.references[0], block.references[1]) for block_hash, block in self._blocks.items()}
 
 
 def _is_ours(event: Event) -> bool:

@@ -51,7 +51,7 @@ from memserve.fleet.messages import (
 from memserve.kv.identity import DEFAULT_KEY
 from memserve.protocol.events import RejectRequest
 from memserve.router.admission.controller import AdmissionController, Rejection
-from memserve.router.admission.needs import on_terms
+from memserve.router.admission.needs import with_operator_settings
 from memserve.router.members.loads import Charge, LoadTable, Work
 from memserve.router.members.registry import Registry
 from memserve.router.outbox import Timers
@@ -112,65 +112,65 @@ class Fleet:
         """What each event leads to."""
         engines = self._engines
         return {
-            PromptArrived: self._arrive,
-            PromptComputed: lambda event, now_ns: self._computed(event.request_id, now_ns),
-            AnswerBegan: lambda event, _: self._began(event.request_id),
-            AnswerEnded: self._ended,
-            AttemptFailed: self._failed,
-            EngineAnswered: engines.answered,
-            EngineMissed: engines.missed,
-            KvReceived: engines.heard,
-            ReplayEnded: lambda event, _: engines.replay_ended(event),
-            EngineJoined: lambda event, _: engines.join(event.spec),
-            EngineLeft: lambda event, _: engines.leave(event),
+            PromptArrived: self._on_prompt_arrived,
+            PromptComputed: lambda event, now_ns: self._on_prompt_computed(event.request_id, now_ns),
+            AnswerBegan: lambda event, _: self._on_answer_began(event.request_id),
+            AnswerEnded: self._on_answer_ended,
+            AttemptFailed: self._on_attempt_failed,
+            EngineAnswered: engines.on_engine_answered,
+            EngineMissed: engines.on_engine_missed,
+            KvReceived: engines.on_kv_received,
+            ReplayEnded: lambda event, _: engines.on_replay_ended(event),
+            EngineJoined: lambda event, _: engines.add_engine(event.spec),
+            EngineLeft: lambda event, _: engines.remove_engine(event),
             TimePassed: lambda _event, _now_ns: None,
         }
 
     def handle(self, event: FleetEvent, now_ns: int) -> list[FleetAction]:
         """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
         self._handlers.get(type(event), refuse_event)(event, now_ns)
-        self._timers.run(now_ns)
-        self._admit(now_ns)
+        self._timers.run_due(now_ns)
+        self._admit_waiting(now_ns)
         actions = self._actions.copy()
         self._actions.clear()
         return actions
 
     # -- requests
 
-    def _arrive(self, event: PromptArrived, now_ns: int) -> None:
-        request = on_terms(event.request, self.config.admission)
+    def _on_prompt_arrived(self, event: PromptArrived, now_ns: int) -> None:
+        request = with_operator_settings(event.request, self.config.admission)
         check(request.request_id not in self._entries, "{} is known", request.request_id)
         state = RequestState(request, now_ns)
         entry = self._entries[request.request_id] = _Entry(state, event.model, event.space, may_split=event.may_split)
         if not self._open_for(entry):
-            self._give_up(entry, now_ns)
+            self._fail_request(entry, now_ns)
             return
-        rejection = self._admission.enqueue(state, now_ns)
+        rejection = self._admission.enqueue_request(state, now_ns)
         if rejection is None:
-            self._admit(now_ns)
+            self._admit_waiting(now_ns)
             if not self._admission.is_waiting(state):
                 return
-            rejection = self._admission.overflow(state)
+            rejection = self._admission.reject_overflow(state)
         if rejection is not None:
-            self._turn_away(rejection, now_ns)
+            self._reject_request(rejection, now_ns)
         until_ns = self._admission.wait_until_ns(state)
         if until_ns is not None:
-            self._timers.arm(until_ns, self._waited, request.request_id)
+            self._timers.arm(until_ns, self._on_wait_over, request.request_id)
 
-    def _admit(self, now_ns: int) -> None:
-        while not self._admission.is_idle(now_ns) and (state := self._admission.admit(now_ns)) is not None:
-            self._place(self._entries[state.request_id], now_ns)
+    def _admit_waiting(self, now_ns: int) -> None:
+        while not self._admission.is_idle(now_ns) and (state := self._admission.admit_next(now_ns)) is not None:
+            self._place_request(self._entries[state.request_id], now_ns)
 
-    def _waited(self, request_id: str, now_ns: int) -> None:
+    def _on_wait_over(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)
-        rejection = self._admission.waited(entry.state, now_ns) if entry is not None else None
+        rejection = self._admission.reject_timed_out(entry.state, now_ns) if entry is not None else None
         if rejection is not None:
-            self._turn_away(rejection, now_ns)
+            self._reject_request(rejection, now_ns)
 
-    def _turn_away(self, rejection: Rejection, now_ns: int) -> None:
+    def _reject_request(self, rejection: Rejection, now_ns: int) -> None:
         request_id, reason = rejection.req.request_id, rejection.reason
         self._actions.append(RejectRequest(request_id, reason, rejection.retry_after_s, rejection.is_overload))
-        self._leave(self._entries[request_id], now_ns)
+        self._remove_entry(self._entries[request_id], now_ns)
 
     def _open_for(self, entry: _Entry) -> list[FleetEngine]:
         """Engines that may be tried."""
@@ -180,15 +180,17 @@ class Fleet:
             if engine.is_open and entry.model in engine.report.models and engine.name not in entry.failures
         ]
 
-    def _place(self, entry: _Entry, now_ns: int) -> None:
+    def _place_request(self, entry: _Entry, now_ns: int) -> None:
         engines = self._open_for(entry) if len(entry.failures) < self.config.attempts_max else []
         if not engines:
-            self._give_up(entry, now_ns)
+            self._fail_request(entry, now_ns)
             return
-        identities = {engine.number: self._identities(entry, engine) for engine in engines}
-        matches = {packed: self._trees.match(packed, len(self._loads)) for packed in set(identities.values())}
+        identities = {engine.number: self._prompt_identities(entry, engine) for engine in engines}
+        matches = {packed: self._trees.match_prompt(packed, len(self._loads)) for packed in set(identities.values())}
         candidates = {
-            engine.name: self._candidate(entry, engine, int(matches[identities[engine.number]].blocks[engine.number]))
+            engine.name: self._candidate_of(
+                entry, engine, int(matches[identities[engine.number]].blocks[engine.number])
+            )
             for engine in engines
         }
         request = entry.state.request
@@ -197,26 +199,26 @@ class Fleet:
         splits = entry.may_split and len(request.prompt) - cached >= self._prefill_tokens
         team = team_of(engines, splits=splits, is_computed=entry.is_computed)
         route = self._decide(ask, [candidates[engine.name] for engine in team], ())
-        chosen = next(engine for engine in team if engine.number == route.first.number)
-        entry.is_computing = chosen.spec.role is Role.PREFILL and len(team) < len(engines)
-        self._dispatch(entry, chosen, route.first, now_ns)
-        self._actions.append(self._word(entry, chosen.name, route))
+        target = next(engine for engine in team if engine.number == route.first.number)
+        entry.is_computing = target.spec.role is Role.PREFILL and len(team) < len(engines)
+        self._charge_attempt(entry, target, route.first, now_ns)
+        self._actions.append(self._attempt_action(entry, target.name, route))
         by_events = entry.space is PromptSpace.TOKENS
-        self._trees.expect(chosen.number, identities[chosen.number], now_ns, by_events=by_events)
+        self._trees.expect_blocks(target.number, identities[target.number], now_ns, by_events=by_events)
 
-    def _word(self, entry: _Entry, engine: str, route: Route) -> Prefill | ForwardRequest:
+    def _attempt_action(self, entry: _Entry, engine: str, route: Route) -> Prefill | ForwardRequest:
         request = entry.state.request
         if entry.is_computing:
             return Prefill(request.request_id, engine, route.reason)
-        seen = entry.space, len(request.prompt), route.first.matched_tokens
-        return ForwardRequest(request.request_id, engine, route.reason, *seen)
+        prompt_facts = entry.space, len(request.prompt), route.first.matched_tokens
+        return ForwardRequest(request.request_id, engine, route.reason, *prompt_facts)
 
-    def _identities(self, entry: _Entry, engine: FleetEngine) -> bytes:
+    def _prompt_identities(self, entry: _Entry, engine: FleetEngine) -> bytes:
         request, block_tokens = entry.state.request, engine.block_tokens(entry.space)
         fingerprint = fingerprint_of(engine.report.models[entry.model], entry.space, block_tokens)
-        return self._trees.identities(request.salt, fingerprint, request.prompt, block_tokens)
+        return self._trees.prompt_identities(request.salt, fingerprint, request.prompt, block_tokens)
 
-    def _candidate(self, entry: _Entry, engine: FleetEngine, blocks: int) -> Candidate:
+    def _candidate_of(self, entry: _Entry, engine: FleetEngine, blocks: int) -> Candidate:
         work, room = self._loads.work_of(engine.number), int(self._loads.room_blocks[engine.number])
         return Candidate(
             engine.number,
@@ -229,48 +231,48 @@ class Fleet:
             matched_tokens=blocks * engine.block_tokens(entry.space),
         )
 
-    def _dispatch(self, entry: _Entry, engine: FleetEngine, chosen: Candidate, now_ns: int) -> None:
+    def _charge_attempt(self, entry: _Entry, engine: FleetEngine, candidate: Candidate, now_ns: int) -> None:
         request = entry.state.request
         tokens, n = len(request.prompt), 1 if entry.is_computing else request.n
-        work = Work(1 if entry.is_computed else max(1, tokens - chosen.matched_tokens), n, n * tokens)
-        entry.engine, entry.charge = engine, self._loads.charge(engine.number, work)
+        work = Work(1 if entry.is_computed else max(1, tokens - candidate.matched_tokens), n, n * tokens)
+        entry.engine, entry.charge = engine, self._loads.charge_work(engine.number, work)
         engine.attempts[request.request_id] = None
         engine.view = replace(
             engine.view,
             requests=engine.view.requests + 1,
             prompt_tokens=engine.view.prompt_tokens + tokens,
-            matched_tokens=engine.view.matched_tokens + chosen.matched_tokens,
+            matched_tokens=engine.view.matched_tokens + candidate.matched_tokens,
         )
-        if engine.feed is not None and engine.unheard_ns is None:
-            engine.unheard_ns = now_ns
+        if engine.feed is not None and engine.silent_since_ns is None:
+            engine.silent_since_ns = now_ns
 
-    def _computed(self, request_id: str, now_ns: int) -> None:
+    def _on_prompt_computed(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)
         if entry is None or entry.engine is None or not entry.is_computing:
             return
         entry.engine.view = replace(entry.engine.view, prefills=entry.engine.view.prefills + 1)
         entry.may_split, entry.is_computed = False, True
-        self._detach(entry)
-        self._place(entry, now_ns)
+        self._detach_engine(entry)
+        self._place_request(entry, now_ns)
 
-    def _began(self, request_id: str) -> None:
+    def _on_answer_began(self, request_id: str) -> None:
         entry = self._entries.get(request_id)
         if entry is None or entry.charge is None or entry.engine is None:
             return
         entry.state.introduced[0] = True
         computed = entry.charge.work._replace(prefill_tokens=0)
-        self._loads.discharge(entry.charge)
-        entry.charge = self._loads.charge(entry.engine.number, computed)
+        self._loads.discharge_work(entry.charge)
+        entry.charge = self._loads.charge_work(entry.engine.number, computed)
 
-    def _ended(self, event: AnswerEnded, now_ns: int) -> None:
+    def _on_answer_ended(self, event: AnswerEnded, now_ns: int) -> None:
         entry = self._entries.get(event.request_id)
         if entry is None:  # it was rejected meanwhile
             return
         if event.is_cut and entry.engine is not None:
             entry.engine.view = replace(entry.engine.view, failed=entry.engine.view.failed + 1)
-        self._leave(entry, now_ns)
+        self._remove_entry(entry, now_ns)
 
-    def _failed(self, event: AttemptFailed, now_ns: int) -> None:
+    def _on_attempt_failed(self, event: AttemptFailed, now_ns: int) -> None:
         entry = self._entries.get(event.request_id)
         if entry is None or entry.engine is None:
             return
@@ -280,37 +282,37 @@ class Fleet:
             entry.failures[engine.name] = event
         entry.may_split = False
         if event.refuses:
-            self._engines.close(engine, event.reason)
-        self._detach(entry)
-        self._place(entry, now_ns)
+            self._engines.close_engine(engine, event.reason)
+        self._detach_engine(entry)
+        self._place_request(entry, now_ns)
 
-    def _give_up(self, entry: _Entry, now_ns: int) -> None:
+    def _fail_request(self, entry: _Entry, now_ns: int) -> None:
         failures = entry.failures
         if failures:
             last = list(failures.values())[-1]
-            told = "; ".join(f"{name}: {failure.reason}" for name, failure in failures.items())
-            reason = f"No engine answered the request: {told}"
-            waits = [one.retry_after_s for one in failures.values() if one.retry_after_s is not None]
+            causes = "; ".join(f"{name}: {failure.reason}" for name, failure in failures.items())
+            reason = f"No engine answered the request: {causes}"
+            waits = [attempt.retry_after_s for attempt in failures.values() if attempt.retry_after_s is not None]
             action = GiveUp(entry.state.request_id, last.status, reason, min(waits, default=None))
         else:
             reasons = "; ".join(f"{e.name}: {e.reason}" for e in self._engines if not e.is_open)
             reason = f"No engine with this model takes requests now: {reasons}"
             action = GiveUp(entry.state.request_id, 503, reason, RETRY_AFTER_S)
         self._actions.append(action)
-        self._leave(entry, now_ns)
+        self._remove_entry(entry, now_ns)
 
-    def _detach(self, entry: _Entry) -> None:
+    def _detach_engine(self, entry: _Entry) -> None:
         if entry.engine is not None and entry.charge is not None:
-            self._loads.discharge(entry.charge)
+            self._loads.discharge_work(entry.charge)
             del entry.engine.attempts[entry.state.request_id]
-            self._engines.let_go(entry.engine)
+            self._engines.remove_if_done(entry.engine)
         entry.engine = entry.charge = None
         entry.is_computing = False
 
-    def _leave(self, entry: _Entry, now_ns: int) -> None:
-        self._detach(entry)
+    def _remove_entry(self, entry: _Entry, now_ns: int) -> None:
+        self._detach_engine(entry)
         del self._entries[entry.state.request_id]
-        self._admission.release(entry.state, now_ns)
+        self._admission.release_request(entry.state, now_ns)
 
     # -- views
 
@@ -319,13 +321,13 @@ class Fleet:
         """When a ``TimePassed`` is worth sending at the latest; ``None``: nothing is waited for."""
         return self._timers.next_ns
 
-    def models(self) -> dict[str, list[str]]:
+    def engines_by_model(self) -> dict[str, list[str]]:
         """Every model that an engine has shown, with the engines that have it and take requests."""
-        found: dict[str, list[str]] = {}
+        engines_by_model: dict[str, list[str]] = {}
         for engine in self._engines:
             for model in engine.report.models:
-                found.setdefault(model, []).extend([engine.name] if engine.is_open else [])
-        return found
+                engines_by_model.setdefault(model, []).extend([engine.name] if engine.is_open else [])
+        return engines_by_model
 
     def tokenizing_engine(self, model: str) -> str | None:
         """The engine to ask for a prompt's tokens; ``None``: none of those with ``model`` publishes KV events, so that
@@ -335,15 +337,15 @@ class Fleet:
             return None
         return min(able, key=lambda engine: (len(engine.attempts), engine.number)).name
 
-    def engines(self) -> list[EngineView]:
+    def engine_views(self) -> list[EngineView]:
         """All engines, in the order of the options."""
-        return [engine.seen(self._trees.blocks(engine.number)) for engine in self._engines]
+        return [engine.current_view(self._trees.block_count(engine.number)) for engine in self._engines]
 
     def kv_counts(self, name: str) -> dict[Hash, tuple[int, int]]:
         """Copies of each block that this engine is known to have, upper and lower tier, by its own hash. For checks."""
-        return self._engines.counts(name)
+        return self._engines.block_counts(name)
 
-    def admission(self) -> AdmissionStats:
+    def admission_stats(self) -> AdmissionStats:
         """Totals and gauges of admission."""
         return self._admission.snapshot()
 
@@ -354,8 +356,14 @@ class Fleet:
             charges, {engine.number: (Role.COLOCATED, engine.is_open) for engine in self._engines}
         )
         for engine in self._engines:
-            mine = [name for name, entry in self._entries.items() if entry.engine is engine]
-            check(sorted(mine) == sorted(engine.attempts), "{} has {}, not {}", engine.name, engine.attempts, mine)
+            request_ids = [name for name, entry in self._entries.items() if entry.engine is engine]
+            check(
+                sorted(request_ids) == sorted(engine.attempts),
+                "{} has {}, not {}",
+                engine.name,
+                engine.attempts,
+                request_ids,
+            )
         self._trees.check_invariants()
         stats = self._admission.snapshot()
-        check(stats.admitted == stats.left + stats.active, "an admitted request was not released once")
+        check(stats.admitted == stats.released + stats.active, "an admitted request was not released once")

@@ -54,21 +54,21 @@ def read_engine(text: str) -> EngineSpec:
     url = url.rstrip("/")
     if kind not in tuple(EngineKind) or not _URL.fullmatch(url) or not _is_port(url):
         raise UserError(f"{text[:200]!r} names no engine", hint=ENGINE_HINT, param="engine")
-    named = dict(part.partition("=")[::2] for part in more)
-    if len(named) < len(more) or named.keys() - {"events", "replay", "role"}:
+    settings = dict(part.partition("=")[::2] for part in more)
+    if len(settings) < len(more) or settings.keys() - {"events", "replay", "role"}:
         raise UserError(f"{text[:200]!r} has an unknown or repeated part", hint=ENGINE_HINT, param="engine")
-    role = named.pop("role", Role.COLOCATED)
+    role = settings.pop("role", Role.COLOCATED)
     if role not in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
         raise UserError(f"an engine has no role {role[:200]!r}", hint="role=prefill, or role=decode", param="engine")
     if role != Role.COLOCATED and kind != EngineKind.VLLM:
         hint = "leave role= out: such a server computes and answers"
         raise UserError(f"{kind} hands no prompts over", hint=hint, param="engine")
-    wrong = [value for value in named.values() if not _ENDPOINT.fullmatch(value)]
+    wrong = [value for value in settings.values() if not _ENDPOINT.fullmatch(value)]
     if wrong:
         raise UserError(f"{wrong[0][:200]!r} is no address of ZeroMQ", hint=ENGINE_HINT, param="engine")
-    if "replay" in named and "events" not in named:
+    if "replay" in settings and "events" not in settings:
         raise UserError("an engine repeats only events that it publishes", hint=ENGINE_HINT, param="engine")
-    return EngineSpec(EngineKind(kind), url, **named, role=Role(role))
+    return EngineSpec(EngineKind(kind), url, **settings, role=Role(role))
 
 
 def _is_port(address: str) -> bool:
@@ -96,14 +96,14 @@ class FleetOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if len({spec.name for spec in self.specs()}) < len(self.engines):
+        if len({spec.name for spec in self.read_specs()}) < len(self.engines):
             raise UserError("a server is named twice", hint="give every server one --engine", param="engines")
-        roles = {spec.role for spec in self.specs()}
+        roles = {spec.role for spec in self.read_specs()}
         if (Role.PREFILL in roles) != (Role.DECODE in roles):
             hint = "give one server role=prefill and one role=decode, or leave role= out"
             raise UserError("a role without its counterpart", hint=hint, param="engines")
 
-    def specs(self) -> list[EngineSpec]:
+    def read_specs(self) -> list[EngineSpec]:
         """The servers. Raises :class:`UserError` for one that is malformed."""
         return [read_engine(text) for text in self.engines]
 
@@ -165,7 +165,7 @@ class EngineMissed:
     reason: str
     refuses: bool = False
     """It said so itself, or its port is closed: it takes no new requests. Else it may only be slow."""
-    heard_ns: int = 0
+    last_seen_ns: int = 0
     """When bytes of an answer came from it last."""
 
 

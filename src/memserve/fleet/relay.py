@@ -37,7 +37,7 @@ from memserve.api.http.errors import ApiError, bad_request, echo, model_not_foun
 from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, json_body, wait_for_disconnect
 from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.metrics.http import ApiMetrics
-from memserve.api.openai.endpoints import EXPLAIN_HEADER, asks_to_explain
+from memserve.api.openai.endpoints import EXPLAIN_HEADER, wants_explanation
 from memserve.api.ui.timelines import FORWARDED_KEY
 from memserve.base.types import VOCAB_MAX, Request, StopParams, TokenArray
 from memserve.base.units import MIB
@@ -70,22 +70,22 @@ _NOTHING = (b"null", b"false")
 _encode = msgspec.json.encode
 
 
-def may_split(asked: Mapping[str, msgspec.Raw]) -> bool:
+def may_split(fields: Mapping[str, msgspec.Raw]) -> bool:
     """Whether one engine may compute the prompt and another one answer: it is one prompt, and nothing forbids it."""
-    prompt = bytes(asked.get("prompt", b"")).lstrip()
+    prompt = bytes(fields.get("prompt", b"")).lstrip()
     is_list = prompt.startswith(b"[") and prompt[1:].lstrip()[:1] in (b"[", b'"')
-    return not is_list and all(bytes(asked.get(name, b"null")) in _NOTHING for name in _WHOLE)
+    return not is_list and all(bytes(fields.get(name, b"null")) in _NOTHING for name in _WHOLE)
 
 
 def prefill_body(body: bytes) -> bytes:
     """The request of ``body``, a JSON object, for an engine that shall compute its prompt and keep the KV."""
-    asked: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    chats = "max_completion_tokens" in asked
+    fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    chats = "max_completion_tokens" in fields
     for name in _OF_ANSWERS:
-        asked.pop(name, None)
+        fields.pop(name, None)
     if chats:
-        asked["max_completion_tokens"] = 1
-    return _encode({**asked, "max_tokens": 1, "stream": False, "kv_transfer_params": _ASKS})
+        fields["max_completion_tokens"] = 1
+    return _encode({**fields, "max_tokens": 1, "stream": False, "kv_transfer_params": _ASKS})
 
 
 def answering_body(body: bytes, computed: bytes) -> bytes:
@@ -94,24 +94,24 @@ def answering_body(body: bytes, computed: bytes) -> bytes:
     params = msgspec.json.decode(computed, type=dict[str, msgspec.Raw]).get("kv_transfer_params")
     if params is None or not bytes(params).startswith(b"{"):
         return body
-    asked: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    return _encode({**asked, "kv_transfer_params": params})
+    fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return _encode({**fields, "kv_transfer_params": params})
 
 
 REASON_CHARS_MAX = 200
 
 
-def explanation(chosen: ForwardRequest, failed: Mapping[str, str]) -> tuple[bytes, bytes]:
+def explanation(decision: ForwardRequest, failed: Mapping[str, str]) -> tuple[bytes, bytes]:
     """The header, with a JSON object in ASCII. ``failed``: why each engine that was tried before gave no answer."""
-    told = {
-        "engine": chosen.engine,
-        "reason": chosen.reason,
-        "compared_by": chosen.space,
-        "prompt_tokens": chosen.prompt_tokens,
-        "matched_tokens": chosen.matched_tokens,
+    details = {
+        "engine": decision.engine,
+        "reason": decision.reason,
+        "compared_by": decision.space,
+        "prompt_tokens": decision.prompt_tokens,
+        "matched_tokens": decision.matched_tokens,
         "failed": {name: reason[:REASON_CHARS_MAX] for name, reason in failed.items()},
     }
-    return EXPLAIN_HEADER, json.dumps(told).encode()
+    return EXPLAIN_HEADER, json.dumps(details).encode()
 
 
 def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ _DONE = b"[DONE]"
 Asked = dict[str, msgspec.Raw]
 
 
-def read_asked(body: bytes) -> Asked:
+def read_fields(body: bytes) -> Asked:
     """The fields of a request. Raises :class:`ApiError` 400 for anything but a JSON object."""
     try:
         return msgspec.json.decode(body, type=Asked)
@@ -159,18 +159,18 @@ def read_asked(body: bytes) -> Asked:
         raise bad_request(f"The request body is not a JSON object: {error}") from None
 
 
-def _read(asked: Asked, name: str, kind: type[Any]) -> Any | None:
+def _read_field(fields: Asked, name: str, kind: type[Any]) -> Any | None:
     """A field, if it is there and of that kind; what is wrong with it the engine says better."""
     try:
-        return msgspec.json.decode(asked[name], type=kind)
+        return msgspec.json.decode(fields[name], type=kind)
     except (KeyError, msgspec.DecodeError, RecursionError):
         return None
 
 
-def text_numbers(asked: Asked) -> TokenArray:
+def text_numbers(fields: Asked) -> TokenArray:
     """The prompt's text as int32, four bytes each. What continues a prompt begins with its numbers."""
-    prompt = asked.get("messages", asked.get("prompt", msgspec.Raw(b"")))
-    text = (bytes(asked.get("tools", b"")) + bytes(prompt).rstrip(b"] \n\"'"))[:TEXT_BYTES_MAX]
+    prompt = fields.get("messages", fields.get("prompt", msgspec.Raw(b"")))
+    text = (bytes(fields.get("tools", b"")) + bytes(prompt).rstrip(b"] \n\"'"))[:TEXT_BYTES_MAX]
     numbers = np.frombuffer(text[: len(text) // 4 * 4], np.int32) & np.int32(VOCAB_MAX - 1)
     return numbers if len(numbers) else np.zeros(1, np.int32)
 
@@ -197,46 +197,46 @@ class Relay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.draining:
             raise shutting_down()
-        async with contextlib.AsyncExitStack() as held:
-            body = await held.enter_async_context(json_body(scope, receive, self._edge))
-            asked = read_asked(body)
-            ticket = self._host.submit(await self._prompt(scope, asked))
+        async with contextlib.AsyncExitStack() as stack:
+            body = await stack.enter_async_context(json_body(scope, receive, self._edge))
+            fields = read_fields(body)
+            ticket = self._host.submit_prompt(await self._read_prompt(scope, fields))
             watcher = asyncio.create_task(_end_on_disconnect(ticket, receive))
             is_cut = False
             try:
-                answer = await self._begin(ticket, scope, body, _read(asked, "stream", bool) or False)
-                self._host.post(AnswerBegan(ticket.request_id))
-                del body, asked
-                await held.aclose()  # the body must not stay in memory while the answer is sent
-                is_cut = await answer.deliver(ticket, send)
+                answer = await self._first_answer(ticket, scope, body, _read_field(fields, "stream", bool) or False)
+                self._host.post_event(AnswerBegan(ticket.request_id))
+                del body, fields
+                await stack.aclose()  # the body must not stay in memory while the answer is sent
+                is_cut = await answer.send_to_client(ticket, send)
             finally:
                 watcher.cancel()
                 if ticket.call is not None:
                     ticket.call.close()
-                self._host.leave(ticket, is_cut=is_cut)
+                self._host.finish_request(ticket, is_cut=is_cut)
 
     # -- what is asked
 
-    async def _prompt(self, scope: Scope, asked: Asked) -> PromptArrived:
-        model = self._model(asked)
-        space, tokens = await self._numbers(asked, model)
-        most = _read(asked, "max_completion_tokens", int) or _read(asked, "max_tokens", int)
-        salt = _read(asked, "cache_salt", str)
+    async def _read_prompt(self, scope: Scope, fields: Asked) -> PromptArrived:
+        model = self._requested_model(fields)
+        space, tokens = await self._prompt_numbers(fields, model)
+        most = _read_field(fields, "max_completion_tokens", int) or _read_field(fields, "max_tokens", int)
+        salt = _read_field(fields, "cache_salt", str)
         request = Request(
             uuid.uuid4().hex,
             tokens,
             stop=StopParams(max(1, most or OUTPUT_TOKENS_USUAL)),
-            n=min(128, max(1, _read(asked, "n", int) or 1)),
+            n=min(128, max(1, _read_field(fields, "n", int) or 1)),
             tenant=scope[TENANT_KEY],
             salt=blake2b(salt.encode(), digest_size=16).hexdigest() if salt else "",
         )
-        return PromptArrived(request, model, space, may_split(asked))
+        return PromptArrived(request, model, space, may_split(fields))
 
-    def _model(self, asked: Asked) -> str:
-        models = self._host.machine.models()
+    def _requested_model(self, fields: Asked) -> str:
+        models = self._host.machine.engines_by_model()
         if not models:
             raise no_engine()
-        name: str | None = _read(asked, "model", str)
+        name: str | None = _read_field(fields, "model", str)
         if name is None and len(models) == 1:
             return str(next(iter(models)))
         if name is None:
@@ -245,28 +245,30 @@ class Relay:
             raise model_not_found(name, ", ".join(models))
         return name
 
-    async def _numbers(self, asked: Asked, model: str) -> tuple[PromptSpace, TokenArray]:
-        given = _read(asked, "prompt", list[int]) or next(iter(_read(asked, "prompt", list[list[int]]) or ()), None)
-        if given and all(0 <= token < VOCAB_MAX for token in given):
-            return PromptSpace.TOKENS, np.array(given, np.int32)
+    async def _prompt_numbers(self, fields: Asked, model: str) -> tuple[PromptSpace, TokenArray]:
+        token_ids = _read_field(fields, "prompt", list[int]) or next(
+            iter(_read_field(fields, "prompt", list[list[int]]) or ()), None
+        )
+        if token_ids and all(0 <= token < VOCAB_MAX for token in token_ids):
+            return PromptSpace.TOKENS, np.array(token_ids, np.int32)
         engine = self._host.machine.tokenizing_engine(model)
         if engine is not None:
-            tokens = await self._tokenized(engine, asked, model)
+            tokens = await self._tokenize_prompt(engine, fields, model)
             if tokens is not None:
                 return PromptSpace.TOKENS, tokens
-        return PromptSpace.TEXT, text_numbers(asked)
+        return PromptSpace.TEXT, text_numbers(fields)
 
-    async def _tokenized(self, engine: str, asked: Asked, model: str) -> TokenArray | None:
-        fields: dict[str, Any] = {name: asked[name] for name in _FOR_TOKENS if name in asked}
-        template = _read(asked, "chat_template_kwargs", Asked) or {}
-        template |= {name: asked[name] for name in _FOR_TEMPLATE if name in asked}
+    async def _tokenize_prompt(self, engine: str, request_fields: Asked, model: str) -> TokenArray | None:
+        fields: dict[str, Any] = {name: request_fields[name] for name in _FOR_TOKENS if name in request_fields}
+        template = _read_field(request_fields, "chat_template_kwargs", Asked) or {}
+        template |= {name: request_fields[name] for name in _FOR_TEMPLATE if name in request_fields}
         fields |= {"chat_template_kwargs": template} if template else {}
-        several = _read(asked, "prompt", list[str])
+        several = _read_field(request_fields, "prompt", list[str])
         if several:
             fields["prompt"] = several[0]
         with contextlib.suppress(EngineFault, msgspec.DecodeError, ValueError):
             body = _encode({"model": model, **fields})
-            status, page = await self._host.fetch(self._host.specs[engine], "POST", "/tokenize", body, TOKENIZE_S)
+            status, page = await self._host.fetch_page(self._host.specs[engine], "POST", "/tokenize", body, TOKENIZE_S)
             tokens = msgspec.json.decode(page, type=_Tokens).tokens if status == 200 else []
             if tokens and all(0 <= token < VOCAB_MAX for token in tokens):
                 return np.array(tokens, np.int32)
@@ -274,13 +276,13 @@ class Relay:
 
     # -- answering
 
-    async def _begin(self, ticket: Ticket, scope: Scope, body: bytes, stream: bool) -> _Answer:
+    async def _first_answer(self, ticket: Ticket, scope: Scope, body: bytes, stream: bool) -> _Answer:
         """The first answer that an engine gives. Raises :class:`ApiError` when none does."""
-        headers, failures = self._headers(scope), dict[str, str]()
+        headers, failures = self._forwarded_headers(scope), dict[str, str]()
         while True:
-            decision = await ticket.decision()
+            decision = await ticket.next_decision()
             if isinstance(decision, GiveUp):
-                raise given_up(decision)
+                raise give_up_error(decision)
             if not isinstance(decision, ForwardRequest | Prefill):
                 refusal = Refusal.OVERLOADED if decision.overloaded else Refusal.BUSY
                 self._metrics.rejected.value += 1
@@ -289,35 +291,35 @@ class Relay:
             is_answer = isinstance(decision, ForwardRequest)
             scope[FORWARDED_KEY] = partial(timeline_entry, decision, failures)
             try:
-                asked = body if is_answer else prefill_body(body)
-                await ticket.call.send("POST", scope["path"], headers, asked, self._silence_s)
+                sent_body = body if is_answer else prefill_body(body)
+                await ticket.call.send_request("POST", scope["path"], headers, sent_body, self._silence_s)
                 answer = await _answer_of(ticket.call, stream and is_answer, self._silence_s)
                 if isinstance(decision, ForwardRequest):
-                    answer.headers += [explanation(decision, failures)] if asks_to_explain(scope) else []
+                    answer.headers += [explanation(decision, failures)] if wants_explanation(scope) else []
                     return answer
                 ticket.call.close()
                 if answer.status == 200:
                     body = answering_body(body, answer.first)
-                self._host.post(PromptComputed(ticket.request_id))
+                self._host.post_event(PromptComputed(ticket.request_id))
             except EngineFault as fault:
                 ticket.call.close()
                 failures[decision.engine] = fault.reason
-                if ticket.ended is not None:
-                    raise ticket.ended from None
+                if ticket.end_error is not None:
+                    raise ticket.end_error from None
                 failed = AttemptFailed(
                     ticket.request_id, fault.reason, fault.status, fault.retry_after_s, fault.refuses
                 )
-                self._host.post(failed)
+                self._host.post_event(failed)
 
-    def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+    def _forwarded_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Of the client, without those of its connection; the engine's key instead of the client's."""
-        kept = [(name, value) for name, value in scope["headers"] if name not in _NOT_SENT_ON]
-        kept += [(b"accept-encoding", b"identity"), (b"x-request-id", scope[REQUEST_ID_KEY].encode("latin-1"))]
+        headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_SENT_ON]
+        headers += [(b"accept-encoding", b"identity"), (b"x-request-id", scope[REQUEST_ID_KEY].encode("latin-1"))]
         if (key := self._host.engine_key) is not None:
-            kept.append((b"authorization", b"Bearer %b" % key.encode()))
+            headers.append((b"authorization", b"Bearer %b" % key.encode()))
         elif not self._has_keys:
-            kept += [header for header in scope["headers"] if header[0] == b"authorization"]
-        return kept
+            headers += [header for header in scope["headers"] if header[0] == b"authorization"]
+        return headers
 
 
 class _Tokens(msgspec.Struct):
@@ -326,7 +328,7 @@ class _Tokens(msgspec.Struct):
 
 async def _end_on_disconnect(ticket: Ticket, receive: Receive) -> None:
     await wait_for_disconnect(receive)
-    ticket.end(ClientGone())
+    ticket.end_request(ClientGone())
 
 
 def no_engine() -> ApiError:
@@ -336,12 +338,12 @@ def no_engine() -> ApiError:
     )
 
 
-def given_up(news: GiveUp) -> ApiError:
+def give_up_error(action: GiveUp) -> ApiError:
     """The error of a request that no engine could answer."""
-    headers = {} if news.retry_after_s is None else {"retry-after": str(max(1, round(news.retry_after_s)))}
-    code = {404: "model_not_found", 429: "rate_limit_exceeded", 503: "no_engine"}.get(news.status, "engine_failed")
-    kind = "rate_limit_error" if news.status == 429 else "server_error"
-    return ApiError(news.status, news.reason, kind=kind, code=code, headers=headers)
+    headers = {} if action.retry_after_s is None else {"retry-after": str(max(1, round(action.retry_after_s)))}
+    code = {404: "model_not_found", 429: "rate_limit_exceeded", 503: "no_engine"}.get(action.status, "engine_failed")
+    kind = "rate_limit_error" if action.status == 429 else "server_error"
+    return ApiError(action.status, action.reason, kind=kind, code=code, headers=headers)
 
 
 # -- answers
@@ -357,7 +359,7 @@ class _Answer:
     rest: AsyncIterator[bytes] | None = None
     """The further events of a stream; ``None``: ``first`` is the whole body."""
 
-    async def deliver(self, ticket: Ticket, send: Send) -> bool:
+    async def send_to_client(self, ticket: Ticket, send: Send) -> bool:
         """Send it. Returns whether its engine broke it off."""
         await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
         if self.rest is None:
@@ -369,13 +371,13 @@ class _Answer:
             async for events in self.rest:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         except EngineFault as fault:
-            if ticket.ended is not None and not isinstance(ticket.ended, ApiError):
-                raise ticket.ended from None
-            is_cut = ticket.ended is None
+            if ticket.end_error is not None and not isinstance(ticket.end_error, ApiError):
+                raise ticket.end_error from None
+            is_cut = ticket.end_error is None
             message = f"The stream ends here: {fault.reason}"
-            error = ticket.ended or ApiError(fault.status, message, kind="server_error", code="engine_failed")
+            error = ticket.end_error or ApiError(fault.status, message, kind="server_error", code="engine_failed")
             assert isinstance(error, ApiError)
-            last = b"data: " + error.body() + b"\n\ndata: " + _DONE + b"\n\n"
+            last = b"data: " + error.encode_body() + b"\n\ndata: " + _DONE + b"\n\n"
         await send({"type": "http.response.body", "body": last})
         return is_cut
 
@@ -383,26 +385,26 @@ class _Answer:
 async def _answer_of(call: HttpCall, stream: bool, silence_s: float) -> _Answer:
     """The answer, as far as it must be known before anything is sent. Raises :class:`EngineFault` for one that another
     engine may give better."""
-    kept = [header for header in call.headers if header[0] not in _NOT_SENT_BACK]
+    headers = [header for header in call.headers if header[0] not in _NOT_SENT_BACK]
     kind = call.header(b"content-type").partition(";")[0].strip().lower()
     if call.status == 200 and stream:
         if kind != "text/event-stream":
             raise EngineFault(f"it answered a stream with {echo(kind) or 'no content type'}")
-        rest = whole_events(call.pieces(silence_s))
+        rest = whole_events(call.body_pieces(silence_s))
         try:
-            return _Answer(200, kept, await anext(rest), rest)
+            return _Answer(200, headers, await anext(rest), rest)
         except StopAsyncIteration:
             raise EngineFault("its stream is empty") from None
-    body = await call.whole(ANSWER_BYTES_MAX, silence_s)
+    body = await call.read_body(ANSWER_BYTES_MAX, silence_s)
     if call.status == 200:
         _check_object(body, kind)
     elif not 400 <= call.status < 500 or call.status in _ELSEWHERE:
         busy = call.status in (429, 503)
         status = call.status if busy or call.status == 404 else 502
-        said = echo(body.decode("utf-8", "replace"), 120)
+        excerpt = echo(body.decode("utf-8", "replace"), 120)
         wait_s = _seconds(call.header(b"retry-after")) if busy else None
-        raise EngineFault(f"it said {call.status}: {said}", status=status, retry_after_s=wait_s)
-    return _Answer(call.status, kept, body)
+        raise EngineFault(f"it said {call.status}: {excerpt}", status=status, retry_after_s=wait_s)
+    return _Answer(call.status, headers, body)
 
 
 def _seconds(text: str) -> float:
@@ -419,34 +421,34 @@ def _check_object(body: bytes, kind: str) -> None:
 async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """A stream in whole events, byte for byte. Raises :class:`EngineFault` where it is no stream of events, or ends
     without ``[DONE]``."""
-    held, done = bytearray(), False
+    buffer, is_done = bytearray(), False
     async for piece in pieces:
-        held += piece
-        end = max(held.rfind(b"\n\n") + 2, held.rfind(b"\r\n\r\n") + 4)
+        buffer += piece
+        end = max(buffer.rfind(b"\n\n") + 2, buffer.rfind(b"\r\n\r\n") + 4)
         if end < 4:
-            if len(held) > EVENT_BYTES_MAX:
+            if len(buffer) > EVENT_BYTES_MAX:
                 raise EngineFault("an event of its stream never ends")
             continue
-        events = bytes(held[:end])
-        del held[:end]
-        done = _check_events(events) or done
+        events = bytes(buffer[:end])
+        del buffer[:end]
+        is_done = _check_events(events) or is_done
         yield events
-    if held.strip():
+    if buffer.strip():
         raise EngineFault("its stream ended in the middle of an event")
-    if not done:
+    if not is_done:
         raise EngineFault("its stream ended too early")
 
 
 def _check_events(events: bytes) -> bool:
     """Whether the stream's end is among them."""
-    done = False
+    is_done = False
     for line in events.splitlines():
         if line and not line.startswith(_FIELDS):
             raise EngineFault("its stream is no stream of events")
         if line.startswith(b"data:"):
             data = line[5:].strip()
             if data == _DONE:
-                done = True
+                is_done = True
             elif not (data.startswith(b"{") and data.endswith(b"}")):
                 raise EngineFault("an event of its stream is no JSON object")
-    return done
+    return is_done

@@ -46,37 +46,38 @@ class Parts:
 def build_parts(
     options: EngineOptions,
     *,
-    me: Peer | None = None,
+    self_peer: Peer | None = None,
     role: Role = Role.COLOCATED,
     identity_key: bytes | None = None,
     nixl_at: str | None = None,
 ) -> Parts:
     """Load the model and build its device and its machine. Imports torch, so it takes seconds.
 
-    ``me``: None: the engine is alone. Else: its name in a cluster, where its KV lies in memory that peers may read, and
-    ``identity_key`` is the cluster's. ``nixl_at``: the host at which NIXL listens; None: it is not used. Raises
+    ``self_peer``: None: the engine is alone. Else: its name in a cluster, where its KV lies in memory that peers may
+    read, and ``identity_key`` is the cluster's. ``nixl_at``: the host at which NIXL listens; None: it is not used.
+    Raises
     :class:`UserError` when the model cannot be served or the memory cannot hold it.
     """
     set_thread_environment()
     from memserve.model.gpu.streams import open_gpu
     from memserve.model.workers.gpu_processes import GpuWorkers
 
-    options = dataclasses.replace(options, parallel=options.parallel.of(role))
-    model = _loaded(options)
+    options = dataclasses.replace(options, parallel=options.parallel.for_role(role))
+    model = _load_with_adapters(options)
     gpu = open_gpu(model.device, options.gpu_memory_share)
-    shared, workers = me is not None, None
-    if gpu is not None and options.parallel.workers > 1:
+    shared, workers = self_peer is not None, None
+    if gpu is not None and options.parallel.worker_count > 1:
         workers = GpuWorkers(options, model, gpu, shared=shared, nixl_at=nixl_at)
     try:
-        return _parts(options, model, gpu, workers, me, role, identity_key)
+        return _assemble_parts(options, model, gpu, workers, self_peer, role, identity_key)
     except BaseException:
         if workers is not None:
             workers.close()
         raise
 
 
-def _parts(
-    options: EngineOptions, model: LoadedModel, gpu: Gpu | None, gpu_workers: GpuWorkers | None, me: Peer | None,
+def _assemble_parts(
+    options: EngineOptions, model: LoadedModel, gpu: Gpu | None, gpu_workers: GpuWorkers | None, self_peer: Peer | None,
     role: Role, identity_key: bytes | None,
 ) -> Parts:  # fmt: skip
     from memserve.host.profile_file import load_profile, profile_path
@@ -93,8 +94,8 @@ def _parts(
     config = options.instance_config(
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes
     )
-    shares_kv = not on_gpu or me is not None
-    if gpu_workers is not None and me is not None:
+    shares_kv = not on_gpu or self_peer is not None
+    if gpu_workers is not None and self_peer is not None:
         shares_kv = shares_gpu_kv(gpu_workers.why_unshared, role)
     exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
@@ -103,8 +104,8 @@ def _parts(
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
     profiled = model.fingerprint, geometry, model.device.type + options.parallel.text, options.threads
     costs = load_profile(*profiled)
-    known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
-    machine = Instance(config, geometry.block_tokens, known, me=me, geometry=geometry)
+    preemption_costs = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
+    machine = Instance(config, geometry.block_tokens, preemption_costs, self_peer=self_peer, geometry=geometry)
     note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
     served = dataclasses.replace(
         model,
@@ -113,9 +114,9 @@ def _parts(
         kv_tokens=config.pool.hbm_blocks * geometry.block_tokens,
         kv_lower_dtype=options.kv_lower_dtype,
     )
-    bound = memory_bound(sizes, geometry, config, in_cluster=me is not None)
-    device = gpu_workers.device(served, config) if gpu_workers else _device(
-        served, options, config, gpu, shared=me is not None
+    bound = memory_bound(sizes, geometry, config, in_cluster=self_peer is not None)
+    device = gpu_workers.build_device(served, config) if gpu_workers else _build_device(
+        served, options, config, gpu, shared=self_peer is not None
     )  # fmt: skip
     if not on_gpu:
         device.bound_bytes = bound.total_bytes
@@ -123,7 +124,7 @@ def _parts(
     return Parts(served, config, device, machine, costs, profile_path(*profiled))
 
 
-def _device(
+def _build_device(
     model: LoadedModel, options: EngineOptions, config: InstanceConfig, gpu: Gpu | None, *, shared: bool
 ) -> ModelDevice | Divided:
     """``shared``: peers read its KV."""
@@ -131,17 +132,16 @@ def _device(
     from memserve.model.device import ModelDevice
     from memserve.model.gpu.setup import build_gpu_device
 
-    link_bytes_s = config.scheduler.link_bytes_s
-    if options.parallel.workers > 1:
+    if options.parallel.worker_count > 1:
         from memserve.model.workers.processes import build_divided
 
-        return build_divided(model, options, config, shared=shared, link_bytes_s=link_bytes_s)
+        return build_divided(model, options, config, shared=shared)
     if gpu is not None:
         return build_gpu_device(model, config, gpu, best_forward(model.module), shared=shared)
-    return ModelDevice(model, config, best_forward(model.module), shared=shared, link_bytes_s=link_bytes_s)
+    return ModelDevice(model, config, best_forward(model.module), shared=shared)
 
 
-def _loaded(options: EngineOptions) -> LoadedModel:
+def _load_with_adapters(options: EngineOptions) -> LoadedModel:
     """The model with its adapters; for several GPUs in host memory. Raises :class:`UserError`."""
     from memserve.model.gpu.setup import check_gpu_count, refuse_on_gpu, refuse_without_gpu
     from memserve.model.loading.loader import load_model
@@ -149,7 +149,7 @@ def _loaded(options: EngineOptions) -> LoadedModel:
     from memserve.system.memory import usable_cores
 
     parallel, threads = options.parallel, options.threads
-    workers, device = parallel.workers, take_gpu(options.device, parallel.workers)
+    workers, device = parallel.worker_count, take_gpu(options.device, parallel.worker_count)
     gpus = device_here(device).gpus
     if gpus:
         refuse_on_gpu(options)

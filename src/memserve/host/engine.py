@@ -103,12 +103,12 @@ class EngineClients:
         self.closing = False  # refuse new requests
 
     @property
-    def outstanding(self) -> int:
+    def requests_outstanding(self) -> int:
         """Requests that have not ended."""
         with self._lock:
             return len(self._waiters)
 
-    def submit(self, request: Request, sink: Sink, start: Callable[[Request], None]) -> None:
+    def submit_request(self, request: Request, sink: Sink, start: Callable[[Request], None]) -> None:
         """``start(request)`` and remember its ``sink``, or tell the sink that it is too late."""
         with self._lock:
             if not self.closing:
@@ -123,15 +123,15 @@ class EngineClients:
             self.closing = True
             return list(self._waiters)
 
-    def deliver(self, outputs: list[TokenOutput]) -> None:
+    def deliver_outputs(self, outputs: list[TokenOutput]) -> None:
         """Give each output to the sink of its request."""
         for output in outputs:
-            self._deliver(output)
+            self._deliver_output(output)
 
-    def reject(self, action: RejectRequest) -> None:
+    def reject_request(self, action: RejectRequest) -> None:
         """Tell a client that its request will not run."""
-        self._tell(
-            self._forget(action.request_id),
+        self._call_sink(
+            self._remove_waiter(action.request_id),
             Rejected(action.request_id, action.reason, action.retry_after_s, _refusal_of(action)),
         )
 
@@ -142,32 +142,32 @@ class EngineClients:
             waiters, self._waiters = self._waiters, {}
         for request_id, waiter in waiters.items():
             for index in waiter.running:
-                self._tell(waiter.sink, TokenOutput(request_id, index, (), finish_reason=FinishReason.ERROR))
+                self._call_sink(waiter.sink, TokenOutput(request_id, index, (), finish_reason=FinishReason.ERROR))
 
-    def _deliver(self, output: TokenOutput) -> None:
+    def _deliver_output(self, output: TokenOutput) -> None:
         waiter = self._waiters.get(output.request_id)
         if waiter is None:
             return
         if output.finish_reason is not None:
             waiter.running.remove(output.index)
             if not waiter.running:
-                self._forget(output.request_id)
-        if not self._tell(waiter.sink, output):
-            self._forget(output.request_id)
+                self._remove_waiter(output.request_id)
+        if not self._call_sink(waiter.sink, output):
+            self._remove_waiter(output.request_id)
             self._cancel(output.request_id)
 
     @staticmethod
-    def _tell(sink: Sink | None, news: TokenOutput | Rejected) -> bool:
-        """Give ``news`` to ``sink``; ``False`` when it raised. Whatever a client's sink does, the others go on."""
+    def _call_sink(sink: Sink | None, output: TokenOutput | Rejected) -> bool:
+        """Give ``output`` to ``sink``; ``False`` when it raised. Whatever a client's sink does, the others go on."""
         try:
             if sink is not None:
-                sink(news)
+                sink(output)
         except Exception:
-            log.exception("the sink of request %s failed", news.request_id)
+            log.exception("the sink of request %s failed", output.request_id)
             return False
         return True
 
-    def _forget(self, request_id: str) -> Sink | None:
+    def _remove_waiter(self, request_id: str) -> Sink | None:
         with self._lock:
             waiter = self._waiters.pop(request_id, None)
         return waiter.sink if waiter else None
@@ -203,35 +203,34 @@ class HostedInstance:
         self._device = device
         self._outlet = outlet
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._timer = StepTimer(bound_bytes=getattr(device, "bound_bytes", 0))  # devices without a model know none
+        self._timer = StepTimer(bound_bytes=device.bound_bytes)
         self._loop: MachineLoop[Event] = MachineLoop(
-            machine, self._perform, on_broken=on_broken, on_end=self._end_plans, clock_ns=clock_ns
+            machine, self._perform_actions, on_broken=on_broken, on_end=self._end_plans, clock_ns=clock_ns
         )
         self._device_thread = threading.Thread(target=self._run_device, name="memserve-device", daemon=True)
-        self._begun: queue.SimpleQueue[tuple[StepPlan, Callable[[], StepFinished]] | None] = queue.SimpleQueue()
-        self._finishing = threading.Thread(target=self._run_finishing, name="memserve-finishing", daemon=True)
-        self.post = self._loop.post
-        self.ask = self._loop.ask
+        self._started_steps: queue.SimpleQueue[tuple[StepPlan, Callable[[], StepFinished]] | None] = queue.SimpleQueue()
+        self._finisher_thread = threading.Thread(target=self._run_finisher, name="memserve-finishing", daemon=True)
+        self.post_event = self._loop.post_event
+        self.query_machine = self._loop.query_machine
         device.on_layer = self._layer_finished
-        if hasattr(device, "on_broken"):  # one of several workers
-            device.on_broken = lambda: self._loop.call(on_broken)
+        device.on_broken = lambda: self._loop.call_in_loop(on_broken)
 
     def start(self) -> None:
         """Begin to work."""
         self._loop.start()
         self._device_thread.start()
-        self._finishing.start()
+        self._finisher_thread.start()
 
-    def stats(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineStats:
-        """A consistent snapshot of counters and gauges; raises as :meth:`MachineLoop.ask`."""
-        return self.ask(lambda: self._timer.snapshot(self.machine.stats()), timeout_s)
+    def read_stats(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineStats:
+        """A consistent snapshot of counters and gauges; raises as :meth:`MachineLoop.query_machine`."""
+        return self.query_machine(lambda: self._timer.take_snapshot(self.machine.stats()), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Handle what was posted, stop both threads and free the device; ``False`` when they did not stop in time."""
         stopped = self._loop.close(timeout_s)
-        for thread in (self._device_thread, self._finishing):
+        for thread in (self._device_thread, self._finisher_thread):
             thread.join(timeout_s)
-        if not stopped or self._device_thread.is_alive() or self._finishing.is_alive():
+        if not stopped or self._device_thread.is_alive() or self._finisher_thread.is_alive():
             log.warning("the engine did not stop within %.1f s", timeout_s)
             return False
         self._device.close()
@@ -239,7 +238,7 @@ class HostedInstance:
 
     # -- engine thread
 
-    def _perform(self, event: Event, actions: list[Action], spent_ns: int) -> None:
+    def _perform_actions(self, event: Event, actions: list[Action], spent_ns: int) -> None:
         self._timer.machine_worked(spent_ns)
         if isinstance(event, StepFinished):
             self._timer.step_finished(event.device_ns)
@@ -252,12 +251,12 @@ class HostedInstance:
             elif isinstance(action, ForgetGrammar):
                 self._device.forget_grammar(action.job_id)
             elif isinstance(action, AwaitMask):
-                self._device.await_mask(action.slot, partial(self.post, MaskComputed(action.job_id)))
+                self._device.await_mask(action.slot, partial(self.post_event, MaskComputed(action.job_id)))
             else:
                 self._outlet(action)
 
     def _grammar_built(self, job_id: int, error: str) -> None:
-        self.post(GrammarBuilt(job_id, error))
+        self.post_event(GrammarBuilt(job_id, error))
 
     def _end_plans(self) -> None:
         self._plans.put(None)
@@ -265,34 +264,37 @@ class HostedInstance:
     # -- device thread, and the one that waits for a device which the host is ahead of
 
     def _run_device(self) -> None:
-        begin: Callable[[StepPlan], Callable[[], StepFinished]] | None = getattr(self._device, "begin_step", None)
+        is_ahead = False  # then failures are answered behind what is begun, too
         while (plan := self._plans.get()) is not None:
-            if begin is None:
-                self._answer(plan, partial(self._device.execute, plan))
-                continue
             try:
-                finish = begin(plan)
+                begun = self._device.begin_step(plan)
+                is_ahead = not isinstance(begun, StepFinished)
             except Exception as error:
-                finish = partial(_fail, error)
-            self._begun.put((plan, finish))
-        self._begun.put(None)
+                begun = partial(_raise_error, error)
+            if isinstance(begun, StepFinished):
+                self.post_event(begun)
+            elif is_ahead:
+                self._started_steps.put((plan, begun))
+            else:
+                self._finish_step(plan, begun)
+        self._started_steps.put(None)
 
-    def _run_finishing(self) -> None:
-        while (begun := self._begun.get()) is not None:
-            self._answer(*begun)
+    def _run_finisher(self) -> None:
+        while (started_step := self._started_steps.get()) is not None:
+            self._finish_step(*started_step)
 
-    def _answer(self, plan: StepPlan, finish: Callable[[], StepFinished]) -> None:
+    def _finish_step(self, plan: StepPlan, finish: Callable[[], StepFinished]) -> None:
         try:
-            self.post(finish())
+            self.post_event(finish())
         except Exception as error:
             log.exception("step %d failed on the device", plan.step_id)
-            self.post(StepFailed(plan.step_id, f"{type(error).__name__}: {error}"))
+            self.post_event(StepFailed(plan.step_id, f"{type(error).__name__}: {error}"))
 
     def _layer_finished(self, step_id: int, layer: int) -> None:
-        self.post(LayerFinished(step_id, layer))
+        self.post_event(LayerFinished(step_id, layer))
 
 
-def _fail(error: Exception) -> StepFinished:
+def _raise_error(error: Exception) -> StepFinished:
     raise error
 
 
@@ -302,51 +304,51 @@ class Engine:
     def __init__(self, machine: Instance, device: Device, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clients = EngineClients(self.cancel)
         self._instance = HostedInstance(
-            machine, device, self._perform, on_broken=self._clients.fail_all, clock_ns=clock_ns
+            machine, device, self._perform_action, on_broken=self._clients.fail_all, clock_ns=clock_ns
         )
         self._closed = False
         self._instance.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Run ``request``. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
-        self._clients.submit(request, sink, lambda request: self._instance.post(RequestArrived(request)))
+        self._clients.submit_request(request, sink, lambda request: self._instance.post_event(RequestArrived(request)))
 
     def cancel(self, request_id: str) -> None:
         """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
-        self._instance.post(RequestCancelled(request_id))
+        self._instance.post_event(RequestCancelled(request_id))
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
-        self._instance.post(SequenceStopped(request_id, index))
+        self._instance.post_event(SequenceStopped(request_id, index))
 
-    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
         """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
-        self._instance.post(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
+        self._instance.post_event(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
 
-    def unpin(self, handle: str, tenant: str) -> None:
+    def unpin_prefix(self, handle: str, tenant: str) -> None:
         """Give the name up; unknown ones are ignored."""
-        self._instance.post(PrefixUnpinned(handle, tenant))
+        self._instance.post_event(PrefixUnpinned(handle, tenant))
 
     def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
         """How much of it is pinned. Raises as :meth:`stats`."""
         machine = self._instance.machine
-        return self._instance.ask(lambda: [machine.pinned_tokens(handle, tenant) for handle in handles])
+        return self._instance.query_machine(lambda: [machine.pinned_tokens(handle, tenant) for handle in handles])
 
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
         """What is kept under a tenant's names; their times are those of the engine's clock. Raises as :meth:`stats`."""
-        return self._instance.ask(lambda: self._instance.machine.named_prefixes(tenant))
+        return self._instance.query_machine(lambda: self._instance.machine.named_prefixes(tenant))
 
     def stats(self) -> EngineStats:
         """A consistent snapshot of counters and gauges.
 
         Raises ``TimeoutError`` when the engine is stuck, :class:`EngineStopped` when it has ended: that one at once.
         """
-        return self._instance.stats()
+        return self._instance.read_stats()
 
     @property
-    def outstanding(self) -> int:
+    def requests_outstanding(self) -> int:
         """Requests that have not ended."""
-        return self._clients.outstanding
+        return self._clients.requests_outstanding
 
     @property
     def closing(self) -> bool:
@@ -362,9 +364,9 @@ class Engine:
             self.cancel(request_id)
         self._instance.close(timeout_s)
 
-    def _perform(self, action: Action) -> None:
+    def _perform_action(self, action: Action) -> None:
         """Perform an action of the machine, in the engine thread. Without peers no action is a message."""
         if isinstance(action, EmitTokens):
-            self._clients.deliver(action.outputs)
+            self._clients.deliver_outputs(action.outputs)
         elif isinstance(action, RejectRequest):
-            self._clients.reject(action)
+            self._clients.reject_request(action)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from memserve.base.config import EngineOptions
 from memserve.base.types import Role
 from memserve.host.build import Parts, build_parts
-from memserve.host.member import MemberProcess
+from memserve.host.member import MemberLinks, MemberProcess
 from memserve.host.profile_file import LearntProfile
 from memserve.journal.survivors import end_when_orphaned
 from memserve.kv.identity import identity_key
@@ -24,10 +24,10 @@ from memserve.system.gpus import take_gpu
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, trim_heap
 from memserve.system.process import HealthFile, SignalCounter, new_generation, on_ending_signals
-from memserve.system.secrets import Secret, followed
+from memserve.system.secrets import Secret, as_followed
 from memserve.transport.data_port import open_data_port, uses_nixl
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.probe import knock_at_all, no_router, what_is_waited_for
+from memserve.transport.probe import no_router_error, probe_all, waiting_lines
 from memserve.transport.request_server import ListenAddress
 
 if TYPE_CHECKING:
@@ -83,25 +83,25 @@ def run_instance(
     Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
     """
     keep_heap_small()
-    own_gpus = options.parallel.of(place.role).workers
+    own_gpus = options.parallel.for_role(place.role).worker_count
     options = replace(options, device=take_gpu(options.device, own_gpus))  # before torch looks
     health = HealthFile(place.health_file) if place.health_file is not None else None
-    me = Peer(place.name, new_generation())
+    self_peer = Peer(place.name, new_generation())
     members: list[MemberProcess] = []
     if outlive is not None:
         end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
         leave_compiler_out(options.device)
-        key = identity_key(followed(place.secret).first)
+        key = identity_key(as_followed(place.secret).initial_value)
         nixl_at = (place.advertise or place.host) if uses_nixl(place.link) else None
-        parts = build_parts(options, me=me, role=place.role, identity_key=key, nixl_at=nixl_at)
-    member = _open_member(parts, place, me)
+        parts = build_parts(options, self_peer=self_peer, role=place.role, identity_key=key, nixl_at=nixl_at)
+    member = _open_member(parts, place, self_peer)
     members.append(member)
-    asked = SignalCounter()
+    counter = SignalCounter()
 
     def end(sig: int, _frame: object) -> None:
-        if asked.came(sig):  # the first time with patience; a second signal is meant
-            member.drain(place.drain_s if asked.count == 1 else 0.0, asked.names[-1])
+        if counter.count_signal(sig):  # the first time with patience; a second signal is meant
+            member.drain_and_leave(place.drain_s if counter.count == 1 else 0.0, counter.names[-1])
 
     if place.is_supervised:  # its supervisor ends it: a closed terminal, or Ctrl-C, lets streams drain first
         signal.signal(signal.SIGTERM, end)
@@ -112,8 +112,8 @@ def run_instance(
 
     def tell_health() -> None:
         keep_costs()
-        if health is not None and (standing := member.standing) is not None:
-            health.tell(standing)
+        if health is not None and (standing := member.health_state) is not None:
+            health.write_state(standing)
 
     try:
         member.start()
@@ -121,12 +121,12 @@ def run_instance(
             _keep_vocabulary(parts)
             on_ready()
             tell_health()
-            member.wait(tell_health)
-        elif asked.names:
-            say(f"ended by {asked.names[0]} before it was a member")
+            member.wait_for_end(tell_health)
+        elif counter.names:
+            say(f"ended by {counter.names[0]} before it was a member")
     finally:
         if health is not None:
-            health.remove()
+            health.remove_file()
         member.close()
 
 
@@ -141,7 +141,7 @@ def _costs_keeper(parts: Parts, member: MemberProcess) -> Callable[[], None]:
 
     def keep() -> None:
         if parts.machine.state.costs.is_complete:
-            learnt.keep(member.costs, time.monotonic())
+            learnt.save_costs(member.reported_costs, time.monotonic())
 
     return keep
 
@@ -154,36 +154,31 @@ def wait_joined(member: MemberProcess, place: MemberOptions, say: Callable[[str]
     """
     started = time.monotonic()
     for pause_s in itertools.chain(WAITING_TOLD_S, itertools.repeat(WAITING_TOLD_S[-1])):
-        left_s = JOIN_TIMEOUT_S - (time.monotonic() - started)
-        if member.wait_joined(max(0.0, min(pause_s, left_s))):
+        time_left_s = JOIN_TIMEOUT_S - (time.monotonic() - started)
+        if member.wait_joined(max(0.0, min(pause_s, time_left_s))):
             return True
-        if member.ended:
+        if member.has_ended:
             return False
-        found = knock_at_all(place.join, place.secret)
-        if left_s <= pause_s:
-            raise no_router(found, "a router")
-        for line in what_is_waited_for(found, "a router"):
+        probes = probe_all(place.join, place.secret)
+        if time_left_s <= pause_s:
+            raise no_router_error(probes, "a router")
+        for line in waiting_lines(probes, "a router"):
             say(line)
     raise AssertionError("unreachable: the pauses do not end")
 
 
-def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> MemberProcess:
+def _open_member(parts: Parts, place: MemberOptions, self_peer: Peer) -> MemberProcess:
     geometry, arenas = parts.model.geometry, parts.device.shared_arenas
-    where = ListenAddress(place.secret, place.host, place.advertise)
-    segments = _open_segments(parts, where)
-    info = _introduce(parts, place, me, segments)
-    _forget_tokenizer(parts)
-    return MemberProcess(
-        parts.machine,
-        parts.device,
-        info,
-        place.join,
-        lambda me, on_message: ZmqMailbox(
-            me, place.secret, place.host, place.port, on_message, advertise=place.advertise
-        ),
-        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, where),
-        segments=segments,
+    listen_address = ListenAddress(place.secret, place.host, place.advertise, place.port)
+    segments = _open_segments(parts, listen_address)
+    info = _describe_peer(parts, place, self_peer, segments)
+    _free_tokenizer(parts)
+    links = MemberLinks(
+        lambda self_peer, on_message: ZmqMailbox(self_peer, listen_address, on_message),
+        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, listen_address),
+        segments,
     )
+    return MemberProcess(parts.machine, parts.device, info, place.join, links)
 
 
 def _keep_vocabulary(parts: Parts) -> None:
@@ -193,7 +188,7 @@ def _keep_vocabulary(parts: Parts) -> None:
         trim_heap()
 
 
-def _open_segments(parts: Parts, where: ListenAddress) -> SegmentPort | None:
+def _open_segments(parts: Parts, listen_address: ListenAddress) -> SegmentPort | None:
     """Where it may compute parts of longer sequences. None: its model or its options do not allow that."""
     able = parts.model.attends_plainly and parts.config.scheduler.layerwise == "off"
     if not able or getattr(parts.device, "held_kv", None) is None:
@@ -201,22 +196,22 @@ def _open_segments(parts: Parts, where: ListenAddress) -> SegmentPort | None:
     from memserve.model.attention.query_server import SegmentPort
 
     device, dtype = cast("ModelDevice", parts.device), parts.model.geometry.dtype
-    return SegmentPort(device, where, dtype)
+    return SegmentPort(device, listen_address, dtype)
 
 
-def _forget_tokenizer(parts: Parts) -> None:
+def _free_tokenizer(parts: Parts) -> None:
     """Once the model card is written, text is the router's: the tokenizer of a small model is 13 MB."""
     parts.model.tokenizer = None
     gc.collect()
     trim_heap()
 
 
-def _introduce(parts: Parts, place: MemberOptions, me: Peer, segments: SegmentPort | None) -> PeerInfo:
+def _describe_peer(parts: Parts, place: MemberOptions, self_peer: Peer, segments: SegmentPort | None) -> PeerInfo:
     from memserve.model.loading.card import ModelCard
 
     config = parts.config
     return PeerInfo(
-        peer=me,
+        peer=self_peer,
         role=place.role,
         address="",  # the mailbox knows
         namespace=config.namespace,
@@ -226,8 +221,8 @@ def _introduce(parts: Parts, place: MemberOptions, me: Peer, segments: SegmentPo
         context_tokens=parts.machine.context_tokens,
         caching=config.pool.caching,
         publishes_events=config.exchange.event_capacity > 0,
-        model_card=ModelCard.of(parts.model).encode(),
-        costs=parts.costs.encode() if parts.costs.is_measured else b"",
+        model_card=ModelCard.of_model(parts.model).encode(),
+        costs=parts.costs.to_json() if parts.costs.is_measured else b"",
         segments_at=segments.address if segments is not None else "",
         sequence_tokens=config.max_model_tokens if segments is not None else 0,
     )

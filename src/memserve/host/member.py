@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -60,6 +60,16 @@ READING_TIMEOUT_S = 0.2
 _CLOSE_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class MemberLinks:
+    """How an instance reaches other processes: its ports are opened by the process that runs it."""
+
+    open_mailbox: Callable[[Peer, OnMessage], Mailbox]
+    open_port: Callable[[OnPages], DataPort]
+    segments: SegmentPort | None = None
+    """None: it computes no part of a longer sequence."""
+
+
 class MemberProcess:
     """Runs an instance in a cluster, from joining to leaving."""
 
@@ -69,41 +79,39 @@ class MemberProcess:
         device: Device,
         info: PeerInfo,
         routers: Sequence[str],
-        open_mailbox: Callable[[Peer, OnMessage], Mailbox],
-        open_port: Callable[[OnPages], DataPort],
+        links: MemberLinks,
         config: MemberConfig | None = None,
-        segments: SegmentPort | None = None,
     ) -> None:
         """``info`` describes the instance but for its address and what the data port adds. ``routers``: addresses
-        where one may be, tried in turn. ``segments``: None: it computes no part of a longer sequence."""
-        self._machine, self._segments = machine, segments
+        where one may be, tried in turn."""
+        self._machine, self._segments = machine, links.segments
         self._lock = threading.Lock()
-        self._slow: queue.SimpleQueue[MemberEvent | MemberAction] = queue.SimpleQueue()  # for the member's thread
+        self._work_queue: queue.SimpleQueue[MemberEvent | MemberAction] = queue.SimpleQueue()  # for the member's thread
         self._ended = threading.Event()
         self._failure: UserError | None = None
         self._joined = threading.Event()
-        self._last = LoadRead(Load(), 0)
-        self._worked_s = time.monotonic()
-        self._instance = HostedInstance(machine, device, self._perform, on_broken=self._broke)
-        self._port = open_port(self._instance.post)
+        self._last_reading = LoadRead(Load(), 0)
+        self._last_work_s = time.monotonic()
+        self._instance = HostedInstance(machine, device, self._perform_action, on_broken=self._on_broken)
+        self._port = links.open_port(self._instance.post_event)
         with self._lock:  # messages may arrive as soon as there is a mailbox
-            self._mailbox = open_mailbox(info.peer, self._message_arrived)
+            self._mailbox = links.open_mailbox(info.peer, self._message_arrived)
             address = info.address or self._mailbox.address
             info = self._port.describe(msgspec.structs.replace(info, address=address))
             if machine.link is not None:
                 machine.link.writer.host_id = info.host_id
             self._member = MemberMachine(info, routers, config or MemberConfig())
-        self._thread = threading.Thread(target=self._run, name="memserve-member", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="memserve-member", daemon=True)
 
     @property
-    def me(self) -> Peer:
+    def self_peer(self) -> Peer:
         """The present incarnation."""
-        return self._member.me
+        return self._member.self_peer
 
     @property
-    def costs(self) -> bytes:
+    def reported_costs(self) -> bytes:
         """What it has told its router of its costs last. Empty: nothing."""
-        return self._last.costs
+        return self._last_reading.costs
 
     @property
     def router(self) -> Peer | None:
@@ -114,7 +122,7 @@ class MemberProcess:
         """Begin to work, and to ask for membership until the router answers."""
         self._instance.start()
         with self._lock:
-            self._do(self._member.start(time.monotonic_ns()))
+            self._perform_member_actions(self._member.start(time.monotonic_ns()))
         self._thread.start()
 
     def wait_joined(self, timeout_s: float) -> bool:
@@ -127,38 +135,38 @@ class MemberProcess:
         return self._joined.is_set() and not self._ended.is_set()
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it has left, or broke."""
         return self._ended.is_set()
 
     @property
-    def standing(self) -> HealthState | None:
+    def health_state(self) -> HealthState | None:
         """What it is to its cluster. None: its thread, which keeps membership, hangs."""
-        if time.monotonic() - self._worked_s > STALL_S:
+        if time.monotonic() - self._last_work_s > STALL_S:
             return None
         if self._member.drains:
             return HealthState.DRAINS
         return HealthState.MEMBER if self._member.router is not None else HealthState.OUTSIDE
 
-    def wait(self, each_second: Callable[[], None] = lambda: None) -> None:
+    def wait_for_end(self, each_second: Callable[[], None] = lambda: None) -> None:
         """Wait for the end: drained, told to leave, or broken. Raises :class:`UserError` when it was not in order."""
         while not self._ended.wait(1.0):  # short waits: a signal's handler runs between them
             each_second()
         if self._failure is not None:
             raise self._failure
 
-    def drain(self, patience_s: float, why: str = "") -> None:
+    def drain_and_leave(self, patience_s: float, why: str = "") -> None:
         """Take nothing new, finish what is here, then leave; for ``patience_s`` at most. May be called from a signal's
         handler, and again with less patience. ``why``: for the log."""
-        self._slow.put(DrainRequested(ns_from_s(patience_s), why))  # a handler must not wait for the lock
+        self._work_queue.put(DrainRequested(ns_from_s(patience_s), why))  # a handler must not wait for the lock
 
-    def leave(self) -> None:
+    def leave_cluster(self) -> None:
         """Say goodbye and end; other instances take over what runs here."""
-        self.drain(0.0)
+        self.drain_and_leave(0.0)
 
     def close(self) -> None:
         """Stop all threads and give everything back."""
-        self.leave()
+        self.leave_cluster()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_S)
         self._port.close()
@@ -170,20 +178,20 @@ class MemberProcess:
     # -- any thread
 
     def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
-        self._handle(MessageArrived(sender, message))
+        self._handle_event(MessageArrived(sender, message))
 
-    def _handle(self, event: MemberEvent) -> None:
+    def _handle_event(self, event: MemberEvent) -> None:
         with self._lock:
-            self._do(self._member.handle(event, time.monotonic_ns()))
+            self._perform_member_actions(self._member.handle(event, time.monotonic_ns()))
 
-    def _do(self, actions: Sequence[MemberAction]) -> None:
+    def _perform_member_actions(self, actions: Sequence[MemberAction]) -> None:
         """In order, with the lock held."""
         for action in actions:
             match action:
                 case Send(to, message):
                     self._mailbox.send(to, message)
                 case ForwardMessage(sender, message):
-                    self._instance.post(MessageArrived(sender, message))
+                    self._instance.post_event(MessageArrived(sender, message))
                 case ConnectRouter(router, address):
                     self._mailbox.connect(router, address)
                 case AddPeer(info):
@@ -193,31 +201,31 @@ class MemberProcess:
                     self._mailbox.disconnect(peer)
                     self._port.remove_peer(peer)
                     if self._segments is not None:
-                        self._segments.gone(peer)
+                        self._segments.remove_peer(peer)
                 case Joined():
                     self._joined.set()
                 case LogWarning(text):
                     log.warning("%s", text)
                 case _:
-                    self._slow.put(action)
+                    self._work_queue.put(action)
 
     # -- the engine thread
 
-    def _perform(self, action: Action) -> None:
+    def _perform_action(self, action: Action) -> None:
         match action:
             case EmitTokens(outputs):
-                self._tell_router(Tokens(tuple(outputs)))
+                self._send_to_router(Tokens(tuple(outputs)))
             case RejectRequest(request_id, reason, retry_after_s):
-                self._tell_router(RequestRefused(request_id, reason, retry_after_s))
+                self._send_to_router(RequestRefused(request_id, reason, retry_after_s))
             case Send(to, message):
                 self._mailbox.send(to, message)
             case HoldSegment() | DropSegment():
                 if self._segments is not None:  # else no router sends it a part
-                    self._segments.perform(action)
+                    self._segments.update_segment(action)
             case _:
                 self._port.start(action)  # type: ignore[arg-type]  # a RunStep does not come here
 
-    def _tell_router(self, message: AnyMessage) -> None:
+    def _send_to_router(self, message: AnyMessage) -> None:
         router = self._machine.link.router if self._machine.link is not None else None
         # Without the lock: its holder may wait for this thread. Where the member knows another router than the machine,
         # or none, nothing waits for this message: an expelled instance's requests run elsewhere, and the next router
@@ -225,13 +233,13 @@ class MemberProcess:
         if router is not None and router == self._member.router:
             self._mailbox.send(router, message)
 
-    def _broke(self) -> None:
+    def _on_broken(self) -> None:
         self._failure = UserError("the instance broke; its log says why", hint="please report it")
-        self.leave()
+        self.leave_cluster()
 
     # -- the member's thread
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         try:
             while not self._ended.is_set():
                 self._wait_and_work()
@@ -248,45 +256,49 @@ class MemberProcess:
             due_ns = self._member.next_deadline_ns
         try:
             wait_s = None if due_ns is None else max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
-            work = self._slow.get(timeout=wait_s)
+            work = self._work_queue.get(timeout=wait_s)
         except queue.Empty:
-            self._worked_s = time.monotonic()
-            self._handle(ClockTicked())
+            self._last_work_s = time.monotonic()
+            self._handle_event(ClockTicked())
             return
-        self._worked_s = time.monotonic()
+        self._last_work_s = time.monotonic()
         match work:
             case DrainRequested():
-                self._handle(work)
+                self._handle_event(work)
             case ReadLoad(with_stats):
-                self._handle(self._reading(with_stats))
+                self._handle_event(self._read_load(with_stats))
             case ChangeGeneration():
-                self._become_new(work)
+                self._change_generation(work)
             case Left(refused):
-                self._left(refused)
+                self._on_left(refused)
             case _:
                 raise InvariantError(f"unknown work {work!r}")
 
-    def _reading(self, with_stats: bool) -> LoadRead:
+    def _read_load(self, with_stats: bool) -> LoadRead:
         try:
-            self._last = self._instance.ask(lambda: self._machine.reading(time.monotonic_ns()), READING_TIMEOUT_S)
+            self._last_reading = self._instance.query_machine(
+                lambda: self._machine.heartbeat_load(time.monotonic_ns()), READING_TIMEOUT_S
+            )
         except (TimeoutError, EngineStopped):
             log.debug("the engine is busy: the heartbeat repeats the last reading")
-        return replace(self._last, stats=self._stats() if with_stats else b"")
+        return replace(self._last_reading, stats=self._encode_stats() if with_stats else b"")
 
-    def _stats(self) -> bytes:
+    def _encode_stats(self) -> bytes:
         try:
-            return self._instance.stats(READING_TIMEOUT_S).encode()
+            return self._instance.read_stats(READING_TIMEOUT_S).encode()
         except (TimeoutError, EngineStopped):
             return b""
 
-    def _become_new(self, order: ChangeGeneration) -> None:
-        me = Peer(self.me.name, max(order.generation_min, new_generation()))
-        self._instance.post(MessageArrived(order.router, Expelled(order.reason)))
-        self._instance.ask(lambda: self._machine.reborn(me))
-        self._mailbox.become(me)
-        self._handle(GenerationChanged(self._port.describe(msgspec.structs.replace(self._member.info, peer=me))))
+    def _change_generation(self, command: ChangeGeneration) -> None:
+        self_peer = Peer(self.self_peer.name, max(command.generation_min, new_generation()))
+        self._instance.post_event(MessageArrived(command.router, Expelled(command.reason)))
+        self._instance.query_machine(lambda: self._machine.restart_as(self_peer))
+        self._mailbox.restart_as(self_peer)
+        self._handle_event(
+            GenerationChanged(self._port.describe(msgspec.structs.replace(self._member.info, peer=self_peer)))
+        )
 
-    def _left(self, refused: str) -> None:
+    def _on_left(self, refused: str) -> None:
         if refused:
             hint = "instances of one cluster run the same model, dtype and block size"
             self._failure = UserError(f"the router refuses this instance: {refused}", hint=hint, param="join")

@@ -29,7 +29,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -45,7 +45,7 @@ from memserve.kv.events import PoolReport
 from memserve.kv.identity import identity_key
 from memserve.kv.mempool import Address, Addresses, AddressList, MemPool, as_tokens
 from memserve.kv.transfer.events import Delivered, ExchangeCounters, Inserted, PagesPulled, PagesSealed
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member_events import AddPeer, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage
@@ -63,44 +63,54 @@ _CALL_S = 30.0
 Answer = TypeVar("Answer")
 
 
+@dataclass(frozen=True, slots=True)
+class PeerTerms:
+    """How a pool deals with its peers."""
+
+    namespace: str
+    """Peers have the same."""
+    link: str
+    """How pages come here: one of ``memserve.base.types.LINKS``."""
+    lease_ns: int
+    """How long a peer may hold blocks here, or leave an offer unanswered."""
+    silent_ns: int
+    """A peer that was not heard of for so long is gone."""
+
+
 class PoolHost:
     """Runs a :class:`PoolMachine` until it is closed."""
 
     def __init__(
         self,
         memory: MemPool,
-        me: Peer,
-        namespace: str,
-        config: ExchangeConfig,
-        *,
-        secret: str,
-        address: tuple[str, int],
-        link: str,
-        silent_ns: int,
+        self_peer: Peer,
+        where: ListenAddress,
+        terms: PeerTerms,
         on_arrival: Callable[[Delivered | Inserted], None],
     ) -> None:
         self._on_arrival = on_arrival
         self._closed = False
         self._deliveries = ThreadPoolExecutor(1, thread_name_prefix="memserve-delivery")
         arenas = {tier: arena for tier, arena in memory.arenas.items() if isinstance(arena, _core.SharedArena)}
-        self._data = open_data_port(link, memory.geometry, arenas, self._pages_done, ListenAddress(secret, address[0]))
-        self._mailbox = ZmqMailbox(me, secret, *address, self._heard)
-        info = self._data.describe(_info(memory, me, namespace, self._mailbox.address))
-        exchange = Exchange(memory.pool, memory.geometry, config, me, namespace)
-        self.machine = PoolMachine(memory, exchange, info, silent_ns)
+        self._data = open_data_port(terms.link, memory.geometry, arenas, self._on_pages, where)
+        self._mailbox = ZmqMailbox(self_peer, where, self._on_message)
+        info = self._data.describe(_describe_pool(memory, self_peer, terms.namespace, self._mailbox.address))
+        config = ExchangeConfig(lease_ns=terms.lease_ns)
+        exchange = Exchange(memory.pool, memory.geometry, config, self_peer, terms.namespace)
+        self.machine = PoolMachine(memory, exchange, info, terms.silent_ns)
         self._loop: MachineLoop[PoolEvent] = MachineLoop(
-            self.machine, self._perform, on_broken=self._broken, name="memserve-pool-peer"
+            self.machine, self._perform_actions, on_broken=self._on_broken, name="memserve-pool-peer"
         )
         self._loop.start()
 
     # -- calls, from any thread
 
-    def ask(self, do: Callable[[int], Answer]) -> Answer:
+    def call_machine(self, do: Callable[[int], Answer]) -> Answer:
         """The result of ``do(now)``, called in the loop's thread; what it raises is raised here."""
         if self._closed:
             raise UserError("this pool peer is closed", hint="make another one")
         call = PoolCall(do, Future())
-        self._loop.post(call)
+        self._loop.post_event(call)
         answer: Answer = call.answer.result(_CALL_S)
         return answer
 
@@ -108,7 +118,7 @@ class PoolHost:
         """Leave all peers, stop threads and ports. Calls that wait end; later ones raise :class:`UserError`."""
         if self._closed:
             return
-        self.ask(lambda now_ns: self.machine.close(now_ns))
+        self.call_machine(lambda now_ns: self.machine.close(now_ns))
         self._closed = True
         self._loop.close(_CALL_S)
         self._mailbox.close()
@@ -117,13 +127,13 @@ class PoolHost:
 
     # -- other threads
 
-    def _heard(self, sender: Peer, message: AnyMessage) -> None:
-        self._loop.post(MessageArrived(sender, message))
+    def _on_message(self, sender: Peer, message: AnyMessage) -> None:
+        self._loop.post_event(MessageArrived(sender, message))
 
-    def _pages_done(self, event: PagesSealed | PagesPulled) -> None:
-        self._loop.post(event)
+    def _on_pages(self, event: PagesSealed | PagesPulled) -> None:
+        self._loop.post_event(event)
 
-    def _perform(self, event: PoolEvent, actions: list[PoolAction], spent_ns: int) -> None:
+    def _perform_actions(self, event: PoolEvent, actions: list[PoolAction], spent_ns: int) -> None:
         for action in actions:
             match action:
                 case Send(to, message):
@@ -135,29 +145,29 @@ class PoolHost:
                     self._data.remove_peer(peer)
                     self._mailbox.disconnect(peer)
                 case GenerationChanged(info):
-                    self._mailbox.become(info.peer)
+                    self._mailbox.restart_as(info.peer)
                     self._data.describe(info)
                 case Arrived(outcome):
-                    self._deliveries.submit(self._deliver, outcome)
+                    self._deliveries.submit(self._deliver_outcome, outcome)
                 case _:
                     self._data.start(action)
 
-    def _deliver(self, outcome: Delivered | Inserted) -> None:
+    def _deliver_outcome(self, outcome: Delivered | Inserted) -> None:
         try:
             self._on_arrival(outcome)
         except Exception:
             log.exception("the application's delivery callback raised")
 
-    def _broken(self) -> None:
+    def _on_broken(self) -> None:
         """The loop has ended: later calls are refused."""
         self._closed = True
 
 
-def _info(memory: MemPool, me: Peer, namespace: str, address: str) -> PeerInfo:
+def _describe_pool(memory: MemPool, self_peer: Peer, namespace: str, address: str) -> PeerInfo:
     """What others must know of a pool without a model."""
     tiers = memory.report().by_tier
     return PeerInfo(
-        peer=me,
+        peer=self_peer,
         role=Role.STORE,
         address=address,
         namespace=namespace,
@@ -225,8 +235,8 @@ class PoolPeer:
         given back at once.
         """
         generation = time.time_ns()
-        self._me = Peer(name, generation)
-        self._deliver = on_delivery
+        self._self_peer = Peer(name, generation)
+        self._on_delivery = on_delivery
         self._memory = MemPool(
             geometry,
             hbm_bytes=hbm_bytes,
@@ -237,17 +247,9 @@ class PoolPeer:
             new_arena=_core.SharedArena,
             identity_key=identity_key(secret),
         )
-        self._host = PoolHost(
-            self._memory,
-            self._me,
-            namespace,
-            ExchangeConfig(lease_ns=ns_from_s(lease_s)),
-            secret=secret,
-            address=(host, port),
-            link=link,
-            silent_ns=ns_from_s(silent_s),
-            on_arrival=self._arrived,
-        )
+        where = ListenAddress(secret, host, port=port)
+        terms = PeerTerms(namespace, link, lease_ns=ns_from_s(lease_s), silent_ns=ns_from_s(silent_s))
+        self._host = PoolHost(self._memory, self._self_peer, where, terms, self._on_outcome)
         self._machine = self._host.machine
 
     # -- peers
@@ -255,7 +257,7 @@ class PoolPeer:
     @property
     def name(self) -> str:
         """What others call it."""
-        return self._me.name
+        return self._self_peer.name
 
     def info(self) -> bytes:
         """What another process needs for :meth:`connect`."""
@@ -273,7 +275,7 @@ class PoolPeer:
             hint = "give the bytes of PoolPeer.info()"
             raise UserError(f"not a peer's info: {error}", hint=hint, param="info") from error
         name = peer_info.peer.name
-        answered = self._host.ask(lambda now_ns: self._machine.meet(peer_info, now_ns))
+        answered = self._host.call_machine(lambda now_ns: self._machine.add_peer(peer_info, now_ns))
         try:
             answered.result(timeout_s)
         except (TimeoutError, CancelledError) as error:
@@ -283,11 +285,11 @@ class PoolPeer:
 
     def disconnect(self, id: str) -> None:
         """End all dealings with a peer: each side frees what the other held."""
-        self._host.ask(lambda now_ns: self._machine.leave(id, now_ns))
+        self._host.call_machine(lambda now_ns: self._machine.remove_peer(id, now_ns))
 
     def peers(self) -> list[str]:
         """Names of the peers that are known and not silent."""
-        return self._host.ask(lambda now_ns: self._machine.names())
+        return self._host.call_machine(lambda now_ns: self._machine.peer_names())
 
     # -- Table 1: memory blocks
 
@@ -300,11 +302,13 @@ class PoolPeer:
         there is no peer ``id``; a peer that does not answer in time has no room.
         """
         if id is None:
-            return self._host.ask(lambda now_ns: self._memory.alloc_mem(size, tier))
+            return self._host.call_machine(lambda now_ns: self._memory.alloc_mem(size, tier))
         if size < 1:
             raise UserError(f"cannot allocate {size} blocks at {id!r}", hint="size must be positive", param="size")
         within_ns = ns_from_s(timeout_s)
-        return self._host.ask(lambda now_ns: self._machine.start_allocation(id, size, tier, now_ns, within_ns)).result()
+        return self._host.call_machine(
+            lambda now_ns: self._machine.start_allocation(id, size, tier, now_ns, within_ns)
+        ).result()
 
     def free_mem(self, addresses: AddressList) -> None:
         """Give up blocks from :meth:`alloc_mem`, :meth:`match` or a delivery, wherever they lie.
@@ -312,11 +316,11 @@ class PoolPeer:
         Blocks of a peer go back together, when the last one of its ``alloc_mem`` is given up. Those of a peer that is
         gone are gone.
         """
-        for generation, group in _by_owner(addresses):
-            if generation == self._me.generation:
-                self._host.ask(partial(self._free_own, group))
+        for generation, group in _group_by_owner(addresses):
+            if generation == self._self_peer.generation:
+                self._host.call_machine(partial(self._free_own, group))
             else:
-                self._host.ask(partial(self._free_remote, generation, group))
+                self._host.call_machine(partial(self._free_remote, generation, group))
 
     def view(self, address: Address) -> NDArray[np.uint8]:
         """The bytes of an own block, ``[num_layers, page_bytes]`` uint8, writable, without a copy."""
@@ -326,31 +330,31 @@ class PoolPeer:
 
     def insert(self, tokens: TokenArray, addresses: AddressList) -> int:
         """See :meth:`MemPool.insert`."""
-        return self._host.ask(lambda now_ns: self._memory.insert(tokens, addresses))
+        return self._host.call_machine(lambda now_ns: self._memory.insert(tokens, addresses))
 
     def match(self, tokens: TokenArray) -> Addresses:
         """See :meth:`MemPool.match`."""
-        return self._host.ask(lambda now_ns: self._memory.match(tokens))
+        return self._host.call_machine(lambda now_ns: self._memory.match(tokens))
 
     def cached_tokens(self, tokens: TokenArray) -> int:
         """See :meth:`MemPool.cached_tokens`."""
-        return self._host.ask(lambda now_ns: self._memory.cached_tokens(tokens))
+        return self._host.call_machine(lambda now_ns: self._memory.cached_tokens(tokens))
 
     def delete(self, tokens: TokenArray) -> int:
         """See :meth:`MemPool.delete`."""
-        return self._host.ask(lambda now_ns: self._memory.delete(tokens))
+        return self._host.call_machine(lambda now_ns: self._memory.delete(tokens))
 
     def swap_out(self, num_blocks: int) -> int:
         """See :meth:`MemPool.swap_out`."""
-        return self._host.ask(lambda now_ns: self._memory.swap_out(num_blocks))
+        return self._host.call_machine(lambda now_ns: self._memory.swap_out(num_blocks))
 
     def swap_out_blocks(self, addresses: AddressList) -> Addresses | None:
         """See :meth:`MemPool.swap_out_blocks`."""
-        return self._host.ask(lambda now_ns: self._memory.swap_out_blocks(addresses))
+        return self._host.call_machine(lambda now_ns: self._memory.swap_out_blocks(addresses))
 
     def swap_in(self, addresses: AddressList) -> Addresses | None:
         """See :meth:`MemPool.swap_in`."""
-        return self._host.ask(lambda now_ns: self._memory.swap_in(addresses))
+        return self._host.call_machine(lambda now_ns: self._memory.swap_in(addresses))
 
     # -- Table 1: transfers
 
@@ -378,7 +382,7 @@ class PoolPeer:
         private: bytes = b"",
     ) -> Future[Transferred]:
         """As :meth:`transfer`, without waiting. The source may be freed at once, but not be written to."""
-        return self._offer(id, _NO_TOKENS, src_addresses, dst_addresses, flags, private)
+        return self._start_offer(id, _NO_TOKENS, src_addresses, dst_addresses, flags, private)
 
     def transfer_with_insert(
         self,
@@ -415,30 +419,32 @@ class PoolPeer:
                     f"{len(addresses or ())} addresses for {whole} blocks of tokens", hint="one a whole block"
                 )
         dst = None if dst_addresses is None else dst_addresses[:whole]
-        return self._offer(id, tokens[: whole * block_tokens], src_addresses[:whole], dst, flags, private)
+        return self._start_offer(id, tokens[: whole * block_tokens], src_addresses[:whole], dst, flags, private)
 
     def fetch(self, id: str, tokens: TokenArray, timeout_s: float = 5.0) -> int:
         """Get into the own index what the peer ``id`` has of ``tokens``; returns the cached prefix in tokens then.
 
         What does not come in time, or with a wrong checksum, is not there.
         """
-        wanted, within_ns = as_tokens(tokens), ns_from_s(timeout_s)
-        return self._host.ask(lambda now_ns: self._machine.start_fetch(id, wanted, now_ns, within_ns)).result()
+        wanted_tokens, within_ns = as_tokens(tokens), ns_from_s(timeout_s)
+        return self._host.call_machine(
+            lambda now_ns: self._machine.start_fetch(id, wanted_tokens, now_ns, within_ns)
+        ).result()
 
     # -- state
 
     def report(self) -> PoolReport:
         """The state of the memory."""
-        return self._host.ask(lambda now_ns: self._memory.report())
+        return self._host.call_machine(lambda now_ns: self._memory.report())
 
     def counters(self) -> ExchangeCounters:
         """What was exchanged so far."""
-        return self._host.ask(lambda now_ns: replace(self._machine.exchange.counters))
+        return self._host.call_machine(lambda now_ns: replace(self._machine.exchange.counters))
 
     def check_invariants(self) -> None:
         """Raise :class:`memserve.base.errors.InvariantError` when the books do not balance."""
-        self._host.ask(lambda now_ns: self._memory.check_invariants())
-        self._host.ask(lambda now_ns: self._machine.exchange.check_invariants())
+        self._host.call_machine(lambda now_ns: self._memory.check_invariants())
+        self._host.call_machine(lambda now_ns: self._machine.exchange.check_invariants())
 
     def close(self) -> None:
         """Tell the peers, stop the threads, give the memory back. Waiting calls end."""
@@ -447,7 +453,9 @@ class PoolPeer:
     def __enter__(self) -> PoolPeer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -455,7 +463,7 @@ class PoolPeer:
 
     # -- inside
 
-    def _offer(
+    def _start_offer(
         self,
         id: str,
         tokens: TokenArray,
@@ -465,7 +473,11 @@ class PoolPeer:
         private: bytes,
     ) -> Future[Transferred]:
         tier, blocks = self._own_blocks(src)
-        to, dst_tier, dst_blocks = self._host.ask(lambda now_ns: self._machine.known(id)), Tier.HBM, tuple[int, ...]()
+        to, dst_tier, dst_blocks = (
+            self._host.call_machine(lambda now_ns: self._machine.require_peer(id)),
+            Tier.HBM,
+            tuple[int, ...](),
+        )
         if dst is not None:
             dst_tier, dst_blocks = _blocks_of(to, dst)
             if len(dst_blocks) != len(blocks):
@@ -474,16 +486,15 @@ class PoolPeer:
                 raise UserError("TO_DRAM, and addresses in HBM", hint="leave the flag out: addresses name their tier")
         elif TransferFlag.TO_DRAM in flags:
             dst_tier = Tier.DRAM
-        terms: dict[str, Any] = {
-            "tokens": tokens,
-            "tier": tier,
-            "mode": TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
-            "insert": len(tokens) > 0,
-            "private": private,
-            "dst_blocks": dst_blocks,
-            "dst_tier": dst_tier,
-        }
-        return self._host.ask(lambda now_ns: self._machine.start_offer(to, blocks, now_ns, **terms))
+        offered = OfferedBlocks(self._memory.tenant, tokens, blocks, tier)
+        terms = OfferTerms(
+            TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
+            insert=len(tokens) > 0,
+            private=private,
+            dst_blocks=dst_blocks,
+            dst_tier=dst_tier,
+        )
+        return self._host.call_machine(lambda now_ns: self._machine.start_offer(to, offered, now_ns, terms))
 
     def _free_own(self, addresses: AddressList, now_ns: int) -> None:
         self._memory.free_mem(addresses)
@@ -494,20 +505,20 @@ class PoolPeer:
     def _own_blocks(self, src: AddressList) -> tuple[Tier, tuple[int, ...]]:
         if not len(src):
             raise UserError("nothing to transfer", hint="give at least one source address", param="src_addresses")
-        return _blocks_of(self._me, src)
+        return _blocks_of(self._self_peer, src)
 
-    def _arrived(self, outcome: Delivered | Inserted) -> None:
+    def _on_outcome(self, outcome: Delivered | Inserted) -> None:
         """In the delivery thread."""
         offer, addresses = outcome.offer, None
         if isinstance(outcome, Delivered):
-            addresses = Addresses(offer.dst_tier, _core.BlockIds(outcome.blocks), self._me.generation)
-        if self._deliver is not None:
-            self._deliver(Delivery(outcome.sender.name, addresses, offer.tokens, offer.private))
+            addresses = Addresses(offer.dst_tier, _core.BlockIds(outcome.blocks), self._self_peer.generation)
+        if self._on_delivery is not None:
+            self._on_delivery(Delivery(outcome.sender.name, addresses, offer.tokens, offer.private))
         elif addresses is not None:
             self.free_mem(addresses)
 
 
-def _by_owner(addresses: AddressList) -> list[tuple[int, AddressList]]:
+def _group_by_owner(addresses: AddressList) -> list[tuple[int, AddressList]]:
     """Addresses by the generation of their owner."""
     if isinstance(addresses, Addresses):
         return [(addresses.generation, addresses)] if len(addresses) else []

@@ -86,7 +86,7 @@ class StepProfiler:
         self._vocab_size = vocab_size
         self._step_ids = itertools.count(1)
 
-    def fits(self, batch: int, tokens: int) -> bool:
+    def fits_pool(self, batch: int, tokens: int) -> bool:
         """Whether ``batch`` sequences of ``tokens`` each can be in the pool at once."""
         config = self._config
         blocks = batch * ceil_div(tokens + 1, self._block_tokens)
@@ -102,16 +102,16 @@ class StepProfiler:
 
         ``from_dram``: the whole blocks of the contexts are brought up from DRAM in that step, before it computes.
         """
-        return self._run(batch, context_tokens + new_tokens, new_tokens, context_tokens if from_dram else 0)
+        return self._time_step(batch, context_tokens + new_tokens, new_tokens, context_tokens if from_dram else 0)
 
     def decode_ns(self, batch: int, context_tokens: int) -> int:
         """One step of ``batch`` sequences that attend to ``context_tokens`` each."""
-        return self._run(batch, context_tokens, 1)
+        return self._time_step(batch, context_tokens, 1)
 
     def copy_ns(self, src: Tier, dst: Tier, blocks: int) -> int:
         """Copying ``blocks`` blocks between tiers: every other one, as after some time in service."""
         limit = min(self._config.pool.hbm_blocks, self._config.pool.dram_blocks)
-        places = [(2 * at) % limit + (2 * at) // limit for at in range(blocks)]
+        places = [(2 * index) % limit + (2 * index) // limit for index in range(blocks)]
         plan = StepPlan(next(self._step_ids), copies=[CopyBlocks(src, dst, places, places[::-1])])
         return self._device.execute(plan).device_ns
 
@@ -119,16 +119,16 @@ class StepProfiler:
         """Give the device back."""
         self._device.close()
 
-    def _run(self, batch: int, tokens: int, new_tokens: int, dram_tokens: int = 0) -> int:
+    def _time_step(self, batch: int, tokens: int, new_tokens: int, dram_tokens: int = 0) -> int:
         plan = StepPlan(next(self._step_ids))
         blocks = ceil_div(tokens + 1, self._block_tokens)
         if swapped := dram_tokens // self._block_tokens:
-            above = [slot * blocks + at for slot in range(batch) for at in range(swapped)]
+            above = [slot * blocks + index for slot in range(batch) for index in range(swapped)]
             plan.copies.append(CopyBlocks(Tier.DRAM, Tier.HBM, list(range(len(above))), above))
         for slot in range(batch):
             ids = self._rng.integers(self._vocab_size // 100, self._vocab_size, tokens, dtype=np.int32)
-            own = list(range(slot * blocks, (slot + 1) * blocks))
-            plan.open.append(OpenSequence(slot, ids, tokens, 0, SamplingParams(temperature=0.0), own))
+            own_blocks = list(range(slot * blocks, (slot + 1) * blocks))
+            plan.open.append(OpenSequence(slot, ids, tokens, 0, SamplingParams(temperature=0.0), own_blocks))
             plan.slots.append(slot)
             plan.starts.append(tokens - new_tokens)
             plan.counts.append(new_tokens)
@@ -154,7 +154,7 @@ def measure_steps(
 ) -> Measured:
     """Samples of prefill, decode and swap, in about ``seconds``."""
     for new_tokens in (8, 64, 256):  # threads, kernels, first-touch memory
-        if profiler.fits(1, new_tokens):
+        if profiler.fits_pool(1, new_tokens):
             profiler.prefill_ns(new_tokens, 0)
     samples: dict[str, Sequence[Sample]] = {}
     tell("prefill: prompt lengths and cached ratios")
@@ -178,7 +178,7 @@ def _prefill_samples(profiler: StepProfiler, step_tokens: int, seconds: float) -
 
 
 def _decode_samples(profiler: StepProfiler, seconds: float) -> list[Sample]:
-    grid = [(b, c) for b in DECODE_BATCHES for c in DECODE_CONTEXTS if profiler.fits(b, c)]
+    grid = [(b, c) for b in DECODE_BATCHES for c in DECODE_CONTEXTS if profiler.fits_pool(b, c)]
     grid.sort(key=lambda point: point[0] * point[1])
     times = timed_rounds(grid, lambda point: profiler.decode_ns(*point), seconds)
     return [Sample(batch, batch * context, ns) for (batch, context), ns in times.items()]
@@ -189,7 +189,7 @@ def prefill_grid(profiler: StepProfiler, step_tokens: int) -> list[tuple[int, in
     points = []
     for length, ratio in itertools.product(PROMPT_TOKENS, CACHED_RATIOS):
         cached = round(length * ratio)
-        if length - cached <= step_tokens and profiler.fits(1, length):
+        if length - cached <= step_tokens and profiler.fits_pool(1, length):
             points.append((length - cached, cached))
     return sorted(points)
 
@@ -244,14 +244,14 @@ def with_transfers(
     measured: Measured, geometry: KVGeometry, seconds: float, tell: Tell, links: Links = LINKS
 ) -> Measured:
     """``measured`` and what moving pages between two processes costs, in about ``seconds``."""
-    samples, missing = dict(measured.samples), dict(measured.missing)
+    samples, failures = dict(measured.samples), dict(measured.failures)
     for curve, (link, environment) in links.items():
         tell(f"transfer: between two processes over {link}")
         try:
             samples[curve] = measure_transfer(geometry, link, seconds / 2, environment)
         except UserError as error:
-            missing[curve] = str(error)
-    return replace(measured, samples=samples, missing=missing)
+            failures[curve] = str(error)
+    return replace(measured, samples=samples, failures=failures)
 
 
 def measure_transfer(
@@ -271,13 +271,13 @@ def measure_transfer(
     settings = (geometry, link, blocks, environment or {}, secrets.token_urlsafe())
     context = multiprocessing.get_context("spawn")
     owner_side, taker_side = context.Pipe()
-    ours, theirs = context.Pipe()
-    owner = context.Process(target=_own, args=(owner_side, *settings), daemon=True)
-    asked = (theirs, taker_side, seconds, tuple(block_counts))
-    taker = context.Process(target=_take, args=(*asked, *settings), daemon=True)
+    ours, result_side = context.Pipe()
+    owner = context.Process(target=_run_owner, args=(owner_side, *settings), daemon=True)
+    taker_args = (result_side, taker_side, seconds, tuple(block_counts))
+    taker = context.Process(target=_run_taker, args=(*taker_args, *settings), daemon=True)
     for process in (owner, taker):
         process.start()
-    for end in (owner_side, taker_side, theirs):
+    for end in (owner_side, taker_side, result_side):
         end.close()
     try:
         answer: Any = ours.recv() if ours.poll(_START_S + 3 * seconds + _PULL_S) else "no answer in time"
@@ -292,32 +292,32 @@ def measure_transfer(
     return [Sample(*sample) for sample in answer]
 
 
-def _own(asked: Connection, geometry: KVGeometry, link: str, blocks: int, *settings: Any) -> None:
+def _run_owner(connection: Connection, geometry: KVGeometry, link: str, blocks: int, *settings: Any) -> None:
     """The owner's process: seals the first ``n`` blocks as often as ``n`` is asked for."""
-    with _port(geometry, link, blocks, *settings) as (port, answers):
-        asked.send(port.describe(_info(_OWNER, geometry, blocks)))
-        port.add_peer(asked.recv())  # members know each other
+    with _open_port(geometry, link, blocks, *settings) as (port, answers):
+        connection.send(port.describe(_profile_peer(_OWNER, geometry, blocks)))
+        port.add_peer(connection.recv())  # members know each other
         while True:
             try:
-                count = asked.recv()
+                count = connection.recv()
             except EOFError:
                 return
             port.start(SealPages(0, Tier.HBM, tuple(range(count)), 0, geometry.num_layers))
             sealed = answers.get()
-            asked.send(sealed.checksums)
+            connection.send(sealed.checksums)
 
 
-def _take(
-    told: Connection, owner: Connection, seconds: float, block_counts: Sequence[int],
+def _run_taker(
+    results: Connection, owner: Connection, seconds: float, block_counts: Sequence[int],
     geometry: KVGeometry, link: str, blocks: int, *settings: Any,
 ) -> None:  # fmt: skip
     """The taker's process: measures, and tells the samples or what went wrong."""
-    with _port(geometry, link, blocks, *settings) as (port, answers):
+    with _open_port(geometry, link, blocks, *settings) as (port, answers):
         if not owner.poll(_START_S):
-            told.send("the other process does not start")
+            results.send("the other process does not start")
             return
         port.add_peer(owner.recv())
-        owner.send(port.describe(_info(_TAKER, geometry, blocks)))
+        owner.send(port.describe(_profile_peer(_TAKER, geometry, blocks)))
 
         def pull(point: tuple[int, bool]) -> int:
             count, by_page = point
@@ -335,14 +335,14 @@ def _take(
         try:
             times = timed_rounds(points, pull, seconds)
         except (UserError, queue.Empty, EOFError) as error:
-            told.send(str(error) or "a pull did not end")
+            results.send(str(error) or "a pull did not end")
             return
         pieces = {False: 1, True: geometry.num_layers}
-        told.send([(n * geometry.block_bytes, n * pieces[paged], ns) for (n, paged), ns in times.items()])
+        results.send([(n * geometry.block_bytes, n * pieces[paged], ns) for (n, paged), ns in times.items()])
 
 
 @contextmanager
-def _port(
+def _open_port(
     geometry: KVGeometry, link: str, blocks: int, environment: dict[str, str], secret: str
 ) -> Iterator[tuple[PagePort, queue.SimpleQueue[Any]]]:
     os.environ.update(environment)
@@ -358,5 +358,5 @@ def _port(
         port.close()
 
 
-def _info(peer: Peer, geometry: KVGeometry, blocks: int) -> PeerInfo:
+def _profile_peer(peer: Peer, geometry: KVGeometry, blocks: int) -> PeerInfo:
     return PeerInfo(peer, Role.COLOCATED, "", "profile", geometry, blocks, 0, 0, False)

@@ -37,7 +37,7 @@ class Measured:
     """Samples by curve: ``prefill``, ``decode``, ``swap_in``, ``swap_out``, ``same_host``, ``network``."""
 
     samples: Mapping[str, Sequence[Sample]]
-    missing: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
     """Curves that could not be measured, and why."""
 
 
@@ -66,8 +66,8 @@ def profile_path(fingerprint: str, geometry: KVGeometry, device: str, threads: i
 
     ``device`` is ``cpu`` or ``cuda``, ``threads`` as the option says (``None``: every core).
     """
-    said = (machine_name(device), model_name(fingerprint, geometry, device, threads))
-    digest = hashlib.blake2b("\n".join(said).encode(), digest_size=8).hexdigest()
+    key_parts = (machine_name(device), model_name(fingerprint, geometry, device, threads))
+    digest = hashlib.blake2b("\n".join(key_parts).encode(), digest_size=8).hexdigest()
     return cache_root() / f"profile-{digest}.json"
 
 
@@ -107,17 +107,17 @@ def save_profile(path: Path, values: dict[str, Any]) -> None:
 class LearntProfile:
     """Keeps what an instance learns of its costs for its next start; one of ``memserve profile`` is left alone."""
 
-    def __init__(self, path: Path, known: CostModel) -> None:
-        """``known``: the costs that it began with."""
-        self._path, self._kept = path, b""
-        self._is_done = known.is_measured and known.machine != LEARNT
+    def __init__(self, path: Path, initial_costs: CostModel) -> None:
+        """``initial_costs``: the costs that it began with."""
+        self._path, self._saved_costs = path, b""
+        self._is_done = initial_costs.is_measured and initial_costs.machine != LEARNT
         self._next_s = 0.0
 
-    def keep(self, costs: bytes, now_s: float) -> None:
-        """Save ``costs`` (``CostModel.encode``) if they are new, once a minute at most; ``now_s``: any clock."""
-        if self._is_done or not costs or costs == self._kept or now_s < self._next_s:
+    def save_costs(self, costs: bytes, now_s: float) -> None:
+        """Save ``costs`` (``CostModel.to_json``) if they are new, once a minute at most; ``now_s``: any clock."""
+        if self._is_done or not costs or costs == self._saved_costs or now_s < self._next_s:
             return
-        is_first, self._kept, self._next_s = not self._kept, costs, now_s + SAVES_EVERY_S
+        is_first, self._saved_costs, self._next_s = not self._saved_costs, costs, now_s + SAVES_EVERY_S
         try:
             save_profile(self._path, {"costs": json.loads(costs)})
         except UserError as error:
@@ -139,19 +139,19 @@ def _processor() -> str:
 # -- what it says
 
 
-def profile_values(found: Profile, geometry: KVGeometry) -> dict[str, Any]:
+def profile_values(profile: Profile, geometry: KVGeometry) -> dict[str, Any]:
     """Everything that was measured and fitted, and what follows from that: for the file, ``--json`` and reports."""
     return {
-        "machine": found.costs.machine,
-        "model": found.costs.model,
-        "costs": found.costs.to_dict(),
-        "quality": {name: dataclasses.asdict(quality) for name, quality in found.quality.items()},
-        "missing": dict(found.measured.missing),
-        "pays_from_tokens": pays_from(found.costs, geometry),
-        "decisions": _decisions(found.costs, geometry),
+        "machine": profile.costs.machine,
+        "model": profile.costs.model,
+        "costs": profile.costs.to_dict(),
+        "quality": {name: dataclasses.asdict(quality) for name, quality in profile.quality.items()},
+        "missing": dict(profile.measured.failures),
+        "pays_from_tokens": pays_from(profile.costs, geometry),
+        "decisions": _decisions(profile.costs, geometry),
         "samples": {
             name: [[sample.first, sample.second, sample.ns] for sample in samples]
-            for name, samples in found.measured.samples.items()
+            for name, samples in profile.measured.samples.items()
         },
     }
 
@@ -182,10 +182,10 @@ def _decisions(costs: CostModel, geometry: KVGeometry) -> dict[str, str]:
         "on this host": Prefix(prompt, remote_tokens=cached),
         "on another host": far,
     }
-    told = {where: decide_batch(costs, geometry, [prefix])[0].reason for where, prefix in alone.items()}
+    reasons = {place: decide_batch(costs, geometry, [prefix])[0].reason for place, prefix in alone.items()}
     crowd = decide_batch(costs, geometry, [far] * EXAMPLE_CROWD)
-    fetched = sum(decision.tokens(Way.FETCH) > 0 for decision in crowd)
-    told[f"there, {EXAMPLE_CROWD} at once"] = (
+    fetched = sum(decision.tokens_of(Way.FETCH) > 0 for decision in crowd)
+    reasons[f"there, {EXAMPLE_CROWD} at once"] = (
         f"{fetched} fetch, {EXAMPLE_CROWD - fetched} recompute: they share link and device"
     )
-    return told
+    return reasons

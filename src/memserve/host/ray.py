@@ -70,7 +70,7 @@ class ProcessActor:
     """An actor with one process. What it prints is in the log of Ray's worker."""
 
     def __init__(self, order: ProcessOrder) -> None:
-        self._order, self._life = order, secrets.token_hex(8)
+        self._order, self._run_id = order, secrets.token_hex(8)
         self._ends = False
         self._folder = tempfile.TemporaryDirectory(prefix="memserve-ray-")
         self._health = Path(self._folder.name) / "health"
@@ -82,7 +82,7 @@ class ProcessActor:
         if order.scales:
             words += ["--scale-file", str(self._decisions)]
         if order.name != ROUTER:
-            words += ["--name", _name_of_this_life(order), "--health-file", str(self._health)]
+            words += ["--name", _process_name(order), "--health-file", str(self._health)]
         worker_pid = os.getpid()
         self._process = subprocess.Popen(
             module_command("memserve", *words, cwd=order.cwd),
@@ -93,9 +93,9 @@ class ProcessActor:
             preexec_fn=lambda: die_with(worker_pid),
         )
         os.close(readable)
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._watch_process, daemon=True).start()
 
-    def _watch(self) -> None:
+    def _watch_process(self) -> None:
         """End with the process, so that Ray starts the actor again; and with the raylet, whose worker this is: it may
         be killed, and its workers live on, while Ray starts others in their place."""
         raylet_pid = os.getppid()
@@ -109,15 +109,15 @@ class ProcessActor:
     def standing(self) -> tuple[str, bool]:
         """A name of this life of the actor, and whether a router has accepted its process, by the health file."""
         try:
-            return self._life, self._health.read_text().strip() == HealthState.MEMBER.value
+            return self._run_id, self._health.read_text().strip() == HealthState.MEMBER.value
         except OSError:
-            return self._life, False
+            return self._run_id, False
 
     def decisions(self) -> dict[str, dict[str, Any]]:
         """What its policy has decided last, by role, as ``--scale-file`` says."""
         try:
-            told: dict[str, dict[str, Any]] = json.loads(self._decisions.read_text())
-            return told
+            last_decisions: dict[str, dict[str, Any]] = json.loads(self._decisions.read_text())
+            return last_decisions
         except OSError:
             return {}
 
@@ -172,7 +172,7 @@ class Controller:
             ).remote(self._plan.router)  # fmt: skip
         with self._lock:
             for role, count in self._plan.counts.items():
-                self._add(role, count)
+                self._add_actors(role, count)
 
     def scale(self, counts: Mapping[str, int]) -> dict[str, list[str]]:
         """Come to ``counts`` members of each role named there: new ones are members when this returns, and those that
@@ -180,22 +180,22 @@ class Controller:
         before."""
         for role in counts:
             if role not in self._actors:
-                known = ", ".join(self._actors)
-                raise UserError(f"this cluster has no {role}", hint=f"its roles: {known}", param="counts")
+                roles = ", ".join(self._actors)
+                raise UserError(f"this cluster has no {role}", hint=f"its roles: {roles}", param="counts")
         with self._lock:
             if self._ends.is_set():
                 return self.names()
             before = {role: len(self._actors[role]) for role in counts}
             try:
                 for role, count in counts.items():
-                    self._add(role, count - before[role])
+                    self._add_actors(role, count - before[role])
                 self.wait_members()
             except UserError:
                 for role, count in before.items():
-                    self._remove(role, len(self._actors[role]) - count, patience_s=0.0)
+                    self._remove_actors(role, len(self._actors[role]) - count, patience_s=0.0)
                 raise
             for role, count in counts.items():
-                self._remove(role, len(self._actors[role]) - count)
+                self._remove_actors(role, len(self._actors[role]) - count)
             return self.names()
 
     def follow(self) -> dict[str, list[str]] | None:
@@ -203,12 +203,14 @@ class Controller:
         import ray
 
         try:
-            told = ray.get(self._router.decisions.remote(), timeout=_ANSWER_S)
+            decisions = ray.get(self._router.decisions.remote(), timeout=_ANSWER_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return None  # it is being started again
-        new = {role: one for role, one in told.items() if self._decided.get(role) != one["decision"]}
-        self._decided |= {role: one["decision"] for role, one in new.items()}
-        return self.scale({role: one["instances"] for role, one in new.items()}) if new else None
+        new = {
+            role: decision for role, decision in decisions.items() if self._decided.get(role) != decision["decision"]
+        }
+        self._decided |= {role: decision["decision"] for role, decision in new.items()}
+        return self.scale({role: decision["instances"] for role, decision in new.items()}) if new else None
 
     def names(self) -> dict[str, list[str]]:
         """All members by role."""
@@ -219,14 +221,14 @@ class Controller:
         again before it has."""
         deadline, lives = time.monotonic() + timeout_s, defaultdict[str, set[str]](set)
         hint = "Ray's dashboard, or `ray logs`, has what they print"
-        while missing := [name for name, actor in self._everyone() if not _is_member(actor, lives[name])]:
+        while absent_names := [name for name, actor in self._all_actors() if not _is_member(actor, lives[name])]:
             if self._ends.is_set():
                 return
-            for name in missing:
+            for name in absent_names:
                 if len(lives[name]) >= LIVES_MAX:
                     raise UserError(f"{name} has ended {LIVES_MAX - 1} times before it was a member", hint=hint)
             if time.monotonic() > deadline:
-                raise UserError(f"{', '.join(missing)}: no member after {timeout_s:.0f} s", hint=hint)
+                raise UserError(f"{', '.join(absent_names)}: no member after {timeout_s:.0f} s", hint=hint)
             time.sleep(_LOOK_S)
 
     def stop(self) -> int:
@@ -240,13 +242,13 @@ class Controller:
             ray.kill(self._router)
         with self._lock:
             for role, actors in self._actors.items():
-                self._remove(role, len(actors), patience_s=0.0)
+                self._remove_actors(role, len(actors), patience_s=0.0)
         return int(status)
 
-    def _everyone(self) -> list[tuple[str, Any]]:
+    def _all_actors(self) -> list[tuple[str, Any]]:
         return [pair for actors in self._actors.values() for pair in actors.items()]
 
-    def _add(self, role: str, count: int) -> None:
+    def _add_actors(self, role: str, count: int) -> None:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -261,19 +263,19 @@ class Controller:
             text = ", ".join(f"{name} {amount:g}" for name, amount in needs.items())
             hint = "add nodes, ask for fewer, or for less with --ray-resources"
             raise UserError(f"Ray has no room for {count} more {role} with {text} each", hint=hint)
-        own = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+        own_resources = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         free = (f"{role[0]}{number}" for number in range(1, 1 << 20) if f"{role[0]}{number}" not in actors)
-        for bundle, name in zip(range(count), list(_first(free, count)), strict=True):
+        for bundle, name in zip(range(count), list(_take_names(free, count)), strict=True):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
             order = self._plan.members[role]
-            named = dataclasses.replace(order, name=name)
+            named_order = dataclasses.replace(order, name=name)
             actors[name] = ray.remote(ProcessActor).options(
-                num_cpus=needs.get("CPU", 0), num_gpus=needs.get("GPU", 0), resources=own, max_restarts=-1,
+                num_cpus=needs.get("CPU", 0), num_gpus=needs.get("GPU", 0), resources=own_resources, max_restarts=-1,
                 scheduling_strategy=place,
-            ).remote(named)  # fmt: skip
+            ).remote(named_order)  # fmt: skip
             self._groups[name] = group
 
-    def _remove(self, role: str, count: int, patience_s: float | None = None) -> None:
+    def _remove_actors(self, role: str, count: int, patience_s: float | None = None) -> None:
         """Those that came last; they drain side by side."""
         import ray
         from ray.util.placement_group import remove_placement_group
@@ -301,14 +303,14 @@ def _remove_left_groups() -> None:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group["placement_group_id"]))))
 
 
-def _name_of_this_life(order: ProcessOrder) -> str:
+def _process_name(order: ProcessOrder) -> str:
     """Of an instance: another one in each life. Where a node is lost from sight, its processes may live on beside those
     that were started in their place, and of two with one name each would have the other expelled. A store keeps its
     name: what it has left is found by it."""
     return order.name if order.words[0] == "store" else f"{order.name}-{secrets.token_hex(2)}"
 
 
-def _first(names: Any, count: int) -> list[str]:
+def _take_names(names: Any, count: int) -> list[str]:
     return [next(names) for _ in range(count)]
 
 

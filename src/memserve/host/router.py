@@ -104,29 +104,29 @@ class MemberLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lines = RatedLog(log, clock=clock)
-        self._gone: OrderedDict[str, tuple[float, bool]] = OrderedDict()
+        self._rated_log = RatedLog(log, clock=clock)
+        self._last_ends: OrderedDict[str, tuple[float, bool]] = OrderedDict()
         """Name -> when its last incarnation ended, and whether that was its death."""
 
-    def say(self, report: ReportMember) -> None:
+    def log_change(self, report: ReportMember) -> None:
         """One line, unless there was one like it just now."""
         change, name, level = report.change, report.peer.name, _LEVELS[report.change]
         why = [report.why] if report.why else []
         if change in (MemberChange.DIED, MemberChange.LEFT):
-            self._gone[name] = (self._clock(), change is MemberChange.DIED)
-            self._gone.move_to_end(name)
-            if len(self._gone) > _NAMES_MAX:
-                self._gone.popitem(last=False)
+            self._last_ends[name] = (self._clock(), change is MemberChange.DIED)
+            self._last_ends.move_to_end(name)
+            if len(self._last_ends) > _NAMES_MAX:
+                self._last_ends.popitem(last=False)
         elif change is MemberChange.RETURNED:
-            since_s, has_died = self._gone.pop(name, (None, bool(why)))
+            since_s, has_died = self._last_ends.pop(name, (None, bool(why)))
             why += [] if since_s is None else [f"after {self._clock() - since_s:.1f} s"]
             level = level if has_died else logging.INFO  # it said goodbye, here or to a router before this one
         # one process that knocks at short intervals under ever new generations has one line, too
         thing = (change, name, report.address)
         place = f" at {report.address}" if report.address else ""
-        what = _WORDS[change] + (f": {', '.join(why)}" if why else "")
+        change_text = _WORDS[change] + (f": {', '.join(why)}" if why else "")
         kind = _KINDS.get(report.role, "instance")
-        self._lines.say(level, thing, "%s %s%s %s", kind, name[:100], place[:200], what[:300])
+        self._rated_log.log_limited(level, thing, "%s %s%s %s", kind, name[:100], place[:200], change_text[:300])
 
 
 MEMBERS_LOOK_S = 1.0
@@ -144,17 +144,17 @@ class RouterEngine:
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         keeper: MetaKeeper | None = None,
-        me: Peer | None = None,
+        self_peer: Peer | None = None,
     ) -> None:
         """``open_mailbox`` gets the function that takes what members say. ``keeper``: what ``machine`` remembers goes
-        there, and it goes on from what ``keeper`` remembers; ``me`` is the router's name then."""
+        there, and it goes on from what ``keeper`` remembers; ``self_peer`` is the router's name then."""
         self._machine = machine.cluster if isinstance(machine, Follower) else machine
         self._follower = machine if isinstance(machine, Follower) else None
         self._clients = EngineClients(self.cancel)
         self._members: dict[str, PeerInfo] = {}  # all and only the members, as they introduced themselves
         self._changed = threading.Condition()  # notified whenever _members changes
-        self._look_again_s = 0.0
-        self._lines: dict[Peer, None] = {}  # all and only those that the mailbox knows
+        self._next_check_s = 0.0
+        self._connected_peers: dict[Peer, None] = {}  # all and only those that the mailbox knows
         self._handle_ns = 0
         self._log = MemberLog()
         self.children: Callable[[], Mapping[str, ChildStats]] = dict
@@ -175,21 +175,21 @@ class RouterEngine:
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
         self._loop: SharedLoop[Any] = SharedLoop(
-            machine, self._perform, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
+            machine, self._perform_actions, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
         )
         self._gate = DurabilityGate() if keeper is not None else None
         self._mailbox = open_mailbox(self._message_arrived)
-        if keeper is not None and me is not None:
-            recovered = StateRecovered(keeper.recovered, me, self._mailbox.address, keeper.clock_offset_ns)
-            self._loop.post(recovered)
+        if keeper is not None and self_peer is not None:
+            recovered = StateRecovered(keeper.recovered_state, self_peer, self._mailbox.address, keeper.clock_offset_ns)
+            self._loop.post_event(recovered)
             self._is_listening = True
         elif isinstance(machine, Follower):
-            self._loop.post(FollowerStarts(self._mailbox.address))
+            self._loop.post_event(FollowerStarts(self._mailbox.address))
         self._loop.start()
 
     # -- for the API
 
-    def hear_in(self, loop: AbstractEventLoop | None) -> None:
+    def receive_messages_in(self, loop: AbstractEventLoop | None) -> None:
         """From now on ``loop``, from which this is called, reads what members say; None: a thread, as at first. Before
         ``loop`` ends, or this engine is closed."""
         self._mailbox.read_in(loop)
@@ -197,51 +197,53 @@ class RouterEngine:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Run ``request`` somewhere. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
-        self._clients.submit(request, sink, lambda request: self._loop.put(RequestArrived(request)))
-        self._loop.see_to_it()
+        self._clients.submit_request(request, sink, lambda request: self._loop.enqueue_event(RequestArrived(request)))
+        self._loop.wake_loop()
 
     def cancel(self, request_id: str) -> None:
         """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
-        self._loop.post(RequestCancelled(request_id))
+        self._loop.post_event(RequestCancelled(request_id))
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
-        self._loop.post(SequenceStopped(request_id, index))
+        self._loop.post_event(SequenceStopped(request_id, index))
 
-    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
         """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
-        self._loop.post(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
+        self._loop.post_event(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
 
-    def unpin(self, handle: str, tenant: str) -> None:
+    def unpin_prefix(self, handle: str, tenant: str) -> None:
         """Give the name up; unknown ones are ignored."""
-        self._loop.post(PrefixUnpinned(handle, tenant))
+        self._loop.post_event(PrefixUnpinned(handle, tenant))
 
     def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
         """How much of each is pinned; ``None`` while nothing was heard of it. Raises as :meth:`stats`."""
-        return self._loop.ask(lambda: self._machine.pinned_tokens(tenant, handles))
+        return self._loop.query_machine(lambda: self._machine.pinned_tokens(tenant, handles))
 
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
         """What is kept under a tenant's names; their times are those of the router's clock. Raises as :meth:`stats`."""
-        return self._loop.ask(lambda: self._machine.named_prefixes(tenant))
+        return self._loop.query_machine(lambda: self._machine.named_prefixes(tenant))
 
     def prefix_trees(self, tenant: str | None) -> dict[str, tuple[PrefixNode, ...]]:
         """The prefixes of the last prompts by tenant; ``None``: of all tenants. Raises as :meth:`stats`."""
-        return self._loop.ask(lambda: self._machine.prefix_trees(tenant))
+        return self._loop.query_machine(lambda: self._machine.prefix_trees(tenant))
 
     def stats(self) -> RouterStats:
         """A consistent snapshot of the router's counters, and what each member has said of itself lately.
 
         Raises ``TimeoutError`` when the router is stuck, :class:`EngineStopped` when it has ended: that one at once.
         """
-        told = self._loop.ask(lambda: RouterStats.of(self._machine.stats(), self._machine.instances(), self._handle_ns))
+        snapshot = self._loop.query_machine(
+            lambda: RouterStats.from_cluster(self._machine.stats(), self._machine.instances(), self._handle_ns)
+        )
         durability = self._keeper.durability() if self._keeper is not None else Durability()
         letters = self._mailbox.counters
-        return replace(told, children=self.children(), scaling=self.scaling, letters=letters, metadata=durability)
+        return replace(snapshot, children=self.children(), scaling=self.scaling, letters=letters, metadata=durability)
 
     @property
-    def outstanding(self) -> int:
+    def requests_outstanding(self) -> int:
         """Requests that have not ended."""
-        return self._clients.outstanding
+        return self._clients.requests_outstanding
 
     @property
     def closing(self) -> bool:
@@ -265,49 +267,49 @@ class RouterEngine:
         """Whether the owner has accepted this follower. True: this is the owner."""
         return self._follower is None or self._follower.member.router is not None
 
-    def wait_for(self, names: Sequence[str], timeout_s: float) -> bool:
+    def wait_for_members(self, names: Sequence[str], timeout_s: float) -> bool:
         """Whether all of ``names`` (at least one member, if there are none) are members before ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: bool(self._members) and all(name in self._members for name in names), timeout_s
             )
 
-    def instances(self) -> tuple[InstanceView, ...]:
+    def instance_views(self) -> tuple[InstanceView, ...]:
         """The members as the router sees them. Raises as :meth:`stats`."""
-        return self._loop.ask(self._machine.instances)
+        return self._loop.query_machine(self._machine.instances)
 
-    def story(self, request_id: str) -> RouteStory | None:
+    def request_trace(self, request_id: str) -> RouteStory | None:
         """What was decided for a live request, and why. Raises as :meth:`stats`."""
-        return self._loop.ask(lambda: self._machine.story(request_id))
+        return self._loop.query_machine(lambda: self._machine.story(request_id))
 
-    def call_store(self, address: str) -> None:
+    def invite_store(self, address: str) -> None:
         """Ask the store at ``address`` (``tcp://host:port``) to join, from now on, whenever it is started."""
         self._mailbox.connect(STORE, address)
-        self._loop.post(StoreNamed(self._mailbox.address))
+        self._loop.post_event(StoreNamed(self._mailbox.address))
 
-    def drain(self, name: str) -> None:
+    def drain_member(self, name: str) -> None:
         """Ask a member to finish what it has and to leave."""
-        self._loop.post(InstanceDrained(name))
+        self._loop.post_event(InstanceDrained(name))
 
-    def bury(self, name: str, how: str) -> None:
+    def mark_dead(self, name: str, how: str) -> None:
         """The process of a member has ended, as its keeper knows: what ran there goes on elsewhere at once, without
         the wait for heartbeats that do not come. ``how`` it ended: ``was ended by signal 9``."""
-        self._loop.post(InstanceDied(name, how))
+        self._loop.post_event(InstanceDied(name, how))
 
     # -- what clients were promised
 
-    def documents(self) -> tuple[DocumentPut, ...]:
+    def stored_documents(self) -> tuple[DocumentPut, ...]:
         """Those that the last router knew."""
-        return self._keeper.recovered.documents if self._keeper is not None else ()
+        return self._keeper.recovered_state.documents if self._keeper is not None else ()
 
-    def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
+    def write_record(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
         """Make ``record`` durable. The future says whether it is; True without metadata: no client is promised more."""
-        kept: Future[bool] = Future()
+        durable_future: Future[bool] = Future()
         if self._keeper is None:
-            kept.set_result(True)
+            durable_future.set_result(True)
         else:
-            self._keeper.keep([record], kept.set_result)
-        return kept
+            self._keeper.write_durably([record], durable_future.set_result)
+        return durable_future
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what still runs, stop the thread and close the mailbox."""
@@ -316,7 +318,7 @@ class RouterEngine:
         self._closed = True
         for request_id in self._clients.close():
             self.cancel(request_id)
-        self._loop.post(RouterEnds())
+        self._loop.post_event(RouterEnds())
         self._loop.close(timeout_s)
         if self._keeper is not None:
             self._keeper.close(timeout_s)
@@ -326,67 +328,67 @@ class RouterEngine:
 
     def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
         if self._is_listening:
-            self._loop.post(MessageArrived(sender, message))
+            self._loop.post_event(MessageArrived(sender, message))
 
     # -- the thread that has the loop's turn
 
-    def _perform(self, event: Any, actions: list[Any], spent_ns: int) -> None:
+    def _perform_actions(self, event: Any, actions: list[Any], spent_ns: int) -> None:
         self._handle_ns += spent_ns
         if isinstance(event, MessageArrived) and self._follower is None:
             self._follow_members(event, actions)
         elif isinstance(event, StateRecovered):
             for member in event.recovered.members:
-                self._connect(member.info)
-        for action in self._gate.admit(actions) if self._gate is not None else actions:
-            self._do(action)
-        if self._follower is None and time.monotonic() >= self._look_again_s:
-            self._forget_gone()
+                self._connect_member(member.info)
+        for action in self._gate.admit_actions(actions) if self._gate is not None else actions:
+            self._perform_action(action)
+        if self._follower is None and time.monotonic() >= self._next_check_s:
+            self._remove_left_members()
 
-    def _do(self, action: Any) -> None:
+    def _perform_action(self, action: Any) -> None:
         match action:
             case EmitTokens(outputs):
-                self._clients.deliver(outputs)
+                self._clients.deliver_outputs(outputs)
             case Send(to, message):
                 self._mailbox.send(to, message)
             case RejectRequest():
-                self._clients.reject(action)
+                self._clients.reject_request(action)
             case ReportMember():
                 if action.change is MemberChange.DECLINED:
                     self.declined = action
-                self._log.say(action)
+                self._log.log_change(action)
             case Write():
-                self._write(action)
+                self._write_records(action)
             case _:
-                self._do_as_member(action)
+                self._perform_member_action(action)
 
-    def _do_as_member(self, action: Any) -> None:
+    def _perform_member_action(self, action: Any) -> None:
         """What a follower does as a member of the owner's cluster."""
         match action:
             case ConnectRouter(router, address):
                 self._mailbox.connect(router, address)
             case AddPeer(info):
                 self._mailbox.connect(info.peer, info.address)
-                self._enter(info)
+                self._add_member(info)
             case RemovePeer(peer):
                 self._mailbox.disconnect(peer)
                 with self._changed:
                     self._members.pop(peer.name, None)
             case ChangeGeneration():
-                self._become_new(action)
+                self._change_generation(action)
             case Left(refused):
                 self.refused = refused
                 self.on_left(refused)
             case LogWarning(text):
                 log.warning("%s", text)
 
-    def _become_new(self, order: ChangeGeneration) -> None:
+    def _change_generation(self, command: ChangeGeneration) -> None:
         if self._follower is not None:
             info = self._follower.member.info
-            me = Peer(info.peer.name, max(order.generation_min, time.time_ns() // NS_PER_MS))
-            self._mailbox.become(me)
-            self._loop.post(GenerationChanged(structs.replace(info, peer=me)))
+            self_peer = Peer(info.peer.name, max(command.generation_min, time.time_ns() // NS_PER_MS))
+            self._mailbox.restart_as(self_peer)
+            self._loop.post_event(GenerationChanged(structs.replace(info, peer=self_peer)))
 
-    def _write(self, write: Write) -> None:
+    def _write_records(self, write: Write) -> None:
         keeper, gate, number = self._keeper, self._gate, write.number
         if keeper is None or gate is None:
             raise InvariantError("a router without metadata was asked to write some")
@@ -395,10 +397,10 @@ class RouterEngine:
             return
 
         def release() -> None:
-            for action in gate.release(number):
-                self._do(action)
+            for action in gate.release_actions(number):
+                self._perform_action(action)
 
-        keeper.keep(write.records, lambda _durable: self._loop.call(release))
+        keeper.write_durably(write.records, lambda _durable: self._loop.call_in_loop(release))
 
     def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
         """Lines follow membership: a process that is welcome can be sent to from now on."""
@@ -406,27 +408,27 @@ class RouterEngine:
         if isinstance(message, Join) and any(
             isinstance(a, Send) and isinstance(a.message, JoinAccepted) for a in actions
         ):
-            self._connect(message.info)
-            self._enter(message.info)
+            self._connect_member(message.info)
+            self._add_member(message.info)
 
-    def _enter(self, info: PeerInfo) -> None:
+    def _add_member(self, info: PeerInfo) -> None:
         with self._changed:
             self._members[info.peer.name] = info
             self._changed.notify_all()
         if info.role.has_model:
             self.on_joined()
 
-    def _connect(self, info: PeerInfo) -> None:
+    def _connect_member(self, info: PeerInfo) -> None:
         self._mailbox.connect(info.peer, info.address)
-        self._lines[info.peer] = None
+        self._connected_peers[info.peer] = None
 
-    def _forget_gone(self) -> None:
+    def _remove_left_members(self) -> None:
         """Now and then: processes that are no members any more need no line."""
-        self._look_again_s = time.monotonic() + MEMBERS_LOOK_S
+        self._next_check_s = time.monotonic() + MEMBERS_LOOK_S
         live = {view.peer for view in self._machine.instances()}
         with self._changed:
             for info in [info for info in self._members.values() if info.peer not in live]:
                 del self._members[info.peer.name]
-        for peer in [peer for peer in self._lines if peer not in live]:
-            del self._lines[peer]
+        for peer in [peer for peer in self._connected_peers if peer not in live]:
+            del self._connected_peers[peer]
             self._mailbox.disconnect(peer)

@@ -83,7 +83,7 @@ class StepTimer:
         self._device_steps_ns.append(device_ns)
         self._machine_mark_ns = self.machine_ns
 
-    def snapshot(self, instance: InstanceStats) -> EngineStats:
+    def take_snapshot(self, instance: InstanceStats) -> EngineStats:
         """The figures so far, with the machine's own."""
         return EngineStats(
             steps=self.steps,
@@ -124,16 +124,16 @@ class RouterStats(EngineStats):
     metadata: Durability = field(default_factory=Durability)
 
     @classmethod
-    def of(cls, cluster: ClusterStats, views: Sequence[InstanceView], router_ns: int) -> RouterStats:
+    def from_cluster(cls, cluster: ClusterStats, views: Sequence[InstanceView], router_ns: int) -> RouterStats:
         """Put together what the router's machine says of itself and of its members."""
         members = tuple(
-            MemberStats(view, None, _numbers(view.stats))
+            MemberStats(view, None, _decode_numbers(view.stats))
             if not view.role.has_model
-            else MemberStats(view, _decoded(view.stats))
+            else MemberStats(view, _decode_engine_stats(view.stats))
             for view in views
         )
         engines = [member.engine for member in members if member.engine is not None]
-        total = reduce(_added, engines, EngineStats(instance=InstanceStats()))
+        total = reduce(_add_stats, engines, EngineStats(instance=InstanceStats()))
         sums = {part.name: getattr(total, part.name) for part in dataclasses.fields(EngineStats)}
         return cls(**sums, cluster=cluster, router_ns=router_ns, members=members)
 
@@ -147,21 +147,21 @@ _NOT_ADDITIVE = ("machine_step_ns", "device_step_ns", "prefill_ns_per_token")
 """Medians and means: of several instances the slowest is told."""
 
 
-def _decoded(stats: bytes) -> EngineStats | None:
+def _decode_engine_stats(stats: bytes) -> EngineStats | None:
     try:
         return msgspec.msgpack.decode(stats, type=EngineStats) if stats else None
     except msgspec.MsgspecError:
         return None  # of another version: the statistics of the others are still told
 
 
-def _numbers(stats: bytes) -> dict[str, int]:
+def _decode_numbers(stats: bytes) -> dict[str, int]:
     try:
         return msgspec.msgpack.decode(stats, type=dict[str, int]) if stats else {}
     except msgspec.MsgspecError:
         return {}
 
 
-def _added(first: Any, second: Any) -> Any:
+def _add_stats(first: Any, second: Any) -> Any:
     """The sum of two statistics of one kind, field by field."""
     if second is None:
         return first
@@ -171,7 +171,9 @@ def _added(first: Any, second: Any) -> Any:
         return first + second
     sums = {}
     for part in dataclasses.fields(first):
-        one, other = getattr(first, part.name), getattr(second, part.name)
-        sums[part.name] = max(one, other) if part.name in _NOT_ADDITIVE else _added(one, other)
+        first_value, second_value = getattr(first, part.name), getattr(second, part.name)
+        sums[part.name] = (
+            max(first_value, second_value) if part.name in _NOT_ADDITIVE else _add_stats(first_value, second_value)
+        )
     kind: Any = type(first)
     return kind(**sums)

@@ -16,14 +16,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.journal.survivors import AdoptedProcess, ChildrenFile
 from memserve.system.process import module_command
-from memserve.system.secrets import Secret, followed
+from memserve.system.secrets import Secret, as_followed
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +59,11 @@ class ChildOrder:
     """Further options of ``memserve instance`` or ``memserve store``."""
 
     @property
-    def command(self) -> list[str]:
+    def command_line(self) -> list[str]:
         """What runs; role and name come first, so that ``ps`` shows them."""
         alone = {Role.STORE: ["store"], Role.ROUTER: ["router"]}
-        what = alone.get(self.role) or ["instance", "--role", self.role.value]
-        return module_command("memserve", *what, "--name", self.name, "--supervised", *self.flags)
+        subcommand = alone.get(self.role) or ["instance", "--role", self.role.value]
+        return module_command("memserve", *subcommand, "--name", self.name, "--supervised", *self.flags)
 
     @property
     def is_store(self) -> bool:
@@ -71,9 +71,31 @@ class ChildOrder:
         return self.role is Role.STORE
 
     @property
-    def title(self) -> str:
+    def display_name(self) -> str:
         """For messages."""
         return f"{'instance' if self.role.has_model else self.role.value} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildStart:
+    """What children are told at their start, through a pipe: neither command lines nor environments show it."""
+
+    secret: Secret
+    """Where it is of a file, children follow that."""
+    router_keys: Mapping[str, object] = field(default_factory=dict)
+    """What routers among them are told with it."""
+    offers: bool = False
+    """Instances offer KV to a store until their end."""
+
+    def greetings(self, folder: Path | None, *, has_store: bool) -> dict[Role, dict[str, object]]:
+        """For the children of each role. ``folder``: where they wait for the next supervisor."""
+        outlive = {"folder": str(folder)} if folder is not None else {}
+        # a store has what instances have offered to it before they leave
+        patience = {"drain_s": OFFERS_S} if self.offers or has_store else {}
+        secret = as_followed(self.secret)
+        file = {"secret_file": str(secret.files[0].absolute())} if secret.files else {}
+        greeting = {"secret": secret.value(), **file, "parent_pid": os.getpid(), **outlive, **patience}
+        return {role: greeting | (dict(self.router_keys) if role is Role.ROUTER else {}) for role in Role}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +130,7 @@ class _Child:
         return self.process is not None and self.process.poll() is None
 
     @property
-    def restarts(self) -> int:
+    def restart_count(self) -> int:
         """How often its process was started again."""
         return max(0, self.lives - 1)
 
@@ -119,32 +141,21 @@ class Supervisor:
     def __init__(
         self,
         orders: Sequence[ChildOrder],
-        secret: Secret,
+        start: ChildStart,
         on_death: Callable[[str, str], None],
         folder: Path | None = None,
         *,
-        offers: bool = False,
-        keys: Mapping[str, object] | None = None,
         spare: Sequence[ChildOrder] = (),
     ) -> None:
-        """``secret`` goes to each child through a pipe: neither command lines nor environments show it. Where it is of
-        a file, children follow that. ``on_death``
-        is called with the name of a child that has ended, and how it ended, from the child's thread. ``folder``: where
-        started children are written down; they outlive this process then, unless it ends in good order. ``offers``:
-        instances offer KV to a store until their end. ``keys``: what routers among the children are told with the
-        secret. ``spare``: children that may be added later; those of them that live are taken over at the start."""
+        """``on_death`` is called with the name of a child that has ended, and how it ended, from the child's thread.
+        ``folder``: where started children are written down; they outlive this process then, unless it ends in good
+        order. ``spare``: children that may be added later; those of them that live are taken over at the start."""
         self._on_death = on_death
         self._orders = [*orders, *spare]
         self._file = ChildrenFile(folder) if folder is not None else None
-        living = self._file.living([order.name for order in spare]) if self._file is not None else []
+        living = self._file.living_names([order.name for order in spare]) if self._file is not None else []
         self._children = [_Child(order) for order in self._orders if order in orders or order.name in living]
-        outlive = {"folder": str(folder)} if folder is not None else {}
-        # a store has what instances have offered to it before they leave
-        patience = {"drain_s": OFFERS_S} if offers or any(order.is_store for order in orders) else {}
-        secret = followed(secret)
-        file = {"secret_file": str(secret.files[0].absolute())} if secret.files else {}
-        greeting = {"secret": secret.value(), **file, "parent_pid": os.getpid(), **outlive, **patience}
-        self._greetings = {role: greeting | (dict(keys or {}) if role is Role.ROUTER else {}) for role in Role}
+        self._startup_payloads = start.greetings(folder, has_store=any(order.is_store for order in orders))
         self._environment = dict(os.environ)
         if (
             sum(order.role.has_model for order in self._orders) > 1
@@ -157,25 +168,25 @@ class Supervisor:
         self._lock = threading.Lock()  # a child is never started after `close` has begun
 
     @property
-    def names(self) -> list[str]:
+    def child_names(self) -> list[str]:
         """Of all children, in the order of their start."""
         return [child.order.name for child in self._children]
 
     @property
-    def living(self) -> list[str]:
+    def surviving_names(self) -> list[str]:
         """Names of children that the last supervisor of this folder has left, and that run."""
-        return self._file.living(self.names) if self._file is not None else []
+        return self._file.living_names(self.child_names) if self._file is not None else []
 
     def start(self) -> None:
         """Start all children, or take over those that live; they load in parallel."""
         if self._file is not None:
-            self._file.end_useless({child.order.name: child.order.command for child in self._children})
+            self._file.end_useless({child.order.name: child.order.command_line for child in self._children})
         for child in self._children:
-            self._begin(child)
+            self._start_thread(child)
 
-    def _begin(self, child: _Child) -> None:
+    def _start_thread(self, child: _Child) -> None:
         child.thread = threading.Thread(
-            target=self._tend, args=(child,), name=f"memserve-tend-{child.order.name}", daemon=True
+            target=self._keep_alive, args=(child,), name=f"memserve-tend-{child.order.name}", daemon=True
         )
         child.thread.start()
 
@@ -185,101 +196,103 @@ class Supervisor:
         """The children of ``role`` that are to go on, in the order in which they were added."""
         return [child.order.name for child in self._children if child.order.role is role and not child.leaves]
 
-    def add(self, role: Role) -> str | None:
+    def add_child(self, role: Role) -> str | None:
         """Start one more child of ``role``, and keep it alive; its name. None: all spare ones are there, or the end has
         begun."""
         with self._lock:
-            known = {child.order.name: child for child in self._children}
-            free = [order for order in self._orders if order.role is role and order.name not in known]
+            children_by_name = {child.order.name: child for child in self._children}
+            free = [order for order in self._orders if order.role is role and order.name not in children_by_name]
             if not free or self._retiring.is_set():
                 return None
             child = _Child(free[0])
             self._children = [*self._children, child]
-            self._begin(child)
+            self._start_thread(child)
             return child.order.name
 
-    def let_go(self, name: str) -> None:
+    def expect_end_of(self, name: str) -> None:
         """The child ``name`` will end: it is not started again, and its end is no death."""
         for child in self._children:
             if child.order.name == name:
                 child.leaves = True
 
-    def remove(self, name: str, patience_s: float) -> None:
+    def remove_child(self, name: str, patience_s: float) -> None:
         """Wait up to ``patience_s`` for the end of a child that was let go, then end it."""
-        gone = [child for child in self._children if child.order.name == name]
-        _wait_for(gone, patience_s)
-        self._end_all(gone, TERMINATE_S)
+        removed_children = [child for child in self._children if child.order.name == name]
+        _wait_for(removed_children, patience_s)
+        self._end_all(removed_children, TERMINATE_S)
         with self._lock:
-            self._children = [child for child in self._children if child not in gone]
+            self._children = [child for child in self._children if child not in removed_children]
             if self._file is not None:
-                self._file.forget(name)
+                self._file.forget_child(name)
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the :class:`UserError` of a child that could not start."""
         if self._failure is not None:
             raise self._failure
 
-    def settle(self) -> None:
+    def confirm_started(self) -> None:
         """All are ready: from now on one that dies is started again."""
-        self.check()
+        self.raise_failure()
         self._settled = True
 
     @property
-    def pids(self) -> dict[str, int]:
+    def child_pids(self) -> dict[str, int]:
         """Name -> process id of the children that run."""
         running = ((child.order.name, child.process) for child in self._children)
         return {name: process.pid for name, process in running if process is not None and process.poll() is None}
 
-    def stats(self) -> dict[str, ChildStats]:
+    def child_stats(self) -> dict[str, ChildStats]:
         """Name -> totals of all children. Any thread may ask."""
         return {
-            child.order.name: ChildStats(child.is_running, child.restarts, child.deaths, child.spawn_failures)
+            child.order.name: ChildStats(child.is_running, child.restart_count, child.deaths, child.spawn_failures)
             for child in self._children
         }
 
-    def retire(self) -> None:
+    def begin_retiring(self) -> None:
         """A child that ends from now on is not started again: the whole cluster is about to end. Routers begin to
         drain."""
         self._retiring.set()
-        _signal(self._routers, signal.SIGTERM)
+        _send_signal(self._router_children, signal.SIGTERM)
 
     def close(self) -> None:
         """End all children, gently at first; the store after the instances, which offer KV to it until their end."""
         with self._lock:
             self._retiring.set()
             self._closing.set()
-        self._end_all(self._routers, TERMINATE_S)
+        self._end_all(self._router_children, TERMINATE_S)
         self._end_all([child for child in self._children if child.order.role.has_model], TERMINATE_S)
         self._end_all([child for child in self._children if child.order.is_store], STORE_END_S)
 
     @property
-    def _routers(self) -> list[_Child]:
+    def _router_children(self) -> list[_Child]:
         return [child for child in self._children if child.order.role is Role.ROUTER]
 
     @staticmethod
     def _end_all(children: Sequence[_Child], patience_s: float) -> None:
-        _signal(children, signal.SIGTERM)
+        _send_signal(children, signal.SIGTERM)
         _wait_for(children, patience_s)
-        _signal(children, signal.SIGKILL)
+        _send_signal(children, signal.SIGKILL)
         _wait_for(children, KILL_S)
         for child in children:
             if child.is_running:
                 pid = child.process.pid if child.process is not None else 0
-                log.error("%s (process %d) does not end, not even killed: it is left behind", child.order.title, pid)
+                log.error(
+                    "%s (process %d) does not end, not even killed: it is left behind", child.order.display_name, pid
+                )
 
     # -- a thread for each child
 
-    def _tend(self, child: _Child) -> None:
+    def _keep_alive(self, child: _Child) -> None:
         """Life after life, until the supervisor closes. No failure of a spawn, or of what is told of it, ends this
         thread: a child without it would never be started again."""
         failures = 0
         while not self._retiring.is_set():
             started = time.monotonic()
             try:
-                story = self._live(child)
+                story = self._run_once(child)
             except Exception as error:  # also what no line of this module expects
-                story = UserError(f"{child.order.title} cannot be looked after: {error!r}")
-                self._end(child)
+                story = UserError(f"{child.order.display_name} cannot be looked after: {error!r}")
+                self._kill_process(child)
             if story is None or self._retiring.is_set() or child.leaves:
                 return
             if not self._settled:
@@ -291,40 +304,40 @@ class Supervisor:
             log.warning("%s; the next attempt to start it is in %.1f s%s", story.message, pause_s, hint)
             self._retiring.wait(pause_s)
 
-    def _live(self, child: _Child) -> UserError | None:
+    def _run_once(self, child: _Child) -> UserError | None:
         """One life of ``child``: why it ended, or why it could not begin. ``None``: the supervisor closes."""
         name = child.order.name
         try:
-            process = self._spawn(child)
+            process = self._spawn_process(child)
         except Exception as error:  # OSError: descriptors, memory, executable; others: bugs, which stop no instance
             child.spawn_failures += 1
             cause = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-            return UserError(f"{child.order.title} cannot be started: {cause}", hint=_SPAWN_HINT)
+            return UserError(f"{child.order.display_name} cannot be started: {cause}", hint=_SPAWN_HINT)
         if process is None:
             return None
         child.lives += 1
-        said = self._until_the_end(child, process)
+        last_output = self._wait_for_exit(child, process)
         if self._closing.is_set():
             return None
-        how = _how(process)
+        how = _exit_text(process)
         if child.leaves:
             return None
         if self._settled:  # else the whole start fails
             child.deaths += 1
             self._on_death(name, how)
-        return _story(child.order.title, how, said)
+        return _exit_error(child.order.display_name, how, last_output)
 
-    def _spawn(self, child: _Child) -> subprocess.Popen[str] | AdoptedProcess | None:
+    def _spawn_process(self, child: _Child) -> subprocess.Popen[str] | AdoptedProcess | None:
         with self._lock:
             if self._closing.is_set() or child.leaves:
                 return None
             if self._file is not None and child.process is None:
-                child.process = self._file.adopt(child.order.name, child.order.command)
+                child.process = self._file.adopt_child(child.order.name, child.order.command_line)
                 if child.process is not None:
                     return child.process
                 self._on_death(child.order.name, _REPLACED)  # else its shadow might keep the new one out
             child.process = subprocess.Popen(
-                child.order.command,
+                child.order.command_line,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 encoding="utf-8",
@@ -334,29 +347,29 @@ class Supervisor:
             )
             return child.process
 
-    def _until_the_end(self, child: _Child, process: subprocess.Popen[str] | AdoptedProcess) -> str:
+    def _wait_for_exit(self, child: _Child, process: subprocess.Popen[str] | AdoptedProcess) -> str:
         """Greet the process and wait for its end; its last words. While it cannot be written down, try again."""
-        greeting: str | None = json.dumps(self._greetings[child.order.role]) + "\n"
+        greeting: str | None = json.dumps(self._startup_payloads[child.order.role]) + "\n"
         while True:
-            patience_s = None if self._is_written_down(child, process) else RECORD_S
+            patience_s = None if self._is_recorded(child, process) else RECORD_S
             try:
-                said, _ = process.communicate(greeting, patience_s)
-                return said
+                output, _ = process.communicate(greeting, patience_s)
+                return output
             except subprocess.TimeoutExpired:
                 greeting = None  # it was sent
 
-    def _is_written_down(self, child: _Child, process: subprocess.Popen[str] | AdoptedProcess) -> bool:
+    def _is_recorded(self, child: _Child, process: subprocess.Popen[str] | AdoptedProcess) -> bool:
         """Write a new child down; ``False``: impossible at present (disk full, no descriptors)."""
         if self._file is None or isinstance(process, AdoptedProcess):
             return True
         try:
-            self._file.started(child.order.name, process.pid, child.order.command)
+            self._file.record_start(child.order.name, process.pid, child.order.command_line)
             return True
         except OSError as error:
-            log.warning("%s is not written down in the state folder: %s", child.order.title, error)
+            log.warning("%s is not written down in the state folder: %s", child.order.display_name, error)
             return False
 
-    def _end(self, child: _Child) -> None:
+    def _kill_process(self, child: _Child) -> None:
         """Two processes of one name would expel each other: the last one ends before the next begins."""
         with contextlib.suppress(Exception):
             if child.process is not None and child.is_running:
@@ -364,7 +377,7 @@ class Supervisor:
                 child.process.communicate(None, KILL_S)
 
 
-def _signal(children: Sequence[_Child], sig: signal.Signals) -> None:
+def _send_signal(children: Sequence[_Child], sig: signal.Signals) -> None:
     for child in children:
         if child.process is not None and child.process.poll() is None:
             child.process.send_signal(sig)
@@ -382,7 +395,7 @@ _REPLACED = "was left by an earlier router and is of no use to this one"
 _SPAWN_HINT = "see ulimit -n and ulimit -u, and the free memory; is this Python still installed?"
 
 
-def _how(process: subprocess.Popen[str] | AdoptedProcess) -> str:
+def _exit_text(process: subprocess.Popen[str] | AdoptedProcess) -> str:
     """How a process ended, as a sentence without subject."""
     status = process.returncode or 0
     if isinstance(process, AdoptedProcess):
@@ -390,10 +403,10 @@ def _how(process: subprocess.Popen[str] | AdoptedProcess) -> str:
     return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
-def _story(title: str, how: str, said: str) -> UserError:
+def _exit_error(title: str, how: str, output: str) -> UserError:
     """Why a child ended: in its own words where it found any."""
     try:
-        words = json.loads(said)
+        words = json.loads(output)
         return UserError(f"{title}: {words['error']}", hint=words.get("hint"))
     except (ValueError, TypeError, KeyError):
         return UserError(f"{title} {how}", hint="its messages above may say why")

@@ -108,7 +108,7 @@ class LateDraw:
     Tokens behind the ``known`` ones have no meaning: they are forgotten before anything is computed."""
 
     slot: int
-    known: int  # tokens of the sequence
+    known_tokens: int  # tokens of the sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class PlaceByLayer:
     slot: int
     first: int  # entry of the table
     dram_blocks: list[int]  # whole, one an entry
-    kept: dict[int, list[int]]  # layer -> its frames
+    resident_layers: dict[int, list[int]]  # layer -> its frames
     staging: tuple[list[int], list[int]]  # frames that the other layers pass through, by turns
 
 
@@ -184,7 +184,7 @@ class StepPlan:
         return sum(self.counts)
 
     @property
-    def draws(self) -> list[int]:
+    def drawing_slots(self) -> list[int]:
         """The slots that draw, in the order of ``StepFinished.tokens``: of rows without drafts, late ones, of rows with
         drafts."""
         plain = self.sample_slots[: len(self.sample_slots) - len(self.drafts)]
@@ -256,12 +256,12 @@ class LinkUse:
     waited_ns: int = 0
     """Time in which a step stood still for a copy."""
 
-    def add(self, other: LinkUse) -> None:
-        """Count what ``other`` has counted."""
-        self.up_bytes += other.up_bytes
-        self.down_bytes += other.down_bytes
-        self.busy_ns += other.busy_ns
-        self.waited_ns += other.waited_ns
+    def add(self, use: LinkUse) -> None:
+        """Count what ``use`` has counted."""
+        self.up_bytes += use.up_bytes
+        self.down_bytes += use.down_bytes
+        self.busy_ns += use.busy_ns
+        self.waited_ns += use.waited_ns
 
     @property
     def hidden_share(self) -> float:
@@ -280,7 +280,7 @@ class StepFinished:
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)  # row -> per token
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Beam rows: position in ``tokens`` -> the best ``beam_candidates`` (token, logprob), best first."""
-    kept: dict[int, list[int]] = field(default_factory=dict)
+    accepted_drafts: dict[int, list[int]] = field(default_factory=dict)
     """Slot of a row with drafts -> what it has drawn behind its token in ``tokens``: one for each draft that was right,
     up to the first that was not."""
     failed: dict[int, RowFailed] = field(default_factory=dict)

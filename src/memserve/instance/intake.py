@@ -43,11 +43,11 @@ class RequestIntake:
 
     # -- coming
 
-    def refusal(self, request: Request, now_ns: int) -> RejectRequest | None:
+    def rejection_of(self, request: Request, now_ns: int) -> RejectRequest | None:
         """Why ``request`` is rejected. None: it is accepted. Counts it either way."""
         state = self._state
         state.counters.requests += 1
-        reason = self._fault(request) or impossible_reason(request, self._context, state.slots)
+        reason = self._invalid_reason(request) or impossible_reason(request, self._context, state.slots)
         retry_after_s: float | None = None
         if request.request_id in state.groups:
             reason = f"a request with the id {request.request_id!r} is still running"
@@ -77,7 +77,7 @@ class RequestIntake:
         own_ns = state.costs.model.prefill_ns(max(1, len(request.prompt) - cached), cached)
         return max(0, state.costs.queue_ns(state.prefill_tokens_queued()) + own_ns - request.slo_ttft_ns)
 
-    def _fault(self, request: Request) -> str | None:
+    def _invalid_reason(self, request: Request) -> str | None:
         """What of ``request`` the model cannot do. The HTTP edge checks this, too; another process may not have."""
         try:
             check_request(request, self._config.vocab_size)
@@ -100,29 +100,31 @@ class RequestIntake:
         waiting, limit = self._state.waiting, self._config.scheduler.max_waiting
         if len(waiting) < limit:
             return False
-        return len(waiting.line(tenant)) >= self._state.turns.share(tenant, limit)
+        return len(waiting.line_of(tenant)) >= self._state.turns.share_of(tenant, limit)
 
     def tokens_to_generate(self, request: Request) -> int:
         """The most that one sequence of ``request`` gets: what it asks for, or what the context has room for."""
         return min(request.stop.max_tokens, self._context - len(request.prompt))
 
-    def open(self, request: Request, now_ns: int, deadline_ns: int | None) -> Group:
+    def open_group(self, request: Request, now_ns: int, deadline_ns: int | None) -> Group:
         """A group without sequences yet; ``deadline_ns`` is absolute."""
         group = Group(request, self._arrivals, self.tokens_to_generate(request), now_ns)
         self._arrivals += 1
-        self._state.open(group)
+        self._state.open_group(group)
         if deadline_ns is not None:
             heapq.heappush(self._deadlines, (deadline_ns, group.arrival, request.request_id))
         return group
 
-    def enqueue(self, group: Group, cause: Cause, generated: Many[Many[int]] = (), ended: Many[int] = ()) -> None:
+    def enqueue_group(
+        self, group: Group, cause: Cause, generated: Many[Many[int]] = (), ended_indices: Many[int] = ()
+    ) -> None:
         """Give ``group`` its sequences. Where tokens were ``generated`` before, each goes on behind its own, except
-        those that have ``ended``; beams start over, they have emitted nothing."""
-        if group.beam is not None or not (any(generated) or ended):
+        those that have ``ended_indices``; beams start over, they have emitted nothing."""
+        if group.beam is not None or not (any(generated) or ended_indices):
             self._state.move(group.new_sequence(), cause)
             return
         group.forks_pending = 0
-        if all(generated[index] for index in range(group.request.n) if index not in ended):
+        if all(generated[index] for index in range(group.request.n) if index not in ended_indices):
             group.prompt_logprobs = None  # the client has them
         for index in range(group.request.n):
             sequence = group.new_sequence()
@@ -130,15 +132,15 @@ class RequestIntake:
             sequence.resumed = len(sequence.out)
             self._state.move(sequence, cause)
         for sequence in list(group.sequences.values()):
-            if sequence.index in ended:
+            if sequence.index in ended_indices:
                 self._state.finish_silently(sequence)
             elif sequence.known_ending is not None:
                 self.finish_known(sequence, sequence.known_ending)
 
     def finish_known(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence whose known tokens are all that it gets."""
-        self._state.outputs.append(sequence.ending(reason))
-        self._state.finish(sequence, reason)
+        self._state.outputs.append(sequence.final_output(reason))
+        self._state.finish_sequence(sequence, reason)
 
     def _retry_after_s(self, now_ns: int) -> float:
         """The time that the head of a line has waited: an estimate of the time until a new request gets there."""
@@ -147,18 +149,20 @@ class RequestIntake:
 
     # -- grammars
 
-    def grammar_built(self, event: GrammarBuilt) -> None:
+    def on_grammar_built(self, event: GrammarBuilt) -> None:
         """The host has built a grammar, or cannot."""
-        if wanted := self._state.grammars.built(event.job_id, self._state.now):
-            self._grammar_ready(wanted, event.error)
+        if grammar := self._state.grammars.on_grammar_built(event.job_id, self._state.now):
+            self._release_waiting(grammar, event.error)
 
-    def _grammar_ready(self, wanted: Wanted, error: str) -> None:
+    def _release_waiting(self, grammar: Wanted, error: str) -> None:
         state = self._state
-        for group in [group for group in state.groups.values() if group.wanted_grammar == wanted]:
+        for group in [group for group in state.groups.values() if group.wanted_grammar == grammar]:
             if error:
                 state.finish_group(group, FinishReason.ERROR, f"{GRAMMAR_FAILED}: {error}")
                 continue
-            waiting = [one for one in group.sequences.values() if one.phase is Phase.WAITING_FOR_GRAMMAR]
+            waiting = [
+                candidate for candidate in group.sequences.values() if candidate.phase is Phase.WAITING_FOR_GRAMMAR
+            ]
             if waiting:
                 group.facts.append(("grammar_ms", round((state.now - group.arrived_ns) / NS_PER_MS, 3)))
             for sequence in waiting:
@@ -166,7 +170,7 @@ class RequestIntake:
 
     # -- coming from the router
 
-    def has(self, order: Dispatch) -> bool:
+    def runs_dispatch(self, order: Dispatch) -> bool:
         """Whether ``order`` has come before, and runs: messages may be repeated."""
         group = self._state.groups.get(order.request.request_id)
         if group is None:
@@ -175,18 +179,20 @@ class RequestIntake:
         same = structs.replace(runs, prompt=order.request.prompt) == order.request
         return same and np.array_equal(runs.prompt, order.request.prompt)
 
-    def open_dispatch(self, order: Dispatch, me: Peer, now_ns: int) -> Group | RejectRequest:
+    def open_dispatch(self, order: Dispatch, self_peer: Peer, now_ns: int) -> Group | RejectRequest:
         """A group for ``order``, without sequences yet. What runs here may be a substitute of its request."""
         request = order.request
         if self.draining:
             return RejectRequest(request.request_id, "the instance is about to leave", 0.0)
-        refusal = self.refusal(request, now_ns) or self._contradiction(order)
+        refusal = self.rejection_of(request, now_ns) or self._reject_contradiction(order)
         if refusal is not None:
             return refusal
         if order.span is not None and self._has_part():
             return RejectRequest(request.request_id, "it has a part of another long sequence", RETRY_S)
-        remote = self._remote_state(order, me, now_ns)
-        group = self.open(request if remote.original is None else _substitute(request), now_ns, remote.deadline_ns)
+        remote = self._remote_state(order, self_peer, now_ns)
+        group = self.open_group(
+            request if remote.original is None else _substitute(request), now_ns, remote.deadline_ns
+        )
         group.remote, group.span = remote, order.span
         return group
 
@@ -195,10 +201,10 @@ class RequestIntake:
         waited for elsewhere."""
         return any(group.span is not None for group in self._state.groups.values())
 
-    def _remote_state(self, order: Dispatch, me: Peer, now_ns: int) -> RemoteState:
+    def _remote_state(self, order: Dispatch, self_peer: Peer, now_ns: int) -> RemoteState:
         """A beam search leaves by a substitute, if it leaves at all."""
         request = order.request
-        decode_at = None if order.decode_at is None or order.decode_at.name == me.name else order.decode_at
+        decode_at = None if order.decode_at is None or order.decode_at.name == self_peer.name else order.decode_at
         if request.beam_width and (request.sampling.prompt_logprobs or self.tokens_to_generate(request) <= 1):
             decode_at = None
         return RemoteState(
@@ -210,7 +216,7 @@ class RequestIntake:
             list(order.holders),
         )
 
-    def _contradiction(self, order: Dispatch) -> RejectRequest | None:
+    def _reject_contradiction(self, order: Dispatch) -> RejectRequest | None:
         """Dispatches that the router never sends."""
         n = order.request.n
         fits = not order.generated or len(order.generated) == n
@@ -221,14 +227,14 @@ class RequestIntake:
 
     # -- going
 
-    def cancel(self, request_id: str) -> None:
+    def cancel_request(self, request_id: str) -> None:
         """The client went away."""
         group = self._state.groups.get(request_id)
         if group is not None:  # else the request ended while the cancellation was on its way
             self._state.counters.requests_cancelled += 1
             self._state.finish_group(group, FinishReason.CANCELLED)
 
-    def stop(self, request_id: str, index: int) -> None:
+    def stop_sequence(self, request_id: str, index: int) -> None:
         """The edge found a stop string in the text of one sequence."""
         group = self._state.groups.get(request_id)
         if group is None or group.beam is not None or group.muted:
@@ -240,11 +246,11 @@ class RequestIntake:
         if sequence is not None and sequence.out:
             self.finish_known(sequence, FinishReason.STOP)
 
-    def expire(self, now_ns: int) -> None:
+    def expire_requests(self, now_ns: int) -> None:
         """End all requests that have outlived their deadlines, or wait too long for their grammars or masks."""
-        for wanted in self._state.grammars.overdue(now_ns):
-            self._grammar_ready(wanted, f"it was not built within {BUILD_NS // NS_PER_S} s")
-        for sequence in self._state.late_masks.overdue(now_ns):
+        for grammar in self._state.grammars.expire_builds(now_ns):
+            self._release_waiting(grammar, f"it was not built within {BUILD_NS // NS_PER_S} s")
+        for sequence in self._state.late_masks.overdue_sequences(now_ns):
             if sequence.phase is not Phase.FINISHED:  # with another one of its request
                 self._state.finish_group(sequence.group, FinishReason.ERROR, f"{GRAMMAR_FAILED}: {_TOO_SLOW}")
         deadlines, groups = self._deadlines, self._state.groups
@@ -256,7 +262,7 @@ class RequestIntake:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`expire` is worth calling. None: no request has a deadline, or waits for a grammar."""
+        """When :meth:`expire_requests` is worth calling. None: no request has a deadline, or waits for a grammar."""
         grammars, masks = self._state.grammars.next_deadline_ns, self._state.late_masks.next_deadline_ns
         ends = self._deadlines[0][0] if self._deadlines else None, grammars, masks
         return min([end for end in ends if end is not None], default=None)

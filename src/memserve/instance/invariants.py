@@ -25,13 +25,7 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
     _check_inflight(sequences, inflight)
     for sequence in sequences:
         _check_sequence(state, sequence)
-    if state.memory.layers is not None:
-        listed = Counter(id(sequence) for sequence in state.memory.layers.sequences)
-        check(
-            listed.keys() >= {id(s) for s in sequences if s.layered is not None}, "one that lies by layer is not listed"
-        )
-        check(all(count == 1 for count in listed.values()), "a sequence is listed twice among those that lie by layer")
-        state.memory.layers.arrivals.check_invariants()
+    state.memory.layers.check_invariants(sequences)
     check(not state.outputs, "outputs left over from an earlier event")
     state.memory.pool.check_invariants()
     if state.objectives is not None:
@@ -39,10 +33,10 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
     if link is not None:
         link.exchange.check_invariants()
         link.writer.check_invariants()
-        link.kept.check_invariants(state.groups)
+        link.replay_buffer.check_invariants(state.groups)
         link.segments.check_invariants()
         link.routers.check_invariants(state.groups)
-        link.news.check_invariants()
+        link.router_updates.check_invariants()
         _check_link(state, link)
 
 
@@ -51,16 +45,16 @@ def _check_link(state: SchedulerState, link: ClusterLink) -> None:
     live = {id(group): group for group in state.groups.values() if group.remote is not None}
     remote = [group.remote for group in live.values() if group.remote is not None]
     coming = {key: group.remote.import_id for key, group in live.items() if group.remote and group.remote.import_id}
-    check(coming == {id(g): key for key, g in link.receiver.coming.items()}, "imports and requests disagree")
-    asked = {key: group.remote.fetch_id for key, group in live.items() if group.remote and group.remote.fetch_id}
-    check(asked == {id(g): key for key, (g, _) in link.fetches.asked.items()}, "fetches and requests disagree")
+    check(coming == {id(g): key for key, g in link.receiver.pending_imports.items()}, "imports and requests disagree")
+    fetching = {key: group.remote.fetch_id for key, group in live.items() if group.remote and group.remote.fetch_id}
+    check(fetching == {id(g): key for key, (g, _) in link.fetches.pending.items()}, "fetches and requests disagree")
     leaving = {name: group for name, group in state.groups.items() if group.tokens_here is not None}
     leaving = {name: group for name, group in leaving.items() if name not in link.segments.groups}
     check(leaving == link.sender.leaving, "requests with tokens_here and requests that leave disagree")
     check(all((o.offer_id, o.import_id, o.fetch_id).count(None) >= 2 for o in remote), "a request moves two ways")
     for group in state.groups.values():
         expected = [s for s in group.sequences.values() if s.phase is Phase.WAITING_FOR_REMOTE_KV]
-        waits = id(group) in coming or id(group) in asked or group in link.fetches.undecided
+        waits = id(group) in coming or id(group) in fetching or group in link.fetches.undecided
         check(bool(expected) == waits, "{} waits for remote KV that does not come, or the reverse", group)
 
 
@@ -93,9 +87,9 @@ def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
     state.grammars.check_invariants()
     late = [id(sequence) for sequence in sequences if sequence.late is not None]
     check(sorted(late) == sorted(map(id, state.late_masks.sequences())), "masks are late for other sequences")
-    check(users == state.grammars.users(), "grammars have other users than {}", users)
+    check(users == state.grammars.requests_by_grammar(), "grammars have other users than {}", users)
     for sequence in sequences:
-        awaits = state.grammars.awaited(sequence.wanted_grammar)
+        awaits = state.grammars.is_awaited(sequence.wanted_grammar)
         check(
             awaits or sequence.phase is not Phase.WAITING_FOR_GRAMMAR, "{} waits for a grammar that is built", sequence
         )
@@ -138,15 +132,17 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
     complete = bool(sequence.inflight) or waits  # else its last token is to be computed
     check(sequence.late is None or sequence.phase is Phase.IDLE, "{} waits for a mask, and is not idle", sequence)
     check(sequence.computed <= sequence.length - (not complete), "{} computed what it does not have", sequence)
-    again = sequence.computed == sequence.known - 1  # the last token is computed even if its block is there
+    again = sequence.computed == sequence.known_length - 1  # the last token is computed even if its block is there
     check(sequence.published <= sequence.computed + again, "{} published what is not computed", sequence)
     if holds:
-        capacity = sequence.entries * block_tokens
+        capacity = sequence.table_entries * block_tokens
         check(sequence.computed <= capacity, "{} has computed beyond its blocks", sequence)
         check(sequence.writable_until <= capacity, "{} may write beyond its blocks", sequence)
         ahead = _AHEAD_MAX if sequence.group.request.sampling.grammar else 0  # for tokens that were late
-        tokens = max(sequence.computed + 1, sequence.known) + ahead
-        check(sequence.entries <= ceil_div(tokens, block_tokens), "{} has blocks for tokens that it lacks", sequence)
+        tokens = max(sequence.computed + 1, sequence.known_length) + ahead
+        check(
+            sequence.table_entries <= ceil_div(tokens, block_tokens), "{} has blocks for tokens that it lacks", sequence
+        )
     elif not sequence.dram_blocks:
         check(sequence.computed == 0 and sequence.lease is None, "{} has no blocks, but KV or a lease", sequence)
     if sequence.phase is Phase.DECODING:

@@ -22,7 +22,8 @@ from memserve.base.config import InstanceConfig
 from memserve.base.errors import InvariantError, check, refuse_event
 from memserve.base.kv_layout import lower_page_bytes
 from memserve.base.types import ClockTicked, KVGeometry, NamedPrefix, Request, TokenOutput
-from memserve.base.units import NS_PER_MS, ceil_div
+from memserve.base.units import NS_PER_MS
+from memserve.instance.cluster.commands import InstanceParts
 from memserve.instance.cluster.link import ClusterLink
 from memserve.instance.events import (
     Action,
@@ -36,7 +37,7 @@ from memserve.instance.events import (
 )
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
-from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LayerPolicy, LinkRate
+from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LinkRate
 from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.scheduler.batch import InflightPlan
 from memserve.instance.scheduler.capacity import context_tokens, running_max
@@ -90,13 +91,13 @@ class Instance:
         costs: PreemptionCosts | None = None,
         pool: BlockPool | None = None,
         *,
-        me: Peer | None = None,
+        self_peer: Peer | None = None,
         geometry: KVGeometry | None = None,
     ) -> None:
-        """``me``: name and generation in a cluster; needs ``geometry``, which peers compare. ``pool`` must then have
-        been built with ``event_capacity=config.exchange.event_capacity``, as the default one is."""
+        """``self_peer``: name and generation in a cluster; needs ``geometry``, which peers compare. ``pool`` must then
+        have been built with ``event_capacity=config.exchange.event_capacity``, as the default one is."""
         if pool is None:
-            capacity = config.exchange.event_capacity if me is not None else 0
+            capacity = config.exchange.event_capacity if self_peer is not None else 0
             pool = BlockPool(config.pool, block_tokens, config.namespace, event_capacity=capacity)
         self.config = config
         scheduler = config.scheduler
@@ -110,7 +111,7 @@ class Instance:
             self.state.objectives = Objectives(scheduler, self.state.costs)
         self.intake = RequestIntake(self.state, config, self._context)
         self.pins = Pins(pool)
-        drafts = scheduler.draft_tokens if memory.layers is None else 0
+        drafts = 0 if memory.layers.is_by_layer else scheduler.draft_tokens
         speculation = Speculation(self.state, drafts) if drafts else None
         self.planner = Planner(self.state, scheduler, self.pins, speculation)
         self.results = StepResults(self.state, speculation)
@@ -120,10 +121,12 @@ class Instance:
         self._plan_at_ns: int | None = None
         #: None: outside a cluster
         self.link: ClusterLink | None = None
-        if me is not None:
+        if self_peer is not None:
             if geometry is None:
                 raise InvariantError("a member of a cluster must know the geometry of its KV")
-            self.link = ClusterLink(self.state, self.intake, self.pins, config, geometry, me, self.load)
+            self.link = ClusterLink(
+                InstanceParts(self.state, self.intake, self.pins, self.load), config, geometry, self_peer
+            )
         self._refusals: list[Action] = []  # of requests of this event
         self._handlers = self._handlers_of_events()
 
@@ -134,14 +137,14 @@ class Instance:
         intake = self.intake
         return {
             StepFinished: self._finish_step,
-            StepFailed: self._fail,
-            RequestArrived: lambda event, now_ns: self._arrive(event.request, now_ns),
-            RequestCancelled: lambda event, _: intake.cancel(event.request_id),
-            SequenceStopped: lambda event, _: intake.stop(event.request_id, event.index),
-            GrammarBuilt: lambda event, _: intake.grammar_built(event),
-            MaskComputed: lambda event, now_ns: self.state.late_masks.computed(event.job_id, now_ns),
-            PrefixPinned: self._pin,
-            PrefixUnpinned: lambda event, _: self.pins.unpin(_pin_name(event.handle, event.tenant)),
+            StepFailed: self._fail_step,
+            RequestArrived: lambda event, now_ns: self._on_request_arrived(event.request, now_ns),
+            RequestCancelled: lambda event, _: intake.cancel_request(event.request_id),
+            SequenceStopped: lambda event, _: intake.stop_sequence(event.request_id, event.index),
+            GrammarBuilt: lambda event, _: intake.on_grammar_built(event),
+            MaskComputed: lambda event, now_ns: self.state.late_masks.on_mask_computed(event.job_id, now_ns),
+            PrefixPinned: self._pin_prefix,
+            PrefixUnpinned: lambda event, _: self.pins.unpin_prefix(_pin_name(event.handle, event.tenant)),
             ClockTicked: lambda _event, _now_ns: None,
         }
 
@@ -152,19 +155,19 @@ class Instance:
         """
         link = self.link
         self.state.now = now_ns
-        self._handlers.get(type(event), self._hear)(event, now_ns)
+        self._handlers.get(type(event), self._handle_cluster_event)(event, now_ns)
         actions, self._refusals = self._refusals, []
-        self.intake.expire(now_ns)
-        self.pins.expire(now_ns)
+        self.intake.expire_requests(now_ns)
+        self.pins.expire_pins(now_ns)
         if link is not None:
-            link.settle(now_ns)
+            link.settle_transfers(now_ns)
             actions += link.segments.take_dropped()
-        self._plan(now_ns, actions)
-        actions += [*self.state.grammars.take_orders(), *self.state.late_masks.take_orders()]
+        self._make_plans(now_ns, actions)
+        actions += [*self.state.grammars.take_commands(), *self.state.late_masks.take_commands()]
         if outputs := self._take_outputs():
-            actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
+            actions += link.send_outputs(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:
-            link.conclude(actions, now_ns)
+            link.append_messages(actions, now_ns)
         else:
             self.pins.lost.clear()
         return actions
@@ -173,13 +176,13 @@ class Instance:
         outputs, self.state.outputs = self.state.outputs, []
         return outputs
 
-    def _hear(self, event: Event, now_ns: int) -> None:
+    def _handle_cluster_event(self, event: Event, now_ns: int) -> None:
         """What a cluster brings."""
         link = self.link
         if link is None:
             refuse_event(event, now_ns)
         elif isinstance(event, MessageArrived):
-            link.hear(event.sender, event.message, now_ns)
+            link.on_message(event.sender, event.message, now_ns)
         elif isinstance(event, LayerFinished):
             link.layer_finished(event.step_id, event.layer)
         elif isinstance(event, PagesSealed | PagesPulled):
@@ -187,7 +190,7 @@ class Instance:
         else:
             refuse_event(event, now_ns)
 
-    def _plan(self, now_ns: int, actions: list[Action]) -> None:
+    def _make_plans(self, now_ns: int, actions: list[Action]) -> None:
         """Keep the device busy: as many plans as it may have, but none long before the device needs it. Plans come
         before outputs, which can wait."""
         inflight, link = self.inflight, self.link
@@ -198,12 +201,12 @@ class Instance:
                 return
             copies_only = link is not None and link.exchange.wants_plan
             begins_ns = max(now_ns, self._ends_ns) if inflight else now_ns
-            made = self.planner.make(now_ns, begins_ns, nothing_under_way=not inflight, copies_only=copies_only)
-            if made is None:
+            result = self.planner.make_plan(now_ns, begins_ns, nothing_under_way=not inflight, copies_only=copies_only)
+            if result is None:
                 return
-            plan, memo = made
+            plan, memo = result
             if link is not None:
-                link.planned(plan, now_ns)
+                link.on_plan_made(plan, now_ns)
             self._ends_ns = begins_ns + self._expected_ns(memo)
             inflight.append(memo)
             actions.append(RunStep(plan))
@@ -218,41 +221,41 @@ class Instance:
         self._ends_ns = now_ns + sum(map(self._expected_ns, self.inflight))
         return oldest
 
-    def _fail(self, event: StepFailed, now_ns: int) -> None:
+    def _fail_step(self, event: StepFailed, now_ns: int) -> None:
         failed, link = self._take_inflight(event.step_id, now_ns), self.link
         if failed.void:
-            self.results.fail(failed, [], event)
+            self.results.fail_step(failed, [], event)
         else:
             self.pins.release_all()
             lost = link.kv_lost(now_ns) if link is not None else []
-            self.results.fail(failed, list(self.inflight), event)
+            self.results.fail_step(failed, list(self.inflight), event)
             if link is not None:
                 link.start_over(lost, now_ns)
         if link is not None:
             link.step_ended(event.step_id, now_ns)
 
     def _finish_step(self, event: StepFinished, now_ns: int) -> None:
-        self.results.apply(self._take_inflight(event.step_id, now_ns), event)
+        self.results.apply_step(self._take_inflight(event.step_id, now_ns), event)
         if self.link is not None:
             self.link.step_ended(event.step_id, now_ns)
 
-    def _pin(self, event: PrefixPinned, now_ns: int) -> None:
+    def _pin_prefix(self, event: PrefixPinned, now_ns: int) -> None:
         name, until_ns = _pin_name(event.handle, event.tenant), now_ns + event.ttl_ns
-        self.pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
+        self.pins.pin_prefix(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
 
-    def _arrive(self, request: Request, now_ns: int) -> None:
-        refusal = self.intake.refusal(request, now_ns)
+    def _on_request_arrived(self, request: Request, now_ns: int) -> None:
+        refusal = self.intake.rejection_of(request, now_ns)
         if refusal is not None:
             self._refusals.append(refusal)
         else:
-            self.intake.enqueue(self.intake.open(request, now_ns, request.deadline_ns), Cause.ENQUEUED)
+            self.intake.enqueue_group(self.intake.open_group(request, now_ns, request.deadline_ns), Cause.ENQUEUED)
 
-    def reborn(self, me: Peer) -> None:
-        """The host joins again as ``me``, a new generation, after ``Expelled``: only the cache is left. Raises
+    def restart_as(self, self_peer: Peer) -> None:
+        """The host joins again as ``self_peer``, a new generation, after ``Expelled``: only the cache is left. Raises
         :class:`InvariantError` outside a cluster."""
         check(self.link is not None, "only a member of a cluster is born anew")
         if self.link is not None:
-            self.link.reborn(me)
+            self.link.restart_as(self_peer)
 
     # -- views
 
@@ -267,16 +270,16 @@ class Instance:
         return self._context
 
     @property
-    def me(self) -> Peer | None:
+    def self_peer(self) -> Peer | None:
         """Name and generation in a cluster. None: outside one."""
-        return self.link.me if self.link is not None else None
+        return self.link.self_peer if self.link is not None else None
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When a ``ClockTicked`` is worth sending. None: nothing has a deadline."""
         soonest, link = self.intake.next_deadline_ns, self.link
-        others = self.pins.next_deadline_ns, self._plan_at_ns, link.next_deadline_ns if link is not None else None
-        for deadline in others:
+        deadlines = self.pins.next_deadline_ns, self._plan_at_ns, link.next_deadline_ns if link is not None else None
+        for deadline in deadlines:
             if deadline is not None and (soonest is None or deadline < soonest):
                 soonest = deadline
         return soonest
@@ -284,16 +287,16 @@ class Instance:
     @property
     def next_event(self) -> int:
         """Number that the next KV event will have."""
-        return self.link.news.next_event if self.link is not None else 0
+        return self.link.router_updates.next_event if self.link is not None else 0
 
     def pinned_tokens(self, handle: str, tenant: str) -> int:
         """Tokens kept under a name that ``PrefixPinned`` gave. 0: none, or no more."""
-        return self.pins.tokens(_pin_name(handle, tenant))
+        return self.pins.pinned_tokens(_pin_name(handle, tenant))
 
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
         """The prefixes that a tenant has pinned, least recently renewed first."""
         skipped = len(_pin_name("", tenant))
-        return [replace(kept, handle=kept.handle[skipped:]) for kept in self.pins.of(tenant)]
+        return [replace(prefix, handle=prefix.handle[skipped:]) for prefix in self.pins.prefixes_of(tenant)]
 
     @property
     def is_idle(self) -> bool:
@@ -306,22 +309,27 @@ class Instance:
         link = self.link
         if link is None:
             return Load()
-        counts = link.routers.counts(None)
-        load = self.state.load(link.exchange.transfers_open, counts.dispatches_heard, counts.answers_told)
+        counts = link.routers.counts_of(None)
+        load = self.state.current_load(link.exchange.transfers_open, counts.dispatches_heard, counts.answers_told)
         if not any(link.routers.followers):
             return load
         # the router of a prompt counts it until its first token: the others shall, too
         under_way = sum([plan.prefill_tokens for plan in self.inflight]) + link.fetches.tokens_to_compute()
         return structs.replace(load, prefill_tokens_queued=load.prefill_tokens_queued + under_way)
 
-    def reading(self, now_ns: int) -> LoadRead:
+    def heartbeat_load(self, now_ns: int) -> LoadRead:
         """What a heartbeat tells at time ``now_ns`` (ns), to the owner and to each follower."""
         load, link = self.load(), self.link
         if link is None:
             return LoadRead(load, 0)
-        followers = [(peer, told, link.news.for_heartbeat(peer, now_ns)) for peer, told in link.routers.loads(load)]
-        costs = self.state.costs.told()
-        return LoadRead(load, link.news.for_heartbeat(link.router, now_ns), costs=costs, followers=tuple(followers))
+        followers = [
+            (peer, peer_load, link.router_updates.for_heartbeat(peer, now_ns))
+            for peer, peer_load in link.routers.loads_for_followers(load)
+        ]
+        costs = self.state.costs.encoded_costs()
+        return LoadRead(
+            load, link.router_updates.for_heartbeat(link.router, now_ns), costs=costs, followers=tuple(followers)
+        )
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""
@@ -331,7 +339,7 @@ class Instance:
         """How the memory is used."""
         return memory_report(self.state)
 
-    def story(self, request_id: str) -> RequestStory | None:
+    def story_of_request(self, request_id: str) -> RequestStory | None:
         """What has happened to a live request so far. None: it is not here."""
         group = self.state.groups.get(request_id)
         return request_story(group) if group is not None else None
@@ -352,11 +360,7 @@ def _layer_placer(config: InstanceConfig, memory: SequenceMemory, geometry: KVGe
     # what crosses the link; where there is none, to convert a page takes as long as to copy it whole
     page_bytes = lower_page_bytes(geometry, config.pool.lower_dtype) if scheduler.link_bytes_s else geometry.page_bytes
     budget = LayerBudget(geometry.num_layers, page_bytes, link, scheduler.slo_tpot_ns or TPOT_NS)
-    chunk_blocks_max = ceil_div(scheduler.chunk_tokens, memory.block_tokens)
-    policy = LayerPolicy.named(scheduler.layerwise)
-    return LayerPlacer(
-        memory.pool, memory.block_tokens, budget, policy, memory.costs, chunk_blocks_max, scheduler.steps_in_flight
-    )
+    return LayerPlacer(memory.pool, budget, scheduler, memory.costs)
 
 
 def _pin_name(handle: str, tenant: str) -> str:

@@ -204,7 +204,7 @@ def _with_cluster(stats: InstanceStats, link: ClusterLink) -> InstanceStats:
         store_ssd_tokens=link.fetches.fetched_ssd_tokens,
         store_fetches_failed=link.fetches.store_failures,
         store_blocks_offered=link.writer.offers.counters.offered,
-        store_blocks_taken=link.writer.offers.counters.taken,
+        store_blocks_taken=link.writer.offers.counters.accepted,
         store_blocks_failed=link.writer.offers.counters.failed,
         store_blocks_dropped=link.writer.offers.counters.dropped,
         messages_ignored=link.messages_ignored,
@@ -246,28 +246,7 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         prefill_ns_per_token=state.costs.prefill_ns_per_token,
         finished=dict(counters.finished),
         objectives=state.objectives.report() if state.objectives is not None else ObjectiveReport(),
-        layers=_layers(state),
-    )
-
-
-def _layers(state: SchedulerState) -> LayerReport:
-    placer = state.memory.layers
-    if placer is None:
-        return LayerReport()
-    lying = [kv for sequence in placer.sequences if (kv := sequence.layered) is not None]
-    unit = placer.num_layers
-    return LayerReport(
-        sequences=len(lying),
-        parked=len(state.parked),
-        dram_pages=unit * sum(len(kv.dram_blocks) for kv in lying),
-        kept_pages=unit * sum(len(frames) for kv in lying for frames in kv.kept.values()),
-        staging_pages=unit * sum(len(frames) for kv in lying for frames in kv.staging),
-        moving_pages=unit * sum(len(kv.moving.dram_blocks) + len(kv.moving.hbm_frames) for kv in lying if kv.moving),
-        begun=placer.admitted,
-        converted=placer.converted,
-        parkings=placer.parked,
-        resumed=placer.resumed,
-        link=replace(placer.link),
+        layers=state.memory.layers.report(len(state.parked)),
     )
 
 
@@ -292,15 +271,15 @@ def memory_report(state: SchedulerState) -> MemoryReport:
         for sequence in group.sequences.values():
             if not sequence.blocks:
                 continue
-            tokens = max(sequence.known, sequence.computed)
-            capacity = sequence.entries * block_tokens
-            held = min(tokens, capacity)
-            fragments.append(capacity - held)
+            tokens = max(sequence.known_length, sequence.computed)
+            capacity = sequence.table_entries * block_tokens
+            stored_tokens = min(tokens, capacity)
+            fragments.append(capacity - stored_tokens)
             by_layer = sequence.layered
             for place, block in enumerate(sequence.blocks):
                 if by_layer is not None and place >= by_layer.first:
                     place += len(by_layer.dram_blocks)
-                inside = min(block_tokens, max(0, held - place * block_tokens))
+                inside = min(block_tokens, max(0, stored_tokens - place * block_tokens))
                 filled[block] = max(inside, filled.get(block, 0))
     return MemoryReport(
         pool=state.memory.pool.report(),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from memserve import _core
 from memserve.base.errors import UserError
-from memserve.integrations.store_cache import EnginePool, Value, address, copied, places
+from memserve.integrations.store_cache import EnginePool, Value, address_of, copy_pieces, piece_places
 from memserve.store.client.client import StoreClient
 from memserve.store.client.memory import Staged, View
 
@@ -39,82 +39,82 @@ class BlockCache(EnginePool):
 
     def prefix_at_once(self, names: Sequence[bytes]) -> int | None:
         """How many have a value, from the first on. None: that is not known without asking the store."""
-        client = self._mapped()
+        client = self._mapped_client()
         if client is None:
             return None if self.is_up else 0
-        return self._ask(lambda mapped, end_s: mapped.match_last_index(names, timeout_s=0.0) + 1, 0)
+        return self._call_store(lambda mapped, end_s: mapped.match_last_index(names, timeout_s=0.0) + 1, 0)
 
     def exists_at_once(self, names: Sequence[bytes]) -> list[bool]:
         """Whether each has a value; False: that is not known without asking the store."""
-        if self._mapped() is None:
+        if self._mapped_client() is None:
             return [False] * len(names)
-        return self._ask(lambda mapped, end_s: mapped.exists(names, timeout_s=0.0), [False] * len(names))
+        return self._call_store(lambda mapped, end_s: mapped.exists(names, timeout_s=0.0), [False] * len(names))
 
     def may_hold(self, count: int, nbytes: int) -> bool:
         """Whether so many values of so many bytes altogether can be held at once."""
-        client = self._mapped()
+        client = self._mapped_client()
         limits = None if client is None else client.holds_max
         return limits is None or (count <= limits[0] and nbytes <= limits[1])
 
-    def _mapped(self) -> StoreClient | None:
+    def _mapped_client(self) -> StoreClient | None:
         client = self._client
         return client if client is not None and self.is_up and client.is_mapped else None
 
     # -- held and compared
 
-    def hold(self, values: Sequence[Value]) -> tuple[int, list[View]]:
+    def hold_values(self, values: Sequence[Value]) -> tuple[int, list[View]]:
         """How many are there and as they were stored, from the first on, and what holds them in the store's memory.
 
         The views are the caller's to drop. From a store on another host nothing is held: values are compared when they
         are read. ``pieces`` of the values say lengths; their addresses are not used.
         """
         views: list[View] = []
-        count = self._ask(lambda client, end_s: self._hold(client, values, views, end_s), -1)
+        count = self._call_store(lambda client, end_s: self._hold_compared(client, values, views, end_s), -1)
         if count < 0:
-            drop(views)
+            drop_views(views)
             return 0, []
         return count, views
 
-    def _hold(self, client: StoreClient, values: Sequence[Value], views: list[View], end_s: float) -> int:
+    def _hold_compared(self, client: StoreClient, values: Sequence[Value], views: list[View], end_s: float) -> int:
         if not client.is_mapped:
             names = [value.name for value in values]
             return client.match_last_index(names, timeout_s=end_s - time.monotonic()) + 1
         for first in range(0, len(values), AT_ONCE):
-            some = values[first : first + AT_ONCE]
-            for at, view in enumerate(self._found(client, some, end_s)):
+            batch = values[first : first + AT_ONCE]
+            for index, view in enumerate(self._views_of(client, batch, end_s)):
                 if view is not None:
                     views.append(view)
-                if view is None or not self._is_whole(client, some[at], view, end_s):
+                if view is None or not self._is_whole(client, batch[index], view, end_s):
                     if view is not None:
-                        drop([views.pop()])
-                    return first + at
+                        drop_views([views.pop()])
+                    return first + index
         return len(values)
 
     @staticmethod
-    def _found(client: StoreClient, values: Sequence[Value], end_s: float) -> list[View | None]:
+    def _views_of(client: StoreClient, values: Sequence[Value], end_s: float) -> list[View | None]:
         """Up to the first that is not there, or that this client may not hold beside all that it holds."""
-        found = [client.get_held(value.name) for value in values]
-        absent = [at for at, view in enumerate(found) if view is None]
+        views = [client.get_held(value.name) for value in values]
+        absent = [index for index, view in enumerate(views) if view is None]
         if absent:
-            client.bring([values[at].name for at in absent], timeout_s=max(0.0, end_s - time.monotonic()))
-            for at in absent:
-                found[at] = client.get_held(values[at].name)
-        count = next((at for at, view in enumerate(found) if view is None), len(found))
-        drop([view for view in found[count:] if view is not None])
-        return [*found[:count], *([None] if count < len(found) else [])]
+            client.bring([values[index].name for index in absent], timeout_s=max(0.0, end_s - time.monotonic()))
+            for index in absent:
+                views[index] = client.get_held(values[index].name)
+        count = next((index for index, view in enumerate(views) if view is None), len(views))
+        drop_views([view for view in views[count:] if view is not None])
+        return [*views[:count], *([None] if count < len(views) else [])]
 
     def _is_whole(self, client: StoreClient, value: Value, view: View, end_s: float) -> bool:
         data = view.data
-        if value.fitted(len(data)) is not None:
-            seals = _seals(address(data), [nbytes for _, nbytes in value.pieces], int(self.options.threads))
-            if bytes(data[value.payload_bytes :]) == value.tail(seals):
+        if value.fit_to_stored(len(data)) is not None:
+            seals = _checksums_of(address_of(data), [nbytes for _, nbytes in value.pieces], int(self.options.threads))
+            if bytes(data[value.payload_bytes :]) == value.encode_tail(seals):
                 return True
-        self._forget(client, [value.name], end_s)
+        self._delete_damaged(client, [value.name], end_s)
         return False
 
     # -- copied now, stored later
 
-    def collect(self, values: Sequence[Value]) -> Collected:
+    def collect_copies(self, values: Sequence[Value]) -> Collected:
         """Copies of the values that :meth:`put_collected` stores; the memory of the values is free when this returns.
 
         What has no room in the staging memory is left out: it is not waited for.
@@ -122,23 +122,23 @@ class BlockCache(EnginePool):
         client = self._client
         if client is None or not self.is_up:
             return []
-        some, staged = list[Value](), list[Staged]()
+        copied_values, staged = list[Value](), list[Staged]()
         try:
             for value in values:
                 staged.append(client.allocate(value.stored_bytes, timeout_s=0.0))
-                some.append(value)
+                copied_values.append(value)
         except UserError:
-            self.counts["refused"] += len(values) - len(some)
+            self.counts["refused"] += len(values) - len(copied_values)
         moves = [
             (place, source, nbytes)
-            for value, memory in zip(some, staged, strict=True)
-            for place, (source, nbytes) in places(value, address(memory.data))
+            for value, memory in zip(copied_values, staged, strict=True)
+            for place, (source, nbytes) in piece_places(value, address_of(memory.data))
         ]
-        seals, first = copied(moves, int(self.options.threads)), 0
-        for value, memory in zip(some, staged, strict=True):
-            memory.data[value.payload_bytes :] = value.tail(seals[first : first + len(value.pieces)])
+        seals, first = copy_pieces(moves, int(self.options.threads)), 0
+        for value, memory in zip(copied_values, staged, strict=True):
+            memory.data[value.payload_bytes :] = value.encode_tail(seals[first : first + len(value.pieces)])
             first += len(value.pieces)
-        return [(value.name, memory) for value, memory in zip(some, staged, strict=True)]
+        return [(value.name, memory) for value, memory in zip(copied_values, staged, strict=True)]
 
     def put_collected(self, collected: Collected) -> None:
         """Have the store take them; waits for it."""
@@ -147,7 +147,7 @@ class BlockCache(EnginePool):
             return sum(client.put_many(collected, overwrite=False, timeout_s=end_s - time.monotonic()))
 
         try:
-            stored = self._ask(put, 0)
+            stored = self._call_store(put, 0)
         finally:
             for _, memory in collected:
                 memory.release()
@@ -155,19 +155,19 @@ class BlockCache(EnginePool):
         self.counts["refused"] += len(collected) - stored
 
 
-def drop(views: Sequence[View]) -> None:
+def drop_views(views: Sequence[View]) -> None:
     """The store may use their memory again."""
     for view in views:
         view.drop()
 
 
-def _seals(first: int, sizes: Sequence[int], threads: int) -> NDArray[np.uint64]:
+def _checksums_of(first: int, sizes: Sequence[int], threads: int) -> NDArray[np.uint64]:
     """Checksums of pieces that lie one behind the other from address ``first`` on."""
-    seals, at = list[NDArray[np.uint64]](), first
+    seals, start = list[NDArray[np.uint64]](), first
     for nbytes, group in groupby(sizes):
         count = len(list(group))
-        seals.append(_core.seal_ranges(at, np.arange(count, dtype=np.int64) * nbytes, nbytes, threads))
-        at += count * nbytes
+        seals.append(_core.seal_ranges(start, np.arange(count, dtype=np.int64) * nbytes, nbytes, threads))
+        start += count * nbytes
     return np.concatenate(seals)
 
 
@@ -188,10 +188,10 @@ class CacheJobs:
             if self._closed or self._waiting >= self._waiting_max:
                 return False
             self._waiting += 1
-        self._threads.submit(self._run, job)
+        self._threads.submit(self._run_job, job)
         return True
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run_job(self, job: Callable[[], None]) -> None:
         try:
             job()
         except Exception:
@@ -201,7 +201,7 @@ class CacheJobs:
                 self._waiting -= 1
                 self._changed.notify_all()
 
-    def drain(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no job is left."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting)

@@ -27,7 +27,7 @@ from memserve.cli.cluster.ray import free_port, members_plan, plain_errors
 from memserve.cli.cluster.serve import app_of
 from memserve.cli.main import command_line
 from memserve.model.loading.lora import read_adapters
-from memserve.system.secrets import followed
+from memserve.system.secrets import as_followed
 from memserve.transport.network_devices import with_port
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def app(args: Mapping[str, Any]) -> Any:
     from ray import serve
 
     words = words_of(args)
-    asked, _ = read(words)
+    settings, _ = read_options(words)
 
     def build() -> ASGIApp:
         return open_app(words)
@@ -62,8 +62,8 @@ def app(args: Mapping[str, Any]) -> Any:
     deployment = serve.deployment(
         name=NAME,
         num_replicas=1,  # all requests of a cluster pass its one router
-        max_ongoing_requests=asked.http.limits.connections_max,
-        graceful_shutdown_timeout_s=asked.http.drain_s,
+        max_ongoing_requests=settings.http.limits.connections_max,
+        graceful_shutdown_timeout_s=settings.http.drain_s,
         ray_actor_options={"num_cpus": 1},
     )
     return deployment(serve.ingress(build)()).bind()
@@ -82,15 +82,15 @@ def words_of(args: Mapping[str, Any]) -> tuple[str, ...]:
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
             continue
-        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
-            words += [flag, str(one)]
+        for item in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            words += [flag, str(item)]
     return tuple(words)
 
 
-def read(words: Sequence[str]) -> tuple[Asked, ClusterOptions]:
+def read_options(words: Sequence[str]) -> tuple[Asked, ClusterOptions]:
     """What ``memserve serve`` with these ``words`` would run. Raises :class:`UserError` for wrong ones."""
-    found: list[Asked] = []
-    token = READS.set(found.append)
+    readings: list[Asked] = []
+    token = READS.set(readings.append)
     try:
         command_line("serve")(["serve", *words], standalone_mode=False)
     except UserError:
@@ -100,10 +100,10 @@ def read(words: Sequence[str]) -> tuple[Asked, ClusterOptions]:
         raise UserError(message, hint="memserve serve --help lists all options") from None
     finally:
         READS.reset(token)
-    cluster = found[0].cluster
+    cluster = readings[0].cluster
     if cluster is None:
         raise InvariantError("one engine alone was asked for, and refused")
-    return found[0], cluster
+    return readings[0], cluster
 
 
 def open_app(words: Sequence[str]) -> ASGIApp:
@@ -112,13 +112,13 @@ def open_app(words: Sequence[str]) -> ASGIApp:
     Raises :class:`UserError` when Ray has no room for it.
     """
     with ThreadPoolExecutor(1) as apart:  # a replica's own thread has a running loop, in which nothing may wait
-        return apart.submit(_open, words).result()
+        return apart.submit(_open_cluster_app, words).result()
 
 
-def _open(words: Sequence[str]) -> ASGIApp:
+def _open_cluster_app(words: Sequence[str]) -> ASGIApp:
     stack = ExitStack()
     try:
-        served = stack.enter_context(_cluster(*read(words)))
+        served = stack.enter_context(_run_cluster(*read_options(words)))
     except BaseException:
         stack.close()
         raise
@@ -139,15 +139,18 @@ class Ending:
 
 
 @contextmanager
-def _cluster(asked: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
+def _run_cluster(settings: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
     import ray
 
     from memserve.host.ray import new_controller
 
-    http = asked.http
-    node, secret = ray.util.get_node_ip_address(), followed(options.secret or secrets.token_urlsafe(32)).first
+    http = settings.http
+    node, secret = (
+        ray.util.get_node_ip_address(),
+        as_followed(options.secret or secrets.token_urlsafe(32)).initial_value,
+    )
     port = options.port or free_port()
-    plan = members_plan(asked.engine, http, options, secret, with_port(node, port))
+    plan = members_plan(settings.engine, http, options, secret, with_port(node, port))
     controller = new_controller(plan, _NAME_S)
     router = dataclasses.replace(
         options, prefill=0, decode=0, colocated=0, host=node, port=port, secret=secret, store=StoreOptions(),
@@ -161,10 +164,10 @@ def _cluster(asked: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
     try:
         with plain_errors(ray):
             ray.get(controller.start.remote())
-        with running_cluster(asked.engine, router, http.log_level, log.info, scale) as running:
+        with running_cluster(settings.engine, router, http.log_level, log.info, scale) as running:
             ray.get(controller.wait_members.remote())
-            adapters = read_adapters(asked.engine.lora)
-            yield app_of(running.engine, running.model, asked.engine.model, adapters, http)[0]
+            adapters = read_adapters(settings.engine.lora)
+            yield app_of(running.engine, running.model, settings.engine.model, adapters, http)[0]
     finally:
         ray.get(controller.stop.remote())
         ray.kill(controller)

@@ -40,34 +40,39 @@ class MemserveHiCache(HiCacheStorage):
         if storage_config.should_split_heads:
             hint = "leave tp_lcm_size out: engines of one store then have one --tp-size, or do not share KV"
             raise UserError("memserve stores no heads apart", hint=hint, param="tp_lcm_size")
-        self._options = PoolOptions.of(extra.get("memserve") or {})
+        self._options = PoolOptions.from_mapping(extra.get("memserve") or {})
         self._config = storage_config
         self._by_pieces = bool(extra.get("interface_v1", 0))
         self.registered_pools: dict[str, Any] = {}
-        self._prefixes = {_KV: self._prefix(_KV, None)}
+        self._prefixes = {_KV: self._make_prefix(_KV, None)}
         self._pool = EnginePool(self._options)
         self.mem_pool_host: Any = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
-        self._prefixes[_KV] = self._prefix(_KV, mem_pool_host)
+        self._prefixes[_KV] = self._make_prefix(_KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if _text(host_pool_name) != _KV:
-            self._prefixes[_text(host_pool_name)] = self._prefix(_text(host_pool_name), host_pool)
+            self._prefixes[_text(host_pool_name)] = self._make_prefix(_text(host_pool_name), host_pool)
 
-    def _prefix(self, pool_name: str, host_pool: Any) -> bytes:
-        at = self._config
-        ranks: dict[str, object] = {"pp": (at.pp_rank, at.pp_size), "cp": (at.attn_cp_rank, at.attn_cp_size)}
-        ranks |= {"dcp": (at.dcp_rank, at.dcp_size, at.logical_page_size)}
-        if not (at.is_mla_model and pool_name.startswith(_REPLICATED)):
-            ranks |= {"tp": (at.tp_rank, at.tp_size)}
+    def _make_prefix(self, pool_name: str, host_pool: Any) -> bytes:
+        config = self._config
+        ranks: dict[str, object] = {
+            "pp": (config.pp_rank, config.pp_size),
+            "cp": (config.attn_cp_rank, config.attn_cp_size),
+        }
+        ranks |= {"dcp": (config.dcp_rank, config.dcp_size, config.logical_page_size)}
+        if not (config.is_mla_model and pool_name.startswith(_REPLICATED)):
+            ranks |= {"tp": (config.tp_rank, config.tp_size)}
         shape = {name: getattr(host_pool, name, None) for name in _SHAPE}
         shape |= {"pool": type(host_pool).__name__, "pieces": self._by_pieces or pool_name != _KV}
-        return namespace("sglang", given=self._options.namespace, model=at.model_name, of=pool_name, **ranks, **shape)
+        return namespace(
+            "sglang", given=self._options.namespace, model=config.model_name, of=pool_name, **ranks, **shape
+        )
 
-    def _name(self, pool_name: str, key: str) -> bytes:
+    def _value_name(self, pool_name: str, key: str) -> bytes:
         return name_in(self._prefixes[pool_name], key.encode())
 
     # -- pages where they lie in host memory: v1
@@ -78,20 +83,22 @@ class MemserveHiCache(HiCacheStorage):
         return self.mem_pool_host is not None and getattr(self.mem_pool_host, "kv_buffer", self) is None
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        return len(keys) if self._is_logical else self._pool.prefix([self._name(_KV, key) for key in keys])
+        return len(keys) if self._is_logical else self._pool.match_prefix([self._value_name(_KV, key) for key in keys])
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self._move_kv(keys, host_indices, self._pool.get)
+        return self._move_kv(keys, host_indices, self._pool.get_values)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        return self._move_kv(keys, host_indices, self._pool.put)
+        return self._move_kv(keys, host_indices, self._pool.put_values)
 
     def _move_kv(self, keys: list[str], host_indices: Any, move: Callable[[Sequence[Value]], list[bool]]) -> list[bool]:
         if self._is_logical:
             return [True] * len(keys)
-        return move(self._pages(_KV, self.mem_pool_host, keys, host_indices) or []) or [False] * len(keys)
+        return move(self._page_values(_KV, self.mem_pool_host, keys, host_indices) or []) or [False] * len(keys)
 
-    def _pages(self, pool_name: str, host_pool: Any, keys: Sequence[str], host_indices: Any) -> list[Value] | None:
+    def _page_values(
+        self, pool_name: str, host_pool: Any, keys: Sequence[str], host_indices: Any
+    ) -> list[Value] | None:
         """Each page's value. None: indices and keys do not belong together."""
         page_tokens = getattr(host_pool, "page_size", 1) or 1
         if pool_name == _KV and self._config.dcp_size > 1:
@@ -101,12 +108,12 @@ class MemserveHiCache(HiCacheStorage):
             return None
         addresses, lengths = host_pool.get_page_buffer_meta(host_indices)
         pieces: list[Piece] = list(zip(_flat(addresses), _flat(lengths), strict=True))
-        each = len(pieces) // max(1, len(keys))
-        if each * len(keys) != len(pieces):
+        pieces_per_page = len(pieces) // max(1, len(keys))
+        if pieces_per_page * len(keys) != len(pieces):
             log.error("%s: %d pieces are not of %d pages", pool_name, len(pieces), len(keys))
             return None
         return [
-            Value(self._name(pool_name, key), pieces[each * number : each * (number + 1)])
+            Value(self._value_name(pool_name, key), pieces[pieces_per_page * number : pieces_per_page * (number + 1)])
             for number, key in enumerate(keys)
         ]
 
@@ -114,23 +121,32 @@ class MemserveHiCache(HiCacheStorage):
 
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         transfers, pages = list(pool_transfers or []), self.batch_exists(keys, extra_info)
-        known = [transfer for transfer in transfers if _text(transfer.name) in self._prefixes]
-        there = self._pool.exists([self._name(_text(one.name), key) for one in known for key in keys[:pages]])
-        found = {_text(one.name): there[pages * at : pages * (at + 1)] for at, one in enumerate(known)}
+        known_transfers = [transfer for transfer in transfers if _text(transfer.name) in self._prefixes]
+        presence = self._pool.exists(
+            [
+                self._value_name(_text(known_transfer.name), key)
+                for known_transfer in known_transfers
+                for key in keys[:pages]
+            ]
+        )
+        presence_by_pool = {
+            _text(known_transfer.name): presence[pages * index : pages * (index + 1)]
+            for index, known_transfer in enumerate(known_transfers)
+        }
         hits = {PoolName.KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
         for transfer in transfers:
-            ends = restorable_ends(transfer, found.get(_text(transfer.name), [False] * pages))
+            ends = restorable_ends(transfer, presence_by_pool.get(_text(transfer.name), [False] * pages))
             if restorable and ends:
                 hits[transfer.name] = max(ends)
             restorable &= ends
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return self._move_pools(transfers, self._pool.get)
+        return self._move_pools(transfers, self._pool.get_values)
 
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
-        return self._move_pools(transfers, self._pool.put)
+        return self._move_pools(transfers, self._pool.put_values)
 
     def _move_pools(self, transfers: list[Any], move: Callable[[Sequence[Value]], list[bool]]) -> dict[str, list[bool]]:
         """All pools' pages in one call of the store."""
@@ -139,13 +155,15 @@ class MemserveHiCache(HiCacheStorage):
         for transfer in transfers:
             keys, pool = list(transfer.keys or []), self._pool_of(transfer.name)
             moved[transfer.name] = [False] * len(keys)
-            pages = self._pages(_text(transfer.name), pool, keys, transfer.host_indices) if pool is not None else None
+            pages = (
+                self._page_values(_text(transfer.name), pool, keys, transfer.host_indices) if pool is not None else None
+            )
             if pages:
                 parts.append((transfer.name, len(pages)))
                 values += pages
-        done, first = move(values), 0
+        results, first = move(values), 0
         for name, count in parts:
-            moved[name] = done[first : first + count]
+            moved[name] = results[first : first + count]
             first += count
         return moved
 
@@ -160,10 +178,10 @@ class MemserveHiCache(HiCacheStorage):
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Each target, filled; None: there is no such page, or its target is no contiguous tensor of the host's."""
         targets = list(target_locations or [None] * len(keys))
-        usable = [at for at, target in enumerate(targets) if _is_usable(target)]
-        read = self._pool.get([self._tensor(keys[at], targets[at]) for at in usable])
-        filled = {at for at, was_read in zip(usable, read, strict=True) if was_read}
-        return [target if at in filled else None for at, target in enumerate(targets)]
+        usable = [index for index, target in enumerate(targets) if _is_usable(target)]
+        read = self._pool.get_values([self._tensor_value(keys[index], targets[index]) for index in usable])
+        filled = {index for index, was_read in zip(usable, read, strict=True) if was_read}
+        return [target if index in filled else None for index, target in enumerate(targets)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self.batch_set([key], [value])
@@ -174,11 +192,13 @@ class MemserveHiCache(HiCacheStorage):
         if values is None or any(value is None for value in values):
             return False
         tensors = [value.detach().cpu().contiguous() for value in values]
-        return all(self._pool.put([self._tensor(key, one) for key, one in zip(keys, tensors, strict=True)]))
+        return all(
+            self._pool.put_values([self._tensor_value(key, tensor) for key, tensor in zip(keys, tensors, strict=True)])
+        )
 
-    def _tensor(self, key: str, tensor: Any) -> Value:
+    def _tensor_value(self, key: str, tensor: Any) -> Value:
         pieces = [(tensor.data_ptr(), tensor.numel() * tensor.element_size())]
-        return Value(self._name(_KV, key), pieces, str(tensor.dtype).encode())
+        return Value(self._value_name(_KV, key), pieces, str(tensor.dtype).encode())
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -198,8 +218,8 @@ def _text(name: Any) -> str:
     return str(getattr(name, "value", name))
 
 
-def _flat(given: Sequence[Any]) -> list[int]:
-    return [int(one) for some in given for one in (some if isinstance(some, Sequence) else [some])]
+def _flat(nested: Sequence[Any]) -> list[int]:
+    return [int(item) for part in nested for item in (part if isinstance(part, Sequence) else [part])]
 
 
 def _is_usable(target: Any) -> bool:

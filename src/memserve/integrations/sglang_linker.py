@@ -30,9 +30,9 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybr
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from memserve.base.errors import UserError
-from memserve.integrations.block_cache import BlockCache, CacheJobs, drop
+from memserve.integrations.block_cache import BlockCache, CacheJobs, drop_views
 from memserve.integrations.sglang import restorable_ends
-from memserve.integrations.store_cache import Piece, PoolOptions, Value, address, copied, name_in, namespace
+from memserve.integrations.store_cache import Piece, PoolOptions, Value, address_of, copy_pieces, name_in, namespace
 from memserve.store.client.memory import View
 
 
@@ -55,38 +55,38 @@ def load_layer(entry: Any, rows: list[int], views: Sequence[View], layer: int, t
     if not is_host(entry):
         _to_device(entry, rows, views, layer)
         return
-    moves, expected, numbers = list[tuple[int, int, int]](), list[int](), _numbers(entry)
+    moves, expected, numbers = list[tuple[int, int, int]](), list[int](), _piece_numbers(entry)
     for view, targets, sizes, offsets in zip(views, *meta, strict=True):
-        base = address(view.data)
+        base = address_of(view.data)
         seals = np.frombuffer(view.data, "<u8", len(numbers), len(view.data) - 8 * len(numbers))
-        moves += [(to, base + at, nbytes) for to, at, nbytes in zip(targets, offsets, sizes, strict=True)]
-        expected += [int(seals[numbers[at]]) for at in offsets]
-    if copied(moves, threads).tolist() != expected:
+        moves += [(to, base + offset, nbytes) for to, offset, nbytes in zip(targets, offsets, sizes, strict=True)]
+        expected += [int(seals[numbers[offset]]) for offset in offsets]
+    if copy_pieces(moves, threads).tolist() != expected:
         raise RuntimeError(f"KV of layer {layer} changed after it was compared")
 
 
 def pages_of(entry: Any, indices: Any, copies: list[Any]) -> list[list[Piece]]:
     """Where each page lies; of a device's memory in copies, which are added to ``copies`` and must be kept."""
-    each = len(piece_bytes(entry))
+    pieces_per_page = len(piece_bytes(entry))
     if is_host(entry):
         pieces: list[Piece] = list(zip(*entry.get_page_buffer_meta(indices), strict=True))
-        return [pieces[at : at + each] for at in range(0, len(pieces), each)]
+        return [pieces[index : index + pieces_per_page] for index in range(0, len(pieces), pieces_per_page)]
     pages = []
     for row in entry.prepare_locations(indices):
-        page = [_bytes_of(entry, one, row).cpu() for component in entry.components for one in component]
+        page = [_bytes_of(entry, tensor, row).cpu() for component in entry.components for tensor in component]
         copies += page
-        pages.append([(one.data_ptr(), one.numel()) for one in page])
+        pages.append([(tensor.data_ptr(), tensor.numel()) for tensor in page])
     return pages
 
 
-def _numbers(entry: Any) -> dict[int, int]:
+def _piece_numbers(entry: Any) -> dict[int, int]:
     """Where a piece begins in a value -> its number."""
-    return {at: number for number, at in enumerate(accumulate(piece_bytes(entry)[:-1], initial=0))}
+    return {offset: number for number, offset in enumerate(accumulate(piece_bytes(entry)[:-1], initial=0))}
 
 
 def _to_device(entry: Any, rows: list[int], views: Sequence[View], layer: int) -> None:
     """Each copy is over when its call returns: SGLang's stream waits for the layer's mark, and for no event."""
-    starts = list(_numbers(entry))
+    starts = list(_piece_numbers(entry))
     mapped = entry.layer_mapping[layer]
     first = 0
     for component, buffers in zip(entry.buffer_meta, entry.components, strict=True):
@@ -119,8 +119,8 @@ class _Held:
     ends: list[int] = field(default_factory=list)
     views: dict[tuple[str, str], View] = field(default_factory=dict)
 
-    def drop(self) -> None:
-        drop(list(self.views.values()))
+    def release_views(self) -> None:
+        drop_views(list(self.views.values()))
         self.views.clear()
 
 
@@ -129,7 +129,7 @@ class _Load:
     """Of one request: for each pool the rows that are written to, and what is written there."""
 
     parts: list[tuple[Any, list[int], list[View]]]
-    held: _Held
+    record: _Held
     is_lost: bool = False
 
 
@@ -141,7 +141,7 @@ class MemserveLinker(UnifiedCacheLinker):
     ) -> None:
         """Raises :class:`memserve.base.errors.UserError` for a configuration that cannot be."""
         self.forward_stream = forward_stream
-        self._options = PoolOptions.of(extra_config or {})
+        self._options = PoolOptions.from_mapping(extra_config or {})
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         self._group = resolve_hybrid_device_pool_group(
             kvcache=kvcache, page_size=params.page_size, params=params, components=components
@@ -153,22 +153,22 @@ class MemserveLinker(UnifiedCacheLinker):
         rank, self._ranks = _ranks(params)
         self._is_writer = rank == 0 or not self._group.rank_replicated
         self._prefixes = {
-            name: self._prefix(entry, server_args, params, kvcache, rank) for name, entry in self.pools.items()
+            name: self._make_prefix(entry, server_args, params, kvcache, rank) for name, entry in self.pools.items()
         }
         self.layer_done_counter = LayerWiseLoadCounter(self._group.num_layers)
         self._pool = BlockCache(self._options)
-        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._records: OrderedDict[str, _Held] = OrderedDict()
         self._queued: dict[str, _Load] = {}
         self._loads, self._offloads = CacheJobs(1, _WAITING_MAX), CacheJobs(1, _WAITING_MAX)
         self._offloaded: deque[bool] = deque()
 
-    def _prefix(self, entry: Any, server_args: Any, params: Any, kvcache: Any, rank: int) -> bytes:
+    def _make_prefix(self, entry: Any, server_args: Any, params: Any, kvcache: Any, rank: int) -> bytes:
         ranks: dict[str, object] = {
             "pp": (params.pp_rank, params.pp_size), "cp": (params.attn_cp_rank, params.attn_cp_size),
         }  # fmt: skip
         if not self._group.rank_replicated:
             ranks["tp"] = (rank, self._ranks)
-        buffers = [(str(one.dtype), tuple(one.shape[1:])) for one in entry.get_hybrid_pool_buffer()]
+        buffers = [(str(buffer.dtype), tuple(buffer.shape[1:])) for buffer in entry.get_hybrid_pool_buffer()]
         return namespace(
             "sglang-linker", given=self._options.namespace, model=server_args.model_path, of=str(entry.name.value),
             revision=getattr(server_args, "revision", None), kvcache=type(kvcache).__name__, buffers=buffers,
@@ -179,41 +179,45 @@ class MemserveLinker(UnifiedCacheLinker):
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         """Lengths in pages that can be loaded. What they need is compared, and held for :meth:`load`."""
-        asked = self._group.resolve_transfers(transfers)
-        keys = next((list(one.keys) for one in transfers if one.name == PoolName.KV), [])
-        if not asked or not keys:
+        resolved = self._group.resolve_transfers(transfers)
+        keys = next((list(transfer.keys) for transfer in transfers if transfer.name == PoolName.KV), [])
+        if not resolved or not keys:
             return []
-        now_s, held = time.monotonic(), self._held.pop(rid, None)
-        if held is not None and (held.keys != keys or held.until_s <= now_s):
-            held.drop()
-            held = None
-        if held is None:
-            held = self._compared(asked, keys, now_s + _HELD_S)
-        self._held[rid] = held
-        while len(self._held) > _HELD_MAX or next(iter(self._held.values())).until_s <= now_s:
-            self._held.popitem(last=False)[1].drop()
-        return held.ends
+        now_s, record = time.monotonic(), self._records.pop(rid, None)
+        if record is not None and (record.keys != keys or record.until_s <= now_s):
+            record.release_views()
+            record = None
+        if record is None:
+            record = self._compare_pages(resolved, keys, now_s + _HELD_S)
+        self._records[rid] = record
+        while len(self._records) > _HELD_MAX or next(iter(self._records.values())).until_s <= now_s:
+            self._records.popitem(last=False)[1].release_views()
+        return record.ends
 
-    def _compared(self, asked: Sequence[Any], keys: list[str], until_s: float) -> _Held:
-        held = _Held(keys, until_s)
+    def _compare_pages(self, transfers: Sequence[Any], keys: list[str], until_s: float) -> _Held:
+        record = _Held(keys, until_s)
         ends = set(range(1, len(keys) + 1))
-        for transfer in asked:
+        for transfer in transfers:
             if not ends:
                 break
-            name, some = transfer.name, keys[: max(ends)]
-            values = [self._value(name, key) for key in some]
+            name, wanted_keys = transfer.name, keys[: max(ends)]
+            values = [self._page_value(name, key) for key in wanted_keys]
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                found = dict(zip(some, self._pool.hold(values)[1], strict=False))
+                views = dict(zip(wanted_keys, self._pool.hold_values(values)[1], strict=False))
             else:
-                there = self._pool.exists([value.name for value in values])
-                known = [at for at, is_there in enumerate(there) if is_there]
-                found = {some[at]: view for at in known for view in self._pool.hold([values[at]])[1]}
-            held.views.update({(name, key): view for key, view in found.items()})
-            ends &= restorable_ends(transfer, [key in found for key in some])
-        held.ends = sorted(ends)
-        return held
+                presence = self._pool.exists([value.name for value in values])
+                present_indices = [index for index, is_there in enumerate(presence) if is_there]
+                views = {
+                    wanted_keys[index]: view
+                    for index in present_indices
+                    for view in self._pool.hold_values([values[index]])[1]
+                }
+            record.views.update({(name, key): view for key, view in views.items()})
+            ends &= restorable_ends(transfer, [key in views for key in wanted_keys])
+        record.ends = sorted(ends)
+        return record
 
-    def _value(self, name: Any, key: str, pieces: Sequence[Piece] | None = None) -> Value:
+    def _page_value(self, name: Any, key: str, pieces: Sequence[Piece] | None = None) -> Value:
         """Without ``pieces``: to compare with."""
         pieces = pieces or [(0, nbytes) for nbytes in piece_bytes(self.pools[name])]
         return Value(name_in(self._prefixes[name], key.encode()), pieces)
@@ -225,29 +229,29 @@ class MemserveLinker(UnifiedCacheLinker):
 
         Among several ranks all take the same way: there such a load is queued, and fails.
         """
-        asked = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
-        if not asked:
+        resolved = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
+        if not resolved:
             return False
         if rid in self._queued:
             raise RuntimeError(f"a load of {rid} is queued already")
-        held = self._held.pop(rid, None) or _Held([], 0.0)
-        wanted = [[held.views.get((one.name, key)) for key in one.keys] for one in asked]
-        is_lost = any(view is None for views in wanted for view in views)
+        record = self._records.pop(rid, None) or _Held([], 0.0)
+        found_views = [[record.views.get((item.name, key)) for key in item.keys] for item in resolved]
+        is_lost = any(view is None for views in found_views for view in views)
         if is_lost and self._ranks == 1:
-            held.drop()
+            record.release_views()
             return False
         parts = []
-        for transfer, views in zip(asked, wanted, strict=True):
+        for transfer, views in zip(resolved, found_views, strict=True):
             entry = self.pools[transfer.name]
             rows = entry.prepare_locations(transfer.host_indices)
             parts.append((entry, rows, [view for view in views if view is not None]))
-        self._queued[rid] = _Load(parts, held, is_lost)
+        self._queued[rid] = _Load(parts, record, is_lost)
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
         load = self._queued.pop(rid, None)
         if load is not None:
-            load.held.drop()
+            load.record.release_views()
         return load is not None
 
     def start_layer_wise_loading(self) -> int:
@@ -280,32 +284,32 @@ class MemserveLinker(UnifiedCacheLinker):
             self.layer_done_counter.fail(index, error)
         finally:
             for load in loads:
-                load.held.drop()
+                load.record.release_views()
 
     # -- offloads
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         """Queue pages for the store; SGLang keeps them as they are until :meth:`pop_completed_offload`."""
-        asked = self._group.resolve_transfers(transfers, allow_partial=True)
-        if not asked:
+        resolved = self._group.resolve_transfers(transfers, allow_partial=True)
+        if not resolved:
             return False
         if not self._is_writer:
             self._offloaded.append(True)
             return True
         ready = [] if self._is_host else self.record_offload_ready()
-        return self._offloads.start(partial(self._offload, asked, ready))
+        return self._offloads.start(partial(self._store_pages, resolved, ready))
 
-    def _offload(self, asked: Sequence[Any], ready: Sequence[Any]) -> None:
+    def _store_pages(self, transfers: Sequence[Any], ready: Sequence[Any]) -> None:
         stored = False
         try:
             for event in ready:
                 event.synchronize()
             copies, values = list[Any](), list[Value]()
-            for transfer in asked:
+            for transfer in transfers:
                 pages = pages_of(self.pools[transfer.name], transfer.host_indices, copies)
-                named = zip(transfer.keys, pages, strict=True)
-                values += [self._value(transfer.name, key, pieces) for key, pieces in named]
-            stored = all(self._pool.put(values))
+                keyed_pages = zip(transfer.keys, pages, strict=True)
+                values += [self._page_value(transfer.name, key, pieces) for key, pieces in keyed_pages]
+            stored = all(self._pool.put_values(values))
         finally:
             self._offloaded.append(stored)
 
@@ -321,10 +325,10 @@ class MemserveLinker(UnifiedCacheLinker):
         """Wait for what is under way, which ends by its deadlines, and forget all of it."""
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
-        while self._held:
-            self._held.popitem()[1].drop()
-        self._loads.drain()
-        self._offloads.drain()
+        while self._records:
+            self._records.popitem()[1].release_views()
+        self._loads.wait_until_idle()
+        self._offloads.wait_until_idle()
         self._offloaded.clear()
         self.layer_done_counter.reset()
 

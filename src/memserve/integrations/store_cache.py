@@ -67,7 +67,7 @@ class Value:
         """With the tail."""
         return self.payload_bytes + _TAIL.size + 8 * len(self.pieces)
 
-    def fitted(self, stored_bytes: int) -> Value | None:
+    def fit_to_stored(self, stored_bytes: int) -> Value | None:
         """This value, if that is the length of what is stored; None: it is another one."""
         if stored_bytes == self.stored_bytes:
             return self
@@ -75,7 +75,7 @@ class Value:
             return None
         return replace(self, pieces=[(self.pieces[0][0], stored_bytes - _TAIL.size - 8)])
 
-    def tail(self, seals: NDArray[np.uint64]) -> bytes:
+    def encode_tail(self, seals: NDArray[np.uint64]) -> bytes:
         """What stands behind the pieces, of which these are the checksums."""
         digest = blake2b(len(self.name).to_bytes(4) + self.name + self.layout, digest_size=16).digest()
         return _TAIL.pack(_MARK, len(self.pieces), digest) + seals.astype("<u8").tobytes()
@@ -83,8 +83,8 @@ class Value:
 
 def namespace(engine: str, **facts: object) -> bytes:
     """The begin of all names of values that may meet: ``engine/DIGEST/`` of everything that decides what bytes mean."""
-    told = json.dumps(facts, sort_keys=True, default=str).encode()
-    return f"{engine}/{blake2b(told, digest_size=12).hexdigest()}/".encode()
+    facts_json = json.dumps(facts, sort_keys=True, default=str).encode()
+    return f"{engine}/{blake2b(facts_json, digest_size=12).hexdigest()}/".encode()
 
 
 def name_in(prefix: bytes, key: bytes) -> bytes:
@@ -94,44 +94,44 @@ def name_in(prefix: bytes, key: bytes) -> bytes:
     return prefix + b"#" + blake2b(key, digest_size=32).hexdigest().encode()
 
 
-def address(data: memoryview) -> int:
+def address_of(data: memoryview) -> int:
     """Where the bytes begin."""
     return np.frombuffer(data, np.uint8).ctypes.data
 
 
-def places(value: Value, first: int) -> Iterator[tuple[int, Piece]]:
+def piece_places(value: Value, first: int) -> Iterator[tuple[int, Piece]]:
     """Each piece, and where it lies in a value that begins at ``first``."""
     for piece in value.pieces:
         yield first, piece
         first += piece[1]
 
 
-def copied(moves: Sequence[tuple[int, int, int]], threads: int) -> NDArray[np.uint64]:
+def copy_pieces(moves: Sequence[tuple[int, int, int]], threads: int) -> NDArray[np.uint64]:
     """Copy for each ``(to, from, bytes)``; the checksums of what was written, 0 of nothing."""
     seals = np.zeros(len(moves), np.uint64)
     table = np.array(moves, np.int64).reshape(-1, 3)
     for nbytes in np.unique(table[:, 2]):
         if nbytes:
-            at = np.flatnonzero(table[:, 2] == nbytes)
-            to, source = np.ascontiguousarray(table[at, 0]), np.ascontiguousarray(table[at, 1])
-            seals[at] = _core.copy_ranges_sealed(0, to, 0, source, int(nbytes), threads)
+            indices = np.flatnonzero(table[:, 2] == nbytes)
+            to, source = np.ascontiguousarray(table[indices, 0]), np.ascontiguousarray(table[indices, 1])
+            seals[indices] = _core.copy_ranges_sealed(0, to, 0, source, int(nbytes), threads)
     return seals
 
 
-def portions(
+def split_portions(
     numbers: Iterable[int], values: Sequence[Value], bytes_max: int, count_max: int = 1024
 ) -> Iterator[list[int]]:
     """Of ``numbers``, as many together as have room in ``bytes_max``; at least one."""
-    some, nbytes = list[int](), 0
-    for at in numbers:
-        room = ceil_div(values[at].stored_bytes, _ALIGNMENT) * _ALIGNMENT
-        if some and (nbytes + room > bytes_max or len(some) >= count_max):
-            yield some
-            some, nbytes = [], 0
-        some.append(at)
+    portion, nbytes = list[int](), 0
+    for number in numbers:
+        room = ceil_div(values[number].stored_bytes, _ALIGNMENT) * _ALIGNMENT
+        if portion and (nbytes + room > bytes_max or len(portion) >= count_max):
+            yield portion
+            portion, nbytes = [], 0
+        portion.append(number)
         nbytes += room
-    if some:
-        yield some
+    if portion:
+        yield portion
 
 
 log = logging.getLogger(__name__)
@@ -164,19 +164,19 @@ class PoolOptions:
     """They copy side by side."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> PoolOptions:
+    def from_mapping(cls, settings: Mapping[str, Any]) -> PoolOptions:
         """From an engine's JSON. Raises :class:`UserError` for what is missing, unknown or no number."""
         kinds = {field.name: (int, float) if field.type in ("int", "float") else str for field in fields(cls)}
-        for name, value in given.items():
+        for name, value in settings.items():
             if name not in kinds:
                 hint = f"one of {', '.join(kinds)}"
                 raise UserError(f"memserve knows no option {name!r} here", hint=hint, param=name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
             if not (isinstance(value, str) if kinds[name] is str else is_number):
                 raise UserError(f"{name} is {value!r}", hint="see docs/guides/OTHER_ENGINES.md", param=name)
-        if "pool" not in given:
+        if "pool" not in settings:
             raise UserError("no store is named", hint='"pool": "HOST:PORT" of `memserve store --listen`', param="pool")
-        return cls(**given)
+        return cls(**settings)
 
 
 class EnginePool:
@@ -197,11 +197,11 @@ class EnginePool:
         self._putting = threading.Lock()
         self._warned_s = -_WARN_S
         try:
-            self._client = self._connected()
+            self._client = self._connect_client()
             self._up.set()
         except StoreUnavailable as error:
-            self._lost(error)
-        self._thread = threading.Thread(target=self._keep, name="memserve-engine-pool", daemon=True)
+            self._mark_down(error)
+        self._thread = threading.Thread(target=self._reconnect_loop, name="memserve-engine-pool", daemon=True)
         self._thread.start()
 
     # -- values
@@ -209,42 +209,46 @@ class EnginePool:
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         """Whether there is a value of each name."""
         nothing = [False] * len(names)
-        return self._ask(lambda client, end_s: client.exists(names, timeout_s=_left_s(end_s)), nothing)
+        return self._call_store(lambda client, end_s: client.exists(names, timeout_s=_seconds_left(end_s)), nothing)
 
-    def prefix(self, names: Sequence[bytes]) -> int:
+    def match_prefix(self, names: Sequence[bytes]) -> int:
         """How many have a value, from the first on."""
-        return self._ask(lambda client, end_s: client.match_last_index(names, timeout_s=_left_s(end_s)) + 1, 0)
+        return self._call_store(
+            lambda client, end_s: client.match_last_index(names, timeout_s=_seconds_left(end_s)) + 1, 0
+        )
 
-    def put(self, values: Sequence[Value]) -> list[bool]:
+    def put_values(self, values: Sequence[Value]) -> list[bool]:
         """Whether the store has each value now. False: there was no room or no time for it, or it is too large."""
         stored = [False] * len(values)
-        self._ask(lambda client, end_s: self._put(client, values, stored, end_s), None)
+        self._call_store(lambda client, end_s: self._put_missing(client, values, stored, end_s), None)
         self.counts["stored"] += sum(stored)
         self.counts["refused"] += len(stored) - sum(stored)
         return stored
 
-    def get(self, values: Sequence[Value]) -> list[bool]:
+    def get_values(self, values: Sequence[Value]) -> list[bool]:
         """Whether each value was found and compared. False: it was not, and its pieces hold anything."""
-        found = [False] * len(values)
-        self._ask(lambda client, end_s: self._get(client, values, found, end_s), None)
-        self.counts["hits"] += sum(found)
-        self.counts["misses"] += len(found) - sum(found)
-        return found
+        hits = [False] * len(values)
+        self._call_store(lambda client, end_s: self._get_present(client, values, hits, end_s), None)
+        self.counts["hits"] += sum(hits)
+        self.counts["misses"] += len(hits) - sum(hits)
+        return hits
 
     def delete(self, names: Sequence[bytes]) -> int:
         """Forget values; how many there were."""
-        return self._ask(lambda client, end_s: client.delete(names, timeout_s=_left_s(end_s)), 0)
+        return self._call_store(lambda client, end_s: client.delete(names, timeout_s=_seconds_left(end_s)), 0)
 
     def clear(self, *prefixes: bytes) -> bool:
         """Forget all values whose names begin with one of them. False: not all, the store was away."""
 
         def forget(client: StoreClient, end_s: float) -> bool:
             names = [
-                entry.name for entry in client.entries(timeout_s=_left_s(end_s)) if entry.name.startswith(prefixes)
+                entry.name
+                for entry in client.entries(timeout_s=_seconds_left(end_s))
+                if entry.name.startswith(prefixes)
             ]
-            return client.delete(names, timeout_s=_left_s(end_s)) <= len(names)
+            return client.delete(names, timeout_s=_seconds_left(end_s)) <= len(names)
 
-        return self._ask(forget, False)
+        return self._call_store(forget, False)
 
     @property
     def is_up(self) -> bool:
@@ -266,14 +270,19 @@ class EnginePool:
 
     # -- a store that may be away
 
-    def _connected(self) -> StoreClient:
-        at = self.options
-        staging_bytes = int(at.staging_bytes)
+    def _connect_client(self) -> StoreClient:
+        options = self.options
+        staging_bytes = int(options.staging_bytes)
         return StoreClient(
-            at.pool, at.tenant, at.secret_file, timeout_s=_PROBE_S, staging_bytes=staging_bytes, kv=self._kv
+            options.pool,
+            options.tenant,
+            options.secret_file,
+            timeout_s=_PROBE_S,
+            staging_bytes=staging_bytes,
+            kv=self._kv,
         )
 
-    def _ask(self, work: Callable[[StoreClient, float], Answer], otherwise: Answer) -> Answer:
+    def _call_store(self, work: Callable[[StoreClient, float], Answer], otherwise: Answer) -> Answer:
         client = self._client
         if client is None or not self._up.is_set():
             self.counts["unavailable"] += 1
@@ -281,10 +290,10 @@ class EnginePool:
         try:
             return work(client, time.monotonic() + self.options.timeout_s)
         except (UserError, OSError) as error:
-            self._lost(error)
+            self._mark_down(error)
             return otherwise
 
-    def _lost(self, error: Exception) -> None:
+    def _mark_down(self, error: Exception) -> None:
         self.counts["unavailable"] += 1
         self._up.clear()
         self._down.set()
@@ -293,12 +302,12 @@ class EnginePool:
             self._warned_s = now_s
             log.warning("no KV from %s until it answers again: %s", self.options.pool, error)
 
-    def _keep(self) -> None:
+    def _reconnect_loop(self) -> None:
         """Look for the store while it is away."""
         while self._down.wait() and not self._closing.is_set():
             try:
                 if self._client is None:
-                    self._client = self._connected()
+                    self._client = self._connect_client()
                 self._client.statistics(timeout_s=_PROBE_S)
             except (UserError, OSError):
                 self._closing.wait(_RETRY_S)
@@ -311,20 +320,24 @@ class EnginePool:
 
     # -- put
 
-    def _put(self, client: StoreClient, values: Sequence[Value], stored: list[bool], end_s: float) -> None:
-        stored[:] = client.exists([value.name for value in values], timeout_s=_left_s(end_s))
-        longest = min(client.value_bytes_max(timeout_s=_left_s(end_s)), int(self.options.staging_bytes) // 2)
-        missing = [at for at, there in enumerate(stored) if not there and values[at].stored_bytes <= longest]
-        for some in portions(missing, values, int(self.options.staging_bytes) // 2):
-            if not self._putting.acquire(timeout=_left_s(end_s)):  # two that hold half each would wait for each other
+    def _put_missing(self, client: StoreClient, values: Sequence[Value], stored: list[bool], end_s: float) -> None:
+        stored[:] = client.exists([value.name for value in values], timeout_s=_seconds_left(end_s))
+        longest = min(client.value_bytes_max(timeout_s=_seconds_left(end_s)), int(self.options.staging_bytes) // 2)
+        absent_indices = [
+            index for index, is_stored in enumerate(stored) if not is_stored and values[index].stored_bytes <= longest
+        ]
+        for portion in split_portions(absent_indices, values, int(self.options.staging_bytes) // 2):
+            if not self._putting.acquire(
+                timeout=_seconds_left(end_s)
+            ):  # two that hold half each would wait for each other
                 raise StoreUnavailable("other values are being put", hint="more staging_bytes, or fewer at once")
             try:
-                taken = self._put_some(client, [values[at] for at in some], end_s)
+                accepted = self._put_portion(client, [values[index] for index in portion], end_s)
             finally:
                 self._putting.release()
-            for at, took in zip(some, taken, strict=True):
-                stored[at] = took
-            self._note_others(client, values, stored, [at for at in some if not stored[at]], end_s)
+            for index, took in zip(portion, accepted, strict=True):
+                stored[index] = took
+            self._note_others(client, values, stored, [index for index in portion if not stored[index]], end_s)
 
     @staticmethod
     def _note_others(
@@ -332,59 +345,60 @@ class EnginePool:
     ) -> None:
         """What another engine put at the same time is there, too."""
         if refused:
-            there = client.exists([values[at].name for at in refused], timeout_s=_left_s(end_s))
-            for at, is_there in zip(refused, there, strict=True):
-                stored[at] = is_there
+            presence = client.exists([values[index].name for index in refused], timeout_s=_seconds_left(end_s))
+            for index, is_there in zip(refused, presence, strict=True):
+                stored[index] = is_there
 
-    def _put_some(self, client: StoreClient, values: Sequence[Value], end_s: float) -> list[bool]:
+    def _put_portion(self, client: StoreClient, values: Sequence[Value], end_s: float) -> list[bool]:
         with ExitStack() as stack:
             staged = [
-                stack.enter_context(client.allocate(value.stored_bytes, timeout_s=_left_s(end_s))) for value in values
+                stack.enter_context(client.allocate(value.stored_bytes, timeout_s=_seconds_left(end_s)))
+                for value in values
             ]
             moves = [
                 (place, source, nbytes)
                 for value, memory in zip(values, staged, strict=True)
-                for place, (source, nbytes) in places(value, address(memory.data))
+                for place, (source, nbytes) in piece_places(value, address_of(memory.data))
             ]
-            seals, first = copied(moves, int(self.options.threads)), 0
+            seals, first = copy_pieces(moves, int(self.options.threads)), 0
             for value, memory in zip(values, staged, strict=True):
                 last = first + len(value.pieces)
-                memory.data[value.payload_bytes :] = value.tail(seals[first:last])
+                memory.data[value.payload_bytes :] = value.encode_tail(seals[first:last])
                 first = last
             # A put that gets no answer may yet be read by the store, out of memory that holds another value by then:
             # that one's tail belongs to another name.
             pairs: list[tuple[bytes, Staged]] = [(v.name, m) for v, m in zip(values, staged, strict=True)]
-            return client.put_many(pairs, overwrite=False, timeout_s=_left_s(end_s))
+            return client.put_many(pairs, overwrite=False, timeout_s=_seconds_left(end_s))
 
     # -- get
 
-    def _get(self, client: StoreClient, values: Sequence[Value], found: list[bool], end_s: float) -> None:
-        there = client.exists([value.name for value in values], timeout_s=_left_s(end_s))
-        wanted = [at for at, is_there in enumerate(there) if is_there]
-        held_bytes = client.value_bytes_max(timeout_s=_left_s(end_s)) // 2  # a client may hold twice as much
-        for some in portions(wanted, values, held_bytes, _READ_AT_ONCE):
-            damaged = self._get_some(client, [values[at] for at in some], some, found, end_s)
+    def _get_present(self, client: StoreClient, values: Sequence[Value], hits: list[bool], end_s: float) -> None:
+        presence = client.exists([value.name for value in values], timeout_s=_seconds_left(end_s))
+        present_indices = [index for index, is_there in enumerate(presence) if is_there]
+        held_bytes = client.value_bytes_max(timeout_s=_seconds_left(end_s)) // 2  # a client may hold twice as much
+        for portion in split_portions(present_indices, values, held_bytes, _READ_AT_ONCE):
+            damaged = self._get_portion(client, [values[index] for index in portion], portion, hits, end_s)
             if damaged:
-                self._forget(client, damaged, end_s)
+                self._delete_damaged(client, damaged, end_s)
 
-    def _forget(self, client: StoreClient, damaged: Sequence[bytes], end_s: float) -> None:
+    def _delete_damaged(self, client: StoreClient, damaged: Sequence[bytes], end_s: float) -> None:
         """These values are not what was stored."""
         self.counts["damaged"] += len(damaged)
         if len(damaged) == 1:
             log.warning("1 value at %s disagrees with its checksums: forgotten", self.options.pool)
         else:
             log.warning("%d values at %s disagree with their checksums: forgotten", len(damaged), self.options.pool)
-        client.delete(damaged, timeout_s=_left_s(end_s))
+        client.delete(damaged, timeout_s=_seconds_left(end_s))
 
-    def _get_some(
-        self, client: StoreClient, values: Sequence[Value], numbers: list[int], found: list[bool], end_s: float
+    def _get_portion(
+        self, client: StoreClient, values: Sequence[Value], numbers: list[int], hits: list[bool], end_s: float
     ) -> list[bytes]:
         """Copy and compare; the names of values that disagree."""
         damaged, read = list[bytes](), list[tuple[int, Value, memoryview]]()
         with ExitStack() as stack:
-            held = _held(client, [value.name for value in values], stack, end_s)
-            for number, value, data in zip(numbers, values, held, strict=True):
-                fitted = value.fitted(len(data)) if data is not None else None
+            buffers = _hold_buffers(client, [value.name for value in values], stack, end_s)
+            for number, value, data in zip(numbers, values, buffers, strict=True):
+                fitted = value.fit_to_stored(len(data)) if data is not None else None
                 if data is not None and fitted is not None:
                     read.append((number, fitted, data))
                 elif data is not None:
@@ -392,42 +406,44 @@ class EnginePool:
             moves = [
                 (target, source, nbytes)
                 for _, value, data in read
-                for source, (target, nbytes) in places(value, address(data))
+                for source, (target, nbytes) in piece_places(value, address_of(data))
             ]
-            seals, first = copied(moves, int(self.options.threads)), 0
+            seals, first = copy_pieces(moves, int(self.options.threads)), 0
             for number, value, data in read:
                 last = first + len(value.pieces)
-                found[number] = bytes(data[value.payload_bytes :]) == value.tail(seals[first:last])
-                if not found[number]:
+                hits[number] = bytes(data[value.payload_bytes :]) == value.encode_tail(seals[first:last])
+                if not hits[number]:
                     damaged.append(value.name)
                 first = last
         return damaged
 
 
-def _left_s(end_s: float) -> float:
+def _seconds_left(end_s: float) -> float:
     left_s = end_s - time.monotonic()
     if left_s <= 0:
         raise StoreUnavailable("the time of this call is over", hint="timeout_s of the pool, or fewer values at once")
     return left_s
 
 
-def _held(client: StoreClient, names: Sequence[bytes], stack: ExitStack, end_s: float) -> list[memoryview | None]:
+def _hold_buffers(
+    client: StoreClient, names: Sequence[bytes], stack: ExitStack, end_s: float
+) -> list[memoryview | None]:
     """Values where they lie in the store's memory, until ``stack`` ends; copies of those that cannot be held there."""
-    held = [_view(client.get_held(name), stack) for name in names]
-    absent = [at for at, data in enumerate(held) if data is None]
+    buffers = [_view_data(client.get_held(name), stack) for name in names]
+    absent = [index for index, data in enumerate(buffers) if data is None]
     if absent and client.is_mapped:
-        client.bring([names[at] for at in absent], timeout_s=_left_s(end_s))
-        for at in absent:
-            held[at] = _view(client.get_held(names[at]), stack)
-        absent = [at for at in absent if held[at] is None]
+        client.bring([names[index] for index in absent], timeout_s=_seconds_left(end_s))
+        for index in absent:
+            buffers[index] = _view_data(client.get_held(names[index]), stack)
+        absent = [index for index in absent if buffers[index] is None]
     if absent:
-        copies = client.get_copies([names[at] for at in absent], timeout_s=_left_s(end_s))
-        for at, copy in zip(absent, copies, strict=True):
-            held[at] = copy
-    return held
+        copies = client.get_copies([names[index] for index in absent], timeout_s=_seconds_left(end_s))
+        for index, copy in zip(absent, copies, strict=True):
+            buffers[index] = copy
+    return buffers
 
 
-def _view(view: View | None, stack: ExitStack) -> memoryview | None:
+def _view_data(view: View | None, stack: ExitStack) -> memoryview | None:
     if view is None:
         return None
     stack.callback(view.drop)

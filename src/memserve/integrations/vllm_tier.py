@@ -59,14 +59,14 @@ class MemserveTier(SecondaryTierManager):
         :class:`memserve.base.errors.UserError` for what cannot be."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
-        chosen = PoolOptions.of(options)
+        pool_options = PoolOptions.from_mapping(options)
         facts = FileMapper.from_offloading_spec(
             "", offloading_spec, blocks_per_file=offloading_spec.blocks_per_chunk, parallel_agnostic=True
         ).get_run_config()
-        told = {"layout": offloading_spec.config.kv_cache_layout, "bytes": self.block_size_bytes, "vllm": facts}
-        self._prefix = namespace("vllm-tier", given=chosen.namespace, **told)
+        layout_facts = {"layout": offloading_spec.config.kv_cache_layout, "bytes": self.block_size_bytes, "vllm": facts}
+        self._prefix = namespace("vllm-tier", given=pool_options.namespace, **layout_facts)
         self._memory = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
-        self.pool = EnginePool(chosen)
+        self.pool = EnginePool(pool_options)
         self._jobs = CacheJobs(_THREADS, _JOBS_MAX)
         self._done: deque[tuple[Any, list[bool]]] = deque()
         self._lookups = _Lookups(self, tier_type)
@@ -87,21 +87,21 @@ class MemserveTier(SecondaryTierManager):
         self._lookups.flush()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        found = self._lookups.lookup(key, req_context)
-        if found is None:
+        is_hit = self._lookups.lookup(key, req_context)
+        if is_hit is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if found else LookupResult.MISS
+        return LookupResult.HIT if is_hit else LookupResult.MISS
 
     # -- transfers
 
     def submit_store(self, job_metadata: Any) -> None:
-        self._submit(job_metadata, self.pool.put)
+        self._start_transfer(job_metadata, self.pool.put_values)
 
     def submit_load(self, job_metadata: Any) -> None:
-        self._submit(job_metadata, self.pool.get)
+        self._start_transfer(job_metadata, self.pool.get_values)
 
-    def _submit(self, job: Any, move: Any) -> None:
-        values = self._values(job)
+    def _start_transfer(self, job: Any, move: Any) -> None:
+        values = self._chunk_values(job)
 
         def run() -> None:
             moved = [False] * len(values)
@@ -113,7 +113,7 @@ class MemserveTier(SecondaryTierManager):
         if not self._jobs.start(run):
             self._done.append((job, [False] * len(values)))
 
-    def _values(self, job: Any) -> Sequence[Value]:
+    def _chunk_values(self, job: Any) -> Sequence[Value]:
         """Raises ``ValueError`` for a chunk outside of vLLM's memory."""
         nbytes, values = self.block_size_bytes, list[Value]()
         first = self._memory.ctypes.data
@@ -130,8 +130,8 @@ class MemserveTier(SecondaryTierManager):
             job, moved = self._done.popleft()
             keys = list(job.keys)
             if job.is_promotion and not all(moved):  # else its request would ask for them again and again
-                self._lookups.mark_miss([key for key, done in zip(keys, moved, strict=True) if not done])
-            right = tuple(key for key, done in zip(keys, moved, strict=True) if done)
+                self._lookups.mark_miss([key for key, is_moved in zip(keys, moved, strict=True) if not is_moved])
+            right = tuple(key for key, is_moved in zip(keys, moved, strict=True) if is_moved)
             finished.append(
                 JobResult(
                     job_id=job.job_id,
@@ -144,7 +144,7 @@ class MemserveTier(SecondaryTierManager):
         return finished
 
     def drain_jobs(self) -> None:
-        self._jobs.drain()
+        self._jobs.wait_until_idle()
 
     def shutdown(self) -> None:
         self._lookups.shutdown()

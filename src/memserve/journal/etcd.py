@@ -84,7 +84,7 @@ class EtcdMedium:
         self._root = f"/memserve/{name}/"
         self._access = access or EtcdAccess()
         self._rpc, self._t = aetcd.rpc, aetcd.client.Transactions()
-        self._passing = aetcd.exceptions.ConnectionFailedError | aetcd.exceptions.ConnectionTimeoutError
+        self._transient_errors = aetcd.exceptions.ConnectionFailedError | aetcd.exceptions.ConnectionTimeoutError
         self._number = self._tried = self._pieces = 0
         self._pending: list[bytes] = []
         self._lease_id: int | None = None
@@ -96,26 +96,26 @@ class EtcdMedium:
         #: one a member, the one that answered last first
         self._clients: deque[Any] = deque()
         try:
-            self._wait_for(self._open(aetcd, hosts), _CALL_S)
-            self._do(lambda client: client.get(self._key("router")))
+            self._wait_for(self._open_clients(aetcd, hosts), _CALL_S)
+            self._call_and_wait(lambda client: client.get(self._key_of("router")))
         except MediumFailed as error:
-            self._stop()
+            self._stop_loop()
             hint = "start one, or give its address: --metadata etcd://HOST:2379; TLS and users: --metadata-credentials"
             raise UserError(f"no etcd answers at {', '.join(hosts)}: {error}", hint=hint, param="metadata") from None
 
     # -- the election
 
-    def elect(self, me: str, on_waiting: Callable[[str], None], on_lost: Callable[[], None]) -> None:
+    def await_election(self, own_name: str, on_waiting: Callable[[str], None], on_lost: Callable[[], None]) -> None:
         """Wait until this is the active router, also while etcd has no quorum.
 
         ``on_waiting`` is called with the name of the active one whenever that changes; ``on_lost``, from another
         thread, when another router is active: the lease could not be kept in time. Raises :class:`MediumFailed` when
         etcd cannot be asked even once.
         """
-        told, is_away = "", None  # None: etcd has not answered yet
+        reported_name, is_away = "", None  # None: etcd has not answered yet
         while True:
             try:
-                active = self._wait_for(self._campaign(me), _CALL_S)
+                active = self._wait_for(self._claim_router_key(own_name), _CALL_S)
             except MediumFailed as error:
                 if is_away is None:
                     raise
@@ -126,42 +126,42 @@ class EtcdMedium:
             is_away = False
             if active is None:
                 break
-            if active not in ("", told):
+            if active not in ("", reported_name):
                 on_waiting(active)
-                told = active
+                reported_name = active
             time.sleep(_LOOK_S)
-        self._refresher = asyncio.run_coroutine_threadsafe(self._keep_lease(me, on_lost), self._loop)
+        self._refresher = asyncio.run_coroutine_threadsafe(self._keep_lease(own_name, on_lost), self._loop)
 
-    async def _campaign(self, me: str, try_s: float = _CALL_S) -> str | None:
+    async def _claim_router_key(self, own_name: str, try_s: float = _CALL_S) -> str | None:
         """Create the key, if there is none. None: it is this router's. Empty: the one that
         was there has just ended. Else: the name of the active one."""
-        if self._lease_id is None or not await self._refresh(try_s):
-            self._lease_id = (await self._ask(lambda client: client.lease(LEASE_S), try_s)).id
-        key, t, lease_id = self._key("router"), self._t, self._lease_id
-        put = t.put(key, json.dumps({"router": me}).encode(), lease_id)
-        await self._ask(lambda client: client.transaction([t.version(key) == 0], [put], []), try_s)
-        found = await self._ask(lambda client: client.get(key), try_s)
-        if found is None:
+        if self._lease_id is None or not await self._refresh_lease(try_s):
+            self._lease_id = (await self._call_any_member(lambda client: client.lease(LEASE_S), try_s)).id
+        key, t, lease_id = self._key_of("router"), self._t, self._lease_id
+        put = t.put(key, json.dumps({"router": own_name}).encode(), lease_id)
+        await self._call_any_member(lambda client: client.transaction([t.version(key) == 0], [put], []), try_s)
+        entry = await self._call_any_member(lambda client: client.get(key), try_s)
+        if entry is None:
             return ""
-        if found.lease == lease_id:  # also where it was created by a call whose answer was lost
-            self._created = found.create_revision
+        if entry.lease == lease_id:  # also where it was created by a call whose answer was lost
+            self._created = entry.create_revision
             return None
         try:
-            return str(json.loads(found.value)["router"])
+            return str(json.loads(entry.value)["router"])
         except (ValueError, TypeError, KeyError):
             return "a router that does not say its name"
 
-    async def _refresh(self, try_s: float) -> bool:
+    async def _refresh_lease(self, try_s: float) -> bool:
         """Keep the lease; False: it has ended."""
-        return bool((await self._ask(lambda client: client.refresh_lease(self._lease_id), try_s)).TTL)
+        return bool((await self._call_any_member(lambda client: client.refresh_lease(self._lease_id), try_s)).TTL)
 
-    async def _keep_lease(self, me: str, on_lost: Callable[[], None]) -> None:
+    async def _keep_lease(self, own_name: str, on_lost: Callable[[], None]) -> None:
         """Until another router is active. While etcd is away none can be elected, so this one goes on."""
         is_away, try_s = False, LEASE_S / 3
         while True:
             await asyncio.sleep(LEASE_S / 6)
             try:
-                is_kept = await self._refresh(try_s) or await self._campaign(me, try_s) is None
+                is_kept = await self._refresh_lease(try_s) or await self._claim_router_key(own_name, try_s) is None
             except Exception as error:
                 if not is_away:
                     why = error or type(error).__name__
@@ -182,7 +182,7 @@ class EtcdMedium:
 
     def load(self) -> bytes | None:
         """As :class:`Medium`. Raises :class:`UserError` when it cannot be known which journal is the current one."""
-        current = self._do(lambda client: client.get(self._key("current")))
+        current = self._call_and_wait(lambda client: client.get(self._key_of("current")))
         if current is None:
             self._check_new()
             return None
@@ -190,15 +190,15 @@ class EtcdMedium:
             shown = current.value[:40]
             raise UserError(f"{self._root}current is {shown!r}, and no number", hint="restore it", param="metadata")
         self._number = int(current.value)
-        journal = self._journal(self._number)
-        pieces = list(self._do(lambda client: client.get_prefix(journal, sort_order="ascend"), _LOAD_S))
+        journal = self._journal_prefix(self._number)
+        pieces = list(self._call_and_wait(lambda client: client.get_prefix(journal, sort_order="ascend"), _LOAD_S))
         self._pieces = len(pieces)
         return b"".join(piece.value for piece in pieces)
 
     def _check_new(self) -> None:
         """Without ``current`` there may be parts of a first journal: its router died while it wrote them."""
-        pieces = self._do(lambda client: client.get_prefix(self._key("journal/"), keys_only=True))
-        if any(not piece.key.startswith(self._journal(1)) for piece in pieces):
+        pieces = self._call_and_wait(lambda client: client.get_prefix(self._key_of("journal/"), keys_only=True))
+        if any(not piece.key.startswith(self._journal_prefix(1)) for piece in pieces):
             message = f"the metadata is lost: there are journals, and no {self._root}current that names one"
             raise UserError(message, hint="restore it", param="metadata")
 
@@ -209,7 +209,7 @@ class EtcdMedium:
     def sync(self) -> None:
         """As :class:`Medium`."""
         data, self._pending = b"".join(self._pending), []
-        self._put(self._number, self._pieces, data)
+        self._put_pieces(self._number, self._pieces, data)
         self._pieces += -(-len(data) // PIECE_BYTES)
 
     def replace(self, data: bytes) -> None:
@@ -218,15 +218,17 @@ class EtcdMedium:
         Each attempt has a number of its own: an earlier one whose answer was lost may be the current journal by now,
         or become it, as long as no other has.
         """
-        t, current = self._t, self._key("current")
-        known = self._do(lambda client: client.get(current))
-        new = self._tried = 1 if known is None else max(self._number, self._tried) + 1
-        self._guarded([t.delete(self._journal(new), self._journal(new)[:-1] + b"0")])  # of another router's attempt
-        self._put(new, 0, data)
-        revision = 0 if known is None else known.mod_revision
+        t, current = self._t, self._key_of("current")
+        previous = self._call_and_wait(lambda client: client.get(current))
+        new = self._tried = 1 if previous is None else max(self._number, self._tried) + 1
+        self._guarded(
+            [t.delete(self._journal_prefix(new), self._journal_prefix(new)[:-1] + b"0")]
+        )  # of another router's attempt
+        self._put_pieces(new, 0, data)
+        revision = 0 if previous is None else previous.mod_revision
         self._guarded([t.put(current, str(new).encode())], t.mod(current) == revision)
         self._number, self._pieces, self._pending = new, -(-len(data) // PIECE_BYTES), []
-        self._guarded([t.delete(self._journal(0), self._journal(new))])
+        self._guarded([t.delete(self._journal_prefix(0), self._journal_prefix(new))])
 
     def close(self) -> None:
         """End the lease, so that another router is active at once."""
@@ -234,32 +236,34 @@ class EtcdMedium:
             self._refresher.cancel()
         try:
             if self._lease_id is not None:
-                self._do(lambda client: client.revoke_lease(self._lease_id))
+                self._call_and_wait(lambda client: client.revoke_lease(self._lease_id))
         except MediumFailed as error:
             log.info("etcd: %s", error)
-        self._stop()
+        self._stop_loop()
 
     # -- inside
 
-    def _put(self, number: int, first: int, data: bytes) -> None:
-        t, prefix = self._t, self._journal(number)
-        pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
-        for at in range(0, len(pieces), _PIECES_A_TXN):
-            some = enumerate(pieces[at : at + _PIECES_A_TXN], first + at)
-            self._guarded([t.put(prefix + b"%016x" % place, piece) for place, piece in some])
+    def _put_pieces(self, number: int, first: int, data: bytes) -> None:
+        t, prefix = self._t, self._journal_prefix(number)
+        pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
+        for start in range(0, len(pieces), _PIECES_A_TXN):
+            batch = enumerate(pieces[start : start + _PIECES_A_TXN], first + start)
+            self._guarded([t.put(prefix + b"%016x" % place, piece) for place, piece in batch])
 
     def _guarded(self, operations: list[Any], *conditions: Any) -> None:
         """Only as long as this is the active router."""
-        mine = self._t.create(self._key("router")) == self._created
-        done, _ = self._do(lambda client: client.transaction([mine, *conditions], operations, []))
-        if not done:
+        is_active = self._t.create(self._key_of("router")) == self._created
+        is_committed, _ = self._call_and_wait(
+            lambda client: client.transaction([is_active, *conditions], operations, [])
+        )
+        if not is_committed:
             raise MediumFailed("another router is active")
 
-    def _do(self, call: Callable[[Any], Awaitable[Answer]], within_s: float | None = None) -> Answer:
+    def _call_and_wait(self, call: Callable[[Any], Awaitable[Answer]], within_s: float | None = None) -> Answer:
         """Wait for what ``call(client)`` gives, by default for ``_CALL_S``. Raises :class:`MediumFailed`, whatever goes
         wrong with it."""
         within_s = _CALL_S if within_s is None else within_s
-        return self._wait_for(self._ask(call, within_s), within_s)
+        return self._wait_for(self._call_any_member(call, within_s), within_s)
 
     def _wait_for(self, answer: Coroutine[Any, Any, Answer], within_s: float) -> Answer:
         future = asyncio.run_coroutine_threadsafe(answer, self._loop)
@@ -269,7 +273,7 @@ class EtcdMedium:
             future.cancel()
             raise MediumFailed(f"etcd: {error or type(error).__name__}") from error
 
-    async def _ask(self, call: Callable[[Any], Awaitable[Answer]], within_s: float) -> Answer:
+    async def _call_any_member(self, call: Callable[[Any], Awaitable[Answer]], within_s: float) -> Answer:
         """What ``call(client)`` gives at the first member that answers, beginning with the one that answered last.
 
         Members that cannot be reached, or have no leader, are asked again and again: an election takes a second or two.
@@ -281,22 +285,22 @@ class EtcdMedium:
             for client in list(self._clients):
                 try:
                     async with asyncio.timeout(min(within_s / len(self._clients), end_s - self._loop.time())):
-                        return await self._ask_one(client, call)
+                        return await self._call_member(client, call)
                 except Exception as error:
                     failures.append(error)
                 if client is self._clients[0]:
                     self._clients.rotate(-1)
-            if not all(map(self._is_passing, failures)) or self._loop.time() + _LOOK_S >= end_s:
+            if not all(map(self._is_transient, failures)) or self._loop.time() + _LOOK_S >= end_s:
                 raise next((error for error in failures if not isinstance(error, TimeoutError)), failures[-1])
             await asyncio.sleep(_LOOK_S)
 
-    def _is_passing(self, error: Exception) -> bool:
+    def _is_transient(self, error: Exception) -> bool:
         """Whether the next try may find a member that answers."""
         if isinstance(error, self._rpc.AioRpcError):
             return bool(error.code() in (self._rpc.StatusCode.UNAVAILABLE, self._rpc.StatusCode.DEADLINE_EXCEEDED))
-        return isinstance(error, TimeoutError | self._passing)
+        return isinstance(error, TimeoutError | self._transient_errors)
 
-    async def _ask_one(self, client: Any, call: Callable[[Any], Awaitable[Answer]]) -> Answer:
+    async def _call_member(self, client: Any, call: Callable[[Any], Awaitable[Answer]]) -> Answer:
         """A member forgets the token of a user when it starts anew, or has not seen that for some minutes."""
         if not self._access.user:
             return await call(client)
@@ -310,7 +314,7 @@ class EtcdMedium:
         client.metadata = (("token", (await client.auth_stub.Authenticate(login)).token),)
         return await call(client)
 
-    async def _open(self, aetcd: Any, hosts: Sequence[str]) -> None:
+    async def _open_clients(self, aetcd: Any, hosts: Sequence[str]) -> None:
         """A client for each member, without saying anything yet. ``aetcd`` knows no TLS, so its client gets its
         channel and what it would make of it from here."""
         rpc = aetcd.rpc
@@ -326,13 +330,13 @@ class EtcdMedium:
         for client in self._clients:
             await client.channel.close()
 
-    def _key(self, name: str) -> bytes:
+    def _key_of(self, name: str) -> bytes:
         return (self._root + name).encode()
 
-    def _journal(self, number: int) -> bytes:
-        return self._key(f"journal/{number:016x}/")
+    def _journal_prefix(self, number: int) -> bytes:
+        return self._key_of(f"journal/{number:016x}/")
 
-    def _stop(self) -> None:
+    def _stop_loop(self) -> None:
         asyncio.run_coroutine_threadsafe(self._close_channels(), self._loop).result(_CALL_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CALL_S)
@@ -349,16 +353,16 @@ def _channel(rpc: Any, host: str, access: EtcdAccess) -> Any:
 
 def _check_hosts(hosts: Sequence[str]) -> None:
     """Raises :class:`UserError` where one is no ``HOST:PORT``, and where none has an address."""
-    found, problem = 0, None
+    resolved_hosts, problem = 0, None
     for host in hosts:
         name, _, port = host.rpartition(":")
         if not name or not port.isdigit():
             raise UserError(f"etcd wants HOST:PORT, got {host!r}", hint="etcd://10.0.0.1:2379", param="metadata")
         try:
             socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            found += 1
+            resolved_hosts += 1
         except OSError as error:
             problem = error
-    if problem is not None and not found:
+    if problem is not None and not resolved_hosts:
         message = f"there is no way to {', '.join(hosts)}: {problem.strerror or problem}"
         raise UserError(message, hint="check --metadata", param="metadata")

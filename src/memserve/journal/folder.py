@@ -48,7 +48,7 @@ class StateFolder:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.was_used = (path / SECRET).exists()
             """A router has kept its state here before."""
-            _close_to_others(path)
+            _restrict_to_owner(path)
             self._lock_fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             message = f"cannot keep metadata in {path}: {error.strerror}"
@@ -60,7 +60,7 @@ class StateFolder:
             hint = "another `memserve serve` runs with it: end that one, or give this one another --metadata"
             raise UserError(f"the metadata in {path} is in use", hint=hint, param="metadata") from None
 
-    def secret(self, fresh: str | None = None) -> str:
+    def read_or_create_secret(self, fresh: str | None = None) -> str:
         """The cluster's secret. None yet: ``fresh``, or one that is made. Raises :class:`UserError` for a file that
         holds none."""
         path = self.path / SECRET
@@ -96,15 +96,15 @@ def _chmod(path: Path, mode: int) -> None:
         path.chmod(mode)
 
 
-def _close_to_others(folder: Path) -> None:
+def _restrict_to_owner(folder: Path) -> None:
     """Make the folder and memserve's files in it readable by their owner alone, whatever modes a copy has left.
 
     A folder in which others keep files as well (``/tmp``, a home) is left as it is; the files are closed one by one.
     """
-    found = set(os.listdir(folder))
-    for name in found & _FILES:
+    file_names = set(os.listdir(folder))
+    for name in file_names & _FILES:
         _chmod(folder / name, 0o600)
-    if found <= _FILES:
+    if file_names <= _FILES:
         _chmod(folder, 0o700)
     elif stat.S_IMODE(folder.stat().st_mode) & 0o022:
         log.warning("other users may write to %s, and take files of the metadata away: chmod 700 it", folder)
@@ -124,8 +124,8 @@ def is_locked(folder: Path) -> bool:
     except OSError as error:
         return error.errno in OUT_OF_RESOURCES
     try:
-        asked = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        return bool(_FLOCK.unpack(asked)[0] != fcntl.F_UNLCK)
+        lock_reply = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        return bool(_FLOCK.unpack(lock_reply)[0] != fcntl.F_UNLCK)
     finally:
         os.close(fd)
 
@@ -165,7 +165,7 @@ class FileMedium:
         """As :class:`Medium`."""
         if self._fd is None:
             raise MediumFailed("there is no journal yet")
-        self._write(self._fd, data)
+        self._write_all(self._fd, data)
 
     def sync(self) -> None:
         """As :class:`Medium`."""
@@ -177,7 +177,7 @@ class FileMedium:
         fresh = self._fresh
         fd = _guarded(lambda: os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600))
         try:
-            self._write(fd, data)
+            self._write_all(fd, data)
             _guarded(lambda: self._fsync(fd))
             _guarded(lambda: os.rename(fresh, self._path))
             _guarded(lambda: self._fsync(self._folder_fd))
@@ -196,7 +196,7 @@ class FileMedium:
             self._fd = None
         os.close(self._folder_fd)
 
-    def _write(self, fd: int, data: bytes) -> None:
+    def _write_all(self, fd: int, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
             written = _guarded(lambda: os.write(fd, rest))  # noqa: B023  # called at once

@@ -94,7 +94,7 @@ class MetaKeeper:
             log.warning("the last write to the metadata did not get through: %d bytes dropped", self._store.torn_bytes)
         if self._store.is_broken:
             log.error("the metadata is not kept until further notice: %s takes nothing more", medium.name)
-        self.recovered: RecoveredState = self._store.state.recovered(self.clock_offset_ns)
+        self.recovered_state: RecoveredState = self._store.state.recovered_state(self.clock_offset_ns)
         """What the last router knew."""
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
@@ -106,16 +106,16 @@ class MetaKeeper:
         self._synced_s = time.monotonic()
         self._repair_s = self._synced_s + (REPAIR_S if self._store.is_broken else 0.0)
         self._deleted_s: float | None = None
-        self._thread = threading.Thread(target=self._run, name="memserve-meta", daemon=True)
+        self._thread = threading.Thread(target=self._run_writer, name="memserve-meta", daemon=True)
         self._thread.start()
 
-    def keep(self, records: Sequence[AnyRecord], then: OnKept) -> None:
+    def write_durably(self, records: Sequence[AnyRecord], then: OnKept) -> None:
         """Make ``records`` durable, then call ``then``."""
-        self._put(_Item(records, then))
+        self._enqueue_item(_Item(records, then))
 
     def note(self, records: Sequence[AnyRecord]) -> None:
         """Make ``records`` durable some time."""
-        self._put(_Item(records, None))
+        self._enqueue_item(_Item(records, None))
 
     def durability(self) -> Durability:
         """How safe the records are now. Any thread may ask."""
@@ -131,7 +131,7 @@ class MetaKeeper:
         if not self._thread.is_alive():
             self._store.close()
 
-    def _put(self, item: _Item) -> None:
+    def _enqueue_item(self, item: _Item) -> None:
         with self._lock:
             if self._unsafe_since_ns is None:
                 self._unsafe_since_ns = self._clock_ns()
@@ -139,19 +139,19 @@ class MetaKeeper:
 
     # -- the thread
 
-    def _run(self) -> None:
+    def _run_writer(self) -> None:
         is_open = True
         while is_open:
-            items, is_open = self._gather()
-            self._write(items)
+            items, is_open = self._gather_items()
+            self._write_items(items)
             waiting = [item.then for item in items if item.then is not None]
             if waiting or not is_open or time.monotonic() - self._synced_s >= NOTES_SYNC_S:
-                durable = self._sync()
+                durable = self._sync_store()
                 for then in waiting:
                     then(durable)
-            self._erase(0.0 if not is_open else ERASE_S)
+            self._erase_deleted(0.0 if not is_open else ERASE_S)
 
-    def _gather(self) -> tuple[list[_Item], bool]:
+    def _gather_items(self) -> tuple[list[_Item], bool]:
         """All that is there; waits for the first, but not longer than notes may be unsynced."""
         items: list[_Item] = []
         try:
@@ -165,27 +165,27 @@ class MetaKeeper:
             return items, True
         return items, False
 
-    def _write(self, items: list[_Item]) -> None:
+    def _write_items(self, items: list[_Item]) -> None:
         records: list[Any] = []
         for item in items:
             records += item.records
         if self._store.is_broken and time.monotonic() >= self._repair_s:
-            self._attempt(self._store.checkpoint)
+            self._attempt_write(self._store.write_checkpoint)
             if not self._store.is_broken:
                 log.warning("the metadata is kept again")
         if records:
-            self._attempt(lambda: self._store.write(records))
+            self._attempt_write(lambda: self._store.write_records(records))
 
-    def _sync(self) -> bool:
+    def _sync_store(self) -> bool:
         self._synced_s = time.monotonic()
         began_ns, was_all = self._clock_ns(), self._inbox.empty()
-        durable = not self._store.is_broken and self._attempt(self._store.sync)
+        durable = not self._store.is_broken and self._attempt_write(self._store.sync)
         with self._lock:
             if durable and self._unsafe_since_ns is not None:
                 self._unsafe_since_ns = None if was_all and self._inbox.empty() else began_ns
         return durable
 
-    def _erase(self, patience_s: float) -> None:
+    def _erase_deleted(self, patience_s: float) -> None:
         """Replace a journal that has held deleted text for ``patience_s``. One that is broken is replaced anyway."""
         self._store.forget_expired(self._wall_ns())
         if not self._store.holds_deleted or self._store.is_broken:
@@ -194,9 +194,9 @@ class MetaKeeper:
         if self._deleted_s is None:
             self._deleted_s = time.monotonic()
         if time.monotonic() - self._deleted_s >= patience_s:
-            self._attempt(self._store.checkpoint)
+            self._attempt_write(self._store.write_checkpoint)
 
-    def _attempt(self, call: Callable[[], None]) -> bool:
+    def _attempt_write(self, call: Callable[[], None]) -> bool:
         """Whether ``call`` came through. It raises nothing: actions that wait for it are released in any case."""
         was_broken = self._store.is_broken
         try:
@@ -237,14 +237,14 @@ class MetadataPlace:
 def metadata_place(text: str, port: int, access: EtcdAccess | None = None) -> MetadataPlace:
     """What ``--metadata TEXT`` means for a server at HTTP port ``port`` (0: another one at each start), with what
     ``--metadata-credentials`` names. Raises :class:`UserError`."""
-    own = default_folder(port) if port else None
+    own_folder = default_folder(port) if port else None
     if access is not None and not text.startswith(ETCD):
         hint = "--metadata etcd://10.0.0.1:2379, or leave the credentials out"
         raise UserError("credentials for etcd, and no etcd", hint=hint, param="metadata_credentials")
     if text == NONE:
         return MetadataPlace()
     if text == AUTO:
-        return MetadataPlace(own, is_wish=True)
+        return MetadataPlace(own_folder, is_wish=True)
     if text.startswith(ETCD):
         members, _, name = text.removeprefix(ETCD).partition("/")
         hosts = tuple(host for host in members.split(",") if host)
@@ -253,7 +253,7 @@ def metadata_place(text: str, port: int, access: EtcdAccess | None = None) -> Me
             raise UserError("--metadata must not hold a password: command lines are public", hint=hint)
         if not hosts:
             raise UserError(f"{text} names no host", hint="--metadata etcd://10.0.0.1:2379", param="metadata")
-        return MetadataPlace(own, hosts, name.strip("/") or "default", True, access or EtcdAccess())
+        return MetadataPlace(own_folder, hosts, name.strip("/") or "default", True, access or EtcdAccess())
     if "://" in text:
         hint = "give a folder, etcd://HOST:PORT, or none"
         raise UserError(f"unknown metadata store {text}", hint=hint, param="metadata")
@@ -271,37 +271,39 @@ class Metadata:
     """The cluster's secret that the folder holds. None: there is no folder."""
 
     @property
-    def recovered(self) -> RecoveredState:
+    def recovered_state(self) -> RecoveredState:
         """What the last router knew."""
-        return self.keeper.recovered if self.keeper is not None else RecoveredState()
+        return self.keeper.recovered_state if self.keeper is not None else RecoveredState()
 
-    def router(self, name: str, generation: int) -> Peer:
+    def next_router(self, name: str, generation: int) -> Peer:
         """The name of the next router: of ``generation``, or of one more than the last router's, where the clock stands
         behind that."""
-        last = self.recovered.router
+        last = self.recovered_state.router
         return Peer(name, max(generation, last.generation + 1) if last is not None else generation)
 
 
 @contextmanager
-def open_metadata(place: MetadataPlace, say: Callable[[str], None], secret: str | None = None) -> Iterator[Metadata]:
+def open_metadata(
+    place: MetadataPlace, print_line: Callable[[str], None], secret: str | None = None
+) -> Iterator[Metadata]:
     """Open it; with etcd, wait until no other router is active. The keeper is the router's to close. ``secret``: of a
     cluster that this folder, where it has none, belongs to. None: any.
 
     Raises :class:`UserError` when it cannot be used.
     """
     with ExitStack() as stack:
-        folder = _state_folder(place, say)
+        folder = _state_folder(place, print_line)
         if folder is not None:
             stack.callback(folder.close)
         keeper = None
         if place.etcd:
-            keeper = MetaKeeper(_elected(place, say))
+            keeper = MetaKeeper(_elected_medium(place, print_line))
         elif folder is not None:
             keeper = _file_keeper(folder)
         if folder is None:
             yield Metadata(None, keeper, None)
         else:
-            folder.secret(secret)  # makes it
+            folder.read_or_create_secret(secret)  # makes it
             yield Metadata(folder.path, keeper, follow_secret(folder.path / SECRET))
 
 
@@ -319,7 +321,7 @@ def _file_keeper(folder: StateFolder) -> MetaKeeper:
         raise UserError(f"cannot keep metadata in {folder.path}: {error}", hint=hint, param="metadata") from None
 
 
-def _state_folder(place: MetadataPlace, say: Callable[[str], None]) -> StateFolder | None:
+def _state_folder(place: MetadataPlace, print_line: Callable[[str], None]) -> StateFolder | None:
     if place.folder is None:
         return None
     try:
@@ -327,15 +329,17 @@ def _state_folder(place: MetadataPlace, say: Callable[[str], None]) -> StateFold
     except UserError as error:
         if not place.is_wish:
             raise
-        say(f"instances will end with this process: {error.message}")
+        print_line(f"instances will end with this process: {error.message}")
         return None
 
 
-def _elected(place: MetadataPlace, say: Callable[[str], None]) -> Medium:
+def _elected_medium(place: MetadataPlace, print_line: Callable[[str], None]) -> Medium:
     medium = EtcdMedium(place.etcd, place.cluster, place.access)
-    me = f"{socket.gethostname()}:{os.getpid()}"
+    own_name = f"{socket.gethostname()}:{os.getpid()}"
     try:
-        medium.elect(me, lambda active: say(f"standing by: {active} is the active router ..."), _end_now)
+        medium.await_election(
+            own_name, lambda active: print_line(f"standing by: {active} is the active router ..."), _end_now
+        )
     except MediumFailed as error:
         raise UserError(f"the election failed: {error}", hint="is etcd well?", param="metadata") from None
     return medium

@@ -65,7 +65,7 @@ def stamp_of(tier: Tier, created_ns: int, used_ns: int) -> int:
     return _TIER[tier] | created_s << 32 | used_s
 
 
-def split(identities: bytes) -> tuple[bytes, ...]:
+def split_identities(identities: bytes) -> tuple[bytes, ...]:
     """The single identities of concatenated ones."""
     count = len(identities) // IDENTITY_BYTES
     return unpack("16s" * count, identities[: count * IDENTITY_BYTES])
@@ -85,18 +85,18 @@ class Entries:
     def __len__(self) -> int:
         return len(self.stamps)
 
-    def change(self, first: int, changes: tuple[KvChange, ...], now_ns: int) -> None:
+    def apply_changes(self, first: int, changes: tuple[KvChange, ...], now_ns: int) -> None:
         """Apply the new part of a batch, in order. After a gap apply nothing: a replacement will come."""
         if first > self.next_event:
             return
         for change in changes[self.next_event - first :]:
             if change.kind == KvEventKind.LOST:
                 return
-            self._apply(change, now_ns)
+            self._apply_change(change, now_ns)
             self.next_event += 1
 
-    def _apply(self, change: KvChange, now_ns: int) -> None:
-        stamps, identities = self.stamps, split(change.identities)
+    def _apply_change(self, change: KvChange, now_ns: int) -> None:
+        stamps, identities = self.stamps, split_identities(change.identities)
         if change.kind == KvEventKind.EVICTED:
             for identity in identities:
                 stamps.pop(identity, None)
@@ -104,26 +104,26 @@ class Entries:
         else:  # stored, or moved; an unknown block that moves counts as stored, as in the directory
             fresh = stamp_of(change.tier, now_ns, now_ns)
             for identity in identities:
-                known = stamps.get(identity)
-                stamps[identity] = fresh if known is None else _moved(known, change.tier)
+                stamp = stamps.get(identity)
+                stamps[identity] = fresh if stamp is None else _stamp_on_tier(stamp, change.tier)
 
-    def replace(self, next_event: int, hbm: bytes, dram: bytes, now_ns: int, ssd: bytes = b"") -> None:
+    def replace_entries(self, next_event: int, hbm: bytes, dram: bytes, now_ns: int, ssd: bytes = b"") -> None:
         """Replace all entries by these; known blocks keep their times. Ignored if older than the present state."""
         if next_event < self.next_event:
             return
         old, self.stamps, self.next_event = self.stamps, {}, next_event
         for tier, identities in ((Tier.SSD, ssd), (Tier.DRAM, dram), (Tier.HBM, hbm)):
             fresh = stamp_of(tier, now_ns, now_ns)
-            for identity in split(identities):
-                known = old.get(identity)
-                self.stamps[identity] = fresh if known is None else _moved(known, tier)
+            for identity in split_identities(identities):
+                old_stamp = old.get(identity)
+                self.stamps[identity] = fresh if old_stamp is None else _stamp_on_tier(old_stamp, tier)
         self.hits = {identity: count for identity, count in self.hits.items() if identity in self.stamps}
 
-    def use(self, identity: bytes, now_ns: int) -> None:
+    def note_use(self, identity: bytes, now_ns: int) -> None:
         """Note a use of a block; unknown ones are ignored."""
-        known = self.stamps.get(identity)
-        if known is not None:
-            self.stamps[identity] = known & ~_SECONDS | (now_ns // NS_PER_S & _SECONDS)
+        stamp = self.stamps.get(identity)
+        if stamp is not None:
+            self.stamps[identity] = stamp & ~_SECONDS | (now_ns // NS_PER_S & _SECONDS)
             self.hits[identity] = self.hits.get(identity, 0) + 1
 
     def by_tier(self) -> tuple[bytes, bytes, bytes]:
@@ -150,26 +150,28 @@ class Entries:
     def _hits_by_place(self) -> NDArray[np.uint32]:
         """Place among all blocks, and number of uses, of each used block. ``[n, 2]``."""
         hits = self.hits
-        found = [(at, hits[name]) for at, name in enumerate(self.stamps) if name in hits] if hits else []
-        return np.array(found, "<u4").reshape(-1, 2)
+        pairs = [(index, hits[name]) for index, name in enumerate(self.stamps) if name in hits] if hits else []
+        return np.array(pairs, "<u4").reshape(-1, 2)
 
-    def record(self, peer: Peer) -> EntriesKept:
+    def to_record(self, peer: Peer) -> EntriesKept:
         """All entries as one record, for a checkpoint."""
         stamps = np.fromiter(self.stamps.values(), np.uint64, len(self.stamps)).astype("<u8")
         return EntriesKept(
             peer, self.next_event, b"".join(self.stamps), stamps.tobytes(), self._hits_by_place().tobytes()
         )
 
-    def restore(self, kept: EntriesKept) -> None:
-        """Take over what :meth:`record` returned."""
-        stamps = np.frombuffer(kept.stamps, "<u8").tolist()
-        identities = split(kept.identities)
+    def restore_record(self, record: EntriesKept) -> None:
+        """Take over what :meth:`to_record` returned."""
+        stamps = np.frombuffer(record.stamps, "<u8").tolist()
+        identities = split_identities(record.identities)
         check(len(stamps) == len(identities), f"{len(identities)} entries have {len(stamps)} stamps")
-        self.next_event, self.stamps = kept.next_event, dict(zip(identities, stamps, strict=True))
-        self.hits = {identities[at]: count for at, count in np.frombuffer(kept.hits, "<u4").reshape(-1, 2).tolist()}
+        self.next_event, self.stamps = record.next_event, dict(zip(identities, stamps, strict=True))
+        self.hits = {
+            identities[index]: count for index, count in np.frombuffer(record.hits, "<u4").reshape(-1, 2).tolist()
+        }
 
 
-def _moved(stamp: int, tier: Tier) -> int:
+def _stamp_on_tier(stamp: int, tier: Tier) -> int:
     return stamp & ~(_DRAM | _SSD) | _TIER[tier]
 
 
@@ -199,17 +201,20 @@ class MetadataState:
         self._offset_ns = 0
         #: by name, in the order of joining
         self.members: dict[str, MemberPage] = {}
-        self._gone: OrderedDict[Peer, None] = OrderedDict()
+        self._dead_peers: OrderedDict[Peer, None] = OrderedDict()
         self.sessions: OrderedDict[tuple[str, str], SessionRouted] = OrderedDict()
         #: ``expires_ns`` is since 1970
         self.handles: dict[tuple[str, str], HandlePinned] = {}
         self.documents: dict[tuple[str, str], DocumentPut] = {}
-        self._apply: dict[type, Callable[[Any], None]] = {
-            RouterStarted: self._started, MemberEntered: self._entered, MemberDrained: self._drained,
-            MemberGone: self._left, EntriesChanged: self._changed, EntriesReplaced: self._replaced,
-            EntriesKept: self._kept, EntryUsed: self._used, SessionRouted: self._routed,
-            HandlePinned: self._pinned, HandleDropped: self._dropped, DocumentPut: self._document_put,
-            DocumentDropped: self._document_dropped,
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            RouterStarted: self._on_router_started, MemberEntered: self._on_member_entered,
+            MemberDrained: self._on_member_drained,
+            MemberGone: self._on_member_gone, EntriesChanged: self._on_entries_changed,
+            EntriesReplaced: self._on_entries_replaced,
+            EntriesKept: self._on_entries_kept, EntryUsed: self._on_entry_used, SessionRouted: self._on_session_routed,
+            HandlePinned: self._on_handle_pinned, HandleDropped: self._on_handle_dropped,
+            DocumentPut: self._on_document_put,
+            DocumentDropped: self._on_document_dropped,
         }  # fmt: skip
 
     @property
@@ -220,82 +225,82 @@ class MetadataState:
     def apply(self, records: Iterable[AnyRecord]) -> None:
         """Apply ``records``, in order."""
         for record in records:
-            self._apply[type(record)](record)
+            self._handlers[type(record)](record)
 
     # -- routers and members
 
-    def _started(self, record: RouterStarted) -> None:
+    def _on_router_started(self, record: RouterStarted) -> None:
         self.router, self.address, self._offset_ns = record.router, record.address, record.clock_offset_ns
 
-    def _entered(self, record: MemberEntered) -> None:
+    def _on_member_entered(self, record: MemberEntered) -> None:
         peer = record.info.peer
-        known = self.members.get(peer.name)
-        if peer in self._gone or (known is not None and known.info.peer.generation > peer.generation):
+        page = self.members.get(peer.name)
+        if peer in self._dead_peers or (page is not None and page.info.peer.generation > peer.generation):
             return
-        if known is not None and known.info.peer == peer:
-            known.info = record.info
+        if page is not None and page.info.peer == peer:
+            page.info = record.info
             return
         self.members.pop(peer.name, None)
         self.members[peer.name] = MemberPage(record.info, self._since_1970(record.at_ns))
 
-    def _drained(self, record: MemberDrained) -> None:
-        page = self._page(record.peer)
+    def _on_member_drained(self, record: MemberDrained) -> None:
+        page = self._page_of(record.peer)
         if page is not None:
             page.is_draining = True
 
-    def _left(self, record: MemberGone) -> None:
-        if self._page(record.peer) is not None:
+    def _on_member_gone(self, record: MemberGone) -> None:
+        if self._page_of(record.peer) is not None:
             del self.members[record.peer.name]
-        self._gone[record.peer] = None
-        if len(self._gone) > GONE_MAX:
-            self._gone.popitem(last=False)
+        self._dead_peers[record.peer] = None
+        if len(self._dead_peers) > GONE_MAX:
+            self._dead_peers.popitem(last=False)
 
     # -- entries
 
-    def _changed(self, record: EntriesChanged) -> None:
-        page = self._page(record.peer)
+    def _on_entries_changed(self, record: EntriesChanged) -> None:
+        page = self._page_of(record.peer)
         if page is not None:
-            page.entries.change(record.first, record.changes, self._since_1970(record.at_ns))
+            page.entries.apply_changes(record.first, record.changes, self._since_1970(record.at_ns))
 
-    def _replaced(self, record: EntriesReplaced) -> None:
-        page = self._page(record.peer)
+    def _on_entries_replaced(self, record: EntriesReplaced) -> None:
+        page = self._page_of(record.peer)
         if page is not None:
             now_ns = self._since_1970(record.at_ns)
-            page.entries.replace(record.next_event, record.hbm, record.dram, now_ns, record.ssd)
+            page.entries.replace_entries(record.next_event, record.hbm, record.dram, now_ns, record.ssd)
 
-    def _kept(self, record: EntriesKept) -> None:
-        page = self._page(record.peer)
+    def _on_entries_kept(self, record: EntriesKept) -> None:
+        page = self._page_of(record.peer)
         if page is not None:
-            page.entries.restore(record)
+            page.entries.restore_record(record)
 
-    def _used(self, record: EntryUsed) -> None:
-        page = self._page(record.peer)
+    def _on_entry_used(self, record: EntryUsed) -> None:
+        page = self._page_of(record.peer)
         if page is not None:
-            page.entries.use(record.identity, self._since_1970(record.at_ns))
+            page.entries.note_use(record.identity, self._since_1970(record.at_ns))
 
     # -- sessions, handles, documents
 
-    def _routed(self, record: SessionRouted) -> None:
+    def _on_session_routed(self, record: SessionRouted) -> None:
         key = record.tenant, record.session
         self.sessions[key] = record
         self.sessions.move_to_end(key)
         if len(self.sessions) > SESSIONS_MAX:
             self.sessions.popitem(last=False)
 
-    def _pinned(self, record: HandlePinned) -> None:
+    def _on_handle_pinned(self, record: HandlePinned) -> None:
         until_ns = self._since_1970(record.expires_ns)
         self.handles[record.tenant, record.handle] = replace(record, expires_ns=until_ns)
 
-    def _dropped(self, record: HandleDropped) -> None:
+    def _on_handle_dropped(self, record: HandleDropped) -> None:
         self.handles.pop((record.tenant, record.handle), None)
 
-    def _document_put(self, record: DocumentPut) -> None:
+    def _on_document_put(self, record: DocumentPut) -> None:
         self.documents[record.tenant, record.document_id] = record
 
-    def _document_dropped(self, record: DocumentDropped) -> None:
+    def _on_document_dropped(self, record: DocumentDropped) -> None:
         self.documents.pop((record.tenant, record.document_id), None)
 
-    def _page(self, peer: Peer) -> MemberPage | None:
+    def _page_of(self, peer: Peer) -> MemberPage | None:
         page = self.members.get(peer.name)
         return page if page is not None and page.info.peer == peer else None
 
@@ -304,23 +309,23 @@ class MetadataState:
 
     # -- checkpoints and recovery
 
-    def records(self) -> Iterator[AnyRecord]:
+    def checkpoint_records(self) -> Iterator[AnyRecord]:
         """The shortest records of the whole state: a checkpoint. Applied to an empty state they make an equal one."""
         if self.router is not None:  # offset 0 for the times below, which are since 1970; the true one comes last
             yield RouterStarted(self.router, self.address, 0)
-        yield from (MemberGone(peer) for peer in self._gone)
+        yield from (MemberGone(peer) for peer in self._dead_peers)
         for page in self.members.values():
             yield MemberEntered(page.info, page.entered_ns)
             if page.is_draining:
                 yield MemberDrained(page.info.peer)
-            yield page.entries.record(page.info.peer)
+            yield page.entries.to_record(page.info.peer)
         yield from self.sessions.values()
         yield from self.handles.values()
         yield from self.documents.values()
         if self.router is not None:
             yield RouterStarted(self.router, self.address, self._offset_ns)
 
-    def recovered(self, clock_offset_ns: int) -> RecoveredState:
+    def recovered_state(self, clock_offset_ns: int) -> RecoveredState:
         """The whole state, for a router with a clock that is ``clock_offset_ns`` behind the ns since 1970."""
         members = []
         for page in self.members.values():
@@ -333,7 +338,7 @@ class MetadataState:
             self.router,
             self.address,
             tuple(members),
-            tuple(self._gone),
+            tuple(self._dead_peers),
             tuple(self.sessions.values()),
             tuple(handles),
             tuple(self.documents.values()),
@@ -343,6 +348,9 @@ class MetadataState:
         """Raise :class:`InvariantError` if the state contradicts itself."""
         for name, page in self.members.items():
             check(page.info.peer.name == name, f"{page.info.peer} is listed as {name}")
-            check(page.info.peer not in self._gone, f"{page.info.peer} is a member, and gone")
+            check(page.info.peer not in self._dead_peers, f"{page.info.peer} is a member, and gone")
             check(all(len(identity) == 16 for identity in page.entries.stamps), f"{name} has broken identities")
-        check(len(self.sessions) <= SESSIONS_MAX and len(self._gone) <= GONE_MAX, "more is kept than the limits allow")
+        check(
+            len(self.sessions) <= SESSIONS_MAX and len(self._dead_peers) <= GONE_MAX,
+            "more is kept than the limits allow",
+        )

@@ -8,40 +8,183 @@
     store.sync()                              before the actions after a Remember are performed
 
 In the runtime a thread does this (``journal/keeper.py``), one ``sync`` for all that arrived meanwhile. A simulator
-calls it in virtual time on a ``FaultyMedium``.
+calls it in virtual time, on a medium that fails as disks do.
 
 The journal is replaced by a checkpoint of the state when it has grown to three times the last one, and by its host
-(:meth:`Store.checkpoint`) some time after it :attr:`holds what was deleted <Store.holds_deleted>`. After a failure
-nothing is written until a whole checkpoint succeeds (:meth:`Store.checkpoint`): a journal never continues after a hole.
+(:meth:`Store.write_checkpoint`) some time after it :attr:`holds what was deleted <Store.holds_deleted>`. After a
+failure nothing is written until a whole checkpoint succeeds (:meth:`Store.write_checkpoint`): a journal never
+continues after a hole.
 
-Where a journal lies: a port with few methods, and a medium in memory that fails as disks do.
+How records are encoded, and read again even if a journal is torn or damaged:
 
-How a simulator uses :class:`FaultyMedium`. Each router of a world has one, which outlives its process; the host of the
-``Cluster`` opens a :class:`~memserve.journal.store.Store` on it, writes the records of each ``Remember`` and ``Note``,
-and calls ``sync`` before it performs the actions after a ``Remember``. Draws from the seed decide what to call:
+::
 
-* the process is killed (``kill -9``): nothing to call. What was appended is in the system's cache; open it again;
-* the machine loses power: :meth:`FaultyMedium.lose_power` with how much of the unsafe tail arrived, and which pieces
-  of that did not (disks write out of order);
-* the disk is full: :attr:`FaultyMedium.room_bytes`; None = there is room again;
-* bytes rot: :meth:`FaultyMedium.damage`: opening must raise ``UserError``, or lose nothing that was promised;
-* *planted fault*, the disk's cache lies: ``FaultyMedium(fsync_lies=True)``. ``sync`` returns and nothing is safe. A
-  checker "durable is durable" keeps the records for which ``sync`` returned, and finds them missing in
-  ``Store(medium).state`` after :meth:`~FaultyMedium.lose_power`. A killed process alone does not show this fault.
+    journal = head, frame, frame, ...
+    head    = "memserve meta\\n" | format u16 | number of the journal u64 | checkpoint bytes u64 | seal
+    frame   = "\\xf5rec" | body bytes u32 | sequence u64 | durable u64 | seal | body
+    body    = records, as a list in msgpack; seal = 16 bytes, a keyed hash
+
+A frame is read as a whole or not at all: its seal is a hash of all the rest of it, keyed with the journal's number, so
+that bytes of an older journal, which a disk may return, are never taken for a frame. ``durable`` is how much of the
+journal was known to be safe when the frame was written. It distinguishes two cases that look alike:
+
+* *torn*: broken bytes that no later frame declares safe. The last write did not complete, its records were not
+  acknowledged, and it is dropped, even if later parts of that write did arrive.
+* *damaged*: broken bytes that a later frame declares safe, or in the checkpoint at the beginning (the head has its
+  length). Something acknowledged is lost: reading stops with an error, and nothing is guessed.
+
+Only damage to the very last frame is taken for a torn write, because no frame follows it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
+from struct import Struct
 from typing import Protocol
 
-from memserve.base.errors import MemserveError
+import msgspec
+
+from memserve import _core
+from memserve.base.errors import MemserveError, UserError
 from memserve.base.units import MIB
-from memserve.journal.journal import JournalWriter, read_journal, records_of
 from memserve.journal.state import MetadataState
 from memserve.protocol.records import AnyRecord, DocumentDropped, DocumentPut, HandleDropped
+
+FORMAT = 1
+"""Incremented whenever an older memserve would misread the journal; not for new records, nor for new fields at the
+end."""
+
+_MAGIC = b"memserve meta\n"
+_HEAD = Struct("<14sHQQ16s")
+_HEAD_SEALED_BYTES = _HEAD.size - 16
+_FRAME_MAGIC = b"\xf5rec"
+_FRAME = Struct("<4sIQQ16s")
+_SEALED_BYTES = _FRAME.size - 16
+_HINT = "restore a backup, or start without it: --metadata none"
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[list[AnyRecord]] = msgspec.msgpack.Decoder(list[AnyRecord])
+
+
+@dataclass(frozen=True, slots=True)
+class JournalReading:
+    """What a journal holds."""
+
+    number: int
+    bodies: tuple[memoryview, ...]
+    """Of its frames, in order; see :func:`records_of`."""
+    good_bytes: int
+    """Length up to the end of the last good frame."""
+    torn_bytes: int
+    """Length of what follows: a write that did not complete."""
+
+
+class JournalWriter:
+    """Frames of one journal, numbered."""
+
+    __slots__ = ("_key", "_sequence", "number")
+
+    def __init__(self, number: int, sequence: int = 0) -> None:
+        """``sequence``: number of frames that the journal has already."""
+        self.number = number
+        self._key = _key_of(number)
+        self._sequence = sequence
+
+    def encode_checkpoint(self, batches: Iterable[Iterable[AnyRecord]]) -> bytes:
+        """The head, and a checkpoint of one frame per batch: a journal to be put in place as a whole."""
+        frames = b"".join(self.encode_frame(records, 0) for records in batches)
+        start = _HEAD.pack(_MAGIC, FORMAT, self.number, _HEAD.size + len(frames), b"")[:_HEAD_SEALED_BYTES]
+        return b"".join((start, _core.siphash128(self._key, start), frames))
+
+    def encode_frame(self, records: Iterable[AnyRecord], durable_bytes: int) -> bytes:
+        """The next frame. ``durable_bytes``: how much of this journal is safe."""
+        body = _encoder.encode(list(records))
+        return self._encode_checksummed(body, durable_bytes)
+
+    def _encode_checksummed(self, body: bytes, durable_bytes: int) -> bytes:
+        start = _FRAME.pack(_FRAME_MAGIC, len(body), self._sequence, durable_bytes, b"")[:_SEALED_BYTES]
+        self._sequence += 1
+        return b"".join((start, _core.siphash128(self._key, start + body), body))
+
+
+def read_journal(data: bytes) -> JournalReading:
+    """All good frames of ``data``. Raises :class:`UserError` for another format, and for damage (see above)."""
+    number, checkpoint_bytes = _read_head(data)
+    view, key = memoryview(data), _key_of(number)
+    bodies: list[memoryview] = []
+    offset = _HEAD.size
+    while (frame := _frame_at(view, offset, key)) is not None and frame.sequence == len(bodies):
+        bodies.append(frame.body)
+        offset = frame.end
+    safe_bytes = max(checkpoint_bytes, _vouched_bytes(data, view, offset, key))
+    if safe_bytes > offset:
+        message = f"the metadata is damaged: bytes {offset} to {safe_bytes} are not as they were written"
+        raise UserError(message, hint=_HINT, param="metadata")
+    return JournalReading(number, tuple(bodies), offset, len(data) - offset)
+
+
+def _read_head(data: bytes) -> tuple[int, int]:
+    if not data:  # a journal is put in place as a whole: it is never empty by itself
+        raise UserError("the metadata is lost: the journal is empty", hint=_HINT, param="metadata")
+    if len(data) >= _HEAD.size and data.startswith(_MAGIC):
+        _, version, number, checkpoint_bytes, checksum = _HEAD.unpack_from(data)
+        if version != FORMAT:
+            age = "a newer memserve wrote it" if version > FORMAT else "it is no longer supported"
+            message = f"the metadata has format {version}, this memserve reads {FORMAT}: {age}"
+            raise UserError(message, hint=_HINT, param="metadata")
+        if _core.siphash128(_key_of(number), data[:_HEAD_SEALED_BYTES]) == checksum:
+            return number, checkpoint_bytes
+    raise UserError("the metadata is damaged at its very beginning", hint=_HINT, param="metadata")
+
+
+def records_of(body: memoryview | bytes) -> list[AnyRecord]:
+    """The records of a frame. Raises :class:`UserError` for a record that this memserve does not know."""
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, ValueError) as error:
+        message = f"the metadata has a record that this memserve does not know: {error}"
+        raise UserError(message, hint=_HINT, param="metadata") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    sequence: int
+    durable_bytes: int
+    body: memoryview
+    end: int
+
+
+def _key_of(number: int) -> bytes:
+    return b"journal:" + number.to_bytes(8, "little")
+
+
+def _frame_at(view: memoryview, offset: int, key: bytes) -> _Frame | None:
+    """The frame that begins at ``offset``; None: there is none, or not a whole one."""
+    if len(view) - offset < _FRAME.size:
+        return None
+    magic, body_bytes, sequence, durable_bytes, checksum = _FRAME.unpack_from(view, offset)
+    start, end = offset + _FRAME.size, offset + _FRAME.size + body_bytes
+    if magic != _FRAME_MAGIC or end > len(view):
+        return None
+    checksummed = bytes(view[offset : offset + _SEALED_BYTES]) + bytes(view[start:end])
+    if _core.siphash128(key, checksummed) != checksum:
+        return None
+    return _Frame(sequence, durable_bytes, view[start:end], end)
+
+
+def _vouched_bytes(data: bytes, view: memoryview, end: int, key: bytes) -> int:
+    """How many bytes are safe according to the frames after ``end``, where reading stopped."""
+    vouched_bytes = 0
+    offset = data.find(_FRAME_MAGIC, end)
+    while offset >= 0:
+        frame = _frame_at(view, offset, key)
+        if frame is not None:
+            vouched_bytes = max(vouched_bytes, frame.durable_bytes)
+        offset = data.find(_FRAME_MAGIC, offset + 1 if frame is None else frame.end)
+    return vouched_bytes
 
 
 class MediumFailed(MemserveError):
@@ -52,7 +195,7 @@ class MediumFailed(MemserveError):
 class Medium(Protocol):
     """One journal at a time: a sequence of bytes that grows, and that another one can replace.
 
-    Implementations: a file (``journal/folder.py``), etcd (``journal/etcd.py``), and :class:`FaultyMedium`.
+    Implementations: a file (``journal/folder.py``), etcd (``journal/etcd.py``), and a simulator's.
     All pass ``tests/process/journal/test_media.py``.
     """
 
@@ -76,75 +219,6 @@ class Medium(Protocol):
 
     def close(self) -> None:
         """Release the medium."""
-
-
-class FaultyMedium:
-    """A :class:`memserve.journal.store.Medium` in memory that can lose parts of its data."""
-
-    def __init__(self, *, fsync_lies: bool = False, room_bytes: int | None = None) -> None:
-        self.fsync_lies = fsync_lies
-        self.room_bytes = room_bytes
-        """None: the disk has room. N: the journal may grow to N bytes."""
-        self.syncs = 0
-        self._safe = b""
-        self._unsafe = bytearray()
-
-    @property
-    def unsafe_bytes(self) -> int:
-        """Appended, and not yet safe."""
-        return len(self._unsafe)
-
-    @property
-    def name(self) -> str:
-        """As :class:`Medium`."""
-        return "memory"
-
-    def load(self) -> bytes | None:
-        """Everything, safe or not: the operating system's cache outlives processes."""
-        return self._everything() or None
-
-    def append(self, data: bytes) -> None:
-        """As :class:`Medium`. On a full disk a part of ``data`` arrives."""
-        room_bytes = self._room_for(len(data))
-        self._unsafe += data[:room_bytes]
-        if room_bytes < len(data):
-            raise MediumFailed("no space left on device")
-
-    def sync(self) -> None:
-        """As :class:`Medium`, unless ``fsync_lies``."""
-        self.syncs += 1
-        if not self.fsync_lies:
-            self._safe, self._unsafe = self._everything(), bytearray()
-
-    def replace(self, data: bytes) -> None:
-        """As :class:`Medium`."""
-        if self.room_bytes is not None and len(data) > self.room_bytes:
-            raise MediumFailed("no space left on device")
-        self._safe, self._unsafe = data, bytearray()
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def lose_power(self, arrived_bytes: int, holes: Sequence[tuple[int, int]] = ()) -> None:
-        """Keep only ``arrived_bytes`` of the unsafe tail, with zeros in its ``holes`` ``[start, end)``."""
-        tail = self._unsafe[:arrived_bytes]
-        for start, end in holes:
-            tail[start:end] = bytes(len(tail[start:end]))
-        self._safe, self._unsafe = self._safe + bytes(tail), bytearray()
-
-    def damage(self, at: int, data: bytes) -> None:
-        """Overwrite the bytes from ``at`` on with ``data``."""
-        everything = bytearray(self._everything())
-        everything[at : at + len(data)] = data
-        self._safe, self._unsafe = bytes(everything), bytearray()
-
-    def _everything(self) -> bytes:
-        return self._safe + bytes(self._unsafe)
-
-    def _room_for(self, wanted_bytes: int) -> int:
-        if self.room_bytes is None:
-            return wanted_bytes
-        return max(0, min(wanted_bytes, self.room_bytes - len(self._safe) - len(self._unsafe)))
 
 
 CHECKPOINT_BYTES_MIN = 4 * MIB
@@ -172,39 +246,39 @@ class Store:
         """The journal has documents or pinned prefixes that the state no longer has; a checkpoint removes them."""
         self._writer = JournalWriter(0)
         self._bytes = self._durable_bytes = self._checkpoint_bytes = 0
-        self._open()
+        self._recover_journal()
 
-    def _open(self) -> None:
+    def _recover_journal(self) -> None:
         data = self._medium.load()
         if data is None:
-            self.checkpoint()
+            self.write_checkpoint()
             return
         reading = read_journal(data)
         for body in reading.bodies:
-            self._apply(records_of(body))
+            self._apply_records(records_of(body))
         self._writer = JournalWriter(reading.number, len(reading.bodies))
         self._bytes = self._checkpoint_bytes = reading.good_bytes
         self.torn_bytes = reading.torn_bytes
         if self.torn_bytes:
             with suppress(MediumFailed):  # broken then, until one gets through: what can be read is whole
-                self.checkpoint()
+                self.write_checkpoint()
 
     @property
     def bytes_written(self) -> int:
         """Length of the journal."""
         return self._bytes
 
-    def write(self, records: Iterable[AnyRecord]) -> None:
+    def write_records(self, records: Iterable[AnyRecord]) -> None:
         """Apply ``records`` to the state and append them to the journal. Not safe before :meth:`sync`; not written at
         all while the store is broken. Raises :class:`MediumFailed`, and is broken then."""
         records = list(records)
-        self._apply(records)
+        self._apply_records(records)
         if self.is_broken:
             return
-        frame = self._writer.frame(records, self._durable_bytes)
+        frame = self._writer.encode_frame(records, self._durable_bytes)
         self._guarded_append(frame)
         if self._bytes - self._checkpoint_bytes > max(self._checkpoint_bytes_min, 2 * self._checkpoint_bytes):
-            self.checkpoint()
+            self.write_checkpoint()
 
     def sync(self) -> None:
         """All that was written is safe when this returns. Raises :class:`MediumFailed`, and is broken then."""
@@ -219,10 +293,10 @@ class Store:
             raise
         self._durable_bytes = self._bytes
 
-    def checkpoint(self) -> None:
+    def write_checkpoint(self) -> None:
         """A new journal that begins with the whole state. Raises :class:`MediumFailed`, and is broken then."""
         writer = JournalWriter(self._writer.number + 1)
-        data = writer.begin(_batches(self.state.records()))
+        data = writer.encode_checkpoint(_batches(self.state.checkpoint_records()))
         try:
             self._medium.replace(data)
         except MediumFailed:
@@ -235,18 +309,18 @@ class Store:
     def forget_expired(self, now_unix_ns: int) -> None:
         """Remove expired documents from the state, as the next router would."""
         expired = [record for record in self.state.documents.values() if record.expires_unix_ns <= now_unix_ns]
-        self._apply([DocumentDropped(record.tenant, record.document_id) for record in expired])
+        self._apply_records([DocumentDropped(record.tenant, record.document_id) for record in expired])
 
     def close(self) -> None:
         """Close the medium, without a :meth:`sync`."""
         self._medium.close()
 
-    def _apply(self, records: list[AnyRecord]) -> None:
+    def _apply_records(self, records: list[AnyRecord]) -> None:
         for record in records:
             match record:
                 case DocumentPut(tenant, document_id, body):
-                    known = self.state.documents.get((tenant, document_id))
-                    self.holds_deleted |= known is not None and known.body != body
+                    document = self.state.documents.get((tenant, document_id))
+                    self.holds_deleted |= document is not None and document.body != body
                 case DocumentDropped(tenant, document_id):
                     self.holds_deleted |= (tenant, document_id) in self.state.documents
                 case HandleDropped(tenant, handle):

@@ -44,12 +44,12 @@ class AdoptedProcess:
 
     def poll(self) -> int | None:
         """None: it runs. 0: it has ended; the kernel tells its status to its parent alone."""
-        self._wait(0.0)
+        self._wait_for_exit(0.0)
         return self.returncode
 
     def communicate(self, _greeting: str | None, _timeout_s: float | None = None) -> tuple[str, None]:
         """Wait for its end. What it printed went to a pipe without a reader."""
-        self._wait(None)
+        self._wait_for_exit(None)
         return "", None
 
     def send_signal(self, sig: signal.Signals) -> None:
@@ -57,16 +57,16 @@ class AdoptedProcess:
         if self.poll() is None:
             signal.pidfd_send_signal(self._pidfd, sig)
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """Gently, then by force."""
         self.send_signal(signal.SIGTERM)
-        self._wait(END_S)
+        self._wait_for_exit(END_S)
         self.send_signal(signal.SIGKILL)
 
     def __del__(self) -> None:
         os.close(self._pidfd)
 
-    def _wait(self, timeout_s: float | None) -> None:
+    def _wait_for_exit(self, timeout_s: float | None) -> None:
         if self.returncode is not None:
             return
         poll = select.poll()  # select() knows no descriptor above 1023
@@ -90,72 +90,72 @@ class ChildrenFile:
         self.folder = folder
         self._path = folder / CHILDREN
         self._lock = threading.Lock()
-        self._known = _read(self._path)
+        self._children = _read(self._path)
 
-    def adopt(self, name: str, command: Sequence[str]) -> AdoptedProcess | None:
+    def adopt_child(self, name: str, command: Sequence[str]) -> AdoptedProcess | None:
         """The living child of that name if it runs ``command``, whatever router that joins; one that does not is
         ended."""
-        process = self._living(name)
-        if process is not None and _but_address(self._known[name].command) != _but_address(command):
+        process = self._living_process(name)
+        if process is not None and _but_address(self._children[name].command) != _but_address(command):
             log.warning("instance %s runs with other options: it is ended, and started anew", name)
-            process.end()
+            process.end_process()
             return None
         return process
 
-    def end_useless(self, wanted: Mapping[str, Sequence[str]]) -> None:
-        """End those that are written down and run none of the ``wanted`` commands, given by name, under its name.
+    def end_useless(self, commands: Mapping[str, Sequence[str]]) -> None:
+        """End those that are written down and run none of the ``commands`` commands, given by name, under its name.
 
         Before a router calls back the members that it remembers: one with another model must not answer.
         """
-        for name in [name for name in self._known if name not in wanted]:
-            process = self._living(name)
+        for name in [name for name in self._children if name not in commands]:
+            process = self._living_process(name)
             if process is not None:
-                process.end()
-            self.forget(name)
-        for name in self._known:  # all that are left are wanted
-            self.adopt(name, wanted[name])
+                process.end_process()
+            self.forget_child(name)
+        for name in self._children:  # all that are left are wanted
+            self.adopt_child(name, commands[name])
 
-    def living(self, names: Sequence[str]) -> list[str]:
+    def living_names(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` with processes that run."""
         alive = []
         for name in names:
-            process = self._living(name)
+            process = self._living_process(name)
             if process is not None:
                 alive.append(name)
         return alive
 
-    def started(self, name: str, pid: int, command: Sequence[str]) -> None:
+    def record_start(self, name: str, pid: int, command: Sequence[str]) -> None:
         """Write down a new child."""
         with self._lock:
-            self._known[name] = _Started(pid, _start_of(pid), list(command))
+            self._children[name] = _Started(pid, _start_of(pid), list(command))
             self._write()
 
-    def forget(self, name: str) -> None:
+    def forget_child(self, name: str) -> None:
         """Strike out a child that has ended for good, if it is written down."""
         with self._lock:
-            if self._known.pop(name, None) is not None:
+            if self._children.pop(name, None) is not None:
                 self._write()
 
     def _write(self) -> None:
         try:
-            write_private(self._path, msgspec.json.encode(self._known).decode())
+            write_private(self._path, msgspec.json.encode(self._children).decode())
         except OSError as error:  # a full disk ends no thread that tends an instance
             log.error("cannot write %s: %s; the next router will not know these instances", self._path, error.strerror)
 
-    def _living(self, name: str) -> AdoptedProcess | None:
-        known = self._known.get(name)
-        if known is None:
+    def _living_process(self, name: str) -> AdoptedProcess | None:
+        child = self._children.get(name)
+        if child is None:
             return None
         try:
-            pidfd = os.pidfd_open(known.pid)
+            pidfd = os.pidfd_open(child.pid)
         except OSError as error:
             if error.errno in OUT_OF_RESOURCES:
                 raise  # it may live: taken for dead, a second one of its name would be started
             return None
         if (
-            known.started is not None and _start_of(known.pid) == known.started
+            child.started is not None and _start_of(child.pid) == child.started
         ):  # asked behind the pidfd: the pidfd is of this process
-            return AdoptedProcess(known.pid, pidfd)
+            return AdoptedProcess(child.pid, pidfd)
         os.close(pidfd)
         return None
 
@@ -171,17 +171,17 @@ def end_when_orphaned(folder: Path, router: Callable[[], Peer | None], patience_
 
 def _watch(folder: Path, router: Callable[[], Peer | None], patience_s: float) -> None:
     keeper: Peer | None = None
-    alone_since: float | None = None
-    while alone_since is None or time.monotonic() - alone_since <= patience_s:
+    unlocked_since_s: float | None = None
+    while unlocked_since_s is None or time.monotonic() - unlocked_since_s <= patience_s:
         time.sleep(LOOK_S)
         if is_locked(folder):
-            keeper, alone_since = router(), None
+            keeper, unlocked_since_s = router(), None
             continue
         keeper = keeper or router()  # it may have welcomed us and been killed between two looks
         if router() not in (None, keeper):
-            alone_since = None
-        elif alone_since is None:
-            alone_since = time.monotonic()
+            unlocked_since_s = None
+        elif unlocked_since_s is None:
+            unlocked_since_s = time.monotonic()
     log.warning("no router has come back for %.0f s: this instance ends", patience_s)
     os.kill(os.getpid(), signal.SIGTERM)
 

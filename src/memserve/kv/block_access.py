@@ -36,7 +36,7 @@ class CopyLog:
     def __len__(self) -> int:
         return sum(len(copy.src) for copy in self._copies)
 
-    def record(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
+    def record_copies(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
         """Append the copies ``src[i] -> dst[i]``."""
         for source, target in zip(src, dst, strict=True):
             reads, writes = (src_tier, source), (dst_tier, target)
@@ -48,7 +48,7 @@ class CopyLog:
             self._read.add(reads)
             self._written.add(writes)
 
-    def take(self) -> list[CopyBlocks]:
+    def take_copies(self) -> list[CopyBlocks]:
         """Everything recorded since the last call, in order."""
         copies, self._copies = self._copies, []
         self._read, self._written = set(), set()
@@ -74,15 +74,15 @@ class LastPlans:
     def __init__(self) -> None:
         self._blocks: dict[int, set[int]] = {}
 
-    def note(self, plan: int, blocks: Iterable[int]) -> None:
+    def note_blocks(self, plan: int, blocks: Iterable[int]) -> None:
         """``plan`` is the last, so far, that may touch ``blocks``."""
         self._blocks.setdefault(plan, set()).update(blocks)
 
-    def of(self, blocks: Iterable[int]) -> int:
+    def last_plan_of(self, blocks: Iterable[int]) -> int:
         """The last unfinished plan that touches any of ``blocks``; 0: there is none."""
         return max([plan for plan, noted in self._blocks.items() if not noted.isdisjoint(blocks)], default=0)
 
-    def forget(self, finished: int) -> None:
+    def forget_until(self, finished: int) -> None:
         """Plan ``finished`` and all before it touch nothing any more."""
         if self._blocks:
             for plan in [plan for plan in self._blocks if plan <= finished]:
@@ -92,52 +92,55 @@ class LastPlans:
 class BlockAccessLog:
     """Plans made and finished, and what they may still touch: the pool writes it, the barriers read it."""
 
-    __slots__ = ("_accounts", "_touched", "_written", "finished", "made")
+    __slots__ = ("_accounts", "_touched", "_written", "last_finished", "last_made")
 
     def __init__(self) -> None:
-        self.made = 0  # the last plan made; 0: none
-        self.finished = 0  # the last plan that has finished
+        self.last_made = 0  # the last plan made; 0: none
+        self.last_finished = 0  # the last plan that has finished
         self._touched = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
         self._written = {tier: LastPlans() for tier in (Tier.HBM, Tier.DRAM)}
         self._accounts = (*self._touched.values(), *self._written.values())
 
     # -- what happens
 
-    def let_go(self, blocks: Iterable[int]) -> None:
+    def on_blocks_released(self, blocks: Iterable[int]) -> None:
         """These HBM blocks were given back: no later plan has rows with them."""
-        if self.made > self.finished:
-            self._touched[Tier.HBM].note(self.made, blocks)
+        if self.last_made > self.last_finished:
+            self._touched[Tier.HBM].note_blocks(self.last_made, blocks)
 
-    def copied(self, src_tier: Tier, src: Iterable[int], dst_tier: Tier, dst: Iterable[int]) -> None:
+    def on_copies_recorded(self, src_tier: Tier, src: Iterable[int], dst_tier: Tier, dst: Iterable[int]) -> None:
         """Copies were recorded; the next plan carries them."""
-        plan = self.made + 1
-        self._touched[src_tier].note(plan, src)
-        self._touched[dst_tier].note(plan, dst)
-        self._written[dst_tier].note(plan, dst)
+        plan = self.last_made + 1
+        self._touched[src_tier].note_blocks(plan, src)
+        self._touched[dst_tier].note_blocks(plan, dst)
+        self._written[dst_tier].note_blocks(plan, dst)
 
-    def filled(self, blocks: Iterable[int], plan: int) -> None:
+    def on_blocks_filled(self, blocks: Iterable[int], plan: int) -> None:
         """The index has taken these HBM blocks; rows of ``plan`` are the last to write to them."""
-        if plan > self.finished:
-            self._written[Tier.HBM].note(plan, blocks)
+        if plan > self.last_finished:
+            self._written[Tier.HBM].note_blocks(plan, blocks)
 
     def plan_made(self, step_id: int) -> None:
         """Plan ``step_id`` carries everything that was recorded."""
-        check(step_id > self.made, f"plan {step_id} was made after plan {self.made}")
-        self.made = step_id
+        check(step_id > self.last_made, f"plan {step_id} was made after plan {self.last_made}")
+        self.last_made = step_id
 
     def plan_finished(self, step_id: int) -> None:
         """Plan ``step_id`` and all before it have finished."""
-        check(self.finished < step_id <= self.made, f"plan {step_id} of {self.finished}..{self.made} has finished")
-        self.finished = step_id
+        check(
+            self.last_finished < step_id <= self.last_made,
+            f"plan {step_id} of {self.last_finished}..{self.last_made} has finished",
+        )
+        self.last_finished = step_id
         for plans in self._accounts:
-            plans.forget(step_id)
+            plans.forget_until(step_id)
 
     # -- what may still happen
 
     def last_touch(self, tier: Tier, blocks: Iterable[int]) -> int:
         """The last plan that reads or writes any of ``blocks``, which no sequence holds; 0: none that is under way."""
-        return self._touched[tier].of(blocks)
+        return self._touched[tier].last_plan_of(blocks)
 
     def last_write(self, tier: Tier, blocks: Iterable[int]) -> int:
         """The last plan that writes to any of ``blocks``, which are cached; 0: none that is under way."""
-        return self._written[tier].of(blocks)
+        return self._written[tier].last_plan_of(blocks)

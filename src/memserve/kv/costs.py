@@ -59,9 +59,9 @@ class PrefillCurve:
 
     def ns(self, new_tokens: int, context_tokens: int) -> int:
         """Time to compute ``new_tokens`` behind ``context_tokens`` whose KV is present."""
-        return self.step(new_tokens, attended_pairs(new_tokens, context_tokens))
+        return self.batch_ns(new_tokens, attended_pairs(new_tokens, context_tokens))
 
-    def step(self, new_tokens: int, pairs: int) -> int:
+    def batch_ns(self, new_tokens: int, pairs: int) -> int:
         """Time of one step over pieces of several prompts: ``new_tokens`` and their ``pairs``, summed over the
         pieces."""
         return round(self.step_ns + self.work_ns(new_tokens, pairs)) if new_tokens > 0 else 0
@@ -143,7 +143,7 @@ class CostModel:
         """Whether the costs come from a profile."""
         return bool(self.machine)
 
-    def link(self, same_host: bool) -> CopyCurve:
+    def link_curve(self, same_host: bool) -> CopyCurve:
         """The curve of transfers from another instance to this one."""
         return self.same_host if same_host else self.network
 
@@ -161,7 +161,7 @@ class CostModel:
         for a few rows, it has arithmetic to spare."""
         return int(max(0.0, self.decode.step_ns - self.prefill.step_ns) / max(1.0, self.prefill.token_ns))
 
-    def scaled(self, prefill_scale: float) -> CostModel:
+    def with_prefill_scale(self, prefill_scale: float) -> CostModel:
         """These costs with prefill times scaled, as learned from finished steps."""
         old = self.prefill
         scaled = (old.step_ns * prefill_scale, old.token_ns * prefill_scale, old.pair_ns * prefill_scale)
@@ -186,13 +186,13 @@ class CostModel:
             raise UserError("a cost profile with impossible times", hint="run: memserve profile")
         return model
 
-    def encode(self) -> bytes:
+    def to_json(self) -> bytes:
         """As JSON, for other processes."""
         return msgspec.json.encode(self.to_dict())
 
     @staticmethod
-    def decoded(data: bytes) -> CostModel:
-        """The reverse of :meth:`encode`. Raises :class:`UserError` as :meth:`from_dict`."""
+    def from_json(data: bytes) -> CostModel:
+        """The reverse of :meth:`to_json`. Raises :class:`UserError` as :meth:`from_dict`."""
         try:
             values = msgspec.json.decode(data, type=dict[str, Any])
         except msgspec.MsgspecError as error:
@@ -268,8 +268,8 @@ def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Cu
     ordered = sorted(samples, key=lambda sample: (sample.first, sample.second))
     errors: list[float] = []
     for turn in range(3):
-        curve = fit([sample for at, sample in enumerate(ordered) if (at + at // 3) % 3 != turn])
-        unseen = [sample for at, sample in enumerate(ordered) if (at + at // 3) % 3 == turn]
+        curve = fit([sample for index, sample in enumerate(ordered) if (index + index // 3) % 3 != turn])
+        unseen = [sample for index, sample in enumerate(ordered) if (index + index // 3) % 3 == turn]
         errors += [abs(curve.ns(sample.first, sample.second) - sample.ns) / sample.ns for sample in unseen]
     return fit(ordered), Quality(len(errors), median(errors), max(errors))
 
@@ -286,11 +286,11 @@ def _coefficients(features: Sequence[Row], samples: Sequence[Sample]) -> tuple[f
     relative = np.array(features, dtype=np.float64) / times[:, None]
     weights = np.ones(len(samples))
     for _ in range(_REFITS):
-        found = _solve_not_negative(relative, weights)
-        errors = np.abs(relative @ found - 1.0)
+        coefficients = _solve_not_negative(relative, weights)
+        errors = np.abs(relative @ coefficients - 1.0)
         usual = max(float(np.median(errors)), _ERROR_MIN) * _FAR
         weights = np.sqrt(np.minimum(1.0, usual / np.maximum(errors, 1e-12)))
-    first, second, third = (float(value) for value in found)
+    first, second, third = (float(value) for value in coefficients)
     return first, second, third
 
 
@@ -305,13 +305,13 @@ def _solve_not_negative(rows: NDArray[np.float64], weights: NDArray[np.float64])
     scaled = rows / scale * weights[:, None]
     best, best_loss = np.zeros(columns), float(np.square(weights).sum())
     for size in range(1, columns + 1):
-        for chosen in itertools.combinations(range(columns), size):
-            part = scaled[:, chosen]
+        for subset in itertools.combinations(range(columns), size):
+            part = scaled[:, subset]
             solution = np.linalg.lstsq(part, weights, rcond=None)[0]
             loss = float(np.square(part @ solution - weights).sum())
             if (solution >= 0).all() and loss < best_loss:
                 best, best_loss = np.zeros(columns), loss
-                best[list(chosen)] = solution
+                best[list(subset)] = solution
     return np.asarray(best / scale)
 
 
@@ -335,34 +335,34 @@ _TOLD_AGAIN = 0.1  # the share by which a time must change to be told again
 class LearntCurve(Generic[Curve]):
     """One curve, whose three coefficients stand for three features of what is measured."""
 
-    __slots__ = ("_rows", "_times_ns", "_told", "count", "curve", "is_fitted")
+    __slots__ = ("_prior", "_rows", "_times_ns", "count", "curve", "is_fitted")
 
-    def __init__(self, told: Curve) -> None:
-        self._told: Curve = told
+    def __init__(self, prior: Curve) -> None:
+        self._prior: Curve = prior
         self._rows: deque[Row] = deque(maxlen=KEPT)
         self._times_ns: deque[int] = deque(maxlen=KEPT)
         #: as it is now
-        self.curve: Curve = told
+        self.curve: Curve = prior
         self.is_fitted = False
         #: measurements since the start
         self.count = 0
 
-    def add(self, row: Row, spent_ns: int) -> bool:
+    def add_sample(self, row: Row, spent_ns: int) -> bool:
         """What ``row`` describes took ``spent_ns``, above 0. Returns whether the curve has changed."""
         self._rows.append(row)
         self._times_ns.append(max(1, spent_ns))
         self.count += 1
         if self.count > 2 * SAMPLES_MIN and self.count % _FIT_EVERY:
             return False
-        if len(self._rows) >= SAMPLES_MIN and self._differ():
-            self.curve, self.is_fitted = fit_rows(type(self._told), list(self._rows), list(self._times_ns)), True
+        if len(self._rows) >= SAMPLES_MIN and self._sizes_differ():
+            self.curve, self.is_fitted = fit_rows(type(self._prior), list(self._rows), list(self._times_ns)), True
         elif not self.is_fitted:
-            told = [max(1.0, _time_ns(self._told, row)) for row in self._rows]
-            scale = median(ns / told_ns for ns, told_ns in zip(self._times_ns, told, strict=True))
-            self.curve = type(self._told)(*(value * scale for value in astuple(self._told)))
+            prior_ns = [max(1.0, _time_ns(self._prior, row)) for row in self._rows]
+            scale = median(ns / told_ns for ns, told_ns in zip(self._times_ns, prior_ns, strict=True))
+            self.curve = type(self._prior)(*(value * scale for value in astuple(self._prior)))
         return True
 
-    def _differ(self) -> bool:
+    def _sizes_differ(self) -> bool:
         sizes = [row[2] or row[1] for row in self._rows]
         return max(sizes) >= _SPREAD_MIN * max(1.0, min(sizes))
 
@@ -380,29 +380,29 @@ class LearntLinks:
         self._kinds = {True: LearntCurve(same_host), False: LearntCurve(network)}
         self._peers: dict[str, LearntCurve[CopyCurve]] = {}
 
-    def learn(self, peer: str, near: bool, copied_bytes: int, pieces: int, spent_ns: int) -> bool:
+    def learn_pull(self, peer: str, near: bool, copied_bytes: int, pieces: int, spent_ns: int) -> bool:
         """A pull from ``peer``, over no network if ``near``. Returns whether the curve of its kind has changed."""
         row = (1.0, float(pieces), float(copied_bytes))
-        known = self._peers.pop(peer, None)
-        known = known if known is not None else LearntCurve(self._kinds[near].curve)
-        known.add(row, spent_ns)
-        self._peers[peer] = known
+        link = self._peers.pop(peer, None)
+        link = link if link is not None else LearntCurve(self._kinds[near].curve)
+        link.add_sample(row, spent_ns)
+        self._peers[peer] = link
         if len(self._peers) > _PEERS_MAX:
             del self._peers[next(iter(self._peers))]
-        return self._kinds[near].add(row, spent_ns)
+        return self._kinds[near].add_sample(row, spent_ns)
 
-    def curve(self, peer: str, near: bool) -> CopyCurve:
+    def curve_from(self, peer: str, near: bool) -> CopyCurve:
         """What pulls from ``peer`` cost; of a peer that is not known, what they cost from others like it."""
-        known = self._peers.get(peer)
-        is_known = known is not None and known.count >= LINK_SAMPLES_MIN
-        curve: CopyCurve = known.curve if known is not None and is_known else self._kinds[near].curve
+        link = self._peers.get(peer)
+        is_known = link is not None and link.count >= LINK_SAMPLES_MIN
+        curve: CopyCurve = link.curve if link is not None and is_known else self._kinds[near].curve
         return curve
 
     def is_known(self, near: bool) -> bool:
         """Whether enough has come from peers of this host, or from others."""
         return self._kinds[near].count >= LINK_SAMPLES_MIN
 
-    def kind(self, near: bool) -> LearntCurve[CopyCurve]:
+    def curve_of_kind(self, near: bool) -> LearntCurve[CopyCurve]:
         """Of all peers of this host, or of others."""
         return self._kinds[near]
 
@@ -436,8 +436,18 @@ class PreemptionModel:
     """Costs in nanoseconds; learns from finished steps how quickly prompts are computed now."""
 
     __slots__ = (
-        "_block_bytes", "_decode", "_known", "_prefill", "_scale", "_swap", "_told", "decode_ns", "is_measured",
-        "links", "model", "samples",
+        "_block_bytes",
+        "_decode",
+        "_encoded_costs",
+        "_known",
+        "_prefill",
+        "_scale",
+        "_swap",
+        "decode_ns",
+        "is_measured",
+        "links",
+        "model",
+        "samples",
     )  # fmt: skip
 
     def __init__(self, costs: PreemptionCosts) -> None:
@@ -454,9 +464,9 @@ class PreemptionModel:
         self._prefill, self._decode = LearntCurve(self.model.prefill), LearntCurve(self.model.decode)
         self._swap = LearntCurve(self.model.swap_in)
         self.links = LearntLinks(self.model.same_host, self.model.network)
-        self._told = b""
+        self._encoded_costs = b""
 
-    def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
+    def learn_step(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
         """Learn from a finished step if it had no prefill, or was mostly prefill: the time of other steps says little.
 
         ``prefill_pairs``: see :func:`memserve.kv.costs.attended_pairs`, over all pieces of prompts. The first step
@@ -468,35 +478,35 @@ class PreemptionModel:
         if device_ns <= 0 or prefill_tokens < _STEP_SHARE_MIN * (decode_rows + 1):
             return
         tokens = prefill_tokens + decode_rows
-        scale = device_ns / max(1, self._known.prefill.step(tokens, prefill_pairs))
+        scale = device_ns / max(1, self._known.prefill.batch_ns(tokens, prefill_pairs))
         self._scale = scale if self.samples == 0 else self._scale + (scale - self._scale) / _SMOOTHING
         self.samples += 1
-        learns = not self.is_measured and self._prefill.add((1.0, tokens, prefill_pairs), device_ns)
+        learns = not self.is_measured and self._prefill.add_sample((1.0, tokens, prefill_pairs), device_ns)
         if learns and self._prefill.is_fitted:
             self._known, self._scale = replace(self._known, prefill=self._prefill.curve), 1.0
-        self._know()
+        self._update_model()
 
     def learn_decode(self, rows: int, context_tokens: int, device_ns: int) -> None:
         """A step without prompts computed ``rows`` tokens, which attend to ``context_tokens`` altogether."""
-        if not self.is_measured and device_ns > 0 and self._decode.add((1.0, rows, context_tokens), device_ns):
+        if not self.is_measured and device_ns > 0 and self._decode.add_sample((1.0, rows, context_tokens), device_ns):
             self._known = replace(self._known, decode=self._decode.curve)
-            self._know()
+            self._update_model()
 
     def learn_swap(self, blocks: int, spent_ns: int) -> None:
         """Copies of ``blocks`` blocks between the tiers, in either direction, took ``spent_ns``."""
         row = (1.0, blocks, blocks * self._block_bytes)
-        if blocks and not self.is_measured and spent_ns > 0 and self._swap.add(row, spent_ns):
+        if blocks and not self.is_measured and spent_ns > 0 and self._swap.add_sample(row, spent_ns):
             self._known = replace(self._known, swap_in=self._swap.curve, swap_out=self._swap.curve)
-            self._know()
+            self._update_model()
 
     def learn_link(self, peer: str, near: bool, copied_bytes: int, pieces: int, spent_ns: int) -> None:
         """A pull of ``copied_bytes`` in ``pieces`` pieces from ``peer``, over no network if ``near``."""
-        if copied_bytes > 0 and spent_ns > 0 and self.links.learn(peer, near, copied_bytes, pieces, spent_ns):
-            self._know()
+        if copied_bytes > 0 and spent_ns > 0 and self.links.learn_pull(peer, near, copied_bytes, pieces, spent_ns):
+            self._update_model()
 
-    def _know(self) -> None:
-        near, far = self.links.kind(near=True).curve, self.links.kind(near=False).curve
-        self.model = replace(self._known.scaled(self._scale), same_host=near, network=far)
+    def _update_model(self) -> None:
+        near, far = self.links.curve_of_kind(near=True).curve, self.links.curve_of_kind(near=False).curve
+        self.model = replace(self._known.with_prefill_scale(self._scale), same_host=near, network=far)
 
     @property
     def is_known(self) -> bool:
@@ -508,17 +518,19 @@ class PreemptionModel:
         """Whether steps of different sizes have shown what prompts and answers cost: worth keeping."""
         return not self.is_measured and self._prefill.is_fitted and self._decode.is_fitted
 
-    def told(self) -> bytes:
+    def encoded_costs(self) -> bytes:
         """The costs for routers, encoded: as they were when they last differed much. Empty: nothing is known yet."""
-        if self.is_known and (not self._told or not are_alike(self.model, CostModel.decoded(self._told), _TOLD_AGAIN)):
-            self._told = replace(self.model, machine=self.model.machine or LEARNT).encode()
-        return self._told
+        if self.is_known and (
+            not self._encoded_costs or not are_alike(self.model, CostModel.from_json(self._encoded_costs), _TOLD_AGAIN)
+        ):
+            self._encoded_costs = replace(self.model, machine=self.model.machine or LEARNT).to_json()
+        return self._encoded_costs
 
     def step_ns(self, prefill_tokens: int, decode_rows: int, prefill_pairs: int) -> int:
         """Expected time of a step; 0: it has no prefill, or no step with prefill was measured yet."""
         if not (prefill_tokens and self.samples):
             return 0
-        return self.model.prefill.step(prefill_tokens + decode_rows, prefill_pairs)
+        return self.model.prefill.batch_ns(prefill_tokens + decode_rows, prefill_pairs)
 
     @property
     def prefill_ns_per_token(self) -> int:
@@ -546,10 +558,12 @@ class PreemptionModel:
         """
         if not (self.is_measured and dram_blocks):
             return hbm_blocks + dram_blocks
-        own = min(hbm_blocks * block_tokens, tokens - 1)
+        hbm_tokens = min(hbm_blocks * block_tokens, tokens - 1)
         all_of_it = min((hbm_blocks + dram_blocks) * block_tokens, tokens - 1)
         copy_ns = self._known.swap_in.ns(dram_blocks * self._block_bytes, dram_blocks)
-        saved_ns = self.model.prefill_ns(tokens - own, own) - self.model.prefill_ns(tokens - all_of_it, all_of_it)
+        saved_ns = self.model.prefill_ns(tokens - hbm_tokens, hbm_tokens) - self.model.prefill_ns(
+            tokens - all_of_it, all_of_it
+        )
         return hbm_blocks + (dram_blocks if copy_ns <= saved_ns else 0)
 
     def prefers_swap(self, mode: str, tokens: int, blocks: int) -> bool:
@@ -559,9 +573,9 @@ class PreemptionModel:
         return mode == "swap"
 
 
-def are_alike(costs: CostModel, other: CostModel, share: float) -> bool:
+def are_alike(costs: CostModel, other_costs: CostModel, share: float) -> bool:
     """Whether all of some typical times are equal, but for ``share``."""
-    pairs = zip(_typical_ns(costs), _typical_ns(other), strict=True)
+    pairs = zip(_typical_ns(costs), _typical_ns(other_costs), strict=True)
     return all(abs(time_ns - other_ns) <= share * max(1, other_ns) for time_ns, other_ns in pairs)
 
 

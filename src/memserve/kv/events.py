@@ -48,7 +48,7 @@ class EventLog:
         #: identity of every block that the index holds
         self._identity: dict[tuple[Tier, int], bytes] = {}
 
-    def published(
+    def on_published(
         self, hbm: Sequence[int], dram: Sequence[int], identities: Sequence[bytes], adopted_dram: Sequence[int]
     ) -> None:
         """The index has the path ``identities``, in ``hbm``, then in ``dram``; ``adopted_dram`` came up from DRAM."""
@@ -60,18 +60,18 @@ class EventLog:
             if self._identity.get(place) != identity:
                 self._identity[place] = identity
                 (moved if identity in came_up else stored[place[0]]).append(identity)
-        self._append(KvEventKind.MOVED, Tier.HBM, moved)
+        self._append_event(KvEventKind.MOVED, Tier.HBM, moved)
         for tier, new in stored.items():
-            self._append(KvEventKind.STORED, tier, new)
+            self._append_event(KvEventKind.STORED, tier, new)
 
-    def promoted(self, dram_blocks: Sequence[int], hbm_blocks: Sequence[int]) -> None:
+    def on_promoted(self, dram_blocks: Sequence[int], hbm_blocks: Sequence[int]) -> None:
         """The entries of ``dram_blocks`` moved to ``hbm_blocks``."""
         identities = [self._identity.pop((Tier.DRAM, block)) for block in dram_blocks]
         for block, identity in zip(hbm_blocks, identities, strict=True):
             self._identity[Tier.HBM, block] = identity
-        self._append(KvEventKind.MOVED, Tier.HBM, identities)
+        self._append_event(KvEventKind.MOVED, Tier.HBM, identities)
 
-    def changed(self, changes: Sequence[tuple[int, int, int]]) -> None:
+    def on_evicted(self, changes: Sequence[tuple[int, int, int]]) -> None:
         """An eviction, as :class:`memserve._core.Eviction` lists it; neighbours of one kind become one event."""
         for kind, run in groupby(changes, key=itemgetter(0)):
             tier = Tier.DRAM if kind == DROPPED_DRAM else Tier.HBM
@@ -82,11 +82,11 @@ class EventLog:
                 if kind == MOVED_DOWN:
                     self._identity[Tier.DRAM, target] = identity
             if kind == MOVED_DOWN:
-                self._append(KvEventKind.MOVED, Tier.DRAM, identities)
+                self._append_event(KvEventKind.MOVED, Tier.DRAM, identities)
             else:
-                self._append(KvEventKind.EVICTED, tier, identities)
+                self._append_event(KvEventKind.EVICTED, tier, identities)
 
-    def take(self) -> list[KvEvent]:
+    def take_events(self) -> list[KvEvent]:
         """The events since the last call, in order."""
         events = list(self._events)
         self._events.clear()
@@ -100,11 +100,11 @@ class EventLog:
         """Number of the next event."""
         return self._sequence
 
-    def held(self, tier: Tier) -> bytes:
+    def identities_on(self, tier: Tier) -> bytes:
         """Identities of all blocks that the index holds on ``tier``, 16 bytes each, in no particular order."""
         return b"".join(identity for (place, _), identity in self._identity.items() if place is tier)
 
-    def _append(self, kind: KvEventKind, tier: Tier, identities: Sequence[bytes]) -> None:
+    def _append_event(self, kind: KvEventKind, tier: Tier, identities: Sequence[bytes]) -> None:
         if not identities:
             return
         self._lost = self._lost or len(self._events) == self._events.maxlen

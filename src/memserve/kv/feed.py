@@ -44,7 +44,7 @@ class KvFeed:
         """Number of the next change."""
         return self._pool.next_event
 
-    def news(self) -> KvEvents | None:
+    def take_changes(self) -> KvEvents | None:
         """The changes since the last call."""
         events = self._pool.take_events()
         if not events:
@@ -58,22 +58,22 @@ class KvFeed:
         self._ring.extend(changes)
         return KvEvents(events[0].sequence, changes)
 
-    def replay(self, first: int) -> KvEvents | KvSnapshot | None:
+    def replay_from(self, first: int) -> KvEvents | KvSnapshot | None:
         """All changes from number ``first`` on; a snapshot when they are not kept any more. None: there are none."""
-        missing = self.next_event - first
-        if missing == 0:
+        missing_count = self.next_event - first
+        if missing_count == 0:
             return None
-        if 0 < missing <= len(self._ring):
-            return KvEvents(first, tuple(islice(reversed(self._ring), missing))[::-1])
+        if 0 < missing_count <= len(self._ring):
+            return KvEvents(first, tuple(islice(reversed(self._ring), missing_count))[::-1])
         return self.snapshot()
 
-    def answer(self, first: int | None) -> KvEvents | KvSnapshot | None:
+    def answer_query(self, first: int | None) -> KvEvents | KvSnapshot | None:
         """For a router that asks for all changes from number ``first`` on; ``None``: for everything. To be called when
-        :meth:`news` has been sent."""
-        return self.snapshot() if first is None else self.replay(first)
+        :meth:`take_changes` has been sent."""
+        return self.snapshot() if first is None else self.replay_from(first)
 
     def snapshot(self) -> KvSnapshot:
-        """Everything that the index holds now. To be called when :meth:`news` has been sent."""
+        """Everything that the index holds now. To be called when :meth:`take_changes` has been sent."""
         pool = self._pool
         hbm, dram, ssd = (pool.cached_identities(tier) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD))
         return KvSnapshot(self.next_event, hbm, dram, ssd)

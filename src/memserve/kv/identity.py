@@ -37,8 +37,8 @@ def kv_secret(text: str) -> str:
     """The secret that KV is named after: that of this process, or that of a line ``kv=SECRET``, where the secret has
     changed since the KV was computed."""
     lines = (line.strip() for line in text.splitlines())
-    named = [line.removeprefix(_NAMES_KV) for line in lines if line.startswith(_NAMES_KV)]
-    return (*named, *secrets_in(text), "")[0]
+    kv_secrets = [line.removeprefix(_NAMES_KV) for line in lines if line.startswith(_NAMES_KV)]
+    return (*kv_secrets, *secrets_in(text), "")[0]
 
 
 def identity_key(text: str) -> bytes:
@@ -61,4 +61,4 @@ def block_identities(
 ) -> list[bytes]:
     """The identity of each whole block of ``tokens`` from block ``first`` on, 16 bytes each."""
     packed = _core.block_identities(key, namespace, tokens, block_tokens)
-    return [packed[at : at + 16] for at in range(16 * first, len(packed), 16)]
+    return [packed[offset : offset + 16] for offset in range(16 * first, len(packed), 16)]

@@ -170,7 +170,7 @@ class MemPool:
         else:
             raise UserError(f"this pool has no {tier.name} tier", hint="use HBM or DRAM", param="tier")
         self.run_copies()
-        return None if blocks is None else self.hold(tier, blocks)
+        return None if blocks is None else self.hold_blocks(tier, blocks)
 
     def free_mem(self, addresses: AddressList) -> None:
         """Give up one hold of the caller on each block; a block without holds is free, or stays cached.
@@ -178,7 +178,7 @@ class MemPool:
         Raises :class:`UserError`, naming the block, if the caller does not hold one; then nothing is freed.
         """
         groups = self._by_tier(addresses)
-        self._give_up(groups)
+        self._give_up_holds(groups)
         for tier, blocks in groups:
             if tier == Tier.HBM:
                 self._pool.release(blocks)
@@ -221,9 +221,9 @@ class MemPool:
 
         Blocks that lay in DRAM are copied to HBM as far as it has room; the prefix ends where it has none.
         """
-        blocks = self._pool.borrow(self.tenant, as_tokens(tokens))
+        blocks = self._pool.borrow_blocks(self.tenant, as_tokens(tokens))
         self.run_copies()
-        return self.hold(Tier.HBM, blocks)
+        return self.hold_blocks(Tier.HBM, blocks)
 
     def cached_tokens(self, tokens: TokenArray | Sequence[int]) -> int:
         """Length of the cached prefix on any tier, in tokens. Changes nothing and holds nothing."""
@@ -238,17 +238,17 @@ class MemPool:
 
     def swap_out(self, num_blocks: int) -> int:
         """Move up to ``num_blocks`` cached blocks that no caller holds from HBM to DRAM; returns how many moved."""
-        moved = self._pool.demote(num_blocks)
+        moved = self._pool.demote_blocks(num_blocks)
         self.run_copies()
         return moved
 
     def swap_out_blocks(self, addresses: AddressList) -> Addresses | None:
         """Move blocks that the caller holds to DRAM; returns their new addresses. None: no room there."""
-        return self._move(Tier.HBM, addresses, Tier.DRAM, self._pool.swap_out)
+        return self._move_held(Tier.HBM, addresses, Tier.DRAM, self._pool.swap_out)
 
     def swap_in(self, addresses: AddressList) -> Addresses | None:
         """Move DRAM blocks that the caller holds to HBM; returns their new addresses. None: no room there."""
-        return self._move(Tier.DRAM, addresses, Tier.HBM, self._pool.swap_in)
+        return self._move_held(Tier.DRAM, addresses, Tier.HBM, self._pool.swap_in)
 
     # -- state
 
@@ -273,14 +273,14 @@ class MemPool:
         flat: NDArray[np.uint8] = self._bytes[tier][block * block_bytes : (block + 1) * block_bytes]
         return flat.reshape(self.geometry.num_layers, self.geometry.page_bytes)
 
-    def hold(self, tier: Tier, blocks: _core.BlockIds) -> Addresses:
+    def hold_blocks(self, tier: Tier, blocks: _core.BlockIds) -> Addresses:
         """Addresses of distinct ``blocks``; from now on the caller owns one reference on each."""
         self._holds[tier].take(blocks)
         return Addresses(tier, blocks, self.generation)
 
     def require_held(self, groups: Groups) -> None:
-        """Raise as :meth:`_give_up` would, but change nothing."""
-        self._give_up(groups)
+        """Raise as :meth:`_give_up_holds` would, but change nothing."""
+        self._give_up_holds(groups)
         for tier, blocks in groups:
             self._holds[tier].take(blocks)
 
@@ -293,35 +293,35 @@ class MemPool:
 
     # -- inside
 
-    def _move(
+    def _move_held(
         self, src: Tier, addresses: AddressList, dst: Tier, swap: Callable[[list[int]], list[int] | None]
     ) -> Addresses | None:
         """The caller's holds move with the blocks."""
-        held = self._only(src, addresses)
-        self._give_up([(src, held)])
-        blocks = swap(held)
+        sources = self._blocks_on(src, addresses)
+        self._give_up_holds([(src, sources)])
+        blocks = swap(sources)
         self.run_copies()
         if blocks is None:
-            self._holds[src].take(held)
+            self._holds[src].take(sources)
             return None
-        return self.hold(dst, _core.BlockIds(blocks))
+        return self.hold_blocks(dst, _core.BlockIds(blocks))
 
-    def _give_up(self, groups: Groups) -> None:
+    def _give_up_holds(self, groups: Groups) -> None:
         """Give up one hold of the caller for each time that a block is named.
 
         Raises :class:`UserError`, naming the block, if there is no such hold; then nothing has changed.
         """
-        for done, (tier, blocks) in enumerate(groups):
+        for index, (tier, blocks) in enumerate(groups):
             holds = self._holds.get(tier)
-            missing = (blocks[0] if len(blocks) else None) if holds is None else holds.give(blocks)
-            if missing is None:
+            missing_block = (blocks[0] if len(blocks) else None) if holds is None else holds.give(blocks)
+            if missing_block is None:
                 continue
-            for given_tier, given in groups[:done]:
-                self._holds[given_tier].take(given)
+            for given_tier, given_blocks in groups[:index]:
+                self._holds[given_tier].take(given_blocks)
             total = 0 if holds is None else holds.blocks_total
-            why = "already freed, or swapped to another tier" if 0 <= missing < total else f"there are {total}"
+            why = "already freed, or swapped to another tier" if 0 <= missing_block < total else f"there are {total}"
             raise UserError(
-                f"{Tier(tier).name} block {missing} is not held by the caller: {why}",
+                f"{Tier(tier).name} block {missing_block} is not held by the caller: {why}",
                 hint="use addresses from alloc_mem, match or a swap, and free each once",
                 param="addresses",
             )
@@ -343,8 +343,8 @@ class MemPool:
             self._require_own(address.generation)
         return [(tier, [a.block for a in run]) for tier, run in groupby(addresses, key=lambda a: a.tier)]
 
-    def _only(self, tier: Tier, addresses: AddressList) -> list[int]:
+    def _blocks_on(self, tier: Tier, addresses: AddressList) -> list[int]:
         groups = self._by_tier(addresses)
-        if any(found != tier for found, _ in groups):
+        if any(block_tier != tier for block_tier, _ in groups):
             raise UserError(f"expected addresses in {tier.name} only", hint=f"got {addresses!r}", param="addresses")
         return [block for _, group in groups for block in group]

@@ -75,26 +75,26 @@ class BlockPool:
 
     def identities(self, tenant: str, tokens: TokenArray) -> bytes:
         """Of all whole blocks of ``tokens``, 16 bytes each: it names namespace, tenant, and tokens up to there."""
-        return _core.block_identities(self._key, self._name(tenant), tokens, self.block_tokens)
+        return _core.block_identities(self._key, self._namespace_id(tenant), tokens, self.block_tokens)
 
     # -- prefix cache
 
     def match(self, tenant: str, tokens: TokenArray) -> int:
         """Cached prefix of ``tokens`` in tokens, whole blocks. Changes nothing, not even the order of eviction."""
-        name = self._names.get(tenant) or self._name(tenant)
+        name = self._names.get(tenant) or self._namespace_id(tenant)
         return self._index.match(name, tokens) if self.config.caching else 0
 
     def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
         """Blocks of the cached prefix of ``tokens`` in HBM, and behind them in DRAM. Changes nothing."""
         if not self.config.caching:
             return 0, 0
-        found = self._index.match_blocks(self._name(tenant), tokens)
-        return len(found.hbm), len(found.dram)
+        matched = self._index.match_blocks(self._namespace_id(tenant), tokens)
+        return len(matched.hbm), len(matched.dram)
 
-    def continuation(self, tenant: str, tokens: TokenArray, count: int) -> list[int]:
+    def cached_continuation(self, tenant: str, tokens: TokenArray, count: int) -> list[int]:
         """Up to ``count`` tokens that followed ``tokens`` in an earlier request. Empty: none did, or not all of
         ``tokens`` are cached. Changes nothing."""
-        return self._index.continuation(self._name(tenant), tokens, count)
+        return self._index.continuation(self._namespace_id(tenant), tokens, count)
 
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
         """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
@@ -104,10 +104,10 @@ class BlockPool:
         """
         if not self.config.caching:
             return Lease()
-        found = self._index.acquire(self._name(tenant), tokens)
-        lease = Lease(found.hbm.tolist(), found.tokens, 0, found.pin)
-        if len(found.dram):
-            self._bring_up(lease, len(found.dram))
+        matched = self._index.acquire(self._namespace_id(tenant), tokens)
+        lease = Lease(matched.hbm.tolist(), matched.tokens, 0, matched.pin)
+        if len(matched.dram):
+            self._promote_blocks(lease, len(matched.dram))
         return lease
 
     def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int], *, written_by: int) -> int:
@@ -120,33 +120,37 @@ class BlockPool:
         """
         if not self.config.caching or len(tokens) < self.block_tokens:
             return 0
-        name = self._name(tenant)
-        done = self._index.insert(name, tokens, blocks, pin=True, owner=self._owners[tenant])
+        name = self._namespace_id(tenant)
+        inserted = self._index.insert(name, tokens, blocks, pin=True, owner=self._owners[tenant])
         self._index.unpin(lease.pin)
-        lease.pin = done.pin
+        lease.pin = inserted.pin
         if self.access is not None:  # new blocks come last, except those that were in DRAM
-            self.access.filled(blocks if len(done.adopted_dram) else blocks[len(blocks) - done.added :], written_by)
+            self.access.on_blocks_filled(
+                blocks if len(inserted.adopted_dram) else blocks[len(blocks) - inserted.added :], written_by
+            )
         if self._events.enabled:
-            self._tell_published(name, tokens, done)
-        return done.added
+            self._log_published(name, tokens, inserted)
+        return inserted.added
 
-    def borrow(self, tenant: str, tokens: TokenArray) -> _core.BlockIds:
+    def borrow_blocks(self, tenant: str, tokens: TokenArray) -> _core.BlockIds:
         """As :meth:`acquire` without a lease: HBM blocks of the cached prefix, one reference each, nothing pinned.
 
         Eviction may remove their entries from the index meanwhile; the caller keeps the blocks until ``release``.
         """
         if not self.config.caching:
             return _core.BlockIds()
-        found = self._index.acquire(self._name(tenant), tokens)
-        if not len(found.dram):
-            self._index.unpin(found.pin)
-            return found.hbm
-        lease = Lease(found.hbm.tolist(), found.tokens, 0, found.pin)
-        self._bring_up(lease, len(found.dram))
+        matched = self._index.acquire(self._namespace_id(tenant), tokens)
+        if not len(matched.dram):
+            self._index.unpin(matched.pin)
+            return matched.hbm
+        lease = Lease(matched.hbm.tolist(), matched.tokens, 0, matched.pin)
+        self._promote_blocks(lease, len(matched.dram))
         self._index.unpin(lease.pin)
         return _core.BlockIds(lease.blocks)
 
-    def lend(self, tenant: str, tokens: TokenArray, first_block: int = 0) -> tuple[_core.BlockIds, _core.BlockIds]:
+    def export_blocks(
+        self, tenant: str, tokens: TokenArray, first_block: int = 0
+    ) -> tuple[_core.BlockIds, _core.BlockIds]:
         """Blocks of the cached prefix from ``first_block`` on, where they lie: in HBM, and behind it in DRAM; one
         reference each, nothing pinned.
 
@@ -155,22 +159,22 @@ class BlockPool:
         """
         if not self.config.caching:
             return _core.BlockIds(), _core.BlockIds()
-        found = self._index.acquire(self._name(tenant), tokens)
-        hbm, dram = found.hbm[first_block:], found.dram[max(0, first_block - len(found.hbm)) :]
+        matched = self._index.acquire(self._namespace_id(tenant), tokens)
+        hbm, dram = matched.hbm[first_block:], matched.dram[max(0, first_block - len(matched.hbm)) :]
         self._dram.retain(dram)
-        self._index.unpin(found.pin)
-        self.release(found.hbm[:first_block])
+        self._index.unpin(matched.pin)
+        self.release(matched.hbm[:first_block])
         return hbm, dram
 
     def insert(self, tenant: str, tokens: TokenArray, blocks: _core.Ids, hbm_blocks: int) -> int:
         """As :meth:`publish` without a lease; ``blocks[:hbm_blocks]`` lie in HBM, the rest in DRAM."""
         if not self.config.caching:
             return 0
-        name = self._name(tenant)
-        done = self._index.insert(name, tokens, blocks, hbm_blocks, owner=self._owners[tenant])
+        name = self._namespace_id(tenant)
+        inserted = self._index.insert(name, tokens, blocks, hbm_blocks, owner=self._owners[tenant])
         if self._events.enabled:
-            self._tell_published(name, tokens, done)
-        return done.added
+            self._log_published(name, tokens, inserted)
+        return inserted.added
 
     def delete(self, tenant: str, tokens: TokenArray) -> int:
         """Remove what only ``tokens`` (whole blocks) leads to from the index; returns the number of blocks.
@@ -178,14 +182,14 @@ class BlockPool:
         That is: every unpinned entry that extends ``tokens``, then the blocks of ``tokens`` from the end upwards as
         far as they are unpinned and lead nowhere else. Removes nothing if ``tokens`` is not cached in full.
         """
-        gone = self._index.delete(self._name(tenant), tokens)
-        self._events_of(gone)
-        return len(gone.dropped_hbm) + len(gone.dropped_dram)
+        evicted = self._index.delete(self._namespace_id(tenant), tokens)
+        self._log_eviction(evicted)
+        return len(evicted.dropped_hbm) + len(evicted.dropped_dram)
 
-    def demote(self, count: int) -> int:
+    def demote_blocks(self, count: int) -> int:
         """Move up to ``count`` unpinned cached blocks, in the order of eviction, to DRAM; returns how many moved."""
         room = self._dram.blocks_free + self._dram.blocks_evictable
-        return self._evict(min(count, self._hbm.blocks_evictable, room))
+        return self._evict_blocks(min(count, self._hbm.blocks_evictable, room))
 
     def unpin(self, lease: Lease) -> None:
         """End the lease's protection from eviction. Its blocks are returned separately, by :meth:`release`."""
@@ -208,19 +212,19 @@ class BlockPool:
         blocks = self._hbm.allocate(count)
         if blocks is not None:
             return blocks
-        missing = count - self._hbm.blocks_free
-        if missing > self._hbm.blocks_evictable:
+        missing_blocks = count - self._hbm.blocks_free
+        if missing_blocks > self._hbm.blocks_evictable:
             return None
-        self._evict(missing)
+        self._evict_blocks(missing_blocks)
         return self._hbm.allocate(count)
 
     def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
         """``count`` DRAM blocks with one reference each; cached blocks are evicted to make room. None: no room."""
-        missing = count - self._dram.blocks_free
-        if missing > self._dram.blocks_evictable:
+        missing_blocks = count - self._dram.blocks_free
+        if missing_blocks > self._dram.blocks_evictable:
             return None
-        if missing > 0:
-            self._events_of(self._index.evict(Tier.DRAM, missing))
+        if missing_blocks > 0:
+            self._log_eviction(self._index.evict(Tier.DRAM, missing_blocks))
         return self._dram.allocate(count)
 
     def available(self, tier: Tier = Tier.HBM) -> int:
@@ -240,7 +244,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference on each block; a block without references is free."""
         if self.access is not None:
-            self.access.let_go(blocks)
+            self.access.on_blocks_released(blocks)
         self._hbm.release(blocks)
 
     def retain_dram(self, dram_blocks: Sequence[int]) -> None:
@@ -261,7 +265,7 @@ class BlockPool:
         fresh = self.allocate_ids(1)
         if fresh is None:
             return None
-        self._copy(Tier.HBM, (block,), Tier.HBM, fresh)
+        self._record_copies(Tier.HBM, (block,), Tier.HBM, fresh)
         return fresh[0]
 
     # -- preemption by swap
@@ -272,7 +276,7 @@ class BlockPool:
         below = self.allocate_dram_ids(len(blocks))
         if below is None:
             return None
-        self._copy(Tier.HBM, blocks, Tier.DRAM, below)
+        self._record_copies(Tier.HBM, blocks, Tier.DRAM, below)
         self._hbm.release(blocks)
         return below.tolist()
 
@@ -281,7 +285,7 @@ class BlockPool:
         above = self.allocate_ids(len(dram_blocks))
         if above is None:
             return None
-        self._copy(Tier.DRAM, dram_blocks, Tier.HBM, above)
+        self._record_copies(Tier.DRAM, dram_blocks, Tier.HBM, above)
         self._dram.release(dram_blocks)
         return above.tolist()
 
@@ -293,7 +297,7 @@ class BlockPool:
 
     def take_copies(self) -> list[CopyBlocks]:
         """Copies recorded since the last call, in order."""
-        return self._copies.take() if len(self._copies) else []
+        return self._copies.take_copies() if len(self._copies) else []
 
     @property
     def has_copies(self) -> bool:
@@ -302,7 +306,7 @@ class BlockPool:
 
     def take_events(self) -> list[KvEvent]:
         """KV events since the last call, in order (none when the pool was built without a buffer for them)."""
-        return self._events.take()
+        return self._events.take_events()
 
     @property
     def next_event(self) -> int:
@@ -311,7 +315,7 @@ class BlockPool:
 
     def cached_identities(self, tier: Tier) -> bytes:
         """Identities of all blocks that the index holds on ``tier``, 16 bytes each; needs a pool with KV events."""
-        return self._events.held(tier)
+        return self._events.identities_on(tier)
 
     def report(self) -> PoolReport:
         """The state of the memory."""
@@ -329,9 +333,9 @@ class BlockPool:
 
     def clear_cache(self) -> int:
         """Drop every unpinned entry of the index; returns how many blocks it named."""
-        gone = self._index.clear()
-        self._events_of(gone)
-        return len(gone.dropped_hbm) + len(gone.dropped_dram)
+        evicted = self._index.clear()
+        self._log_eviction(evicted)
+        return len(evicted.dropped_hbm) + len(evicted.dropped_dram)
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the accounts do not balance."""
@@ -341,12 +345,12 @@ class BlockPool:
 
     # -- inside
 
-    def _copy(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
-        self._copies.record(src_tier, src, dst_tier, dst)
+    def _record_copies(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
+        self._copies.record_copies(src_tier, src, dst_tier, dst)
         if self.access is not None:
-            self.access.copied(src_tier, src, dst_tier, dst)
+            self.access.on_copies_recorded(src_tier, src, dst_tier, dst)
 
-    def _name(self, tenant: str) -> bytes:
+    def _namespace_id(self, tenant: str) -> bytes:
         name = self._names.get(tenant)
         if name is None:
             if len(self._names) >= NAMES_MAX:  # salts come and go; names are quick to recompute
@@ -356,37 +360,37 @@ class BlockPool:
             self._owners[tenant] = namespace_id(tenant_of(tenant), self._namespace, self._key)
         return name
 
-    def _evict(self, count: int) -> int:
+    def _evict_blocks(self, count: int) -> int:
         """Free ``count`` HBM blocks of the cache, down to DRAM where it has room; returns how many went there."""
-        gone = self._index.evict(Tier.HBM, count)
-        moved = gone.moved_from
-        self._copy(Tier.HBM, moved, Tier.DRAM, gone.moved_to)
-        self._events_of(gone)
+        evicted = self._index.evict(Tier.HBM, count)
+        moved = evicted.moved_from
+        self._record_copies(Tier.HBM, moved, Tier.DRAM, evicted.moved_to)
+        self._log_eviction(evicted)
         return len(moved)
 
-    def _bring_up(self, lease: Lease, dram_blocks: int) -> None:
+    def _promote_blocks(self, lease: Lease, dram_blocks: int) -> None:
         above = _promised(self.allocate_ids(min(dram_blocks, self.available())))
         moved = self._index.promote(lease.pin, above)
         lease.pin = moved.pin
         self._hbm.retain(above)
-        self._copy(Tier.DRAM, moved.left_dram, Tier.HBM, above)
+        self._record_copies(Tier.DRAM, moved.left_dram, Tier.HBM, above)
         if self._events.enabled:
-            self._events.promoted(moved.left_dram, above)
+            self._events.on_promoted(moved.left_dram, above)
         lease.blocks += above.tolist()
         lease.tokens = len(lease.blocks) * self.block_tokens
         lease.dram_tokens = len(above) * self.block_tokens
 
-    def _events_of(self, gone: _core.Eviction) -> None:
+    def _log_eviction(self, evicted: _core.Eviction) -> None:
         if self._events.enabled:
-            self._events.changed(gone.changes)
+            self._events.on_evicted(evicted.changes)
 
-    def _tell_published(self, name: bytes, tokens: TokenArray, done: _core.Insertion) -> None:
+    def _log_published(self, name: bytes, tokens: TokenArray, inserted: _core.Insertion) -> None:
         """The index has all of ``tokens`` now: report what is new and what came up from DRAM."""
-        adopted = done.adopted_dram.tolist()
-        if not done.added and not adopted:
+        adopted = inserted.adopted_dram.tolist()
+        if not inserted.added and not adopted:
             return
-        found = self._index.match_blocks(name, tokens)
-        hbm, dram = found.hbm, found.dram.tolist()
-        first = 0 if adopted or dram else len(hbm) - done.added  # new blocks come last
+        matched = self._index.match_blocks(name, tokens)
+        hbm, dram = matched.hbm, matched.dram.tolist()
+        first = 0 if adopted or dram else len(hbm) - inserted.added  # new blocks come last
         identities = block_identities(name, tokens, self.block_tokens, self._key, first)
-        self._events.published(hbm[first:].tolist(), dram, identities, adopted)
+        self._events.on_published(hbm[first:].tolist(), dram, identities, adopted)

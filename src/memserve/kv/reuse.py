@@ -86,27 +86,27 @@ class ReuseOption:
 class Decision:
     """The quickest option, and those that it was preferred to."""
 
-    chosen: ReuseOption
-    others: tuple[ReuseOption, ...] = ()
+    choice: ReuseOption
+    alternatives: tuple[ReuseOption, ...] = ()
     queue_ns: int = 0
     """Time of computing before this prompt."""
 
-    def tokens(self, way: Way) -> int:
+    def tokens_of(self, way: Way) -> int:
         """Tokens that get their KV this way."""
-        return sum(tokens for chosen_way, tokens in self.chosen.ways if chosen_way is way)
+        return sum(tokens for chosen_way, tokens in self.choice.ways if chosen_way is way)
 
     @property
     def expected_ns(self) -> int:
         """Time from now until the first token."""
-        return self.chosen.expected_ns
+        return self.choice.expected_ns
 
     @property
     def reason(self) -> str:
         """Why, in one line for people."""
-        text = f"{self.chosen.name}: {_ms(self.expected_ns)}"
-        if not self.others:
+        text = f"{self.choice.name}: {_ms(self.expected_ns)}"
+        if not self.alternatives:
             return text
-        rival = min(self.others, key=lambda option: option.expected_ns)
+        rival = min(self.alternatives, key=lambda option: option.expected_ns)
         return f"{text}; {rival.name}: {_ms(rival.expected_ns)}"
 
 
@@ -136,18 +136,18 @@ def decide_batch(
     """
     pieces = 1 if aggregated else geometry.num_layers
 
-    def saved_share(at: int) -> float:
-        prefix = prefixes[at]
+    def saved_share(index: int) -> float:
+        prefix = prefixes[index]
         fetch_ns = _fetch_ns(costs, geometry, prefix, prefix.remote_tokens, pieces)
         return costs.prefill_ns(prefix.remote_tokens, prefix.own_tokens) / fetch_ns if fetch_ns else 0.0
 
     decisions: dict[int, Decision] = {}
-    for at in sorted(range(len(prefixes)), key=lambda at: (-saved_share(at), at)):
-        decisions[at] = _decide(costs, geometry, prefixes[at], pieces, queue_ns, link_busy_ns)
-        chosen = decisions[at].chosen
-        queue_ns += chosen.compute_ns
-        link_busy_ns = max(link_busy_ns, chosen.fetch_ends_ns)
-    return [decisions[at] for at in range(len(prefixes))]
+    for index in sorted(range(len(prefixes)), key=lambda index: (-saved_share(index), index)):
+        decisions[index] = _decide(costs, geometry, prefixes[index], pieces, queue_ns, link_busy_ns)
+        option = decisions[index].choice
+        queue_ns += option.compute_ns
+        link_busy_ns = max(link_busy_ns, option.fetch_ends_ns)
+    return [decisions[index] for index in range(len(prefixes))]
 
 
 def _decide(
@@ -184,8 +184,8 @@ def _decide(
                 fetch_ends_ns=fetch_ends_ns,
             )
         )
-    chosen = min(options, key=lambda option: option.expected_ns)
-    return Decision(chosen, tuple(option for option in options if option is not chosen), queue_ns)
+    best = min(options, key=lambda option: option.expected_ns)
+    return Decision(best, tuple(option for option in options if option is not best), queue_ns)
 
 
 def _kv_ns(curve: CopyCurve, geometry: KVGeometry, tokens: int, pieces: int = 1) -> int:
@@ -196,12 +196,12 @@ def _fetch_ns(costs: CostModel, geometry: KVGeometry, prefix: Prefix, tokens: in
     """The first ``tokens`` of ``prefix.remote_tokens``. Those on a disk may be any of them: as many as there can be."""
     disk = prefix.disk or costs.disk
     read_ns = _kv_ns(disk, geometry, min(tokens, prefix.disk_tokens))
-    return _kv_ns(prefix.link or costs.link(prefix.same_host), geometry, tokens, pieces) + read_ns
+    return _kv_ns(prefix.link or costs.link_curve(prefix.same_host), geometry, tokens, pieces) + read_ns
 
 
 def _hidden_tokens(costs: CostModel, geometry: KVGeometry, prefix: Prefix, pieces: int, free_ns: int) -> int:
     """How many of the remote tokens can be fetched within ``free_ns``: whole blocks, or all."""
-    link, tokens = prefix.link or costs.link(prefix.same_host), prefix.remote_tokens
+    link, tokens = prefix.link or costs.link_curve(prefix.same_host), prefix.remote_tokens
     block_ns, left_ns = link.piece_ns * pieces + link.byte_ns * geometry.block_bytes, free_ns - link.start_ns
     if prefix.disk_tokens:
         disk = prefix.disk or costs.disk
@@ -215,13 +215,13 @@ def _hidden_tokens(costs: CostModel, geometry: KVGeometry, prefix: Prefix, piece
 
 def _trimmed(pieces: Sequence[tuple[Way, int]], limit: int) -> tuple[tuple[Way, int], ...]:
     """``pieces`` without the empty ones, cut off after ``limit`` tokens."""
-    kept: list[tuple[Way, int]] = []
+    trimmed: list[tuple[Way, int]] = []
     for way, tokens in pieces:
         tokens = min(tokens, limit)
         if tokens > 0:
-            kept.append((way, tokens))
+            trimmed.append((way, tokens))
             limit -= tokens
-    return tuple(kept)
+    return tuple(trimmed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ def plan_fetches(
     choices = []
     decisions = decide_batch(costs, geometry, prefixes, queue_ns=queue_ns, link_busy_ns=link_busy_ns)
     for prefix, decision, wait_max_ns in zip(prefixes, decisions, waits_max_ns, strict=True):
-        tokens = decision.tokens(Way.FETCH)
+        tokens = decision.tokens_of(Way.FETCH)
         if prefix.prompt_tokens - 1 - prefix.own_tokens <= tokens < prefix.remote_tokens:
             tokens += 1  # the last token is computed anyway, but its block may be fetched whole
         tokens = tokens // geometry.block_tokens * geometry.block_tokens
@@ -265,7 +265,7 @@ def plan_fetches(
             continue
         wait_ns = decision.queue_ns + costs.prefill_ns(tokens, prefix.own_tokens)
         if prefix.disk_tokens:
-            wait_ns = min(wait_ns, decision.queue_ns + _DISK_PATIENCE * decision.chosen.fetch_ends_ns)
+            wait_ns = min(wait_ns, decision.queue_ns + _DISK_PATIENCE * decision.choice.fetch_ends_ns)
         link_ns = _fetch_ns(costs, geometry, prefix, tokens)
         choices.append(FetchChoice(tokens, max(1, min(wait_max_ns, wait_ns)), decision.reason, link_ns))
     return choices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,6 +34,15 @@ def lower_pages(geometry: KVGeometry, lower_dtype: str) -> _core.LowerPages | No
     return pages
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaSizes:
+    """How much KV each tier holds, in blocks of ``block_bytes`` as they are computed."""
+
+    block_bytes: int
+    hbm_blocks: int
+    dram_blocks: int
+
+
 class KvArenas:
     """The blocks of each tier of a machine without a GPU, as bytes: ``[blocks, block_bytes]`` uint8. With ``lower``,
     those of DRAM are smaller, and copies between the tiers convert.
@@ -43,9 +53,7 @@ class KvArenas:
 
     def __init__(
         self,
-        block_bytes: int,
-        hbm_blocks: int,
-        dram_blocks: int,
+        sizes: ArenaSizes,
         *,
         shared: bool = False,
         lower: _core.LowerPages | None = None,
@@ -54,7 +62,8 @@ class KvArenas:
     ) -> None:
         """``hbm``: memory that the workers of an instance share, for the tier of that name. None: its own. ``worker``:
         this worker's number and how many there are, each of which prepares its part of that memory."""
-        self.block_bytes = block_bytes
+        self.block_bytes = block_bytes = sizes.block_bytes
+        hbm_blocks, dram_blocks = sizes.hbm_blocks, sizes.dram_blocks
         self._copied_ns = 0
         self._lower = lower
         #: the tiers that peers can read; only with ``shared``, only those that have blocks
@@ -65,16 +74,18 @@ class KvArenas:
         self._workers = worker
         self._hbm_arena = hbm
         if shared:
-            self.hbm = self._share(Tier.HBM, hbm_blocks, hbm)
+            self.hbm = self._create_shared(Tier.HBM, hbm_blocks, hbm)
             self._hbm_arena = self.shared[Tier.HBM]
             # peers know of one kind of page: with ``lower`` nothing of DRAM is offered to them
-            self.dram = self._share(Tier.DRAM, dram_blocks) if lower is None else _mapped(dram_blocks, lower_bytes)
+            self.dram = (
+                self._create_shared(Tier.DRAM, dram_blocks) if lower is None else _mapped(dram_blocks, lower_bytes)
+            )
         else:
             self.hbm = _mapped(hbm_blocks, block_bytes) if hbm is None else _blocks(hbm, hbm_blocks, block_bytes)
             self.dram = _mapped(dram_blocks, lower_bytes)
 
     @property
-    def base(self) -> int:
+    def hbm_address(self) -> int:
         """Address of the HBM arena."""
         return self.hbm.data_ptr()
 
@@ -96,10 +107,10 @@ class KvArenas:
             arena.collapse(self._huge_bytes + first, min(own_bytes, step_bytes - first))
             self._huge_bytes += step_bytes
 
-    def copy(self, order: CopyBlocks) -> None:
+    def copy_blocks(self, order: CopyBlocks) -> None:
         """Copy whole blocks, in the order given (an earlier destination may be a later source)."""
         began_ns = time.perf_counter_ns()
-        self._copy(order)
+        self._copy_untimed(order)
         self._copied_ns += time.perf_counter_ns() - began_ns if order.src_tier != order.dst_tier else 0
 
     def take_copied_ns(self) -> int:
@@ -107,8 +118,8 @@ class KvArenas:
         copied_ns, self._copied_ns = self._copied_ns, 0
         return copied_ns
 
-    def _copy(self, order: CopyBlocks) -> None:
-        source, target = self._tier(order.src_tier), self._tier(order.dst_tier)
+    def _copy_untimed(self, order: CopyBlocks) -> None:
+        source, target = self._arena_of(order.src_tier), self._arena_of(order.dst_tier)
         chained = order.src_tier == order.dst_tier and not set(order.src).isdisjoint(order.dst)
         if chained:
             for src, dst in zip(order.src, order.dst, strict=True):
@@ -128,18 +139,18 @@ class KvArenas:
         firsts: Int32s = np.repeat(blocks, self._pages) * np.int32(self._pages)
         return firsts + np.tile(np.arange(self._pages, dtype=np.int32), len(blocks))
 
-    def _share(self, tier: Tier, blocks: int, arena: _core.SharedArena | None = None) -> Tensor:
+    def _create_shared(self, tier: Tier, blocks: int, arena: _core.SharedArena | None = None) -> Tensor:
         if blocks == 0:
             return _mapped(0, self.block_bytes)
         self.shared[tier] = arena or _core.SharedArena(blocks * self.block_bytes)
         return _blocks(self.shared[tier], blocks, self.block_bytes)
 
-    def _tier(self, tier: Tier) -> Tensor:
+    def _arena_of(self, tier: Tier) -> Tensor:
         return self.hbm if tier is Tier.HBM else self.dram
 
     def check_blocks(self, tier: Tier, blocks: Int32s) -> None:
         """Raise :class:`IndexError` unless ``tier`` has all of ``blocks``."""
-        self._check_ids(self._tier(tier), blocks)
+        self._check_ids(self._arena_of(tier), blocks)
 
     @staticmethod
     def _check_ids(tier: Tensor, ids: Int32s) -> None:

@@ -41,7 +41,7 @@ class Copy:
     page_bytes: int
     direction: Tier | None = None
     """The tier that it leads to. None: it stays within one."""
-    done: threading.Event = field(default_factory=threading.Event)
+    completed: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     lower: _core.LowerPages | None = None
     """Converts what changes the tier. None: pages lie alike in both."""
@@ -67,7 +67,7 @@ class PageCopier:
 
     def __init__(self, rate_bytes_s: float | None = None) -> None:
         """``rate_bytes_s``: emulate a link of this rate. None: as fast as the memory is."""
-        self._used = LinkUse()
+        self._link_use = LinkUse()
         self._rate_bytes_s = rate_bytes_s
         self._urgent: deque[Copy] = deque()
         self._background: deque[Copy] = deque()
@@ -76,39 +76,39 @@ class PageCopier:
         self._ends = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, copy: Copy, *, urgent: bool) -> None:
+    def start_copy(self, copy: Copy, *, urgent: bool) -> None:
         """Ask for a copy."""
         with self._changed:
             check(not self._ends, "a copier that has ended is asked for a copy")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="memserve-copier", daemon=True)
+                self._thread = threading.Thread(target=self._run_copies, name="memserve-copier", daemon=True)
                 self._thread.start()
             (self._urgent if urgent else self._background).append(copy)
             self._changed.notify_all()
 
-    def wait(self, copy: Copy) -> None:
+    def wait_for(self, copy: Copy) -> None:
         """Until ``copy`` is done. Raises the error that it ended with."""
-        if not copy.done.is_set():
+        if not copy.completed.is_set():
             began_ns = time.perf_counter_ns()
-            check(copy.done.wait(_WAIT_S), f"a copy of {copy.nbytes} bytes takes more than {_WAIT_S} s")
-            self._used.waited_ns += time.perf_counter_ns() - began_ns
+            check(copy.completed.wait(_WAIT_S), f"a copy of {copy.nbytes} bytes takes more than {_WAIT_S} s")
+            self._link_use.waited_ns += time.perf_counter_ns() - began_ns
         if copy.error is not None:
             raise copy.error
 
-    def take_used(self) -> LinkUse | None:
+    def take_link_use(self) -> LinkUse | None:
         """What was copied since the last call, and what was waited for it; no copy is under way. None: nothing."""
-        if not self._used.busy_ns:
+        if not self._link_use.busy_ns:
             return None
-        used, self._used = self._used, LinkUse()
+        used, self._link_use = self._link_use, LinkUse()
         return used
 
-    def call_off(self) -> None:
+    def cancel_copies(self) -> None:
         """A step has failed: drop what is not begun, and wait for the rest."""
         with self._changed:
             self._urgent.clear()
             self._background.clear()
-            done = self._changed.wait_for(lambda: not self._copying, _WAIT_S)
-        check(done, f"a copy takes more than {_WAIT_S} s")
+            is_idle = self._changed.wait_for(lambda: not self._copying, _WAIT_S)
+        check(is_idle, f"a copy takes more than {_WAIT_S} s")
 
     def close(self) -> None:
         """Drop what is not begun, and end the thread."""
@@ -120,28 +120,28 @@ class PageCopier:
         if self._thread is not None:
             self._thread.join(_WAIT_S)
 
-    def _run(self) -> None:
-        while (copy := self._next()) is not None:
+    def _run_copies(self) -> None:
+        while (copy := self._next_copy()) is not None:
             began_ns = time.perf_counter_ns()
             try:
                 copy.execute()
                 self._keep_to_rate(copy.nbytes, began_ns)
             except BaseException as error:
                 copy.error = error  # raised where it is waited for
-            self._count(copy, time.perf_counter_ns() - began_ns)
-            copy.done.set()
+            self._count_copy(copy, time.perf_counter_ns() - began_ns)
+            copy.completed.set()
             with self._changed:
                 self._copying = False
                 self._changed.notify_all()
 
-    def _count(self, copy: Copy, spent_ns: int) -> None:
-        self._used.busy_ns += spent_ns
+    def _count_copy(self, copy: Copy, spent_ns: int) -> None:
+        self._link_use.busy_ns += spent_ns
         if copy.direction is Tier.HBM:
-            self._used.up_bytes += copy.nbytes
+            self._link_use.up_bytes += copy.nbytes
         elif copy.direction is Tier.DRAM:
-            self._used.down_bytes += copy.nbytes
+            self._link_use.down_bytes += copy.nbytes
 
-    def _next(self) -> Copy | None:
+    def _next_copy(self) -> Copy | None:
         with self._changed:
             self._changed.wait_for(lambda: self._ends or self._urgent or self._background)
             if self._ends:

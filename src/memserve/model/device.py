@@ -19,21 +19,21 @@ from memserve.base.config import InstanceConfig
 from memserve.base.errors import check
 from memserve.base.types import Tier, TokenLogprobs
 from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFinished, StepPlan
-from memserve.model.arena import KvArenas, lower_pages
+from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
-from memserve.model.attention.context import ReportingAttention, StepAttention, attending
+from memserve.model.attention.context import ReportingAttention, StepAttention, StepRows, step_attention
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
 from memserve.model.attention.sequence_parallel import HeldKv, SegmentLines, SpannedAttention, SpannedRow
 from memserve.model.copier import Copy, PageCopier
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel
-from memserve.model.lora import StepAdapters, adapting
+from memserve.model.lora import StepAdapters, lora_adapters
 from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
-from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTable, stage
-from memserve.model.workers.group import WorkerGroup, exchanging
+from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotModel, SlotTable, isolate_row
+from memserve.model.workers.group import WorkerGroup, collectives
 from memserve.system.memory import trim_heap
-from memserve.transport.ports import Arenas, OnLayer
+from memserve.transport.ports import Arenas, Device
 
 if TYPE_CHECKING:
     from memserve.model.workers.gpu_group import GpuWorkerGroup
@@ -44,7 +44,7 @@ Drawing = list[tuple[Int64s, Int64s]]
 """In order: slots, and a token for each."""
 
 
-class ModelDevice:
+class ModelDevice(Device):
     """A model, its KV arenas and its slots. Used from one thread."""
 
     def __init__(
@@ -55,63 +55,57 @@ class ModelDevice:
         attention: AttentionFactory | None = None,
         *,
         shared: bool = False,
-        link_bytes_s: float | None = None,
         crew: WorkerGroup | GpuWorkerGroup | None = None,
-        hbm: _core.SharedArena | None = None,
     ) -> None:
         """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device. ``shared``
-        puts the KV where other processes of this host can read it. ``link_bytes_s``: emulate a link of this rate for
-        KV that lies by layer. ``crew``: the other workers of the instance; on a CPU they share the memory ``hbm``."""
+        puts the KV where other processes of this host can read it. ``crew``: the other workers of the instance."""
         geometry, scheduler, pool = model.geometry, config.scheduler, config.pool
-        self._device, self._crew = model.device, crew
+        self._device, self._geometry, self._crew = model.device, geometry, crew
         lower = lower_pages(geometry, pool.lower_dtype)
-        sizes = geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks
-        self._arenas = self._make_arenas(sizes, shared=shared, lower=lower, hbm=hbm)
-        self._drawn: Drawing = []
+        sizes = ArenaSizes(geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks)
+        self._arenas = self._make_arenas(sizes, shared=shared, lower=lower)
+        self._sampled: Drawing = []
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
         #: None: another worker draws
         words = model.tokenizer, model.vocab_size, model.eos_token_ids
-        self.grammars = Grammars(*words, slots=scheduler.max_running) if self._leads else None
+        self.grammars = Grammars(*words, slots=scheduler.max_running) if self._is_leader else None
         self._adapters = model.adapters
         if self._adapters is not None:
-            self._adapters.pack()
-        sizes_of_slots = scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size
-        self._slots = SlotTable(*sizes_of_slots, self.grammars, config.adapters, model.position_regimes)
+            self._adapters.pack_halves()
+        known = SlotModel(model.vocab_size, config.adapters, model.position_regimes)
+        self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, known, self.grammars)
         self._forward = forward or EagerForward(model.module)
         self._attention = attention or choose_attention(self._arenas.hbm, geometry, crew)
         #: of pages, as blocks of a model with one layer
         self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), crew)
-        addresses = self._arenas.base, self._arenas.dram.data_ptr()
+        addresses = self._arenas.hbm_address, self._arenas.dram.data_ptr()
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
-        self._copier = self._make_copier(link_bytes_s)
-        self.on_layer: OnLayer | None = None
+        self._copier = self._make_copier(scheduler.link_bytes_s)
         #: the segments of longer sequences that are kept here; None: none can be
         self.held_kv: HeldKv | None = None
         if isinstance(self._attention, partial) and self._attention.func is KernelAttention and crew is None:
-            self.held_kv = HeldKv(self._arenas.base, geometry)
+            self.held_kv = HeldKv(self._arenas.hbm_address, geometry)
         #: the way to the other segments
         self.segment_lines: SegmentLines | None = None
-        #: what this process may have resident at most (:class:`memserve.system.memory.MemoryBound`); 0: unknown
-        self.bound_bytes = 0
         if gc.isenabled():  # else it is done at the end of the start, once
             gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
             trim_heap()
 
     def _make_arenas(
         self,
-        sizes: tuple[int, int, int],
+        sizes: ArenaSizes,
         *,
         shared: bool,
         lower: _core.LowerPages | None,
-        hbm: _core.SharedArena | None,
     ) -> Any:
-        """``sizes``: bytes of a block, blocks of HBM, of DRAM."""
         worker = (0, 1) if self._crew is None else (self._crew.share.rank, self._crew.share.ranks)
-        return KvArenas(*sizes, shared=shared, lower=lower, hbm=hbm, worker=worker)
+        hbm = self._crew.hbm if isinstance(self._crew, WorkerGroup) else None
+        return KvArenas(sizes, shared=shared, lower=lower, hbm=hbm, worker=worker)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
+        """``link_bytes_s``: emulate a link of this rate for KV that lies by layer."""
         return PageCopier(link_bytes_s)
 
     @property
@@ -123,128 +117,131 @@ class ModelDevice:
     def execute(self, plan: StepPlan) -> StepFinished:
         """Do the copies, compute the rows, draw the tokens."""
         started_ns = time.perf_counter_ns()
-        self._prepare(plan)
+        self._apply_plan(plan)
         finished = StepFinished(plan.step_id, [], 0)
         try:
-            moving = self._move(plan.moves)
+            moving = self._start_moves(plan.moves)
             if plan.gives_tokens:
                 with torch.inference_mode():
-                    finished = self._compute(plan)
+                    finished = self._compute_step(plan)
             for copy in moving:
-                self._copier.wait(copy)
+                self._copier.wait_for(copy)
         except BaseException:
-            self._copier.call_off()  # later plans may use the same pages
+            self._copier.cancel_copies()  # later plans may use the same pages
             raise
-        link, copies_ns = self._copier.take_used(), self._arenas.take_copied_ns()
+        link, copies_ns = self._copier.take_link_use(), self._arenas.take_copied_ns()
         return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link, copies_ns=copies_ns)
 
     def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
         """See :class:`memserve.transport.ports.Device`."""
         check(self.grammars is not None, "this worker draws no tokens")
-        self.grammars.build(job_id, grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
+        self.grammars.build_grammar(job_id, grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
 
     def forget_grammar(self, job_id: int) -> None:
         """See :class:`memserve.transport.ports.Device`."""
         if self.grammars is not None:
-            self.grammars.forget(job_id)
+            self.grammars.forget_grammar(job_id)
 
     def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
         """See :class:`memserve.transport.ports.Device`."""
         check(self.grammars is not None, "this worker draws no tokens")
         self.grammars.await_mask(slot, on_mask)  # type: ignore[union-attr]  # checked in the line before
 
-    def take_drawn(self) -> Drawing:
+    def take_sampled(self) -> Drawing:
         """What was drawn since the last call."""
-        drawn, self._drawn = self._drawn, []
-        return drawn
+        sampled, self._sampled = self._sampled, []
+        return sampled
 
-    def follow(self, drawn: Drawing, plan: StepPlan) -> None:
-        """This worker's part of a step that another one leads, and what that one has ``drawn`` since the last step."""
-        for slots, tokens in drawn:
-            self._slots.append(slots, tokens)
-        self._prepare(plan)
+    def follow_step(self, sampled: Drawing, plan: StepPlan) -> None:
+        """This worker's part of a step that another one leads, and what that one has ``sampled`` since the last
+        step."""
+        for slots, tokens in sampled:
+            self._slots.append_tokens(slots, tokens)
+        self._apply_plan(plan)
         if plan.slots:
             with torch.inference_mode():
-                self._logits(plan)
+                self._compute_logits(plan)
 
     def close(self) -> None:
         """Release the arenas (with the last reference to this device)."""
         self._copier.close()
         if self.grammars is not None:
-            self.grammars.end()
+            self.grammars.end_processes()
         if self.segment_lines is not None:
             self.segment_lines.close()
         del self._attention, self._page_attention, self._arenas, self.held_kv
 
-    def _prepare(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         if plan.reset_slots:
             self._slots.close_all()
         for slot in plan.close:
-            self._slots.close(slot)
-        for order in plan.copies if self._copies else ():
-            self._arenas.copy(order)
+            self._slots.close_slot(slot)
+        for order in plan.copies if self._makes_copies else ():
+            self._arenas.copy_blocks(order)
         if plan.copies:
-            self._meet()
+            self._barrier()
         for sequence in plan.open:
             self._will_use(sequence.blocks)
-            self._slots.open(sequence)
+            self._slots.open_slot(sequence)
         for slot, blocks in plan.grow:
             self._will_use(blocks)
-            self._slots.grow(slot, blocks)
+            self._slots.append_blocks(slot, blocks)
         for slot, position, block in plan.replace:
-            self._slots.replace(slot, position, block)
+            self._slots.replace_block(slot, position, block)
         for placement in plan.place:
-            self._place(placement)
-        self._slots.cut(plan.late_draws)
+            self._place_by_layer(placement)
+        self._slots.drop_late_tokens(plan.late_draws)
 
     @property
-    def _leads(self) -> bool:
-        return self._crew is None or self._crew.leads  # it draws
+    def _is_leader(self) -> bool:
+        return self._crew is None or self._crew.is_leader  # it draws
 
     @property
-    def _copies(self) -> bool:
-        return self._crew is None or self._crew.copies
+    def _makes_copies(self) -> bool:
+        return self._crew is None or self._crew.makes_copies
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if self._crew is not None:
-            self._crew.meet()
+            self._crew.barrier()
 
     def _will_use(self, blocks: Sequence[int]) -> None:
         self._arenas.will_use(blocks)
 
-    def _place(self, order: PlaceByLayer) -> None:
-        frames = [*order.kept.values(), *order.staging]
-        for some in frames:
-            self._will_use(some)
-            self._arenas.check_blocks(Tier.HBM, np.array(some, np.int32))
-        if self._copies:
+    def _place_by_layer(self, order: PlaceByLayer) -> None:
+        frames = [*order.resident_layers.values(), *order.staging]
+        for blocks in frames:
+            self._will_use(blocks)
+            self._arenas.check_blocks(Tier.HBM, np.array(blocks, np.int32))
+        if self._makes_copies:
             self._arenas.check_blocks(Tier.DRAM, np.array(order.dram_blocks, np.int32))
-        self._slots.place(order.slot, PlacedRange(order, self._tiers))
+        self._slots.place_by_layer(order.slot, PlacedRange(order, self._tiers))
 
-    def _move(self, orders: list[MovePages]) -> list[Copy]:
+    def _start_moves(self, orders: list[MovePages]) -> list[Copy]:
         """Begin to copy, a few pages at a time: what a layer waits for goes first."""
-        begun = [copy for order in orders for copy in copies_of(order, self._tiers, self._arenas.check_blocks)]
-        for copy in begun:
-            self._copier.begin(copy, urgent=False)
-        return begun
+        copies = [copy for order in orders for copy in copies_of(order, self._tiers, self._arenas.check_blocks)]
+        for copy in copies:
+            self._copier.start_copy(copy, urgent=False)
+        return copies
 
-    def _compute(self, plan: StepPlan) -> StepFinished:
+    def _compute_step(self, plan: StepPlan) -> StepFinished:
         late = [self._slots.late.pop(draw.slot)[None] for draw in plan.late_draws]
-        logits, drawing = self._logits(plan) if plan.slots else (late[0][:0], [])
+        logits, drawing = self._compute_logits(plan) if plan.slots else (late[0][:0], [])
         failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
         verified = len(drawing) + sum([plan.counts[row] for row in plan.drafts])
         prompt_logprobs = self._prompt_logprobs(plan, logits[verified:], failed)
         rows = torch.cat((logits[: len(drawing)], *late)) if late else logits[: len(drawing)]
-        drawn = self._draw(plan, drawing, rows, failed)
-        tokens = drawn.tokens.tolist()
-        kept: dict[int, list[int]] = {}
+        sampled = self._sample_tokens(plan, drawing, rows, failed)
+        tokens = sampled.tokens.tolist()
+        accepted: dict[int, list[int]] = {}
         if plan.drafts:
-            first, kept = self._verify(plan, logits[len(drawing) : verified], failed)
+            first, accepted = self._verify_drafts(plan, logits[len(drawing) : verified], failed)
             tokens += first
-        reports = drawn.logprobs, prompt_logprobs, drawn.candidates
-        return StepFinished(plan.step_id, tokens, 0, *reports, kept=kept, failed=failed, late=drawn.late)
+        reports = sampled.logprobs, prompt_logprobs, sampled.candidates
+        return StepFinished(
+            plan.step_id, tokens, 0, *reports, accepted_drafts=accepted, failed=failed, late=sampled.late
+        )
 
-    def _logits(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
+    def _compute_logits(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
         """``[rows, vocab]`` float32 of the rows that draw one token, whose numbers they are, then of all tokens of rows
         with drafts, then of prompts' tokens."""
         slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
@@ -253,35 +250,40 @@ class ModelDevice:
         drafted = np.zeros_like(counts)
         for row, tokens in plan.drafts.items():
             drafted[row] = len(tokens)
-            self._slots.draft(plan.slots[row], tokens)
+            self._slots.put_drafts(plan.slots[row], tokens)
         self._slots.check_rows(slots, starts, counts, drafted)
         q_starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=q_starts[1:])
-        drawing = [row for row, drawn in enumerate(plan.sample_slots) if drawn and row not in plan.drafts]
+        drawing = [row for row, slot_group in enumerate(plan.sample_slots) if slot_group and row not in plan.drafts]
         logits_rows = [q_starts[1:][drawing] - 1]
         whole = [*plan.drafts, *plan.prompt_logprob_rows]
         logits_rows += [np.arange(q_starts[row], q_starts[row + 1]) for row in whole]
 
         attention = self._attention_of(slots, q_starts, (starts + counts).astype(np.int32))
         adapters = self._adapters_of(slots, counts)
-        with attending(self._reporting(plan, attention)), exchanging(self._crew), adapting(adapters):
+        with (
+            step_attention(self._reporting_attention(plan, attention)),
+            collectives(self._crew),
+            lora_adapters(adapters),
+        ):
             logits = self._forward(
-                *self._inputs(slots, starts, counts, q_starts), self._send(np.concatenate(logits_rows, dtype=np.int64))
+                *self._build_inputs(slots, starts, counts, q_starts),
+                self._send_to_device(np.concatenate(logits_rows, dtype=np.int64)),
             )
         if isinstance(attention, LayeredAttention):
-            attention.finish()
+            attention.wait_for_copies()
         if self._crew is not None:
-            logits = self._crew.gather(logits)
+            logits = self._crew.gather_logits(logits)
         return logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size], drawing
 
     def _adapters_of(self, slots: Int64s, counts: Int64s) -> StepAdapters | None:
-        mine = self._slots.adapters
-        if self._adapters is None or not mine:
+        digests = self._slots.adapters
+        if self._adapters is None or not digests:
             return None
-        return self._adapters.rows([mine.get(slot, "") for slot in slots.tolist()], counts, self._device)
+        return self._adapters.adapters_of_rows([digests.get(slot, "") for slot in slots.tolist()], counts, self._device)
 
     @property
-    def _tables(self) -> Any:
+    def _block_tables(self) -> Any:
         """The block tables of all slots, where attention reads them."""
         return self._slots.tables
 
@@ -289,20 +291,27 @@ class ModelDevice:
         """``contexts``: the tokens of each row up to its last one."""
         contexts -= self._slots.firsts[slots].astype(np.int32)
         if self._slots.before:
-            own = self._attention(self._tables, slots.astype(np.int32), q_starts, contexts)
-            return self._spanned(slots, q_starts, own)
-        placed = self._slots.placed
-        ranges = {row: placed[slot] for row, slot in enumerate(slots.tolist()) if slot in placed} if placed else {}
+            return self._spanned_attention(slots, q_starts, self._attention_of_rows(slots, q_starts, contexts))
+        placement = self._slots.placed_ranges
+        ranges = (
+            {row: placement[slot] for row, slot in enumerate(slots.tolist()) if slot in placement} if placement else {}
+        )
         if not ranges:
-            return self._attention(self._tables, slots.astype(np.int32), q_starts, contexts)
-        places = [placed.first + placed.count for placed in ranges.values()]  # also of what is not computed yet
+            return self._attention_of_rows(slots, q_starts, contexts)
+        places = [
+            placement.first + placement.count for placement in ranges.values()
+        ]  # also of what is not computed yet
         entries = max(-(-int(contexts.max()) // self._slots.block_tokens), *places)
         tables = self._slots.tables[slots, :entries]
-        shape = self._tiers.num_layers, self._slots.block_tokens
-        copier = self._copier if self._copies else None
-        return LayeredAttention(self._page_attention(), copier, *shape, ranges, tables, q_starts, contexts, self._meet)
+        rows = StepRows(tables, np.arange(len(tables), dtype=np.int32), q_starts, contexts)
+        copier = self._copier if self._makes_copies else None
+        return LayeredAttention(self._page_attention(), copier, self._geometry, ranges, rows, self._barrier)
 
-    def _spanned(self, slots: Int64s, q_starts: Int32s, own: StepAttention) -> StepAttention:
+    def _attention_of_rows(self, slots: Int64s, q_starts: Int32s, contexts: Int32s) -> StepAttention:
+        """Where all KV lies in whole blocks."""
+        return self._attention(StepRows(self._block_tables, slots.astype(np.int32), q_starts, contexts))
+
+    def _spanned_attention(self, slots: Int64s, q_starts: Int32s, attention: StepAttention) -> StepAttention:
         """Rows that ask others about earlier parts; not those that have failed."""
         before, ends = self._slots.before, q_starts.tolist()
         rows = [
@@ -311,38 +320,42 @@ class ModelDevice:
             if slot in before and slot not in self._slots.failed
         ]
         if not rows:
-            return own
-        check(self.segment_lines is not None and isinstance(own, KernelAttention), "this device computes no parts")
-        return SpannedAttention(own, self.segment_lines, rows, self._lost)  # type: ignore[arg-type]  # checked in the line before
+            return attention
+        check(
+            self.segment_lines is not None and isinstance(attention, KernelAttention), "this device computes no parts"
+        )
+        return SpannedAttention(attention, self.segment_lines, rows, self._on_segment_lost)  # type: ignore[arg-type]  # checked in the line before
 
-    def _lost(self, slot: int, why: str) -> None:
+    def _on_segment_lost(self, slot: int, why: str) -> None:
         """A slot has read nothing of an earlier part: what it computes has no meaning from there on."""
         log.info("a part of a longer sequence is lost: %s", why)  # also when it has just ended elsewhere
         self._slots.failed.setdefault(slot, RowFailed(""))
 
-    def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
-        follows, stages = (False, 1) if self._crew is None else (not self._crew.leads, self._crew.share.stages)
+    def _reporting_attention(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
+        follows, stages = (False, 1) if self._crew is None else (not self._crew.is_leader, self._crew.share.stages)
         if not plan.report_layers or stages > 1:  # no worker sees all layers of stages
             return attention
         if follows:
-            return ReportingAttention(attention, lambda layer: None, plan.report_layers, self._meet)
+            return ReportingAttention(attention, lambda layer: None, plan.report_layers, self._barrier)
         if self.on_layer is None:
             return attention
-        return ReportingAttention(attention, partial(self.on_layer, plan.step_id), plan.report_layers, self._meet)
+        return ReportingAttention(attention, partial(self.on_layer, plan.step_id), plan.report_layers, self._barrier)
 
-    def _inputs(self, slots: Int64s, starts: Int64s, counts: Int64s, q_starts: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _build_inputs(
+        self, slots: Int64s, starts: Int64s, counts: Int64s, q_starts: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
         """Token ids and positions of the ragged batch, both ``[T]`` int64."""
         if q_starts[-1] == len(slots):  # decodes only
-            return self._gather(slots, starts)
+            return self._gather_tokens(slots, starts)
         owners = np.repeat(slots, counts)
-        return self._gather(owners, np.arange(q_starts[-1]) + np.repeat(starts - q_starts[:-1], counts))
+        return self._gather_tokens(owners, np.arange(q_starts[-1]) + np.repeat(starts - q_starts[:-1], counts))
 
-    def _gather(self, owners: Int64s, positions: Int64s) -> tuple[Tensor, Tensor]:
+    def _gather_tokens(self, owners: Int64s, positions: Int64s) -> tuple[Tensor, Tensor]:
         """The tokens at ``positions [T]`` of the slots ``owners [T]``, and the positions as the forward takes them."""
         tokens = self._slots.tokens[owners, positions].astype(np.int64)
-        return self._send(tokens), self._send(self._slots.given_positions(owners, positions))
+        return self._send_to_device(tokens), self._send_to_device(self._slots.given_positions(owners, positions))
 
-    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Sampled:
+    def _sample_tokens(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Sampled:
         """Sample, and append each token to its slot; a slot that ``failed`` gets one too, because later plans may
         already refer to its position."""
         groups = [plan.sample_slots[row] for row in drawing]
@@ -351,25 +364,29 @@ class ModelDevice:
             return Sampled(np.empty(0, np.int64))
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        drawn = sample(logits, rows, slots, self._slots)
+        sampled = sample(logits, rows, slots, self._slots)
         if self._slots.failed:
             failed |= {slot: self._slots.failed[slot] for slot in slots.tolist() if slot in self._slots.failed}
-        for slot, why in drawn.failed.items():
+        for slot, why in sampled.failed.items():
             failed.setdefault(slot, why)
-        self._slots.append(slots, drawn.tokens)
-        self._drawn.append((slots, drawn.tokens))
-        return drawn
+        self._slots.append_tokens(slots, sampled.tokens)
+        self._sampled.append((slots, sampled.tokens))
+        return sampled
 
-    def _verify(self, plan: StepPlan, logits: Tensor, failed: Failures) -> tuple[list[int], dict[int, list[int]]]:
+    def _verify_drafts(
+        self, plan: StepPlan, logits: Tensor, failed: Failures
+    ) -> tuple[list[int], dict[int, list[int]]]:
         """Draw in rows with drafts, and append what is drawn: the first token of each row, and by slot those behind."""
         slots = np.array([plan.slots[row] for row in plan.drafts], np.int64)
-        drawn, lacking = sample_drafts(logits, slots, list(plan.drafts.values()), self._slots)
+        sampled, lacking = sample_drafts(logits, slots, list(plan.drafts.values()), self._slots)
         for slot in slots.tolist():
             why = self._slots.failed.get(slot) or lacking.get(slot)
             if why is not None:
                 failed.setdefault(slot, why)
-        self._drawn += self._slots.extend(slots, drawn)
-        return [tokens[0] for tokens in drawn], dict(zip(slots.tolist(), [tokens[1:] for tokens in drawn], strict=True))
+        self._sampled += self._slots.append_accepted(slots, sampled)
+        return [tokens[0] for tokens in sampled], dict(
+            zip(slots.tolist(), [tokens[1:] for tokens in sampled], strict=True)
+        )
 
     def _prompt_logprobs(
         self, plan: StepPlan, logits: Tensor, failed: Failures
@@ -382,18 +399,18 @@ class ModelDevice:
         first = 0
         for row in plan.prompt_logprob_rows:
             slot, start, count = plan.slots[row], plan.starts[row], plan.counts[row]
-            known = max(0, min(count, int(self._slots.prompt_tokens[slot]) - start - 1))
-            following = self._slots.tokens[slot, start + 1 : start + 1 + known].astype(np.int64)
-            with stage(failed, slot, "reporting its prompt's logprobs"):
-                sampling = self._slots.sampling(slot)
+            prompt_count = max(0, min(count, int(self._slots.prompt_tokens[slot]) - start - 1))
+            following = self._slots.tokens[slot, start + 1 : start + 1 + prompt_count].astype(np.int64)
+            with isolate_row(failed, slot, "reporting its prompt's logprobs"):
+                sampling = self._slots.sampling_of(slot)
                 top = (sampling.logprobs or 0) if sampling.prompt_top_logprobs is None else sampling.prompt_top_logprobs
-                found = report_logprobs(logits[first : first + known], self._send(following), top)
-                if any(entry.logprob != entry.logprob for entry in found):
+                logprobs = report_logprobs(logits[first : first + prompt_count], self._send_to_device(following), top)
+                if any(entry.logprob != entry.logprob for entry in logprobs):
                     failed.setdefault(slot, NOT_NUMBERS)
-                reports[row] = [*found, *[None] * (count - known)]
+                reports[row] = [*logprobs, *[None] * (count - prompt_count)]
             first += count
         return {row: entries for row, entries in reports.items() if plan.slots[row] not in failed}
 
-    def _send(self, values: Int64s) -> Tensor:
+    def _send_to_device(self, values: Int64s) -> Tensor:
         """On the device."""
         return torch.from_numpy(values)

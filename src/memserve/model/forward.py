@@ -43,9 +43,9 @@ class EagerForward:
 
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """See :class:`Forward`."""
-        kept = {"logits_to_keep": logits_rows} if self._selects_rows else {}
+        row_options = {"logits_to_keep": logits_rows} if self._selects_rows else {}
         with torch.inference_mode():
-            out = self._module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **kept)
+            out = self._module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **row_options)
             logits: Tensor = out.logits[0] if self._selects_rows else out.logits[0, logits_rows]
             return logits.float()
 
@@ -88,7 +88,7 @@ def pack_linears(module: nn.Module) -> int:
             setattr(parent, name, replacement)
             packed += 1
         if pages.is_mapped(linear.weight):
-            pages.release(linear.weight)
+            pages.release_values(linear.weight)
     own_storage(module)
     return packed
 
@@ -129,8 +129,8 @@ def own_storage(module: nn.Module) -> None:
         if parameter.device.type == "cpu":
             mapped, parameter.data = parameter.data, parameter.data.clone()
             if pages.is_mapped(mapped):
-                pages.release(mapped)
-    pages.forget()
+                pages.release_values(mapped)
+    pages.stop_tracking()
 
 
 def _is_packable(linear: nn.Linear) -> bool:
@@ -156,8 +156,8 @@ def _agrees(packed: PackedLayer, linear: nn.Linear) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((_TRIAL_ROWS, linear.in_features), generator=generator).to(linear.weight.dtype)
     with torch.inference_mode():
-        expected, got = F.linear(x, linear.weight, linear.bias).float(), packed(x).float()
-    return bool((got - expected).abs().max() <= _TOLERANCE[linear.weight.dtype] * expected.abs().max())
+        expected, actual = F.linear(x, linear.weight, linear.bias).float(), packed(x).float()
+    return bool((actual - expected).abs().max() <= _TOLERANCE[linear.weight.dtype] * expected.abs().max())
 
 
 def _pack(weight: Tensor) -> Tensor:

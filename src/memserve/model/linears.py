@@ -117,7 +117,7 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """``x [..., k]`` -> ``[..., n]``, of the dtype of ``x``, or float32 if ``wide``."""
         if self.wide and x.dtype != torch.float32:
-            return self._wide(x)
+            return self._wide_product(x)
         if self._packed is None:
             return in_bucket(x, lambda rows: torch.nn.functional.linear(rows, self._plain_weight, self.bias))
         rows = x.numel() // self.k
@@ -125,7 +125,7 @@ class PackedLinear:
             return self._few_rows(x, rows)
         return in_bucket(x, self._many_rows)
 
-    def blocks(self) -> Tensor | None:
+    def packed_blocks(self) -> Tensor | None:
         """The packed weight itself: ``[n / block, k, block]``, or ``[n / block, k / 2, block, 2]`` in bfloat16.
 
         None where it is padded.
@@ -150,7 +150,7 @@ class PackedLinear:
     def _many_rows(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]  # an operator: torch types none
 
-    def _wide(self, x: Tensor) -> Tensor:
+    def _wide_product(self, x: Tensor) -> Tensor:
         """Float32 results. oneDNN has none for 16-bit weights, so our kernel takes any number of rows, else torch."""
         if self._rows_max:
             return self._few_rows(x, x.numel() // self.k)
@@ -176,7 +176,11 @@ class PackedLinear:
         By slices: for a product torch copies a weight into a layout of its own, and a head is large."""
         x = torch.linspace(-1.0, 1.0, self.k, dtype=weight.dtype)[None]
         expected = torch.cat(
-            [torch.nn.functional.linear(x, weight[at : at + _WIDE_SLICE]) for at in range(0, self.n, _WIDE_SLICE)], 1
+            [
+                torch.nn.functional.linear(x, weight[first : first + _WIDE_SLICE])
+                for first in range(0, self.n, _WIDE_SLICE)
+            ],
+            1,
         ).float()
         expected = expected if self.bias is None else expected + self.bias.float()
         tolerance = 2e-2 if weight.dtype == torch.bfloat16 else 1e-4
@@ -214,7 +218,7 @@ class JoinedLinear:
         """Of the results."""
         return torch.float32 if self.wide else self.weight.dtype
 
-    def use(self, rows: int, kernel: Kernel | None) -> None:
+    def use_kernel(self, rows: int, kernel: Kernel | None) -> None:
         """Compute up to ``rows`` of :data:`ROW_BUCKETS` by ``kernel``; None: by torch."""
         self._kernels.pop(rows, None)
         if kernel is not None:
@@ -228,9 +232,9 @@ class JoinedLinear:
             kernel = self._kernels.get(bucket)
             if kernel is not None:
                 return kernel(x, self.weight, self.bias, self.dtype)
-        return self.plain(x)
+        return self.compute_plain(x)
 
-    def plain(self, x: Tensor) -> Tensor:
+    def compute_plain(self, x: Tensor) -> Tensor:
         """As :meth:`__call__`, by torch."""
         if self.wide and x.dtype != torch.float32:
             return wide_linear(x, self.weight, self.bias)

@@ -40,7 +40,7 @@ Halves = tuple[Tensor, Tensor]
 class StepAdapters(Protocol):
     """What one step's rows add to linears."""
 
-    def adapt(self, y: Tensor, x: Tensor, site: int) -> Tensor:
+    def adapt_output(self, y: Tensor, x: Tensor, site: int) -> Tensor:
         """``y [..., n]`` of the base at ``site`` for ``x [..., k]``, with what adapters add; a new tensor. The
         dimensions in front are the batch's tokens."""
 
@@ -53,7 +53,7 @@ _context = _Context()
 
 
 @contextmanager
-def adapting(adapters: StepAdapters | None) -> Iterator[None]:
+def lora_adapters(adapters: StepAdapters | None) -> Iterator[None]:
     """Make ``adapters`` the current step's for this thread; ``None``: no row has one."""
     outer = _context.adapters
     _context.adapters = adapters
@@ -63,7 +63,7 @@ def adapting(adapters: StepAdapters | None) -> Iterator[None]:
         _context.adapters = outer
 
 
-def are_adapting() -> bool:
+def has_lora_rows() -> bool:
     """Whether a row of the running step has an adapter."""
     return _context.adapters is not None
 
@@ -71,7 +71,7 @@ def are_adapting() -> bool:
 def adapt(y: Tensor, x: Tensor, site: int) -> Tensor:
     """What the running step's adapters make of ``y``: see :class:`StepAdapters`. Without any it is ``y`` itself."""
     adapters = _context.adapters
-    return y if adapters is None else adapters.adapt(y, x, site)
+    return y if adapters is None else adapters.adapt_output(y, x, site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,10 @@ class RowsOf:
         if few:
             places = [np.repeat(packed.places[:, None], len(rows), axis=1) for packed, rows in few]
             rows = np.concatenate([rows for _, rows in few])
-            each = np.concatenate(places, axis=1)
-            self._few = np.ascontiguousarray(np.insert(each, 0, rows, axis=2))
+            joined_places = np.concatenate(places, axis=1)
+            self._few = np.ascontiguousarray(np.insert(joined_places, 0, rows, axis=2))
 
-    def adapt(self, y: Tensor, x: Tensor, site: int) -> Tensor:
+    def adapt_output(self, y: Tensor, x: Tensor, site: int) -> Tensor:
         """See :class:`StepAdapters`."""
         adapted = y.clone(memory_format=torch.contiguous_format)
         outputs, inputs = adapted.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -171,7 +171,7 @@ class Adapters:
         self._packed: dict[str, Packed] = {}
         for adapter in adapters:
             if adapter.digest not in self._halves:  # two names of the same content are one
-                self._halves[adapter.digest] = self._load(module, adapter)
+                self._halves[adapter.digest] = self._load_adapter(module, adapter)
         #: the adapters themselves, by digest
         self.digests = frozenset(self._halves)
         self._nbytes = 0
@@ -182,34 +182,36 @@ class Adapters:
     @property
     def nbytes(self) -> int:
         """Of all of them."""
-        halves = [half for mine in self._halves.values() for pair in mine.values() for half in pair]
+        halves = [half for site_pairs in self._halves.values() for pair in site_pairs.values() for half in pair]
         return self._nbytes or sum(half.nbytes for half in halves)
 
-    def cut(self, site: int, first: int, count: int, *, columns: bool) -> None:
+    def cut_site(self, site: int, first: int, count: int, *, columns: bool) -> None:
         """Keep ``count`` outputs at ``site`` from ``first`` on (``columns``: rows of each ``B``), or inputs (columns of
         each ``A``), as the base's linear there is cut: parts of outputs are whole, parts of inputs are to be summed."""
-        for mine in self._halves.values():
-            if site in mine:
-                down, up = mine[site]
-                mine[site] = (down, up[first : first + count]) if columns else (down[:, first : first + count], up)
+        for site_pairs in self._halves.values():
+            if site in site_pairs:
+                down, up = site_pairs[site]
+                site_pairs[site] = (
+                    (down, up[first : first + count]) if columns else (down[:, first : first + count], up)
+                )
 
-    def keep(self, sites: Set[int]) -> None:
+    def keep_sites(self, sites: Set[int]) -> None:
         """Forget what they add elsewhere: other workers compute that."""
         self._halves = {
-            digest: {site: pair for site, pair in mine.items() if site in sites}
-            for digest, mine in self._halves.items()
+            digest: {site: pair for site, pair in site_pairs.items() if site in sites}
+            for digest, site_pairs in self._halves.items()
         }
 
-    def move(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Bring them to ``device``, before they are packed."""
-        for mine in self._halves.values():
-            mine.update({site: (down.to(device), up.to(device)) for site, (down, up) in mine.items()})
+        for site_pairs in self._halves.values():
+            site_pairs.update({site: (down.to(device), up.to(device)) for site, (down, up) in site_pairs.items()})
 
-    def pack(self) -> None:
+    def pack_halves(self) -> None:
         """Make them ready for steps; they cannot be cut any more."""
         self._nbytes = self.nbytes
-        for digest, mine in self._halves.items():
-            halves = {site: (down.contiguous(), up.t().contiguous()) for site, (down, up) in mine.items()}
+        for digest, site_pairs in self._halves.items():
+            halves = {site: (down.contiguous(), up.t().contiguous()) for site, (down, up) in site_pairs.items()}
             places = np.zeros((len(self._sites), 3), np.int64)
             for site, (down, up) in halves.items():
                 places[site] = down.data_ptr(), up.data_ptr(), len(down)
@@ -218,17 +220,19 @@ class Adapters:
             self._packed[digest] = Packed(halves, places, has_kernel)
         self._halves = {}
 
-    def rows(self, digests: Sequence[str], counts: NDArray[np.int64], device: torch.device) -> StepAdapters | None:
+    def adapters_of_rows(
+        self, digests: Sequence[str], counts: NDArray[np.int64], device: torch.device
+    ) -> StepAdapters | None:
         """For a batch of rows with ``digests`` (empty: none), each of ``counts [rows]`` tokens; ``None``: no row has
-        one. They are packed (:meth:`pack`)."""
-        own = np.repeat(np.array(digests, object), counts)
+        one. They are packed (:meth:`pack_halves`)."""
+        token_digests = np.repeat(np.array(digests, object), counts)
         used = dict.fromkeys(digest for digest in digests if digest)
-        parts = [(self._packed[digest], np.flatnonzero(own == digest)) for digest in used]
-        return RowsOf(parts, len(own), device) if parts else None
+        parts = [(self._packed[digest], np.flatnonzero(token_digests == digest)) for digest in used]
+        return RowsOf(parts, len(token_digests), device) if parts else None
 
-    def _load(self, module: Any, adapter: Adapter) -> dict[int, Halves]:
+    def _load_adapter(self, module: Any, adapter: Adapter) -> dict[int, Halves]:
         halves, config = _halves(adapter), adapter.config
-        if empty := sorted(config.layers() - {config.layer(path) for path in halves}):
+        if empty := sorted(config.named_layers() - {config.layer_of(path) for path in halves}):
             raise _unfit(adapter, f"names layer {empty[0]} in layers_to_transform, and has no matrices for it")
         pairs = {}
         for path, (down, up) in halves.items():
@@ -240,9 +244,9 @@ class Adapters:
                 shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
                 fits = f"({linear.out_features}, {linear.in_features})"
                 raise _unfit(adapter, f"has matrices of {shapes} for {path}, which is {fits}")
-            if rank != config.rank(path):
-                raise _unfit(adapter, f"says rank {config.rank(path)} for {path}, and has matrices of rank {rank}")
-            scaled = up.float() * config.scale(path)
+            if rank != config.rank_of(path):
+                raise _unfit(adapter, f"says rank {config.rank_of(path)} for {path}, and has matrices of rank {rank}")
+            scaled = up.float() * config.scale_of(path)
             if not (torch.isfinite(down).all() and torch.isfinite(scaled).all()):
                 raise _unfit(adapter, f"has weights for {path} that are not finite")
             place = linear.weight.device, linear.weight.dtype
@@ -259,14 +263,14 @@ def _halves(adapter: Adapter) -> dict[str, Halves]:
         tensors = load_file(adapter.folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise _unfit(adapter, f"has a {WEIGHTS} that cannot be read ({str(error)[:80]})") from None
-    found: dict[str, list[Tensor | None]] = {}
+    half_pairs: dict[str, list[Tensor | None]] = {}
     for key, tensor in tensors.items():
         half = next((half for half, end in enumerate(_HALVES) if key.endswith(end)), None)
         if half is None or not key.startswith(_KEY) or tensor.dim() != 2:
             raise _unfit(adapter, f"has a tensor that is no half of a linear's pair: {key[:100]}")
-        found.setdefault(key[len(_KEY) : -len(_HALVES[half])], [None, None])[half] = tensor
+        half_pairs.setdefault(key[len(_KEY) : -len(_HALVES[half])], [None, None])[half] = tensor
     pairs = {}
-    for path, (down, up) in found.items():
+    for path, (down, up) in half_pairs.items():
         if down is None or up is None:
             raise _unfit(adapter, f"has one of two matrices for {path}")
         pairs[path] = (down, up)
@@ -285,6 +289,6 @@ def _linear_at(module: Any, path: str, adapter: Adapter) -> nn.Linear:
     return linear
 
 
-def _unfit(adapter: Adapter, what: str) -> UserError:
+def _unfit(adapter: Adapter, reason: str) -> UserError:
     hint = "serve it with the model that it was made for, or merge it into that model"
-    return UserError(f"the adapter {adapter.name!r} {what}", hint=hint, param="lora")
+    return UserError(f"the adapter {adapter.name!r} {reason}", hint=hint, param="lora")

@@ -56,12 +56,12 @@ class LengthRotary(nn.Module):
         """See the class; ``x``: any tensor of the result's dtype."""
         positions, lengths = position_ids & _POSITION_MASK, position_ids >> LENGTH_SHIFT
         is_long = (lengths > self.original_tokens)[..., None]
-        frequencies = torch.where(is_long, self._long(lengths), self.short)
+        frequencies = torch.where(is_long, self._long_frequencies(lengths), self.short)
         angles = positions[..., None].float() * frequencies
-        both = torch.cat((angles, angles), dim=-1)
-        return (both.cos() * self.scaling).to(x.dtype), (both.sin() * self.scaling).to(x.dtype)
+        doubled = torch.cat((angles, angles), dim=-1)
+        return (doubled.cos() * self.scaling).to(x.dtype), (doubled.sin() * self.scaling).to(x.dtype)
 
-    def _long(self, lengths: Tensor) -> Tensor:
+    def _long_frequencies(self, lengths: Tensor) -> Tensor:
         """Frequencies ``[..., D / 2]`` beyond the original length."""
         if not self.is_dynamic:
             return self.long
@@ -86,34 +86,38 @@ def length_rotaries(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 def depends_on_length(rotary: Any) -> bool:
     """Whether a module is a rotary embedding whose frequencies change with the length of what it is given."""
     kinds = getattr(rotary, "rope_type", "")
-    named = kinds.values() if isinstance(kinds, dict) else [kinds]
-    return any(kind == "longrope" or "dynamic" in str(kind) for kind in named)
+    rope_types = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(kind == "longrope" or "dynamic" in str(kind) for kind in rope_types)
 
 
 def install_length_rotaries(module: nn.Module) -> PositionRegimes | None:
     """Replace every such embedding of ``module`` by one that takes lengths by token. None: one is of a form that is not
     known, and the model is right up to its original length alone."""
-    found = length_rotaries(module)
+    rotaries = length_rotaries(module)
     try:
-        replaced = [(parent, name, LengthRotary(rotary)) for parent, name, rotary in found]
-        is_known = all(_agrees(ours, found[at][2]) for at, (_, _, ours) in enumerate(replaced))
+        replaced = [(parent, name, LengthRotary(rotary)) for parent, name, rotary in rotaries]
+        is_known = all(_agrees(ours, rotaries[index][2]) for index, (_, _, ours) in enumerate(replaced))
     except Exception as error:  # another form than the usual: by layer, with other parameters
         log.info("a rotary embedding of another form: %s", error)
         is_known = False
-    if not found or not is_known or len({(one.original_tokens, one.is_dynamic) for _, _, one in replaced}) != 1:
+    if (
+        not rotaries
+        or not is_known
+        or len({(replacement.original_tokens, replacement.is_dynamic) for _, _, replacement in replaced}) != 1
+    ):
         return None
     for parent, name, ours in replaced:
         setattr(parent, name, ours)
     return PositionRegimes(ours.original_tokens, by_length=ours.is_dynamic)
 
 
-def _agrees(ours: LengthRotary, theirs: Any) -> bool:
+def _agrees(ours: LengthRotary, original: Any) -> bool:
     """Whether both give the same on either side of the original length, and far beyond."""
     x = torch.zeros(1, device=ours.short.device)
     for length in (ours.original_tokens, ours.original_tokens + 1, 3 * ours.original_tokens):
         positions = torch.tensor([[0, 1, length // 2, length - 1]], device=x.device)
-        fresh = copy.deepcopy(theirs)  # it remembers the longest call
-        for own, other in zip(ours(x, positions + (length << LENGTH_SHIFT)), fresh(x, positions), strict=True):
-            if own.shape != other.shape or float((own - other).abs().max()) > _TOLERANCE:
+        fresh = copy.deepcopy(original)  # it remembers the longest call
+        for actual, expected in zip(ours(x, positions + (length << LENGTH_SHIFT)), fresh(x, positions), strict=True):
+            if actual.shape != expected.shape or float((actual - expected).abs().max()) > _TOLERANCE:
                 return False
     return True

@@ -28,7 +28,7 @@ from memserve import _kernels
 from memserve.base.types import SamplingParams, StopParams, TokenLogprobs
 from memserve.instance.events import GRAMMAR_FAILED, RowFailed
 from memserve.model.grammar.matcher import Mask
-from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int64s, SlotTable, each, stage
+from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int64s, SlotTable, isolate_row, isolate_rows
 from memserve.model.token_lists import TokenLists
 
 _HEAD_TOKENS = 256
@@ -48,7 +48,7 @@ class Truncation:
     min_p: Tensor  # float32, 0 = off
     uniform: Tensor  # float64 in [0, 1)
 
-    def rows(self, rows: Tensor | slice) -> Truncation:
+    def select_rows(self, rows: Tensor | slice) -> Truncation:
         """The part of these ``rows``."""
         return Truncation(
             self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows]
@@ -62,7 +62,7 @@ def draw(logits: Tensor, how: Truncation) -> Tensor:
     """
     if logits.device.type == "cpu" and len(logits) > _DRAWN_ROWS:
         pieces = [slice(first, first + _DRAWN_ROWS) for first in range(0, len(logits), _DRAWN_ROWS)]
-        return torch.cat([draw(logits[piece], how.rows(piece)) for piece in pieces])
+        return torch.cat([draw(logits[piece], how.select_rows(piece)) for piece in pieces])
     weights = logits - logits.amax(-1, keepdim=True)  # before the temperature: no overflow however small that is
     weights = weights.div_(how.temperature[:, None]).exp_()
     ranked = (how.top_k > 0) | (how.top_p < 1)
@@ -71,24 +71,24 @@ def draw(logits: Tensor, how: Truncation) -> Tensor:
     tokens = _draw_plain(weights, how)
     if bool(ranked.any()):
         rows = ranked.nonzero()[:, 0]
-        tokens[rows] = _draw_ranked(weights[rows], how.rows(rows))
+        tokens[rows] = _draw_ranked(weights[rows], how.select_rows(rows))
     return tokens
 
 
-def draw_unseen(logits: Tensor, how: Truncation, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
+def draw_without_sync(logits: Tensor, how: Truncation, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
     """As :func:`draw`, decided by the host's own ``top_k [n]`` and ``top_p [n]`` (those of ``how``): it never waits for
     the device, which may compute more for it."""
     weights = logits - logits.amax(-1, keepdim=True)
     weights = weights.div_(how.temperature[:, None]).exp_()
     ranked = (top_k > 0) | (top_p < 1)
-    kept = weights.masked_fill(weights < how.min_p[:, None], 0.0)
-    plain = _invert(kept, how.uniform)
+    plain_weights = weights.masked_fill(weights < how.min_p[:, None], 0.0)
+    plain = _invert(plain_weights, how.uniform)
     if not ranked.any():
         return plain
     few = (top_k > 0) & (top_k <= _HEAD_TOKENS)
     width = min(_HEAD_TOKENS if few[ranked].all() else weights.shape[-1], weights.shape[-1])
-    drawn, _ = _draw_head(weights, how, width)
-    return torch.where((how.top_k > 0) | (how.top_p < 1), drawn, plain)
+    head_tokens, _ = _draw_head(weights, how, width)
+    return torch.where((how.top_k > 0) | (how.top_p < 1), head_tokens, plain)
 
 
 def draw_native(logits: Tensor, rows: Tensor, how: Truncation) -> NDArray[np.int64]:
@@ -114,10 +114,10 @@ def _draw_plain(weights: Tensor, how: Truncation) -> Tensor:
 
 
 def _draw_ranked(weights: Tensor, how: Truncation) -> Tensor:
-    tokens, done = _draw_head(weights, how, min(_HEAD_TOKENS, weights.shape[-1]))
-    if not bool(done.all()):
-        rows = (~done).nonzero()[:, 0]
-        tokens[rows], _ = _draw_head(weights[rows], how.rows(rows), weights.shape[-1])
+    tokens, is_complete = _draw_head(weights, how, min(_HEAD_TOKENS, weights.shape[-1]))
+    if not bool(is_complete.all()):
+        rows = (~is_complete).nonzero()[:, 0]
+        tokens[rows], _ = _draw_head(weights[rows], how.select_rows(rows), weights.shape[-1])
     return tokens
 
 
@@ -133,10 +133,10 @@ def _draw_head(weights: Tensor, how: Truncation, width: int) -> tuple[Tensor, Te
     keep = (torch.arange(width, device=weights.device) < limit[:, None]) & (values >= how.min_p[:, None])
     keep &= (before < (how.top_p * mass)[:, None]) | (how.top_p >= 1)[:, None]
     keep[:, 0] = True
-    done = (limit <= width) | ((limit == vocab) & ~keep[:, -1])
+    is_complete = (limit <= width) | ((limit == vocab) & ~keep[:, -1])
     ordered, order = torch.where(keep, ids, vocab).sort(dim=-1)  # back to the order of ids
-    kept = torch.where(keep, values, 0.0).gather(1, order)
-    return ordered.gather(1, _invert(kept, how.uniform)[:, None])[:, 0], done
+    kept_weights = torch.where(keep, values, 0.0).gather(1, order)
+    return ordered.gather(1, _invert(kept_weights, how.uniform)[:, None])[:, 0], is_complete
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -220,8 +220,8 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead:
     greedy: NDArray[np.bool_] = table.temperature[slots] == 0
     if plain and greedy.all():
         best, sound = _best(logits)
-        drawn = Sampled(best[rows])
-        return drawn if sound.all() else _without(drawn, slots, ~sound[rows], NOT_NUMBERS)
+        sampled = Sampled(best[rows])
+        return sampled if sound.all() else _with_failed(sampled, slots, ~sound[rows], NOT_NUMBERS)
     if len(rows) != len(logits) or (rows != np.arange(len(rows))).any():
         logits = logits[torch.from_numpy(rows).to(logits.device)]
     failed: Failures = {}
@@ -234,7 +234,7 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead:
         if int(slots[position]) not in late
     }
     best, sound = _best(logits)
-    drawn = Sampled(best, failed=failed, late=late)
+    sampled = Sampled(best, failed=failed, late=late)
     if failed or late or not sound.all():
         for position in np.flatnonzero(~sound).tolist():
             if int(slots[position]) not in late:
@@ -243,21 +243,21 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead:
     random = ~greedy & (table.beam_candidates[slots] == 0) & sound
     if random.any():
 
-        def draw_some(chosen: Int64s) -> None:
-            further = ahead if isinstance(ahead, int) else ahead[chosen]
-            drawn.tokens[chosen] = _draw(logits, chosen, slots[chosen], table, further)
+        def draw_some(positions: Int64s) -> None:
+            further = ahead if isinstance(ahead, int) else ahead[positions]
+            sampled.tokens[positions] = _draw(logits, positions, slots[positions], table, further)
 
-        each(drawn.failed, "drawing its next token", slots, draw_some, np.flatnonzero(random))
+        isolate_rows(sampled.failed, "drawing its next token", slots, draw_some, np.flatnonzero(random))
     if not plain:
-        wanted = np.flatnonzero((table.reports[slots] | (table.beam_candidates[slots] > 0)) & sound)
-        each(
-            drawn.failed,
+        reporting_rows = np.flatnonzero((table.reports[slots] | (table.beam_candidates[slots] > 0)) & sound)
+        isolate_rows(
+            sampled.failed,
             "reporting its logprobs",
             slots,
-            lambda some: _report(logits, some, slots, table, drawn),
-            wanted,
+            lambda positions: _report(logits, positions, slots, table, sampled),
+            reporting_rows,
         )
-    return drawn
+    return sampled
 
 
 def sample_drafts(
@@ -269,19 +269,19 @@ def sample_drafts(
     widths = np.array([1 + len(tokens) for tokens in drafts])
     begins = np.cumsum(widths) - widths
     ahead = np.arange(len(logits)) - np.repeat(begins, widths)
-    found = sample(logits, np.arange(len(logits)), np.repeat(slots, widths), table, ahead)
-    drawn = []
+    sampled = sample(logits, np.arange(len(logits)), np.repeat(slots, widths), table, ahead)
+    accepted = []
     for begin, foretold in zip(begins.tolist(), drafts, strict=True):
-        tokens = found.tokens[begin : begin + len(foretold) + 1].tolist()
-        right = next((at for at, token in enumerate(foretold) if tokens[at] != token), len(foretold))
-        drawn.append(tokens[: right + 1])
-    return drawn, found.failed
+        tokens = sampled.tokens[begin : begin + len(foretold) + 1].tolist()
+        right = next((index for index, token in enumerate(foretold) if tokens[index] != token), len(foretold))
+        accepted.append(tokens[: right + 1])
+    return accepted, sampled.failed
 
 
-def _without(drawn: Sampled, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed) -> Sampled:
+def _with_failed(sampled: Sampled, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed) -> Sampled:
     for position in np.flatnonzero(bad).tolist():
-        drawn.failed.setdefault(int(slots[position]), why)
-    return drawn
+        sampled.failed.setdefault(int(slots[position]), why)
+    return sampled
 
 
 def _masks(
@@ -296,7 +296,7 @@ def _masks(
         slot = int(slots[position])
         if slot in table.grammars and slot not in table.failed:
             try:
-                masks[position] = None if slot in table.late else table.grammars.mask(slot)
+                masks[position] = None if slot in table.late else table.grammars.next_mask(slot)
             except ValueError as error:
                 failed[slot] = RowFailed(f"{GRAMMAR_FAILED}: {error}")
                 continue
@@ -316,10 +316,10 @@ def _adjust(
 
     A logit that is no number stays so, except for stop tokens that ``min_tokens`` excludes.
     """
-    with stage(failed, slot, "changing its logits"):
-        known, prompt_tokens = table.tokens[slot, : table.lengths[slot]], int(table.prompt_tokens[slot])
-        sampling, stop, lists = table.sampling(slot), table.stop(slot), table.lists(slot)
-        touched = touched_tokens(known, prompt_tokens, sampling, lists)
+    with isolate_row(failed, slot, "changing its logits"):
+        tokens, prompt_tokens = table.tokens[slot, : table.lengths[slot]], int(table.prompt_tokens[slot])
+        sampling, stop, lists = table.sampling_of(slot), table.stop_of(slot), table.lists_of(slot)
+        touched = touched_tokens(tokens, prompt_tokens, sampling, lists)
         if touched is None:
             before = row.clone()
         elif row.device.type == "cpu":
@@ -329,7 +329,7 @@ def _adjust(
         if stop.min_tokens and not (before < torch.inf).all():
             failed[slot] = NOT_NUMBERS
         else:
-            adjust_logits(row, known, prompt_tokens, sampling, stop, lists)
+            adjust_logits(row, tokens, prompt_tokens, sampling, stop, lists)
             if mask is not None:
                 _exclude(row, mask)
         return touched, before
@@ -371,33 +371,33 @@ def _best(logits: Tensor) -> tuple[Int64s, NDArray[np.bool_]]:
     return tokens.cpu().numpy(), peaks.isfinite().cpu().numpy()
 
 
-def _draw(logits: Tensor, chosen: Int64s, slots: Int64s, table: SlotTable, ahead: Int64s | int) -> Int64s:
+def _draw(logits: Tensor, row_ids: Int64s, slots: Int64s, table: SlotTable, ahead: Int64s | int) -> Int64s:
     device = logits.device
     positions = table.lengths[slots] - table.prompt_tokens[slots] + ahead
     uniform = uniforms(table.seed[slots], table.index[slots], positions)
     columns = (table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], uniform)
     how = Truncation(*(torch.from_numpy(column).to(device) for column in columns))
-    rows = torch.from_numpy(chosen).to(device)
+    rows = torch.from_numpy(row_ids).to(device)
     tokens: Int64s = draw_native(logits, rows, how) if device.type == "cpu" else draw(logits[rows], how).cpu().numpy()
     return tokens
 
 
-def _report(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, drawn: Sampled) -> None:
-    asked = defaultdict(list)  # by number of alternatives, and by named ones: one pass for each
+def _report(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, sampled: Sampled) -> None:
+    groups = defaultdict(list)  # by number of alternatives, and by named ones: one pass for each
     for position in places[table.reports[slots[places]]].tolist():
-        sampling = table.sampling(int(slots[position]))
-        asked[sampling.logprobs or 0, sampling.logprob_token_ids].append(position)
-    for (top, named), positions in asked.items():
+        sampling = table.sampling_of(int(slots[position]))
+        groups[sampling.logprobs or 0, sampling.logprob_token_ids].append(position)
+    for (top, token_ids), positions in groups.items():
         rows = logits if len(positions) == len(logits) else logits[positions]
-        tokens = torch.from_numpy(drawn.tokens[positions]).to(logits.device)
-        drawn.logprobs.update(zip(positions, report_logprobs(rows, tokens, top, named), strict=True))
+        tokens = torch.from_numpy(sampled.tokens[positions]).to(logits.device)
+        sampled.logprobs.update(zip(positions, report_logprobs(rows, tokens, top, token_ids), strict=True))
     beams = places[table.beam_candidates[slots[places]] > 0]
     if len(beams):
         counts = table.beam_candidates[slots[beams]].tolist()
         scores = logits[torch.from_numpy(beams).to(logits.device)]
         best = best_logprobs(scores, log_normalisers(scores), max(counts))
         for position, row, count in zip(beams.tolist(), best, counts, strict=True):
-            drawn.candidates[position] = row[:count]
+            sampled.candidates[position] = row[:count]
 
 
 # -- what a request changes
@@ -419,25 +419,25 @@ def adjust_logits(
     """
     output = tokens[prompt_tokens:]
     if sampling.repetition_penalty != 1.0:
-        seen = _ids(tokens, row.device)
-        values = row[seen]
+        seen_ids = _ids(tokens, row.device)
+        values = row[seen_ids]
         factor = sampling.repetition_penalty
-        row[seen] = torch.where(values > 0, values / factor, values * factor)
+        row[seen_ids] = torch.where(values > 0, values / factor, values * factor)
     if (sampling.presence_penalty or sampling.frequency_penalty) and len(output):
         ids = _ids(output, row.device)
         row[ids] -= sampling.presence_penalty  # once per token, however often it is listed
         row.index_add_(0, ids, torch.full((len(ids),), -sampling.frequency_penalty, device=row.device))
     if sampling.logit_bias:
-        row.index_add_(0, *lists.biased(row.device))
+        row.index_add_(0, *lists.bias_tensors(row.device))
     if len(output) < stop.min_tokens and stop.stop_token_ids:
-        row[lists.stops(row.device)] = -torch.inf
+        row[lists.stop_tensor(row.device)] = -torch.inf
     if sampling.allowed_token_ids and row.device.type == "cpu":
-        np.copyto(row.numpy(), -np.inf, where=lists.excluded(len(row)))
+        np.copyto(row.numpy(), -np.inf, where=lists.excluded_mask(len(row)))
     elif sampling.allowed_token_ids:
-        allowed = lists.allowed(row.device)
-        kept = row[allowed]
+        allowed = lists.allowed_tensor(row.device)
+        allowed_values = row[allowed]
         row.fill_(-torch.inf)
-        row[allowed] = kept
+        row[allowed] = allowed_values
 
 
 def _ids(tokens: NDArray[np.int32] | Tensor, device: torch.device) -> Tensor:
@@ -451,8 +451,8 @@ def touched_tokens(
     of them."""
     if sampling.allowed_token_ids or sampling.grammar:
         return None
-    known = tokens if sampling.repetition_penalty != 1.0 else tokens[prompt_tokens:]
-    return np.concatenate((known, lists.changed)) if len(lists.changed) else known.astype(np.int64)
+    counted_tokens = tokens if sampling.repetition_penalty != 1.0 else tokens[prompt_tokens:]
+    return np.concatenate((counted_tokens, lists.changed)) if len(lists.changed) else counted_tokens.astype(np.int64)
 
 
 # -- log probabilities
@@ -479,21 +479,21 @@ def best_logits(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, tokens
 
 
-def report_logprobs(logits: Tensor, tokens: Tensor, top: int, named: tuple[int, ...] = ()) -> list[TokenLogprobs]:
+def report_logprobs(logits: Tensor, tokens: Tensor, top: int, token_ids: tuple[int, ...] = ()) -> list[TokenLogprobs]:
     """Log probabilities of ``tokens [n]`` under ``logits [n, vocab]``, with the ``top`` best ones of each row, or with
-    the ``named`` ones."""
+    the ``token_ids`` ones."""
     reports: list[TokenLogprobs] = []
     for first in range(0, len(tokens), _SLICE_ROWS):
-        rows, chosen = logits[first : first + _SLICE_ROWS], tokens[first : first + _SLICE_ROWS]
+        rows, row_tokens = logits[first : first + _SLICE_ROWS], tokens[first : first + _SLICE_ROWS]
         normalisers = log_normalisers(rows)
-        own = (rows.gather(1, chosen[:, None])[:, 0] - normalisers).tolist()
-        if named:
-            values = rows[:, torch.tensor(named, device=rows.device)] - normalisers[:, None]
-            best = [list(zip(named, row, strict=True)) for row in values.tolist()]
+        logprobs = (rows.gather(1, row_tokens[:, None])[:, 0] - normalisers).tolist()
+        if token_ids:
+            values = rows[:, torch.tensor(token_ids, device=rows.device)] - normalisers[:, None]
+            best = [list(zip(token_ids, row, strict=True)) for row in values.tolist()]
         else:
-            best = best_logprobs(rows, normalisers, top) if top else [[]] * len(own)
-        entries = zip(chosen.tolist(), own, best, strict=True)
-        reports += [TokenLogprobs(token, logprob, tuple(others)) for token, logprob, others in entries]
+            best = best_logprobs(rows, normalisers, top) if top else [[]] * len(logprobs)
+        entries = zip(row_tokens.tolist(), logprobs, best, strict=True)
+        reports += [TokenLogprobs(token, logprob, tuple(alternatives)) for token, logprob, alternatives in entries]
     return reports
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,6 +51,17 @@ NOTHING_LEFT = RowFailed(NO_TOKEN_LEFT)
 """Every token impossible, but only after the request's changes."""
 
 
+@dataclass(frozen=True, slots=True)
+class SlotModel:
+    """What slots must know of their model."""
+
+    vocab_size: int = VOCAB_MAX
+    adapters: Container[str] = ()
+    """Digests of those that there are."""
+    regimes: PositionRegimes = NO_REGIMES
+    """Of its positions."""
+
+
 class SlotTable:
     """Slots ``0 .. slots - 1``. Tokens ``[0, lengths[s])`` of row ``s`` of ``tokens`` are known; blocks likewise."""
 
@@ -58,13 +70,11 @@ class SlotTable:
         slots: int,
         max_tokens: int,
         block_tokens: int,
-        vocab_size: int = VOCAB_MAX,
+        model: SlotModel | None = None,
         grammars: Grammars | None = None,
-        adapters: Container[str] = (),
-        regimes: PositionRegimes = NO_REGIMES,
     ) -> None:
-        """``adapters``: digests of those that there are. ``regimes``: of the model's positions."""
-        self.block_tokens, self.vocab_size = block_tokens, vocab_size
+        model = model or SlotModel()
+        self.block_tokens, self.vocab_size = block_tokens, model.vocab_size
         self.tokens: Int32s = np.zeros((slots, max_tokens), np.int32)
         self.lengths: Int64s = np.zeros(slots, np.int64)
         self.prompt_tokens: Int64s = np.zeros(slots, np.int64)
@@ -88,7 +98,7 @@ class SlotTable:
         #: what may come next, where a grammar says so; None: no slot has one
         self.grammars = grammars
         #: entries of tables that lie by layer, by slot
-        self.placed: dict[int, PlacedRange] = {}
+        self.placed_ranges: dict[int, PlacedRange] = {}
         #: what comes before the table of sequences that are a part, by slot
         self.before: dict[int, Before] = {}
         #: logits ``[vocab]`` of slots whose mask was late, by slot: a later plan draws from them
@@ -97,12 +107,12 @@ class SlotTable:
         self.failed: Failures = {}
         #: digests of the adapters that rows of the slots are computed with, by slot
         self.adapters: dict[int, str] = {}
-        self._known_adapters, self._regimes = adapters, regimes
+        self._known_adapters, self._regimes = model.adapters, model.regimes
         self._sampling: list[SamplingParams] = [SamplingParams()] * slots
         self._lists: list[TokenLists] = [token_lists(SamplingParams(), StopParams())] * slots
         self._stop: list[StopParams] = [StopParams()] * slots
 
-    def open(self, sequence: OpenSequence) -> None:
+    def open_slot(self, sequence: OpenSequence) -> None:
         """Bind a closed slot to ``sequence``. If its parameters fail, the slot is open, but ``failed``.
 
         Its tokens are computed in any case, because other sequences may already rely on their KV. An id outside the
@@ -119,21 +129,21 @@ class SlotTable:
         self.tokens[slot, :length] = tokens
         self.lengths[slot], self.prompt_tokens[slot] = length, prompt_tokens
         self.table_lengths[slot] = 0
-        self.grow(slot, sequence.blocks)
+        self.append_blocks(slot, sequence.blocks)
         self.index[slot], self.beam_candidates[slot] = sequence.index, sequence.beam_candidates
-        if not self._knows(tokens):
-            known = self.tokens[slot, :length]
-            known[(known < 0) | (known >= self.vocab_size)] = 0
+        if not self._in_vocabulary(tokens):
+            row_tokens = self.tokens[slot, :length]
+            row_tokens[(row_tokens < 0) | (row_tokens >= self.vocab_size)] = 0
             self.failed[slot] = RowFailed("its tokens are not all in the model's vocabulary")
         if sequence.adapter:
             if sequence.adapter in self._known_adapters:
                 self.adapters[slot] = sequence.adapter
             else:
                 self.failed[slot] = NO_ADAPTER
-        with stage(self.failed, slot, "opening its slot"):
+        with isolate_row(self.failed, slot, "opening its slot"):
             self._set_sampling(slot, sequence.sampling, sequence.stop)
             if self.grammars is not None and sequence.sampling.grammar:
-                self.grammars.open(slot, sequence.grammar_job, tokens[prompt_tokens:].tolist())
+                self.grammars.open_slot(slot, sequence.grammar_job, tokens[prompt_tokens:].tolist())
         if slot in self.failed:
             self.beam_candidates[slot] = 0
             self._set_sampling(slot, _HARMLESS, StopParams())
@@ -143,7 +153,7 @@ class SlotTable:
         lengths, with the length that decides for each token above them (:mod:`memserve.model.rotary`)."""
         if not self._regimes.original_tokens:
             return positions
-        lengths: Int64s = self._regimes.lengths(self.prompt_tokens[owners], positions)
+        lengths: Int64s = self._regimes.deciding_lengths(self.prompt_tokens[owners], positions)
         return positions + (lengths << LENGTH_SHIFT)
 
     def _set_sampling(self, slot: int, sampling: SamplingParams, stop: StopParams) -> None:
@@ -157,51 +167,51 @@ class SlotTable:
         self.adjusts[slot] = sampling.changes_logits or bool(stop.min_tokens and stop.stop_token_ids)
         self._sampling[slot], self._stop[slot], self._lists[slot] = sampling, stop, lists
 
-    def close(self, slot: int) -> None:
+    def close_slot(self, slot: int) -> None:
         """Unbind an open slot."""
         check(self.opened[slot], f"slot {slot} is closed although it is not open")
         self.opened[slot] = False
         self.failed.pop(slot, None)
-        self.placed.pop(slot, None)
+        self.placed_ranges.pop(slot, None)
         self.before.pop(slot, None)
         self.late.pop(slot, None)
         self.adapters.pop(slot, None)
         if self.grammars is not None:
-            self.grammars.close(slot)
+            self.grammars.close_slot(slot)
 
     def close_all(self) -> None:
         """Forget every slot: after a failed step it is unknown which of its orders were carried out."""
         self.opened[:] = False
         self.failed.clear()
-        self.placed.clear()
+        self.placed_ranges.clear()
         self.before.clear()
         self.late.clear()
         self.adapters.clear()
         if self.grammars is not None:
             self.grammars.close_all()
 
-    def _knows(self, ids: NDArray[np.integer]) -> bool:
+    def _in_vocabulary(self, ids: NDArray[np.integer]) -> bool:
         return not len(ids) or bool(ids.min() >= 0 and ids.max() < self.vocab_size)
 
-    def grow(self, slot: int, blocks: list[int]) -> None:
+    def append_blocks(self, slot: int, blocks: list[int]) -> None:
         """Append ``blocks`` to the slot's table."""
         first = self.table_lengths[slot]
         self.tables[slot, first : first + len(blocks)] = blocks
         self.table_lengths[slot] += len(blocks)
 
-    def replace(self, slot: int, position: int, block: int) -> None:
+    def replace_block(self, slot: int, position: int, block: int) -> None:
         """Point entry ``position`` of the slot's table to ``block``, a private copy to write to from now on."""
         check(position < self.table_lengths[slot], f"slot {slot} has no table entry {position}")
         self.tables[slot, position] = block
 
-    def place(self, slot: int, placed: PlacedRange) -> None:
+    def place_by_layer(self, slot: int, placed_range: PlacedRange) -> None:
         """Entries of the slot's table lie by layer from now on."""
-        end = placed.first + placed.count
+        end = placed_range.first + placed_range.count
         check(bool(self.opened[slot]), f"slot {slot} is placed by layer although it is not open")
         check(end <= self.table_lengths[slot], f"slot {slot} has no table entry {end - 1}")
-        self.placed[slot] = placed
+        self.placed_ranges[slot] = placed_range
 
-    def append(self, slots: Int64s, tokens: Int64s) -> None:
+    def append_tokens(self, slots: Int64s, tokens: Int64s) -> None:
         """Append one token to each of ``slots``, shape ``[n]``."""
         lengths = self.lengths[slots]
         self.tokens[slots, lengths] = tokens
@@ -209,41 +219,42 @@ class SlotTable:
         if self.grammars:
             for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
                 if slot in self.grammars and slot not in self.late:
-                    self.grammars.drawn(slot, token)
-            self.grammars.flush()
+                    self.grammars.take_token(slot, token)
+            self.grammars.flush_tokens()
 
-    def cut(self, draws: list[LateDraw]) -> None:
+    def drop_late_tokens(self, draws: list[LateDraw]) -> None:
         """Forget tokens behind those that are known: they stand where a draw was late."""
         for draw in draws:
             check(bool(self.opened[draw.slot]), f"slot {draw.slot} draws late although it is not open")
-            self.lengths[draw.slot] = int(self.firsts[draw.slot]) + draw.known
+            self.lengths[draw.slot] = int(self.firsts[draw.slot]) + draw.known_tokens
 
-    def sampling(self, slot: int) -> SamplingParams:
+    def sampling_of(self, slot: int) -> SamplingParams:
         """How tokens of ``slot`` are drawn."""
         return self._sampling[slot]
 
-    def lists(self, slot: int) -> TokenLists:
+    def lists_of(self, slot: int) -> TokenLists:
         """The tokens that the parameters of ``slot`` name."""
         return self._lists[slot]
 
-    def stop(self, slot: int) -> StopParams:
+    def stop_of(self, slot: int) -> StopParams:
         """When the sequence in ``slot`` ends."""
         return self._stop[slot]
 
-    def extend(self, slots: Int64s, kept: list[list[int]]) -> list[tuple[Int64s, Int64s]]:
-        """Append the tokens ``kept[i]`` to ``slots[i]``, and return them as calls of :meth:`append`, in order."""
+    def append_accepted(self, slots: Int64s, accepted: list[list[int]]) -> list[tuple[Int64s, Int64s]]:
+        """Append the tokens ``kept[i]`` to ``slots[i]``, and return them as calls of :meth:`append_tokens`, in
+        order."""
         calls = []
-        for at in range(max(map(len, kept), default=0)):
-            some = [place for place, tokens in enumerate(kept) if len(tokens) > at]
-            calls.append((slots[some], np.array([kept[place][at] for place in some], np.int64)))
-            self.append(*calls[-1])
+        for offset in range(max(map(len, accepted), default=0)):
+            indexes = [place for place, tokens in enumerate(accepted) if len(tokens) > offset]
+            calls.append((slots[indexes], np.array([accepted[place][offset] for place in indexes], np.int64)))
+            self.append_tokens(*calls[-1])
         return calls
 
-    def draft(self, slot: int, tokens: list[int]) -> None:
+    def put_drafts(self, slot: int, tokens: list[int]) -> None:
         """Put ``tokens`` behind those that are known, for one step's row."""
-        known = int(self.lengths[slot])
-        check(self._knows(np.array(tokens)), f"slot {slot} has drafts outside the vocabulary")
-        self.tokens[slot, known : known + len(tokens)] = tokens
+        length = int(self.lengths[slot])
+        check(self._in_vocabulary(np.array(tokens)), f"slot {slot} has drafts outside the vocabulary")
+        self.tokens[slot, length : length + len(tokens)] = tokens
 
     def check_rows(self, slots: Int64s, starts: Int64s, counts: Int64s, drafted: Int64s | int = 0) -> None:
         """Raise :class:`InvariantError` unless every row's tokens are known, but for those ``drafted [rows]``, and have
@@ -265,19 +276,19 @@ class SlotTable:
 
 
 @contextmanager
-def stage(failures: Failures, slot: int, what: str) -> Iterator[None]:
+def isolate_row(failures: Failures, slot: int, action: str) -> Iterator[None]:
     """An error inside fails ``slot`` alone."""
     try:
         yield
     except _OF_THE_STEP:
         raise
     except Exception as error:
-        log.warning("%s of one row failed: %s: %s", what, type(error).__name__, str(error)[:200])
-        failures.setdefault(slot, RowFailed(f"{what} failed ({type(error).__name__})"))
+        log.warning("%s of one row failed: %s: %s", action, type(error).__name__, str(error)[:200])
+        failures.setdefault(slot, RowFailed(f"{action} failed ({type(error).__name__})"))
 
 
-def each(
-    failures: Failures, what: str, slots: NDArray[np.int64], work: Callable[[NDArray[np.int64]], None],
+def isolate_rows(
+    failures: Failures, action: str, slots: NDArray[np.int64], work: Callable[[NDArray[np.int64]], None],
     places: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """``work(places)`` for all at once; when that fails, for each alone, so that only the rows at fault fail.
@@ -289,6 +300,6 @@ def each(
     except _OF_THE_STEP:
         raise
     except Exception:
-        for at in range(len(places)):
-            with stage(failures, int(slots[places[at]]), what):
-                work(places[at : at + 1])
+        for index in range(len(places)):
+            with isolate_row(failures, int(slots[places[index]]), action):
+                work(places[index : index + 1])

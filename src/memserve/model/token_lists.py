@@ -25,9 +25,9 @@ class TokenLists:
         self._biased = {cpu: (torch.tensor(biased, dtype=torch.int64), torch.tensor(biases, dtype=torch.float32))}
         self._stops = {cpu: torch.tensor(stop.stop_token_ids, dtype=torch.int64)}
         self._allowed = {cpu: torch.tensor(sampling.allowed_token_ids, dtype=torch.int64)}
-        self._named = sampling.logprob_token_ids
-        others = [self._biased[cpu][0], *([self._stops[cpu]] if stop.min_tokens else [])]
-        self.changed: NDArray[np.int64] = torch.cat(others).numpy()
+        self._logprob_ids = sampling.logprob_token_ids
+        changed_parts = [self._biased[cpu][0], *([self._stops[cpu]] if stop.min_tokens else [])]
+        self.changed: NDArray[np.int64] = torch.cat(changed_parts).numpy()
         """Tokens whose logits a bias or ``min_tokens`` may change, ``[n]``."""
         self._excluded: NDArray[np.bool_] | None = None
         self._largest: int | None = None  # of all tokens; a negative one counts as none
@@ -36,28 +36,28 @@ class TokenLists:
         """Whether all tokens are in a vocabulary."""
         if self._largest is None:
             cpu = torch.device("cpu")
-            named = np.array(self._named, np.int64)
-            ids = [self._biased[cpu][0].numpy(), self._stops[cpu].numpy(), self._allowed[cpu].numpy(), named]
+            logprob_ids = np.array(self._logprob_ids, np.int64)
+            ids = [self._biased[cpu][0].numpy(), self._stops[cpu].numpy(), self._allowed[cpu].numpy(), logprob_ids]
             every = np.concatenate(ids)
             self._largest = int(np.where(every < 0, VOCAB_MAX, every).max(initial=0))
         return self._largest < vocab_size
 
-    def biased(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def bias_tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tokens and what is added to their logits, both ``[n]``: int64 and float32."""
         if device not in self._biased:
             ids, biases = self._biased[torch.device("cpu")]
             self._biased[device] = ids.to(device), biases.to(device)
         return self._biased[device]
 
-    def stops(self, device: torch.device) -> Tensor:
+    def stop_tensor(self, device: torch.device) -> Tensor:
         """Stop tokens, ``[n]`` int64."""
-        return _there(self._stops, device)
+        return _copy_on(self._stops, device)
 
-    def allowed(self, device: torch.device) -> Tensor:
+    def allowed_tensor(self, device: torch.device) -> Tensor:
         """The only tokens that may be drawn, ``[n]`` int64; empty: all may."""
-        return _there(self._allowed, device)
+        return _copy_on(self._allowed, device)
 
-    def excluded(self, vocab_size: int) -> NDArray[np.bool_]:
+    def excluded_mask(self, vocab_size: int) -> NDArray[np.bool_]:
         """All others, ``[vocab]``."""
         if self._excluded is None:
             self._excluded = np.ones(vocab_size, np.bool_)
@@ -65,14 +65,14 @@ class TokenLists:
         return self._excluded
 
 
-def _there(copies: dict[torch.device, Tensor], device: torch.device) -> Tensor:
+def _copy_on(copies: dict[torch.device, Tensor], device: torch.device) -> Tensor:
     if device not in copies:
         copies[device] = copies[torch.device("cpu")].to(device)
     return copies[device]
 
 
 _NONE = TokenLists(SamplingParams(), StopParams())
-_known: WeakValueDictionary[tuple[int, int], TokenLists] = WeakValueDictionary()
+_lists_by_request: WeakValueDictionary[tuple[int, int], TokenLists] = WeakValueDictionary()
 
 
 def token_lists(sampling: SamplingParams, stop: StopParams) -> TokenLists:
@@ -80,7 +80,7 @@ def token_lists(sampling: SamplingParams, stop: StopParams) -> TokenLists:
     if not (sampling.logit_bias or sampling.allowed_token_ids or sampling.logprob_token_ids or stop.stop_token_ids):
         return _NONE
     key = id(sampling), id(stop)  # both live as long as the lists that name them
-    lists = _known.get(key)
+    lists = _lists_by_request.get(key)
     if lists is None:
-        lists = _known[key] = TokenLists(sampling, stop)
+        lists = _lists_by_request[key] = TokenLists(sampling, stop)
     return lists

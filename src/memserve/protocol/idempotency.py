@@ -74,7 +74,7 @@ class _Told:
         self.ended_alone = False  # its ending came behind its last token, not with it
         self.cumulative_logprob: float | None = None
 
-    def outputs(self, request_id: str) -> list[TokenOutput]:
+    def outputs_for(self, request_id: str) -> list[TokenOutput]:
         first, alone = self.first, self.ended_alone and bool(self.tokens)
         reason = None if alone else self.reason
         whole = TokenOutput(
@@ -88,53 +88,57 @@ class _Told:
 class AnswerLog:
     """All that was told of one answer, from the first token of each sequence on."""
 
-    __slots__ = ("_told", "nbytes")
+    __slots__ = ("_sequences", "nbytes")
 
-    def __init__(self, told: Iterable[TokenOutput] = ()) -> None:
-        self._told: dict[int, _Told] = {}
+    def __init__(self, outputs: Iterable[TokenOutput] = ()) -> None:
+        self._sequences: dict[int, _Told] = {}
         #: approximate memory
         self.nbytes = _ANSWER_BYTES
-        for output in told:
-            self.take(output)
+        for output in outputs:
+            self.append_output(output)
 
-    def take(self, output: TokenOutput) -> int:
+    def append_output(self, output: TokenOutput) -> int:
         """Append what is new in ``output``. Returns the bytes that it adds. An ending that is none of an answer is left
         out. -1, and nothing is taken: tokens are missing before it."""
-        told = self._told.get(output.index)
-        known = (len(told.tokens) if told is not None else 0) - output.offset
-        if known < 0:
+        sequence = self._sequences.get(output.index)
+        known_tokens = (len(sequence.tokens) if sequence is not None else 0) - output.offset
+        if known_tokens < 0:
             return -1
-        if told is None:
+        if sequence is None:
             if not output.tokens and output.finish_reason not in COMPLETE:
                 return 0
-            told = self._told[output.index] = _Told(output)
-        if told.reason is not None:
+            sequence = self._sequences[output.index] = _Told(output)
+        if sequence.reason is not None:
             return 0
-        told.tokens += output.tokens[known:]
-        told.logprobs += output.logprobs[known:]
+        sequence.tokens += output.tokens[known_tokens:]
+        sequence.logprobs += output.logprobs[known_tokens:]
         if output.cumulative_logprob is not None:
-            told.cumulative_logprob = output.cumulative_logprob
+            sequence.cumulative_logprob = output.cumulative_logprob
         if output.finish_reason in COMPLETE:
-            told.reason, told.ended_alone = output.finish_reason, known >= len(output.tokens)
-        alternatives = sum(1 + len(entry.top) for entry in output.logprobs[known:])
-        if output is told.first:
+            sequence.reason, sequence.ended_alone = output.finish_reason, known_tokens >= len(output.tokens)
+        alternatives = sum(1 + len(entry.top) for entry in output.logprobs[known_tokens:])
+        if output is sequence.first:
             alternatives += sum(1 + len(entry.top) for entry in output.prompt_logprobs or () if entry is not None)
-        added = _TOKEN_BYTES * max(0, len(output.tokens) - known) + _LOGPROB_BYTES * alternatives
+        added = _TOKEN_BYTES * max(0, len(output.tokens) - known_tokens) + _LOGPROB_BYTES * alternatives
         self.nbytes += added
         return added
 
-    def outputs(self, request_id: str) -> list[TokenOutput]:
+    def outputs_for(self, request_id: str) -> list[TokenOutput]:
         """Everything, as outputs of ``request_id``."""
-        return [output for index in sorted(self._told) for output in self._told[index].outputs(request_id)]
+        return [
+            output for index in sorted(self._sequences) for output in self._sequences[index].outputs_for(request_id)
+        ]
 
     def is_complete(self, sequences: int) -> bool:
         """Whether each of so many sequences has its ending."""
-        return len(self._told) == sequences and all(told.reason is not None for told in self._told.values())
+        return len(self._sequences) == sequences and all(
+            sequence.reason is not None for sequence in self._sequences.values()
+        )
 
     @property
-    def tokens(self) -> int:
+    def token_count(self) -> int:
         """Of all sequences."""
-        return sum(len(told.tokens) for told in self._told.values())
+        return sum(len(sequence.tokens) for sequence in self._sequences.values())
 
     def __bool__(self) -> bool:
-        return bool(self._told)
+        return bool(self._sequences)

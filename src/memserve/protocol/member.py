@@ -69,17 +69,17 @@ class RouterAddresses:
     the turn comes to its address.
     """
 
-    __slots__ = ("_addresses", "_config", "_heard_ns", "address", "home", "is_called")
+    __slots__ = ("_addresses", "_config", "_last_contact_ns", "address", "is_called", "joined_address")
 
     def __init__(self, addresses: Sequence[str], config: MemberConfig) -> None:
         self._addresses, self._config = list(addresses), config
         #: whether an address is known only while a router has called
         self.is_called = not addresses
-        self._heard_ns = 0
+        self._last_contact_ns = 0
         #: the address that is tried, or where the router is. Empty: none is known
         self.address = self._addresses[0] if addresses else ""
         #: the address of the router whose member this instance is. None: it is no member
-        self.home: str | None = None
+        self.joined_address: str | None = None
 
     def __str__(self) -> str:
         return ", ".join(self._addresses)
@@ -89,50 +89,52 @@ class RouterAddresses:
 
     def wants_ack(self, now_ns: int) -> bool:
         """Whether the router should be asked for a sign of life."""
-        return (len(self._addresses) > 1 or self.is_called) and now_ns - self._heard_ns >= self._config.asks_after_ns
+        return (
+            len(self._addresses) > 1 or self.is_called
+        ) and now_ns - self._last_contact_ns >= self._config.asks_after_ns
 
-    def heard(self, now_ns: int) -> None:
+    def mark_contact(self, now_ns: int) -> None:
         """A router has spoken, or the instance begins to listen."""
-        self._heard_ns = now_ns
+        self._last_contact_ns = now_ns
 
-    def turn(self, now_ns: int) -> bool:
+    def try_next(self, now_ns: int) -> bool:
         """Go on to the next address if it is time. True: it was."""
-        patience_ns = self._config.silent_after_ns if self.address == self.home else self._config.turn_ns
-        if len(self._addresses) <= 1 or now_ns - self._heard_ns < patience_ns:
+        timeout_ns = self._config.silent_after_ns if self.address == self.joined_address else self._config.turn_ns
+        if len(self._addresses) <= 1 or now_ns - self._last_contact_ns < timeout_ns:
             return False
-        self._heard_ns = now_ns
+        self._last_contact_ns = now_ns
         self.address = self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
         return True
 
-    def lead_to(self, address: str, now_ns: int) -> None:
+    def switch_to(self, address: str, now_ns: int) -> None:
         """A router calls from ``address``; one that was not known takes the place of the one that is tried."""
         if self.is_called:
             self._addresses = [address]
         elif address not in self._addresses:
             self._addresses[self._addresses.index(self.address)] = address
-        self.address, self.home = address, None
-        self.heard(now_ns)
+        self.address, self.joined_address = address, None
+        self.mark_contact(now_ns)
 
-    def settle(self, joined_at: str) -> None:
+    def set_joined(self, joined_at: str) -> None:
         """The router at ``joined_at`` has accepted this instance, perhaps after the next address was tried."""
         if joined_at in self._addresses:  # a router of an older version does not say where
             self.address = joined_at
-        self.home = self.address
+        self.joined_address = self.address
 
-    def return_home(self) -> bool:
+    def return_to_joined(self) -> bool:
         """Go back to the router's address. True: another one was tried meanwhile, the router was only cut off."""
-        if self.home in (None, self.address):
+        if self.joined_address in (None, self.address):
             return False
-        self.address = self.home or ""
+        self.address = self.joined_address or ""
         return True
 
     def is_lost(self, now_ns: int) -> bool:
         """Whether a router that has called is silent for too long."""
-        return self.is_called and bool(self.address) and now_ns - self._heard_ns >= self._config.silent_after_ns
+        return self.is_called and bool(self.address) and now_ns - self._last_contact_ns >= self._config.silent_after_ns
 
-    def forget(self) -> None:
+    def forget_router(self) -> None:
         """The router that has called is gone."""
-        self._addresses, self.address, self.home = [], "", None
+        self._addresses, self.address, self.joined_address = [], "", None
 
 
 ANY_ROUTER = Peer(ROUTER, 0)
@@ -150,73 +152,73 @@ class MemberMachine:
         """The router that has accepted the instance. None: it is no member."""
         self.addresses = RouterAddresses(routers, config)
         self._config = config
-        self._dialled = ANY_ROUTER  # messages to another generation of the router do not leave
+        self._connected_router = ANY_ROUTER  # messages to another generation of the router do not leave
         self._rejoins_at: Peer | None = None  # the newest router that took over: it is asked until it answers
         self._peers: dict[str, PeerInfo] = {}  # the other members
         #: those of them that are routers, by name
         self.followers: dict[str, Peer] = {}
         self._members_digest: int | None = None  # of all members; counted when it is asked for
-        self._is_reborn = True  # False between ChangeGeneration and GenerationChanged
+        self._is_generation_ready = True  # False between ChangeGeneration and GenerationChanged
         self.drains = False
         """True: it accepts no new request, and leaves when it is idle."""
         self._has_left = False
         self._leaves_at_ns: int | None = None  # while it drains: the end of the patience; None: it has no end
-        self._why = ""  # of a drain that is not logged yet
-        self._next_beat_ns: int | None = None
-        self._beats = 0
+        self._drain_reason = ""  # of a drain that is not logged yet
+        self._next_heartbeat_ns: int | None = None
+        self._heartbeats = 0
         self._actions: list[MemberAction] = []
 
     @property
-    def me(self) -> Peer:
+    def self_peer(self) -> Peer:
         """The present incarnation."""
         return self.info.peer
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When to look again. None: it has left, is alone, or waits for ``GenerationChanged``."""
-        return None if self._has_left or not self._is_reborn else self._next_beat_ns
+        return None if self._has_left or not self._is_generation_ready else self._next_heartbeat_ns
 
     @property
-    def is_alone(self) -> bool:
+    def is_detached(self) -> bool:
         """Whether it knows of no router to join."""
         return not self.addresses.address
 
-    def knows(self, peer: Peer) -> bool:
+    def knows_peer(self, peer: Peer) -> bool:
         """Whether this incarnation of ``peer`` is another member."""
         info = self._peers.get(peer.name)
         return info is not None and info.peer == peer
 
     def start(self, now_ns: int) -> list[MemberAction]:
         """Dial the first address and ask to join. Without an address: wait to be called."""
-        if self.is_alone:
+        if self.is_detached:
             return []
-        self.addresses.heard(now_ns)
-        self._dial(ANY_ROUTER)
-        self._beat(now_ns)
+        self.addresses.mark_contact(now_ns)
+        self._connect_router(ANY_ROUTER)
+        self._on_heartbeat_due(now_ns)
         return self._take_actions()
 
     def handle(self, event: MemberEvent, now_ns: int) -> list[MemberAction]:
         """Take ``event`` into account at time ``now_ns`` (ns); the actions are to be done in order."""
         match event:
             case MessageArrived(sender, message):
-                self._hear(sender, message, now_ns)
+                self._on_message(sender, message, now_ns)
             case LoadRead():
                 self._send_heartbeat(event, now_ns)
             case DrainRequested():
-                self._drain(event, now_ns)
+                self._start_drain(event, now_ns)
             case GenerationChanged(info):
-                self._begin_anew(info, now_ns)
+                self._start_generation(info, now_ns)
         due_ns = self.next_deadline_ns
         if due_ns is not None and now_ns >= due_ns:
-            self._beat(now_ns)
+            self._on_heartbeat_due(now_ns)
         return self._take_actions()
 
-    def _do(self, action: MemberAction) -> None:
+    def _add_action(self, action: MemberAction) -> None:
         self._actions.append(action)
 
-    def _dial(self, router: Peer) -> None:
-        self._dialled = router
-        self._do(ConnectRouter(router, self.addresses.address))
+    def _connect_router(self, router: Peer) -> None:
+        self._connected_router = router
+        self._add_action(ConnectRouter(router, self.addresses.address))
 
     def _take_actions(self) -> list[MemberAction]:
         actions, self._actions = self._actions, []
@@ -224,54 +226,54 @@ class MemberMachine:
 
     # -- messages
 
-    def _hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
+    def _on_message(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if sender.name != ROUTER:
-            self._do(ForwardMessage(sender, message))
+            self._add_action(ForwardMessage(sender, message))
             return
         if isinstance(message, JoinRequest | RejoinRequest) and not self._may_join(sender, message):
-            self._do(Send(sender, Refused(f"{self.me.name} belongs to the router at {self.addresses}")))
+            self._add_action(Send(sender, Refused(f"{self.self_peer.name} belongs to the router at {self.addresses}")))
             return
-        if self.is_alone and not isinstance(message, JoinRequest | RejoinRequest):
+        if self.is_detached and not isinstance(message, JoinRequest | RejoinRequest):
             return  # late: of a router that was taken to be gone
-        self.addresses.heard(now_ns)
+        self.addresses.mark_contact(now_ns)
         # The turn may have come back to its address: the line there is to any router, and takes no answers to this one.
-        if sender == self.router and (self.addresses.return_home() or self._dialled != sender):
-            self._dial(sender)
-        if self._is_reborn:  # else the message was for the incarnation that ends now
-            self._hear_router(sender, message, now_ns)
+        if sender == self.router and (self.addresses.return_to_joined() or self._connected_router != sender):
+            self._connect_router(sender)
+        if self._is_generation_ready:  # else the message was for the incarnation that ends now
+            self._on_router_message(sender, message, now_ns)
 
-    def _hear_router(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
+    def _on_router_message(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         match message:
             case JoinAccepted():
-                self._welcome(sender, message, now_ns)
+                self._on_join_accepted(sender, message, now_ns)
             case RejoinRequest(address):
-                self._rejoin(sender, address, now_ns)
+                self._rejoin_router(sender, address, now_ns)
             case JoinRequest(address):
                 if self.addresses.is_called and not self.drains:
-                    self._rejoin(sender, address, now_ns)
+                    self._rejoin_router(sender, address, now_ns)
             case Expelled():
                 self._leave_incarnation(sender, message)
             case Refused(reason):
                 if self.router is None and self.addresses.is_called:
-                    self._be_alone(f"the router at {self.addresses} refuses this store: {reason}")
+                    self._become_detached(f"the router at {self.addresses} refuses this store: {reason}")
                 elif self.router is None:
-                    self._leave(refused=reason)
+                    self._leave_cluster(refused=reason)
             case HeartbeatAck():
                 pass
             case Leave():
                 if self.addresses.is_called and sender in (self.router, self._rejoins_at):
-                    self._be_alone(f"the router at {self.addresses} ends")
+                    self._become_detached(f"the router at {self.addresses} ends")
             case PeerJoined(info):
-                self._meet(info)
-                self._do(ForwardMessage(sender, message))
+                self._add_peer(info)
+                self._add_action(ForwardMessage(sender, message))
             case PeerGone(peer):
-                self._do(ForwardMessage(sender, message))
-                self._part(peer)
+                self._add_action(ForwardMessage(sender, message))
+                self._remove_peer(peer)
             case Drain():  # repeated with each heartbeat
                 self.drains = True
-                self._do(ForwardMessage(sender, message))
+                self._add_action(ForwardMessage(sender, message))
             case _:
-                self._do(ForwardMessage(sender, message))
+                self._add_action(ForwardMessage(sender, message))
 
     def _may_join(self, sender: Peer, message: JoinRequest | RejoinRequest) -> bool:
         """Whether this member may follow what ``sender`` asks, or does so already.
@@ -279,161 +281,165 @@ class MemberMachine:
         Where it looks for its router itself, one that remembers it has taken the place of its router: only one of them
         has the records. A store that is called may be remembered by several, so it asks whose place ``sender`` takes.
         """
-        known = self.router or self._rejoins_at
-        if self.is_alone or sender == known:
+        current_router = self.router or self._rejoins_at
+        if self.is_detached or sender == current_router:
             return True
         if isinstance(message, JoinRequest):
             return message.address in self.addresses
-        return not self.addresses.is_called or (known is not None and message.after == known.generation)
+        return not self.addresses.is_called or (
+            current_router is not None and message.after == current_router.generation
+        )
 
     def _is_outdated(self, router: Peer) -> bool:
         """Whether another router has taken the place of ``router``, as far as is known here."""
-        known = (self.router, self._rejoins_at)
-        return any(peer is not None and router.generation < peer.generation for peer in known)
+        known_routers = (self.router, self._rejoins_at)
+        return any(peer is not None and router.generation < peer.generation for peer in known_routers)
 
-    def _welcome(self, sender: Peer, message: JoinAccepted, now_ns: int) -> None:
+    def _on_join_accepted(self, sender: Peer, message: JoinAccepted, now_ns: int) -> None:
         if self._is_outdated(sender):
             return  # late: that router is gone
         if sender != self.router:  # a further JoinAccepted of the same router does not move it
-            self.addresses.settle(message.joined_at)
-        self._dial(sender)
+            self.addresses.set_joined(message.joined_at)
+        self._connect_router(sender)
         names = {info.peer.name for info in message.peers}
         for peer in [info.peer for name, info in self._peers.items() if name not in names]:
-            self._part(peer)
+            self._remove_peer(peer)
         for info in message.peers:
-            self._meet(info)
+            self._add_peer(info)
         if sender != self.router:
-            self.router, self._next_beat_ns = sender, now_ns  # its first heartbeat shows what there is, at once
-            self._do(Joined())
-        self._do(ForwardMessage(sender, message))
+            self.router, self._next_heartbeat_ns = sender, now_ns  # its first heartbeat shows what there is, at once
+            self._add_action(Joined())
+        self._add_action(ForwardMessage(sender, message))
 
-    def _rejoin(self, sender: Peer, address: str, now_ns: int) -> None:
+    def _rejoin_router(self, sender: Peer, address: str, now_ns: int) -> None:
         """Join the new router. Requests running here are orphaned; those that no client can ask for again are dropped
         when its ``JoinAccepted`` arrives."""
         if not address or sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
             return
-        what = "calls" if self.is_alone else "takes over"
-        self._do(LogWarning(f"the router at {address} {what}: joining it"))
+        verb = "calls" if self.is_detached else "takes over"
+        self._add_action(LogWarning(f"the router at {address} {verb}: joining it"))
         self.router, self._rejoins_at = None, sender
-        self.addresses.lead_to(address, now_ns)
-        self._dial(ANY_ROUTER)
-        self._next_beat_ns = now_ns
+        self.addresses.switch_to(address, now_ns)
+        self._connect_router(ANY_ROUTER)
+        self._next_heartbeat_ns = now_ns
 
     def _leave_incarnation(self, sender: Peer, message: Expelled) -> None:
         """Also where this incarnation never heard that it was a member: its ``JoinAccepted`` was lost."""
         if self._is_outdated(sender):
             return
-        self.router, self.addresses.home = None, None
-        self._is_reborn = False
-        self._do(LogWarning(f"expelled ({message.reason}): joining again"))
-        self._do(ChangeGeneration(sender, message.reason, max(self.me.generation, message.newest) + 1))
+        self.router, self.addresses.joined_address = None, None
+        self._is_generation_ready = False
+        self._add_action(LogWarning(f"expelled ({message.reason}): joining again"))
+        self._add_action(ChangeGeneration(sender, message.reason, max(self.self_peer.generation, message.newest) + 1))
 
-    def _begin_anew(self, info: PeerInfo, now_ns: int) -> None:
-        check(info.peer.generation > self.me.generation, f"{info.peer} is not newer than {self.me}")
-        self.info, self._is_reborn, self._members_digest = info, True, None
-        self._dial(ANY_ROUTER)
-        self._next_beat_ns = now_ns
+    def _start_generation(self, info: PeerInfo, now_ns: int) -> None:
+        check(info.peer.generation > self.self_peer.generation, f"{info.peer} is not newer than {self.self_peer}")
+        self.info, self._is_generation_ready, self._members_digest = info, True, None
+        self._connect_router(ANY_ROUTER)
+        self._next_heartbeat_ns = now_ns
 
-    def _meet(self, info: PeerInfo) -> None:
-        if info.peer.name != self.me.name and self._peers.get(info.peer.name) != info:
+    def _add_peer(self, info: PeerInfo) -> None:
+        if info.peer.name != self.self_peer.name and self._peers.get(info.peer.name) != info:
             self._peers[info.peer.name], self._members_digest = info, None
             if info.role is Role.ROUTER:
                 self.followers[info.peer.name] = info.peer
-            self._do(AddPeer(info))
+            self._add_action(AddPeer(info))
 
-    def _part(self, peer: Peer) -> None:
-        if self.knows(peer):
+    def _remove_peer(self, peer: Peer) -> None:
+        if self.knows_peer(peer):
             del self._peers[peer.name]
             self.followers.pop(peer.name, None)
             self._members_digest = None
-            self._do(RemovePeer(peer))
+            self._add_action(RemovePeer(peer))
 
-    def _be_alone(self, why: str) -> None:
+    def _become_detached(self, why: str) -> None:
         """Wait to be called again; the other members are those of a router that is gone."""
-        self._do(LogWarning(f"{why}; {self.me.name} waits to be called by another"))
-        self.router = self._rejoins_at = self._next_beat_ns = None
-        self._dialled = ANY_ROUTER
-        self.addresses.forget()
+        self._add_action(LogWarning(f"{why}; {self.self_peer.name} waits to be called by another"))
+        self.router = self._rejoins_at = self._next_heartbeat_ns = None
+        self._connected_router = ANY_ROUTER
+        self.addresses.forget_router()
         for info in list(self._peers.values()):
-            self._part(info.peer)
+            self._remove_peer(info.peer)
 
     # -- time
 
-    def _beat(self, now_ns: int) -> None:
+    def _on_heartbeat_due(self, now_ns: int) -> None:
         """Ask to join, or read the load for a heartbeat."""
         if self.addresses.is_lost(now_ns):
-            self._be_alone(f"the router at {self.addresses} is not heard any more")
+            self._become_detached(f"the router at {self.addresses} is not heard any more")
             return
-        self._next_beat_ns = now_ns + self._config.beat_ns
-        if self.addresses.turn(now_ns):
-            self._do(LogWarning(f"no router is heard: trying {self.addresses.address}"))
-            self._dial(ANY_ROUTER)
+        self._next_heartbeat_ns = now_ns + self._config.beat_ns
+        if self.addresses.try_next(now_ns):
+            self._add_action(LogWarning(f"no router is heard: trying {self.addresses.address}"))
+            self._connect_router(ANY_ROUTER)
         if self.router is None:
-            self._do(Send(ANY_ROUTER, Join(self.info, self.addresses.address)))
+            self._add_action(Send(ANY_ROUTER, Join(self.info, self.addresses.address)))
             return
-        self._beats += 1
-        self._do(ReadLoad(with_stats=self._beats % self._config.stats_every == 1))
+        self._heartbeats += 1
+        self._add_action(ReadLoad(with_stats=self._heartbeats % self._config.stats_every == 1))
 
     def _send_heartbeat(self, read: LoadRead, now_ns: int) -> None:
         if self.router is None or self._has_left:
             return  # expelled or asked to rejoin meanwhile
         if self._members_digest is None:
-            self._members_digest = members_digest([self.me, *(info.peer for info in self._peers.values())])
+            self._members_digest = members_digest([self.self_peer, *(info.peer for info in self._peers.values())])
         heartbeat = Heartbeat(
             read.load, read.next_event, read.stats, self._members_digest, self.addresses.wants_ack(now_ns), read.costs
         )
-        self._do(Send(ANY_ROUTER, heartbeat))  # a restarted router shall hear it too
+        self._add_action(Send(ANY_ROUTER, heartbeat))  # a restarted router shall hear it too
         for follower, load, next_event in read.followers:
-            if self.knows(follower):
-                self._do(Send(follower, Heartbeat(load, next_event, read.stats, costs=read.costs)))
+            if self.knows_peer(follower):
+                self._add_action(Send(follower, Heartbeat(load, next_event, read.stats, costs=read.costs)))
                 if self.drains:
-                    self._do(Send(follower, Drain()))
-        if self._why:
-            self._do(LogWarning(self._drain_notice(read.load, now_ns)))
+                    self._add_action(Send(follower, Drain()))
+        if self._drain_reason:
+            self._add_action(LogWarning(self._drain_notice(read.load, now_ns)))
         if self.drains:
             is_idle = not (read.load.requests_waiting or read.load.sequences_running or read.load.transfers_open)
             if is_idle or (self._leaves_at_ns is not None and now_ns >= self._leaves_at_ns):
-                self._leave()
+                self._leave_cluster()
 
     # -- leaving
 
-    def _drain(self, asked: DrainRequested, now_ns: int) -> None:
-        self.drains, self._leaves_at_ns, self._why = True, now_ns + asked.patience_ns, asked.why
+    def _start_drain(self, request: DrainRequested, now_ns: int) -> None:
+        self.drains, self._leaves_at_ns, self._drain_reason = True, now_ns + request.patience_ns, request.why
         if self._has_left:
             return
         if self.router is not None:
-            self._do(Send(self.router, Drain()))
-        if not asked.patience_ns or self.router is None:
-            self._leave()
+            self._add_action(Send(self.router, Drain()))
+        if not request.patience_ns or self.router is None:
+            self._leave_cluster()
         else:
-            self._next_beat_ns = now_ns
+            self._next_heartbeat_ns = now_ns
 
     def _drain_notice(self, load: Load, now_ns: int) -> str:
-        why, self._why = self._why, ""
+        why, self._drain_reason = self._drain_reason, ""
         left_s = max(0, (self._leaves_at_ns or now_ns) - now_ns) / 1e9
         return (
-            f"{why}: instance {self.me.name} leaves; {load.sequences_running} sequences run and"
+            f"{why}: instance {self.self_peer.name} leaves; {load.sequences_running} sequences run and"
             f" {load.requests_waiting} requests wait here, and have {left_s:.0f} s to finish"
         )
 
-    def _leave(self, refused: str = "") -> None:
+    def _leave_cluster(self, refused: str = "") -> None:
         if self.info.role.has_model:  # a store outlives its router, which may be gone and tell it nothing
             for info in self._peers.values():
                 if not info.role.has_model:
-                    self._do(Send(info.peer, Leave()))
+                    self._add_action(Send(info.peer, Leave()))
         if self.router is not None:
-            self._do(Send(self.router, Leave()))
+            self._add_action(Send(self.router, Leave()))
         self._has_left = True
-        self._do(Left(refused))
+        self._add_action(Left(refused))
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not agree."""
-        lone = self.router is None and self._rejoins_at is None and not self._peers and self._next_beat_ns is None
-        check(lone or not self.is_alone, "a member is alone, and knows others")
-        check(self.router is None or self._is_reborn, "a member waits for its next incarnation")
-        check(self.me.name not in self._peers, f"{self.me.name} is its own peer")
+        is_bare = (
+            self.router is None and self._rejoins_at is None and not self._peers and self._next_heartbeat_ns is None
+        )
+        check(is_bare or not self.is_detached, "a member is alone, and knows others")
+        check(self.router is None or self._is_generation_ready, "a member waits for its next incarnation")
+        check(self.self_peer.name not in self._peers, f"{self.self_peer.name} is its own peer")
         routers = {name: info.peer for name, info in self._peers.items() if info.role is Role.ROUTER}
         check(self.followers == routers, "{} are followers, not {}", self.followers, routers)
         if self._members_digest is not None:
-            known = members_digest([self.me, *(info.peer for info in self._peers.values())])
-            check(self._members_digest == known, "the digest is not that of the members")
+            digest = members_digest([self.self_peer, *(info.peer for info in self._peers.values())])
+            check(self._members_digest == digest, "the digest is not that of the members")

@@ -32,7 +32,7 @@ class LoadRead:
     followers: tuple[tuple[Peer, Load, int], ...] = ()
     """What each router is told that is not the owner: the load with the totals of its link, and its ``next_event``."""
     costs: bytes = b""
-    """What it has learnt of its costs (``CostModel.encode``). Empty: nothing yet."""
+    """What it has learnt of its costs (``CostModel.to_json``). Empty: nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)

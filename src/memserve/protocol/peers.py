@@ -108,7 +108,7 @@ class PeerInfo(Message, frozen=True):
     model_card: bytes = b""
     """What the edge must know of the model, as JSON (``model/loading/card.py``): the router itself loads no model."""
     costs: bytes = b""
-    """What computing and moving KV cost there (``CostModel.encode``); empty: nothing was measured."""
+    """What computing and moving KV cost there (``CostModel.to_json``); empty: nothing was measured."""
     segments_at: str = ""
     """Where it answers queries of longer sequences' other parts, ``tcp://host:port``; empty: it takes no such part."""
     sequence_tokens: Natural = 0

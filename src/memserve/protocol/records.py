@@ -176,7 +176,7 @@ class RecoveredState:
     """Where the last router listened."""
     members: tuple[RecoveredMember, ...] = ()
     """In the order of joining."""
-    gone: tuple[Peer, ...] = ()
+    dead_peers: tuple[Peer, ...] = ()
     """Incarnations that must not come back, oldest first; bounded."""
     sessions: tuple[SessionRouted, ...] = ()
     """The session that was idle longest comes first."""

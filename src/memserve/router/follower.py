@@ -80,22 +80,22 @@ class Follower:
         match event:
             case FollowerStarts(address):
                 self.member.info = structs.replace(self.member.info, address=address)
-                self._follow(self.member.start(now_ns), now_ns)
+                self._perform_actions(self.member.start(now_ns), now_ns)
             case DrainRequested() | GenerationChanged():
-                self._follow(self.member.handle(event, now_ns), now_ns)
+                self._perform_actions(self.member.handle(event, now_ns), now_ns)
             case MessageArrived(sender, _) if sender.name == ROUTER:
-                self._follow(self.member.handle(event, now_ns), now_ns)
+                self._perform_actions(self.member.handle(event, now_ns), now_ns)
             case RouterEnds():
-                self._follow(self.member.handle(DrainRequested(0, ""), now_ns), now_ns)
+                self._perform_actions(self.member.handle(DrainRequested(0, ""), now_ns), now_ns)
             case _:
                 self._actions += self.cluster.handle(event, now_ns)
                 due_ns = self.member.next_deadline_ns
                 if due_ns is not None and due_ns <= now_ns:
-                    self._follow(self.member.handle(ClockTicked(), now_ns), now_ns)
+                    self._perform_actions(self.member.handle(ClockTicked(), now_ns), now_ns)
         actions, self._actions = self._actions, []
         return actions
 
-    def _follow(self, actions: Sequence[MemberAction], now_ns: int) -> None:
+    def _perform_actions(self, actions: Sequence[MemberAction], now_ns: int) -> None:
         """What the host need not do is done at once."""
         for action in actions:
             match action:
@@ -103,13 +103,15 @@ class Follower:
                     self._actions += self.cluster.handle(MessageArrived(sender, message), now_ns)
                 case ReadLoad():
                     live = self.cluster.stats().requests_live
-                    self._follow(self.member.handle(LoadRead(Load(requests_waiting=live), 0), now_ns), now_ns)
-                    if self.cluster.following is not None:
-                        self.cluster.following.speak(now_ns, beats=True)
+                    self._perform_actions(self.member.handle(LoadRead(Load(requests_waiting=live), 0), now_ns), now_ns)
+                    if self.cluster.follower_membership is not None:
+                        self.cluster.follower_membership.send_pending(now_ns, beats=True)
                         self._actions += self.cluster.handle(ClockTicked(), now_ns)
                 case ChangeGeneration():
-                    if self.cluster.following is not None:
-                        self.cluster.following.all_gone(f"this router was expelled: {action.reason}", now_ns)
+                    if self.cluster.follower_membership is not None:
+                        self.cluster.follower_membership.remove_all(
+                            f"this router was expelled: {action.reason}", now_ns
+                        )
                     self._actions += self.cluster.handle(ClockTicked(), now_ns)
                     self._actions.append(action)
                 case _:

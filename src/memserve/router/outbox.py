@@ -50,7 +50,7 @@ class Timers:
         heapq.heappush(self._heap, (when_ns, self._armed, wake, subject))
         self.next_ns = self._heap[0][0]
 
-    def run(self, now_ns: int) -> None:
+    def run_due(self, now_ns: int) -> None:
         """Call what is due, earliest first; what is armed meanwhile for ``now_ns`` or before comes as well."""
         while self.next_ns is not None and self.next_ns <= now_ns:
             _, _, wake, subject = heapq.heappop(self._heap)
@@ -65,7 +65,7 @@ class Outbox:
     Tokens promise nothing about the cluster, so they wait for no disk. Reports to operators come last.
     """
 
-    __slots__ = ("_actions", "_ahead", "_keyed", "_later", "_outputs", "_relay", "_reports", "remembers")
+    __slots__ = ("_actions", "_ahead", "_keyed_answers", "_later", "_outputs", "_relay", "_reports", "remembers")
 
     def __init__(self, remembers: bool) -> None:
         self._actions: list[ClusterAction] = []
@@ -76,19 +76,19 @@ class Outbox:
         #: whether the host keeps records; else they are not even made where that costs something
         self.remembers = remembers
         #: requests with a key, and what becomes of their outputs
-        self._keyed: Mapping[str, Reads] = {}
+        self._keyed_answers: Mapping[str, Reads] = {}
         self._relay: Callable[[TokenOutput], TokenOutput | None] = lambda output: output
 
     def relay_keyed(self, keyed: Mapping[str, Reads], relay: Callable[[TokenOutput], TokenOutput | None]) -> None:
         """Outputs of the requests in ``keyed`` go through ``relay``: to the connection that reads them, or to none."""
-        self._keyed, self._relay = keyed, relay
+        self._keyed_answers, self._relay = keyed, relay
 
-    def remember(self, record: AnyRecord) -> None:
+    def record_ahead(self, record: AnyRecord) -> None:
         """Durable before any message of this event leaves."""
         if self.remembers:
             self._ahead.append(record)
 
-    def note(self, record: AnyRecord) -> None:
+    def record_later(self, record: AnyRecord) -> None:
         """Durable some time later."""
         if self.remembers:
             self._later.append(record)
@@ -97,16 +97,16 @@ class Outbox:
         """Send ``message`` to ``to``."""
         self._actions.append(Send(to, message))
 
-    def emit(self, output: TokenOutput) -> None:
+    def emit_output(self, output: TokenOutput) -> None:
         """News for a client."""
-        if output.request_id in self._keyed:
+        if output.request_id in self._keyed_answers:
             relayed = self._relay(output)
             if relayed is None:
                 return
             output = relayed
         self._outputs.append(output)
 
-    def reject(
+    def reject_request(
         self,
         request_id: str,
         reason: str,
@@ -117,18 +117,18 @@ class Outbox:
         is_reader: bool = False,
     ) -> None:
         """A request that will not be run. ``is_reader``: the name is that of a connection, not that of a request."""
-        keyed = self._keyed.get(request_id) if not is_reader else None
+        keyed = self._keyed_answers.get(request_id) if not is_reader else None
         name = request_id if keyed is None else keyed.reader
         if name:
             self._actions.append(RejectRequest(name, reason, retry_after_s, overloaded, conflict))
 
-    def report(
+    def report_member(
         self, change: MemberChange, peer: Peer, address: str = "", why: str = "", *, role: Role | None = None
     ) -> None:
         """News of a member for operators."""
         self._reports.append(ReportMember(change, peer, address, why, role))
 
-    def take(self) -> list[ClusterAction]:
+    def take_actions(self) -> list[ClusterAction]:
         """Everything since the last call."""
         actions, self._actions = self._actions, []
         if self._ahead:
@@ -159,8 +159,8 @@ class Write:
 
     records: Sequence[AnyRecord]
     number: int | None
-    """N: once these records and all before them are durable, or cannot be made so, :meth:`DurabilityGate.release` is to
-    be called with N. None: nothing waits for them."""
+    """N: once these records and all before them are durable, or cannot be made so,
+    :meth:`DurabilityGate.release_actions` is to be called with N. None: nothing waits for them."""
 
 
 class DurabilityGate:
@@ -171,56 +171,62 @@ class DurabilityGate:
     waits for the disk.
     """
 
-    __slots__ = ("_asked", "_held", "_held_for", "_released")
+    __slots__ = ("_waiting", "_waiting_messages", "_writes_released", "_writes_requested")
 
     def __init__(self) -> None:
-        self._asked = self._released = 0
+        self._writes_requested = self._writes_released = 0
         #: actions that wait, with the number of the Write that they wait for; numbers never fall
-        self._held: deque[tuple[int, ClusterAction]] = deque()
+        self._waiting: deque[tuple[int, ClusterAction]] = deque()
         #: messages among them, by receiver
-        self._held_for: Counter[Peer] = Counter()
+        self._waiting_messages: Counter[Peer] = Counter()
 
-    def admit(self, actions: Iterable[ClusterAction]) -> list[ClusterAction | Write]:
-        """What is to be done now of the actions that one event led to; the rest follows from :meth:`release`."""
-        now: list[ClusterAction | Write] = []
+    def admit_actions(self, actions: Iterable[ClusterAction]) -> list[ClusterAction | Write]:
+        """What is to be done now of the actions that one event led to; the rest follows from
+        :meth:`release_actions`."""
+        ready: list[ClusterAction | Write] = []
         is_behind = False
         for action in actions:
             if isinstance(action, Note):
-                now.append(Write(action.records, None))
+                ready.append(Write(action.records, None))
             elif isinstance(action, Remember):
                 is_behind = True
-                self._asked += 1
-                now.append(Write(action.records, self._asked))
+                self._writes_requested += 1
+                ready.append(Write(action.records, self._writes_requested))
             elif isinstance(action, ReportMember | RejectRequest):
-                now.append(action)  # operators and clients hear it whatever the disk does: it promises nothing
-            elif is_behind or (isinstance(action, Send) and action.to in self._held_for):
-                self._hold(action)
+                ready.append(action)  # operators and clients hear it whatever the disk does: it promises nothing
+            elif is_behind or (isinstance(action, Send) and action.to in self._waiting_messages):
+                self._hold_action(action)
             else:
-                now.append(action)
-        return now
+                ready.append(action)
+        return ready
 
-    def release(self, number: int) -> list[ClusterAction]:
+    def release_actions(self, number: int) -> list[ClusterAction]:
         """What waited for the Write of this number, or for one before it."""
-        self._released = max(self._released, number)
-        done: list[ClusterAction] = []
-        while self._held and self._held[0][0] <= self._released:
-            _, action = self._held.popleft()
+        self._writes_released = max(self._writes_released, number)
+        ready: list[ClusterAction] = []
+        while self._waiting and self._waiting[0][0] <= self._writes_released:
+            _, action = self._waiting.popleft()
             if isinstance(action, Send):
-                self._held_for[action.to] -= 1
-                if not self._held_for[action.to]:
-                    del self._held_for[action.to]
-            done.append(action)
-        return done
+                self._waiting_messages[action.to] -= 1
+                if not self._waiting_messages[action.to]:
+                    del self._waiting_messages[action.to]
+            ready.append(action)
+        return ready
 
-    def _hold(self, action: ClusterAction) -> None:
-        self._held.append((self._asked, action))
+    def _hold_action(self, action: ClusterAction) -> None:
+        self._waiting.append((self._writes_requested, action))
         if isinstance(action, Send):
-            self._held_for[action.to] += 1
+            self._waiting_messages[action.to] += 1
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if actions wait out of order, or for nothing."""
-        numbers = [number for number, _ in self._held]
+        numbers = [number for number, _ in self._waiting]
         check(numbers == sorted(numbers), "actions wait out of order")
-        check(all(self._released < number <= self._asked for number in numbers), "an action waits for nothing")
-        waiting = Counter(action.to for _, action in self._held if isinstance(action, Send))
-        check(waiting == self._held_for, "messages wait for {}, counted are {}", waiting, self._held_for)
+        check(
+            all(self._writes_released < number <= self._writes_requested for number in numbers),
+            "an action waits for nothing",
+        )
+        waiting = Counter(action.to for _, action in self._waiting if isinstance(action, Send))
+        check(
+            waiting == self._waiting_messages, "messages wait for {}, counted are {}", waiting, self._waiting_messages
+        )

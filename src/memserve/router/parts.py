@@ -12,15 +12,12 @@ from typing import Protocol
 from memserve.base.config import ClusterConfig
 from memserve.base.types import FinishReason
 from memserve.protocol.peers import Peer
-from memserve.router.admission.controller import AdmissionController
-from memserve.router.members.loads import LoadTable
-from memserve.router.members.registry import Registry
+from memserve.router.admission.controller import RequestAdmission
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.placement.placer import Placer
-from memserve.router.placement.prefix_directory import Trees
 from memserve.router.report import Counters
 from memserve.router.requests.requests import RequestState
-from memserve.router.requests.sessions import NamedPrefixes, Sessions
+from memserve.router.requests.sessions import MemberTables, NamedPrefixes, Sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +25,10 @@ class RouterParts:
     """Of one router."""
 
     config: ClusterConfig
-    registry: Registry
-    trees: Trees
-    loads: LoadTable
-    admission: AdmissionController
+    tables: MemberTables
+    admission: RequestAdmission
     sessions: Sessions
-    handles: NamedPrefixes
+    named_prefixes: NamedPrefixes
     placer: Placer
     timers: Timers
     outbox: Outbox
@@ -46,20 +41,20 @@ class RouterParts:
 class RequestFlow(Protocol):
     """The way of requests, as those see it that change where a request stands on it."""
 
-    def enqueue(self, req: RequestState, now_ns: int) -> None:
+    def enqueue_request(self, req: RequestState, now_ns: int) -> None:
         """Ask for the admission of a request that has entered."""
 
     def admit_waiting(self, now_ns: int) -> None:
         """Admit and place queued requests as long as there is room."""
 
-    def place(self, req: RequestState, now_ns: int) -> None:
+    def place_request(self, req: RequestState, now_ns: int) -> None:
         """Dispatch a request that is admitted; else it waits, or ends when waiting cannot help."""
 
     def place_waiting(self, now_ns: int) -> None:
         """Something has changed: try all unplaced requests, in order."""
 
-    def give_up(self, request_id: str, now_ns: int) -> None:
+    def give_up_request(self, request_id: str, now_ns: int) -> None:
         """End a request for which no client has come."""
 
-    def end(self, req: RequestState, reason: FinishReason, now_ns: int, error: str = "") -> None:
+    def end_request(self, req: RequestState, reason: FinishReason, now_ns: int, error: str = "") -> None:
         """End a request that has begun."""

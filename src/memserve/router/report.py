@@ -67,7 +67,7 @@ class AdmissionStats:
     """Admission before placement: totals since the start, and in a snapshot gauges of the moment."""
 
     admitted: int = 0
-    left: int = 0
+    released: int = 0
     """Admitted requests that have ended, in whatever way."""
     queued: int = 0
     """Requests that had to wait, those that were rejected later included."""
@@ -97,7 +97,7 @@ class InstanceView:
     """As the last heartbeat said."""
     stats: bytes
     """The engine's statistics of the last heartbeat that carried them (msgpack), or ``b""``."""
-    heard_ns: int
+    last_seen_ns: int
     """When it was last heard of."""
     joined_ns: int
     requests: int

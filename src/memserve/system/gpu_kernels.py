@@ -76,9 +76,9 @@ class Sealing:
         self._lanes = torch.zeros((count, 16), dtype=torch.int64, device=device)
         for batch in batches:
             if len(batch.src):
-                self._add(batch)
+                self._enqueue_batch(batch)
 
-    def _add(self, batch: Batch) -> None:
+    def _enqueue_batch(self, batch: Batch) -> None:
         dst = batch.src if batch.dst is None else batch.dst
         places = np.stack((batch.src, dst, batch.begins))
         check(not (places % 8).any() and batch.piece_bytes % 8 == 0, "pieces begin and end at whole words")
@@ -86,15 +86,15 @@ class Sealing:
         stripes = ceil_div(words + int((batch.begins // 8 % 8).max()), 8)
         parts = ceil_div(stripes, _STRIPES * _TURNS)
         places[2] //= 8
-        sent = _on(torch.from_numpy(np.concatenate((places.ravel(), batch.owners, KEYS))), self._device)
+        inputs = _to_device(torch.from_numpy(np.concatenate((places.ravel(), batch.owners, KEYS))), self._device)
         sums = torch.empty((count, parts, 16), dtype=torch.int64, device=self._device)
         seal_kernel[(count, parts)](
-            sent, sent[count:], sent[2 * count :], sent[4 * count :], sums, words, _GOLDEN - (1 << 64),
+            inputs, inputs[count:], inputs[2 * count :], inputs[4 * count :], sums, words, _GOLDEN - (1 << 64),
             STRIPES=_STRIPES, TURNS=_TURNS, COPIES=batch.dst is not None,
         )  # fmt: skip
-        self._lanes.index_add_(0, sent[3 * count : 4 * count], sums.sum(1))
+        self._lanes.index_add_(0, inputs[3 * count : 4 * count], sums.sum(1))
 
-    def result(self) -> NDArray[np.uint64]:
+    def read_checksums(self) -> NDArray[np.uint64]:
         """The seals ``[n]``; waits for the stream in use."""
         lanes = self._lanes.cpu().numpy().view(np.uint64)
         with np.errstate(over="ignore"):
@@ -115,5 +115,5 @@ def _padding(words: int) -> NDArray[np.uint64]:
     return products
 
 
-def _on(tensor: Tensor, device: torch.device) -> Tensor:
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

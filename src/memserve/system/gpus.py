@@ -34,7 +34,7 @@ GPUS_MAX = 64
 """More than a host has."""
 
 
-def dotted(version: tuple[int, int]) -> str:
+def dotted_version(version: tuple[int, int]) -> str:
     """As people write it."""
     return f"{version[0]}.{version[1]}"
 
@@ -52,7 +52,7 @@ class FoundGpu:
     capability: tuple[int, int]
 
     def __str__(self) -> str:
-        return f"{self.name} ({human_bytes(self.memory_bytes)}, compute capability {dotted(self.capability)})"
+        return f"{self.name} ({human_bytes(self.memory_bytes)}, compute capability {dotted_version(self.capability)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +78,31 @@ class Driver:
             self._lib = ctypes.CDLL(_LIBRARY) if library is None else library
         except OSError as error:
             raise DriverError(f"there is no NVIDIA driver: {error}") from error
-        self._call("cuInit", 0)
+        self._call_driver("cuInit", 0)
         self._context: Any = None
 
     @property
     def cuda_version(self) -> tuple[int, int]:
         """The newest CUDA that the driver runs."""
         number = ctypes.c_int()
-        self._call("cuDriverGetVersion", ctypes.byref(number))
+        self._call_driver("cuDriverGetVersion", ctypes.byref(number))
         return number.value // 1000, number.value % 1000 // 10
 
     def gpus(self) -> tuple[FoundGpu, ...]:
         """The GPUs that this process sees, in CUDA's order."""
         count = ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(count))
-        return tuple(self._gpu(index) for index in range(count.value))
+        self._call_driver("cuDeviceGetCount", ctypes.byref(count))
+        return tuple(self._read_gpu(index) for index in range(count.value))
 
-    def _gpu(self, index: int) -> FoundGpu:
+    def _read_gpu(self, index: int) -> FoundGpu:
         device, name, size = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_size_t()
-        self._call("cuDeviceGet", ctypes.byref(device), index)
-        self._call("cuDeviceGetName", name, _NAME_BYTES, device)
-        self._call("cuDeviceTotalMem_v2", ctypes.byref(size), device)
+        self._call_driver("cuDeviceGet", ctypes.byref(device), index)
+        self._call_driver("cuDeviceGetName", name, _NAME_BYTES, device)
+        self._call_driver("cuDeviceTotalMem_v2", ctypes.byref(size), device)
         capability = []
         for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
             number = ctypes.c_int()
-            self._call("cuDeviceGetAttribute", ctypes.byref(number), attribute, device)
+            self._call_driver("cuDeviceGetAttribute", ctypes.byref(number), attribute, device)
             capability.append(number.value)
         return FoundGpu(name.value.decode(errors="replace"), size.value, (capability[0], capability[1]))
 
@@ -110,35 +110,35 @@ class Driver:
 
     def export(self, address: int) -> bytes:
         """What :meth:`map` takes in another process to see the allocation around ``address``: 72 bytes."""
-        self._enter()
+        self._enter_context()
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        self._call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+        self._call_driver("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle) + (address - base.value).to_bytes(8, "little")
 
     def map(self, exported: bytes) -> tuple[int, int]:
         """``(address, base)``: where the exported memory is here, and what :meth:`unmap` takes."""
         if len(exported) != _HANDLE_BYTES + 8:
             raise DriverError("what a peer exports is no handle of memory")
-        self._enter()
+        self._enter_context()
         handle, base = _Handle.from_buffer_copy(exported[:_HANDLE_BYTES]), ctypes.c_uint64()
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        self._call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return base.value + int.from_bytes(exported[_HANDLE_BYTES:], "little"), base.value
 
     def unmap(self, base: int) -> None:
         """Give back what :meth:`map` has mapped."""
-        self._enter()
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+        self._enter_context()
+        self._call_driver("cuIpcCloseMemHandle", ctypes.c_uint64(base))
 
-    def _enter(self) -> None:
+    def _enter_context(self) -> None:
         """Make the device's primary context that of this thread."""
         if self._context is None:
             context = ctypes.c_void_p()
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+            self._call_driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
             self._context = context
-        self._call("cuCtxSetCurrent", self._context)
+        self._call_driver("cuCtxSetCurrent", self._context)
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call_driver(self, name: str, *arguments: Any) -> None:
         status = getattr(self._lib, name)(*arguments)
         if status:
             raise DriverError(f"{name} fails with CUDA's error {status}")
@@ -168,53 +168,62 @@ def torch_cuda() -> str | None:
         text = (Path(spec.origin).parent / "version.py").read_text() if spec is not None and spec.origin else ""
     except OSError:
         return None
-    found = re.search(r"^cuda[^=]*= *'([0-9.]+)'", text, re.MULTILINE)
-    return found.group(1) if found else None
+    version_match = re.search(r"^cuda[^=]*= *'([0-9.]+)'", text, re.MULTILINE)
+    return version_match.group(1) if version_match else None
 
 
-def check_device_name(asked: str) -> None:
+def check_device_name(device_name: str) -> None:
     """Raise :class:`UserError` for what is no ``--device``."""
-    if not DEVICES.fullmatch(asked):
-        raise UserError(f"unknown device {asked!r}", hint=f"use one of {DEVICES_SAID}", param="device")
+    if not DEVICES.fullmatch(device_name):
+        raise UserError(f"unknown device {device_name!r}", hint=f"use one of {DEVICES_SAID}", param="device")
 
 
 def choose_device(
-    asked: str, gpus: tuple[FoundGpu, ...], driver_cuda: tuple[int, int], torch_for: str | None, why_none: str = ""
+    device_name: str,
+    gpus: tuple[FoundGpu, ...],
+    driver_cuda: tuple[int, int],
+    torch_for: str | None,
+    why_none: str = "",
 ) -> DeviceChoice:
     """What ``--device asked`` means with these GPUs and torch's build. ``auto`` falls back to the CPU and says why.
 
     Raises :class:`UserError` where a GPU is asked for that cannot be used.
     """
-    check_device_name(asked)
-    if asked == "cpu":
+    check_device_name(device_name)
+    if device_name == "cpu":
         return DeviceChoice((), "")
-    index = int(asked.partition(":")[2] or 0)
-    problem, hint = _problem(asked, index, gpus, driver_cuda, torch_for, why_none)
+    index = int(device_name.partition(":")[2] or 0)
+    problem, hint = _why_no_gpu(device_name, index, gpus, driver_cuda, torch_for, why_none)
     if not problem:
-        used = gpus if asked in ("auto", "cuda") else gpus[index : index + 1]
+        used = gpus if device_name in ("auto", "cuda") else gpus[index : index + 1]
         names = ", ".join(map(str, used))
         return DeviceChoice(used, f"device: {names}; CUDA {torch_for}")
-    if asked != "auto":
+    if device_name != "auto":
         raise UserError(f"there is no usable CUDA device: {problem}", hint=hint, param="device")
     return DeviceChoice((), f"device: the CPU, for {problem} ({hint})" if gpus or why_none else "")
 
 
-def _problem(
-    asked: str, index: int, gpus: tuple[FoundGpu, ...], driver_cuda: tuple[int, int], torch_for: str | None, why: str
+def _why_no_gpu(
+    device_name: str,
+    index: int,
+    gpus: tuple[FoundGpu, ...],
+    driver_cuda: tuple[int, int],
+    torch_for: str | None,
+    why: str,
 ) -> tuple[str, str]:
     """Why the GPU cannot be used, and what to do about it; empty: it can."""
     if not gpus:
         return why or "this machine shows no NVIDIA driver", "use --device cpu, or install NVIDIA's driver"
     if index >= len(gpus):
-        return f"{asked} is not one of the {len(gpus)} here", f"use cuda:0 to cuda:{len(gpus) - 1}"
+        return f"{device_name} is not one of the {len(gpus)} here", f"use cuda:0 to cuda:{len(gpus) - 1}"
     gpu = gpus[index]
     if torch_for is None:
         return f"torch is a build without CUDA beside {gpu}", GPU_TORCH_HINT
     if int(torch_for.partition(".")[0]) > driver_cuda[0]:
-        versions = f"torch is built for CUDA {torch_for}, and the driver of {gpu} runs {dotted(driver_cuda)}"
+        versions = f"torch is built for CUDA {torch_for}, and the driver of {gpu} runs {dotted_version(driver_cuda)}"
         return versions, "update NVIDIA's driver, or install a torch for its CUDA"
     if gpu.capability < CAPABILITY_MIN:
-        return f"{gpu} is older than the kernels ({dotted(CAPABILITY_MIN)})", "use --device cpu"
+        return f"{gpu} is older than the kernels ({dotted_version(CAPABILITY_MIN)})", "use --device cpu"
     return "", ""
 
 
@@ -223,37 +232,37 @@ def gpu_count() -> int:
     return len(find_gpus()[0])
 
 
-def device_here(asked: str) -> DeviceChoice:
+def device_here(device_name: str) -> DeviceChoice:
     """What ``--device asked`` means on this machine. Raises as :func:`choose_device`."""
-    if asked == "cpu":
+    if device_name == "cpu":
         return DeviceChoice((), "")
     gpus, driver_cuda, why = find_gpus()
-    return choose_device(asked, gpus, driver_cuda, torch_cuda(), why)
+    return choose_device(device_name, gpus, driver_cuda, torch_cuda(), why)
 
 
-def show_first(index: int, environment: Mapping[str, str], count: int, own: int = 1) -> str:
-    """``CUDA_VISIBLE_DEVICES`` with the ``own`` GPUs from ``index`` of ``count`` on in front: the first is device 0
-    then, in every thread, and the others can still be read."""
+def show_first(index: int, environment: Mapping[str, str], count: int, own_gpus: int = 1) -> str:
+    """``CUDA_VISIBLE_DEVICES`` with the ``own_gpus`` GPUs from ``index`` of ``count`` on in front: the first is device
+    0 then, in every thread, and the others can still be read."""
     shown = [name for name in environment.get(_VISIBLE, "").split(",") if name] or [str(n) for n in range(count)]
     if index >= len(shown):
         text = f"cuda:{index} is not one of the {len(shown)} that {_VISIBLE} shows"
         raise UserError(text, hint=f"use cuda:0 to cuda:{len(shown) - 1}", param="device")
-    return ",".join([*shown[index : index + own], *shown[:index], *shown[index + own :]])
+    return ",".join([*shown[index : index + own_gpus], *shown[:index], *shown[index + own_gpus :]])
 
 
-def take_gpu(asked: str, own: int = 1) -> str:
+def take_gpu(device_name: str, own_gpus: int = 1) -> str:
     """For a process of ours, before it imports torch: make ``cuda:N`` its device 0, and the GPUs behind it the next
-    ones of its ``own``. Returns ``cuda``, or ``asked``. Before this process asks the driver anything: that reads which
-    GPUs to show once, when it starts.
+    ones of its ``own_gpus``. Returns ``cuda``, or ``device_name``. Before this process asks the driver anything: that
+    reads which GPUs to show once, when it starts.
 
     Raises :class:`UserError` for a GPU that is not there."""
-    if not re.fullmatch(r"cuda:\d{1,2}", asked):
-        return asked
-    index, before = int(asked.partition(":")[2]), os.environ.get(_VISIBLE)
-    os.environ[_VISIBLE] = show_first(index, os.environ, GPUS_MAX, own)  # the list ends where a GPU is not there
+    if not re.fullmatch(r"cuda:\d{1,2}", device_name):
+        return device_name
+    index, before = int(device_name.partition(":")[2]), os.environ.get(_VISIBLE)
+    os.environ[_VISIBLE] = show_first(index, os.environ, GPUS_MAX, own_gpus)  # the list ends where a GPU is not there
     gpus, driver_cuda, why = find_gpus()
     try:
-        choose_device("cuda", gpus, driver_cuda, torch_cuda(), f"{asked} is not there: {why}" if why else "")
+        choose_device("cuda", gpus, driver_cuda, torch_cuda(), f"{device_name} is not there: {why}" if why else "")
     except UserError:
         os.environ.pop(_VISIBLE) if before is None else os.environ.update({_VISIBLE: before})
         raise

@@ -54,9 +54,9 @@ def _put_off_compiler(torch: types.ModuleType) -> None:
 def _leave_packages_out() -> None:
     from transformers import utils
 
-    for asked in (utils, utils.import_utils):
-        setattr(asked, "is_scipy_available", lambda: False)  # noqa: B010  # its types hide the name
-        setattr(asked, "is_kernels_available", lambda *_: False)  # noqa: B010  # its types hide the name
+    for module in (utils, utils.import_utils):
+        setattr(module, "is_scipy_available", lambda: False)  # noqa: B010  # its types hide the name
+        setattr(module, "is_kernels_available", lambda *_: False)  # noqa: B010  # its types hide the name
 
 
 def _read_models_once() -> None:

@@ -34,10 +34,10 @@ class RatedLog:
         self._lines = 0
         self._left_out = 0
 
-    def say(self, level: int, thing: Hashable, text: str, *values: object) -> None:
+    def log_limited(self, level: int, thing: Hashable, text: str, *values: object) -> None:
         """Log ``text % values`` about ``thing``, or count it."""
         with self._lock:
-            if not self._may_speak(thing):
+            if not self._may_log(thing):
                 self._left_out += 1
                 return
             left_out, self._left_out = self._left_out, 0
@@ -45,7 +45,7 @@ class RatedLog:
             text, values = text + " (%d lines like it were left out before)", (*values, left_out)
         self._log.log(level, text, *values)
 
-    def _may_speak(self, thing: Hashable) -> bool:
+    def _may_log(self, thing: Hashable) -> bool:
         now = self._clock()
         if now - self._minute_s >= _MINUTE_S:
             self._minute_s, self._lines = now, 0

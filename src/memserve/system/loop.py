@@ -59,7 +59,7 @@ class _Ask:
     question: Callable[[], Any]
     answer: Future[Any]
 
-    def settle(self) -> None:
+    def resolve_call(self) -> None:
         """Whatever is wrong with the answer is the asker's to know: the machine goes on."""
         try:
             self.answer.set_result(self.question())
@@ -93,22 +93,23 @@ class MachineLoop(Generic[EventT]):
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopped = False  # no more events are handled
         self._deadline_ns: int | None = None  # the machine's, after its last event
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin to handle events; what was posted before is not lost."""
         self._thread.start()
 
-    def post(self, event: EventT) -> None:
+    def post_event(self, event: EventT) -> None:
         """Put ``event`` into the inbox. Thread-safe, never blocks."""
-        self.put(event)
-        self.see_to_it()
+        self.enqueue_event(event)
+        self.wake_loop()
 
-    def put(self, event: EventT) -> None:
-        """Half of :meth:`post`, for callers with a lock: :meth:`see_to_it` follows when they have given it back."""
+    def enqueue_event(self, event: EventT) -> None:
+        """Half of :meth:`post_event`, for callers with a lock: :meth:`wake_loop` follows when they have given it
+        back."""
         self._inbox.put(event)
 
-    def see_to_it(self) -> None:
+    def wake_loop(self) -> None:
         """The inbox has got something: its thread knows."""
 
     @property
@@ -116,48 +117,48 @@ class MachineLoop(Generic[EventT]):
         """Whether events wait to be handled. Thread-safe."""
         return not self._inbox.empty()
 
-    def ask(self, question: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    def query_machine(self, question: Callable[[], Answer], timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
         """The answer of ``question()``, called in the loop's thread between two events.
 
         Raises ``TimeoutError`` when the loop is stuck, :class:`EngineStopped` when it has ended: that one at once.
         """
         ask = _Ask(question, Future())
         self._inbox.put(ask)
-        self.see_to_it()
+        self.wake_loop()
         if self._stopped:  # set before the inbox is emptied for the last time: no question stays without an answer
             raise EngineStopped
         answer: Answer = ask.answer.result(timeout=timeout_s)
         return answer
 
-    def call(self, function: Callable[[], Any]) -> None:
+    def call_in_loop(self, function: Callable[[], Any]) -> None:
         """Call ``function`` in the loop's thread between two events, and go on here. Thread-safe, never blocks."""
         answer: Future[Any] = Future()
-        answer.add_done_callback(_complain)
+        answer.add_done_callback(_log_unhandled)
         self._inbox.put(_Ask(function, answer))
-        self.see_to_it()
+        self.wake_loop()
 
     def close(self, timeout_s: float) -> bool:
         """Handle what is in the inbox, then end. ``False`` when that took longer than ``timeout_s``."""
         self._inbox.put(_Close())
-        self.see_to_it()
+        self.wake_loop()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     # -- the loop's thread
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         try:
             self._handle_events()
         finally:
             self._on_end()
             self._stopped = True
-            self._disappoint_askers()
+            self._fail_pending_calls()
 
     def _handle_events(self) -> None:
-        while self._take(self._next()):
+        while self._handle_item(self._next_item()):
             pass
 
-    def _next(self) -> Any:
+    def _next_item(self) -> Any:
         if self._deadline_ns is None:
             return self._inbox.get()
         try:
@@ -168,12 +169,12 @@ class MachineLoop(Generic[EventT]):
     def _time_left_s(self, deadline_ns: int) -> float:
         return max(TICK_MIN_S, (deadline_ns - self._clock_ns()) / NS_PER_S)
 
-    def _take(self, item: Any) -> bool:
+    def _handle_item(self, item: Any) -> bool:
         """Handle one item of the inbox. False: no more will be handled."""
         if isinstance(item, _Close):
             return False
         if isinstance(item, _Ask):
-            item.settle()
+            item.resolve_call()
             return True
         try:
             started_ns = time.perf_counter_ns()
@@ -186,7 +187,7 @@ class MachineLoop(Generic[EventT]):
             return False
         return True
 
-    def _disappoint_askers(self) -> None:
+    def _fail_pending_calls(self) -> None:
         while True:
             try:
                 item = self._inbox.get_nowait()
@@ -213,7 +214,7 @@ class SharedLoop(MachineLoop[EventT]):
         super().__init__(*args, **options)
         self._turn = threading.Lock()
         self._is_open = False  # events are handled
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes its own thread
+        self._wakeup: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes its own thread
         self._ticks_in: asyncio.AbstractEventLoop | None = None
         self._wakes_ns = 0  # when that thread will look at the deadline anyway
 
@@ -226,40 +227,40 @@ class SharedLoop(MachineLoop[EventT]):
         """From now on deadlines are looked at in ``loop``, which reads what others say; None: in a thread. While
         ``loop`` is blocked nothing is heard, so no silence may end there."""
         self._ticks_in = loop
-        self._bell.put(None)
+        self._wakeup.put(None)
 
-    def see_to_it(self) -> None:
+    def wake_loop(self) -> None:
         """The inbox has got something: handle it, unless another thread is at it."""
-        self._work(EVENTS_A_TURN)
+        self._handle_waiting(EVENTS_A_TURN)
 
-    def _work(self, most: int | None) -> None:
+    def _handle_waiting(self, most: int | None) -> None:
         """Handle what waits. The thread that gives the turn back looks once more, so nothing is forgotten."""
         while self._is_open and not self._inbox.empty() and self._turn.acquire(blocking=False):
             try:
-                self._empty_inbox(most)
+                self._drain_inbox(most)
             finally:
                 self._turn.release()
             if most is not None and not self._inbox.empty():
-                self._bell.put(None)
+                self._wakeup.put(None)
                 return
 
-    def _empty_inbox(self, most: int | None) -> None:
-        left = most
-        while self._is_open and left != 0:
+    def _drain_inbox(self, most: int | None) -> None:
+        items_left = most
+        while self._is_open and items_left != 0:
             try:
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 break
-            self._is_open = self._take(item)
-            left = None if left is None else left - 1
+            self._is_open = self._handle_item(item)
+            items_left = None if items_left is None else items_left - 1
         if not self._is_open or (self._deadline_ns is not None and self._deadline_ns < self._wakes_ns):
-            self._bell.put(None)
+            self._wakeup.put(None)
 
     # -- its own thread
 
     def _handle_events(self) -> None:
         while True:
-            self._work(None)
+            self._handle_waiting(None)
             self._wakes_ns = sys.maxsize  # before the deadline is read: one that is set in between rings the bell
             if not self._is_open:
                 return
@@ -267,26 +268,26 @@ class SharedLoop(MachineLoop[EventT]):
             if deadline_ns is not None:
                 self._wakes_ns = deadline_ns
             try:
-                self._bell.get(timeout=None if deadline_ns is None else self._time_left_s(deadline_ns))
+                self._wakeup.get(timeout=None if deadline_ns is None else self._time_left_s(deadline_ns))
             except queue.Empty:
-                self._tick()
+                self._check_deadline()
 
-    def _tick(self) -> None:
+    def _check_deadline(self) -> None:
         loop = self._ticks_in
         if loop is None or loop.is_closed():
             self._inbox.put(ClockTicked())
             return
         with suppress(RuntimeError):  # it has just been closed
-            loop.call_soon_threadsafe(self._tick_here)
-            self._bell.get()
+            loop.call_soon_threadsafe(self._tick_in_loop)
+            self._wakeup.get()
 
-    def _tick_here(self) -> None:
+    def _tick_in_loop(self) -> None:
         self._inbox.put(ClockTicked())
-        self.see_to_it()
-        self._bell.put(None)
+        self.wake_loop()
+        self._wakeup.put(None)
 
 
-def _complain(answer: Future[Any]) -> None:
+def _log_unhandled(answer: Future[Any]) -> None:
     """No caller looks at the answer of a posted call: an error is at least in the log."""
     error = answer.exception()
     if error is not None and not isinstance(error, EngineStopped):

@@ -189,20 +189,20 @@ def available_memory_bytes() -> int | None:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
         return None
-    return min([available, *_left_by_groups()])
+    return min([available, *_bytes_left_by_group()])
 
 
-def _left_by_groups() -> Iterator[int]:
+def _bytes_left_by_group() -> Iterator[int]:
     """Bytes that each control group of this process leaves, its caches of files counted as free: the kernel drops them
     before it kills."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         lines = []
-    own = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    group_paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
     for root, path, (limit_name, used_name, caches) in (
-        (_CGROUP, own.get("", "/"), ("memory.max", "memory.current", ("inactive_file", "active_file"))),
-        (_CGROUP / "memory", own.get("memory", "/"), ("memory.limit_in_bytes", "memory.usage_in_bytes",
+        (_CGROUP, group_paths.get("", "/"), ("memory.max", "memory.current", ("inactive_file", "active_file"))),
+        (_CGROUP / "memory", group_paths.get("memory", "/"), ("memory.limit_in_bytes", "memory.usage_in_bytes",
                                                       ("total_inactive_file", "total_active_file"))),
     ):  # fmt: skip
         place = root / path.lstrip("/")
@@ -212,12 +212,12 @@ def _left_by_groups() -> Iterator[int]:
             try:
                 limit, used = (group / limit_name).read_text().strip(), int((group / used_name).read_text())
                 if limit != "max":
-                    yield int(limit) - used + _counted(group / "memory.stat", caches)
+                    yield int(limit) - used + _sum_counters(group / "memory.stat", caches)
             except (OSError, ValueError):  # the root has no limit, a container may see only its own group
                 continue
 
 
-def _counted(stat: Path, names: tuple[str, ...]) -> int:
+def _sum_counters(stat: Path, names: tuple[str, ...]) -> int:
     try:
         pairs = [line.split() for line in stat.read_text().splitlines()]
     except OSError:

@@ -46,7 +46,7 @@ class SignalCounter:
         self.names: list[str] = []
         """Names of the signals that counted, in order."""
 
-    def came(self, sig: int) -> bool:
+    def count_signal(self, sig: int) -> bool:
         """A signal came; whether it counts."""
         name = signal.Signals(sig).name
         if name == "SIGHUP" and name in self.names:
@@ -73,20 +73,20 @@ def signals_raise() -> Iterator[None]:
     """Until the end of the block an ending signal raises :class:`EndRequested` here (Ctrl-C: ``KeyboardInterrupt``),
     once: what was started by then is ended in good order, and no second signal may interrupt that."""
     before = {sig: signal.getsignal(sig) for sig in ending_signals()}
-    asked = SignalCounter()
+    counter = SignalCounter()
 
     def end() -> BaseException:
-        return KeyboardInterrupt() if asked.names[0] == "SIGINT" else EndRequested(asked.names[0])
+        return KeyboardInterrupt() if counter.names[0] == "SIGINT" else EndRequested(counter.names[0])
 
     def raise_once(sig: int, frame: FrameType | None) -> None:
-        if asked.came(sig) and asked.count == 1:
+        if counter.count_signal(sig) and counter.count == 1:
             raise end()
 
     on_ending_signals(raise_once)
     try:
         yield
     except Exception:
-        if asked.count:  # a native library that called Python has made an error of its own out of it
+        if counter.count:  # a native library that called Python has made an error of its own out of it
             raise end() from None
         raise
     finally:
@@ -144,21 +144,21 @@ class CpuWatch:
     """Counts from its construction on; starting one costs a millisecond."""
 
     def __init__(self) -> None:
-        self._begun = _read()
+        self._first_reading = _read_cpu()
 
     def others_cores(self) -> float | None:
         """Processors that other programs kept busy since then, on average: 1.5 is one and a half.
 
         ``None``: this system does not tell, or hardly any time has passed.
         """
-        now = _read()
-        if self._begun is None or now is None or now.at_s - self._begun.at_s < 0.05:
+        now = _read_cpu()
+        if self._first_reading is None or now is None or now.at_s - self._first_reading.at_s < 0.05:
             return None
-        others_s = (now.machine_s - self._begun.machine_s) - (now.own_s - self._begun.own_s)
-        return max(0.0, others_s / (now.at_s - self._begun.at_s))
+        others_s = (now.machine_s - self._first_reading.machine_s) - (now.own_s - self._first_reading.own_s)
+        return max(0.0, others_s / (now.at_s - self._first_reading.at_s))
 
 
-def watched(seconds: float = 0.5) -> float | None:
+def measure_busy_cores(seconds: float = 0.5) -> float | None:
     """As :meth:`CpuWatch.others_cores`, over the next ``seconds``, in which the caller does nothing."""
     watch = CpuWatch()
     time.sleep(seconds)
@@ -172,10 +172,10 @@ def busy_note(cores: float | None) -> str | None:
     return f"the machine is busy: other programs use {cores:.1f} of {os.cpu_count()} cores, so figures come out too low"
 
 
-def _read() -> Reading | None:
+def _read_cpu() -> Reading | None:
     try:
         columns = [int(text) for text in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:]]
-        work = sum(ticks for at, ticks in enumerate(columns[:_GUEST]) if at not in (_IDLE, _IOWAIT))
+        work = sum(ticks for column, ticks in enumerate(columns[:_GUEST]) if column not in (_IDLE, _IOWAIT))
         return Reading(time.monotonic(), work / _TICKS_PER_S, _own_ticks() / _TICKS_PER_S)
     except (OSError, ValueError, IndexError):
         return None
@@ -193,13 +193,13 @@ def _own_ticks() -> int:
                 continue  # that process ended meanwhile
             parents[int(entry.name)] = int(fields[1])
             ticks[int(entry.name)] = sum(int(text) for text in fields[11:15])  # utime, stime, cutime, cstime
-    own = {os.getpid()}
+    own_pids = {os.getpid()}
     grown = True
     while grown:
-        more = {pid for pid, parent in parents.items() if parent in own} - own
-        own |= more
+        more = {pid for pid, parent in parents.items() if parent in own_pids} - own_pids
+        own_pids |= more
         grown = bool(more)
-    return sum(ticks.get(pid, 0) for pid in own)
+    return sum(ticks.get(pid, 0) for pid in own_pids)
 
 
 _PR_SET_PDEATHSIG = 1
@@ -253,19 +253,19 @@ class HealthFile:
             message = f"cannot write {self._path}: {error.strerror or error}"
             raise UserError(message, hint=hint, param="health_file") from None
 
-    def tell(self, standing: HealthState) -> None:
-        """Write ``standing``, unless that was done within this second. A full disk leaves the file to grow old."""
+    def write_state(self, state: HealthState) -> None:
+        """Write ``state``, unless that was done within this second. A full disk leaves the file to grow old."""
         now = time.monotonic()
         if now < self._next_s:
             return
         self._next_s = now + PERIOD_S * 0.9  # callers come once a second, and not to the millisecond
         try:
-            self._draft.write_text(f"{standing.value}\n")
+            self._draft.write_text(f"{state.value}\n")
             self._draft.replace(self._path)
         except OSError:
             return
 
-    def remove(self) -> None:
+    def remove_file(self) -> None:
         """There is nothing more to say."""
         for path in (self._path, self._draft):
             path.unlink(missing_ok=True)

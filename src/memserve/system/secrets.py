@@ -32,10 +32,10 @@ class Followed(Generic[T]):
     only touched is no news.
     """
 
-    def __init__(self, files: Sequence[Path], read: Callable[[], T], what: str, *, tells: bool = True) -> None:
-        """``read``: of ``files``; its :class:`UserError` says what is wrong with them, and is raised here. ``what``:
+    def __init__(self, files: Sequence[Path], read: Callable[[], T], subject: str, *, tells: bool = True) -> None:
+        """``read``: of ``files``; its :class:`UserError` says what is wrong with them, and is raised here. ``subject``:
         they hold, in log lines."""
-        self._files, self._read, self._what = tuple(files), read, what
+        self._files, self._read, self._subject = tuple(files), read, subject
         self._level = logging.WARNING if tells else logging.DEBUG
         self._stamp: _Stamp | None = self._stamp_now()  # before they are read: a change meanwhile is seen later
         self._value = self._first = read()
@@ -43,7 +43,7 @@ class Followed(Generic[T]):
         self._is_odd = False  # what was there last could not be read
 
     @property
-    def first(self) -> T:
+    def initial_value(self) -> T:
         """As it was when the process began."""
         return self._first
 
@@ -53,7 +53,7 @@ class Followed(Generic[T]):
         return self._files
 
     @classmethod
-    def fixed(cls, value: T) -> Followed[T]:
+    def of_constant(cls, value: T) -> Followed[T]:
         """What is in no file, and stays."""
         return cls((), lambda: value, "")
 
@@ -74,19 +74,19 @@ class Followed(Generic[T]):
             value, before, was_odd = self._read(), self._value, self._is_odd
             self._value, self._is_odd = value, False
             if value != before or was_odd:
-                log.log(self._level, "%s in %s: read again", self._what, self._files[0])
+                log.log(self._level, "%s in %s: read again", self._subject, self._files[0])
         except UserError as error:
             self._is_odd = True
-            log.log(self._level, "%s; %s that were read before stay in use", error.message, self._what)
+            log.log(self._level, "%s; %s that were read before stay in use", error.message, self._subject)
         return self._value
 
-    def then(self, make: Callable[[T], S], *, tells: bool = True) -> Followed[S]:
+    def derive_value(self, make: Callable[[T], S], *, tells: bool = True) -> Followed[S]:
         """What ``make`` makes of it, which may refuse it with a :class:`UserError` as well. ``tells`` False: another
         one of this process has the lines in the log."""
         value = make(self._value)  # the file may be broken just now
-        made = Followed((), lambda: value, self._what, tells=tells)
-        made._files, made._read, made._stamp = self._files, lambda: make(self._read()), self._stamp
-        return made
+        derived = Followed((), lambda: value, self._subject, tells=tells)
+        derived._files, derived._read, derived._stamp = self._files, lambda: make(self._read()), self._stamp
+        return derived
 
     def _stamp_now(self) -> _Stamp | None:
         """None: not all of them are there."""
@@ -101,15 +101,15 @@ Secret = str | Followed[str]
 """The text of a cluster's secret file; it may change."""
 
 
-def followed(secret: Secret) -> Followed[str]:
+def as_followed(secret: Secret) -> Followed[str]:
     """``secret``, wherever it comes from."""
-    return secret if isinstance(secret, Followed) else Followed.fixed(secret)
+    return secret if isinstance(secret, Followed) else Followed.of_constant(secret)
 
 
 def follow_secret(path: Path) -> Followed[str]:
     """The cluster's secret in a file; of a pipe it is read once. Raises :class:`UserError` as :func:`read_secret`."""
     if not path.is_file():
-        return Followed.fixed(read_secret(path))
+        return Followed.of_constant(read_secret(path))
     return Followed([path], lambda: read_secret(path), "the cluster secret")
 
 
@@ -122,11 +122,11 @@ class GivenKeys:
     file: Path | None = None
 
     @classmethod
-    def read_told(cls, told: Mapping[str, Any]) -> GivenKeys:
-        """What another process has :meth:`told`."""
-        return cls(tuple(told["words"]), Path(told["file"]) if told["file"] else None)
+    def from_payload(cls, payload: Mapping[str, Any]) -> GivenKeys:
+        """What another process has :meth:`as_payload`."""
+        return cls(tuple(payload["words"]), Path(payload["file"]) if payload["file"] else None)
 
-    def told(self) -> dict[str, Any]:
+    def as_payload(self) -> dict[str, Any]:
         """For a process of this host, by a way that no other user sees."""
         return {"words": self.words, "file": str(self.file.absolute()) if self.file is not None else ""}
 
@@ -135,19 +135,19 @@ class GivenKeys:
         """Clients need one."""
         return bool(self.words) or self.file is not None
 
-    def follow(self) -> Followed[tuple[str, ...]]:
+    def follow_keys(self) -> Followed[tuple[str, ...]]:
         """All of them. Raises :class:`UserError` for a file without keys."""
-        return Followed([self.file] if self.file is not None else [], self.read, "the keys")
+        return Followed([self.file] if self.file is not None else [], self.read_keys, "the keys")
 
-    def read(self) -> tuple[str, ...]:
+    def read_keys(self) -> tuple[str, ...]:
         """As they are now. Raises :class:`UserError` for a file without keys."""
         return self.words + (tuple(keys_in(self.file)) if self.file is not None else ())
 
 
-def read_secret(path: Path, what: str = "the cluster secret") -> str:
+def read_secret(path: Path, subject: str = "the cluster secret") -> str:
     """A secret that fills a file. Raises :class:`UserError` when the file cannot be read, or is no text."""
     hint = f"make one: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
-    return read_private(path, what, hint).strip()
+    return read_private(path, subject, hint).strip()
 
 
 def keys_in(path: Path) -> list[str]:
@@ -166,7 +166,7 @@ def keys_in(path: Path) -> list[str]:
     return keys
 
 
-def read_private(path: Path, what: str, hint: str, secret_bits: int = 0o044) -> str:
+def read_private(path: Path, subject: str, hint: str, secret_bits: int = 0o044) -> str:
     """The text of a small file. Others may not write to it: they could add a key of their own. ``secret_bits`` 0: what
     is in it may be read by all.
 
@@ -178,14 +178,14 @@ def read_private(path: Path, what: str, hint: str, secret_bits: int = 0o044) -> 
             status = os.fstat(file.fileno())
             data = file.read(MIB + 1)
         if len(data) > MIB:
-            raise UserError(f"cannot read {what} in {path}: it is larger than 1 MiB", hint=hint)
+            raise UserError(f"cannot read {subject} in {path}: it is larger than 1 MiB", hint=hint)
         text = data.decode("utf-8-sig")  # without the mark that editors of Windows begin with
     except UnicodeDecodeError:
-        raise UserError(f"cannot read {what} in {path}: it is not text", hint=hint) from None
+        raise UserError(f"cannot read {subject} in {path}: it is not text", hint=hint) from None
     except OSError as error:
-        raise UserError(f"cannot read {what} in {path}: {error.strerror or error}", hint=hint) from None
+        raise UserError(f"cannot read {subject} in {path}: {error.strerror or error}", hint=hint) from None
     if stat.S_ISREG(status.st_mode) and status.st_mode & 0o022:
-        raise UserError(f"other users may write to {path}, which holds {what}", hint=f"chmod 600 {path}")
+        raise UserError(f"other users may write to {path}, which holds {subject}", hint=f"chmod 600 {path}")
     if stat.S_ISREG(status.st_mode) and status.st_mode & secret_bits:
-        log.warning("other users may read %s, which holds %s: chmod 600 %s", path, what, path)
+        log.warning("other users may read %s, which holds %s: chmod 600 %s", path, subject, path)
     return text

@@ -10,10 +10,10 @@ import triton.language as tl
 def copy_rows_kernel(target, source, dst, src, words, WORDS: tl.constexpr):
     """Program (row, piece): copies up to ``WORDS`` words of a row."""
     row = tl.program_id(0)
-    at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    offsets = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     to = tl.load(dst + row).to(tl.int64) * words
     came_from = tl.load(src + row).to(tl.int64) * words
-    tl.store(target + to + at, tl.load(source + came_from + at, mask=at < words), mask=at < words)
+    tl.store(target + to + offsets, tl.load(source + came_from + offsets, mask=offsets < words), mask=offsets < words)
 
 
 @triton.jit
@@ -38,11 +38,11 @@ def seal_kernel(
     plain = tl.zeros([STRIPES, 8], tl.int64)
     for turn in range(TURNS):
         stripe = ((part * TURNS + turn) * STRIPES + tl.arange(0, STRIPES)).to(tl.int64)
-        at = stripe[:, None] * 8 + lane[None, :] - skew
-        inside = (at >= 0) & (at < words)
-        word = tl.load(first + at, mask=inside, other=0)
+        offsets = stripe[:, None] * 8 + lane[None, :] - skew
+        inside = (offsets >= 0) & (offsets < words)
+        word = tl.load(first + offsets, mask=inside, other=0)
         if COPIES:
-            tl.store(to + at, word, mask=inside)
+            tl.store(to + offsets, word, mask=inside)
         x = (word ^ (key[None, :] + (begin // 8 + stripe)[:, None] * golden)).to(tl.uint64, bitcast=True)
         product = ((x & 0xFFFFFFFF) * (x >> 32)).to(tl.int64, bitcast=True)
         products += tl.where(inside, product, 0)

@@ -94,31 +94,31 @@ class CurveKeys:
         """
         return tuple(cls.derived_from(secret) for secret in secrets_in(text) or ("",))
 
-    def listen(self, socket: Socket) -> None:
+    def configure_server(self, socket: Socket) -> None:
         """Make ``socket`` accept only clients that a doorkeeper lets in."""
         socket.curve_server = True
         socket.curve_secretkey = self.secret
 
-    def speak(self, socket: Socket) -> None:
+    def configure_client(self, socket: Socket) -> None:
         """Let ``socket`` connect to members."""
         socket.curve_serverkey = self.public
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
 
 
-def watch(socket: Socket, events: int = FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED) -> Socket:
+def open_monitor(socket: Socket, events: int = FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED) -> Socket:
     """A socket that tells what happens to the connections of ``socket``."""
     return socket.get_monitor_socket(events)
 
 
-def unwatch(socket: Socket, monitor: Socket | None) -> None:
+def close_monitor(socket: Socket, monitor: Socket | None) -> None:
     """The end of that."""
     if monitor is not None:
         socket.disable_monitor()
         monitor.close(0)
 
 
-def turned_away(monitor: Socket) -> bool | None:
+def handshake_failed(monitor: Socket) -> bool | None:
     """Whether the last handshake that a :func:`watch` tells of has failed. None: it tells of none since the last
     call."""
     failed = None
@@ -132,7 +132,7 @@ def listen_anew(socket: Socket, endpoint: str, keys: CurveKeys) -> bool:
     port is still being closed."""
     with contextlib.suppress(zmq.ZMQError):  # it is not bound: the last call came to nothing
         socket.unbind(endpoint)
-    keys.listen(socket)
+    keys.configure_server(socket)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
@@ -148,21 +148,21 @@ class ZapAuthenticator:
     """
 
     def __init__(self, context: Context, keys: CurveKeys) -> None:
-        self.admit(keys)
+        self.set_keys(keys)
         self.socket: Socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_ZAP_ENDPOINT)
 
-    def admit(self, keys: CurveKeys) -> None:
+    def set_keys(self, keys: CurveKeys) -> None:
         """From now on only those with ``keys``."""
         self._key = z85.decode(keys.public)
 
     def answer_all(self) -> None:
         """Answer all questions that have come."""
         while can_be_read(self.socket):
-            self._answer()
+            self._answer_request()
 
-    def _answer(self) -> None:
+    def _answer_request(self) -> None:
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         welcome = mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], self._key)
         status = (b"200", b"OK", b"member") if welcome else (b"400", b"unknown key", b"")
@@ -181,69 +181,71 @@ class FailedHandshakes:
     def __init__(self, inbox: Socket, port: int) -> None:
         """``port``: where ``inbox`` is bound."""
         self.monitor: Socket = inbox.get_monitor_socket(_SEEN)
-        """Can be read when there is something to :meth:`look` at."""
+        """Can be read when there is something to :meth:`read_events` at."""
         self._port = port
         self._unproven: dict[int, str] = {}
         """Descriptor -> address of all connections that may be a stranger's; no more than there are descriptors."""
         self._passed = 0
         """Handshakes that succeeded, each of another one of those connections."""
-        self._ended: list[tuple[int, str, str]] = []
+        self._failed_connections: list[tuple[int, str, str]] = []
         """Connections that have ended unproven: descriptor, address, why. Their letters may still lie unread."""
-        self._why = ""
+        self._failure_reason = ""
         """Of the handshake that has just failed: its connection is the next that ends."""
-        self._lines = RatedLog(log)
+        self._rated_log = RatedLog(log)
 
-    def look(self) -> None:
+    def read_events(self) -> None:
         """Take in all events. To be called before letters are read: the senders must be known here."""
         while can_be_read(self.monitor):
             try:
-                seen = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+                monitor_event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            self._take(int(seen["event"]), int(seen["value"]))
+            self._handle_event(int(monitor_event["event"]), int(monitor_event["value"]))
 
-    def _take(self, event: int, descriptor: int) -> None:
+    def _handle_event(self, event: int, descriptor: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             self._unproven[descriptor] = _address_of(descriptor, self._port)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._passed += 1
         elif event == zmq.EVENT_DISCONNECTED:
-            why, self._why = self._why, ""
+            why, self._failure_reason = self._failure_reason, ""
             if (address := self._unproven.pop(descriptor, None)) is None:
                 pass
             elif self._passed and not why:
                 self._passed -= 1
             else:
-                self._ended.append((descriptor, address, why or "it does not speak this protocol"))
+                self._failed_connections.append((descriptor, address, why or "it does not speak this protocol"))
         elif event & FAILED:
-            self._why = _BROKE_OFF if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _OTHER_SECRET
+            self._failure_reason = _BROKE_OFF if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _OTHER_SECRET
         if self._passed >= len(self._unproven):  # more: of connections that have brought a letter
             self._unproven.clear()
             self._passed = 0
 
     @property
-    def are_any(self) -> bool:
+    def has_unproven(self) -> bool:
         """Whether a connection may still be a stranger's."""
-        return bool(self._unproven or self._ended)
+        return bool(self._unproven or self._failed_connections)
 
-    def spoke(self, descriptor: int) -> None:
+    def mark_proven(self, descriptor: int) -> None:
         """A letter came this way: nothing without the secret can write one."""
         if self._unproven.pop(descriptor, None) is not None:
             self._passed = max(0, self._passed - 1)
-        elif self._ended:
-            self._ended = [ended for ended in self._ended if ended[0] != descriptor]
+        elif self._failed_connections:
+            self._failed_connections = [failed for failed in self._failed_connections if failed[0] != descriptor]
 
-    def judge(self) -> int:
+    def log_failed(self) -> int:
         """All letters have been read: log and count the connections that ended without one."""
-        ended, self._ended = self._ended, []
-        for _, address, why in ended:
-            self.tell(address, why)
-        return len(ended)
+        connections, self._failed_connections = self._failed_connections, []
+        for _, address, why in connections:
+            self.log_rejection(address, why)
+        return len(connections)
 
-    def tell(self, address: str, why: str) -> None:
+    def log_rejection(self, address: str, why: str) -> None:
         """One line about ``address`` (``host:port``), unless there was one about the host just now."""
         host = address.rpartition(":")[0] or address
-        self._lines.say(logging.WARNING, (host, why), "turned away %s at the cluster port: %s", address, why)
+        self._rated_log.log_limited(
+            logging.WARNING, (host, why), "turned away %s at the cluster port: %s", address, why
+        )
 
     def close(self) -> None:
         """No more events."""

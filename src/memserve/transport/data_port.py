@@ -55,12 +55,12 @@ class Lanes:
         self._changed = threading.Condition()
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"{name} {number}", daemon=True) for number in range(workers)
+            threading.Thread(target=self._run_tasks, name=f"{name} {number}", daemon=True) for number in range(workers)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, lane: Hashable, task: Task) -> bool:
+    def submit_task(self, lane: Hashable, task: Task) -> bool:
         """Queue ``task``; False when closed."""
         with self._changed:
             if self._closed:
@@ -82,16 +82,16 @@ class Lanes:
         for thread in self._threads:
             thread.join()
 
-    def _work(self) -> None:
-        while (turn := self._next()) is not None:
+    def _run_tasks(self) -> None:
+        while (turn := self._next_task()) is not None:
             lane, task = turn
             try:
                 task()
             except Exception:
                 log.exception("a task of lane %r failed", lane)
-            self._finished(lane)
+            self._finish_task(lane)
 
-    def _next(self) -> tuple[Hashable, Task] | None:
+    def _next_task(self) -> tuple[Hashable, Task] | None:
         """The first task of the lane that waits longest; ``None`` = closed, and nothing is left."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or (self._closed and not self._waiting))
@@ -100,7 +100,7 @@ class Lanes:
             lane = self._ready.popleft()
             return lane, self._waiting[lane][0]
 
-    def _finished(self, lane: Hashable) -> None:
+    def _finish_task(self, lane: Hashable) -> None:
         with self._changed:
             self._waiting[lane].popleft()
             if self._waiting[lane]:
@@ -113,13 +113,13 @@ class Lanes:
 
 
 def open_data_port(
-    link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages, where: ListenAddress | None = None
+    link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages, listen_address: ListenAddress | None = None
 ) -> PagePort:
-    """The port for ``link`` (:data:`memserve.base.types.LINKS`), whose links listen as ``where`` says; None: NIXL at
-    all addresses of this machine, and no member is asked through the cluster's channel.
+    """The port for ``link`` (:data:`memserve.base.types.LINKS`), whose links listen as ``listen_address`` says; None:
+    NIXL at all addresses of this machine, and no member is asked through the cluster's channel.
 
     ``arenas`` holds the tiers that have blocks. Raises :class:`UserError` for ``nixl`` without NIXL, for ``curve``
-    without ``where``, and for a link that does not exist.
+    without ``listen_address``, and for a link that does not exist.
     """
     check_link(link)
     links: list[PageLink] = []
@@ -127,9 +127,9 @@ def open_data_port(
         on_gpu = any(isinstance(arena, GpuMemory) for arena in arenas.values())
         links.append(IpcLink(arenas) if on_gpu else ShmLink(arenas))
     if uses_nixl(link):
-        links += _nixl(arenas, geometry, where, needed=link == "nixl")
-    if link in ("auto", "trusted", "curve") and where is not None:
-        links.append(CurveLink(arenas, where, geometry.block_bytes))
+        links += _nixl_links(arenas, geometry, listen_address, needed=link == "nixl")
+    if link in ("auto", "trusted", "curve") and listen_address is not None:
+        links.append(CurveLink(arenas, listen_address, geometry.block_bytes))
     if not links:
         raise UserError("pages go through the channel of a cluster, and this process is in none", param="link")
     return PagePort(geometry, arenas, links, on_pages)
@@ -140,13 +140,17 @@ def uses_nixl(link: str) -> bool:
     return link in ("trusted", "nixl")
 
 
-def _nixl(arenas: Arenas, geometry: KVGeometry, where: ListenAddress | None, *, needed: bool) -> list[PageLink]:
+def _nixl_links(
+    arenas: Arenas, geometry: KVGeometry, listen_address: ListenAddress | None, *, needed: bool
+) -> list[PageLink]:
     """None where it is not needed and not to be had."""
     if not needed and not nixl_is_installed():
         log.warning("NIXL is not installed: KV goes to other hosts through the cluster's encrypted channel")
         return []
     try:
-        return [NixlLink(arenas, geometry.block_bytes, host=None if where is None else where.known_as)]
+        return [
+            NixlLink(arenas, geometry.block_bytes, host=None if listen_address is None else listen_address.known_as)
+        ]
     except UserError as error:
         if needed:
             raise
@@ -196,7 +200,7 @@ class PagePort:
         for tier, arena in self._arenas.items():
             arena.generation = info.peer.generation
             of_host = ArenaPlace(tier, arena.address, arena.nbytes, arena.fd)
-            places.append(arena.place(tier) if isinstance(arena, GpuMemory) else of_host)
+            places.append(arena.describe_arena(tier) if isinstance(arena, GpuMemory) else of_host)
         info = msgspec.structs.replace(info, host_id=this_host(), pid=os.getpid(), arenas=tuple(places))
         for link in self._links:
             info = link.describe(info)
@@ -221,12 +225,12 @@ class PagePort:
         """Queue a job. Raises :class:`InvariantError` for blocks or layers that are not ours to seal."""
         match job:
             case SealPages():
-                self._seal_later(job)
+                self._queue_checksums(job)
             case PullPages():
                 with self._lock:
                     self._pulls += 1
                     pull = _Pull(job, self._pulls)
-                self._pull_later(pull)
+                self._queue_pull(pull)
             case CancelPulls(peer):
                 with self._lock:
                     if peer in self._routes:
@@ -246,7 +250,7 @@ class PagePort:
 
     # -- own pages
 
-    def _seal_later(self, job: SealPages) -> None:
+    def _queue_checksums(self, job: SealPages) -> None:
         offsets = layer_offsets(self._geometry, job.blocks, job.first_layer)
         range_bytes = (job.end_layer - job.first_layer) * self._geometry.page_bytes
         arena = self._arenas[job.tier]
@@ -255,42 +259,42 @@ class PagePort:
 
         def seal() -> None:
             seals = seal_ranges(arena, offsets, range_bytes)
-            self._answer(PagesSealed(job.job_id, tuple(seals.tolist())))
+            self._report_result(PagesSealed(job.job_id, tuple(seals.tolist())))
             for link in self._links:
                 link.expect_reads()
 
-        self._queue(self._sealing, "seal", seal)
+        self._submit_task(self._sealing, "seal", seal)
 
     # -- peers' pages
 
-    def _pull_later(self, pull: _Pull, why_not: str = "") -> None:
+    def _queue_pull(self, pull: _Pull, why_not: str = "") -> None:
         """Queue it with the link that reads its peer; without one the answer is an error."""
         with self._lock:
             route = self._routes.get(pull.job.peer)
             link = route.links[0] if route and route.links else None
         if route is None or link is None:
             error = why_not or f"no way to {pull.job.peer.name}"
-            self._queue(self._sealing, "no way", lambda: self._answer(PagesPulled(pull.job.job_id, error)))
+            self._submit_task(self._sealing, "no way", lambda: self._report_result(PagesPulled(pull.job.job_id, error)))
         else:
-            self._queue(self._lanes[link.name], pull.job.peer, lambda: self._pull(pull, link, route))
+            self._submit_task(self._lanes[link.name], pull.job.peer, lambda: self._run_pull(pull, link, route))
 
     @staticmethod
-    def _queue(lanes: Lanes, lane: Hashable, task: Task) -> None:
+    def _submit_task(lanes: Lanes, lane: Hashable, task: Task) -> None:
         """Closed lanes still owe an answer."""
-        if not lanes.submit(lane, task):
+        if not lanes.submit_task(lane, task):
             task()
 
-    def _pull(self, pull: _Pull, link: PageLink, route: _Route) -> None:
+    def _run_pull(self, pull: _Pull, link: PageLink, route: _Route) -> None:
         """Read, compare, answer; or leave it to the next link."""
         begin_ns, pulled_bytes, error, mismatches = time.monotonic_ns(), 0, "", 0
         try:
             if self._closing or pull.number < route.cancelled_before:
-                self._answer(PagesPulled(pull.job.job_id, "not begun: cancelled", 0, link.name))
+                self._report_result(PagesPulled(pull.job.job_id, "not begun: cancelled", 0, link.name))
                 return
-            pulled_bytes = self._read(pull.job, link)
+            pulled_bytes = self._read_verified(pull.job, link)
         except UnreachableError as reason:
-            self._give_up(link, route, pull.job.peer, str(reason))
-            self._pull_later(pull, str(reason))
+            self._drop_link(link, route, pull.job.peer, str(reason))
+            self._queue_pull(pull, str(reason))
             return
         except ChecksumError as reason:
             error, mismatches = str(reason), reason.wrong_blocks
@@ -301,18 +305,18 @@ class PagePort:
             error = f"{type(reason).__name__}: {reason}"
         spent_ns = time.monotonic_ns() - begin_ns
         if error and not self._closing:
-            self._warn(pull.job, link, error, spent_ns)
-        self._answer(PagesPulled(pull.job.job_id, error, pulled_bytes, link.name, spent_ns, mismatches))
+            self._log_failed_pull(pull.job, link, error, spent_ns)
+        self._report_result(PagesPulled(pull.job.job_id, error, pulled_bytes, link.name, spent_ns, mismatches))
 
-    def _warn(self, job: PullPages, link: PageLink, error: str, spent_ns: int) -> None:
+    def _log_failed_pull(self, job: PullPages, link: PageLink, error: str, spent_ns: int) -> None:
         """Each peer's failures are one line in a while: what was not read is computed instead, so nothing else shows
         them."""
         about = job.peer.name, len(job.src_blocks), link.name, spent_ns / NS_PER_S, error
-        self._warnings.say(
+        self._warnings.log_limited(
             logging.WARNING, job.peer, "KV of %s (%d blocks, over %s) was not read in %.2f s: %s", *about
         )
 
-    def _read(self, job: PullPages, link: PageLink) -> int:
+    def _read_verified(self, job: PullPages, link: PageLink) -> int:
         """Bytes pulled; every block has the checksum that its owner gave."""
         layers = job.first_layer, job.end_layer
         blocks = block_ranges(self._geometry, job.src_blocks, job.dst_blocks, *layers)
@@ -321,7 +325,7 @@ class PagePort:
         if job.by_page:
             pages = block_ranges(self._geometry, job.src_blocks, job.dst_blocks, *layers, by_page=True)
             link.read(job.peer, job.src_tier, job.dst_tier, pages)
-            seals = self._landed(job, blocks)
+            seals = self._checksums_of_landed(job, blocks)
         else:
             seals = link.read(job.peer, job.src_tier, job.dst_tier, blocks)
         wrong = np.flatnonzero(seals != np.array(job.checksums, np.uint64))
@@ -329,16 +333,16 @@ class PagePort:
             raise ChecksumError(len(wrong), len(blocks))
         return blocks.total_bytes
 
-    def _landed(self, job: PullPages, blocks: Ranges) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    def _checksums_of_landed(self, job: PullPages, blocks: Ranges) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """Checksums of blocks that came page by page."""
         return seal_ranges(self._arenas[job.dst_tier], blocks.dst_offsets, blocks.range_bytes)
 
-    def _give_up(self, link: PageLink, route: _Route, peer: Peer, why: str) -> None:
+    def _drop_link(self, link: PageLink, route: _Route, peer: Peer, why: str) -> None:
         """``link`` turned out not to reach ``peer``: the next one's turn."""
         with self._lock:
             if route.links and route.links[0] is link:
                 log.warning("%s cannot be read over %s: %s", peer.name, link.name, why)
                 route.links.pop(0)
 
-    def _answer(self, answer: PagesSealed | PagesPulled) -> None:
+    def _report_result(self, answer: PagesSealed | PagesPulled) -> None:
         self._on_pages(answer)

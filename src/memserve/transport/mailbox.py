@@ -23,7 +23,7 @@ from memserve.base.errors import UserError
 from memserve.protocol import codec as wire
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.peers import Peer
-from memserve.system.secrets import Secret, followed
+from memserve.system.secrets import as_followed
 from memserve.transport.curve import (
     CHANGE_LOOK_MS,
     LOOK_MS,
@@ -38,11 +38,12 @@ from memserve.transport.curve import (
 from memserve.transport.network_devices import with_port
 from memserve.transport.outbound import MailboxCounters, Outbound, configure, new_context
 from memserve.transport.ports import OnMessage
+from memserve.transport.request_server import ListenAddress
 
 log = logging.getLogger(__name__)
 
 _SENDERS_MAX = 65536
-_LETTERS_A_TURN = 256
+_FRAMES_A_TURN = 256
 """Read before the other sockets are looked at again."""
 _EVERYWHERE = ("0.0.0.0", "*", "::")
 _LEAVE_S = 5.0
@@ -53,54 +54,52 @@ class ZmqMailbox:
     """A :class:`memserve.transport.ports.Mailbox` on ``tcp://host:port``, among processes that know the cluster's
     secret.
 
-    ``port`` 0 takes a free one; ``advertise`` is the host name that others use when ``host`` is a wildcard. A message
-    to a peer that is not connected, but has spoken lately, still leaves, at most once a second: so a process that was
-    expelled can be told, and a ``Join`` be refused. ``alias``: a second name, for those that know the address alone.
-    ``gives_way``: where this process has one core alone, ZeroMQ's thread does not interrupt others there
-    (``SCHED_BATCH``): letters then travel in bundles, for less CPU; but if others compute on that core, they may wait.
+    A wildcard as a host needs ``advertise``. A message to a peer that is not connected, but has spoken lately, still
+    leaves, at most once a second: so a process that was expelled can be told, and a ``Join`` be refused. ``alias``: a
+    second name, for those that know the address alone. ``gives_way``: where this process has one core alone, ZeroMQ's
+    thread does not interrupt others there (``SCHED_BATCH``): letters then travel in bundles, for less CPU; but if
+    others compute on that core, they may wait.
 
     Raises :class:`UserError` when the address cannot be listened on or the secret is too short.
     """
 
     def __init__(
         self,
-        me: Peer,
-        secret: Secret,
-        host: str,
-        port: int,
+        self_peer: Peer,
+        where: ListenAddress,
         on_message: OnMessage,
         *,
-        advertise: str | None = None,
         alias: str = "",
         gives_way: bool = False,
     ) -> None:
-        if host in _EVERYWHERE and not advertise:
-            raise UserError(f"others cannot reach {host}", hint="name this host: --advertise HOST", param="advertise")
-        self._secret = followed(secret).then(CurveKeys.all_in)
+        if where.host in _EVERYWHERE and not where.advertise:
+            hint = "name this host: --advertise HOST"
+            raise UserError(f"others cannot reach {where.host}", hint=hint, param="advertise")
+        self._secret = as_followed(where.secret).derive_value(CurveKeys.all_in)
         self._keys = self._secret.value()
-        self._me = me
+        self._self_peer = self_peer
         self._alias = Peer(alias, 0) if alias else None
         self._on_message = on_message
         self._counters = MailboxCounters()
         self._context = new_context(gives_way=gives_way)
-        self._doorkeeper = ZapAuthenticator(self._context, self._keys[0])
+        self._authenticator = ZapAuthenticator(self._context, self._keys[0])
         self._inbox = self._context.socket(zmq.PULL)
-        configure(self._inbox, with_port(host, port))
-        self._keys[0].listen(self._inbox)
-        self._endpoint, bound_port = _bind(self._context, self._inbox, host, port)
-        self._listens_with = self._keys[0]
-        self._strangers = FailedHandshakes(self._inbox, bound_port)
-        self.address = f"tcp://{with_port(advertise or host, bound_port)}"
+        configure(self._inbox, with_port(where.host, where.port))
+        self._keys[0].configure_server(self._inbox)
+        self._endpoint, bound_port = _bind(self._context, self._inbox, where.host, where.port)
+        self._listen_keys = self._keys[0]
+        self._failed_handshakes = FailedHandshakes(self._inbox, bound_port)
+        self.address = f"tcp://{with_port(where.known_as, bound_port)}"
         """Where others reach it, ``tcp://host:port``."""
-        self._outbox = Outbound(self._context, self._keys, me, self.address, self._counters)
+        self._outbox = Outbound(self._context, self._keys, self_peer, self.address, self._counters)
         self._newest: OrderedDict[Peer, int] = OrderedDict()
         """The highest number heard from each sender, most recent sender last."""
-        self._sources = self._inbox, self._doorkeeper.socket, self._strangers.monitor
+        self._sources = self._inbox, self._authenticator.socket, self._failed_handshakes.monitor
         self._stop_fd = os.eventfd(0)
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
-        self._next_look: asyncio.TimerHandle | None = None
+        self._next_poll: asyncio.TimerHandle | None = None
         self._start_thread()
 
     @property
@@ -110,23 +109,23 @@ class ZmqMailbox:
 
     def connect(self, peer: Peer, address: str) -> None:
         """From now on ``send`` knows where ``peer`` is. An older generation of the same name is forgotten."""
-        self._outbox.connect(peer, address)
+        self._outbox.connect_peer(peer, address)
 
     def disconnect(self, peer: Peer) -> None:
         """Forget ``peer``: what is queued for it is dropped."""
-        self._outbox.disconnect(peer)
+        self._outbox.disconnect_peer(peer)
 
     def send(self, to: Peer, message: AnyMessage) -> None:
         """Queue ``message``; unknown peers and full queues lose it, counted.
 
         Raises :class:`WireError` for a message that has no wire form.
         """
-        self._outbox.send(to, wire.encode(message))
+        self._outbox.send_message(to, wire.encode(message))
 
-    def become(self, me: Peer) -> None:
+    def restart_as(self, self_peer: Peer) -> None:
         """Go on as another generation (or name): letters to the former one are dropped from now on."""
-        self._me = me
-        self._outbox.become(me)
+        self._self_peer = self_peer
+        self._outbox.restart_as(self_peer)
 
     def read_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """From now on letters are read, and the callback is called, in ``loop``, from which this is called; None: in a
@@ -138,8 +137,8 @@ class ZmqMailbox:
             return
         self._loop_thread = threading.get_ident()
         for source in self._sources:
-            loop.add_reader(source.fileno(), self._look_in_loop)
-        loop.call_soon(self._look_now_and_then)  # what came before rings no more
+            loop.add_reader(source.fileno(), self._poll_in_loop)
+        loop.call_soon(self._poll_periodically)  # what came before rings no more
 
     def close(self) -> None:
         """Stop to read and close the sockets; what is queued has up to a second to leave. Not from the callback."""
@@ -150,13 +149,13 @@ class ZmqMailbox:
         os.close(self._stop_fd)
         self._outbox.close()
         self._inbox.disable_monitor()
-        self._strangers.close()
-        for socket in (self._inbox, self._doorkeeper.socket):
+        self._failed_handshakes.close()
+        for socket in (self._inbox, self._authenticator.socket):
             socket.close(0)
         self._context.term()
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._receive, name=f"mailbox {self._me.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run_reader, name=f"mailbox {self._self_peer.name}", daemon=True)
         self._thread.start()
 
     def _stop_reading(self) -> None:
@@ -168,53 +167,53 @@ class ZmqMailbox:
         elif threading.get_ident() == self._loop_thread:
             self._leave_loop()
         elif not self._loop.is_closed():
-            left = threading.Event()
-            self._loop.call_soon_threadsafe(self._leave_loop, left.set)
-            left.wait(_LEAVE_S)
+            loop_left = threading.Event()
+            self._loop.call_soon_threadsafe(self._leave_loop, loop_left.set)
+            loop_left.wait(_LEAVE_S)
 
     def _leave_loop(self, then: Callable[[], None] = lambda: None) -> None:
         loop, self._loop = self._loop, None
         if loop is not None:
             for source in self._sources:
                 loop.remove_reader(source.fileno())
-        if self._next_look is not None:
-            self._next_look.cancel()
+        if self._next_poll is not None:
+            self._next_poll.cancel()
         then()
 
     # -- the thread that reads
 
-    def _receive(self) -> None:
+    def _run_reader(self) -> None:
         """The mailbox's own, until it is told to stop."""
         poller = zmq.Poller()
         for source in (*self._sources, self._stop_fd):
             poller.register(source, zmq.POLLIN)
-        while self._stop_fd not in dict(poller.poll(self._look_ms)):
-            self._look()
+        while self._stop_fd not in dict(poller.poll(self._poll_interval_ms)):
+            self._poll_sources()
 
-    def _look_in_loop(self) -> None:
-        if self._loop is not None and not self._look():
-            self._loop.call_soon(self._look_in_loop)
+    def _poll_in_loop(self) -> None:
+        if self._loop is not None and not self._poll_sources():
+            self._loop.call_soon(self._poll_in_loop)
 
-    def _look_now_and_then(self) -> None:
+    def _poll_periodically(self) -> None:
         """In the loop: whether the secret changes is told by no socket."""
-        self._look_in_loop()
-        if self._loop is not None and (look_ms := self._look_ms) is not None:
-            self._next_look = self._loop.call_later(look_ms / 1000, self._look_now_and_then)
+        self._poll_in_loop()
+        if self._loop is not None and (interval_ms := self._poll_interval_ms) is not None:
+            self._next_poll = self._loop.call_later(interval_ms / 1000, self._poll_periodically)
 
-    def _look(self) -> bool:
+    def _poll_sources(self) -> bool:
         """Take in what has come: another secret, questions at the door, strangers that failed at it, letters. Whether
         that was all."""
         self._follow_secret()
-        self._doorkeeper.answer_all()
-        self._strangers.look()
-        is_all = self._read_letters()
+        self._authenticator.answer_all()
+        self._failed_handshakes.read_events()
+        is_all = self._read_frames()
         if is_all:
-            self._counters.handshakes_failed += self._strangers.judge()
+            self._counters.handshakes_failed += self._failed_handshakes.log_failed()
         return is_all
 
     @property
-    def _look_ms(self) -> int | None:
-        if len(self._keys) > 1 or self._listens_with != self._keys[0]:
+    def _poll_interval_ms(self) -> int | None:
+        if len(self._keys) > 1 or self._listen_keys != self._keys[0]:
             return CHANGE_LOOK_MS
         return LOOK_MS if self._secret.files else None
 
@@ -222,15 +221,15 @@ class ZmqMailbox:
         keys = self._secret.value()
         if keys != self._keys:
             self._keys = keys
-            self._doorkeeper.admit(keys[0])
-            self._outbox.follow(keys)
-        if self._listens_with != keys[0] and listen_anew(self._inbox, self._endpoint, keys[0]):
-            self._listens_with = keys[0]
-        self._outbox.tend()
+            self._authenticator.set_keys(keys[0])
+            self._outbox.change_keys(keys)
+        if self._listen_keys != keys[0] and listen_anew(self._inbox, self._endpoint, keys[0]):
+            self._listen_keys = keys[0]
+        self._outbox.reconnect_rejected()
 
-    def _read_letters(self) -> bool:
+    def _read_frames(self) -> bool:
         """Read what is there, but not for ever; whether that was all."""
-        for _ in range(_LETTERS_A_TURN):
+        for _ in range(_FRAMES_A_TURN):
             if not can_be_read(self._inbox):  # cheaper than an exception for each letter
                 return True
             try:
@@ -238,29 +237,31 @@ class ZmqMailbox:
                 more = self._inbox.recv_multipart(zmq.NOBLOCK) if frame.more else []
             except zmq.Again:
                 return True
-            if self._strangers.are_any:
-                self._strangers.spoke(int(frame.get("__fd")))
+            if self._failed_handshakes.has_unproven:
+                self._failed_handshakes.mark_proven(int(frame.get("__fd")))
             try:
-                self._read(frame.bytes, len(more))
+                self._read_frame(frame.bytes, len(more))
             except wire.WireVersionError as error:
                 self._counters.other_version += 1
-                self._strangers.tell(str(frame.get("Peer-Address")), f"a letter has {error}")
+                self._failed_handshakes.log_rejection(str(frame.get("Peer-Address")), f"a letter has {error}")
             except wire.WireError as error:
                 self._counters.malformed += 1
-                self._strangers.tell(str(frame.get("Peer-Address")), f"a letter cannot be read: {str(error)[:100]}")
+                self._failed_handshakes.log_rejection(
+                    str(frame.get("Peer-Address")), f"a letter cannot be read: {str(error)[:100]}"
+                )
         return False
 
-    def _read(self, letter: bytes, frames_more: int) -> None:
+    def _read_frame(self, frame: bytes, frames_more: int) -> None:
         if frames_more:
             raise wire.WireError("a letter has one frame")
-        envelope = wire.unseal(letter)
-        if envelope.receiver not in (self._me, Peer(self._me.name, 0), self._alias):
+        envelope = wire.unseal(frame)
+        if envelope.receiver not in (self._self_peer, Peer(self._self_peer.name, 0), self._alias):
             self._counters.misdirected += 1
         elif not self._is_new(envelope.sender, envelope.number):
             self._counters.repeated += 1
         else:
-            self._outbox.heard(envelope.sender, envelope.reply_to)
-            self._deliver(envelope.sender, wire.decode(envelope.message), len(letter))
+            self._outbox.note_sender(envelope.sender, envelope.reply_to)
+            self._deliver_message(envelope.sender, wire.decode(envelope.message), len(frame))
 
     def _is_new(self, sender: Peer, number: int) -> bool:
         """Whether ``number`` is higher than all that ``sender`` has sent before; remembers it."""
@@ -272,9 +273,9 @@ class ZmqMailbox:
             self._newest.popitem(last=False)
         return is_new
 
-    def _deliver(self, sender: Peer, message: AnyMessage, letter_bytes: int) -> None:
+    def _deliver_message(self, sender: Peer, message: AnyMessage, frame_bytes: int) -> None:
         self._counters.received += 1
-        self._counters.received_bytes += letter_bytes
+        self._counters.received_bytes += frame_bytes
         try:
             self._on_message(sender, message)
         except Exception:

@@ -19,8 +19,8 @@ _RDMA = Path("/sys/class/infiniband")
 def own_address(host: str) -> str | None:
     """``host`` as an IP address, if it is one of this machine's; ``None``: it is elsewhere, or unknown."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        for family, _, _, _, address in sorted(found):  # IPv4 first
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        for family, _, _, _, address in sorted(addresses):  # IPv4 first
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind(address)
                 return str(address[0])
@@ -36,9 +36,9 @@ def with_port(host: str, port: int | str) -> str:
 
 def address_towards(host: str) -> str:
     """The address of this machine on the way to ``host``, found without sending anything. Raises :class:`OSError`."""
-    found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
+    addresses = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
     failed = OSError(f"no way to {host}")
-    for family, kind, _, _, address in sorted(found):  # IPv4 first
+    for family, kind, _, _, address in sorted(addresses):  # IPv4 first
         try:
             with socket.socket(family, kind) as probe:
                 probe.connect(address)
@@ -50,11 +50,11 @@ def address_towards(host: str) -> str:
 
 def device_of(address: str) -> str | None:
     """The network device that has an IP address (``eth0``, ``lo``); ``None``: none of this machine's."""
-    wanted = ipaddress.ip_address(address)
-    if wanted.is_loopback:
+    ip_address = ipaddress.ip_address(address)
+    if ip_address.is_loopback:
         return "lo"
-    found = _ipv4_devices() if wanted.version == 4 else _ipv6_devices()
-    return next((name for name, own in found if own == wanted), None)
+    devices = _ipv4_devices() if ip_address.version == 4 else _ipv6_devices()
+    return next((name for name, device_address in devices if device_address == ip_address), None)
 
 
 def ucx_devices(host: str) -> str | None:
@@ -72,14 +72,14 @@ def ucx_devices(host: str) -> str | None:
 
 def _ipv4_devices() -> list[tuple[str, ipaddress.IPv4Address]]:
     answers = np.zeros(_IFREQ_BYTES * _INTERFACES_MAX, np.uint8)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        filled = fcntl.ioctl(asked, _SIOCGIFCONF, pack("iL", answers.nbytes, answers.ctypes.data))
-    found = []
-    for at in range(0, unpack_from("i", filled)[0], _IFREQ_BYTES):
-        entry = answers[at : at + _IFREQ_BYTES].tobytes()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        filled = fcntl.ioctl(sock, _SIOCGIFCONF, pack("iL", answers.nbytes, answers.ctypes.data))
+    devices = []
+    for offset in range(0, unpack_from("i", filled)[0], _IFREQ_BYTES):
+        entry = answers[offset : offset + _IFREQ_BYTES].tobytes()
         name = entry[:16].split(b"\0")[0].decode().split(":")[0]  # eth0:1 is a second address of eth0
-        found.append((name, ipaddress.IPv4Address(entry[20:24])))
-    return found
+        devices.append((name, ipaddress.IPv4Address(entry[20:24])))
+    return devices
 
 
 def _ipv6_devices() -> list[tuple[str, ipaddress.IPv6Address]]:

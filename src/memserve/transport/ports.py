@@ -26,16 +26,22 @@ OnLayer = Callable[[int, int], None]
 
 
 class Device(Protocol):
-    """Executes step plans, strictly in the order in which it gets them.
+    """Executes step plans, strictly in the order in which it gets them."""
 
-    One that the host is ahead of has a ``begin_step`` as well, which is called in the place of ``execute`` and returns
-    before the plan is done: what waits for that, in another thread, and gives the same."""
-
-    on_layer: OnLayer | None
+    on_layer: OnLayer | None = None
     """Called for plans with ``report_layers``, where the forward can tell."""
+    on_broken: Callable[[], object] | None = None
+    """Called once when no further step can be computed, by a device of several workers."""
+    bound_bytes: int = 0
+    """What its process may have resident at most (:class:`memserve.system.memory.MemoryBound`). 0: unknown."""
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """Do the copies, compute the rows, draw the tokens. Blocks until done; called from one thread only."""
+
+    def begin_step(self, plan: StepPlan) -> StepFinished | Callable[[], StepFinished]:
+        """As the host calls it, from one thread: where the host may be ahead of the device, it returns before the plan
+        is done, and what it returns waits for that, in another thread."""
+        return self.execute(plan)
 
     def build_grammar(self, job_id: int, grammar: str, on_built: Callable[[str], None]) -> None:
         """Begin to build what slots will be opened with, beside the steps. ``on_built`` is called from another thread,
@@ -75,7 +81,7 @@ class Mailbox(Protocol):
     def send(self, to: Peer, message: AnyMessage) -> None:
         """Queue ``message``; unknown peers and full queues lose it, counted. Generation 0: any process of that name."""
 
-    def become(self, me: Peer) -> None:
+    def restart_as(self, self_peer: Peer) -> None:
         """Go on as another generation: letters to the former one are dropped from now on."""
 
     def read_in(self, loop: AbstractEventLoop | None) -> None:

@@ -37,7 +37,7 @@ class Ranges:
         """Bytes of all ranges."""
         return len(self) * self.range_bytes
 
-    def part(self, begin: int, end: int) -> Ranges:
+    def slice_ranges(self, begin: int, end: int) -> Ranges:
         """Ranges ``[begin, end)``."""
         return Ranges(self.src_offsets[begin:end], self.dst_offsets[begin:end], self.range_bytes)
 
@@ -84,7 +84,7 @@ class Shard:
     end_head: int
 
     @property
-    def local(self) -> KVGeometry:
+    def local_geometry(self) -> KVGeometry:
         """Geometry of the rank's own arena."""
         layers, heads = self.end_layer - self.first_layer, self.end_head - self.first_head
         return replace(self.model, num_layers=layers, num_kv_heads=heads)
@@ -94,28 +94,28 @@ class Shard:
         """Of one head of a page: what an arena of the model and one of the rank have in common."""
         return self.model.page_bytes // self.model.num_kv_heads
 
-    def places(self, pages: Offsets, first_head: int) -> Offsets:
+    def local_offsets(self, pages: Offsets, first_head: int) -> Offsets:
         """Where ``first_head`` of each of the model's ``pages`` (``block * layers + layer``, of layers that the rank
         has) begins in its own arena."""
-        own = self.local
+        geometry = self.local_geometry
         blocks, layers = np.divmod(pages, self.model.num_layers)
-        numbers = blocks * own.num_layers + layers - self.first_layer
-        return (numbers * own.num_kv_heads + first_head - self.first_head) * self.run_bytes
+        numbers = blocks * geometry.num_layers + layers - self.first_layer
+        return (numbers * geometry.num_kv_heads + first_head - self.first_head) * self.run_bytes
 
     def has_layers(self, pages: Offsets) -> NDArray[np.bool_]:
         """Which of the model's ``pages`` are of the rank's layers."""
         layers = pages % self.model.num_layers
-        found: NDArray[np.bool_] = (layers >= self.first_layer) & (layers < self.end_layer)
-        return found
+        mask: NDArray[np.bool_] = (layers >= self.first_layer) & (layers < self.end_layer)
+        return mask
 
-    def runs(self, pages: NDArray[np.int32], *, of_model: bool) -> NDArray[np.int32]:
+    def run_numbers(self, pages: NDArray[np.int32], *, of_model: bool) -> NDArray[np.int32]:
         """The runs of the rank's ``pages`` (``block * own layers + own layer``), a page's heads in a row: as they are
         numbered in the rank's own arena, or in one ``of_model``."""
-        own, model = self.local, self.model
-        heads = np.arange(own.num_kv_heads, dtype=np.int32)
+        geometry, model = self.local_geometry, self.model
+        heads = np.arange(geometry.num_kv_heads, dtype=np.int32)
         if not of_model:
-            return (pages[:, None] * np.int32(own.num_kv_heads) + heads).ravel()
-        blocks, layers = np.divmod(pages, np.int32(own.num_layers))
+            return (pages[:, None] * np.int32(geometry.num_kv_heads) + heads).ravel()
+        blocks, layers = np.divmod(pages, np.int32(geometry.num_layers))
         pages = blocks * np.int32(model.num_layers) + layers + np.int32(self.first_layer)
         return (pages[:, None] * np.int32(model.num_kv_heads) + heads + np.int32(self.first_head)).ravel()
 
@@ -145,7 +145,7 @@ class Pieces:
     """Which range that is, ``[n]``."""
 
 
-def pieces(ranges: Ranges, sources: Shards = (), targets: Shards = ()) -> list[Pieces]:
+def cut_pieces(ranges: Ranges, sources: Shards = (), targets: Shards = ()) -> list[Pieces]:
     """Ranges between two arenas, each of which may be in shards, as ranges between their memories. Together they have
     every byte once, as long as shards hold every head and layer once.
 
@@ -163,87 +163,19 @@ def pieces(ranges: Ranges, sources: Shards = (), targets: Shards = ()) -> list[P
     src_pages = (ranges.src_offsets[:, None] // page_bytes + steps).ravel()
     dst_pages = (ranges.dst_offsets[:, None] // page_bytes + steps).ravel()
     owners, begins = np.repeat(np.arange(len(ranges)), len(steps)), np.tile(steps * page_bytes, len(ranges))
-    found = []
+    piece_list = []
     for source, src in enumerate(sources or whole):
         for target, dst in enumerate(targets or whole):
             first_head, end_head = max(src.first_head, dst.first_head), min(src.end_head, dst.end_head)
-            mine = src.has_layers(src_pages) & dst.has_layers(dst_pages)
-            if first_head >= end_head or not mine.any():
+            mask = src.has_layers(src_pages) & dst.has_layers(dst_pages)
+            if first_head >= end_head or not mask.any():
                 continue
-            offsets = src.places(src_pages[mine], first_head), dst.places(dst_pages[mine], first_head)
+            offsets = src.local_offsets(src_pages[mask], first_head), dst.local_offsets(dst_pages[mask], first_head)
             part = Ranges(*offsets, (end_head - first_head) * src.run_bytes)
-            found.append(Pieces(source, target, part, begins[mine] + first_head * src.run_bytes, owners[mine]))
-    return found
+            piece_list.append(Pieces(source, target, part, begins[mask] + first_head * src.run_bytes, owners[mask]))
+    return piece_list
 
 
 def is_whole(offsets: Offsets, range_bytes: int, page_bytes: int) -> bool:
     """Whether ranges are whole pages."""
     return range_bytes > 0 and range_bytes % page_bytes == 0 and not (offsets % page_bytes).any()
-
-
-def shards(model: KVGeometry, tensor_parallel: int, pipeline_parallel: int) -> list[Shard]:
-    """The shard of each rank, stage by stage. Layers are dealt out as evenly as they can be.
-
-    With more ranks than heads, neighbours hold the same head.
-    """
-    layers, heads = model.num_layers, model.num_kv_heads
-    check(tensor_parallel > 0, "at least one rank a stage")
-    whole = heads % tensor_parallel == 0 or tensor_parallel % heads == 0
-    check(whole, f"{heads} heads on {tensor_parallel} ranks")
-    check(0 < pipeline_parallel <= layers, f"{layers} layers in {pipeline_parallel} stages")
-    return [
-        Shard(
-            model,
-            stage * layers // pipeline_parallel,
-            (stage + 1) * layers // pipeline_parallel,
-            rank * heads // tensor_parallel,
-            max((rank + 1) * heads // tensor_parallel, rank * heads // tensor_parallel + 1),
-        )
-        for stage in range(pipeline_parallel)
-        for rank in range(tensor_parallel)
-    ]
-
-
-def shard_ranges(src: Shard, dst: Shard, src_blocks: Sequence[int], dst_blocks: Sequence[int]) -> Ranges:
-    """What ``dst`` can take from ``src``: one range a block where whole pages of both agree, else one a page.
-
-    Nothing in common: no ranges.
-    """
-    check(src.model == dst.model, "shards of one model")
-    first_layer, end_layer = max(src.first_layer, dst.first_layer), min(src.end_layer, dst.end_layer)
-    first_head, end_head = max(src.first_head, dst.first_head), min(src.end_head, dst.end_head)
-    if first_layer >= end_layer or first_head >= end_head:
-        return Ranges(np.zeros(0, np.int64), np.zeros(0, np.int64), 1)
-    run_bytes = src.model.page_bytes // src.model.num_kv_heads
-    layers, range_bytes = end_layer - first_layer, (end_head - first_head) * run_bytes
-
-    def offsets(shard: Shard, blocks: Sequence[int]) -> Offsets:
-        pages = np.arange(layers, dtype=np.int64) * shard.local.page_bytes
-        base = layer_offsets(shard.local, blocks, first_layer - shard.first_layer)
-        return (base[:, None] + pages + (first_head - shard.first_head) * run_bytes).ravel()
-
-    ranges = Ranges(offsets(src, src_blocks), offsets(dst, dst_blocks), range_bytes)
-    if range_bytes == src.local.page_bytes == dst.local.page_bytes:
-        return Ranges(ranges.src_offsets[::layers], ranges.dst_offsets[::layers], range_bytes * layers)
-    return ranges
-
-
-def pull_plan(
-    sources: Sequence[Shard], dst: Shard, src_blocks: Sequence[int], dst_blocks: Sequence[int]
-) -> list[tuple[int, Ranges]]:
-    """``(index into sources, ranges)`` that together fill ``dst``'s blocks, every byte exactly once.
-
-    Of sources that hold the same heads and layers the first is taken.
-    """
-    plan, taken = [], set()
-    for index, src in enumerate(sources):
-        part = (
-            max(src.first_layer, dst.first_layer),
-            min(src.end_layer, dst.end_layer),
-            max(src.first_head, dst.first_head),
-            min(src.end_head, dst.end_head),
-        )
-        if part[0] < part[1] and part[2] < part[3] and part not in taken:
-            taken.add(part)
-            plan.append((index, shard_ranges(src, dst, src_blocks, dst_blocks)))
-    return plan

@@ -13,18 +13,18 @@ from typing import Any, cast
 import zmq
 
 from memserve.base.errors import UserError
-from memserve.system.secrets import Secret, followed
+from memserve.system.secrets import Secret, as_followed
 from memserve.transport.curve import (
     LOOK_MS,
     Context,
     CurveKeys,
     Socket,
     ZapAuthenticator,
+    close_monitor,
+    handshake_failed,
     limit_frames,
     listen_anew,
-    turned_away,
-    unwatch,
-    watch,
+    open_monitor,
 )
 from memserve.transport.network_devices import with_port
 from memserve.transport.outbound import configure, new_context
@@ -44,6 +44,8 @@ class ListenAddress:
     host: str = "127.0.0.1"
     advertise: str | None = None
     """The host name by which others reach it; None: ``host``."""
+    port: int = 0
+    """Of the process's mailbox, 0: any; its other sockets take free ones."""
 
     @property
     def known_as(self) -> str:
@@ -57,29 +59,31 @@ class Answering:
     Raises :class:`UserError` when it cannot listen.
     """
 
-    def __init__(self, where: ListenAddress, name: str, answer: Answer, *, bytes_max: int, queued_max: int) -> None:
+    def __init__(
+        self, listen_address: ListenAddress, name: str, answer: Answer, *, bytes_max: int, queued_max: int
+    ) -> None:
         """``bytes_max``: of a frame of a question; ``queued_max``: answers that wait for one reader, before further
         ones are lost. ``answer`` may raise: the question is left without an answer, and a line logged."""
         self._name, self._answer = name, answer
-        self._secret = followed(where.secret).then(CurveKeys.all_in, tells=False)
-        self._listens_with = self._secret.value()[0]
+        self._secret = as_followed(listen_address.secret).derive_value(CurveKeys.all_in, tells=False)
+        self._listen_keys = self._secret.value()[0]
         self._context = new_context()
-        self._doorkeeper = ZapAuthenticator(self._context, self._listens_with)
+        self._authenticator = ZapAuthenticator(self._context, self._listen_keys)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
-        configure(self._socket, with_port(where.host, 0))
+        configure(self._socket, with_port(listen_address.host, 0))
         limit_frames(self._socket, bytes_max)
         self._socket.set_hwm(queued_max)
-        self._listens_with.listen(self._socket)
+        self._listen_keys.configure_server(self._socket)
         try:
-            self._socket.bind(f"tcp://{with_port(where.host, '*')}")
+            self._socket.bind(f"tcp://{with_port(listen_address.host, '*')}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise UserError(f"cannot listen on {where.host}: {error.strerror}", param="host") from error
+            raise UserError(f"cannot listen on {listen_address.host}: {error.strerror}", param="host") from error
         self._endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         #: where members ask, ``tcp://host:port``
-        self.address = f"tcp://{with_port(where.known_as, int(self._endpoint.rsplit(':', 1)[1]))}"
+        self.address = f"tcp://{with_port(listen_address.known_as, int(self._endpoint.rsplit(':', 1)[1]))}"
         self._stop_fd = os.eventfd(0)
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_server, name=name, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -89,31 +93,31 @@ class Answering:
         os.eventfd_write(self._stop_fd, 1)
         self._thread.join()
         os.close(self._stop_fd)
-        for socket in (self._socket, self._doorkeeper.socket):
+        for socket in (self._socket, self._authenticator.socket):
             socket.close(0)
         self._context.term()
 
-    def _work(self) -> None:
+    def _run_server(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._doorkeeper.socket, self._stop_fd):
+        for source in (self._socket, self._authenticator.socket, self._stop_fd):
             poller.register(source, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(LOOK_MS if self._secret.files else None))
             if self._stop_fd in ready:
                 return
             self._follow_secret()
-            self._doorkeeper.answer_all()
+            self._authenticator.answer_all()
             if self._socket in ready:
-                self._ask(*self._socket.recv_multipart(copy=False))
+                self._answer_request(*self._socket.recv_multipart(copy=False))
 
     def _follow_secret(self) -> None:
         keys = self._secret.value()[0]
-        if keys != self._listens_with:
-            self._doorkeeper.admit(keys)
+        if keys != self._listen_keys:
+            self._authenticator.set_keys(keys)
             if listen_anew(self._socket, self._endpoint, keys):
-                self._listens_with = keys
+                self._listen_keys = keys
 
-    def _ask(self, sender: zmq.Frame, *frames: zmq.Frame) -> None:
+    def _answer_request(self, sender: zmq.Frame, *frames: zmq.Frame) -> None:
         try:
             answer = self._answer(frames)
         except Exception as error:  # whatever was asked: the thread must live
@@ -135,14 +139,14 @@ class Line:
         self.socket: Socket = context.socket(zmq.DEALER)
         configure(self.socket, address)
         limit_frames(self.socket, bytes_max)
-        keys[key].speak(self.socket)
-        self._monitor = watch(self.socket) if len(keys) > 1 else None
+        keys[key].configure_client(self.socket)
+        self._monitor = open_monitor(self.socket) if len(keys) > 1 else None
         self.socket.connect(address)
 
     @property
-    def is_turned_away(self) -> bool:
+    def is_rejected(self) -> bool:
         """While the secret changes: whether the other end has another one."""
-        return self._monitor is not None and bool(turned_away(self._monitor))
+        return self._monitor is not None and bool(handshake_failed(self._monitor))
 
     def with_next_key(self) -> Line:
         """Another line in the place of this one, which is closed."""
@@ -152,5 +156,5 @@ class Line:
 
     def close(self) -> None:
         """What comes late is not read."""
-        unwatch(self.socket, self._monitor)
+        close_monitor(self.socket, self._monitor)
         self.socket.close(0)

@@ -27,7 +27,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_adapter(tmp_path_factory.mktemp("adapters") / "support", tiny_module("llama"), ["q_proj"], seed=1)
 
 
-def test_an_adapter_is_asked_for_as_a_model_and_answers_carry_its_name(adapter: Path) -> None:
+def test_adapter_is_served_as_a_model_and_named_in_answers(adapter: Path) -> None:
     adapters = read_adapters([f"Support={adapter}"])
     engine = FakeEngine(says("hello"))
     with serve(engine, adapters=adapters) as world:
@@ -73,7 +73,7 @@ def test_a_name_of_the_model_is_no_name_for_an_adapter(adapter: Path, capsys: py
     assert "cannot read the adapter 'support'" in said and "loading" not in said
 
 
-def test_prefill_and_decode_compute_with_the_adapter_and_hand_over_its_kv_alone(tmp_path: Path) -> None:
+def test_adapters_are_applied_at_prefill_and_decode(tmp_path: Path) -> None:
     module = tiny_module("llama")
     places = {name: save_adapter(tmp_path / name, module, ["q_proj", "v_proj"], at) for at, name in enumerate("ab")}
     wholes = {"tiny": module} | {name: merged(module, place) for name, place in places.items()}

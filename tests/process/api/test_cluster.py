@@ -57,7 +57,7 @@ def router_stats() -> RouterStats:
         view("d1", Role.DECODE, EngineStats(6, 1, 10, instance=d1), Load(sequences_running=4, transfers_open=1)),
         view("d2", Role.DECODE, None, Load(), "draining"),
     ]
-    return RouterStats.of(ClusterStats(4, 1, 3, 1, 14, 2048, 2, counters), views, router_ns=500_000_000)
+    return RouterStats.from_cluster(ClusterStats(4, 1, 3, 1, 14, 2048, 2, counters), views, router_ns=500_000_000)
 
 
 class RouterFake(FakeEngine):
@@ -165,7 +165,7 @@ def ask(world: World, **fields) -> dict:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_tells_what_was_decided_and_why(world: World, stream: bool) -> None:
+def test_response_has_routing_decision_and_reason(world: World, stream: bool) -> None:
     story = ask(world, stream=stream)["story"]
     assert story == [
         {"fact": "route", "value": "p1 to d1"},
@@ -176,7 +176,7 @@ def test_a_response_tells_what_was_decided_and_why(world: World, stream: bool) -
     ]
 
 
-def test_facts_of_several_sequences_are_told_once_and_those_of_several_prompts_apart(world: World) -> None:
+def test_story_is_reported_per_prompt_not_per_sequence(world: World) -> None:
     assert len(ask(world, n=3)["story"]) == 5
     story = ask(world, prompt=["hello", "is"])["story"]
     assert [entry["prompt"] for entry in story] == [0] * 5 + [1] * 5

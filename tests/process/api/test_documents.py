@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, World, encode, running_server, says, serve
 from fake_engine import BLOCK_TOKENS, FakeEngine
 from memserve.api.http.errors import ApiError
-from memserve.api.openai.documents import DOCUMENTS_MAX, Document, Documents, prepare
+from memserve.api.openai.documents import DOCUMENTS_MAX, Document, Documents, prepare_document
 from memserve.api.openai.interfaces import PinningEngine
 from memserve.api.openai.prefixes import PIN_ANSWER_S
 from memserve.api.openai.request.messages import check_messages
@@ -28,6 +28,7 @@ from memserve.host.engine import Engine
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.system.loop import EngineStopped
+from memserve.transport.ports import Device as DevicePort
 from memserve_lab.sim.reference.device import SymbolicDevice
 
 TEXT = "The capital of France is hello hello."
@@ -44,12 +45,12 @@ class PinningFake(FakeEngine):
         self.looks = 0
         self.silent = False
 
-    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
         with self._changed:
             self.pins[tenant, handle] = (tokens.tolist(), ttl_ns)
             self._changed.notify_all()
 
-    def unpin(self, handle: str, tenant: str) -> None:
+    def unpin_prefix(self, handle: str, tenant: str) -> None:
         self.unpinned.append((tenant, handle))
         self.pins.pop((tenant, handle), None)
 
@@ -130,7 +131,7 @@ def test_the_life_of_a_document(world: World) -> None:
     assert [card["id"] for card in call("GET", "/documents").json()["data"]] == ["other"]
 
 
-def test_a_chat_behind_a_document_hits_what_is_pinned(world: World) -> None:
+def test_chat_after_a_document_hits_its_pinned_prefix(world: World) -> None:
     call = Caller(world)
     call.put("d", text=TEXT)
     pinned, _ = world.engine.pins["", "document:d"]
@@ -186,7 +187,7 @@ def test_a_document_is_for_one_endpoint(world: World) -> None:
     assert call.chat(document="chats").status_code == call.complete(document="texts").status_code == 200
 
 
-def test_a_completion_behind_a_document(world: World) -> None:
+def test_completion_after_a_document(world: World) -> None:
     call = Caller(world)
     assert call.put("d", text=TEXT, endpoint="completions").json()["endpoint"] == "completions"
     assert world.engine.pins["", "document:d"][0] == encode(TEXT)
@@ -234,7 +235,7 @@ def test_tenants_never_see_each_others_documents() -> None:
         ("d" * 129, {"text": "a"}, "id"),
     ],
 )  # fmt: skip
-def test_a_document_at_fault_names_what_is_wrong(world: World, name: str, body: dict, param: str) -> None:
+def test_invalid_document_is_refused_with_the_cause(world: World, name: str, body: dict, param: str) -> None:
     response = Caller(world).put(name, **body) if body else httpx.put(f"{world.url}/v1/documents/{name}", json={})
     assert error_of(response)[:2] == (400, param)
     assert world.engine.submitted == [] and world.engine.pins == {}
@@ -259,7 +260,7 @@ def test_requests_at_fault(world: World) -> None:
     assert error_of(long)[2] == "context_length_exceeded"
 
 
-def test_a_refused_document_is_not_there() -> None:
+def test_refused_document_is_not_stored() -> None:
     with serve(PinningFake(says(SCRIPT_TEXT), max_requests=0)) as world:
         call = Caller(world)
         assert call.put("d", text=TEXT).status_code == 429
@@ -267,7 +268,7 @@ def test_a_refused_document_is_not_there() -> None:
         assert world.engine.pins == {}
 
 
-def test_a_client_that_leaves_while_its_document_is_computed_takes_it_back() -> None:
+def test_client_disconnect_cancels_document_upload() -> None:
     with serve(PinningFake(says(SCRIPT_TEXT), step_s=None)) as world:
         with pytest.raises(httpx.ReadTimeout):
             httpx.put(f"{world.url}/v1/documents/d", json={"text": TEXT}, timeout=0.5)
@@ -276,7 +277,7 @@ def test_a_client_that_leaves_while_its_document_is_computed_takes_it_back() -> 
         assert Caller(world)("GET", "/documents").json()["data"] == [] and world.engine.pins == {}
 
 
-def test_an_engine_that_cannot_pin_still_knows_documents() -> None:
+def test_engine_without_pins_still_stores_documents() -> None:
     with serve(FakeEngine(says(SCRIPT_TEXT))) as world:
         call = Caller(world)
         assert call.put("d", text=TEXT).json()["pinned_tokens"] is None
@@ -285,7 +286,7 @@ def test_an_engine_that_cannot_pin_still_knows_documents() -> None:
         assert call("DELETE", "/documents/d").status_code == 200
 
 
-def test_an_engine_that_does_not_answer_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_engine_does_not_block_documents(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memserve.api.openai.prefixes.PIN_ANSWER_S", 0.05)
     world.engine.silent = True
     card = Caller(world).put("d", text=TEXT, ttl_s=5).json()
@@ -320,7 +321,7 @@ def test_sessions_reach_the_engine(world: World) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_sessions_kv_is_kept_after_the_answer(world: World, stream: bool) -> None:
+def test_session_kv_is_pinned_after_the_answer(world: World, stream: bool) -> None:
     call = Caller(world)
     response = call.chat(session="s", session_ttl_s=30, stream=stream)
     assert response.status_code == 200
@@ -370,7 +371,7 @@ def test_sessions_are_listed_and_ended_by_their_tenant_alone() -> None:
         assert error_of(ada("GET", "/sessions")) == (503, None, "overloaded")
 
 
-def test_an_engine_that_cannot_pin_keeps_no_sessions() -> None:
+def test_engine_without_pins_keeps_no_sessions() -> None:
     with serve(FakeEngine(says(SCRIPT_TEXT))) as world:
         call = Caller(world)
         call.chat(session="s", session_ttl_s=30)
@@ -386,38 +387,38 @@ def document(name: str, ttl_s: float = 1.0) -> Document:
     return Document(name, "chat", [], prompt, prompt.tokens, 0, ttl_s)
 
 
-def test_the_store_forgets_in_time_and_has_a_limit() -> None:
+def test_document_store_expires_entries_and_has_a_limit() -> None:
     now = SimpleNamespace(ns=0)
     documents = Documents(lambda: now.ns)
     for at in range(DOCUMENTS_MAX):
-        documents.put("t", document(f"d{at}", ttl_s=1.0 + at))
+        documents.put_document("t", document(f"d{at}", ttl_s=1.0 + at))
     with pytest.raises(ApiError, match="delete one"):
-        documents.put("t", document("more"))
-    documents.put("t", document("d5"))  # renewing is not one more
-    documents.put("u", document("more"))  # and others have their own limit
+        documents.put_document("t", document("more"))
+    documents.put_document("t", document("d5"))  # renewing is not one more
+    documents.put_document("u", document("more"))  # and others have their own limit
     now.ns = NS_PER_S - 1
-    assert documents.get("t", "d0").document_id == "d0"
+    assert documents.get_document("t", "d0").document_id == "d0"
     now.ns = NS_PER_S
     for gone in ("d0", "d5"):
         with pytest.raises(ApiError, match="no document"):
-            documents.get("t", gone)
-    assert len(documents.all("t")) == DOCUMENTS_MAX - 2 and documents.all("u") == []
+            documents.get_document("t", gone)
+    assert len(documents.list_documents("t")) == DOCUMENTS_MAX - 2 and documents.list_documents("u") == []
 
 
-def test_a_documents_time_begins_when_it_is_said() -> None:
+def test_document_expiry_starts_at_acknowledgement() -> None:
     now = SimpleNamespace(ns=0)
     documents = Documents(lambda: now.ns)
-    kept = documents.put("t", document("d", ttl_s=1.0), grace_s=2.0)
+    kept = documents.put_document("t", document("d", ttl_s=1.0), grace_s=2.0)
     now.ns = 3 * NS_PER_S - 1
-    documents.begin_time("t", kept)
+    documents.restart_ttl("t", kept)
     now.ns += NS_PER_S - 1
-    assert documents.expires_in_s(documents.get("t", "d")) == 1e-9
-    newer = documents.put("t", document("d", ttl_s=1.0))
-    documents.begin_time("t", kept)  # it was replaced meanwhile
-    assert documents.get("t", "d") is newer
-    documents.delete("t", "d")
-    documents.begin_time("t", newer)
-    assert not documents.knows("t", "d")
+    assert documents.expires_in_s(documents.get_document("t", "d")) == 1e-9
+    newer = documents.put_document("t", document("d", ttl_s=1.0))
+    documents.restart_ttl("t", kept)  # it was replaced meanwhile
+    assert documents.get_document("t", "d") is newer
+    documents.delete_document("t", "d")
+    documents.restart_ttl("t", newer)
+    assert not documents.has_document("t", "d")
 
 
 ENCODER = PromptEncoder(TinyModel(max_model_tokens=4096))
@@ -430,11 +431,11 @@ chat = st.lists(turn, min_size=1, max_size=3)
 
 @settings(max_examples=60, deadline=None)
 @given(text=words, turns=chat, system=st.none() | words, as_messages=st.none() | chat)
-def test_what_is_pinned_begins_every_conversation(
+def test_pinned_prefix_begins_every_conversation(
     text: str, turns: list[dict[str, str]], system: str | None, as_messages: list[dict[str, str]] | None
 ) -> None:
     body = DocumentBody(messages=as_messages) if as_messages else DocumentBody(text=text)
-    put = prepare(body, "d", ENCODER, TinyModel(max_model_tokens=4096))
+    put = prepare_document(body, "d", ENCODER, TinyModel(max_model_tokens=4096))
     asked = check_messages([*([{"role": "system", "content": system}] if system else []), *turns])
     if as_messages and system:
         asked = asked[1:]  # a system message behind a conversation is the template's to judge
@@ -449,10 +450,8 @@ def test_what_is_pinned_begins_every_conversation(
 # -- with a real engine
 
 
-class SymbolicDevice(SymbolicDevice):
+class SymbolicDevice(SymbolicDevice, DevicePort):
     """As a port of the engine."""
-
-    on_layer = None
 
     def execute(self, plan: StepPlan) -> StepFinished:
         finished = self.run(plan)
@@ -462,7 +461,7 @@ class SymbolicDevice(SymbolicDevice):
     def close(self) -> None: ...
 
 
-def test_documents_and_sessions_outlive_pressure_in_a_real_engine() -> None:
+def test_documents_and_sessions_survive_cache_pressure() -> None:
     """A machine of 64 blocks; other chats use all of them several times over; only pins keep a prefix."""
     block, blocks = 4, 64
     machine = Instance(InstanceConfig(CONTEXT_TOKENS, pool=PoolConfig(hbm_blocks=blocks)), block)

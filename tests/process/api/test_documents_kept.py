@@ -22,10 +22,10 @@ class RememberingFake(FakeEngine):
         self.known: tuple[DocumentPut, ...] = ()
         self.has_room = True
 
-    def documents(self) -> tuple[DocumentPut, ...]:
+    def stored_documents(self) -> tuple[DocumentPut, ...]:
         return self.known
 
-    def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
+    def write_record(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
         answer: Future[bool] = Future()
         if self.has_room:
             self.records.append(record)
@@ -33,7 +33,7 @@ class RememberingFake(FakeEngine):
         return answer
 
 
-def test_what_was_acknowledged_is_there_again_at_the_next_server() -> None:
+def test_acknowledged_documents_survive_a_restart() -> None:
     texts = {"manual": "The capital of France is hello hello.", "other": "hello", "gone": "hello hello"}
     engine = RememberingFake()
     with serve(engine) as world:
@@ -68,5 +68,5 @@ def test_a_document_that_cannot_be_kept_is_not_acknowledged() -> None:
 
 def test_an_engine_without_memory_keeps_nothing() -> None:
     documents = Documents()
-    DocumentMemory(FakeEngine(says(SCRIPT_TEXT))).restore(documents)
-    assert documents.all("") == []
+    DocumentMemory(FakeEngine(says(SCRIPT_TEXT))).restore_documents(documents)
+    assert documents.list_documents("") == []

@@ -38,7 +38,7 @@ def world() -> Iterator[World]:
 
 def held_bytes(world: World) -> int:
     """What the server holds of what came from clients."""
-    return sum(connection._reader.held_bytes for connection in list(world.server.server_state.connections))
+    return sum(connection._reader.unread_bytes for connection in list(world.server.server_state.connections))
 
 
 def metric(world: World, name: str, **labels: str) -> float:
@@ -73,7 +73,7 @@ def test_trailers_without_end_are_not_kept(
     still_answers(world)
 
 
-def test_an_early_answer_reaches_a_client_that_goes_on_sending(world: World) -> None:
+def test_early_response_reaches_a_client_still_sending(world: World) -> None:
     """And it says that the connection ends; what comes afterwards is dropped."""
     length = b"content-length: %d" % (8 * MIB)
     with connect(world.url) as connection:
@@ -84,7 +84,7 @@ def test_an_early_answer_reaches_a_client_that_goes_on_sending(world: World) -> 
     assert b" 401 " in answer and b"connection: close" in answer and answer.count(b"HTTP/1.1") == 1
 
 
-def test_an_early_answer_keeps_the_connection_when_little_is_left(world: World) -> None:
+def test_early_response_keeps_connection_if_little_body_is_left(world: World) -> None:
     with connect(world.url) as connection:
         answers = Answers(connection)
         connection.sendall(head(b"POST", "/nothing", b"content-length: 1000") + b"z" * 10)
@@ -108,7 +108,7 @@ def test_half_a_head_behind_a_long_body_waits_for_its_other_half(world: World) -
         assert answers.next()[0] == 200
 
 
-def test_3000_pipelined_requests_are_answered_in_order_one_after_the_other(world: World) -> None:
+def test_3000_pipelined_requests_are_answered_in_order(world: World) -> None:
     count = 3000
     key = b"authorization: Bearer key"
     stream = b"".join(head(b"GET", f"/v1/models/number-{at}", key) for at in range(count))
@@ -149,7 +149,7 @@ def test_clients_that_do_not_go_on_are_ended(hasty: World, sent: bytes, status: 
         assert error_of(answer)["code"] == what and metric(hasty, "refused_total", limit=what) == 1
 
 
-def test_a_client_that_sends_a_byte_now_and_then_gains_no_time(hasty: World) -> None:
+def test_slow_sender_does_not_extend_the_deadline(hasty: World) -> None:
     with connect(hasty.url) as connection:
         connection.settimeout(0.01)
         with contextlib.suppress(ConnectionError):
@@ -174,7 +174,7 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not(hasty: World) -> Non
 # -- connections
 
 
-def test_a_new_connection_takes_the_place_of_the_idlest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_connection_evicts_the_idlest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "FRESH_S", 0.0)
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(serve(FakeEngine(says("x")), limits=EdgeConfig(connections_max=3)))
@@ -205,7 +205,7 @@ def test_of_many_connections_at_once_each_gets_an_answer() -> None:
     assert statuses[b"200"] >= 20 and statuses[b"200"] + statuses[b"503"] == len(connections), statuses
 
 
-def test_what_is_being_answered_is_not_pushed_out() -> None:
+def test_connections_in_use_are_not_evicted() -> None:
     engine = FakeEngine(says(SCRIPT_TEXT), step_s=None)
     body = json.dumps({**ASK, "stream": True, "max_tokens": 3}).encode()
     with contextlib.ExitStack() as stack:
@@ -222,7 +222,7 @@ def test_what_is_being_answered_is_not_pushed_out() -> None:
             assert b" 200 " in stream.recv(65536)
 
 
-def test_one_address_may_have_a_limit_of_its_own() -> None:
+def test_connections_per_address_are_limited() -> None:
     engine = FakeEngine(says(SCRIPT_TEXT), step_s=None)
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(serve(engine, limits=EdgeConfig(connections_per_address_max=1)))
@@ -243,7 +243,7 @@ def test_thousands_of_connections_leave_no_trace(world: World) -> None:
     assert metric(world, "connections") == len(world.server.server_state.connections)
 
 
-def test_the_limit_of_open_files_leaves_room_for_the_rest_of_the_process(
+def test_open_file_limit_is_raised_for_connections(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = [1000, 2000]
@@ -293,15 +293,15 @@ def test_bodies_count_together_and_by_tenant() -> None:
         for key in ("key-a", "key-b", "key-c"):
             still_answers(world, key)  # small ones always pass
         stack.pop_all().close()
-    assert world.server._edge.bodies.held_bytes == 0 and not world.server._edge.bodies._of
+    assert world.server._edge.bodies.reserved_bytes == 0 and not world.server._edge.bodies._bytes_by_client
 
 
-def test_a_body_counts_until_it_is_parsed_and_no_longer() -> None:
+def test_body_bytes_are_counted_until_parsed() -> None:
     engine = FakeEngine(says(SCRIPT_TEXT), step_s=None)
     with serve(engine) as world, connect(world.url) as connection:
         connection.sendall(post("/v1/completions", json.dumps({**ASK, "user": "u" * MIB}).encode()))
         assert engine.wait_until(lambda: len(engine.submitted) == 1)
-        assert world.server._edge.bodies.held_bytes == 0
+        assert world.server._edge.bodies.reserved_bytes == 0
         engine.step()
         assert Answers(connection).next()[0] == 200
 
@@ -319,7 +319,7 @@ def step_until(world: World, engine: FakeEngine, ended: Callable[[], bool]) -> N
     hub = world.server._hub
 
     def took_it() -> bool:
-        return not hub._mailbox and all(call.writing or not call._news for call in list(hub._calls.values()))
+        return not hub._mailbox and all(call.writing or not call._outputs for call in list(hub._calls.values()))
 
     for _ in range(240):
         if ended():
@@ -329,7 +329,7 @@ def step_until(world: World, engine: FakeEngine, ended: Callable[[], bool]) -> N
     raise AssertionError("it was computed to its end")
 
 
-def test_a_client_that_takes_nothing_is_cut_off_and_its_request_cancelled() -> None:
+def test_stalled_reader_is_disconnected_and_request_cancelled() -> None:
     limits = EdgeConfig(write_timeout_s=0.3)
     engine = FakeEngine(says(SCRIPT_TEXT), step_s=0.001)
     with serve(engine, limits=limits) as world, connect(world.url, receive_bytes=4 * KIB) as connection:
@@ -339,10 +339,10 @@ def test_a_client_that_takes_nothing_is_cut_off_and_its_request_cancelled() -> N
         assert engine.wait_until(lambda: bool(engine.cancelled), 30)
         eventually(lambda: metric(world, "slow_readers_total", ending="cut_off") == 1)
         eventually(lambda: len(world.server.server_state.tasks) == 0)
-        assert world.server._hub.held_bytes == 0
+        assert world.server._hub.pending_bytes == 0
 
 
-def test_a_stream_that_is_taken_too_slowly_ends_with_an_error() -> None:
+def test_stream_to_a_slow_reader_ends_with_an_error() -> None:
     """The client reads again, and is told why its stream ended."""
     limits = EdgeConfig(stream_buffer_bytes=100 * KIB)
     engine = FakeEngine(lambda request, index: encode("hello ") * 240, step_s=None)
@@ -352,7 +352,7 @@ def test_a_stream_that_is_taken_too_slowly_ends_with_an_error() -> None:
         step_until(world, engine, lambda: bool(engine.cancelled))
         data = until(connection, b"[DONE]")
         assert b'"code":"client_too_slow"' in data
-        assert world.server._hub.held_bytes == 0
+        assert world.server._hub.pending_bytes == 0
         assert metric(world, "slow_readers_total", ending="stream_ended") == 1
 
 
@@ -370,7 +370,7 @@ def test_all_streams_together_hold_back_no_more_than_a_few_would(monkeypatch: py
         step_until(world, engine, lambda: bool(engine.cancelled))
 
 
-def test_a_stream_keeps_no_logprobs_of_what_it_has_shown() -> None:
+def test_stream_drops_logprobs_already_sent() -> None:
     engine = FakeEngine(lambda request, index: encode("hello"), step_s=None)
     with serve(engine) as world, connect(world.url) as connection:
         connection.sendall(long_stream(n=1))
@@ -429,7 +429,7 @@ def test_errors_repeat_little_of_what_they_are_about(
     (post("/v1/completions", json.dumps({**ASK, "stream": True}).encode(), b"x-request-id: my-1",
           b"authorization: Bearer key"), 200),
 ], ids=["200", "404", "405", "401", "a broken chunk", "completion", "stream"])  # fmt: skip
-def test_a_request_keeps_the_id_that_its_client_gave_it(world: World, sent: bytes, status: int) -> None:
+def test_client_request_id_is_kept(world: World, sent: bytes, status: int) -> None:
     with connect(world.url) as connection:
         connection.sendall(sent)
         got, headers, _ = Answers(connection).next(with_body=False)
@@ -475,7 +475,7 @@ def test_any_origin_and_none() -> None:
         assert preflight(world, "https://any.example.com").status_code == 405
 
 
-def test_a_preflight_repeats_no_more_than_names_of_headers() -> None:
+def test_preflight_echoes_header_names_only() -> None:
     with serve(FakeEngine(says("x")), limits=EdgeConfig(cors_origins=("*",))) as world:
         for fields in ("a" * 5000, "a;b", "<b>"):
             asks = {"access-control-request-method": "POST", "access-control-request-headers": fields}
@@ -496,6 +496,6 @@ def test_limits_that_make_no_sense_are_refused(fields: dict) -> None:
         EdgeConfig(**fields)
 
 
-def test_the_memory_of_bodies_follows_the_largest() -> None:
+def test_body_memory_limit_follows_the_largest_body() -> None:
     limits = EdgeConfig(body_bytes_max=100 * MIB)
     assert (limits.body_total_bytes, limits.body_share_bytes) == (400 * MIB, 200 * MIB)

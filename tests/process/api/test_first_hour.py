@@ -9,7 +9,7 @@ import pytest
 
 from api_world import TinyModel, running_server, says
 from fake_engine import FakeEngine
-from memserve.api.openai.interfaces import chosen_sampling
+from memserve.api.openai.interfaces import sampling_params_of
 from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry
@@ -19,7 +19,7 @@ from memserve.instance.scheduler.capacity import context_note, context_tokens
 GEOMETRY = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
 
 
-def test_an_advised_size_is_enough_when_it_is_typed() -> None:
+def test_advised_size_is_sufficient_as_printed() -> None:
     draw = random.Random(1)
     for _ in range(2000):
         count = draw.randrange(1, 1 << draw.randrange(1, 43))
@@ -34,7 +34,7 @@ def test_a_size_is_never_less_than_what_was_typed(text: str, count: int) -> None
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "1." + "9" * 5000, "1e3", "\u0663MiB", "-1", ""])
-def test_what_is_no_size_is_said_to_be_none(text: str) -> None:
+def test_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="as a size"):
         parse_bytes(text)
 
@@ -52,7 +52,7 @@ def note(options: EngineOptions, model_tokens: int = 8192) -> tuple[int, str]:
     return served, context_note(served, model_tokens, options, config.pool.hbm_blocks, GEOMETRY)
 
 
-def test_the_flag_that_lengthens_the_context_is_named_with_an_amount_that_does() -> None:
+def test_context_note_advises_flag_and_sufficient_value() -> None:
     assert note(EngineOptions()) == (8192, "")
     served, why = note(EngineOptions(kv_memory_bytes=64 * MIB))
     advised = why.partition("--kv-memory ")[2].split()[0]
@@ -62,7 +62,7 @@ def test_the_flag_that_lengthens_the_context_is_named_with_an_amount_that_does()
     assert served == 100 and why.startswith("--max-model-tokens 100 ")
 
 
-def test_a_prompt_beyond_the_served_context_is_refused_with_the_way_out() -> None:
+def test_prompt_beyond_served_context_is_refused_with_advice() -> None:
     model = TinyModel(max_model_tokens=40, context_note="--kv-memory 2MiB would serve 64")
     with running_server(FakeEngine(says("hello")), model) as world:
         refused = httpx.post(world.url + "/v1/completions", json={"model": model.name, "prompt": [5] * 41}, timeout=30)
@@ -100,8 +100,8 @@ def test_a_chat_without_max_tokens_ends_at_the_servers_bound() -> None:
     assert least["usage"]["completion_tokens"] == 5
 
 
-def test_sampling_that_nobody_names_is_the_models_then_openais() -> None:
+def test_unset_sampling_is_the_models_then_openais() -> None:
     model = TinyModel(generation_defaults={"temperature": 0.2, "top_k": -1})
-    chosen = chosen_sampling(model, {"top_p": 0.5, "temperature": None, "seed": 3})
+    chosen = sampling_params_of(model, {"top_p": 0.5, "temperature": None, "seed": 3})
     assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p) == (0.2, 0.5, 0, 0.0)
-    assert chosen_sampling(model, {"temperature": 0.0}).temperature == 0.0
+    assert sampling_params_of(model, {"temperature": 0.0}).temperature == 0.0

@@ -171,7 +171,7 @@ def test_each_model_has_its_engines(engines: list[ScriptedEngine]) -> None:
         assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
 
 
-def test_an_engine_that_is_not_well_gets_nothing_until_it_is(engines: list[ScriptedEngine]) -> None:
+def test_unhealthy_engine_gets_no_requests_until_healthy(engines: list[ScriptedEngine]) -> None:
     async def draining(asked: Asked, writer: asyncio.StreamWriter) -> None:
         writer.write(whole(503, b""))
 
@@ -190,7 +190,7 @@ def test_an_engine_that_is_not_well_gets_nothing_until_it_is(engines: list[Scrip
         assert server.post().status_code == 200
 
 
-def test_an_engine_that_falls_silent_is_given_up(engines: list[ScriptedEngine]) -> None:
+def test_silent_engine_is_dropped(engines: list[ScriptedEngine]) -> None:
     """Its requests go elsewhere long before the longest silence."""
 
     async def silent(asked: Asked, writer: asyncio.StreamWriter) -> None:
@@ -219,7 +219,7 @@ def test_load_goes_to_the_idle_engine(engines: list[ScriptedEngine]) -> None:
     assert [answer.status_code for answer in answers] == [200] * 4
 
 
-def test_what_an_engine_says_counts_as_load(engines: list[ScriptedEngine]) -> None:
+def test_engine_metrics_count_as_load(engines: list[ScriptedEngine]) -> None:
     engines[0].metrics = (
         b"# TYPE vllm:num_requests_running gauge\n"
         b'vllm:num_requests_running{engine="0"} 9.0\nvllm:num_requests_waiting{engine="0"} 4.0\n'
@@ -228,7 +228,7 @@ def test_what_an_engine_says_counts_as_load(engines: list[ScriptedEngine]) -> No
     )
     engines[1].metrics = b'vllm:num_requests_running{engine="0"} 0.0\n'
     with fleet_server([spec_of(engine) for engine in engines], ClusterConfig(policy="least-load")) as server:
-        (busy, idle) = server.host.machine.engines()
+        (busy, idle) = server.host.machine.engine_views()
         report = busy.report
         assert (report.running, report.waiting, report.kv_usage, report.kv_tokens) == (9, 4, 0.5, 16_000)
         assert idle.report.running == 0
@@ -259,7 +259,7 @@ def test_admission_queues_and_rejects(engines: list[ScriptedEngine]) -> None:
     assert [answer.status_code for answer in answers] == [200, 200]
 
 
-def test_a_client_that_leaves_frees_the_engine(engines: list[ScriptedEngine]) -> None:
+def test_client_disconnect_frees_the_engine(engines: list[ScriptedEngine]) -> None:
     engines[0].script = Gate().script
     with fleet_server([spec_of(engines[0])]) as server:
         with pytest.raises(httpx.ReadTimeout):
@@ -267,7 +267,7 @@ def test_a_client_that_leaves_frees_the_engine(engines: list[ScriptedEngine]) ->
         eventually(lambda: server.host.requests_open == 0)
 
 
-def test_a_stop_lets_requests_finish(engines: list[ScriptedEngine]) -> None:
+def test_shutdown_lets_requests_finish(engines: list[ScriptedEngine]) -> None:
     gate = Gate()
     engines[0].script = gate.script
     answers: list[httpx.Response] = []
@@ -280,7 +280,7 @@ def test_a_stop_lets_requests_finish(engines: list[ScriptedEngine]) -> None:
     assert answers[0].status_code == 200
 
 
-def test_a_conversation_stays_where_it_was(engines: list[ScriptedEngine]) -> None:
+def test_conversation_stays_at_its_engine(engines: list[ScriptedEngine]) -> None:
     """Without KV events, by the text of what was sent there."""
     config = ClusterConfig(policy="prompt-tree")
     with fleet_server([spec_of(engine) for engine in engines], config) as server:
@@ -295,4 +295,4 @@ def test_a_conversation_stays_where_it_was(engines: list[ScriptedEngine]) -> Non
                 opening = asked.fields["messages"][0]["content"][:7]
                 places.setdefault(opening, set()).add(engine.name)
         assert len(places) == 4 and all(len(place) == 1 for place in places.values())
-        assert sum(view.matched_tokens for view in server.host.machine.engines()) > 0
+        assert sum(view.matched_tokens for view in server.host.machine.engine_views()) > 0

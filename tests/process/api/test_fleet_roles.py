@@ -52,7 +52,7 @@ def test_the_prompt_is_computed_and_then_answered(engines: list[ScriptedEngine])
         assert first.fields["prompt"] == LONG and first.fields["temperature"] == 0.5
         assert second.pop("kv_transfer_params") == PARAMS
         assert {name: second[name] for name in fields} == fields and second["stream_options"]
-        view = server.host.machine.engines()[0]
+        view = server.host.machine.engine_views()[0]
         assert (view.prefills, view.failed) == (1, 0)
         assert f'memserve_fleet_prefills_total{{engine="{view.name}"}} 1.0' in server.get("/metrics").text
 
@@ -104,7 +104,7 @@ async def finds_fault(asked: Asked, writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize("script", [refuses, breaks_off, says_garbage, says_nothing_of_kv, finds_fault])
-def test_a_prompt_that_is_not_computed_is_answered_all_the_same(engines: list[ScriptedEngine], script: Script) -> None:
+def test_prompt_is_answered_without_its_prefill(engines: list[ScriptedEngine], script: Script) -> None:
     """By an engine that gets the request as it came."""
     engines[0].script = script
     with fleet_server(specs_of(engines)) as server:
@@ -122,7 +122,7 @@ def test_a_silent_engine_is_not_waited_for(engines: list[ScriptedEngine]) -> Non
         assert server.post(prompt=LONG).content == ANSWER
 
 
-def test_an_engine_that_does_not_answer_is_replaced_with_what_was_computed(engines: list[ScriptedEngine]) -> None:
+def test_failed_decode_engine_is_replaced_after_prefill(engines: list[ScriptedEngine]) -> None:
     failed: list[str] = []
 
     async def fails_once(asked: Asked, writer: asyncio.StreamWriter) -> None:

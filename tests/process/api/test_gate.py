@@ -20,7 +20,7 @@ from memserve.base.config import AdmissionConfig, ClusterConfig, EngineOptions, 
 from memserve.base.errors import UserError
 from memserve.base.types import Admission, Request, SamplingParams, StopParams
 from memserve.base.units import NS_PER_MS, NS_PER_S
-from memserve.cli.cluster.serve import _alone
+from memserve.cli.cluster.serve import _standalone_options
 from memserve.cli.main import run
 from memserve.host.engine import Refusal, Rejected
 from memserve.host.router import RouterEngine
@@ -29,6 +29,7 @@ from memserve.protocol.peers import ROUTER, Peer
 from memserve.router.machine import Cluster
 from memserve.router.report import AdmissionStats, ClusterStats, Counters
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 
 WAIT_S = 20.0
 
@@ -50,7 +51,7 @@ def test_each_refusal_has_its_status_and_says_when_to_come_again(refusal, retry_
     assert "3 requests are active" in error.message
 
 
-def test_a_full_queue_answers_a_crowd_of_its_tenant_at_once(monkeypatch):
+def test_full_queue_rejects_a_burst_of_its_tenant(monkeypatch):
     now_ns = 10**12
     monkeypatch.setattr("memserve.api.openai.streams.time.monotonic_ns", lambda: now_ns)
     hub = Hub(FakeEngine(lambda request, index: []), ApiMetrics(), 1 << 20)
@@ -66,12 +67,12 @@ def test_a_full_queue_answers_a_crowd_of_its_tenant_at_once(monkeypatch):
     hub.check_busy("a", b"{}")
 
 
-def test_the_metrics_of_the_gate():
+def test_admission_metrics():
     gate = AdmissionStats(12, 9, 5, 3 * NS_PER_S, {"queue": 4, "wait": 2}, 1, 3, {"a": 2, "": 1})
-    stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
+    stats = RouterStats.from_cluster(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     samples = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(ApiMetrics().render(stats, names_tenants=True).decode())
+        for family in text_string_to_metric_families(ApiMetrics().render_page(stats, names_tenants=True).decode())
         for sample in family.samples
     }
     expected = {
@@ -125,20 +126,20 @@ def test_options_become_a_gate(monkeypatch):
         (["--in-process", "--admission", "bounded", "--max-active", "3", "--admission-queue", "0"], "one engine alone"),
     ],
 )
-def test_options_that_do_nothing_are_refused_before_anything_is_loaded(options, complaint, capsys):
+def test_ineffective_options_are_refused_before_loading(options, complaint, capsys):
     assert run(["serve", "--port", "0", *options]) == 1
     error = capsys.readouterr().err
     assert complaint in error and "hint: " in error
 
 
-def test_one_engine_takes_the_limits_of_the_gate_for_its_own():
+def test_single_engine_takes_the_admission_limits():
     options = EngineOptions(scheduler=SchedulerConfig(max_running=64))
     gate = AdmissionConfig(Admission.BOUNDED, 3, waiting_max=5)
-    bounded = _alone(options, gate, None, None)
+    bounded = _standalone_options(options, gate, None, None)
     assert (bounded.scheduler.max_running, bounded.scheduler.max_waiting) == (3, 5)
-    assert _alone(options, AdmissionConfig(), None) == options
+    assert _standalone_options(options, AdmissionConfig(), None) == options
     with pytest.raises(UserError):
-        _alone(options, gate, 1)
+        _standalone_options(options, gate, 1)
 
 
 # -- threads
@@ -148,16 +149,16 @@ def test_one_engine_takes_the_limits_of_the_gate_for_its_own():
 def gated_router():
     gate = AdmissionConfig(Admission.BOUNDED, 1, waiting_max=1, wait_ns=400 * NS_PER_MS)
     machine = Cluster(ClusterConfig(admission=gate))
-    engine = RouterEngine(machine, partial(ZmqMailbox, Peer(ROUTER, time.time_ns()), SECRET, "127.0.0.1", 0))
+    engine = RouterEngine(machine, partial(ZmqMailbox, Peer(ROUTER, time.time_ns()), ListenAddress(SECRET)))
     member = FakeInstance("c1", engine.address, token_s=0.005)
-    assert engine.wait_for(["c1"], WAIT_S)
+    assert engine.wait_for_members(["c1"], WAIT_S)
     yield engine
     engine.close(WAIT_S)
     member.die()
     machine.check_invariants()
 
 
-def test_a_router_turns_away_at_once_who_cannot_wait_and_later_who_has_waited(gated_router):
+def test_router_rejects_on_full_queue_and_on_wait_timeout(gated_router):
     """One runs, one waits, the third is told at once; the second one's patience ends, by the machine's own timer."""
     news = {name: queue.Queue() for name in ("runs", "waits", "too many")}
     request = Request("", np.arange(1, 70, dtype=np.int32), SamplingParams(temperature=0.0), StopParams(10_000))

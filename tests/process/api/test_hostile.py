@@ -165,4 +165,4 @@ def test_parsing_anything_gives_a_body_or_a_400(fields: dict, noise: bytes, at: 
                 assert isinstance(parse_body(text, kind), kind)
             except ApiError as error:
                 assert error.status == 400
-                json.loads(error.body())
+                json.loads(error.encode_body())

@@ -12,7 +12,7 @@ import pytest
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
 from memserve.api.http.limits import TENANT_KEY
-from memserve.api.openai.response.idempotency import key_of, singles
+from memserve.api.openai.response.idempotency import key_of, split_tokens
 from memserve.base.types import FinishReason, TokenLogprobs, TokenOutput
 
 BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 12, "ignore_eos": True}
@@ -41,7 +41,7 @@ def events(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_equal_requests_with_a_key_are_equal_for_the_engine_and_have_one_id(world: World) -> None:
+def test_equal_keyed_requests_share_seed_digest_and_response_id(world: World) -> None:
     first, again = post(world, BODY), post(world, BODY)
     one, two = world.engine.submitted[-2:]
     assert (one.key, one.asked, one.sampling.seed) == (two.key, two.asked, two.sampling.seed) and one.key
@@ -58,7 +58,7 @@ def test_equal_requests_with_a_key_are_equal_for_the_engine_and_have_one_id(worl
     assert world.engine.submitted[-1].key == ""
 
 
-def test_a_key_is_one_of_its_tenant(world: World) -> None:
+def test_idempotency_keys_are_per_tenant(world: World) -> None:
     post(world, BODY)
     ours = world.engine.submitted[-1].key
     scope = {"type": "http", "headers": [(b"idempotency-key", b"k")]}
@@ -68,7 +68,7 @@ def test_a_key_is_one_of_its_tenant(world: World) -> None:
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"stop": ["or"]}, {"stream_options": {"include_usage": True}}])
-def test_a_stream_with_a_key_goes_on_behind_any_of_its_events(world: World, path: str, more: dict) -> None:
+def test_keyed_stream_resumes_after_any_event(world: World, path: str, more: dict) -> None:
     body = (BODY if path == "completions" else CHAT) | {"stream": True} | more
     whole = events(post(world, body, path=path).text)
     assert whole[-1] == ("", "[DONE]")
@@ -85,7 +85,7 @@ def test_a_stream_with_a_key_goes_on_behind_any_of_its_events(world: World, path
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"stream_options": {"include_usage": True}}])
-def test_an_event_behind_the_end_is_of_another_answer(world: World, more: dict) -> None:
+def test_event_id_beyond_the_end_is_refused(world: World, more: dict) -> None:
     """To a client that names one, an empty stream would look like the end of its answer."""
     body = BODY | {"stream": True} | more
     *_, (last, _), _ = events(post(world, body).text)
@@ -123,7 +123,7 @@ def test_headers_that_make_no_sense_are_refused(world: World, key, last, body, s
 def test_the_events_of_a_stream_are_those_of_single_tokens() -> None:
     entries = tuple(TokenLogprobs(token, -1.0) for token in (1, 2, 3))
     output = TokenOutput("r", 0, (1, 2, 3), entries, FinishReason.LENGTH, cached_tokens=5, story=(("a", 1),), offset=4)
-    parts = list(singles(output))
+    parts = list(split_tokens(output))
     assert [(p.tokens, p.offset, p.finish_reason) for p in parts] == [
         ((1,), 4, None),
         ((2,), 5, None),

@@ -51,7 +51,7 @@ def open_stream(world: World, fields: dict) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 @pytest.mark.parametrize("steps", [0, 2], ids=["before the first token", "in the middle"])
-def test_a_client_that_leaves_frees_the_engine_at_once(paused: World, stream: bool, steps: int) -> None:
+def test_client_disconnect_frees_the_engine_immediately(paused: World, stream: bool, steps: int) -> None:
     engine = paused.engine
     connection = open_stream(paused, {**STREAM, "stream": stream, "n": 2})
     assert engine.wait_until(lambda: len(engine.submitted) == 1)
@@ -61,7 +61,7 @@ def test_a_client_that_leaves_frees_the_engine_at_once(paused: World, stream: bo
         assert b"200 OK" in connection.recv(65536)
     connection.close()
     assert engine.wait_until(lambda: bool(engine.cancelled)), "without any further token"
-    assert engine.cancelled == [engine.submitted[0].request_id] and engine.outstanding == 0
+    assert engine.cancelled == [engine.submitted[0].request_id] and engine.requests_outstanding == 0
 
 
 def test_every_prompt_of_a_dropped_request_is_cancelled(paused: World) -> None:
@@ -133,7 +133,7 @@ def test_a_full_queue_is_429_with_a_hint_when_to_retry() -> None:
             client.completions.create(model=MODEL, prompt="x")
 
 
-def test_what_can_never_run_is_400() -> None:
+def test_unservable_request_is_400() -> None:
     with serve(FakeEngine(says("x"), step_s=None, max_requests=0, retry_after_s=None)) as world:
         assert httpx.post(f"{world.url}/v1/completions", json=STREAM).status_code == 400
 
@@ -142,7 +142,7 @@ def test_one_refused_prompt_cancels_the_others() -> None:
     with serve(FakeEngine(says("x"), step_s=None, max_requests=2)) as world:
         response = httpx.post(f"{world.url}/v1/completions", json={**STREAM, "prompt": ["a", "b", "c"]})
         assert response.status_code == 429
-        assert len(world.engine.cancelled) == 2 and world.engine.outstanding == 0
+        assert len(world.engine.cancelled) == 2 and world.engine.requests_outstanding == 0
 
 
 def test_our_own_failure_is_500_without_details() -> None:
@@ -163,7 +163,7 @@ def test_a_deadline_before_the_first_token_is_504(stream: bool) -> None:
         assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
 
 
-def test_an_error_in_the_middle_of_a_stream_reaches_the_official_client(paused: World) -> None:
+def test_mid_stream_error_reaches_openai_client(paused: World) -> None:
     engine = paused.engine
 
     def work() -> None:
@@ -200,23 +200,21 @@ def test_keys_are_asked_for_and_stand_for_tenants() -> None:
         assert len(engine.submitted) == 3
 
 
-def test_a_key_that_leaves_its_file_is_refused_on_open_connections_and_streams_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_key_is_refused_while_open_streams_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tenant keeps its name, and with it its KV."""
     monkeypatch.setattr(private_files, "LOOK_S", 0.0)
     file = tmp_path / "keys"
     file.write_text("ada=k-old\n")
     file.chmod(0o600)
     engine = FakeEngine(says(SCRIPT_TEXT), step_s=None)
-    with serve(engine, api_keys=GivenKeys(file=file).follow()) as world, httpx.Client(base_url=world.url) as http:
+    with serve(engine, api_keys=GivenKeys(file=file).follow_keys()) as world, httpx.Client(base_url=world.url) as http:
         old, new = ({"authorization": f"Bearer {key}"} for key in ("k-old", "k-new"))
         assert http.get("/v1/models", headers=old).status_code == 200
         with httpx.Client(base_url=world.url) as other:
             asked = other.build_request("POST", "/v1/completions", json={**STREAM, "max_tokens": 2}, headers=old)
             with ThreadPoolExecutor() as pool:
                 answer = pool.submit(other.send, asked)
-                assert engine.wait_until(lambda: engine.outstanding == 1)
+                assert engine.wait_until(lambda: engine.requests_outstanding == 1)
                 engine.step()
                 file.write_text("ada=k-new\n# k-old is withdrawn\n")
                 assert http.get("/v1/models", headers=old).status_code == 401, "the connection was open before"
@@ -226,7 +224,7 @@ def test_a_key_that_leaves_its_file_is_refused_on_open_connections_and_streams_g
             assert other.post("/v1/completions", json=STREAM, headers=old).status_code == 401
             with ThreadPoolExecutor() as pool:
                 answer = pool.submit(other.post, "/v1/completions", json={**STREAM, "max_tokens": 1}, headers=new)
-                assert engine.wait_until(lambda: engine.outstanding == 1)
+                assert engine.wait_until(lambda: engine.requests_outstanding == 1)
                 engine.step()
                 assert answer.result(10).status_code == 200
         assert [request.tenant for request in engine.submitted] == ["ada", "ada"]
@@ -248,18 +246,22 @@ def test_tenants_and_salts_do_not_share_the_cache() -> None:
 
 def test_key_ring() -> None:
     ring = KeyRing(["a=1=2", "abc==", "b=k"])
-    assert ring.tenant("Bearer 1=2") == "a" and ring.tenant("bearer abc==") == "" and ring.tenant("Bearer k") == "b"
+    assert (
+        ring.tenant_of("Bearer 1=2") == "a"
+        and ring.tenant_of("bearer abc==") == ""
+        and ring.tenant_of("Bearer k") == "b"
+    )
     for header in (None, "", "Bearer", "Bearer ", "Basic k", "k", "Bearer a", "Bearer k\udcff"):
         with pytest.raises(ApiError):
-            ring.tenant(header)
-    assert KeyRing().is_open and KeyRing().tenant(None) == ""
+            ring.tenant_of(header)
+    assert KeyRing().is_open and KeyRing().tenant_of(None) == ""
     for bad in (["a=k", "b=k"], ["with space"], ["é"], ["a=\x7f"]):
         with pytest.raises(UserError):
             KeyRing(bad)
 
 
 @pytest.mark.parametrize("empty", ["", "=", "team-a=", "a.b_c="])
-def test_a_key_that_is_empty_lets_nothing_in(empty: str) -> None:
+def test_empty_key_is_refused(empty: str) -> None:
     """``--api-key team-a=$KEY`` without the variable must not make a key of the tenant's name."""
     with pytest.raises(UserError, match="an API key is empty") as caught:
         KeyRing(["a=k", empty])
@@ -290,7 +292,7 @@ def test_a_stream_may_finish_after_the_first_signal(paused: World) -> None:
     assert not paused.thread.is_alive()
 
 
-def test_a_stream_that_lasts_too_long_ends_with_an_error_at_the_deadline() -> None:
+def test_stream_beyond_drain_deadline_ends_with_error() -> None:
     with serve(FakeEngine(says(SCRIPT_TEXT), step_s=None), drain_s=0.2) as world:
         connection = open_stream(world, STREAM)
         assert world.engine.wait_until(lambda: len(world.engine.submitted) == 1)

@@ -61,7 +61,7 @@ def model(template: str) -> Model:
 def rendered(template: str, messages: list[Any], **fields: Any) -> str:
     encoder = PromptEncoder(model(template))
     try:
-        text = encoder._render(check_messages(messages), ChatBody(model=MODEL, **fields))
+        text = encoder._render_template(check_messages(messages), ChatBody(model=MODEL, **fields))
     finally:
         encoder.close()
     return text
@@ -111,7 +111,7 @@ def test_calls_are_text_where_the_template_does_not_know_them() -> None:
         (HERMES, {"tools": [TOOL] * 129}, "at most 128"),
     ],
 )
-def test_what_a_template_cannot_say_is_refused(template: str, fields: dict[str, Any], says: str) -> None:
+def test_messages_beyond_the_template_are_refused(template: str, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError) as refused:
         rendered(template, HISTORY, **fields)
     assert refused.value.status == 400 and says in refused.value.message

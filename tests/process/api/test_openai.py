@@ -108,7 +108,7 @@ def test_chat_stream_with_the_official_client(client: openai.OpenAI) -> None:
     assert texts == {0: SCRIPT_TEXT, 1: SCRIPT_TEXT}
 
 
-def test_chat_accepts_text_parts_developer_role_and_resent_answers(world: World, client: openai.OpenAI) -> None:
+def test_chat_accepts_text_parts_developer_role_resent_answers(world: World, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HELLO).choices[0].message
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
     messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
@@ -206,9 +206,9 @@ def test_echo_and_logprobs(client: openai.OpenAI) -> None:
 
 def test_the_chosen_token_stands_first_among_the_alternatives() -> None:
     columns = _TokenColumns(lambda token: (f"t{token}", b""))
-    columns.add(TokenLogprobs(9, -3.0, ((5, -0.1), (6, -0.2))), 0)
-    columns.add(TokenLogprobs(6, -0.2, ((5, -0.1), (6, -0.2))), 2)
-    told = [list(entry.items()) for entry in json.loads(columns.encoded())["top_logprobs"]]
+    columns.add_token(TokenLogprobs(9, -3.0, ((5, -0.1), (6, -0.2))), 0)
+    columns.add_token(TokenLogprobs(6, -0.2, ((5, -0.1), (6, -0.2))), 2)
+    told = [list(entry.items()) for entry in json.loads(columns.encode_columns())["top_logprobs"]]
     assert told == [[("t9", -3.0), ("t5", -0.1), ("t6", -0.2)], [("t6", -0.2), ("t5", -0.1)]]
 
 
@@ -296,7 +296,7 @@ def test_every_parameter_reaches_the_engine(world: World, client: openai.OpenAI)
     assert request.deadline_ns is not None
 
 
-def test_the_models_own_sampling_holds_where_the_request_is_silent() -> None:
+def test_generation_defaults_apply_to_unset_sampling_fields() -> None:
     model = TinyModel(generation_defaults={"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1})
     engine = FakeEngine(says("x"))
     with running_server(engine, model) as world, world.client() as client:

@@ -57,7 +57,7 @@ def test_thoughts_are_reported_apart_from_the_answer(client: openai.OpenAI) -> N
 
 
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_a_stream_tells_thoughts_before_the_answer(client: openai.OpenAI, logprobs: bool) -> None:
+def test_stream_sends_reasoning_before_the_answer(client: openai.OpenAI, logprobs: bool) -> None:
     stream = client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, logprobs=logprobs)
     chunks = [chunk.choices[0] for chunk in stream]
     kinds = [name for one in chunks for name in ("reasoning_content", "content") if getattr(one.delta, name, None)]
@@ -128,7 +128,7 @@ def test_responses_have_an_item_of_reasoning(client: openai.OpenAI) -> None:
         ({"type": "file", "file": {"file_id": "f"}}, "Reading files"),
     ],
 )
-def test_what_is_no_text_is_refused_by_its_name(client: openai.OpenAI, part: dict[str, Any], names: str) -> None:
+def test_non_text_content_is_refused_by_name(client: openai.OpenAI, part: dict[str, Any], names: str) -> None:
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model=MODEL, messages=messages)

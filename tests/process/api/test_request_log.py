@@ -34,7 +34,7 @@ def ask(kind: RequestLogFormat) -> None:
         httpx.get(f"{world.url}/health", timeout=30)
 
 
-def test_a_line_has_the_account_of_a_request_and_nothing_of_its_content(capsys: pytest.CaptureFixture[str]) -> None:
+def test_request_log_has_accounting_and_no_content(capsys: pytest.CaptureFixture[str]) -> None:
     ask(RequestLogFormat.JSON)
     said = capsys.readouterr().err  # the writer has been closed with the server
     told = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
@@ -63,7 +63,7 @@ def test_without_the_option_nothing_is_logged(capsys: pytest.CaptureFixture[str]
     assert "their-own-7" not in capsys.readouterr().err
 
 
-def test_a_reader_that_stands_still_stops_nobody_and_hears_how_much_it_missed() -> None:
+def test_stalled_log_reader_blocks_nothing_and_gets_drop_count() -> None:
     readable, writable = os.pipe()
     writer = LineWriter(os.fdopen(writable, "w"))
     line = "x" * 1023

@@ -36,7 +36,7 @@ def prompt_of(world: World) -> str:
     return str(tiny_tokenizer().decode(world.engine.submitted[-1].prompt.tolist()))
 
 
-def test_a_text_is_answered_kept_and_forgotten(client: openai.OpenAI) -> None:
+def test_response_is_created_stored_and_deleted(client: openai.OpenAI) -> None:
     made = client.responses.create(input="hello", instructions="be short", metadata={"a": "b"})
     assert (made.status, made.output_text, made.model) == ("completed", SCRIPT_TEXT, MODEL)
     assert made.usage is not None and made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
@@ -48,7 +48,7 @@ def test_a_text_is_answered_kept_and_forgotten(client: openai.OpenAI) -> None:
         client.responses.retrieve(made.id)
 
 
-def test_one_that_is_not_stored_is_not_found(client: openai.OpenAI) -> None:
+def test_unstored_response_is_not_found(client: openai.OpenAI) -> None:
     made = client.responses.create(input="hello", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
@@ -101,7 +101,7 @@ def stacked(events: list[Any]) -> None:
     assert not open_parts
 
 
-def test_a_stream_tells_the_same_as_the_answer(client: openai.OpenAI) -> None:
+def test_streamed_response_equals_the_whole_response(client: openai.OpenAI) -> None:
     asked = {"input": "hello", "include": ["message.output_text.logprobs"], "top_logprobs": 0}
     events = list(client.responses.create(**asked, stream=True))
     stacked(events)
@@ -112,7 +112,7 @@ def test_a_stream_tells_the_same_as_the_answer(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(events[0].response.id).output_text == SCRIPT_TEXT
 
 
-def test_an_answer_that_was_cut_off_is_incomplete(client: openai.OpenAI) -> None:
+def test_truncated_answer_is_incomplete(client: openai.OpenAI) -> None:
     made = client.responses.create(input="hello", max_output_tokens=1)
     assert made.status == "incomplete" and made.incomplete_details is not None
     assert made.incomplete_details.reason == "max_output_tokens"
@@ -137,9 +137,9 @@ def test_a_response_in_the_background_is_read_later_or_cancelled() -> None:
     with serve(engine) as world, world.client() as client:
         made, other = (client.responses.create(input="hello", background=True) for _ in range(2))
         assert made.status == "queued"
-        assert engine.wait_until(lambda: engine.outstanding == 2)
+        assert engine.wait_until(lambda: engine.requests_outstanding == 2)
         assert client.responses.cancel(other.id).status == "cancelled"
-        assert engine.wait_until(lambda: engine.outstanding == 1)
+        assert engine.wait_until(lambda: engine.requests_outstanding == 1)
         for _ in range(100):
             engine.step()
             if client.responses.retrieve(made.id).status == "completed":

@@ -100,7 +100,7 @@ def test_a_body_beyond_a_limit_is_refused_before_it_is_built(
     assert refused.value.status == 400 and says_so in refused.value.message
 
 
-def test_what_a_body_may_have_is_built() -> None:
+def test_body_within_limits_is_built() -> None:
     with pytest.raises(ApiError, match="expected `str`"):
         parse_body(nested(schema.DEPTH_MAX), CompletionBody)
     with pytest.raises(ApiError, match="Unknown field"):
@@ -109,7 +109,7 @@ def test_what_a_body_may_have_is_built() -> None:
     assert parse_body(completion(prompt=ids), CompletionBody).prompt == ids
 
 
-def test_an_error_is_explained_without_reading_the_whole_of_a_long_value() -> None:
+def test_validation_error_does_not_scan_long_values() -> None:
     with pytest.raises(ApiError) as refused:
         parse_body(completion(model="m" * 10_000_000), CompletionBody)
     assert refused.value.param == "model" and "4096" in refused.value.message
@@ -121,7 +121,7 @@ def test_an_error_is_explained_without_reading_the_whole_of_a_long_value() -> No
 # -- lines
 
 
-def test_small_work_is_done_at_once_and_short_work_passes_long_work() -> None:
+def test_small_work_runs_inline_and_short_work_passes_long() -> None:
     async def main() -> None:
         workers, go_on, begun = TextWorkers(), threading.Event(), threading.Event()
         here = threading.current_thread()
@@ -131,10 +131,10 @@ def test_small_work_is_done_at_once_and_short_work_passes_long_work() -> None:
             assert go_on.wait(20)
             return threading.current_thread().name
 
-        assert await workers.run("a", INLINE_BYTES_MAX, threading.current_thread) is here
-        first = [asyncio.create_task(workers.run("a", SHORT_BYTES_MAX + 1, long)) for _ in range(3)]
+        assert await workers.run_work("a", INLINE_BYTES_MAX, threading.current_thread) is here
+        first = [asyncio.create_task(workers.run_work("a", SHORT_BYTES_MAX + 1, long)) for _ in range(3)]
         await asyncio.to_thread(begun.wait, 20)
-        short = await workers.run("b", SHORT_BYTES_MAX, threading.current_thread)  # while the long ones wait
+        short = await workers.run_work("b", SHORT_BYTES_MAX, threading.current_thread)  # while the long ones wait
         assert short is not here and not any(task.done() for task in first)
         go_on.set()
         assert len(set(await asyncio.gather(*first))) == 1, "one thread, however much is long"
@@ -151,7 +151,7 @@ def test_of_a_burst_two_requests_begin_in_each_round_of_the_loop() -> None:
         workers, order = TextWorkers(), list[str]()
 
         async def request(tenant: str) -> None:
-            await workers.turn(tenant)
+            await workers.wait_turn(tenant)
             order.append(tenant)
             if tenant == "a" and order.count("a") == 1:
                 asyncio.get_running_loop().call_soon(order.append, "another callback")
@@ -177,7 +177,7 @@ def test_of_a_long_burst_no_tenant_is_passed_over() -> None:
         workers, order = TextWorkers(), list[str]()
 
         async def request(tenant: str) -> None:
-            await workers.turn(tenant)
+            await workers.wait_turn(tenant)
             order.append(tenant)
 
         await asyncio.gather(*(request(tenant) for tenant in "aaaaaabbbbbbcccccc"))
@@ -190,7 +190,7 @@ def test_of_a_long_burst_no_tenant_is_passed_over() -> None:
         assert max(counts) - min(counts) <= 2, order
 
 
-def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> None:
+def test_text_workers_are_fair_to_tenants_after_cancellation() -> None:
     async def main() -> list[str]:
         workers, done, go_on, begun = TextWorkers(), [], threading.Event(), threading.Event()
 
@@ -203,7 +203,7 @@ def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> N
             return run
 
         def enter(tenant: str, name: str) -> asyncio.Task[None]:
-            return asyncio.create_task(workers.run(tenant, SHORT_BYTES_MAX + 1, work(name)))
+            return asyncio.create_task(workers.run_work(tenant, SHORT_BYTES_MAX + 1, work(name)))
 
         tasks = [enter("a", f"a{at}") for at in range(4)]
         await asyncio.to_thread(begun.wait, 20)
@@ -214,20 +214,20 @@ def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> N
         await asyncio.gather(*tasks, return_exceptions=True)
         tasks = [enter("a", "again")]
         await asyncio.gather(*tasks)
-        assert not workers._long._waiting._lines and not workers._long._taken
+        assert not workers._long._waiting._lines and not workers._long._is_busy
         workers.close()
         return done
 
     assert asyncio.run(main()) == ["a0", "a1", "b0", "c0", "b1", "a3", "again"]
 
 
-def test_an_error_leaves_the_line_free() -> None:
+def test_error_frees_the_text_worker() -> None:
     async def main() -> None:
         workers = TextWorkers()
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
-                await workers.run("a", SHORT_BYTES_MAX, lambda: 1 // 0)
-        assert await workers.run("a", SHORT_BYTES_MAX, lambda: 5) == 5
+                await workers.run_work("a", SHORT_BYTES_MAX, lambda: 1 // 0)
+        assert await workers.run_work("a", SHORT_BYTES_MAX, lambda: 5) == 5
         workers.close()
 
     asyncio.run(main())
@@ -245,7 +245,7 @@ LONG_BODIES: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LONG_BODIES)
-def test_a_long_body_is_worked_on_beside_the_event_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_body_is_parsed_off_the_event_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set()
 
     def noting(module: Any, function: str) -> None:
@@ -260,7 +260,7 @@ def test_a_long_body_is_worked_on_beside_the_event_loop(name: str, monkeypatch: 
     noting(schema, "json_shape")
     noting(schema.msgspec.json, "decode")
     noting(PromptEncoder, "_encode")
-    noting(PromptEncoder, "_render")
+    noting(PromptEncoder, "_render_template")
     noting(messages, "_check_message")
     path, body = LONG_BODIES[name]
     with serve(FakeEngine(says("x"))) as world:
@@ -313,7 +313,7 @@ class _NoTokenizer:
     encode = encode_batch_fast
 
 
-def test_a_text_that_cannot_fit_is_refused_without_being_tokenized() -> None:
+def test_text_beyond_context_is_refused_without_tokenizing() -> None:
     encoder = PromptEncoder(TinyModel())
     longest = longest_token_bytes(tiny_tokenizer().backend_tokenizer)
     assert longest == len("<|start|>") == len("assistant")

@@ -73,7 +73,7 @@ def test_the_official_client_streams_over_https(world: World, pair: Pair) -> Non
         assert "".join(part.choices[0].text for part in parts if part.choices) == SCRIPT_TEXT
 
 
-def test_many_requests_share_a_connection_and_large_bodies_arrive(world: World, pair: Pair) -> None:
+def test_tls_connection_is_reused_and_carries_large_bodies(world: World, pair: Pair) -> None:
     with httpx.Client(verify=pair.trusting, base_url=world.url) as http:
         for length in (1, 1_000, 100_000, 2_000_000):
             answer = http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * length, "max_tokens": 1})
@@ -94,7 +94,7 @@ def test_an_early_answer_reaches_a_client_that_still_sends(pair: Pair) -> None:
         assert connection.recv(65536).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_client_without_tls_is_cut_off_and_the_others_go_on(world: World, pair: Pair) -> None:
+def test_plaintext_client_is_disconnected_and_others_are_served(world: World, pair: Pair) -> None:
     with raw(world) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert b"HTTP" not in plain.recv(65536)
@@ -102,7 +102,7 @@ def test_a_client_without_tls_is_cut_off_and_the_others_go_on(world: World, pair
     assert 'limit="handshake"} 1' in httpx.get(f"{world.url}/metrics", verify=pair.trusting).text
 
 
-def test_a_handshake_that_does_not_end_has_a_deadline_and_counts_as_a_connection(pair: Pair) -> None:
+def test_pending_handshake_has_deadline_and_counts_as_connection(pair: Pair) -> None:
     limits = EdgeConfig(header_timeout_s=0.2, connections_max=2)
     with serve(FakeEngine(says(SCRIPT_TEXT)), tls=Tls(pair.cert, pair.key), limits=limits) as world:
         silent = [raw(world) for _ in range(4)]

@@ -70,7 +70,7 @@ def finished(exporter: InMemorySpanExporter, count: int) -> list[ReadableSpan]:
     return list(exporter.get_finished_spans())
 
 
-def test_a_request_is_a_span_below_the_clients_and_its_stages_are_below_it() -> None:
+def test_request_span_is_child_of_client_span_with_stages() -> None:
     with traced() as (world, exporter):
         ask(world, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
         spans = {span.name: span for span in finished(exporter, 8)}
@@ -106,7 +106,7 @@ def test_a_request_is_a_span_below_the_clients_and_its_stages_are_below_it() -> 
     assert "secret" not in told and "word" not in told
 
 
-def test_a_request_that_is_refused_has_its_own_span_only_and_one_without_a_key_none() -> None:
+def test_refused_request_has_one_span_unauthorized_none() -> None:
     with traced(api_keys=["sk-one"]) as (world, exporter):
         ask(world, 401)
         ask(world, 400, max_tokens=-1, headers={"authorization": "Bearer sk-one"})
@@ -148,7 +148,7 @@ def test_each_prompt_of_a_request_has_stages_of_its_own() -> None:
     ]  # fmt: skip
 
 
-def test_nothing_is_imported_without_the_option_and_a_wrong_endpoint_is_refused() -> None:
+def test_tracing_imports_are_lazy_and_endpoint_is_validated() -> None:
     code = "import sys, memserve.api.app; sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
     with pytest.raises(UserError, match="no OTLP receiver"):
@@ -185,7 +185,7 @@ class Receiver(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_cluster_of_processes_sends_the_stages_of_a_handover_to_a_collector(tmp_path: Path) -> None:
+def test_cluster_exports_handover_stages_to_otlp_collector(tmp_path: Path) -> None:
     collector = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
     collector.received = []
     threading.Thread(target=collector.serve_forever, daemon=True).start()

@@ -100,7 +100,7 @@ def test_keys_are_asked_for_behind_a_slash_as_well() -> None:
 
 
 @pytest.mark.parametrize("root", ["", "/root"])
-def test_a_browser_is_led_to_the_dashboard(root: str) -> None:
+def test_browser_is_redirected_to_the_dashboard(root: str) -> None:
     browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
     with serve(FakeEngine(says(SCRIPT_TEXT)), config=ApiConfig(root_path=root)) as world:
         for path in ("/", "/ui/"):
@@ -129,7 +129,7 @@ def test_a_verbosity_is_accepted_and_an_unknown_one_refused(world: World) -> Non
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "verbosity"
 
 
-def test_token_ids_are_reported_where_asked_for_and_null_elsewhere(client: openai.OpenAI) -> None:
+def test_token_ids_are_returned_on_request_and_null_otherwise(client: openai.OpenAI) -> None:
     asked = {"return_token_ids": True}
     text = client.completions.create(model=MODEL, prompt="hello", max_tokens=99, extra_body=asked).choices[0]
     assert (text.prompt_token_ids, text.token_ids) == (encode("hello"), [*encode(SCRIPT_TEXT), EOS])
@@ -141,7 +141,7 @@ def test_token_ids_are_reported_where_asked_for_and_null_elsewhere(client: opena
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stop", [SCRIPT_TEXT[2:4], SCRIPT_TEXT[-2:], SCRIPT_TEXT[3]])
-def test_a_stream_has_the_ids_of_a_stop_string_as_the_whole_answer_has(world: World, path: str, stop: str) -> None:
+def test_streamed_token_ids_at_stop_string_equal_whole_answer(world: World, path: str, stop: str) -> None:
     asked = {"prompt": "hello"} if path == "/v1/completions" else {"messages": HELLO}
     asked |= {"stop": stop, "return_token_ids": True, "max_tokens": 50}
     whole = post(world, path, **asked).json()["choices"][0]
@@ -186,7 +186,7 @@ def test_a_prompt_is_cut_on_the_side_that_was_named(world: World, side: str | No
     assert world.engine.submitted[-1].prompt.tolist() == encode("hello world")[kept]
 
 
-def test_what_the_engine_is_told(world: World) -> None:
+def test_vllm_fields_reach_the_engine(world: World) -> None:
     asked = {"logprobs": 3, "logprob_token_ids": [5, 6], "allowed_token_ids": [7], "prompt_logprobs": 2}
     assert post(world, "/v1/completions", prompt="hello", max_tokens=1, **asked).status_code == 200
     sampling = world.engine.submitted[-1].sampling
@@ -270,7 +270,7 @@ def test_invocations_are_chats_or_completions(world: World) -> None:
 
 
 @pytest.mark.parametrize("field", ["prompt", "messages"])
-def test_a_text_too_long_to_tokenize_is_refused(world: World, field: str) -> None:
+def test_text_too_long_to_tokenize_is_refused(world: World, field: str) -> None:
     text = "ab " * (TEXT_BYTES_MAX // 3 + 1)
     value = text if field == "prompt" else [{"role": "user", "content": text}]
     answer = post(world, "/tokenize", **{field: value})
@@ -343,7 +343,7 @@ def test_the_parser_must_be_known_and_the_root_a_path() -> None:
     assert TinyModel().name == MODEL
 
 
-def test_a_body_that_breaks_off_behind_an_unknown_field_is_no_json() -> None:
+def test_invalid_json_after_unknown_field_is_refused() -> None:
     with serve(FakeEngine(says("x")), config=ApiConfig(lenient=True)) as world:
         for end in (b"null", b"}", b"\xff"):
             body = b'{"model": "m", "wow": [null]}' + end
@@ -352,7 +352,7 @@ def test_a_body_that_breaks_off_behind_an_unknown_field_is_no_json() -> None:
             assert "not valid" in answer.json()["error"]["message"]
 
 
-def test_a_number_out_of_range_behind_an_unknown_field_is_refused() -> None:
+def test_number_out_of_range_after_unknown_field_is_refused() -> None:
     with serve(FakeEngine(says("x")), config=ApiConfig(lenient=True)) as world:
         for number in (b"1e400", b"1" * 5000):
             body = b'{"model": "tiny", "no_such_field": 1, "prompt": "x", "other": [' + number + b"]}"

@@ -61,7 +61,7 @@ class WholeWorld:
         def held() -> tuple[int, ...]:
             stats = self.instance()
             used = stats.hbm.blocks_total - stats.hbm.blocks_free - stats.hbm.blocks_cached
-            return (self.world.engine.outstanding, stats.sequences_running, stats.requests_waiting,
+            return (self.world.engine.requests_outstanding, stats.sequences_running, stats.requests_waiting,
                     stats.running_slots_tokens, used)  # fmt: skip
 
         eventually(lambda: not any(held()))
@@ -85,7 +85,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeWorld]:
             httpx.Client(base_url=world.url, timeout=60) as http,
         ):
             yield WholeWorld(world, http)
-        assert engine.outstanding == 0
+        assert engine.requests_outstanding == 0
     finally:
         engine.close(10)
 
@@ -156,9 +156,7 @@ def test_the_same_seed_gives_the_same_answer_streamed_or_not(whole: WholeWorld) 
     whole.check_nothing_is_held()
 
 
-def test_a_request_that_excludes_every_token_is_the_clients_mistake(
-    whole: WholeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_excluding_every_token_is_400(whole: WholeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is answered as one: 400, not 500."""
 
     def ruin(row: torch.Tensor, tokens: Any, *_: object) -> None:
@@ -171,7 +169,7 @@ def test_a_request_that_excludes_every_token_is_the_clients_mistake(
     whole.check_nothing_is_held()
 
 
-def test_a_schema_beyond_the_grammar_engine_is_the_clients_mistake(whole: WholeWorld) -> None:
+def test_schema_too_complex_for_grammar_engine_is_400(whole: WholeWorld) -> None:
     """It is found while the answer is drawn, and no other request notices."""
     pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
     fields = {f"f{at}": {"enum": [1]} for at in range(700)}

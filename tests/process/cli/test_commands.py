@@ -93,7 +93,7 @@ def test_errors_are_one_line_and_a_hint(
     assert second.startswith("hint: ") and hint in second
 
 
-def test_a_taken_port_is_said_before_the_model_loads(
+def test_port_in_use_is_reported_before_model_load(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memserve.host.build.build_engine", lambda options: pytest.fail("loaded"))
@@ -249,20 +249,20 @@ def test_a_conversation_remembers_and_obeys() -> None:
     terminal = Terminal()
     backend = EngineBackend(engine, TinyModel())
     conversation = Conversation(backend, GREEDY, terminal.say, terminal.noted.append)
-    assert conversation.turn("hello") and conversation.turn("  ") and conversation.turn("and?")
+    assert conversation.handle_line("hello") and conversation.handle_line("  ") and conversation.handle_line("and?")
     assert "".join(terminal.said) == f"{SCRIPT_TEXT}\n" * 2
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
     assert "from the cache" in terminal.noted[-1]
     assert len(engine.submitted[1].prompt) > len(engine.submitted[0].prompt)
-    conversation.turn("/system be kind")
+    conversation.handle_line("/system be kind")
     assert conversation.messages == [] and conversation.system == "be kind"
-    conversation.turn("hello")
-    conversation.turn("/reset")
-    conversation.turn("/help")
+    conversation.handle_line("hello")
+    conversation.handle_line("/reset")
+    conversation.handle_line("/help")
     assert terminal.noted[-1] == HELP and conversation.messages == []
-    conversation.turn("/dance")
+    conversation.handle_line("/dance")
     assert "unknown command /dance" in terminal.noted[-1]
-    assert not conversation.turn("/exit")
+    assert not conversation.handle_line("/exit")
     backend.close()
     engine.close()
 
@@ -272,7 +272,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
     terminal = Terminal(interrupt_after=2)
     backend = EngineBackend(engine, TinyModel())
     conversation = Conversation(backend, GREEDY, terminal.say, terminal.noted.append)
-    assert conversation.turn("hello")
+    assert conversation.handle_line("hello")
     assert terminal.noted == ["[stopped]"]
     assert engine.cancelled == [engine.submitted[0].request_id]
     assert conversation.messages[-1]["content"] == "".join(terminal.said[:2])
@@ -280,13 +280,13 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
     engine.close()
 
 
-def test_an_engine_backend_says_why_not() -> None:
+def test_engine_backend_raises_the_refusal() -> None:
     engine = FakeEngine(says("x"), max_requests=0)
     backend = EngineBackend(engine, TinyModel())
     with pytest.raises(UserError, match="queue is full"):
-        list(backend.answer([{"role": "user", "content": "hi"}], GREEDY, ChatAccount()))
+        list(backend.stream_answer([{"role": "user", "content": "hi"}], GREEDY, ChatAccount()))
     with pytest.raises(UserError, match="context"):
-        list(backend.answer([{"role": "user", "content": "hi " * 300}], GREEDY, ChatAccount()))
+        list(backend.stream_answer([{"role": "user", "content": "hi " * 300}], GREEDY, ChatAccount()))
     backend.close()
 
 
@@ -310,7 +310,7 @@ def test_chat_with_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_leaving_a_server_s_answer_early_cancels_it() -> None:
     with serve(FakeEngine(says("word " * 50), step_s=0.001)) as world:
         backend = ServerBackend(world.url, None, None)
-        answer = backend.answer([{"role": "user", "content": "hi"}], GREEDY, ChatAccount())
+        answer = backend.stream_answer([{"role": "user", "content": "hi"}], GREEDY, ChatAccount())
         next(answer)
         answer.close()
         assert world.engine.wait_until(lambda: bool(world.engine.cancelled) or not world.engine._running)

@@ -35,15 +35,15 @@ def private(path: Path, data: bytes | str) -> Path:
 
 def test_keys_of_all_places_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = private(tmp_path / "keys", "# tenants\n\nteam-a=ka\n  kb  \r\n# c=kc\n#d\n")
-    assert api_keys(None, None).read() == ()
-    assert api_keys(None, file).read() == ("team-a=ka", "kb")
-    assert api_keys(["x"], file).read() == ("x", "team-a=ka", "kb")
+    assert api_keys(None, None).read_keys() == ()
+    assert api_keys(None, file).read_keys() == ("team-a=ka", "kb")
+    assert api_keys(["x"], file).read_keys() == ("x", "team-a=ka", "kb")
     monkeypatch.setenv("MEMSERVE_API_KEY", "v w=x")
     monkeypatch.setenv("MEMSERVE_API_KEY_FILE", str(file))
-    assert api_keys(None, None).read() == ("v", "w=x", "team-a=ka", "kb")
+    assert api_keys(None, None).read_keys() == ("v", "w=x", "team-a=ka", "kb")
     assert not [name for name in os.environ if name.startswith("MEMSERVE_API_KEY")]  # children inherit none
     monkeypatch.setenv("MEMSERVE_API_KEY", "v")
-    assert api_keys(["x"], None).read() == ("x",)  # as with other options, the command line comes first
+    assert api_keys(["x"], None).read_keys() == ("x",)  # as with other options, the command line comes first
 
 
 @pytest.mark.parametrize("value", ["", " ", "\n"])
@@ -66,7 +66,7 @@ def test_an_empty_variable_does_not_open_the_server(name: str, value: str, monke
         (b"k" * (1 << 20) + b"kk", "larger than 1 MiB"),
     ],
 )
-def test_a_file_that_holds_no_keys_is_refused_without_repeating_it(data: bytes, match: str, tmp_path: Path) -> None:
+def test_invalid_key_file_is_refused_without_echoing_content(data: bytes, match: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=match) as caught:
         api_keys(None, private(tmp_path / "keys", data))
     assert caught.value.hint and "mine" not in str(caught.value) and len(str(caught.value)) < 400
@@ -98,7 +98,7 @@ def test_a_binary_cluster_secret_is_one_clear_line(tmp_path: Path) -> None:
     assert "base64" in caught.value.hint
 
 
-def test_a_key_on_the_command_line_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_key_on_the_command_line_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         api_keys(["sk-very-secret"], None)
     assert "--api-key-file" in caplog.text and "sk-very-secret" not in caplog.text

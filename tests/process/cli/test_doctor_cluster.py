@@ -18,6 +18,7 @@ from memserve.cli import doctor_cluster
 from memserve.cli.main import run
 from memserve.protocol.peers import Peer
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 
 KEY = "sk-metrics"
 SECRET = "a secret of the tests, long enough"
@@ -98,7 +99,7 @@ def said(capsys: pytest.CaptureFixture[str], router: Router, *words: str) -> tup
     return code, {one["name"]: (one["status"], one["detail"]) for one in told["checks"]}
 
 
-def test_a_cluster_that_is_well(capsys: pytest.CaptureFixture[str], router: Router) -> None:
+def test_doctor_on_a_healthy_cluster(capsys: pytest.CaptureFixture[str], router: Router) -> None:
     code, found = said(capsys, router, "--expect", "prefill=1,decode=1,store=1")
     assert code == 0
     assert {status for status, _ in found.values()} == {"ok"}, found
@@ -140,7 +141,7 @@ def member(at: int, **what: str) -> Change:
         ("figures", "fail", lambda told: told["viewer"].update(sees_cluster=False)),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_cluster_problems_are_named(
     capsys: pytest.CaptureFixture[str], router: Router, name: str, status: str, change: Change
 ) -> None:
     router.snapshot = copy.deepcopy(healthy())
@@ -167,7 +168,7 @@ def test_clocks_that_differ(capsys: pytest.CaptureFixture[str], router: Router) 
     assert said(capsys, router)[1]["clock"][0] == "warn"
 
 
-def test_a_router_that_takes_nothing_or_is_away(capsys: pytest.CaptureFixture[str], router: Router) -> None:
+def test_doctor_on_unresponsive_or_absent_router(capsys: pytest.CaptureFixture[str], router: Router) -> None:
     router.health = (503, {"status": "no instance takes requests"})
     code, found = said(capsys, router)
     assert code == 1 and "no instance takes requests" in found["router"][1]
@@ -186,13 +187,13 @@ def test_a_router_that_takes_nothing_or_is_away(capsys: pytest.CaptureFixture[st
         (f"{SECRET}\n{SECRET}x", 0, "takes line 1 of the secrets"),
     ],
 )
-def test_the_cluster_port_is_knocked_at(
+def test_doctor_probes_the_cluster_port(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, secret: str, code: int, text: str
 ) -> None:
     file = tmp_path / "secret"
     file.write_text(secret)
     file.chmod(0o600)
-    mailbox = ZmqMailbox(Peer("router", 1), SECRET, "127.0.0.1", 0, lambda *heard: None)
+    mailbox = ZmqMailbox(Peer("router", 1), ListenAddress(SECRET), lambda *heard: None)
     try:
         words = ["doctor", "--join", mailbox.address.removeprefix("tcp://"), "--cluster-secret-file", str(file)]
         assert run(words) == code

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from memserve.cli.output import shown
+from memserve.cli.output import progress_bar
 
 SOON = "from memserve.cli import output; output.SHOWN_AFTER_S = 0; "
 RUN = f"import sys; {SOON}sys.argv = sys.argv[1:]; from memserve.cli.main import main; main()"
 SIMULATED = ("memserve", "sim", "run", "--workload", "sharegpt", "--sessions", "20", "--rate", "4", "--json")
 DOING = (
     f"import sys; {SOON}import time\n"
-    "with output.shown('doing it', 8, lambda: 2):\n"
+    "with output.progress_bar('doing it', 8, lambda: 2):\n"
     "    print('a line on stderr', file=sys.stderr)\n"
-    "    with output.shown('a part of it'):\n"
+    "    with output.progress_bar('a part of it'):\n"
     "        time.sleep(1)\n"
     "    print('a result')\n"
 )
@@ -52,7 +52,7 @@ def at_a_terminal(code: str, *arguments: str) -> tuple[str, str]:
     return done.stdout.decode(), text
 
 
-def test_a_bar_says_how_much_is_done_and_goes_away() -> None:
+def test_progress_bar_shows_progress_and_is_cleared() -> None:
     told, drawn = at_a_terminal(DOING)
     assert told == "a result\n"
     assert "doing it" in drawn and "25%" in drawn and "a line on stderr" in drawn
@@ -61,7 +61,7 @@ def test_a_bar_says_how_much_is_done_and_goes_away() -> None:
     assert "doing it" not in last and drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h")  # the cursor is there again
 
 
-def test_json_on_stdout_stays_whole_while_a_simulation_draws_its_bar() -> None:
+def test_progress_bar_does_not_break_json_on_stdout() -> None:
     told, drawn = at_a_terminal(RUN, *SIMULATED)
     assert "simulating" in drawn and "%" in drawn
     assert json.loads(told)
@@ -71,7 +71,7 @@ def test_without_a_terminal_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest
     with (tmp_path / "err").open("w") as file:
         monkeypatch.setattr(sys, "stderr", file)
         monkeypatch.setattr("memserve.cli.output.SHOWN_AFTER_S", 0)
-        with shown("doing it", 8, lambda: 2):
+        with progress_bar("doing it", 8, lambda: 2):
             pass
     assert (tmp_path / "err").read_text() == ""
 

@@ -90,7 +90,7 @@ def test_trees_are_drawn_by_tenant(world: World, capsys: pytest.CaptureFixture[s
         (["trees"], "API key", "--api-key"),
     ],
 )
-def test_what_the_server_refuses_is_one_line(
+def test_refusal_of_the_server_is_one_line(
     world: World, capsys: pytest.CaptureFixture[str], words: list[str], error: str, hint: str | None
 ) -> None:
     assert run([*words, "--url", world.url]) == 1

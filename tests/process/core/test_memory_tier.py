@@ -175,7 +175,7 @@ def reader_of(tier: MemoryTier, number: int) -> TierReader:
     return TierReader(tier.data_path, tier.index_path, tier.open_client(number))
 
 
-def test_a_reader_sees_whole_values_or_none_while_they_are_evicted(name: str) -> None:
+def test_reader_never_sees_torn_values_during_eviction(name: str) -> None:
     tier, rng, life = MemoryTier(ARENA, BLOCK, name=name), random.Random(3), 0
     paths = (tier.data_path, tier.index_path, tier.open_client(1))
     with process(READER, *paths, 20_000) as reader:
@@ -200,7 +200,7 @@ def test_a_reader_sees_whole_values_or_none_while_they_are_evicted(name: str) ->
     assert tier_files(name) == []
 
 
-def test_what_a_killed_owner_published_is_there_and_has_to_be_verified(name: str) -> None:
+def test_values_of_killed_owner_are_adopted_unverified(name: str) -> None:
     for round_ in range(3):
         with process(OWNER, name) as owner:
             assert said(owner) == "owns"
@@ -330,7 +330,7 @@ def test_an_index_full_of_garbage_is_survived(name: str) -> None:
     MemoryTier(ARENA, BLOCK, name=name).unlink()
 
 
-def test_an_area_full_of_garbage_harms_its_client_alone(name: str) -> None:
+def test_corrupt_client_area_harms_only_its_client(name: str) -> None:
     tier, rng = MemoryTier(ARENA, BLOCK, name=name), random.Random(5)
     good = reader_of(tier, 1)
     assert publish(tier, 0, 0)
@@ -445,7 +445,7 @@ def test_a_second_owner_is_refused_until_the_first_is_gone(name: str) -> None:
     tier.unlink()
 
 
-def test_files_of_other_sizes_are_replaced_and_old_readers_keep_theirs(name: str) -> None:
+def test_resized_files_are_replaced_and_old_readers_keep_theirs(name: str) -> None:
     tier = MemoryTier(ARENA, BLOCK, name=name)
     assert publish(tier, 1, 1)
     old = reader_of(tier, 1)
@@ -485,7 +485,7 @@ def test_peers_of_the_exchange_map_the_named_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("behind", [0, 1, 16, 31, 63, 64, 65, 4095])
-def test_a_copy_writes_its_bytes_and_no_others_wherever_its_target_lies(name: str, behind: int) -> None:
+def test_copy_writes_exact_bytes_at_any_target_alignment(name: str, behind: int) -> None:
     tier, drawn = MemoryTier(1 << 20, BLOCK, name=name), random.Random(behind)
     reader = TierReader(tier.data_path, tier.index_path, tier.open_client(1))
     lengths = [1, 63, 64, 255, 256, 4097, 65_536, 65_537, 300_000]
@@ -505,7 +505,7 @@ def test_a_copy_writes_its_bytes_and_no_others_wherever_its_target_lies(name: st
     tier.unlink()
 
 
-def test_all_memory_is_there_from_the_start_whatever_pages_it_lies_on(name: str) -> None:
+def test_memory_is_preallocated_on_huge_and_small_pages(name: str) -> None:
     """Both ends of an arena come first to have huge pages, where there are some; the rest has small ones."""
     tier = MemoryTier((11 << 20) + BLOCK, BLOCK, name=name)
     for path in (tier.data_path, tier.index_path):

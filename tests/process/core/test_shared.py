@@ -67,7 +67,7 @@ def look(peer: PeerArena) -> np.ndarray:
     return np.frombuffer(peer, np.uint8)
 
 
-def test_a_peer_sees_what_the_owner_writes_and_keeps_it_when_the_owner_dies() -> None:
+def test_peer_mapping_sees_writes_and_survives_owner_death() -> None:
     nbytes = 3 * HUGE + 12_345
     with owner(nbytes) as (process, fd):
         peer = PeerArena(process.pid, fd, nbytes)
@@ -94,7 +94,7 @@ def test_peers_cannot_write() -> None:
     assert (np.frombuffer(arena, np.uint8) == 5).all()
 
 
-def test_the_file_is_sealed() -> None:
+def test_shared_memory_file_has_seals() -> None:
     """It does not shrink under its readers, no other process maps it for writing, no child inherits it."""
     import mmap
 

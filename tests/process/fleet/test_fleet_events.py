@@ -103,7 +103,7 @@ def subscribed(server: FleetServer, publisher: Publisher) -> None:
 
 
 def view(server: FleetServer) -> EngineView:
-    return server.host.machine.engines()[1]
+    return server.host.machine.engine_views()[1]
 
 
 def blocks(first: int, last: int) -> bytes:
@@ -145,7 +145,7 @@ def test_lost_events_are_asked_for(server: FleetServer, publisher: Publisher) ->
     assert view(server).kv_gaps >= 1 and view(server).kv_forgotten == 0
 
 
-def test_what_a_replay_loses_is_asked_for_again(server: FleetServer, publisher: Publisher) -> None:
+def test_events_lost_by_a_replay_are_requested_again(server: FleetServer, publisher: Publisher) -> None:
     publisher.publish(blocks(0, 2))
     eventually(lambda: view(server).cached_blocks == 2)
     for at in range(2, 6):

@@ -20,7 +20,7 @@ from memserve.base.config import ClusterConfig, InstanceConfig, MemberConfig, Po
 from memserve.base.errors import UserError
 from memserve.base.types import FinishReason, Request, Role, SamplingParams, StopParams
 from memserve.base.units import NS_PER_MS
-from memserve.host.member import MemberProcess
+from memserve.host.member import MemberLinks, MemberProcess
 from memserve.host.router import RouterEngine
 from memserve.instance.machine import Instance
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, SealPages
@@ -41,6 +41,8 @@ from memserve.protocol.peers import ROUTER, Peer, PeerInfo
 from memserve.router.machine import Cluster
 from memserve.system.process import new_generation
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.ports import Device as DevicePort
+from memserve.transport.request_server import ListenAddress
 from memserve_lab.sim.reference.device import SymbolicDevice
 from memserve_lab.sim.reference.oracle import lone_tokens
 from ports import free_port
@@ -55,12 +57,12 @@ IMPATIENT = replace(BRISK, asks_after_ns=50 * NS_PER_MS, silent_after_ns=600 * N
 """Addresses are tried in tenths of seconds."""
 
 
-class Device(SymbolicDevice):
+class Device(SymbolicDevice, DevicePort):
     """The literal device as a port; each step may be held at a gate."""
 
     def __init__(self) -> None:
         super().__init__(BLOCK, BLOCKS, 0, vocab=VOCAB)
-        self.gate, self.on_layer, self.closed = threading.Event(), None, False
+        self.gate, self.closed = threading.Event(), False
         self.gate.set()
 
     def execute(self, plan):
@@ -107,7 +109,7 @@ class Node:
         me = Peer(name, new_generation())
         pool = PoolConfig(BLOCKS)
         self.machine = Instance(
-            InstanceConfig(256, namespace, pool, SchedulerConfig(8, 128, 64)), BLOCK, me=me, geometry=GEOMETRY
+            InstanceConfig(256, namespace, pool, SchedulerConfig(8, 128, 64)), BLOCK, self_peer=me, geometry=GEOMETRY
         )
         self.device = Device()
         info = PeerInfo(me, Role.COLOCATED, "", namespace, GEOMETRY, BLOCKS, 0, self.machine.context_tokens, True)
@@ -117,8 +119,7 @@ class Node:
             self.device,
             info,
             routers.split(","),
-            lambda me, on_message: ZmqMailbox(me, SECRET, "127.0.0.1", 0, on_message),
-            self._open_port,
+            MemberLinks(lambda me, on_message: ZmqMailbox(me, ListenAddress(SECRET), on_message), self._open_port),
             config,
         )
         self.member.start()
@@ -135,7 +136,7 @@ class Node:
 
 def new_router(port: int = 0) -> RouterEngine:
     me = Peer(ROUTER, new_generation())
-    return RouterEngine(Cluster(CONFIG), partial(ZmqMailbox, me, SECRET, "127.0.0.1", port))
+    return RouterEngine(Cluster(CONFIG), partial(ZmqMailbox, me, ListenAddress(SECRET, port=port)))
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_members_meet_answer_and_tell_how_they_are(router, node) -> None:
     eventually(lambda: all(view.tree_blocks for view in router.instances()))  # KV events have come
 
 
-def test_a_long_step_silences_nobody(router, node) -> None:
+def test_long_step_does_not_stop_heartbeats(router, node) -> None:
     it = node("c1", router.address)
     assert router.wait_for(["c1"], WAIT_S)
     it.device.gate.clear()
@@ -204,7 +205,7 @@ def test_a_long_step_silences_nobody(router, node) -> None:
     news = submit(router, request)
     eventually(lambda: router.instances()[0].load.sequences_running)
     [before] = router.instances()
-    eventually(lambda: router.instances()[0].heard_ns > before.heard_ns + 500 * NS_PER_MS)
+    eventually(lambda: router.instances()[0].last_seen_ns > before.last_seen_ns + 500 * NS_PER_MS)
     it.device.gate.set()
     assert answer(news) == (truth, FinishReason.LENGTH)
 
@@ -216,23 +217,23 @@ def test_a_router_whose_loop_is_blocked_declares_no_member_dead(router, node) ->
     me, beats = it.member.me, 3 * CONFIG.dead_after_ns // (2 * BRISK.beat_ns)
 
     async def blocked() -> None:
-        router.hear_in(asyncio.get_running_loop())
+        router.receive_messages_in(asyncio.get_running_loop())
         sent = it.member._mailbox.counters.sent
         eventually(lambda: it.member._mailbox.counters.sent > sent + beats)  # nothing else runs in this loop
         blocked_until_ns = time.monotonic_ns()
         heard_ns = blocked_until_ns + CONFIG.dead_after_ns // 2
-        await asyncio.to_thread(eventually, lambda: router.instances()[0].heard_ns > heard_ns)
-        router.hear_in(None)
+        await asyncio.to_thread(eventually, lambda: router.instances()[0].last_seen_ns > heard_ns)
+        router.receive_messages_in(None)
 
     asyncio.run(blocked())
     assert it.member.me == me and router.members()["c1"].peer == me, "it was not expelled"
 
 
-def test_an_instance_whose_welcome_was_lost_joins_as_another(node) -> None:
+def test_instance_with_lost_join_accepted_rejoins_as_new(node) -> None:
     """It was a member without knowing it, sent no heartbeat, and was taken to be dead: its ``Join`` is void."""
     joins: queue.Queue[Peer] = queue.Queue()
     me = Peer(ROUTER, 5)
-    mailbox = ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda sender, message: joins.put(sender))
+    mailbox = ZmqMailbox(me, ListenAddress(SECRET), lambda sender, message: joins.put(sender))
     node("c1", mailbox.address)
     first = joins.get(timeout=WAIT_S)
     ahead = first.generation + 1_000_000  # a dead one of this name lived before the wall clock was set back
@@ -241,7 +242,7 @@ def test_an_instance_whose_welcome_was_lost_joins_as_another(node) -> None:
     mailbox.close()
 
 
-def test_an_expelled_member_drops_its_work_and_comes_back_as_another(router, node) -> None:
+def test_expelled_member_drops_work_and_rejoins_as_new(router, node) -> None:
     it = node("c1", router.address)
     assert router.wait_for(["c1"], WAIT_S)
     it.device.gate.clear()
@@ -264,7 +265,7 @@ def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> No
     router.close(WAIT_S)
     successor = new_router(int(router.address.rpartition(":")[2]))
     try:
-        assert successor.wait_for(["c1"], WAIT_S)
+        assert successor.wait_for_members(["c1"], WAIT_S)
         request, truth = ask("again", 5)
         assert answer(submit(successor, request)) == (truth, FinishReason.LENGTH)
         assert it.member.me.generation > first.generation
@@ -272,7 +273,7 @@ def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> No
         successor.close(WAIT_S)
 
 
-def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None:
+def test_late_join_accepted_of_replaced_router_is_ignored(node) -> None:
     """A member that took it would speak to a router that is gone, for ever. Found by fuzzing (seed 1009825)."""
     joins: queue.Queue[tuple[int, PeerInfo]] = queue.Queue()
 
@@ -281,7 +282,7 @@ def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None
             if isinstance(message, Join):
                 joins.put((generation, message.info))
 
-        return ZmqMailbox(Peer(ROUTER, generation), SECRET, "127.0.0.1", 0, hear)
+        return ZmqMailbox(Peer(ROUTER, generation), ListenAddress(SECRET), hear)
 
     old, new = router_of(7), router_of(8)
     it = node("c1", old.address)
@@ -301,14 +302,14 @@ def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None
         mailbox.close()
 
 
-def test_the_next_router_hears_of_an_answer_before_its_further_tokens(node, monkeypatch) -> None:
+def test_new_router_gets_held_answers_before_further_tokens(node, monkeypatch) -> None:
     """Steps end while its ``JoinAccepted`` is on the way from the member to the machine. A router that hears tokens of
     an attempt of which it was not told ends it, and then waits for it: a minute, until it is taken to have stalled."""
     heard: list[tuple[int, AnyMessage]] = []
 
     def router_of(generation: int) -> ZmqMailbox:
         me = Peer(ROUTER, generation)
-        return ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda _, message: heard.append((generation, message)))
+        return ZmqMailbox(me, ListenAddress(SECRET), lambda _, message: heard.append((generation, message)))
 
     def said_to(generation: int, kind: Any) -> list[AnyMessage]:
         return [message for to, message in heard if to == generation and isinstance(message, kind)]
@@ -346,8 +347,8 @@ def test_the_next_router_hears_of_an_answer_before_its_further_tokens(node, monk
     assert [type(message) for message in told] == [AnswersHeld, *[Tokens] * (len(told) - 1)]
     [held] = told[0].answers
     log = AnswerLog(held.told)
-    assert held.runs and all(log.take(output) >= 0 for message in told[1:] for output in message.outputs)
-    assert [token for output in log.outputs("kept") for token in output.tokens] == truth
+    assert held.runs and all(log.append_output(output) >= 0 for message in told[1:] for output in message.outputs)
+    assert [token for output in log.outputs_for("kept") for token in output.tokens] == truth
     for mailbox in (old, new):
         mailbox.close()
 
@@ -361,7 +362,7 @@ def test_a_router_is_found_at_the_address_where_one_is(router, node) -> None:
     it.member.wait_joined(WAIT_S)
 
 
-def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, node) -> None:
+def test_member_joins_next_router_that_has_no_record_of_it(router, node) -> None:
     """No router calls it back: it knocks itself, and keeps its cache."""
     standby_port = free_port()
     it = node("c1", f"{router.address},tcp://127.0.0.1:{standby_port}", config=IMPATIENT)
@@ -371,7 +372,7 @@ def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, n
     router.close(WAIT_S)
     standby = new_router(standby_port)
     try:
-        assert standby.wait_for(["c1"], WAIT_S)
+        assert standby.wait_for_members(["c1"], WAIT_S)
         again = submit(standby, request)
         assert answer(again) == (truth, FinishReason.LENGTH)
         assert it.machine.stats().cached_tokens > 0
@@ -379,13 +380,13 @@ def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, n
         standby.close(WAIT_S)
 
 
-def test_a_router_that_is_only_quiet_is_not_left(router, node, monkeypatch) -> None:
+def test_idle_router_is_not_abandoned(router, node, monkeypatch) -> None:
     """There is nothing to say for many patiences: it is asked for a word, and gives it."""
     words: list[AnyMessage] = []
     arrived = MemberProcess._message_arrived
     monkeypatch.setattr(
         MemberProcess,
-        "_message_arrived",
+        "_on_message",
         lambda self, sender, message: (words.append(message), arrived(self, sender, message)),
     )
     it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
@@ -396,11 +397,11 @@ def test_a_router_that_is_only_quiet_is_not_left(router, node, monkeypatch) -> N
     assert it.member.me == first and it.addresses.address == router.address
 
 
-def test_who_was_only_cut_off_goes_back_to_its_router(router, node, monkeypatch) -> None:
+def test_member_cut_off_for_a_while_returns_to_its_router(router, node, monkeypatch) -> None:
     """For a while nothing of the router arrives: the instance looks elsewhere, and hears it when it turns back."""
     arrived, deaf = MemberProcess._message_arrived, threading.Event()
     monkeypatch.setattr(
-        MemberProcess, "_message_arrived", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
+        MemberProcess, "_on_message", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
     )
     it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
     assert router.wait_for(["c1"], WAIT_S)
@@ -412,7 +413,7 @@ def test_who_was_only_cut_off_goes_back_to_its_router(router, node, monkeypatch)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
 
 
-def test_a_welcome_that_comes_late_settles_where_the_join_was_sent(router, node, monkeypatch) -> None:
+def test_late_join_accepted_sets_address_of_the_join(router, node, monkeypatch) -> None:
     """The instance has gone on to the next address by then, where no router is."""
     arrived, away, late = MemberProcess._message_arrived, "tcp://127.0.0.1:9", threading.Event()
 
@@ -423,7 +424,7 @@ def test_a_welcome_that_comes_late_settles_where_the_join_was_sent(router, node,
             self._mailbox.connect(Peer(ROUTER, 0), away)
         arrived(self, sender, message)
 
-    monkeypatch.setattr(MemberProcess, "_message_arrived", arrive)
+    monkeypatch.setattr(MemberProcess, "_on_message", arrive)
     it = node("c1", f"{router.address},{away}")
     assert it.member.wait_joined(WAIT_S) and late.is_set()
     assert it.addresses.address == it.addresses.home == router.address
@@ -477,12 +478,12 @@ def test_another_model_is_refused(router, node) -> None:
     assert set(router.members()) == {"c1"}
 
 
-def test_without_a_router_nobody_is_a_member(node) -> None:
+def test_member_without_a_router_does_not_join(node) -> None:
     it = node("c1", "tcp://127.0.0.1:9")
     assert not it.member.wait_joined(0.2) and not it.member.ended
 
 
-def test_a_machine_that_breaks_ends_the_member_and_its_work_goes_on_elsewhere(router, node, monkeypatch) -> None:
+def test_machine_failure_ends_member_and_work_moves_on(router, node, monkeypatch) -> None:
     it = node("c1", router.address)
     assert router.wait_for(["c1"], WAIT_S)
     it.device.gate.clear()

@@ -159,7 +159,7 @@ def test_blocks_of_a_peer_are_freed_once(both: tuple[PoolPeer, Other]) -> None:
     until(lambda: other.call("used") == (0, 0))
 
 
-def test_what_is_sent_is_held_and_what_is_delivered_is_freed_once(both: tuple[PoolPeer, Other]) -> None:
+def test_transferred_blocks_are_held_and_delivered_freed_once(both: tuple[PoolPeer, Other]) -> None:
     peer, other = both
     held = fill(peer, 2)
     assert peer.transfer("b", held)
@@ -276,7 +276,7 @@ def test_transfer_with_insert_into_chosen_blocks(tier: Tier) -> None:
         two.check_invariants()
 
 
-def test_chosen_blocks_whose_tokens_the_peer_has_stay_the_senders() -> None:
+def test_chosen_blocks_cached_at_peer_stay_with_sender() -> None:
     with make("a") as one, make("b") as two:
         one.connect(two.info())
         mine = fill(two, 2, seed=20)
@@ -298,7 +298,7 @@ def test_chosen_blocks_whose_tokens_the_peer_has_stay_the_senders() -> None:
         one.free_mem(held)
 
 
-def test_what_is_inserted_in_dram_lies_there_until_it_is_matched() -> None:
+def test_prefix_inserted_in_dram_stays_there_until_matched() -> None:
     with make("a") as one, make("b") as two:
         one.connect(two.info())
         held = fill(one, 4, seed=40)
@@ -425,7 +425,7 @@ def test_other_secrets_and_other_models_get_no_answer() -> None:
             peer.connect(two.info())
 
 
-def test_what_a_dead_peer_held_is_freed() -> None:
+def test_memory_of_a_dead_peer_is_freed() -> None:
     other = Other(silent_s=0.5)
     with make("a", silent_s=0.5) as peer:
         peer.connect(other.info)
@@ -445,7 +445,7 @@ def test_what_a_dead_peer_held_is_freed() -> None:
     other.end()
 
 
-def test_a_peer_that_was_only_asleep_comes_back() -> None:
+def test_suspended_peer_rejoins() -> None:
     other = Other(silent_s=0.5)
     with make("a", silent_s=0.5) as peer:
         peer.connect(other.info)

@@ -22,6 +22,7 @@ from memserve.protocol.peers import ROUTER, Peer
 from memserve.router.machine import Cluster
 from memserve.system.loop import EngineStopped
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from waiting import eventually
 
 WAIT_S = 20.0
@@ -36,10 +37,10 @@ def machine() -> Cluster:
 @pytest.fixture
 def router(machine: Cluster) -> Iterator[RouterEngine]:
     me = Peer(ROUTER, time.time_ns())
-    engine = RouterEngine(machine, partial(ZmqMailbox, me, SECRET, "127.0.0.1", 0))
+    engine = RouterEngine(machine, partial(ZmqMailbox, me, ListenAddress(SECRET)))
     yield engine
     engine.close(WAIT_S)
-    assert engine.outstanding == 0
+    assert engine.requests_outstanding == 0
     machine.check_invariants()
 
 
@@ -50,7 +51,7 @@ def instance(router: RouterEngine) -> Iterator[Callable[..., FakeInstance]]:
 
     def make(name: str, **options: float) -> FakeInstance:
         made.append(FakeInstance(name, router.address, **options))
-        assert router.wait_for([name], WAIT_S)
+        assert router.wait_for_members([name], WAIT_S)
         return made[-1]
 
     yield make
@@ -90,7 +91,7 @@ def truth(request: Request) -> list[int]:
     return [true_token(request.prompt, place) for place in range(request.stop.max_tokens)]
 
 
-def test_requests_are_spread_over_the_members_and_each_gets_its_own_answer(router, instance) -> None:
+def test_requests_are_spread_over_members_and_answered(router, instance) -> None:
     members = [instance("c1", token_s=0.002), instance("c2", token_s=0.002)]
     requests = [ask("r" * k, 5 + k, n=1 + k % 2) for k in range(1, 13)]
     answers = [(request, submit(router, request)) for request in requests]
@@ -100,7 +101,7 @@ def test_requests_are_spread_over_the_members_and_each_gets_its_own_answer(route
     assert all(member.has_heard(Dispatch) for member in members)
 
 
-def test_a_stream_goes_on_where_a_dead_member_left_it(router, instance) -> None:
+def test_stream_resumes_after_member_death(router, instance) -> None:
     first = instance("c1", token_s=0.01)
     request = ask("stream", 60)
     news = submit(router, request)
@@ -129,13 +130,13 @@ def test_cancelling_and_stopping_reach_the_member(router, instance) -> None:
     assert collect(stopped)[0][1] is FinishReason.STOP
 
 
-def test_without_members_a_request_waits_a_little_and_is_then_refused_for_now(router) -> None:
+def test_request_without_members_is_refused_busy_after_a_wait(router) -> None:
     answer = collect(submit(router, ask("early", 3)))
     assert isinstance(answer, Rejected) and answer.refusal is Refusal.BUSY and answer.retry_after_s
     assert not router.stats().serving
 
 
-def test_a_request_that_waits_is_placed_when_somebody_joins(router, instance) -> None:
+def test_waiting_request_is_placed_when_an_instance_joins(router, instance) -> None:
     request = ask("patient", 4)
     news = submit(router, request)
     instance("c1")

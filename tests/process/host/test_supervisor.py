@@ -15,7 +15,7 @@ import pytest
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.host import supervisor as supervisor_module
-from memserve.host.supervisor import ChildOrder, ChildStats, Supervisor
+from memserve.host.supervisor import ChildOrder, ChildStart, ChildStats, Supervisor
 from memserve.journal.survivors import ChildrenFile
 from places import SUPPORT
 from waiting import eventually
@@ -34,7 +34,7 @@ class Script(ChildOrder):
     """A child that runs a script instead of an instance."""
 
     @property
-    def command(self) -> list[str]:
+    def command_line(self) -> list[str]:
         return [sys.executable, "-c", CHILD.format(body=self.flags[0]), *self.flags[1:]]
 
 
@@ -46,7 +46,7 @@ class World:
         self.deaths: list[str] = []
         self.how: list[str] = []
         orders = [Script(name, Role.DECODE, (body, str(log))) for name in names]
-        self.supervisor = Supervisor(orders, "the secret", self._died, folder)
+        self.supervisor = Supervisor(orders, ChildStart("the secret"), self._died, folder)
         self.supervisor.start()
 
     def _died(self, name: str, how: str) -> None:
@@ -70,7 +70,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     yield make
     for each in made:
         each.supervisor.close()
-        assert not each.supervisor.pids
+        assert not each.supervisor.child_pids
 
 
 def is_alive(pid: int) -> bool:
@@ -80,7 +80,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_child_is_told_the_secret_and_started_again_when_it_dies(world) -> None:
+def test_child_gets_secret_and_is_restarted_on_death(world) -> None:
     it = world("time.sleep(60)")
     eventually(it.lives)
     it.supervisor.settle()
@@ -93,7 +93,7 @@ def test_a_child_is_told_the_secret_and_started_again_when_it_dies(world) -> Non
     it.supervisor.check()
 
 
-def test_a_child_that_cannot_start_gives_its_reason_and_is_not_tried_again(world) -> None:
+def test_startup_error_of_child_is_reported_without_retry(world) -> None:
     it = world("print(json.dumps({'error': 'no room', 'hint': 'buy some'})); sys.exit(1)")
     eventually(lambda: it.supervisor._failure)
     with pytest.raises(UserError, match="instance x1: no room") as raised:
@@ -104,7 +104,7 @@ def test_a_child_that_cannot_start_gives_its_reason_and_is_not_tried_again(world
 @pytest.mark.parametrize(
     ("body", "words"), [("sys.exit(3)", "ended with status 3"), ("os.kill(os.getpid(), 9)", "was ended by signal 9")]
 )
-def test_a_child_that_dies_without_a_word_is_described(world, body: str, words: str) -> None:
+def test_silent_child_death_is_described(world, body: str, words: str) -> None:
     it = world(body)
     eventually(lambda: it.supervisor._failure)
     with pytest.raises(UserError, match=words):
@@ -124,7 +124,7 @@ def test_why_a_child_does_not_come_back_is_logged_with_a_hint(world, caplog: pyt
     assert "(hint: give 7)" in caplog.text
 
 
-def test_a_child_that_ignores_the_end_is_killed(world) -> None:
+def test_child_ignoring_sigterm_is_killed(world) -> None:
     deafness = "signal.signal(signal.SIGTERM, signal.SIG_IGN); log.with_name('deaf').touch()"
     it = world(f"{deafness}\nwhile True: time.sleep(1)")
     eventually(it.log.with_name("deaf").exists)
@@ -137,10 +137,10 @@ def test_a_child_that_ignores_the_end_is_killed(world) -> None:
 def spare_of(it: World, body: str, folder: Path | None = None) -> Supervisor:
     """A supervisor of ``x1`` that may add ``x2``."""
     first, second = (Script(name, Role.DECODE, (body, str(it.log))) for name in ("x1", "x2"))
-    return Supervisor([first], "the secret", it._died, folder, spare=[second])
+    return Supervisor([first], ChildStart("the secret"), it._died, folder, spare=[second])
 
 
-def test_a_spare_child_is_added_and_kept_alive_and_one_that_was_let_go_is_not_started_again(world) -> None:
+def test_added_child_is_supervised_and_retired_one_stays_ended(world) -> None:
     it = world("time.sleep(60)")
     it.supervisor.close()
     it.log.unlink(missing_ok=True)
@@ -148,22 +148,22 @@ def test_a_spare_child_is_added_and_kept_alive_and_one_that_was_let_go_is_not_st
     try:
         supervisor.start()
         eventually(it.lives)
-        supervisor.settle()
-        assert supervisor.names_of(Role.DECODE) == ["x1"] and supervisor.add(Role.PREFILL) is None
-        assert supervisor.add(Role.DECODE) == "x2" and supervisor.add(Role.DECODE) is None
+        supervisor.confirm_started()
+        assert supervisor.names_of(Role.DECODE) == ["x1"] and supervisor.add_child(Role.PREFILL) is None
+        assert supervisor.add_child(Role.DECODE) == "x2" and supervisor.add_child(Role.DECODE) is None
         eventually(lambda: len(it.lives()) == 2)
-        os.kill(supervisor.pids["x2"], signal.SIGKILL)
+        os.kill(supervisor.child_pids["x2"], signal.SIGKILL)
         eventually(lambda: len(it.lives()) == 3)
         assert it.deaths == ["x2"]
-        supervisor.let_go("x2")
+        supervisor.expect_end_of("x2")
         assert supervisor.names_of(Role.DECODE) == ["x1"]
-        supervisor.remove("x2", 0.0)
-        assert supervisor.names == ["x1"] and it.deaths == ["x2"] and len(it.lives()) == 3, "its end was no death"
-        assert supervisor.add(Role.DECODE) == "x2", "the name is free again"
+        supervisor.remove_child("x2", 0.0)
+        assert supervisor.child_names == ["x1"] and it.deaths == ["x2"] and len(it.lives()) == 3, "its end was no death"
+        assert supervisor.add_child(Role.DECODE) == "x2", "the name is free again"
         eventually(lambda: len(it.lives()) == 4)
     finally:
         supervisor.close()
-    assert not supervisor.pids and supervisor.add(Role.DECODE) is None
+    assert not supervisor.child_pids and supervisor.add_child(Role.DECODE) is None
 
 
 PARENT = """
@@ -177,7 +177,7 @@ time.sleep(60)
 """
 
 
-def test_no_child_outlives_a_parent_that_is_killed_not_even_one_that_stands_still(tmp_path: Path) -> None:
+def test_stopped_child_does_not_outlive_killed_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
     code = PARENT.format(paths=[str(Path(__file__).parent), str(SUPPORT)], log=str(log))
     parent = subprocess.Popen([sys.executable, "-c", code])
@@ -213,8 +213,8 @@ class Spawns:
 
 class Named(Script):
     @property
-    def command(self) -> list[str]:
-        return [*super().command, self.name]
+    def command_line(self) -> list[str]:
+        return [*super().command_line, self.name]
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("failure", PLANTED, ids=lambda failure: type(failure).__name__ + str(failure)[:10])
-def test_an_instance_whose_restart_fails_is_tried_until_it_runs_and_stops_no_other(
+def test_failing_restart_is_retried_and_affects_no_other_child(
     world, spawns: Spawns, caplog: pytest.LogCaptureFixture, failure: BaseException
 ) -> None:
     it = world("time.sleep(60)", "x1", "x2")
@@ -254,7 +254,7 @@ def test_an_instance_whose_restart_fails_is_tried_until_it_runs_and_stops_no_oth
     eventually(lambda: it.supervisor.stats()["x2"].restarts == 1)
 
 
-def test_an_instance_that_cannot_be_started_at_first_ends_the_start_with_the_reason(world, spawns: Spawns) -> None:
+def test_first_spawn_failure_ends_startup_with_reason(world, spawns: Spawns) -> None:
     spawns.failures = {"x1": [OSError(errno.EMFILE, "Too many open files")]}
     it = world("time.sleep(60)", "x1")
     eventually(lambda: it.supervisor._failure)
@@ -262,9 +262,7 @@ def test_an_instance_that_cannot_be_started_at_first_ends_the_start_with_the_rea
         it.supervisor.check()
 
 
-def test_an_instance_that_dies_at_once_again_and_again_is_tried_at_bounded_intervals(
-    world, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_loop_is_restarted_with_bounded_backoff(world, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backoff grows to its last entry, stays there, and each attempt is counted."""
     it = world("log.with_name('again').exists() and sys.exit(3)\ntime.sleep(60)")
     eventually(it.lives)
@@ -280,7 +278,7 @@ def test_an_instance_that_dies_at_once_again_and_again_is_tried_at_bounded_inter
     assert it.supervisor.stats()["x1"].deaths >= 5
 
 
-def test_an_instance_comes_back_when_its_death_cannot_even_be_told(world) -> None:
+def test_child_is_restarted_when_death_callback_fails(world) -> None:
     it = world("time.sleep(60)")
     eventually(it.lives)
     it.supervisor.settle()
@@ -297,9 +295,7 @@ def test_words_that_are_no_text_end_no_thread(world) -> None:
     eventually(lambda: len(it.lives()) == 2)
 
 
-def test_a_child_that_cannot_be_written_down_runs_and_is_written_down_later(
-    world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_file_write_is_retried_after_failure(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_module, "RECORD_S", 0.01)
     write, failures = ChildrenFile._write, [OSError(errno.ENOSPC, "No space left on device")] * 3
 
@@ -312,7 +308,7 @@ def test_a_child_that_cannot_be_written_down_runs_and_is_written_down_later(
     it = world("time.sleep(60)", folder=tmp_path)
     eventually((tmp_path / "children.json").exists)
     eventually(it.lives)
-    assert ChildrenFile(tmp_path).living(["x1"]) == ["x1"] and not it.supervisor._failure
+    assert ChildrenFile(tmp_path).living_names(["x1"]) == ["x1"] and not it.supervisor._failure
 
 
 def test_no_child_is_started_again_once_the_end_has_begun(world) -> None:
@@ -320,7 +316,7 @@ def test_no_child_is_started_again_once_the_end_has_begun(world) -> None:
     it = world("time.sleep(60)")
     eventually(it.lives)
     it.supervisor.settle()
-    it.supervisor.retire()
+    it.supervisor.begin_retiring()
     os.kill(it.supervisor.pids["x1"], signal.SIGTERM)
     it.supervisor._children[0].thread.join(30)
     assert len(it.lives()) == 1 and it.deaths == ["x1"] and not it.supervisor.pids
@@ -363,7 +359,7 @@ def test_an_instance_is_back_when_descriptors_are_free_again(tmp_path: Path) -> 
     assert "instance x1 cannot be started: Too many open files; the next attempt" in done.stdout
 
 
-def test_a_store_ends_behind_the_instances(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_ends_after_the_instances(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes what they offer last; they are given the time for it, and it is given the time to write."""
     body = """
 end = log.with_name("ends")
@@ -382,10 +378,10 @@ while True: time.sleep(1)
         Script(name, role, (f"name = {name!r}\n{body}", str(tmp_path / "log")))
         for name, role in (("s1", Role.STORE), ("x1", Role.DECODE), ("x2", Role.PREFILL))
     ]
-    supervisor = Supervisor(orders, "the secret", lambda name, how: None)
+    supervisor = Supervisor(orders, ChildStart("the secret"), lambda name, how: None)
     supervisor.start()
     eventually(lambda: all((tmp_path / name).exists() for name in ("s1", "x1", "x2")))
-    supervisor.settle()
+    supervisor.confirm_started()
     supervisor.close()
     ends = (tmp_path / "ends").read_text().split()
     assert sorted(ends[:2]) == ["x1", "x2"] and ends[2:] == ["s1"]

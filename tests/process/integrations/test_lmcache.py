@@ -142,7 +142,7 @@ def test_models_ranks_and_salts_do_not_meet(adapter: MemserveL2, others: dict[st
     assert load(adapter, keys_of(3, **others), memories(read)) == [False] * 3 and not read.any()
 
 
-def test_an_object_of_which_one_shape_is_told(adapter: MemserveL2) -> None:
+def test_object_with_one_shape(adapter: MemserveL2) -> None:
     """As `lmcache bench l2` makes them."""
     kept, read = pages(1), np.zeros((1, PAGE_BYTES), np.uint8)
     objects = [*memories(kept), *memories(read)]
@@ -176,7 +176,7 @@ def test_a_damaged_object_is_a_miss(store: ServedStore, adapter: MemserveL2) -> 
     assert look_up(adapter, keys_of(3)) == [True, False, True]
 
 
-def test_what_does_not_fit_fails_alone(adapter: MemserveL2) -> None:
+def test_oversized_object_fails_alone(adapter: MemserveL2) -> None:
     listener, large = Listener(), np.zeros((1, 65 << 20), np.uint8)
     adapter.register_listener(listener)
     keys = keys_of(2)

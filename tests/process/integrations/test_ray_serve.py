@@ -17,7 +17,7 @@ import pytest
 
 from asking_clients import QUESTIONS, question, truth_of
 from memserve.base.errors import UserError
-from memserve.integrations.ray_serve import app, read, words_of
+from memserve.integrations.ray_serve import app, read_options, words_of
 from on_ray import COUNT, WAIT_S, Raylets
 from ports import free_port
 from served_cluster import eventually
@@ -136,7 +136,7 @@ def replicas() -> set[int]:
 
 def test_options_are_those_of_serve() -> None:
     words = words_of({"prefill": "2", "kv_memory": "4MiB", "no_cache": True, "tenant-weight": ["a=2", "b=1"]})
-    asked, cluster = read(words)
+    asked, cluster = read_options(words)
     assert (cluster.prefill, cluster.decode, asked.engine.kv_memory_bytes) == (2, 1, 4 << 20)
     assert not asked.engine.caching and cluster.config.admission.weights == (("a", 2), ("b", 1))
 

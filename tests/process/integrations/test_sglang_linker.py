@@ -151,7 +151,7 @@ def test_damage_after_a_promise_fails_the_load(store: ServedStore, ranks: tuple[
     assert not reader.loaded("r", kv(2, 4, 5))
 
 
-def test_what_is_promised_outlives_the_store(
+def test_lookup_result_survives_the_store(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ServedStore(tmp_path_factory.mktemp("dies")) as store:
@@ -166,7 +166,7 @@ def test_what_is_promised_outlives_the_store(
             rank.linker.close()
 
 
-def test_what_is_not_held_is_not_loaded(ranks: tuple[Rank, Rank]) -> None:
+def test_load_without_lookup_fails(ranks: tuple[Rank, Rank]) -> None:
     writer, reader = ranks
     assert writer.offloaded(kv(2, 0, 1))
     assert not reader.linker.load("never looked up", kv(2, 0, 1))

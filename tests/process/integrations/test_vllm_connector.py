@@ -22,7 +22,7 @@ from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions, namespace
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler import SchedulerSide
+from memserve.integrations.vllm.scheduler import EngineBlocks, SchedulerSide
 from memserve.integrations.vllm.shared_kv import prefix_of, weights_fingerprint
 from memserve.integrations.vllm.worker import HostMover, WorkerSide
 from memserve.store.client import connection
@@ -44,14 +44,14 @@ class Engine:
     """Allocates blocks, steps, and computes: the KV of a block is made of its hash, as vLLM's is of all tokens."""
 
     def __init__(self, store: ServedStore, prefix: bytes = PREFIX, **options: Any) -> None:
-        chosen = PoolOptions.of(options_of(store, **options))
+        chosen = PoolOptions.from_mapping(options_of(store, **options))
         self.caches = {f"layers.{at}": torch.zeros(BLOCKS, 2, TOKENS, 8) for at in range(LAYERS)}
         memory = HostMemory(self.caches, BLOCKS)
         pool, names = BlockCache(chosen), RankNames(prefix, memory.layout)
         self.worker = WorkerSide(pool, HostMover(pool, [memory], [names]))
         self.lookups = Lookups(BlockCache(chosen))
         self.lookups.set_ranks([(names,)])
-        self.side = SchedulerSide(self.lookups, TOKENS, 1, WAIT_NS)
+        self.side = SchedulerSide(self.lookups, EngineBlocks(TOKENS, 1), WAIT_NS)
         self.tables: dict[str, list[int]] = {}
         self.free = list(range(1, BLOCKS))
         self.received: set[str] = set()
@@ -61,7 +61,7 @@ class Engine:
         """A step of vLLM's: orders, forward, saves, what has ended."""
         state = SimpleNamespace(get_block_ids=lambda request_id: (self.tables[request_id],))
         output = SimpleNamespace(num_scheduled_tokens=tokens or {}, kv_connector_block_state=state)
-        orders = self.side.step(output, time.monotonic_ns())
+        orders = self.side.plan_step(output, time.monotonic_ns())
         self.worker.begin_step(orders)
         self.worker.start_loads(orders)
         for layer in self.caches:
@@ -70,7 +70,7 @@ class Engine:
         self.worker.finish_step()
         received = self.worker.take_received()
         failed = self.worker.take_failed()
-        self.side.received(received, failed)
+        self.side.on_loads_received(received, failed)
         self.received |= received
         self.failed |= failed
 
@@ -80,7 +80,7 @@ class Engine:
 
         def known() -> bool:
             nonlocal count
-            count = self.side.matched(request, 0, time.monotonic_ns())[0]
+            count = self.side.match_request(request, 0, time.monotonic_ns())[0]
             self.step()
             return count is not None
 
@@ -89,7 +89,7 @@ class Engine:
         request_id, loaded = request.request_id, count // TOKENS
         table = [self.free.pop(0) for _ in request.block_hashes]
         self.tables[request_id] = table
-        self.side.allocated(request, (table,), count)
+        self.side.on_blocks_allocated(request, (table,), count)
         if count:
             eventually(lambda: self.step() or request_id in self.received)
         bad = {at for at, block_id in enumerate(table[:loaded]) if block_id in self.failed}
@@ -103,22 +103,22 @@ class Engine:
                 for number, cache in enumerate(self.caches.values()):
                     cache[table[at]] = kv_of(block_hash, number)
         request.num_computed_tokens = right * TOKENS
-        self.side.allocated(request, (table,), 0)
+        self.side.on_blocks_allocated(request, (table,), 0)
         self.step({request_id: request.num_tokens - right * TOKENS})
         for cache in self.caches.values():  # vLLM may write into the blocks as soon as the step is over
             cache[table] = -1.0
-        self.side.finished(request_id)
+        self.side.on_request_finished(request_id)
         self.free += self.tables.pop(request_id)
         return loaded, bad
 
     def saved(self) -> None:
         """Until the store has what was saved."""
-        self.worker._savers.drain()
+        self.worker._savers.wait_until_idle()
 
     def close(self) -> None:
         self.worker.close()
         self.lookups.close()
-        assert self.side.is_idle and not self.lookups.held
+        assert self.side.is_idle and not self.lookups.open_count
 
 
 def kv_of(block_hash: bytes, layer: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ def engines(store: ServedStore) -> Iterator[tuple[Engine, Engine]]:
         engine.close()
 
 
-def test_one_engine_reads_what_another_computed(engines: tuple[Engine, Engine]) -> None:
+def test_engine_reads_kv_of_another_engine(engines: tuple[Engine, Engine]) -> None:
     first, second = engines
     assert first.run(request_of("a", 6)) == (0, set())
     first.saved()
@@ -199,7 +199,7 @@ def test_damage_after_a_promise_is_a_failed_load(
     first, second = engines
     first.run(request_of("a", 6))
     first.saved()
-    matched = second.side.matched
+    matched = second.side.match_request
 
     def damaged_once_promised(*given: Any) -> tuple[int | None, bool]:
         count, is_async = matched(*given)
@@ -207,7 +207,7 @@ def test_damage_after_a_promise_is_a_failed_load(
             flip_byte(store, kv_of(b"a/03", 1).numpy().tobytes()[:64])
         return count, is_async
 
-    monkeypatch.setattr(second.side, "matched", damaged_once_promised)
+    monkeypatch.setattr(second.side, "match_request", damaged_once_promised)
     loaded, bad = second.run(request_of("a", 6))
     assert loaded == 6 and bad == {3}
 
@@ -241,7 +241,7 @@ def test_a_store_that_dies_and_comes_back(tmp_path: Path, caplog: pytest.LogCapt
         assert len([one for one in caplog.records if "no KV from" in one.message]) <= 2, "one of each side"
         assert engine.run(request_of("b", 4)) == (0, set())
         store.restart()
-        eventually(lambda: all(pool.is_up for pool in pools) and pools[1]._mapped() is not None)
+        eventually(lambda: all(pool.is_up for pool in pools) and pools[1]._mapped_client() is not None)
         engine.run(request_of("c", 4))
         engine.saved()
         assert engine.run(request_of("c", 4)) == (4, set())
@@ -256,7 +256,7 @@ def test_a_store_that_is_not_there(tmp_path: Path) -> None:
         assert engine.run(request_of("a", 4)) == (0, set())
         store.restart()
         pools = [engine.worker._pool, engine.lookups.pool]
-        eventually(lambda: all(pool.is_up for pool in pools) and pools[1]._mapped() is not None)
+        eventually(lambda: all(pool.is_up for pool in pools) and pools[1]._mapped_client() is not None)
         engine.side.forget_offers()
         engine.run(request_of("a", 4))
         engine.saved()
@@ -301,7 +301,7 @@ def config_of(**changed: Any) -> Any:
     return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel)
 
 
-def test_what_may_not_meet_has_other_names(tmp_path: Path) -> None:
+def test_incompatible_configurations_have_other_names(tmp_path: Path) -> None:
     layout = HostMemory({"a": torch.zeros(4, 2)}, 4).layout
     other = HostMemory({"a": torch.zeros(4, 3)}, 4).layout
 

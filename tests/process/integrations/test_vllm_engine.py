@@ -69,7 +69,7 @@ def test_vllm_finds_it_by_path_and_by_name() -> None:
         assert KVConnectorFactory.get_connector_class(config) is connector_class()
 
 
-def test_what_is_said_between_processes_can_be_sent() -> None:
+def test_messages_between_processes_are_serializable() -> None:
     from memserve.integrations.vllm.connector import MemserveHandshake, MemserveMetadata
     from memserve.integrations.vllm.lookups import RankNames
     from memserve.integrations.vllm.memory import BlockLayout
@@ -112,7 +112,7 @@ def fail_loads(patched: pytest.MonkeyPatch) -> list[int]:
 
     from memserve.integrations.block_cache import BlockCache
 
-    get, failures, calls = BlockCache.get, list[int](), iter(range(1 << 30))
+    get, failures, calls = BlockCache.get_values, list[int](), iter(range(1 << 30))
 
     def lossy(pool: BlockCache, values: Any) -> list[bool]:
         found = get(pool, values)
@@ -123,7 +123,7 @@ def fail_loads(patched: pytest.MonkeyPatch) -> list[int]:
             found[failures[-1]] = False
         return found
 
-    patched.setattr(BlockCache, "get", lossy)
+    patched.setattr(BlockCache, "get_values", lossy)
     return failures
 
 

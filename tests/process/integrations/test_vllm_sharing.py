@@ -22,7 +22,7 @@ import torch
 
 from engine_world import flip_byte, options_of
 from memserve import UserError
-from memserve.integrations.block_cache import drop
+from memserve.integrations.block_cache import drop_views
 from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import Lookups
 from memserve.integrations.vllm.memory import HostMemory
@@ -76,7 +76,7 @@ class Engine:
         at = model.geometry
         shape = (BLOCKS, at.num_kv_heads, BLOCK, at.head_dim_k + at.head_dim_v)
         self.caches = {f"layers.{layer}": torch.zeros(shape) for layer in range(at.num_layers)}
-        memory, options = HostMemory(self.caches, BLOCKS), PoolOptions.of(options_of(store))
+        memory, options = HostMemory(self.caches, BLOCKS), PoolOptions.from_mapping(options_of(store))
         pool, names = KvPool(options, model), KvNames(b"", memory.layout)
         self.mover = HostMover(pool, [memory], [names])
         self.worker = WorkerSide(pool, self.mover)
@@ -86,8 +86,8 @@ class Engine:
 
     def names(self, tokens: np.ndarray) -> list[bytes]:
         request = SimpleNamespace(request_id="r", num_tokens=len(tokens), all_token_ids=tokens.tolist())
-        found = self.identities.of(request, len(tokens) // BLOCK)
-        self.identities.forget("r")
+        found = self.identities.identities_of(request, len(tokens) // BLOCK)
+        self.identities.forget_request("r")
         return found
 
     def fill(self, module: Any, tokens: np.ndarray) -> list[torch.Tensor]:
@@ -130,7 +130,7 @@ def engine(store: ServedStore, folder: Path, module: Any) -> Iterator[Engine]:
 def ready(engine: Engine) -> Engine:
     """Once the store has blocks of this model."""
     pools = [engine.worker._pool, engine.lookups.pool]
-    eventually(lambda: all(pool.is_up for pool in pools) and engine.lookups.pool._mapped() is not None)
+    eventually(lambda: all(pool.is_up for pool in pools) and engine.lookups.pool._mapped_client() is not None)
     return engine
 
 
@@ -166,8 +166,8 @@ def words(tokens: list[int]) -> str:
 def test_an_instance_reads_what_the_engine_has_put(engine: Engine, server: Server, module: Any) -> None:
     engine.fill(module, PROMPT)
     names = engine.names(PROMPT)
-    values = engine.mover.values([(0, name, at) for at, name in enumerate(names, 1)])
-    engine.worker._pool.put_collected(engine.worker._pool.collect(values))
+    values = engine.mover.block_values([(0, name, at) for at, name in enumerate(names, 1)])
+    engine.worker._pool.put_collected(engine.worker._pool.collect_copies(values))
     assert engine.lookups.prefix_at_once(names) == 4
     eventually(lambda: ask(server, PROMPT[: 4 * BLOCK + 1], 1)[1] == 4 * BLOCK)
     text, cached = ask(server, PROMPT)
@@ -183,10 +183,10 @@ def test_the_engine_reads_what_an_instance_has_computed(engine: Engine, server: 
     right = engine.fill(module, tokens)
     for cache in engine.caches.values():
         cache.zero_()
-    values = engine.mover.values([(0, name, at) for at, name in enumerate(names, 3)])
-    count, views = engine.lookups.pool.hold(values)
-    drop(views)
-    assert count == 5 and engine.worker._pool.get(values) == [True] * 5
+    values = engine.mover.block_values([(0, name, at) for at, name in enumerate(names, 3)])
+    count, views = engine.lookups.pool.hold_values(values)
+    drop_views(views)
+    assert count == 5 and engine.worker._pool.get_values(values) == [True] * 5
     for cache, wanted in zip(engine.caches.values(), right, strict=True):
         assert torch.allclose(cache[3:8].reshape(wanted.shape), wanted, atol=1e-4), "keys and values lie elsewhere"
         assert not cache[8:].any()
@@ -198,18 +198,18 @@ def test_damage_is_found(
     tokens = prompt(3 * BLOCK + 1, 5)
     right = engine.fill(module, tokens)
     names = engine.names(tokens)
-    values = engine.mover.values([(0, name, at) for at, name in enumerate(names, 1)])
+    values = engine.mover.block_values([(0, name, at) for at, name in enumerate(names, 1)])
     pool = engine.worker._pool
-    pool.put_collected(pool.collect(values))
+    pool.put_collected(pool.collect_copies(values))
     assert pool.exists(names) == [True] * 3
     assert flip_byte(store, right[1][1].numpy().tobytes()[:64]) >= 1
     with caplog.at_level(logging.WARNING):
-        count, views = engine.lookups.pool.hold(values)
-    drop(views)
+        count, views = engine.lookups.pool.hold_values(values)
+    drop_views(views)
     assert count == 1 and "disagrees with its checksums" in caplog.text
-    pool.put_collected(pool.collect(values[1:2]))
+    pool.put_collected(pool.collect_copies(values[1:2]))
     flip_byte(store, right[0][2].numpy().tobytes()[:64])
-    assert pool.get(values) == [True, True, False], "and of what was promised already"
+    assert pool.get_values(values) == [True, True, False], "and of what was promised already"
     assert pool.exists(names) == [True, True, False]
 
 
@@ -219,8 +219,8 @@ def test_an_instance_that_shares_with_no_engine(tmp_path: Path, folder: Path, mo
         engine = ready(Engine(store, model_of(*vllm_of(folder, module))))
         engine.fill(module, tokens)
         names, pool = engine.names(tokens), engine.worker._pool
-        values = engine.mover.values([(0, name, at) for at, name in enumerate(names, 1)])
-        pool.put_collected(pool.collect(values))
+        values = engine.mover.block_values([(0, name, at) for at, name in enumerate(names, 1)])
+        pool.put_collected(pool.collect_copies(values))
         assert pool.exists(names) == [True] * 4
         with memserve(store, folder, "--no-foreign-kv") as alone:
             for _ in range(3):
@@ -233,7 +233,7 @@ def test_an_instance_that_shares_with_no_engine(tmp_path: Path, folder: Path, mo
 def test_other_blocks_are_refused(engine: Engine, store: ServedStore, folder: Path, module: Any, changed: Any) -> None:
     model = model_of(*vllm_of(folder, module, **changed))
     with pytest.raises(UserError, match=r"refuses this client.*(tokens|shape)"):
-        KvPool(PoolOptions.of(options_of(store)), model)
+        KvPool(PoolOptions.from_mapping(options_of(store)), model)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,9 @@ def test_other_blocks_are_refused(engine: Engine, store: ServedStore, folder: Pa
         ({"hf_overrides": {"a": 1}}, "overridden"), ({"model": "org/model"}, "no folder"),
     ],
 )  # fmt: skip
-def test_what_instances_have_not_is_not_shared(folder: Path, module: Any, changed: dict[str, Any], why: str) -> None:
+def test_unsupported_vllm_configurations_are_not_shared(
+    folder: Path, module: Any, changed: dict[str, Any], why: str
+) -> None:
     config, caches = vllm_of(folder, module)
     for name, value in changed.items():
         setattr(config.parallel_config if name == "world_size" else config.model_config, name, value)

@@ -17,7 +17,7 @@ from memserve.base.errors import UserError
 from memserve.journal import keeper as meta_keeper
 from memserve.journal.folder import FileMedium, StateFolder
 from memserve.journal.keeper import MetadataPlace, MetaKeeper, metadata_place, open_metadata
-from memserve.journal.store import FaultyMedium, MediumFailed, Store
+from memserve.journal.store import MediumFailed, Store
 from memserve.journal.survivors import ChildrenFile
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import (
@@ -28,6 +28,7 @@ from memserve.protocol.records import (
     HandlePinned,
     RouterStarted,
 )
+from memserve_lab.sim.faulty_medium import FaultyMedium
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
 from mutations import mutated
@@ -41,13 +42,13 @@ NEVER_NS = 1 << 62
 
 def keep(keeper: MetaKeeper, *records: AnyRecord) -> None:
     done: queue.Queue[bool] = queue.Queue()
-    keeper.keep(records, done.put)
+    keeper.write_durably(records, done.put)
     assert done.get(timeout=WAIT_S)
 
 
 def open_once(folder: Path) -> None:
     with open_metadata(MetadataPlace(folder), lambda line: None) as kept:
-        keep(kept.keeper, RouterStarted(kept.router("router", 5), "tcp://h:1"))
+        keep(kept.keeper, RouterStarted(kept.next_router("router", 5), "tcp://h:1"))
         kept.keeper.close()
 
 
@@ -62,7 +63,7 @@ def used(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", [b"", b"memserve", bytes(4096), b"\xff" * 90])
-def test_a_journal_that_is_lost_or_damaged_is_named_and_not_taken_for_a_new_one(used: Path, damage: bytes) -> None:
+def test_lost_or_damaged_journal_is_refused_by_name(used: Path, damage: bytes) -> None:
     (used / "journal").write_bytes(damage)
     with pytest.raises(UserError, match=r"the metadata is (lost|damaged)") as caught:
         open_once(used)
@@ -72,7 +73,7 @@ def test_a_journal_that_is_lost_or_damaged_is_named_and_not_taken_for_a_new_one(
     open_folder.close()
 
 
-def test_a_journal_that_is_not_there_any_more_is_said_loudly(used: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_journal_is_logged_as_an_error(used: Path, caplog: pytest.LogCaptureFixture) -> None:
     open_once(used)
     assert not caplog.records
     (used / "journal").unlink()
@@ -90,7 +91,7 @@ def test_a_journal_that_cannot_be_read_is_a_users_error(used: Path) -> None:
 
 
 @pytest.mark.parametrize(("data", "words"), [(bytes(range(128, 256)), "it is no text"), (b" \n", "is empty")])
-def test_a_secret_that_is_none_is_one_clear_line(used: Path, data: bytes, words: str) -> None:
+def test_invalid_secret_is_one_clear_line(used: Path, data: bytes, words: str) -> None:
     (used / "secret").write_bytes(data)
     with pytest.raises(UserError, match=words) as caught:
         open_once(used)
@@ -106,20 +107,20 @@ ODD_CHILDREN = [
 
 
 @pytest.mark.parametrize("text", ODD_CHILDREN, ids=range(len(ODD_CHILDREN)))
-def test_an_odd_list_of_children_is_said_and_ends_no_process(text: str, tmp_path: Path, caplog) -> None:
+def test_damaged_children_list_is_reported_and_ends_no_process(text: str, tmp_path: Path, caplog) -> None:
     (tmp_path / "children.json").write_text(text)
     file = ChildrenFile(tmp_path)
-    assert file.living(["p1"]) == []
+    assert file.living_names(["p1"]) == []
     file.end_useless({})
     assert str(tmp_path / "children.json") in caplog.records[0].message
     (tmp_path / "children.json").write_bytes(b"\xff\xfe")
-    assert ChildrenFile(tmp_path).living(["p1"]) == []
+    assert ChildrenFile(tmp_path).living_names(["p1"]) == []
 
 
-def test_a_full_disk_does_not_end_who_tends_an_instance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_children_file_does_not_end_the_supervisor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ChildrenFile(tmp_path / "gone")
-    file.started("p1", os.getpid(), ["x"])
-    assert file.living(["p1"]) == ["p1"] and caplog.records[0].levelno == logging.ERROR
+    file.record_start("p1", os.getpid(), ["x"])
+    assert file.living_names(["p1"]) == ["p1"] and caplog.records[0].levelno == logging.ERROR
 
 
 def test_a_password_for_etcd_is_not_taken_from_the_command_line() -> None:
@@ -145,7 +146,7 @@ def test_an_etcd_whose_current_names_no_journal_is_refused(etcd: str, current: b
 
     def opened() -> EtcdMedium:
         medium = EtcdMedium([etcd], name=f"odd-{(current or b'none')[:9].decode()}")
-        medium.elect("test", lambda leader: None, lambda: None)
+        medium.await_election("test", lambda leader: None, lambda: None)
         return medium
 
     keeper = MetaKeeper(opened())
@@ -154,8 +155,8 @@ def test_an_etcd_whose_current_names_no_journal_is_refused(etcd: str, current: b
     medium = opened()
     medium.load()
     medium.replace(medium.load())  # a second journal
-    key = medium._key("current")
-    medium._do(lambda client: client.delete(key) if current is None else client.put(key, current))
+    key = medium._key_of("current")
+    medium._call_and_wait(lambda client: client.delete(key) if current is None else client.put(key, current))
     medium.close()
     with pytest.raises(UserError, match=words) as caught:
         MetaKeeper(opened())
@@ -195,7 +196,7 @@ def test_deleted_text_is_soon_in_no_file(way: str, used: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("way", WAYS_TO_GO)
-def test_deleted_text_does_not_outlive_the_router_that_deleted_it(way: str, used: Path) -> None:
+def test_deleted_text_leaves_the_folder_when_the_router_closes(way: str, used: Path) -> None:
     keeper = MetaKeeper(FileMedium(used))
     keep(keeper, *WAYS_TO_GO[way])
     assert TEXT in everything_in(used)  # a minute has not passed
@@ -203,7 +204,7 @@ def test_deleted_text_does_not_outlive_the_router_that_deleted_it(way: str, used
     assert TEXT not in everything_in(used)
 
 
-def test_text_whose_time_is_over_goes_like_deleted_text(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_text_is_erased_like_deleted_text(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_keeper, "ERASE_S", 0.0)
     monkeypatch.setattr(meta_keeper, "NOTES_SYNC_S", 0.02)
     now_ns = [1000]
@@ -221,7 +222,7 @@ def test_a_crash_leaves_no_deleted_text_for_ever(used: Path, monkeypatch: pytest
     monkeypatch.setattr(meta_keeper, "ERASE_S", 0.0)
     medium = FileMedium(used)
     store = Store(medium)
-    store.write(WAYS_TO_GO["deleted"])
+    store.write_records(WAYS_TO_GO["deleted"])
     medium.close()
     (used / "journal.new").write_bytes(TEXT)
     keeper = MetaKeeper(FileMedium(used))
@@ -233,17 +234,17 @@ def test_nothing_is_rewritten_as_long_as_nothing_was_deleted() -> None:
     medium = FaultyMedium()
     store = Store(medium)
     drawn = Drawn(3)
-    store.write([document(), document(), HandlePinned("t", "h", TEXT, 1), HandleDropped("t", "x")])
+    store.write_records([document(), document(), HandlePinned("t", "h", TEXT, 1), HandleDropped("t", "x")])
     assert not store.holds_deleted
-    store.write([DocumentDropped("tenant", "doc")])
+    store.write_records([DocumentDropped("tenant", "doc")])
     assert store.holds_deleted
     assert Store(medium).holds_deleted  # the next router finds it out by reading
     medium.room_bytes = 10
     with pytest.raises(MediumFailed):
-        store.checkpoint()
+        store.write_checkpoint()
     assert store.holds_deleted
     medium.room_bytes = None
-    store.checkpoint()
+    store.write_checkpoint()
     assert not store.holds_deleted and TEXT in medium.load()  # of the handle
     store.write([drawn.record()])
     assert not store.holds_deleted
@@ -262,7 +263,7 @@ def test_all_of_a_state_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         open_once(folder)
-        ChildrenFile(folder).started("p1", os.getpid(), ["x"])
+        ChildrenFile(folder).record_start("p1", os.getpid(), ["x"])
         wanted = {".": "0o700", "lock": "0o600", "secret": "0o600", "journal": "0o600", "children.json": "0o600"}
         assert modes(folder) == wanted
         for path in (folder, *folder.iterdir()):
@@ -277,7 +278,7 @@ def test_all_of_a_state_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_a_folder_in_which_others_may_write_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_writable_by_others_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "others").touch()
     tmp_path.chmod(0o777)
     open_once(tmp_path)
@@ -294,7 +295,7 @@ def test_a_mutated_state_folder_is_refused_in_one_line_or_works(seed: int, tmp_p
     store = Store(FileMedium(folder))
     drawn = Drawn(seed)
     for _ in range(5):
-        store.write([drawn.record() for _ in range(3)])
+        store.write_records([drawn.record() for _ in range(3)])
         store.sync()
     store.close()
     (folder / "secret").write_text("0123456789abcdef0123456789abcdef\n")
@@ -307,5 +308,5 @@ def test_a_mutated_state_folder_is_refused_in_one_line_or_works(seed: int, tmp_p
     except UserError as error:
         assert error.hint and "\n" not in str(error) and len(str(error)) < 600 and str(folder) in error.message
     file = ChildrenFile(folder)
-    assert file.living(["p1", "d1"]) == []
+    assert file.living_names(["p1", "d1"]) == []
     file.end_useless({})

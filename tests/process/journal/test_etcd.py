@@ -57,7 +57,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 def elected(cluster: EtcdCluster, access: EtcdAccess | None = None, lost: threading.Event | None = None) -> EtcdMedium:
     medium = EtcdMedium(cluster.hosts, "test", access)
-    medium.elect("me", lambda leader: None, (lost or threading.Event()).set)
+    medium.await_election("me", lambda leader: None, (lost or threading.Event()).set)
     return medium
 
 
@@ -72,7 +72,7 @@ class Journal:
         """One record, and whether it is durable."""
         name, done = f"s{self._count}", queue.Queue[bool]()
         self._count += 1
-        self.keeper.keep([SessionRouted("", name, ())], done.put)
+        self.keeper.write_durably([SessionRouted("", name, ())], done.put)
         is_durable = done.get(timeout=WAIT_S)
         if is_durable:
             self.acknowledged.append(name)
@@ -82,7 +82,7 @@ class Journal:
 # -- members that die
 
 
-def test_one_member_dies_and_then_another_and_one_comes_back(
+def test_etcd_members_die_and_one_returns(
     three: EtcdCluster, monkeypatch: pytest.MonkeyPatch, patience: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.2)
@@ -91,7 +91,7 @@ def test_one_member_dies_and_then_another_and_one_comes_back(
     medium = elected(three, lost=lost)
     journal, keeper = (made := Journal(medium)), made.keeper
     second = EtcdMedium(three.hosts, "test")
-    wins = threading.Thread(target=second.elect, args=("second", standing_by.put, lambda: None))
+    wins = threading.Thread(target=second.await_election, args=("second", standing_by.put, lambda: None))
     wins.start()
     assert standing_by.get(timeout=WAIT_S) == "me"
     assert all(journal.write() for _ in range(5))
@@ -128,7 +128,7 @@ def test_one_member_dies_and_then_another_and_one_comes_back(
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_member_that_hangs_costs_a_moment(three: EtcdCluster, number: int, patience: object) -> None:
+def test_hanging_etcd_member_causes_a_short_delay(three: EtcdCluster, number: int, patience: object) -> None:
     """Whichever it is: the one that is asked, or the leader of the others."""
     lost = threading.Event()
     journal = Journal(elected(three, lost=lost))
@@ -152,7 +152,7 @@ def test_an_election_among_the_members_is_waited_for(three: EtcdCluster, patienc
     journal.keeper.close()
 
 
-def test_a_standby_starts_with_any_member_and_waits_while_there_is_no_quorum(three: EtcdCluster) -> None:
+def test_standby_starts_with_any_member_and_waits_for_quorum(three: EtcdCluster) -> None:
     first = elected(three)
     Journal(first).keeper.close()  # leaves at once
     three.kill(0)
@@ -160,7 +160,7 @@ def test_a_standby_starts_with_any_member_and_waits_while_there_is_no_quorum(thr
     active.load()
     active.replace(b"what is kept")
     standby, told = EtcdMedium(three.hosts, "test"), queue.Queue[str]()
-    wins = threading.Thread(target=standby.elect, args=("standby", told.put, lambda: None))
+    wins = threading.Thread(target=standby.await_election, args=("standby", told.put, lambda: None))
     wins.start()
     assert told.get(timeout=WAIT_S) == "me"
     three.kill(1)
@@ -207,7 +207,7 @@ def test_a_checkpoint_whose_answer_was_lost_is_not_written_over(tmp_path: Path, 
     assert after.load() == b"second"
     after.replace(b"fourth")
     assert after.load() == b"fourth"
-    pieces = after._do(lambda client: client.get_prefix(after._key("journal/"), keys_only=True))
+    pieces = after._call_and_wait(lambda client: client.get_prefix(after._key_of("journal/"), keys_only=True))
     assert len(list(pieces)) == 1
     after.close()
     cluster.close()
@@ -246,7 +246,7 @@ def test_tls_with_a_certificate_of_the_client_and_a_user(
             assert "a password" not in caught.value.message and "another" not in caught.value.message, what
         monkeypatch.undo()
         with pytest.raises(MediumFailed, match="permission denied"):  # the user may do no more than a router must
-            journal.keeper._store._medium._do(lambda client: client.put(b"/others", b"x"))
+            journal.keeper._store._medium._call_and_wait(lambda client: client.put(b"/others", b"x"))
 
         cluster.kill(0)  # and its tokens with it
         cluster.start(0)
@@ -271,9 +271,7 @@ def credentials_file(folder: Path, certificates: Certificates, user: str) -> Pat
 
 
 @NEEDS_OPENSSL
-def test_a_server_goes_on_without_a_quorum_and_says_what_it_cannot_promise(
-    tmp_path: Path, certificates: Certificates
-) -> None:
+def test_server_serves_without_quorum_and_refuses_promises(tmp_path: Path, certificates: Certificates) -> None:
     """Three members with TLS and a user. Documents are what a client is promised; a stream is under way meanwhile."""
     model = save_folder(tiny_module("llama"), tmp_path / "tiny")
     cluster, servers = EtcdCluster(tmp_path, 3, certificates), list[Server]()
@@ -363,9 +361,7 @@ def test_where_credentials_for_etcd_may_come_from(tmp_path: Path, monkeypatch: p
         ("user = a\nuser = hunter2\n", "line 2 of .* is not a setting"),
     ],
 )
-def test_credentials_that_cannot_be_meant_are_refused_without_repeating_them(
-    text: str, words: str, tmp_path: Path
-) -> None:
+def test_bad_etcd_credentials_are_refused_without_echoing_them(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "etcd.conf"
     file.write_text(text)
     file.chmod(0o600)

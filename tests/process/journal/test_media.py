@@ -20,10 +20,11 @@ import pytest
 from memserve.base.errors import UserError
 from memserve.journal.folder import FileMedium, StateFolder, default_folder, is_locked
 from memserve.journal.keeper import MetadataPlace, MetaKeeper, metadata_place, open_metadata
-from memserve.journal.store import FaultyMedium, Medium, MediumFailed, Store
+from memserve.journal.store import Medium, MediumFailed, Store
 from memserve.journal.survivors import ChildrenFile
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import HandleDropped, RouterStarted, SessionRouted
+from memserve_lab.sim.faulty_medium import FaultyMedium
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
 from waiting import eventually
@@ -56,7 +57,7 @@ def reopened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
         from memserve.journal.etcd import EtcdMedium
 
         medium = EtcdMedium([request.getfixturevalue("etcd")], name=tmp_path.name)
-        medium.elect("test", lambda leader: None, lambda: None)
+        medium.await_election("test", lambda leader: None, lambda: None)
         return medium
 
     yield again
@@ -67,7 +68,7 @@ def reopened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
 # -- the contract
 
 
-def test_a_medium_gives_back_what_was_synced_and_what_replaced_it(reopened) -> None:
+def test_medium_loads_synced_and_replaced_bytes(reopened) -> None:
     medium = reopened()
     assert medium.load() is None and medium.name
     medium.replace(b"first")
@@ -88,26 +89,26 @@ def test_a_medium_gives_back_what_was_synced_and_what_replaced_it(reopened) -> N
     assert reopened().load() == b"second!"
 
 
-def test_a_store_on_any_medium_finds_its_book_again(reopened) -> None:
+def test_journal_store_reloads_state_on_any_medium(reopened) -> None:
     drawn, records = Drawn(4), []
     for _ in range(4):
         store = Store(reopened(), checkpoint_bytes_min=3000)
-        assert list(store.state.records()) == records
+        assert list(store.state.checkpoint_records()) == records
         for _ in range(20):
-            store.write([drawn.record()])
+            store.write_records([drawn.record()])
         store.sync()
-        records = list(store.state.records())
+        records = list(store.state.checkpoint_records())
 
 
 @NEEDS_ETCD
-def test_one_router_is_elected_and_another_that_was_paused_can_write_nothing(etcd: str) -> None:
+def test_one_router_is_elected_and_paused_one_is_fenced(etcd: str) -> None:
     from memserve.journal.etcd import EtcdMedium
 
     first, second = EtcdMedium([etcd], "election"), EtcdMedium([etcd], "election")
     waiting, lost = queue.Queue(), threading.Event()
-    first.elect("first", waiting.put, lost.set)
+    first.await_election("first", waiting.put, lost.set)
     first.replace(b"first")
-    elected = threading.Thread(target=second.elect, args=("second", waiting.put, lambda: None))
+    elected = threading.Thread(target=second.await_election, args=("second", waiting.put, lambda: None))
     elected.start()
     assert waiting.get(timeout=WAIT_S) == "first" and elected.is_alive()
     first._refresher.cancel()  # it stands still: nobody keeps its lease
@@ -126,14 +127,14 @@ def test_one_router_is_elected_and_another_that_was_paused_can_write_nothing(etc
 
 
 @NEEDS_ETCD
-def test_a_lease_that_ran_out_while_nobody_waited_is_taken_again(etcd: str) -> None:
+def test_lease_expired_while_idle_is_taken_again(etcd: str) -> None:
     from memserve.journal.etcd import EtcdMedium
 
     medium, lost = EtcdMedium([etcd], "outage"), threading.Event()
-    medium.elect("me", lambda leader: None, lost.set)
+    medium.await_election("me", lambda leader: None, lost.set)
     medium.replace(b"a")
     before = medium._created
-    medium._do(lambda client: client.revoke_lease(medium._lease_id))
+    medium._call_and_wait(lambda client: client.revoke_lease(medium._lease_id))
     with pytest.raises(MediumFailed):
         medium.replace(b"b")
     eventually(lambda: medium._created > before)
@@ -145,12 +146,12 @@ def test_a_lease_that_ran_out_while_nobody_waited_is_taken_again(etcd: str) -> N
 # -- files
 
 
-def test_a_file_that_is_cut_off_or_full_is_no_surprise(tmp_path: Path) -> None:
+def test_truncated_file_or_full_disk_is_handled(tmp_path: Path) -> None:
     store = Store(FileMedium(tmp_path))
-    store.write([RouterStarted(Peer("router", 5), "")])
+    store.write_records([RouterStarted(Peer("router", 5), "")])
     store.sync()
     safe = (tmp_path / "journal").stat().st_size
-    store.write([HandleDropped("", "h")])
+    store.write_records([HandleDropped("", "h")])
     store.close()
     (tmp_path / "journal.new").write_bytes(b"half a checkp")
     os.truncate(tmp_path / "journal", safe + 9)
@@ -186,7 +187,7 @@ def test_a_state_folder_belongs_to_one_process(tmp_path: Path) -> None:
     other.wait()
     assert not is_locked(tmp_path)
     mine = StateFolder(tmp_path)
-    assert mine.secret() == secret and (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    assert mine.read_or_create_secret() == secret and (tmp_path / "secret").stat().st_mode & 0o077 == 0
     before = (tmp_path / "secret").stat().st_ctime_ns
     mine.close()
     mine = StateFolder(tmp_path)
@@ -198,7 +199,7 @@ def test_a_state_folder_belongs_to_one_process(tmp_path: Path) -> None:
         StateFolder(tmp_path / "secret" / "below")
 
 
-def test_what_metadata_may_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_metadata_option_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     own = tmp_path / "memserve" / "port-8000"
     assert default_folder(8000) == own
@@ -212,7 +213,7 @@ def test_what_metadata_may_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
             metadata_place(bad, 0)
 
 
-def test_a_folder_that_nobody_asked_for_is_done_without(tmp_path: Path) -> None:
+def test_unusable_default_metadata_folder_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said: list[str] = []
     with open_metadata(MetadataPlace(tmp_path / "file" / "below", is_wish=True), said.append) as kept:
@@ -222,10 +223,10 @@ def test_a_folder_that_nobody_asked_for_is_done_without(tmp_path: Path) -> None:
         pass
     for generation in (5, 6):
         with open_metadata(MetadataPlace(tmp_path), said.append) as kept:
-            me = kept.router("router", 5)  # the clock stands still
+            me = kept.next_router("router", 5)  # the clock stands still
             assert me == Peer("router", generation)
             done: queue.Queue[bool] = queue.Queue()
-            kept.keeper.keep([RouterStarted(me, "tcp://h:1")], done.put)
+            kept.keeper.write_durably([RouterStarted(me, "tcp://h:1")], done.put)
             assert done.get(timeout=WAIT_S)
             kept.keeper.close()
 
@@ -249,13 +250,13 @@ def session(number: int) -> SessionRouted:
     return SessionRouted("", f"s{number}", ())
 
 
-def test_who_comes_while_the_disk_works_shares_the_next_sync() -> None:
+def test_records_during_a_sync_share_the_next_one() -> None:
     medium, done = SlowMedium(), queue.Queue()
     keeper = MetaKeeper(medium)
-    keeper.keep([session(0)], lambda ok: done.put((0, ok)))
+    keeper.write_durably([session(0)], lambda ok: done.put((0, ok)))
     eventually(lambda: medium.unsafe_bytes)
     for number in range(1, 50):
-        keeper.keep([session(number)], lambda ok, number=number: done.put((number, ok)))
+        keeper.write_durably([session(number)], lambda ok, number=number: done.put((number, ok)))
     medium.go.release()
     assert done.get(timeout=WAIT_S) == (0, True) and done.empty()
     medium.go.release()
@@ -284,7 +285,7 @@ def copy_of(medium: FaultyMedium) -> FaultyMedium:
     return copy
 
 
-def test_a_full_disk_stops_nobody_and_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_full_disk_stops_no_writer_and_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     from memserve.journal import keeper as meta_keeper
 
     monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.05)
@@ -294,10 +295,10 @@ def test_a_full_disk_stops_nobody_and_is_told_once(monkeypatch: pytest.MonkeyPat
     medium.room_bytes = 60
     with caplog.at_level(logging.WARNING):
         for number in range(3):
-            keeper.keep([session(number)], done.put)
+            keeper.write_durably([session(number)], done.put)
             assert done.get(timeout=WAIT_S) is False
         medium.room_bytes = None
-        eventually(lambda: (keeper.keep([session(9)], done.put), done.get(timeout=WAIT_S))[1])
+        eventually(lambda: (keeper.write_durably([session(9)], done.put), done.get(timeout=WAIT_S))[1])
     keeper.close()
     assert {name for _, name in Store(medium).state.sessions} == {"s0", "s1", "s2", "s9"}
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
@@ -309,17 +310,17 @@ def test_a_router_starts_again_while_its_disk_is_full(monkeypatch: pytest.Monkey
     monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.05)
     medium, done = FaultyMedium(), queue.Queue()
     store = Store(medium)
-    store.write([session(1)])
+    store.write_records([session(1)])
     store.sync()
     torn = FaultyMedium()
     torn.replace(medium.load() + b"\x99" * 7)
     torn.room_bytes = 20
     with caplog.at_level(logging.WARNING):
         keeper = MetaKeeper(torn)
-        keeper.keep([session(2)], done.put)
+        keeper.write_durably([session(2)], done.put)
         assert done.get(timeout=WAIT_S) is False and not keeper.durability().is_kept
         torn.room_bytes = None
-        eventually(lambda: (keeper.keep([session(3)], done.put), done.get(timeout=WAIT_S))[1])
+        eventually(lambda: (keeper.write_durably([session(3)], done.put), done.get(timeout=WAIT_S))[1])
     keeper.close()
     assert {name for _, name in Store(torn).state.sessions} == {"s1", "s2", "s3"}
     assert "takes nothing more" in caplog.text and "kept again" in caplog.text
@@ -342,7 +343,7 @@ for number in itertools.count(len(store.state.sessions)):
 """
 
 
-def test_a_writer_that_is_killed_again_and_again_loses_nothing_that_it_had_acknowledged(tmp_path: Path) -> None:
+def test_repeatedly_killed_writer_loses_no_acknowledged_record(tmp_path: Path) -> None:
     for kill_at in (1, 40, 7, 90, 23):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         told = [int(line) for line in itertools.islice(writer.stdout, kill_at)]
@@ -371,25 +372,25 @@ def test_children_are_found_again_and_those_of_no_use_are_ended(tmp_path: Path) 
     file = ChildrenFile(tmp_path)
     made = {name: sleeper("--join", "old", name) for name in ("same", "other", "gone", "left")}
     for name, (process, command) in made.items():
-        file.started(name, process.pid, command)
+        file.record_start(name, process.pid, command)
     made["gone"][0].kill()
     made["gone"][0].wait()
     again = ChildrenFile(tmp_path)
-    assert again.living(["same", "gone", "new"]) == ["same"]
+    assert again.living_names(["same", "gone", "new"]) == ["same"]
     moved = [*made["same"][1][:3], "--join", "new", "same"]
-    adopted = again.adopt("same", moved)
+    adopted = again.adopt_child("same", moved)
     assert adopted.pid == made["same"][0].pid and adopted.poll() is None
-    assert again.adopt("other", [*made["other"][1], "--threads", "2"]) is None
+    assert again.adopt_child("other", [*made["other"][1], "--threads", "2"]) is None
     assert made["other"][0].wait(WAIT_S) == -signal.SIGTERM
     commands = {name: made[name][1] for name in ("other", "gone")} | {"same": moved}
     again.end_useless(commands)
     assert made["left"][0].wait(WAIT_S) == -signal.SIGTERM
-    assert again.adopt("gone", made["gone"][1]) is None and again.adopt("new", []) is None
+    assert again.adopt_child("gone", made["gone"][1]) is None and again.adopt_child("new", []) is None
     adopted.send_signal(signal.SIGKILL)
     assert adopted.communicate("") == ("", None) and adopted.poll() == 0
     assert made["same"][0].wait(WAIT_S) == -signal.SIGKILL
     (tmp_path / "children.json").write_text("{'half")
-    assert ChildrenFile(tmp_path).living(["same"]) == []
+    assert ChildrenFile(tmp_path).living_names(["same"]) == []
 
 
 ORPHAN = """

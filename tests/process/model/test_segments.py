@@ -61,7 +61,7 @@ def spread(places: list[Holder], tokens: np.ndarray, edges: list[int], sampling:
         holder.driver.step([(0, 0, half, ())], open=[opened])
         drawn = holder.driver.step([(0, half, len(part) - half, (0,))]).tokens
         if holder is not places[-1]:
-            holder.port.held.hold("long", opened.blocks, len(part))
+            holder.port.held_kv.hold_segment("long", opened.blocks, len(part))
             segments = (*segments, holder.segment(len(part)))
     last = places[-1].driver
     grow = [(0, [1])] if (edges[-1] - edges[-2]) % BLOCK == 0 else []
@@ -87,18 +87,18 @@ def test_penalties_and_seeds_see_the_whole_sequence() -> None:
         assert spread(places, tokens, [0, 96, 150], sampling) == expected
 
 
-def test_rows_of_others_in_the_step_are_as_ever_and_a_lost_segment_fails_its_row_alone() -> None:
+def test_lost_segment_fails_only_its_row() -> None:
     tokens, other = prompt(130, 7), prompt(20, 8)
     expected = greedy_tokens(tiny_module("llama"), other, 3)
     with holders(2) as (first, last):
         first.driver.step([(0, 0, 96, (0,))], open=[sequence(0, tokens[:96], [0, 1, 2])])
-        first.port.held.hold("long", [0, 1, 2], 96)
+        first.port.held_kv.hold_segment("long", [0, 1, 2], 96)
         before = Before("long", tokens[:96], (first.segment(96),))
         rows = [(0, 0, 34, (0,)), (1, 0, 20, (1,))]
         opened = [sequence(0, tokens[96:], [0, 1], before=before), sequence(1, other, [3])]
         got = last.driver.step(rows, open=opened)
         assert got.tokens == [greedy_tokens(tiny_module("llama"), tokens, 1)[0], expected[0]] and not got.failed
-        first.port.held.drop("long")
+        first.port.held_kv.drop_segment("long")
         broken = last.driver.step([(0, 34, 1, (0,)), (1, 20, 1, (1,))])
         assert broken.tokens[1] == expected[1] and list(broken.failed) == [0]
         assert broken.failed[0].reason == ""  # the instance failed, not the request
@@ -114,14 +114,14 @@ def room(tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty((tokens, 4, 8)), torch.empty((tokens, 4))
 
 
-def test_a_segment_that_is_dropped_while_it_is_read_gives_no_answer() -> None:
+def test_segment_dropped_during_read_gives_no_result() -> None:
     """The blocks may have another sequence's KV by the time that all of them are read."""
     with holders(1) as (holder,):
-        held = holder.port.held
+        held = holder.port.held_kv
         q = torch.zeros((1, 4, 8))
         holder.driver.step([(0, 0, 32, (0,))], open=[sequence(0, prompt(32, 1), [0])])
-        held.hold("x", [0], 32)
-        assert held.attend(Query("x", 0, q, 1.0, 0.0)) is not None
+        held.hold_segment("x", [0], 32)
+        assert held.answer_query(Query("x", 0, q, 1.0, 0.0)) is not None
 
 
 def test_answers_come_to_their_questions_and_strangers_get_none() -> None:
@@ -132,13 +132,13 @@ def test_answers_come_to_their_questions_and_strangers_get_none() -> None:
     lines, stranger = ZmqSegmentLines(SECRET), ZmqSegmentLines("another secret of these tests", answer_s=0.3)
     segment = Segment(Peer("i", 1), server.address, 32)
     try:
-        numbers = [lines.ask(segment, Query("x", layer, torch.ones((3, 4, 8)), 1.0, 0.0)) for layer in range(5)]
+        numbers = [lines.send_query(segment, Query("x", layer, torch.ones((3, 4, 8)), 1.0, 0.0)) for layer in range(5)]
         for layer in (3, 0, 4, 1, 2):  # answers that come early are kept
             outputs, statistics = room(3)
-            lines.answer(numbers[layer], outputs, statistics)
+            lines.receive_answer(numbers[layer], outputs, statistics)
             assert outputs.unique().tolist() == [1.0 + layer] and statistics.unique().tolist() == [float(layer)]
         with pytest.raises(SegmentLostError, match="not answered"):
-            stranger.answer(stranger.ask(segment, query()), *room())
+            stranger.receive_answer(stranger.send_query(segment, query()), *room())
     finally:
         lines.close()
         stranger.close()
@@ -151,12 +151,12 @@ def test_nothing_waits_for_a_holder_that_is_gone() -> None:
     lines = ZmqSegmentLines(SECRET)
     try:
         with pytest.raises(SegmentLostError, match="does not have it"):
-            lines.answer(lines.ask(segment, query()), *room())
+            lines.receive_answer(lines.send_query(segment, query()), *room())
         server.close()
-        number, began_s = lines.ask(segment, query()), time.monotonic()
-        lines.gone(segment.peer)
+        number, began_s = lines.send_query(segment, query()), time.monotonic()
+        lines.remove_peer(segment.peer)
         with pytest.raises(SegmentLostError, match="is gone"):
-            lines.answer(number, *room())
+            lines.receive_answer(number, *room())
         assert time.monotonic() - began_s < 2
     finally:
         lines.close()

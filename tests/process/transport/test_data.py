@@ -38,8 +38,9 @@ from memserve.transport.links.nixl import NixlLink
 from memserve.transport.links.shared_memory import ShmLink
 from memserve.transport.outbound import new_context
 from memserve.transport.ports import LinkError, PageLink
-from memserve.transport.ranges import Ranges, pull_plan, shards
+from memserve.transport.ranges import Ranges
 from memserve.transport.request_server import Line, ListenAddress
+from shard_plans import pull_plan, shards
 from waiting import eventually
 
 BLOCK, PAGE = GEOMETRY.block_bytes, GEOMETRY.page_bytes
@@ -231,7 +232,7 @@ def test_ranks_of_other_degrees_get_their_layers_and_heads(way: str, pair: tuple
     link.add_peer(owner.info)
     try:
         for shard in targets:
-            arena = arenas[Tier.HBM] = _core.SharedArena(6 * shard.local.block_bytes)
+            arena = arenas[Tier.HBM] = _core.SharedArena(6 * shard.local_geometry.block_bytes)
             for index, ranges in pull_plan(sources, shard, src_blocks, dst_blocks):
                 seals = link.read(owner.peer, Tier(index), Tier.HBM, ranges)
                 source = content(Tier(index), BLOCKS * BLOCK)
@@ -239,7 +240,7 @@ def test_ranks_of_other_degrees_get_their_layers_and_heads(way: str, pair: tuple
                     seals.tolist()
                     == _core.seal_ranges(source.ctypes.data, ranges.src_offsets, ranges.range_bytes).tolist()
                 )
-            local = shard.local
+            local = shard.local_geometry
             got = view(arena).reshape(6, local.num_layers, local.num_kv_heads, -1)
             layers, heads = slice(shard.first_layer, shard.end_layer), slice(shard.first_head, shard.end_head)
             np.testing.assert_array_equal(got[list(dst_blocks)], whole[list(src_blocks), layers, heads])
@@ -259,7 +260,7 @@ def assemble(sources: list[Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return whole
 
 
-def test_nobody_is_read_that_was_removed_or_never_known(pair: tuple[Taker, Owner]) -> None:
+def test_removed_or_unknown_peer_is_not_read(pair: tuple[Taker, Owner]) -> None:
     taker, owner = pair
     job = taker.pull(owner, (1,), (1,))
     taker.port.remove_peer(owner.peer)
@@ -413,7 +414,7 @@ def peer_resident_bytes() -> int:
     return sum(int(found) * 1024 for area in mine for found in re.findall(r"^Rss:\s+(\d+) kB", area, re.MULTILINE))
 
 
-def test_what_was_read_of_peers_does_not_stay_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_read_from_peers_do_not_stay_resident(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each instance counts, in time, the arenas of all."""
     owner, taker = Owner("shm"), Taker("shm")
     monkeypatch.setattr(shm, "_RESIDENT_BYTES_MAX", 4 * BLOCK)
@@ -433,7 +434,7 @@ def test_what_was_read_of_peers_does_not_stay_resident(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("way", WAYS[1:], indirect=True)
-def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(way: str) -> None:
+def test_stopped_or_killed_owner_fails_pull_within_deadline(way: str) -> None:
     """And what a stopped one sends when it goes on is written nowhere."""
     stands_still = way == "curve" or os.environ.get("UCX_TLS") == "tcp"
     owner = Owner(way)
@@ -470,7 +471,7 @@ def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(way: str) -
 
 
 @NIXL
-def test_a_connection_that_broke_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_connection_is_reopened(monkeypatch: pytest.MonkeyPatch) -> None:
     """The read that notices fails, if one does; the ones after it do not."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     others = descriptors()
@@ -489,7 +490,7 @@ def test_a_connection_that_broke_is_made_anew(monkeypatch: pytest.MonkeyPatch) -
 
 
 @NIXL
-def test_a_process_that_used_nixl_ends_in_peace() -> None:
+def test_process_using_nixl_exits_cleanly() -> None:
     """A second libnl in the process, brought by UCX's module for EFA, crashed it at exit."""
     uses = "from memserve.transport.links.nixl_agent import Agent; Agent('brief').close()"
     copies = "print(len({line.split('/')[-1] for line in open('/proc/self/maps') if 'libnl-3' in line}))"

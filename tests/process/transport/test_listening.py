@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memserve.cli.cluster.instance import listens_at
+from memserve.cli.cluster.instance import listen_host
 from memserve.cli.cluster.members import ClusterOptions
 from memserve.protocol.messages import Leave
 from memserve.protocol.peers import Peer
@@ -19,7 +19,8 @@ from memserve.transport import network_devices as devices
 from memserve.transport.links import nixl_agent
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.network_devices import address_towards, device_of, own_address, ucx_devices
-from memserve.transport.probe import ProbeResult, knock
+from memserve.transport.probe import ProbeResult, probe_address
+from memserve.transport.request_server import ListenAddress
 from ports import free_port
 from served_cluster import Server, eventually, is_alive, processes_below
 from tiny_models import save_folder, tiny_module
@@ -51,7 +52,7 @@ def listening(pid: int) -> set[str]:
     return found
 
 
-def test_the_look_at_sockets_sees_them() -> None:
+def test_socket_listing_sees_listeners() -> None:
     for host, family in (("127.0.0.1", socket.AF_INET), ("0.0.0.0", socket.AF_INET), ("::1", socket.AF_INET6)):
         with socket.socket(family) as listener:
             listener.bind((host, 0))
@@ -94,11 +95,11 @@ def test_a_cluster_listens_where_it_was_told(host: str, link: str, model: Path, 
 
 
 @pytest.mark.skipif(OUTSIDE is None, reason="this machine has no network but its own")
-def test_an_instancelistens_at_the_address_that_it_advertises() -> None:
-    assert listens_at("127.0.0.1") == listens_at("localhost") == "127.0.0.1"
-    assert listens_at(OUTSIDE) == OUTSIDE
-    assert listens_at("192.0.2.201") == listens_at("no.such.host.invalid") == "0.0.0.0"
-    assert listens_at("2001:db8::7") == "::"
+def test_instance_listens_at_its_advertised_address() -> None:
+    assert listen_host("127.0.0.1") == listen_host("localhost") == "127.0.0.1"
+    assert listen_host(OUTSIDE) == OUTSIDE
+    assert listen_host("192.0.2.201") == listen_host("no.such.host.invalid") == "0.0.0.0"
+    assert listen_host("2001:db8::7") == "::"
 
 
 def test_nixl_is_told_the_network_device_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +124,13 @@ def test_a_cluster_of_this_host_alone_needs_no_network_link(host: str, port: int
 def test_mailboxes_meet_at_ipv6_addresses() -> None:
     heard: queue.SimpleQueue[tuple[Peer, object]] = queue.SimpleQueue()
     me, you = Peer("me", 1), Peer("you", 1)
-    mine = ZmqMailbox(me, "a secret of the tests, long enough", "::1", 0, lambda *letter: None)
-    yours = ZmqMailbox(you, "a secret of the tests, long enough", "::1", 0, lambda *letter: heard.put(letter))
+    mine = ZmqMailbox(me, ListenAddress("a secret of the tests, long enough", "::1"), lambda *letter: None)
+    yours = ZmqMailbox(
+        you, ListenAddress("a secret of the tests, long enough", "::1"), lambda *letter: heard.put(letter)
+    )
     try:
         assert yours.address.startswith("tcp://[::1]:")
-        assert knock(yours.address, "a secret of the tests, long enough", 10.0) is ProbeResult.LET_IN
+        assert probe_address(yours.address, "a secret of the tests, long enough", 10.0) is ProbeResult.LET_IN
         mine.connect(you, yours.address)
         mine.send(you, Leave())
         assert heard.get(timeout=30) == (me, Leave())

@@ -24,8 +24,9 @@ from memserve.protocol.messages import AnyMessage, Cancel, Expelled, Leave, Quer
 from memserve.protocol.peers import ROUTER, Peer
 from memserve.transport.curve import CurveKeys
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.outbound import LETTERS_QUEUED_MAX, configure
-from memserve.transport.probe import ProbeResult, knock, no_router, what_is_waited_for
+from memserve.transport.outbound import SEND_QUEUE_MAX, configure
+from memserve.transport.probe import ProbeResult, no_router_error, probe_address, waiting_lines
+from memserve.transport.request_server import ListenAddress
 from waiting import eventually
 
 SECRET = "the secret of this test's cluster"
@@ -38,7 +39,7 @@ class Reader:
     def __init__(self, me: Peer, secret: str = SECRET, port: int = 0) -> None:
         self.heard: list[tuple[Peer, AnyMessage]] = []
         self._news = threading.Condition()
-        self.box = ZmqMailbox(me, secret, "127.0.0.1", port, self._on_message)
+        self.box = ZmqMailbox(me, ListenAddress(secret, port=port), self._on_message)
 
     def _on_message(self, sender: Peer, message: AnyMessage) -> None:
         with self._news:
@@ -78,7 +79,7 @@ def raw_push() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
         push = context.socket(zmq.PUSH)
         push.linger = 0
         if keys:
-            keys.speak(push)
+            keys.configure_client(push)
         push.connect(address)
         return push
 
@@ -119,7 +120,7 @@ def test_only_the_generation_that_is_meant_hears(open_box: Callable[..., Reader]
         a.box.send(Peer("b", generation), QueryKvEvents(generation))
         eventually(lambda g=generation: sum(vars_of(b)) == {6: 1, 0: 2, 8: 3, 7: 4}[g])
     assert [message.first for message in b.wait(2)] == [0, 7]
-    b.box.become(Peer("b", 8))
+    b.box.restart_as(Peer("b", 8))
     a.box.send(Peer("b", 7), QueryKvEvents(70))
     eventually(lambda: b.box.counters.misdirected == 3)
     a.box.connect(Peer("c", 1), b.box.address)
@@ -128,7 +129,7 @@ def test_only_the_generation_that_is_meant_hears(open_box: Callable[..., Reader]
     assert len(b.heard) == 2
 
 
-def test_whoever_has_the_name_is_reached_over_a_line_to_one_that_is_known(open_box: Callable[..., Reader]) -> None:
+def test_any_generation_is_reached_over_known_connection(open_box: Callable[..., Reader]) -> None:
     """An instance joins again: its router is known, but may have been started anew."""
     a, b = open_box(A), open_box(Peer("b", 7))
     a.box.connect(Peer("b", 7), b.box.address)
@@ -157,7 +158,7 @@ def test_disconnect_drops_and_forgets(open_box: Callable[..., Reader]) -> None:
     assert [message.first for message in b.wait(2)] == [1, 3]
 
 
-def test_one_who_spoke_can_be_answered_without_a_line(open_box: Callable[..., Reader]) -> None:
+def test_sender_is_answered_without_a_connection_to_it(open_box: Callable[..., Reader]) -> None:
     """An expelled instance is told so; a second word within the second is lost."""
     router, late = open_box(Peer(ROUTER, 5)), open_box(A)
     late.box.connect(Peer(ROUTER, 0), router.box.address)
@@ -180,7 +181,7 @@ def test_strangers_are_not_heard_but_named(
     fresh = CurveKeys(*zmq.curve_keypair())
 
     class KnowsOnlyThePublicKey(CurveKeys):
-        def speak(self, socket: zmq.Socket[bytes]) -> None:
+        def configure_client(self, socket: zmq.Socket[bytes]) -> None:
             socket.curve_serverkey = ours.public
             socket.curve_publickey, socket.curve_secretkey = fresh.public, fresh.secret
 
@@ -204,7 +205,7 @@ def test_strangers_are_not_heard_but_named(
     assert b.wait(1) == [Leave()]
 
 
-def test_a_mailbox_with_another_secret_is_not_heard(open_box: Callable[..., Reader]) -> None:
+def test_mailbox_with_another_secret_is_ignored(open_box: Callable[..., Reader]) -> None:
     b, thief = open_box(B), open_box(A, "some other cluster's secret")
     thief.box.connect(B, b.box.address)
     thief.box.send(B, Leave())
@@ -230,15 +231,17 @@ def test_members_that_come_and_go_are_no_strangers(
     assert "it broke off before it had shown the cluster's secret" in caplog.text
 
 
-def test_a_knock_beside_other_connections_is_no_stranger_s(
+def test_probe_does_not_count_as_failed_handshake(
     open_box: Callable[..., Reader], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a server knocks at a store while it starts: the secret is shown, and nothing said."""
     b = open_box(B)
     with socket.create_connection(("127.0.0.1", b.port)):
         with ThreadPoolExecutor(4) as threads:
-            assert set(threads.map(lambda _: knock(b.box.address, SECRET, 20.0), range(8))) == {ProbeResult.LET_IN}
-        assert knock(b.box.address, "some other cluster's secret", 20.0) is ProbeResult.TURNED_AWAY
+            assert set(threads.map(lambda _: probe_address(b.box.address, SECRET, 20.0), range(8))) == {
+                ProbeResult.LET_IN
+            }
+        assert probe_address(b.box.address, "some other cluster's secret", 20.0) is ProbeResult.TURNED_AWAY
         eventually(lambda: "it has another cluster secret" in caplog.text)
     eventually(lambda: "it broke off before it had shown" in caplog.text)
     assert "it does not speak this protocol" not in caplog.text
@@ -247,10 +250,12 @@ def test_a_knock_beside_other_connections_is_no_stranger_s(
 @pytest.mark.parametrize(
     ("secret", "expected"), [(SECRET, ProbeResult.LET_IN), ("some other cluster's secret", ProbeResult.TURNED_AWAY)]
 )
-def test_a_knock_tells_why_nobody_answers(open_box: Callable[..., Reader], secret: str, expected: ProbeResult) -> None:
-    assert knock(open_box(B).box.address, secret, 20.0) is expected
-    assert knock("tcp://127.0.0.1:9", secret, 0.1) is ProbeResult.SILENT
-    assert knock("no address", secret, 0.1) is ProbeResult.SILENT
+def test_probe_reports_the_reason_for_no_answer(
+    open_box: Callable[..., Reader], secret: str, expected: ProbeResult
+) -> None:
+    assert probe_address(open_box(B).box.address, secret, 20.0) is expected
+    assert probe_address("tcp://127.0.0.1:9", secret, 0.1) is ProbeResult.SILENT
+    assert probe_address("no address", secret, 0.1) is ProbeResult.SILENT
 
 
 @pytest.mark.parametrize(
@@ -269,9 +274,9 @@ def test_a_knock_tells_why_nobody_answers(open_box: Callable[..., Reader], secre
         (ProbeResult.LET_IN, "waiting for the owner at h:1 to answer: it takes the secret", "is `memserve serve"),
     ],
 )
-def test_a_process_says_why_no_router_answers_it(answer: ProbeResult, waits: str, hint: str) -> None:
-    assert what_is_waited_for({"tcp://h:1": answer}, "the owner") == [waits]
-    error = no_router({"tcp://h:1": answer}, "the owner")
+def test_process_reports_why_no_router_answers(answer: ProbeResult, waits: str, hint: str) -> None:
+    assert waiting_lines({"tcp://h:1": answer}, "the owner") == [waits]
+    error = no_router_error({"tcp://h:1": answer}, "the owner")
     ends = "the owner at h:1 refuses the secret" if answer is ProbeResult.TURNED_AWAY else "no owner answers at h:1"
     assert error.message == ends and error.hint.startswith(hint)
 
@@ -301,7 +306,7 @@ def test_repeated_and_malformed_letters_are_dropped_and_counted(
     assert (b.box.counters.malformed, b.box.counters.received) == (5, 3)
 
 
-def test_a_callback_that_fails_does_not_stop_the_mail(open_box: Callable[..., Reader]) -> None:
+def test_failing_callback_does_not_stop_the_mailbox(open_box: Callable[..., Reader]) -> None:
     a = open_box(A)
     fine: list[AnyMessage] = []
 
@@ -310,7 +315,7 @@ def test_a_callback_that_fails_does_not_stop_the_mail(open_box: Callable[..., Re
             raise RuntimeError("on purpose")
         fine.append(message)
 
-    box = ZmqMailbox(B, SECRET, "127.0.0.1", 0, fragile)
+    box = ZmqMailbox(B, ListenAddress(SECRET), fragile)
     try:
         a.box.connect(B, box.address)
         for n in range(3):
@@ -325,11 +330,12 @@ _CHILD = """
 import sys, threading
 from memserve.protocol.messages import Peer
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 secret, generation, port, parent = sys.argv[1:]
 box = None
 def echo(sender, message):
     box.send(sender, message)
-box = ZmqMailbox(Peer("b", int(generation)), secret, "127.0.0.1", int(port), echo)
+box = ZmqMailbox(Peer("b", int(generation)), ListenAddress(secret, port=int(port)), echo)
 box.connect(Peer("a", 1), parent)
 print(box.address, flush=True)
 sys.stdin.read()
@@ -356,7 +362,7 @@ def test_another_process_stopped_killed_and_started_again(open_box: Callable[...
         os.kill(child.pid, signal.SIGSTOP)
         begin = time.monotonic()
         long = Cancel("x" * 4096)
-        for _ in range(3 * LETTERS_QUEUED_MAX):
+        for _ in range(3 * SEND_QUEUE_MAX):
             a.box.send(B, long)
         assert time.monotonic() - begin < 5
         assert a.box.counters.lost_full > 0
@@ -390,7 +396,7 @@ def test_queued_letters_survive_until_the_receiver_opens(open_box: Callable[...,
 
 def test_closing_lets_queued_letters_leave(open_box: Callable[..., Reader]) -> None:
     b = open_box(B)
-    a = ZmqMailbox(A, SECRET, "127.0.0.1", 0, lambda *_: None)
+    a = ZmqMailbox(A, ListenAddress(SECRET), lambda *_: None)
     a.connect(B, b.box.address)
     for n in range(100):
         a.send(B, QueryKvEvents(n))
@@ -407,8 +413,8 @@ def test_bad_arguments_are_the_users_errors(open_box: Callable[..., Reader]) -> 
     with pytest.raises(UserError, match="at least 16 characters"):
         Reader(B, secret="short")
     with pytest.raises(UserError, match="advertise"):
-        ZmqMailbox(B, SECRET, "0.0.0.0", 0, lambda *_: None)
-    everywhere = ZmqMailbox(B, SECRET, "0.0.0.0", 0, lambda *_: None, advertise="127.0.0.1")
+        ZmqMailbox(B, ListenAddress(SECRET, "0.0.0.0"), lambda *_: None)
+    everywhere = ZmqMailbox(B, ListenAddress(SECRET, "0.0.0.0", advertise="127.0.0.1"), lambda *_: None)
     a.box.connect(B, everywhere.address)
     a.box.send(B, Leave())
     eventually(lambda: everywhere.counters.received == 1)
@@ -427,9 +433,10 @@ def test_many_lines_fit_into_a_process_that_may_have_few_files() -> None:
 import resource
 from memserve.protocol.messages import Leave, Peer
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (160, hard))
-box = ZmqMailbox(Peer("a", 1), "the secret of this test", "127.0.0.1", 0, lambda *_: None)
+box = ZmqMailbox(Peer("a", 1), ListenAddress("the secret of this test"), lambda *_: None)
 peers = [Peer(str(n), 1) for n in range(200)]
 for peer in peers:
     box.connect(peer, box.address)
@@ -447,16 +454,16 @@ def test_lines_are_configured_to_bound_what_they_hold() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     push = context.socket(zmq.PUSH)
     configure(push)
-    assert (push.sndhwm, push.linger) == (LETTERS_QUEUED_MAX, 0)
+    assert (push.sndhwm, push.linger) == (SEND_QUEUE_MAX, 0)
     assert push.maxmsgsize == wire.LETTER_BYTES_MAX + 33, "with what CURVE adds"
     context.destroy()
 
 
-def test_an_event_loop_reads_and_a_thread_again(open_box: Callable[..., Reader]) -> None:
+def test_mailbox_moves_to_an_event_loop_and_back_to_a_thread(open_box: Callable[..., Reader]) -> None:
     """What was queued before the loop came is read; strangers are turned away in the loop as well."""
     a = open_box(A)
     where: list[str] = []
-    box = ZmqMailbox(B, SECRET, "127.0.0.1", 0, lambda _, message: where.append(threading.current_thread().name))
+    box = ZmqMailbox(B, ListenAddress(SECRET), lambda _, message: where.append(threading.current_thread().name))
     a.box.connect(B, box.address)
 
     async def arrived(count: int) -> None:
@@ -471,7 +478,7 @@ def test_an_event_loop_reads_and_a_thread_again(open_box: Callable[..., Reader])
         for n in range(600):
             a.box.send(B, QueryKvEvents(n))
         await arrived(1200)
-        found = await asyncio.to_thread(knock, box.address, "the secret of another cluster", 10)
+        found = await asyncio.to_thread(probe_address, box.address, "the secret of another cluster", 10)
         assert found is ProbeResult.TURNED_AWAY
         async with asyncio.timeout(10):
             while not box.counters.handshakes_failed:
@@ -494,7 +501,7 @@ def test_an_event_loop_reads_and_a_thread_again(open_box: Callable[..., Reader])
 @pytest.mark.parametrize("closer", ["loop", "thread", "later"])
 def test_a_mailbox_that_a_loop_reads_can_be_closed(closer: str) -> None:
     """In the loop, from another thread while it runs, and after it has ended."""
-    box = ZmqMailbox(B, SECRET, "127.0.0.1", 0, lambda *_: None, gives_way=True)
+    box = ZmqMailbox(B, ListenAddress(SECRET), lambda *_: None, gives_way=True)
 
     async def read() -> None:
         box.read_in(asyncio.get_running_loop())
@@ -514,7 +521,7 @@ def test_a_mailbox_that_a_loop_reads_can_be_closed(closer: str) -> None:
 @pytest.mark.parametrize(
     ("cores", "gives_way", "policy"), [(1, True, "BATCH"), (1, False, "OTHER"), (2, True, "OTHER")]
 )
-def test_the_thread_of_a_mailbox_gives_way_on_a_core_of_its_own(cores: int, gives_way: bool, policy: str) -> None:
+def test_mailbox_thread_yields_on_a_core_of_its_own(cores: int, gives_way: bool, policy: str) -> None:
     """ZeroMQ's own threads alone: those of Python stay as they are."""
     here = sorted(os.sched_getaffinity(0))
     if len(here) < cores:
@@ -523,8 +530,9 @@ def test_the_thread_of_a_mailbox_gives_way_on_a_core_of_its_own(cores: int, give
 import os, time
 from memserve.protocol.messages import Peer
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 os.sched_setaffinity(0, {here[:cores]})
-box = ZmqMailbox(Peer("a", 1), "the secret of this test", "127.0.0.1", 0, lambda *_: None, gives_way={gives_way})
+box = ZmqMailbox(Peer("a", 1), ListenAddress("the secret of this test"), lambda *_: None, gives_way={gives_way})
 threads, until_s = [], time.monotonic() + 30
 while not any("IO" in name for name, _ in threads):  # they name themselves when they first run
     assert time.monotonic() < until_s, threads

@@ -19,6 +19,7 @@ from memserve.protocol.messages import Join
 from memserve.protocol.peers import ROUTER, Peer
 from memserve.protocol.store import STORE, JoinRequest
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from ports import free_port
 from served_cluster import WAIT_S, Server, eventually, is_alive
 from served_store import SECRET, ServedStore
@@ -99,7 +100,7 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("metadata", ["none", "state"])
-def test_a_store_that_runs_outlives_every_server(serving, store, truth, tmp_path, monkeypatch, metadata) -> None:
+def test_running_store_outlives_every_server(serving, store, truth, tmp_path, monkeypatch, metadata) -> None:
     """kill -9 of the server; the next one finds in the store what the first has computed, and so do clients. Without
     metadata the next router is a stranger to the store, which waits until the first one is silent for long enough."""
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "first"))
@@ -131,7 +132,7 @@ def test_a_store_that_runs_outlives_every_server(serving, store, truth, tmp_path
         assert client.get(b"mine").data == VALUE and is_alive(store.pid), "the end of a server is not that of the store"
 
 
-def test_a_store_that_dies_is_called_again(serving, store, truth) -> None:
+def test_restarted_store_is_called_again(serving, store, truth) -> None:
     serving.start("none")
     question = tokens(90, 2)
     assert serving.ask(question, 8)["choices"][0]["text"] == truth(question, 8)
@@ -160,7 +161,7 @@ def serve_error(model: Path, *flags: str) -> str:
     return " ".join(ended.stderr.strip().splitlines()[-2:])  # the error and its hint
 
 
-def test_another_secret_and_an_address_without_a_store_are_told_apart(model, store, tmp_path) -> None:
+def test_wrong_secret_and_unreachable_store_have_own_errors(model, store, tmp_path) -> None:
     other = tmp_path / "other"
     other.write_text("a secret of another cluster")
     other.chmod(0o600)
@@ -183,13 +184,13 @@ def test_a_store_of_another_server_does_not_join(serving, store, model) -> None:
     eventually(lambda: serving.stored_blocks() >= len(question) // BLOCK)
 
 
-def test_a_store_is_free_as_soon_as_its_server_has_ended_in_order(serving, store) -> None:
+def test_store_is_free_after_its_server_shuts_down(serving, store) -> None:
     serving.start("none")
     serving.server.process.send_signal(signal.SIGTERM)
     assert serving.server.process.wait(60) == 0
     ended_s, heard = time.monotonic(), queue.SimpleQueue()
     me = Peer(ROUTER, time.time_ns())
-    router = ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda _, message: heard.put(message))
+    router = ZmqMailbox(me, ListenAddress(SECRET), lambda _, message: heard.put(message))
     try:
         router.connect(STORE, f"tcp://{store.address}")
         router.send(STORE, JoinRequest(router.address))

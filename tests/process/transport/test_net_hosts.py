@@ -150,9 +150,7 @@ def test_kv_crosses_hosts_and_answers_are_right(cluster: Cluster, truth: Callabl
     [("router", ("p",)), ("router", ("d",)), ("p", ("d",)), ("s", ("router", "p", "d"))],
     ids=["router-p", "router-d", "p-d", "s-all"],
 )
-def test_a_network_that_comes_apart(
-    cluster: Cluster, truth: Callable[..., str], one: str, others: tuple[str, ...]
-) -> None:
+def test_network_partition(cluster: Cluster, truth: Callable[..., str], one: str, others: tuple[str, ...]) -> None:
     """A request that runs when the line is cut, one behind it, and one after the line is whole again."""
     seed = 100 + 10 * HOSTS.index(one) + len(others) + HOSTS.index(others[0])
     running, behind, after = (tokens(60, seed * 3 + at) for at in range(3))

@@ -32,7 +32,7 @@ from memserve.transport.curve import CurveKeys, Socket
 from memserve.transport.links.encrypted import CurveLink
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.ports import LinkError
-from memserve.transport.probe import ProbeResult, knock
+from memserve.transport.probe import ProbeResult, probe_address
 from memserve.transport.ranges import Ranges
 from memserve.transport.request_server import Line, ListenAddress
 from secret_steps import NEW, OLD, STEPS, put
@@ -51,7 +51,7 @@ class Talker:
         self.file = put(folder / name, f"{OLD}\n")
         self.me, self.heard = Peer(name, 1), []
         self.sent, self._ends = 0, threading.Event()
-        self.box = ZmqMailbox(self.me, follow_secret(self.file), "127.0.0.1", 0, self._on_message)
+        self.box = ZmqMailbox(self.me, ListenAddress(follow_secret(self.file)), self._on_message)
         self._thread = threading.Thread(target=self._talk)
 
     def _on_message(self, sender: Peer, message: AnyMessage) -> None:
@@ -93,11 +93,11 @@ def hears_all(listener: Talker, speaker: Talker) -> None:
 
 
 def takes(talker: Talker, secret: str) -> ProbeResult:
-    return knock(talker.box.address, secret, 5.0)
+    return probe_address(talker.box.address, secret, 5.0)
 
 
 @pytest.mark.parametrize("order", ["one after the other", "the other way round", "at once"])
-def test_no_letter_is_lost_while_the_secret_changes_in_three_steps(order: str, tmp_path: Path) -> None:
+def test_secret_rotation_in_three_steps_loses_no_message(order: str, tmp_path: Path) -> None:
     with talkers(tmp_path, "a", "b") as (a, b):
         a.talk_to(b)
         b.talk_to(a)
@@ -117,7 +117,7 @@ def test_no_letter_is_lost_while_the_secret_changes_in_three_steps(order: str, t
             assert takes(talker, OLD) is ProbeResult.TURNED_AWAY and takes(talker, NEW) is ProbeResult.LET_IN
 
 
-def test_a_stranger_that_was_let_in_is_cut_off(tmp_path: Path) -> None:
+def test_peer_with_a_revoked_secret_is_disconnected(tmp_path: Path) -> None:
     """Whatever knew the old secret, and has a line open, says nothing more."""
     with talkers(tmp_path, "a", "spy") as (a, spy):
         spy.talk_to(a)
@@ -140,7 +140,7 @@ def test_a_broken_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
             assert OLD not in caplog.text and takes(b, OLD) is ProbeResult.LET_IN
 
 
-def test_a_peer_with_a_third_secret_is_dialled_with_pauses(tmp_path: Path) -> None:
+def test_peer_with_a_wrong_secret_is_reconnected_with_backoff(tmp_path: Path) -> None:
     with talkers(tmp_path, "a", "b") as (a, b):
         put(b.file, "a third secret of the tests\n")
         put(a.file, STEPS[0])
@@ -176,9 +176,7 @@ def is_dead(line: Line) -> bool:
     return not int(line.socket.get(zmq.EVENTS)) & int(zmq.POLLOUT)
 
 
-def test_letters_for_a_peer_that_turns_lines_away_half_way_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_are_resent_after_a_rejected_reconnect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with talkers(tmp_path, "a", "b") as (a, b):
         with half_way(monkeypatch, mailbox):
             put(a.file, STEPS[0])
@@ -202,10 +200,10 @@ def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path, mon
     segment = Segment(Peer("i", 1), server.address, 32)
 
     def ask_some(lines: ZmqSegmentLines = lines) -> None:
-        numbers = [lines.ask(segment, Query("x", layer, torch.ones((3, 4, 8)), 1.0, 0.0)) for layer in range(3)]
+        numbers = [lines.send_query(segment, Query("x", layer, torch.ones((3, 4, 8)), 1.0, 0.0)) for layer in range(3)]
         for layer in (2, 0, 1):
             outputs, statistics = torch.empty((3, 4, 8)), torch.empty((3, 4))
-            lines.answer(numbers[layer], outputs, statistics)
+            lines.receive_answer(numbers[layer], outputs, statistics)
             assert outputs.unique().tolist() == [1.0 + layer]
 
     def takes(secret: str) -> bool:
@@ -225,7 +223,7 @@ def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path, mon
         ask_some()
         with half_way(monkeypatch, answering):
             put(theirs, STEPS[1])
-            eventually(lambda: all(map(is_dead, lines._lines.values())))
+            eventually(lambda: all(map(is_dead, lines._connections.values())))
         ask_some()
         for text in STEPS:
             for file in (theirs, ours) if text != STEPS[0] else (ours, theirs):
@@ -283,7 +281,7 @@ def test_pages_are_read_while_the_secret_changes(tmp_path: Path, monkeypatch: py
         assert reader.read(info.peer, Tier.HBM, Tier.HBM, order).tolist() == want
         with half_way(monkeypatch, answering):
             put(theirs, STEPS[1])
-            eventually(lambda: all(map(is_dead, reader._lines[info.peer])))
+            eventually(lambda: all(map(is_dead, reader._connections[info.peer])))
         eventually(lambda: takes(NEW))
         for _ in range(2):  # as many as there may be lines from before
             assert reader.read(info.peer, Tier.HBM, Tier.HBM, order).tolist() == want
@@ -305,7 +303,7 @@ def test_pages_are_read_while_the_secret_changes(tmp_path: Path, monkeypatch: py
         owner.close()
 
 
-def test_what_kv_is_named_after_stays() -> None:
+def test_kv_names_survive_a_secret_rotation() -> None:
     assert {identity_key(text) for text in (OLD, f"{OLD}\n", *STEPS)} == {identity_key(OLD)}
     assert identity_key(NEW) != identity_key(OLD)
     assert [secrets_in(text) for text in STEPS] == [(OLD, NEW), (NEW, OLD), (NEW,)]

@@ -22,7 +22,7 @@ from memserve.kv.costs import CostModel
 from memserve.kv.identity import identity_key
 from memserve.kv.pool import BlockPool
 from memserve.kv.transfer.events import FetchEnded, PagesPulled, PagesSealed, Released
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.messages import AnyMessage, Join, JoinAccepted, KvEvents, KvSnapshot
 from memserve.protocol.peers import Peer, PeerInfo
@@ -30,6 +30,7 @@ from memserve.system.process import new_generation
 from memserve.transport.data_port import open_data_port
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from ports import free_port
 from waiting import eventually
 
@@ -52,14 +53,14 @@ class Cluster:
         self.news: list[KvEvents | KvSnapshot] = []
         self.store: PeerInfo | None = None
         self.outcomes: list[object] = []
-        self.router = ZmqMailbox(Peer("router", new_generation()), SECRET, "127.0.0.1", 0, self._router_hears)
+        self.router = ZmqMailbox(Peer("router", new_generation()), ListenAddress(SECRET), self._router_hears)
         me = Peer("p1", new_generation())
         config = PoolConfig(BLOCKS, 0, identity_key=identity_key(SECRET))
         self.pool = BlockPool(config, self.geometry.block_tokens, NAMESPACE)
         self.arena = _core.SharedArena(BLOCKS * self.geometry.block_bytes)
         self.exchange = Exchange(self.pool, self.geometry, ExchangeConfig(), me)
         self.port = open_data_port("shm", self.geometry, {Tier.HBM: self.arena}, self._pages)
-        self.mailbox = ZmqMailbox(me, SECRET, "127.0.0.1", 0, self._instance_hears)
+        self.mailbox = ZmqMailbox(me, ListenAddress(SECRET), self._instance_hears)
         place = (Role.COLOCATED, self.mailbox.address, NAMESPACE)
         self.info = self.port.describe(PeerInfo(me, *place, geometry, BLOCKS, 0, 999, True, this_host()))
 
@@ -138,8 +139,8 @@ class Cluster:
             blocks = self.pool.allocate(8)
             for at, block in enumerate(blocks):
                 view[block] = self.content(at)
-            offer = self.exchange.offer(self.store.peer, "t", self.tokens, blocks, 0)
-            self.exchange.computed(offer, 0, 8)
+            offer = self.exchange.offer_blocks(self.store.peer, OfferedBlocks("t", self.tokens, blocks), 0)
+            self.exchange.announce_computed(offer, 0, 8)
             self.pool.release(blocks)
             self._take([])
         (ended,) = self._all(Released)
@@ -155,13 +156,13 @@ class Cluster:
         with self.lock:
             self.pool.clear_cache()
             self.outcomes.clear()
-            self.exchange.fetch(self.store.peer, "t", self.tokens, 0, 8, 0, 1 << 60)
+            self.exchange.fetch_blocks(self.store.peer, "t", self.tokens, 0, 8, 0, 1 << 60)
             self._take([])
         (ended,) = self._all(FetchEnded)
         assert ended.ok, ended.reason
         view = np.frombuffer(self.arena, np.uint8).reshape(-1, self.geometry.block_bytes)
         with self.lock:
-            blocks, _ = self.pool.lend("t", self.tokens)
+            blocks, _ = self.pool.export_blocks("t", self.tokens)
             for at, block in enumerate(blocks):
                 assert np.array_equal(view[block], self.content(at)), f"block {at} is wrong"
             self.pool.release(blocks)
@@ -261,7 +262,7 @@ def test_kv_of_an_instance_outlives_the_store(cluster: Cluster, new_store, tmp_p
     cluster.forget_store()
     assert "0 values in memory, 8 on disks" in store.start()
     eventually(lambda: cluster.ready and cluster.known() == {Tier.SSD: 8})
-    assert CostModel.decoded(cluster.store.costs).disk.byte_ns > 0, "it has read a little of its disk"
+    assert CostModel.from_json(cluster.store.costs).disk.byte_ns > 0, "it has read a little of its disk"
     assert cluster.fetch() == 8
     eventually(lambda: cluster.known() == {Tier.DRAM: 8})
     assert store.end() == 0
@@ -361,7 +362,7 @@ def test_wrong_options_are_one_error_with_a_hint(flags: list[str], words: str, t
     assert done.returncode == 1 and words in done.stderr and "hint:" in done.stderr, done.stderr
 
 
-def test_a_client_with_another_secret_is_told(new_store, tmp_path: Path) -> None:
+def test_client_with_another_secret_gets_an_error(new_store, tmp_path: Path) -> None:
     store = new_store()
     store.start()
     other = tmp_path / "other"

@@ -136,7 +136,7 @@ def test_published_blocks_decide() -> None:
     assert world.machine.kv_counts("c:3") == dict.fromkeys(range(1, 17), (1, 0))
     world.tell(AnswerEnded("r"))
     world.well("c:3", started_s=5.0)  # it has restarted
-    assert world.machine.engines()[2].cached_blocks == 0
+    assert world.machine.engine_views()[2].cached_blocks == 0
 
 
 def test_a_gap_asks_for_a_replay() -> None:
@@ -162,7 +162,7 @@ def test_an_engine_that_publishes_nothing_is_asked() -> None:
     assert [ask.engine for ask in world.replays] == [name]
 
 
-def test_a_gap_during_a_replay_is_asked_for_behind_it() -> None:
+def test_gap_during_a_replay_is_requested_after_it() -> None:
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
     world.replays.clear()
@@ -174,10 +174,10 @@ def test_a_gap_during_a_replay_is_asked_for_behind_it() -> None:
     world.tell(ReplayEnded("a:1"))
     assert world.replays == [RequestReplay("a:1", 1), RequestReplay("a:1", 3)]
     world.tell(ReplayEnded("a:1"))
-    assert world.machine.engines()[0].kv_gaps == 2 and len(world.replays) == 2
+    assert world.machine.engine_views()[0].kv_gaps == 2 and len(world.replays) == 2
 
 
-def test_an_engine_that_was_heard_is_asked_once_more() -> None:
+def test_recovered_engine_is_queried_once_more() -> None:
     """The last batch may be lost, with none behind it to show a gap."""
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
@@ -191,7 +191,7 @@ def test_an_engine_that_was_heard_is_asked_once_more() -> None:
     assert world.replays == [RequestReplay("a:1", 1)]
 
 
-def test_prompts_without_tokens_are_followed_for_as_long_as_without_events() -> None:
+def test_text_prompts_are_tracked_as_if_without_kv_events() -> None:
     """KV events name no text: none confirms where such a prompt was sent."""
     world = World(events=True)
 
@@ -200,7 +200,7 @@ def test_prompts_without_tokens_are_followed_for_as_long_as_without_events() -> 
         world.tell(PromptArrived(prompt, "m", PromptSpace.TEXT))
         world.tell(AnswerEnded(name))
         world.tell(TimePassed(), 300 * NS_PER_S)
-    assert sum(view.matched_tokens for view in world.machine.engines()) > 0
+    assert sum(view.matched_tokens for view in world.machine.engine_views()) > 0
 
 
 def test_silence_aborts_and_refusal_does_not() -> None:
@@ -217,15 +217,15 @@ def test_an_engine_that_streams_is_not_silent() -> None:
     world = World()
     name = str(world.ask("r"))
     world.now += 20 * NS_PER_S
-    world.tell(EngineMissed(name, "no answer", heard_ns=world.now - NS_PER_S))
-    assert not world.aborted and world.machine.engines()[NAMES.index(name)].up
+    world.tell(EngineMissed(name, "no answer", last_seen_ns=world.now - NS_PER_S))
+    assert not world.aborted and world.machine.engine_views()[NAMES.index(name)].up
 
 
 def test_an_engine_joins_and_leaves() -> None:
     """It gets no new requests at once, and is gone with its last one; another one takes its place."""
     world = World(ClusterConfig(policy="least-load"), events=True)
     world.tell(EngineJoined(read_engine("sglang=http://d:4,events=tcp://x:1")))
-    assert not world.machine.engines()[3].up
+    assert not world.machine.engine_views()[3].up
     world.well("d:4")
     names = {world.ask(f"r{number}") for number in range(4)}
     assert names == {*NAMES, "d:4"}
@@ -235,9 +235,9 @@ def test_an_engine_joins_and_leaves() -> None:
     world.well("a:1")
     assert world.ask("late") != "a:1" and not world.gone
     world.tell(AnswerEnded(request))
-    assert world.gone == ["a:1"] and [view.name for view in world.machine.engines()] == ["b:2", "c:3", "d:4"]
+    assert world.gone == ["a:1"] and [view.name for view in world.machine.engine_views()] == ["b:2", "c:3", "d:4"]
     world.tell(EngineJoined(read_engine("vllm=http://e:5")))
-    assert world.machine.engines()[3].cached_blocks == 0
+    assert world.machine.engine_views()[3].cached_blocks == 0
     world.tell(EngineLeft("e:5"))
     assert world.gone == ["a:1", "e:5"]
 
@@ -276,17 +276,17 @@ def test_admission_queues_by_tenant_and_time() -> None:
 LONG = list(range(1, 400))
 
 
-def test_a_long_prompt_is_computed_by_one_engine_and_answered_by_another() -> None:
+def test_long_prompt_is_prefilled_and_decoded_at_two_engines() -> None:
     world = World(roles="pdd")
     assert world.ask("r", tokens=LONG) is None and world.computing == {"r": "a:1"}
     world.tell(PromptComputed("r"))
     assert world.at["r"] in ("b:2", "c:3") and world.fail("r") in ("b:2", "c:3")
     assert world.fail("r") == "a:1", "any engine with the model can answer"
     world.tell(AnswerEnded("r"))
-    assert [view.prefills for view in world.machine.engines()] == [1, 0, 0]
+    assert [view.prefills for view in world.machine.engine_views()] == [1, 0, 0]
 
 
-def test_what_is_cached_is_not_computed_elsewhere() -> None:
+def test_cached_prompt_is_not_prefilled_elsewhere() -> None:
     """Whichever engine has it: all that was computed is in the pool."""
     world = World(roles="pdd")
     assert world.ask("short", tokens=LONG[:200]) in ("b:2", "c:3") and not world.computing
@@ -296,17 +296,17 @@ def test_what_is_cached_is_not_computed_elsewhere() -> None:
     assert world.ask("far", tokens=[*LONG, *range(1000, 1400)]) is None and world.computing == {"far": "a:1"}
 
 
-def test_a_prompt_that_could_not_be_computed_is_answered_all_the_same() -> None:
+def test_prompt_is_answered_when_its_prefill_engine_fails() -> None:
     world = World(roles="pdd")
     world.ask("r", tokens=LONG)
     assert world.fail("r") in ("b:2", "c:3")
     world.ask("s", tokens=LONG[::-1])
     world.tell(AttemptFailed("s", "its port is closed", refuses=True))
-    assert world.at["s"] in ("b:2", "c:3") and not world.machine.engines()[0].up
+    assert world.at["s"] in ("b:2", "c:3") and not world.machine.engine_views()[0].up
     assert world.ask("t", tokens=[*LONG, *LONG]) in ("b:2", "c:3") and not world.computing
 
 
-def test_a_silent_engine_computes_for_no_other() -> None:
+def test_silent_engine_gets_no_prefills() -> None:
     world = World(roles="pdd")
     world.ask("r", tokens=LONG)
     world.tell(EngineMissed("a:1", "no answer"), 6 * NS_PER_S)
@@ -338,7 +338,7 @@ def test_random_lives(seed: int) -> None:
         world.now += draw.randrange(NS_PER_S)
         live = [name for name in live if name not in world.ended]
         choice, engine = draw.random(), draw.choice(NAMES)
-        present = {view.name for view in world.machine.engines()}
+        present = {view.name for view in world.machine.engine_views()}
         if engine not in present:
             world.tell(EngineJoined(read_engine(f"vllm=http://{engine},events=tcp://x:1")))
         elif choice < 0.05:
@@ -368,4 +368,6 @@ def test_random_lives(seed: int) -> None:
                 world.computing.pop(name, None)
     for name in [name for name in live if name not in world.ended]:
         world.tell(AnswerEnded(name))
-    assert world.machine.admission().active == 0 and not any(view.requests_open for view in world.machine.engines())
+    assert world.machine.admission_stats().active == 0 and not any(
+        view.requests_open for view in world.machine.engine_views()
+    )

@@ -15,14 +15,13 @@ import pytest
 from memserve.base.config import ExchangeConfig
 from memserve.base.errors import UserError
 from memserve.base.types import ClockTicked, KVGeometry, Role, Tier
-from memserve.host.pool_peer_machine import Arrived, PoolCall, PoolMachine
+from memserve.host.pool_peer_machine import AddRequested, Arrived, PeerGroup, PoolCall, PoolMachine, RemoveRequested
 from memserve.kv.mempool import Address, MemPool
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member_events import AddPeer, ChangeGeneration, ForwardMessage, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage, Expelled, Free, Heartbeat, Leave, PeerJoined
-from memserve.protocol.peer_group import AddRequested, PeerGroup, RemoveRequested
 from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve_lab.sim.clock import Clock
 from memserve_lab.sim.fuzz.network import FaultyNetwork
@@ -156,7 +155,7 @@ class PoolWorld:
         other = random.choice([each.peer.name for each in self.nodes if each is not node])
         kind = random.choice(KINDS)
         if kind == "meet":
-            node.call(lambda now_ns: machine.meet(self.network.nodes[other].machine.info, now_ns))
+            node.call(lambda now_ns: machine.add_peer(self.network.nodes[other].machine.info, now_ns))
         elif kind == "store":
             node.call(lambda now_ns: self.store(memory, tokens))
         elif kind == "match":
@@ -202,18 +201,19 @@ class PoolWorld:
         found = node.memory.match(tokens)
         blocks, tokens = [address.block for address in found], tokens[: 4 * len(found)]
         if blocks:
-            terms: dict[str, Any] = {"insert": insert, "tier": Tier.HBM}
+            terms: dict[str, Any] = {"insert": insert}
             there = self.random.choice([None, *self.held_at(node, other)])
             if there is not None:
                 blocks, tokens = blocks[: len(there)], tokens[: 4 * len(there)]
                 chosen = there[: len(blocks)]
                 terms |= {"dst_blocks": tuple(each.block for each in chosen), "dst_tier": chosen[0].tier}
                 self.chosen += insert
-            machine, empty = node.machine, tokens[:0]
+            machine = node.machine
+            offered = OfferedBlocks(node.memory.tenant, tokens if insert else tokens[:0], blocks)
             self.count(
                 node.call(
                     lambda now_ns: machine.start_offer(
-                        machine.known(other), blocks, now_ns, tokens if insert else empty, **terms
+                        machine.require_peer(other), offered, now_ns, OfferTerms(**terms)
                     )
                 )
             )
@@ -301,7 +301,7 @@ A, B = told("a"), told("b")
 GREETING, BEAT = Send(Peer("b", 0), PeerJoined(A)), Send(B.peer, Heartbeat(Load()))
 
 
-def test_a_group_greets_until_it_is_answered_and_then_sends_heartbeats() -> None:
+def test_group_repeats_greeting_until_answered_then_heartbeats() -> None:
     group = PeerGroup(A, silent_ns=50 * MS)
     assert group.handle(AddRequested(B), 0) == [AddPeer(B), GREETING, GREETING]  # the first beat is due at once
     assert group.handle(ClockTicked(), 9 * MS) == [] and group.next_deadline_ns == 10 * MS
@@ -310,10 +310,10 @@ def test_a_group_greets_until_it_is_answered_and_then_sends_heartbeats() -> None
     assert group.handle(free, 12 * MS) == [ForwardMessage(B.peer, Free("x"))] and group.has_answered("b")
     assert group.handle(ClockTicked(), 20 * MS) == [BEAT]
     assert group.handle(MessageArrived(B.peer, Leave()), 21 * MS) == [RemovePeer(B.peer)]
-    assert group.peers() == [] and group.next_deadline_ns is None
+    assert group.live_peers() == [] and group.next_deadline_ns is None
 
 
-def test_a_silent_peer_is_lost_and_expelled_when_it_speaks_unless_this_process_was_stopped() -> None:
+def test_silent_peer_is_removed_unless_this_process_was_stopped() -> None:
     group = PeerGroup(A, silent_ns=50 * MS)
     group.handle(AddRequested(B), 0)
     group.handle(MessageArrived(B.peer, Heartbeat(Load())), MS)
@@ -326,10 +326,10 @@ def test_a_silent_peer_is_lost_and_expelled_when_it_speaks_unless_this_process_w
     assert group.handle(MessageArrived(B.peer, PeerJoined(B)), 562 * MS) == [expelled]  # what it promised is void
     again = told("b", 2)
     joined = MessageArrived(again.peer, PeerJoined(again))
-    assert group.handle(joined, 563 * MS)[0] == AddPeer(again) and group.find("b") == again.peer
+    assert group.handle(joined, 563 * MS)[0] == AddPeer(again) and group.find_peer("b") == again.peer
 
 
-def test_an_expelled_process_starts_over_and_greets_all_peers_again() -> None:
+def test_expelled_process_restarts_and_greets_all_peers() -> None:
     group, c = PeerGroup(A, silent_ns=50 * MS), told("c")
     for info in (B, c):
         group.handle(AddRequested(info), 0)
@@ -340,7 +340,7 @@ def test_an_expelled_process_starts_over_and_greets_all_peers_again() -> None:
     new = told("a", 2)
     parted, met = group.handle(GenerationChanged(new), 4 * MS)[:2], group.handle(ClockTicked(), 5 * MS)
     assert parted == [RemovePeer(B.peer), RemovePeer(c.peer)] and met == []
-    assert group.peers() == [B.peer, c.peer] and not group.has_answered("b") and not group.has_answered("c")
+    assert group.live_peers() == [B.peer, c.peer] and not group.has_answered("b") and not group.has_answered("c")
     assert group.handle(RemoveRequested(B.peer), 6 * MS) == [RemovePeer(B.peer), Send(B.peer, Leave())]
     assert group.handle(MessageArrived(B.peer, Free("x")), 7 * MS) == [Send(B.peer, Leave())]  # left, not lost
     assert group.handle(AddRequested(B), 8 * MS) == [

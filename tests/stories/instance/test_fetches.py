@@ -18,7 +18,7 @@ from memserve.protocol.messages import Cancel, Dispatch, Fetch, Offer
 from memserve.protocol.peers import Holder
 
 
-def test_a_return_makes_the_next_turn_hit_at_the_prefill_instance():
+def test_returned_kv_gives_next_turn_a_hit_at_prefill_instance():
     """PD-Caching-3: the answer's KV comes home, so the next turn computes nearly nothing."""
     fleet = pair({"hbm": 40}, {"hbm": 40})
     job = fleet.submit(request("one", PROMPT[:9], max_tokens=9), "p", "d", return_kv=True)
@@ -63,7 +63,7 @@ def test_kv_in_the_memory_of_a_gpu_is_neither_given_nor_fetched(unreachable):
     fleet.finish()
 
 
-def test_a_prefix_that_went_down_to_dram_is_fetched_from_there():
+def test_prefix_swapped_out_to_dram_is_fetched_from_there():
     """The holder's HBM is full of other things; the blocks lie in its host memory."""
     fleet = pair({"hbm": 8, "dram": 12}, {})
     fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
@@ -76,7 +76,7 @@ def test_a_prefix_that_went_down_to_dram_is_fetched_from_there():
     fleet.finish()
 
 
-def test_what_is_rounded_in_dram_is_fetched_through_hbm():
+def test_lower_dtype_prefix_is_fetched_through_hbm():
     """Peers know no rounded pages: the holder brings the blocks up before it offers them."""
     config = fleet_config(hbm=12, dram=24)
     rounds = replace(config, namespace="n|int8", pool=replace(config.pool, lower_dtype="int8"))
@@ -116,7 +116,7 @@ def test_a_fully_cached_prompt_is_fetched_as_a_whole():
 
 
 @pytest.mark.parametrize("why", ["silent", "evicted", "dead", "corrupt"])
-def test_a_fetch_that_comes_to_nothing_costs_a_bounded_wait(why):
+def test_failed_fetch_costs_a_bounded_wait(why):
     """Then the prompt is computed."""
     fleet = pair()
     if why != "evicted":
@@ -153,7 +153,7 @@ def test_the_second_holder_is_asked_when_the_first_has_nothing():
     assert story_of(job)["fetched_from"] == "q" and stats(fleet, "d").fetched_tokens == 12
 
 
-def test_nobody_is_asked_where_it_cannot_pay():
+def test_no_fetch_where_it_cannot_pay():
     """Nothing more there than here; no cache allowed; logprobs of every prompt position wanted."""
     for rest in ({"tokens": 3}, {"use_cache": False}, {"prompt_logprobs": True}):
         fleet = pair()
@@ -162,7 +162,7 @@ def test_nobody_is_asked_where_it_cannot_pay():
         assert not any(isinstance(message, Fetch) for message in fleet.members["d"].said)
 
 
-def test_a_fetch_that_fails_with_a_step_does_not_count_on_what_the_step_was_to_compute():
+def test_fetch_failed_with_step_is_retried_for_full_prefix():
     """A device fails while another request waits for a prefix. That fetch has failed as well, and the next holder is
     asked: for all of it, as nothing of the cache is left."""
     fleet = Fleet(p=fleet_config(hbm=40), q=fleet_config(hbm=40), d=fleet_config(hbm=40))
@@ -190,7 +190,7 @@ def with_costs(fleet, name, **curves):
     free = {"prefill": PrefillCurve(0, 1000, 0), "decode": DecodeCurve(0, 0, 0)}
     member = fleet.members[name]
     costs = PreemptionCosts(GEOMETRY.block_bytes, profile=CostModel(**free | curves, machine="here"))
-    member.machine = Instance(member.cfg, BLOCK, costs, me=member.peer, geometry=GEOMETRY)
+    member.machine = Instance(member.cfg, BLOCK, costs, self_peer=member.peer, geometry=GEOMETRY)
     fleet.welcome_all()
     fleet.run()
     return member
@@ -200,7 +200,7 @@ def fetches_of(member):
     return [len(message.tokens) for message in member.said if isinstance(message, Fetch)]
 
 
-def test_requests_that_come_together_share_the_link_by_what_they_save():
+def test_concurrent_fetches_share_link_by_time_saved():
     """Each fetch takes the link 14 us, and the two prefixes 16 and 28 us to compute: only the longer one is fetched,
     though its request came last. While it is fetched, the other one is computed."""
     fleet = Fleet(p=fleet_config(hbm=40), d=fleet_config(hbm=40))
@@ -223,7 +223,7 @@ def test_requests_that_come_together_share_the_link_by_what_they_save():
     assert "fetched_tokens" not in story_of(short) and story_of(long)["fetched_tokens"] == 28
 
 
-def test_one_request_at_an_idle_instance_asks_at_once():
+def test_idle_instance_fetches_immediately():
     fleet = Fleet(p=fleet_config(), d=fleet_config())
     fleet.submit(request("a", PROMPT[:17], max_tokens=3), "p")
     fleet.run()

@@ -26,7 +26,7 @@ MODES = list(TransferMode)
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_a_conversation_through_prefill_and_decode_is_as_if_alone(mode, level):
+def test_disaggregated_conversation_equals_colocated(mode, level):
     """Six turns at each caching level of MemServe 5.1. What each saves is visible in what is computed and sent."""
     fleet = pair({"caching": level >= 1, "hbm": 40}, {"caching": level >= 2, "hbm": 40})
     history = PROMPT[:9]
@@ -108,7 +108,7 @@ def test_modes_without_layers_ask_the_device_for_none():
         assert plans and all(plan.report_layers == asked for plan in plans[:1])
 
 
-def test_an_answer_of_one_token_needs_nobody_else():
+def test_one_token_answer_is_not_handed_over():
     """``max_tokens=1``: nothing is offered. A first token that ends the request: the offer is taken back."""
     fleet = pair()
     fleet.submit(request("one", PROMPT[:9], max_tokens=1), "p", "d")
@@ -120,7 +120,7 @@ def test_an_answer_of_one_token_needs_nobody_else():
     assert stats(fleet, "d").requests_rejected == 0
 
 
-def test_samples_that_end_at_once_are_not_handed_over_with_the_others():
+def test_ended_samples_are_not_handed_over():
     """``n = 3``, one draws the stop token first; or its stop string was found while the KV was on its way."""
     firsts = [lone_tokens(PROMPT[:9], 1, 2, index, VOCAB)[0] for index in range(3)]
     fleet = pair({"running": 8}, {"running": 8})
@@ -135,7 +135,7 @@ def test_samples_that_end_at_once_are_not_handed_over_with_the_others():
     assert fleet.handed_over == ["a#0"]
 
 
-def test_a_taker_without_room_takes_it_when_there_is():
+def test_decode_instance_takes_handoff_when_room_returns():
     """The decode instance is full; the offer waits, and so do the blocks of the prefill side."""
     fleet = pair({}, {"hbm": 8, "caching": False})
     fleet.submit(request("long", PROMPT[:20], max_tokens=8), "d")
@@ -145,7 +145,7 @@ def test_a_taker_without_room_takes_it_when_there_is():
     assert fleet.handed_over == ["a#0"] and not fleet.refused
 
 
-def test_what_landed_waits_for_a_slot_without_losing_its_blocks():
+def test_landed_sequence_keeps_blocks_while_waiting_for_a_slot():
     """One slot, three answers to give: no prompt token is computed at the decode instance."""
     fleet = pair({}, {"running": 1, "hbm": 40})
     for number in range(3):
@@ -154,7 +154,7 @@ def test_what_landed_waits_for_a_slot_without_losing_its_blocks():
     assert computed(fleet, "d") == 3 * 5 and len(fleet.handed_over) == 3
 
 
-def test_what_landed_makes_room_for_a_higher_rank_and_is_computed_again():
+def test_landed_sequences_are_preempted_and_recomputed():
     """Memory runs out while landed sequences hold most of it: they lose their blocks, not their tokens."""
     fleet = pair({"hbm": 40}, {"running": 1, "hbm": 11, "caching": False})
     fleet.submit(request("first", PROMPT[:12], max_tokens=22, priority=0), "p", "d")
@@ -203,7 +203,7 @@ def test_cancelling_in_every_phase_leaves_nothing(mode, shape):
 
 @pytest.mark.parametrize("victim", ["p", "d"])
 @pytest.mark.parametrize("end", ["kill", "expel"])
-def test_the_end_of_either_side_in_every_phase_costs_no_token(victim, end):
+def test_death_of_either_side_in_any_phase_costs_no_token(victim, end):
     """Power failure, or a pause that was taken for one: the request goes on elsewhere from what the client has."""
 
     def submit(fleet):
@@ -244,7 +244,7 @@ def test_preemption_in_every_phase_costs_no_token(victim, shape, losing):
     assert phases(submit, take_all) > 20
 
 
-def test_a_device_that_tells_no_layers_hands_over_by_layer_all_the_same():
+def test_handoff_by_layer_works_without_layer_reports():
     """A forward that cannot report: the end of the step says it for all layers."""
     fleet = pair()
     fleet.members["p"].tells_layers = False
@@ -336,7 +336,7 @@ def test_a_deadline_ends_a_request_on_its_way():
     assert job.final == {0: FinishReason.DEADLINE} and stats(fleet, "d").transfers_open == 0
 
 
-def test_a_taker_that_declines_leaves_the_request_where_it_is():
+def test_declined_handoff_leaves_request_at_prefill_instance():
     """The decode instance's queue is full. It says so, and the prefill instance goes on by itself until it is told."""
     fleet = pair({"chunk": 1}, {"running": 1, "waiting": 1})
     for number in range(2):

@@ -13,6 +13,7 @@ from memserve.base.config import ExchangeConfig
 from memserve.base.types import ClockTicked, Tier
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.instance.cluster import store_export as store_offers
+from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.protocol.messages import KEEP, Fetch, Offer, PeerGone, Pin, Ready, Withdraw
 from memserve.protocol.peers import Holder
@@ -32,7 +33,7 @@ def by_layer(monkeypatch):
     monkeypatch.setattr(store_offers, "GROUP_BYTES", 1)
 
 
-def test_what_is_computed_and_generated_reaches_the_store():
+def test_prompt_and_generated_blocks_reach_the_store():
     """A prompt in three chunks and an answer; partly filled blocks stay behind."""
     fleet = with_store(p=fleet_config(**ROOMY))
     job = fleet.submit(request("a", PROMPT[:21], max_tokens=8), "p")
@@ -110,7 +111,7 @@ def test_a_request_that_is_handed_over_is_offered_to_both(mode, by_layer):
     fleet.finish()
 
 
-def test_what_was_offered_is_not_offered_again():
+def test_offered_blocks_are_not_offered_again():
     """Until a minute has passed, or another incarnation of the store has come."""
     fleet = with_store(p=fleet_config(**ROOMY))
 
@@ -143,7 +144,7 @@ def test_few_blocks_are_lent_at_once_and_the_rest_follows():
     fleet.finish()
 
 
-def test_a_store_that_is_silent_is_not_asked_again_for_what_waits():
+def test_silent_store_drops_waiting_offers():
     """What its lease has ended for, and what waits behind it, is dropped and counted; what comes later is offered."""
     fleet = with_store(p=fleet_config(hbm=32, step_tokens=40, chunk=40))
     fleet.members["s"].mute = True
@@ -159,7 +160,7 @@ def test_a_store_that_is_silent_is_not_asked_again_for_what_waits():
     fleet.finish()
 
 
-def test_a_request_that_needs_the_room_gets_it():
+def test_request_needing_room_withdraws_store_offers():
     """The store is silent, and holds half of a tiny memory by its offers: they are taken back."""
     fleet = with_store(p=fleet_config(hbm=8))
     store, p = fleet.members["s"], fleet.members["p"]
@@ -173,7 +174,7 @@ def test_a_request_that_needs_the_room_gets_it():
     fleet.finish()
 
 
-def test_what_a_running_request_holds_anyway_stays_lent():
+def test_blocks_of_running_requests_stay_exported():
     """Another request waits for its room: taking its offers back would make none, and under load, when some request
     always waits, the store would get nothing."""
     fleet = with_store(p=fleet_config(hbm=16))
@@ -202,7 +203,7 @@ def test_a_store_that_dies_costs_nothing(when):
     fleet.finish()
 
 
-def test_a_failed_step_takes_its_offers_with_it(by_layer):
+def test_failed_step_withdraws_its_offers(by_layer):
     """Nothing of it reaches the store; the next attempt's blocks do."""
     fleet = with_store(p=fleet_config(**ROOMY))
     fleet.submit(request("a", PROMPT[:16], max_tokens=2), "p")
@@ -250,14 +251,14 @@ def test_a_named_prefix_is_kept():
     fleet.finish()
 
 
-def test_what_an_answer_by_layer_leaves_in_dram_is_offered():
+def test_dram_blocks_of_layerwise_answer_are_offered():
     """Memory is full of one answer; the next prompt lies by layer, and is cached in DRAM when it has ended."""
     fleet = with_store(p=fleet_config(hbm=20, dram=40, layerwise="auto", link_bytes_s=1e15))
     fleet.submit(request("whole", PROMPT[:41], max_tokens=12), "p")
     job = fleet.submit(request("by layer", PROMPT[3:44], max_tokens=9), "p")
     fleet.run()
     layers = fleet.members["p"].machine.state.memory.layers
-    assert layers is not None and layers.admitted == 1
+    assert isinstance(layers, LayerPlacer) and layers.admitted == 1
     tokens = as_tokens(PROMPT[3:44] + job.got[0])
     cached = fleet.members["p"].machine.pool.match("", tokens) // BLOCK
     assert fleet.members["s"].has(tokens) == cached >= 41 // BLOCK
@@ -265,7 +266,7 @@ def test_what_an_answer_by_layer_leaves_in_dram_is_offered():
 
 
 @pytest.mark.parametrize("lower", ["auto", "int8"])
-def test_what_lies_rounded_in_dram_is_not_offered(lower):
+def test_lower_dtype_blocks_in_dram_are_not_offered(lower):
     """A prefix is named when only a part of it is in HBM: from DRAM the store gets what is there as it was computed."""
     config = fleet_config(hbm=12, dram=40)
     fleet = with_store(p=replace(config, pool=replace(config.pool, lower_dtype=lower)))
@@ -303,7 +304,7 @@ def stored(**configs):
 
 
 @pytest.mark.parametrize("disk_tokens", [0, 8])
-def test_a_prefix_comes_out_of_the_store(disk_tokens):
+def test_prefix_is_fetched_from_the_store(disk_tokens):
     fleet = stored(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
     job = fetch_from_store(fleet, tier=Tier.SSD if disk_tokens else Tier.DRAM, disk_tokens=disk_tokens)
     story, told = story_of(job), stats(fleet, "d")
@@ -363,7 +364,7 @@ def test_a_slow_disk_is_not_asked_where_computing_is_quicker():
     fleet.finish()
 
 
-def test_a_disk_that_was_late_once_is_not_waited_for_again_until_a_trial_has_found_it_quick():
+def test_late_disk_is_not_awaited_until_a_trial_fetch_is_quick():
     """The store says nothing of its costs. A trial fetch is a fetch that no request waits for: the first goes with the
     next request, the others follow at intervals."""
     fleet = stored(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
@@ -394,12 +395,12 @@ def test_a_disk_that_was_late_once_is_not_waited_for_again_until_a_trial_has_fou
             fleet.pass_time(6 * NS_PER_S)
     assert speed.scale < slow
     while speed.scale > 1.0:
-        speed.came(speed.told.ns(1000), speed.told.ns(1000) // 2, fleet.now)
+        speed.on_arrived(speed.told.ns(1000), speed.told.ns(1000) // 2, fleet.now)
     assert story_of(again("e"))["fetched_tier"] == "ssd"
     fleet.finish()
 
 
-def test_what_a_store_says_of_itself_anew_replaces_what_was_learned():
+def test_changed_store_costs_replace_learnt_ones():
     fleet = stored(p=fleet_config(**ROOMY), d=fleet_config(**ROOMY))
     store, fetches = fleet.members["s"], fleet.members["d"].machine.link.fetches
     fetches._disks["s"].scale = 7.0

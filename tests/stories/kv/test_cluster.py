@@ -63,7 +63,7 @@ def test_a_resumed_request_continues_exactly(n, decode_at, given):
     assert ("a#0" in fleet.handed_over) == (decode_at is not None and n == 1)
 
 
-def test_a_resumed_sequence_is_opened_with_its_tokens_behind_its_prompt():
+def test_resumed_sequence_is_opened_with_generated_tokens():
     """Penalties and seeds depend on what is prompt and what is generated: the device is told."""
     fleet = pair()
     sampling = msgspec.structs.replace(request("x", [1]).sampling, frequency_penalty=0.5, seed=9)
@@ -74,7 +74,7 @@ def test_a_resumed_sequence_is_opened_with_its_tokens_behind_its_prompt():
     assert opened.sampling == sampling and plan.num_tokens == min(8, 12)
 
 
-def test_sequences_that_have_ended_are_not_resumed_and_known_ends_are_told():
+def test_ended_sequences_are_not_resumed_and_known_ends_emitted():
     """Of three samples one had ended; of another the client has all tokens but not the word that it is over."""
     fleet = pair({"running": 8}, {})
     tokens = [lone_tokens(PROMPT[:9], 6, 3, index, VOCAB) for index in range(3)]
@@ -111,7 +111,7 @@ def test_orders_that_contradict_themselves_are_refused(wrong):
 # -- what the cache holds
 
 
-def test_an_instance_says_which_attempts_it_has():
+def test_instance_reports_its_attempts():
     """The router compares totals, and asks when they differ (``LossDetector``). A member that left is known until it is
     taken over; in the next incarnation nothing was ever heard or told."""
     fleet = pair()
@@ -188,7 +188,7 @@ def test_events_and_snapshot_say_what_the_index_holds():
     fleet.finish()
 
 
-def test_who_missed_events_gets_them_again_or_everything():
+def test_missed_events_are_replayed_or_replaced_by_snapshot():
     """A message was lost: the ring has the rest. The router was away for long: a snapshot."""
     cfg = replace(fleet_config(hbm=10, dram=6), exchange=ExchangeConfig(event_capacity=6))
     fleet = Fleet(p=cfg)
@@ -209,7 +209,7 @@ def test_who_missed_events_gets_them_again_or_everything():
     fleet.finish()
 
 
-def test_a_new_router_is_told_everything_at_once():
+def test_new_router_gets_full_state():
     """It was restarted: it knows nothing, and nothing waits for what the old one wanted."""
     fleet = Fleet(p=fleet_config())
     member = fleet.members["p"]
@@ -300,5 +300,5 @@ def test_an_idle_instance_has_no_deadline():
 def test_outside_a_cluster_there_is_none_of_it():
     """One server on one machine."""
     machine = Instance(fleet_config(), BLOCK)
-    assert machine.me is None and machine.next_event == 0 and machine.is_idle
+    assert machine.self_peer is None and machine.next_event == 0 and machine.is_idle
     assert machine.load().hbm_blocks_available == 0

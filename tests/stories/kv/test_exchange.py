@@ -65,7 +65,7 @@ def test_an_import_waits_for_room_in_order_of_arrival(world) -> None:
     assert [arrived.transfer_id for arrived in of(d, HandoffArrived)] == ids
 
 
-def test_who_is_first_in_line_is_not_overtaken(world) -> None:
+def test_first_waiting_import_is_not_overtaken(world) -> None:
     p, d = pair(world, hbm=4, caching=False)
     d.compute("", [1] * 2 * BLOCK)
     for at, size in ((2, 3), (3, 1)):
@@ -88,7 +88,7 @@ def test_headroom_is_left_alone(world) -> None:
     assert len(of(d, HandoffArrived)) == 1
 
 
-def test_a_handoff_that_has_no_room_comes_into_dram_where_it_may_wait_there(world) -> None:
+def test_handoff_without_hbm_room_goes_to_dram(world) -> None:
     p, d = pair(world, hbm=4, dram=4)
     busy = d.compute("", [1] * 3 * BLOCK)
     d.exchange.room = Room(0, parked=0)
@@ -99,7 +99,7 @@ def test_a_handoff_that_has_no_room_comes_into_dram_where_it_may_wait_there(worl
     d.end(busy)
 
 
-def test_a_handoff_of_the_end_of_a_prompt_comes_into_hbm_where_its_beginning_is(world) -> None:
+def test_handoff_of_prompt_tail_goes_to_hbm_with_cached_head(world) -> None:
     """What lies before it is cached here, and no peer will send it: DRAM would wait for it for ever."""
     p, d = pair(world, hbm=4, dram=4)
     d.end(d.compute("", PROMPT[:BLOCK]))
@@ -107,7 +107,7 @@ def test_a_handoff_of_the_end_of_a_prompt_comes_into_hbm_where_its_beginning_is(
     d.exchange.room = Room(0, parked=1)
     seq = p.compute("", PROMPT)
     offer_id = p.offer(d.peer, seq, first_block=1, request=Request("r", seq.tokens))
-    p.exchange.computed(offer_id, 1, len(seq.blocks))
+    p.exchange.announce_computed(offer_id, 1, len(seq.blocks))
     p.exchange.hand_off(offer_id, ((7,),))
     p.take([])
     world.run()
@@ -115,11 +115,11 @@ def test_a_handoff_of_the_end_of_a_prompt_comes_into_hbm_where_its_beginning_is(
     assert (arrived.tier, arrived.reused_blocks) == (Tier.HBM, 1)
 
 
-def test_who_waits_for_room_touches_nothing(world) -> None:
+def test_import_waiting_for_room_swaps_nothing_in(world) -> None:
     """It is tried on every event: the own prefix is not brought up for it before there is room for all."""
     p, d = pair(world, hbm=4, dram=4)
     d.end(d.compute("", PROMPT))
-    d.pool.demote(2)
+    d.pool.demote_blocks(2)
     d.make_plan()
     busy = d.compute("", [1] * 2 * BLOCK)
     p.hand_over(d.peer, p.compute("", PROMPT))
@@ -134,7 +134,7 @@ def test_who_waits_for_room_touches_nothing(world) -> None:
     d.make_plan()
 
 
-def test_what_can_never_fit_is_refused_at_once(world) -> None:
+def test_handoff_larger_than_the_pool_is_refused(world) -> None:
     p, d = pair(world, hbm=2)
     p.hand_over(d.peer, p.compute("", PROMPT))
     world.run()
@@ -142,10 +142,10 @@ def test_what_can_never_fit_is_refused_at_once(world) -> None:
     assert d.exchange.counters.imports_refused == 1 and p.exchange.counters.refused == 1
 
 
-def test_the_own_prefix_comes_up_from_dram_for_a_handoff(world) -> None:
+def test_local_prefix_is_swapped_in_for_a_handoff(world) -> None:
     p, d = pair(world, hbm=4, dram=4)
     d.end(d.compute("", PROMPT))
-    d.pool.demote(2)
+    d.pool.demote_blocks(2)
     world.run()
     p.hand_over(d.peer, p.compute("", PROMPT))
     world.run()
@@ -156,7 +156,7 @@ def test_the_own_prefix_comes_up_from_dram_for_a_handoff(world) -> None:
     assert d.seqs[0].checked
 
 
-def test_pulls_are_given_to_the_host_in_order_and_so_many_at_once(world) -> None:
+def test_pulls_start_in_order_within_concurrency_limit(world) -> None:
     p, d = pair(world, pulls_in_flight=2)
     for at in range(4):
         p.hand_over(d.peer, p.compute("", [at] * BLOCK))
@@ -208,7 +208,7 @@ def test_handoffs_that_wait_for_room_take_turns_by_tenant(world) -> None:
 # -- identities
 
 
-def test_an_offer_heard_after_its_end_is_sent_back(world) -> None:
+def test_offer_received_after_its_end_is_released(world) -> None:
     p, d = pair(world)
     world.drop = losing(Release)
     offer_id = p.hand_over(d.peer, p.compute("", PROMPT))
@@ -261,7 +261,7 @@ def test_blocks_under_another_name_are_refused(world, wrong) -> None:
     assert d.exchange.counters.imports_refused == 1 and d.exchange.references() == {}
 
 
-def test_one_tenant_fetches_nothing_with_the_tokens_of_another(world) -> None:
+def test_tenant_cannot_fetch_another_tenants_blocks(world) -> None:
     p, d = pair(world)
     p.compute("acme", PROMPT)
     world.run()
@@ -273,7 +273,7 @@ def test_one_tenant_fetches_nothing_with_the_tokens_of_another(world) -> None:
     assert last(d).ok
 
 
-def test_an_offer_may_come_before_the_news_of_its_sender(world) -> None:
+def test_offer_may_precede_peer_joined_of_its_sender(world) -> None:
     p, d = world.add("p"), world.add("d")
     p.take(p.exchange.peer_joined(d.info(), 0))
     p.hand_over(d.peer, p.compute("", PROMPT))
@@ -298,7 +298,7 @@ def test_an_offer_whose_sender_stays_unknown_ends_with_its_lease(world) -> None:
     assert isinstance(last(d), HandoffFailed)
 
 
-def test_the_old_generation_of_a_member_is_not_heard(world) -> None:
+def test_old_generation_of_a_member_is_ignored(world) -> None:
     p, d = pair(world)
     old = p.peer
     seq = p.compute("", PROMPT)
@@ -320,10 +320,10 @@ def test_the_old_generation_of_a_member_is_not_heard(world) -> None:
     assert isinstance(last(d), HandoffArrived) and last(d).transfer_id != offer_id
 
 
-def test_who_has_left_may_come_back(world) -> None:
+def test_removed_peer_may_rejoin(world) -> None:
     """Also as the same process; until then nothing is heard from it."""
     p, d = pair(world)
-    d.take(d.exchange.peer_gone(p.peer, 0))
+    d.take(d.exchange.peer_removed(p.peer, 0))
     p.hand_over(d.peer, p.compute("", PROMPT))
     world.run()
     assert not d.outcomes
@@ -333,7 +333,7 @@ def test_who_has_left_may_come_back(world) -> None:
     assert isinstance(last(d), HandoffArrived)
 
 
-def test_a_dead_peer_holds_nothing_and_nothing_is_waited_for(world) -> None:
+def test_dead_peer_holds_nothing_and_blocks_nothing(world) -> None:
     p, d = pair(world, pulls_in_flight=1)
     for tokens in (PROMPT, [1] * BLOCK):
         p.hand_over(d.peer, p.compute("", tokens))
@@ -345,7 +345,7 @@ def test_a_dead_peer_holds_nothing_and_nothing_is_waited_for(world) -> None:
     offer_id = d.offer(p.peer, d.compute("", [3] * BLOCK), 0, 1)
     before = len(d.outcomes)
     world.nodes.pop("p")
-    d.take(d.exchange.peer_gone(p.peer, 0))
+    d.take(d.exchange.peer_removed(p.peer, 0))
     assert d.cancelled == [p.peer] and d.exchange.transfers_open == 0
     ends = d.outcomes[before:]
     assert [end.reason for end in ends if isinstance(end, HandoffFailed)] == ["p is gone"] * 2
@@ -385,24 +385,24 @@ def test_deadlines_are_those_of_a_sorted_list() -> None:
     assert len(deadlines._heap) <= max(64, 4 * len(things)), "what has ended is kept in memory"
 
 
-def test_fences_open_in_order_and_only_when_their_plan_has_finished() -> None:
+def test_fences_open_in_order_after_their_plan() -> None:
     random, pool = Random(6), World().add("n").pool
     fences, waiting, opened = Barriers(pool), [], []
     for at in range(2000):
         if random.random() < 0.5:
-            fence = random.choice([0, fences.finished, fences.made, fences.all_settled()])
+            fence = random.choice([0, fences.last_finished, fences.last_made, fences.all_settled()])
             fences.when_passed(fence, partial(opened.append, (fence, at)))
             waiting.append((fence, at))
         elif random.random() < 0.5:
-            fences.plan_made(fences.made + random.randint(1, 2))
-        elif fences.finished < fences.made:
-            fences.plan_finished(random.randint(fences.finished + 1, fences.made))
-        assert opened == sorted(entry for entry in waiting if entry[0] <= fences.finished)
-        waiting = [entry for entry in waiting if entry[0] > fences.finished]
+            fences.plan_made(fences.last_made + random.randint(1, 2))
+        elif fences.last_finished < fences.last_made:
+            fences.plan_finished(random.randint(fences.last_finished + 1, fences.last_made))
+        assert opened == sorted(entry for entry in waiting if entry[0] <= fences.last_finished)
+        waiting = [entry for entry in waiting if entry[0] > fences.last_finished]
         opened.clear()
         fences.check_invariants()
     assert not fences.wants_plan
     with pytest.raises(InvariantError):
-        fences.plan_made(fences.made)
+        fences.plan_made(fences.last_made)
     with pytest.raises(InvariantError):
-        fences.plan_finished(fences.made + 1)
+        fences.plan_finished(fences.last_made + 1)

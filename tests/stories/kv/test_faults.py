@@ -32,6 +32,7 @@ from memserve.kv.transfer.events import (
     PagesSealed,
     Released,
 )
+from memserve.kv.transfer.exchange import OfferedBlocks, OfferTerms
 from memserve.protocol.events import Send
 from memserve.protocol.messages import Alloc, Handoff, MoreBlocks, Offer, Ready, Release, Wanted, Withdraw
 from memserve.protocol.peers import Peer
@@ -73,7 +74,7 @@ def test_a_lost_message_ends_with_the_lease_at_the_latest(world, lost, both_at_o
     seq = p.compute("", PROMPT)
     offer_id = p.offer(d.peer, seq, 0, 1, request=Request("r", seq.tokens))
     p.exchange.more_blocks(offer_id, seq.blocks[1:])
-    p.exchange.computed(offer_id, 0, 3)
+    p.exchange.announce_computed(offer_id, 0, 3)
     p.exchange.hand_off(offer_id, ((1,),))
     p.take([])
     world.run()
@@ -93,7 +94,7 @@ def in_three_parts(p: Node, d: Node) -> str:
     offer_id = p.offer(d.peer, seq, 0, 1, request=Request("r", seq.tokens))
     for block in (1, 2):
         p.exchange.more_blocks(offer_id, seq.blocks[block : block + 1])
-    p.exchange.computed(offer_id, 0, 3)
+    p.exchange.announce_computed(offer_id, 0, 3)
     p.exchange.hand_off(offer_id, ((1,),))
     p.end(seq)
     p.take([])
@@ -109,7 +110,7 @@ def test_a_gap_in_the_blocks_is_noticed_at_once(world) -> None:
     assert not of(p, Released)[0].used and d.exchange.counters.pulls == 0
 
 
-def test_only_who_made_a_transfer_has_a_say_in_it(world) -> None:
+def test_transfer_messages_of_other_peers_are_ignored(world) -> None:
     p, d = pair(world)
     e = world.add("e")
     world.meet()
@@ -134,7 +135,7 @@ def test_messages_heard_twice_change_nothing(world) -> None:
     assert len(of(p, Released)) == 1 and d.exchange.counters.pulls == 1
 
 
-def test_the_whole_conversation_heard_again_starts_nothing(world) -> None:
+def test_replayed_messages_start_nothing(world) -> None:
     p, d = pair(world)
     heard = []
     world.drop = lambda sender, to, message: heard.append((sender, to, message))
@@ -173,8 +174,8 @@ def test_withdrawn_is_withdrawn(world) -> None:
     while not d.pulls:
         world.step()
     p.offers[offer_id] = False
-    p.exchange.withdraw(offer_id, "ended here")
-    p.exchange.withdraw(offer_id, "ended here")
+    p.exchange.withdraw_offer(offer_id, "ended here")
+    p.exchange.withdraw_offer(offer_id, "ended here")
     p.take([])
     world.run()
     assert isinstance(last(d), HandoffFailed) and "ended here" in last(d).reason
@@ -207,7 +208,7 @@ def test_when_a_step_failed_nothing_is_relied_upon(world) -> None:
     assert d.pool.match("", array(PROMPT)) == 0
 
 
-def test_an_expelled_instance_forgets_everything_without_a_word(world) -> None:
+def test_expelled_instance_drops_all_state_silently(world) -> None:
     p, d = pair(world)
     p.hand_over(d.peer, p.compute("", PROMPT))
     d.hear(p.peer, Alloc("p/1/77", 2, Tier.HBM, LEASE_NS))
@@ -216,7 +217,7 @@ def test_an_expelled_instance_forgets_everything_without_a_word(world) -> None:
         world.step()
     outcomes, said = len(d.outcomes), len(world.log)
     d.peer = Peer("d", 2)
-    d.exchange.reborn(d.peer)
+    d.exchange.restart_as(d.peer)
     d.take([])
     d.offers.clear(), d.expecting.clear()
     assert (len(d.outcomes), len(world.log)) == (outcomes, said) and d.exchange.transfers_open == 0
@@ -227,11 +228,11 @@ def test_an_expelled_instance_forgets_everything_without_a_word(world) -> None:
     p.hand_over(d.peer, p.compute("", PROMPT))
     world.run()
     assert isinstance(last(d), HandoffArrived)
-    assert d.exchange.fetch(p.peer, "", array([5] * BLOCK), 0, 1, 0, 9).startswith("d/2/")
-    d.exchange.reborn(d.peer)
+    assert d.exchange.fetch_blocks(p.peer, "", array([5] * BLOCK), 0, 1, 0, 9).startswith("d/2/")
+    d.exchange.restart_as(d.peer)
 
 
-def test_the_host_answers_only_what_it_was_asked(world) -> None:
+def test_unrequested_host_answers_are_refused(world) -> None:
     d = world.add("d")
     with pytest.raises(InvariantError, match="seals nothing"):
         d.exchange.handle(PagesSealed(5, ()), 0)
@@ -246,24 +247,24 @@ def test_the_owner_announces_only_what_it_has(world) -> None:
     for blocks, layers in (((0, 4), (0, 1)), ((0, 1), (0, LAYERS + 1))):
         fresh = p.offer(d.peer, seq)
         with pytest.raises(InvariantError, match="has no"):
-            p.exchange.computed(fresh, *blocks, *layers)
-        p.exchange.withdraw(fresh, "a mistake")
+            p.exchange.announce_computed(fresh, *blocks, *layers)
+        p.exchange.withdraw_offer(fresh, "a mistake")
         p.offers[fresh] = False
     with pytest.raises(InvariantError, match="COMPUTED is no legal cause in HANDED_OFF"):
-        p.exchange.computed(offer_id, 0, 1)
+        p.exchange.announce_computed(offer_id, 0, 1)
     with pytest.raises(InvariantError, match="EXTENDED is no legal cause in HANDED_OFF"):
         p.exchange.more_blocks(offer_id, seq.blocks[:1])
     with pytest.raises(InvariantError, match="HANDED_OFF is no legal cause in HANDED_OFF"):
         p.exchange.hand_off(offer_id, ())
 
 
-def test_the_index_can_be_copied_for_who_missed_its_events() -> None:
+def test_snapshot_equals_replayed_events() -> None:
     """What a follower that replayed all events has equals what the snapshot says, tier by tier."""
     node = World().add("n", hbm=6, dram=4)
     held: dict[bytes, Tier] = {}
     for at in range(8):
         node.end(node.compute("", [at % 3] * (at % 4 + 1) * BLOCK))
-        node.pool.demote(at % 3)
+        node.pool.demote_blocks(at % 3)
         for event in node.pool.take_events():
             for identity in event.identities:
                 held.pop(identity, None)
@@ -280,7 +281,7 @@ def test_the_index_can_be_copied_for_who_missed_its_events() -> None:
 def test_actions_are_taken_once() -> None:
     world = World()
     p, d = pair(world)
-    p.exchange.offer(d.peer, "", array([]), p.pool.allocate(1), 0, insert=False)
+    p.exchange.offer_blocks(d.peer, OfferedBlocks("", array([]), p.pool.allocate(1)), 0, OfferTerms(insert=False))
     actions = p.exchange.take_actions()
     assert len(actions) == 1 and isinstance(actions[0], Send) and actions[0].to == d.peer
     assert p.exchange.take_actions() == []

@@ -91,7 +91,7 @@ def test_of_a_fetch_what_came_in_time_is_kept(world) -> None:
     assert d.check_cache("", tokens) == 2
 
 
-def test_a_fetch_that_nobody_answers_ends_in_time_and_a_late_offer_is_sent_back(world) -> None:
+def test_unanswered_fetch_times_out_and_late_offer_is_released(world) -> None:
     p, d = pair(world)
     p.end(p.compute("", PROMPT))
     world.run()
@@ -119,10 +119,10 @@ def test_a_fetch_gets_nothing_else_than_what_it_asked_for(world) -> None:
     d.hear(p.peer, other)
     assert last(d) == FetchEnded(asked, False, 0, "not what was asked for", was_offered=True)
     with pytest.raises(InvariantError, match="to fetch"):
-        d.exchange.fetch(p.peer, "", array(PROMPT), 0, 3, 0, 500)
+        d.exchange.fetch_blocks(p.peer, "", array(PROMPT), 0, 3, 0, 500)
 
 
-def test_asked_by_whom_it_does_not_know_it_says_no(world) -> None:
+def test_fetch_of_unknown_peer_is_refused(world) -> None:
     p = world.add("p")
     p.compute("", PROMPT)
     p.hear(Peer("x", 1), Fetch("x/1/1", "", array(PROMPT), 0, 2))
@@ -139,7 +139,7 @@ def test_generated_kv_goes_home(world) -> None:
     p.end(p.compute("", PROMPT))
     seq = d.compute("", [*PROMPT, *range(3 * BLOCK)])
     offer_id = d.offer(p.peer, seq, 2, 5)
-    d.exchange.computed(offer_id, 2, 5)
+    d.exchange.announce_computed(offer_id, 2, 5)
     d.end(seq)
     world.run()
     assert (last(p).tokens, last(p).pulled_blocks, last(p).transfer_id) == (5 * BLOCK, 3, offer_id)
@@ -147,7 +147,7 @@ def test_generated_kv_goes_home(world) -> None:
     assert last(d) == Released(offer_id, p.peer, True, "")
 
 
-def test_what_lacks_its_beginning_is_refused(world) -> None:
+def test_insert_without_its_prefix_is_refused(world) -> None:
     p, d = pair(world, caching=False)
     seq = d.compute("", [1] * 3 * BLOCK)
     d.offer(p.peer, seq, 1, 3)
@@ -162,7 +162,7 @@ def test_an_insertion_may_go_to_dram(world) -> None:
     p, d = pair(world, hbm=4, dram=4)
     d.end(d.compute("", PROMPT[:BLOCK]))
     offer_id = p.offer(d.peer, p.compute("", PROMPT), 1, 2, dst_tier=Tier.DRAM)
-    p.exchange.computed(offer_id, 1, 2)
+    p.exchange.announce_computed(offer_id, 1, 2)
     world.run()
     assert isinstance(last(d), Inserted)
     report = d.pool.report().by_tier
@@ -175,7 +175,7 @@ def test_a_raw_transfer_is_delivered(world, tier) -> None:
     p, d = pair(world, dram=4)
     seq = p.compute("", PROMPT)
     offer_id = p.offer(d.peer, seq, 1, 3, insert=False, dst_tier=tier, private=raw_label(seq, 1))
-    p.exchange.computed(offer_id, 1, 3)
+    p.exchange.announce_computed(offer_id, 1, 3)
     p.end(seq)
     world.run()
     assert isinstance(last(d), Delivered) and len(last(d).blocks) == 2
@@ -192,13 +192,13 @@ def test_blocks_go_where_their_sender_has_allocated(world, insert) -> None:
     seq = p.compute("", PROMPT)
     options = {"insert": insert, "dst_blocks": blocks, "private": raw_label(seq, 0)}
     offer_id = p.offer(d.peer, seq, 0, 2, **options)
-    p.exchange.computed(offer_id, 0, 2)
+    p.exchange.announce_computed(offer_id, 0, 2)
     world.run()
     assert isinstance(last(d), Inserted if insert else Delivered)
     assert d.pool.match("", array(PROMPT)) == (2 * BLOCK if insert else 0)
     assert [block for block in blocks if d.pool.ref_count(Tier.HBM, block) == 2] == list(blocks)
     again = p.offer(d.peer, p.compute("", [1] * BLOCK), 0, 1, insert=False, dst_blocks=blocks[:1])
-    p.exchange.computed(again, 0, 1)
+    p.exchange.announce_computed(again, 0, 1)
     world.run()
     assert "in use" in last(p).reason, "what is cached or delivered is overwritten"
     p.exchange.free_at(call_id)
@@ -207,20 +207,20 @@ def test_blocks_go_where_their_sender_has_allocated(world, insert) -> None:
     assert d.exchange.references() == {}
 
 
-def test_a_destination_is_not_used_again_while_the_host_still_writes_to_it(world) -> None:
+def test_destination_is_not_reused_while_host_writes_to_it(world) -> None:
     p, d = pair(world)
     call_id = allocated(p, d, 1)
     world.run()
     blocks = p.remote[call_id][2]
     first = p.offer(d.peer, p.compute("", [1] * BLOCK), 0, 1, insert=False, dst_blocks=blocks)
-    p.exchange.computed(first, 0, 1)
+    p.exchange.announce_computed(first, 0, 1)
     while not d.pulls:
         world.step()
     d.exchange.give_up(first, "a change of mind")
     seq = p.compute("", [2] * BLOCK)
     for still_writing in (True, False):
         offer_id = p.offer(d.peer, seq, 0, 1, insert=False, dst_blocks=blocks, private=raw_label(seq, 0))
-        p.exchange.computed(offer_id, 0, 1)
+        p.exchange.announce_computed(offer_id, 0, 1)
         p.take([])
         while world.step(pulls=False):
             pass
@@ -229,7 +229,7 @@ def test_a_destination_is_not_used_again_while_the_host_still_writes_to_it(world
     assert last(p) == Released(offer_id, d.peer, True, "")
 
 
-def test_blocks_that_belong_to_somebody_else_are_no_destination(world) -> None:
+def test_unallocated_destination_blocks_are_refused(world) -> None:
     p, d = pair(world)
     mine = d.compute("", [1] * BLOCK)
     seq = p.compute("", PROMPT)
@@ -267,7 +267,7 @@ def test_remote_memory_comes_back(world) -> None:
 
 
 @pytest.mark.parametrize("lost", [Allocated, Free])
-def test_remote_memory_that_nobody_waits_for_comes_back_before_its_lease(world, lost) -> None:
+def test_unawaited_remote_allocation_is_freed_before_its_lease(world, lost) -> None:
     p, d = pair(world)
     allocated(p, d, 2, deadline_ns=10)
     world.drop = lambda sender, to, message: isinstance(message, lost) and world.now <= 10

@@ -21,6 +21,7 @@ from memserve.kv.transfer.events import (
     Inserted,
     Released,
 )
+from memserve.kv.transfer.exchange import OfferedBlocks
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_a_handoff_brings_every_page(world) -> None:
     world.run()
     arrived = last(d)
     assert isinstance(arrived, HandoffArrived)
-    assert (arrived.transfer_id, arrived.first_tokens, arrived.ended) == (offer_id, ((7,), (9,)), ())
+    assert (arrived.transfer_id, arrived.first_tokens, arrived.ended_indices) == (offer_id, ((7,), (9,)), ())
     assert (arrived.pulled_blocks, arrived.reused_blocks, len(arrived.blocks)) == (3, 0, 3)
     assert arrived.offer.return_kv and arrived.offer.deadline_in_ns == 5 and arrived.sender == p.peer
     assert d.seqs[0].checked, "the contents were not checked"
@@ -52,7 +53,7 @@ def test_a_handoff_brings_every_page(world) -> None:
     assert d.exchange.counters.pulled_bytes == 3 * LAYERS * 16
 
 
-def test_what_the_taker_has_is_neither_sealed_nor_pulled(world) -> None:
+def test_blocks_cached_at_taker_are_not_checksummed_or_pulled(world) -> None:
     """The second turn of a conversation: `Wanted` comes while the prefill computes."""
     p, d = pair(world)
     d.compute("", PROMPT)
@@ -68,7 +69,7 @@ def test_what_the_taker_has_is_neither_sealed_nor_pulled(world) -> None:
     assert send(world, "d") == ["Wanted", "Release"]
 
 
-def test_a_late_hint_costs_checksums_and_nothing_else(world) -> None:
+def test_late_wanted_hint_costs_only_checksums(world) -> None:
     p, d = pair(world)
     d.compute("", PROMPT)
     seq = p.compute("", PROMPT)
@@ -87,17 +88,17 @@ def test_blocks_come_chunk_by_chunk_and_layer_by_layer(world) -> None:
     p.finish_plan()
     request = Request("r", whole.tokens)
     offer_id = p.offer(d.peer, whole, 0, 1, request=request, mode=TransferMode.BY_LAYER)
-    p.exchange.computed(offer_id, 0, 1, 0, 1, fence=0)
+    p.exchange.announce_computed(offer_id, 0, 1, 0, 1, fence=0)
     p.take([])
     world.run()
     assert d.exchange.counters.pulls == 1
-    p.exchange.computed(offer_id, 0, 1, 1, LAYERS, fence=0)
+    p.exchange.announce_computed(offer_id, 0, 1, 1, LAYERS, fence=0)
     p.exchange.more_blocks(offer_id, whole.blocks[1:])
-    p.exchange.computed(offer_id, 1, 3, 0, 2, fence=0)
+    p.exchange.announce_computed(offer_id, 1, 3, 0, 2, fence=0)
     p.take([])
     world.run()
     assert d.exchange.counters.pulls == 3 and not of(d, HandoffArrived)
-    p.exchange.computed(offer_id, 1, 3, 2, LAYERS, fence=0)
+    p.exchange.announce_computed(offer_id, 1, 3, 2, LAYERS, fence=0)
     p.exchange.hand_off(offer_id, ((1,),), (0,))
     p.take([])
     world.run()
@@ -131,7 +132,7 @@ def test_the_handoff_follows_the_last_ready(world) -> None:
     assert isinstance(last(d), HandoffArrived)
 
 
-def test_one_copy_where_somebody_else_brought_the_same(world) -> None:
+def test_equal_handoffs_keep_one_copy(world) -> None:
     """Two requests with one system prompt arrive at once."""
     p, d = pair(world)
     for _ in range(2):
@@ -156,7 +157,7 @@ def test_without_a_cache_the_blocks_are_private(world) -> None:
 
 
 @pytest.mark.parametrize("options", [{"insert": False}, {"request": Request("r", array(PROMPT), use_cache=False)}])
-def test_who_may_not_use_the_cache_leaves_no_trace_in_it(world, options) -> None:
+def test_handoff_with_cache_bypass_leaves_no_cache_entry(world, options) -> None:
     p, d = pair(world)
     d.compute("", PROMPT[:BLOCK])
     seq = p.compute("", PROMPT)
@@ -205,7 +206,7 @@ def test_a_pull_waits_for_the_copy_that_saves_what_was_evicted(world) -> None:
     assert d.check_cache("", [1] * 3 * BLOCK) == 3, "what was evicted is right where it is now"
 
 
-def test_neither_an_old_prefix_nor_old_free_blocks_wait_for_plans_under_way(world) -> None:
+def test_old_blocks_do_not_wait_for_plans_in_flight(world) -> None:
     """Both sides are busy, and will be: with other blocks."""
     p, d = pair(world)
     d.end(d.compute("", [9] * 2 * BLOCK))
@@ -227,7 +228,7 @@ def test_neither_an_old_prefix_nor_old_free_blocks_wait_for_plans_under_way(worl
     assert d.check_cache("", PROMPT) == 2
 
 
-def test_a_prefix_is_sealed_when_its_own_plan_has_finished(world) -> None:
+def test_prefix_is_checksummed_after_its_own_plan(world) -> None:
     """Those made later are about others."""
     p, d = pair(world)
     p.compute("", PROMPT)
@@ -239,7 +240,7 @@ def test_a_prefix_is_sealed_when_its_own_plan_has_finished(world) -> None:
     assert p.seals and p.plans
 
 
-def test_steps_are_expected_before_a_pull_only_where_something_goes_down_for_it(world) -> None:
+def test_pull_waits_for_plans_only_if_blocks_are_swapped_out(world) -> None:
     roomy, dropping, moving = world.add("a"), world.add("b", hbm=3), world.add("c", hbm=3, dram=3)
     for node in world.nodes.values():
         node.end(node.compute("", [1] * 3 * BLOCK))
@@ -250,19 +251,19 @@ def test_steps_are_expected_before_a_pull_only_where_something_goes_down_for_it(
     assert moving.exchange.plans_before_pull(2) == 0, "nothing is under way"
 
 
-def test_pages_are_sealed_when_the_plan_that_computes_them_has_finished(world) -> None:
+def test_pages_are_checksummed_after_the_plan_computing_them(world) -> None:
     p, d = pair(world)
     p.compute("", PROMPT)
     again = p.compute("", PROMPT)  # cached: published when its plan was made, not computed yet
     p.exchange.more_blocks("unknown", [1])
     offer_id = p.offer(d.peer, again, request=Request("r", again.tokens))
-    p.exchange.computed(offer_id, 0, 2)
+    p.exchange.announce_computed(offer_id, 0, 2)
     assert not p.seals
     p.finish_plan()
     assert not p.seals, "one of two plans"
     p.finish_plan()
     assert p.seals
-    p.exchange.computed(offer_id, 2, 3)
+    p.exchange.announce_computed(offer_id, 2, 3)
     p.exchange.hand_off(offer_id, ((1,),))
     p.take([])
     world.run()
@@ -279,7 +280,7 @@ def test_blocks_that_are_being_brought_up_are_not_sealed_yet(world) -> None:
     world.run()
     lease = p.pool.acquire("", array(PROMPT))
     assert lease.dram_tokens == 2 * BLOCK
-    offer_id = p.exchange.offer(d.peer, "", array(PROMPT[: 2 * BLOCK]), lease.blocks, 0)
+    offer_id = p.exchange.offer(d.peer, OfferedBlocks("", array(PROMPT[: 2 * BLOCK]), lease.blocks), 0)
     p.offers[offer_id] = True
     p.exchange.computed(offer_id, 0, 2)
     p.take([])
@@ -291,7 +292,7 @@ def test_blocks_that_are_being_brought_up_are_not_sealed_yet(world) -> None:
     assert d.check_cache("", PROMPT) == 2
 
 
-def test_a_cancelled_import_keeps_its_blocks_while_the_host_may_write(world) -> None:
+def test_cancelled_import_keeps_blocks_while_host_may_write(world) -> None:
     p, d = pair(world, hbm=3, caching=False)
     seq = p.compute("", PROMPT)
     offer_id = p.hand_over(d.peer, seq)

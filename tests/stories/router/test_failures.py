@@ -55,7 +55,7 @@ def test_a_request_survives_its_instances(make_cluster, victim, steps):
         assert client.introduced[index] == 1
 
 
-def test_those_who_go_on_get_the_tokens_and_the_endings(make_cluster):
+def test_retry_dispatch_carries_tokens_and_endings(make_cluster):
     """Two of three sequences have ended when D dies: only the third is to be continued."""
     world = make_cluster(("c", C), ("c2", C))
     client = world.ask(a_request("r", PROMPT, max_tokens=8, n=3))
@@ -71,7 +71,7 @@ def test_those_who_go_on_get_the_tokens_and_the_endings(make_cluster):
     assert client.got[0] == lone_answer(client.request, 0)[0] and len(client.got[1]) == 2
 
 
-def test_everybody_is_told_that_a_member_is_dead_and_it_is_told_too_when_it_wakes_up(make_cluster):
+def test_dead_member_is_announced_and_expelled_on_return(make_cluster):
     """SIGSTOP for half a minute: others act at once, the sleeper must begin a new life."""
     world = make_cluster(("p", P), ("d", D), ("store", S))
     world.instances["d"].paused = True
@@ -86,7 +86,7 @@ def test_everybody_is_told_that_a_member_is_dead_and_it_is_told_too_when_it_wake
     assert [view.peer for view in world.cluster.instances()] == [Peer("p", 1), Peer("store", 1), Peer("d", 2)]
 
 
-def test_who_missed_a_member_is_told_again(make_cluster):
+def test_missed_peer_joined_is_resent(make_cluster):
     """A lost ``PeerJoined``: every handoff to the newcomer would wait for the end of its lease. One heartbeat with the
     wrong digest may have crossed the news; two did not."""
     world = make_cluster(("p", P), ("d", D))
@@ -98,7 +98,7 @@ def test_who_missed_a_member_is_told_again(make_cluster):
         assert [[i.peer.name for i in welcome.peers] for _, welcome in answers] == [["d"]] * welcomed
 
 
-def test_who_comes_from_the_past_is_told_which_generation_to_be(make_cluster):
+def test_join_with_old_generation_gets_the_generation_to_use(make_cluster):
     """The wall clock, from which generations come, was set back before it was started again. Its peers would take an
     older incarnation than the dead one for a ghost, and each handoff to it would wait for the lease to end."""
     world = make_cluster(("p", P))
@@ -111,7 +111,7 @@ def test_who_comes_from_the_past_is_told_which_generation_to_be(make_cluster):
     assert world.sent(actions, Expelled) == [("d", Expelled("this incarnation was taken to be dead", 10))]
 
 
-def test_who_goes_on_with_an_answer_has_room_for_it(make_cluster):
+def test_retry_goes_to_an_instance_with_enough_context(make_cluster):
     """The prompt would fit into the small one, but not what the client has: it would end there, before its time."""
     world = make_cluster(("a", C))
     client = world.ask(a_request("r", PROMPT, max_tokens=9))
@@ -127,7 +127,7 @@ def test_who_goes_on_with_an_answer_has_room_for_it(make_cluster):
     assert (client.got[0], client.reasons[0]) == lone_answer(client.request, 0)
 
 
-def test_a_restart_with_the_same_name_is_somebody_else(make_cluster):
+def test_restart_under_the_same_name_is_a_new_member(make_cluster):
     """The supervisor was quicker than the heartbeats: what the old one had is started again at once."""
     world = make_cluster(("c", C))
     client = world.ask(a_request("r", PROMPT))
@@ -162,7 +162,7 @@ def test_tokens_of_the_prefill_instance_may_die_with_it(make_cluster):
     assert client.got[0] == lone_answer(client.request, 0)[0]
 
 
-def test_a_request_that_nobody_can_run_waits_and_is_then_rejected(make_cluster):
+def test_unplaceable_request_waits_and_is_rejected(make_cluster):
     world = make_cluster(unplaced_ns=4 * NS_PER_S)
     client = world.ask(a_request("r", PROMPT))
     assert world.cluster.stats().requests_unplaced == 1
@@ -172,7 +172,7 @@ def test_a_request_that_nobody_can_run_waits_and_is_then_rejected(make_cluster):
     assert client.rejected.retry_after_s > 0
 
 
-def test_a_stream_that_nobody_can_continue_ends_with_an_error(make_cluster):
+def test_unresumable_stream_ends_with_an_error(make_cluster):
     """The last instance died in the middle of an answer."""
     world = make_cluster(("c", C), unplaced_ns=4 * NS_PER_S)
     client = world.ask(a_request("r", PROMPT))
@@ -182,7 +182,7 @@ def test_a_stream_that_nobody_can_continue_ends_with_an_error(make_cluster):
     assert client.reasons == [FinishReason.ERROR] and len(client.got[0]) == 1
 
 
-def test_a_request_that_kills_its_instances_ends_after_some_attempts(make_cluster):
+def test_request_killing_its_instances_ends_after_attempts_max(make_cluster):
     world = make_cluster(*[(f"c{k}", C) for k in range(6)], attempts_max=3)
     client = world.ask(a_request("r", PROMPT))
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_a_request_that_kills_its_instances_ends_after_some_attempts(make_cluste
     assert world.cluster.stats().counters.dispatches == 3
 
 
-def test_an_instance_that_goes_on_beating_but_says_nothing_is_given_up(make_cluster):
+def test_stalled_instance_with_heartbeats_loses_its_request(make_cluster):
     """Its engine thread hangs, its heartbeat thread does not. The second time more patience is had."""
     world = make_cluster(("a", C), ("b", C), stalled_after_ns=4 * NS_PER_S)
     client = world.ask(a_request("r", PROMPT))
@@ -208,7 +208,7 @@ def test_an_instance_that_goes_on_beating_but_says_nothing_is_given_up(make_clus
     assert client.done and world.cluster.stats().counters.attempts_failed == {"stalled": 2}
 
 
-def test_a_device_that_fails_is_not_the_clients_affair(make_cluster):
+def test_device_failure_is_retried_unseen_by_the_client(make_cluster):
     world = make_cluster(("a", C), ("b", C))
     client = world.ask(a_request("r", PROMPT))
     world.step()
@@ -218,7 +218,7 @@ def test_a_device_that_fails_is_not_the_clients_affair(make_cluster):
     assert client.got[0] == lone_answer(client.request, 0)[0]
 
 
-def test_whoever_has_handed_over_cannot_end_it_any_more(make_cluster):
+def test_prefill_instance_cannot_end_a_handed_over_request(make_cluster):
     """Its lease ran out because the release was lost, or it shuts down: the decode instance is not concerned."""
     world = make_cluster(("p", P), ("d", D))
     client = world.ask(a_request("r", PROMPT))
@@ -232,7 +232,7 @@ def test_whoever_has_handed_over_cannot_end_it_any_more(make_cluster):
     assert counters.dispatches == 1 and counters.attempts_failed == {}
 
 
-def test_a_router_that_slept_does_not_take_all_others_for_dead(make_cluster):
+def test_suspended_router_does_not_declare_members_dead(make_cluster):
     """The router's machine was suspended for a minute: the heartbeats are in its inbox, behind the clock."""
     world = make_cluster(("c", C))
     world.ask(a_request("r", PROMPT))
@@ -246,7 +246,7 @@ def test_a_router_that_slept_does_not_take_all_others_for_dead(make_cluster):
 # -- refusals
 
 
-def test_a_busy_instance_is_passed_over_and_the_client_told_when_all_are(make_cluster):
+def test_busy_instance_is_skipped_until_all_are_busy(make_cluster):
     world = make_cluster(("a", C), ("b", C))
     world.instances["a"].refuses = ("the queue is full", 3.0)
     world.ask(a_request("r", PROMPT))
@@ -274,7 +274,7 @@ def test_refusals_of_busy_instances_are_no_attempts(make_cluster):
     assert client.got[0] == lone_answer(client.request, 0)[0]
 
 
-def test_who_could_never_run_it_is_not_asked_again(make_cluster):
+def test_unable_instance_is_excluded_from_retries(make_cluster):
     """One is too small, the other one only full: when it is asked again, then without the small one."""
     world = make_cluster(("small", C), ("full", C), ("dies", C))
     client = world.ask(a_request("x", PROMPT, max_tokens=1))
@@ -298,7 +298,7 @@ def test_who_could_never_run_it_is_not_asked_again(make_cluster):
     assert client.got[0] == lone_answer(client.request, 0)[0]
 
 
-def test_what_could_never_run_is_rejected_for_good(make_cluster):
+def test_unservable_request_is_rejected_without_retry_after(make_cluster):
     world = make_cluster(("a", C), ("b", C))
     for instance in world.instances.values():
         instance.refuses = ("too wide", None)
@@ -354,7 +354,7 @@ def test_a_lost_dispatch_is_noticed_within_two_heartbeats(make_cluster):
     assert counters.attempts_failed == {"lost": 1} and counters.dispatches == 2
 
 
-def test_who_loses_what_has_failed_before_is_passed_over(make_cluster):
+def test_instance_losing_a_retried_request_is_skipped(make_cluster):
     world = make_cluster(("a", C), ("b", C))
     world.instances["a"].deaf = True
     client = world.ask(a_request("r", PROMPT))

@@ -61,7 +61,7 @@ def test_another_model_cannot_join(make_cluster):
     )
 
 
-def test_two_processes_of_one_name_do_not_expel_each_other_for_ever() -> None:
+def test_two_processes_of_one_name_do_not_expel_each_other() -> None:
     """The first is silent, so that the second may be a restart of it: it has its place; the first comes again, and is
     told."""
     world = World()
@@ -140,7 +140,7 @@ def test_a_drained_instance_finishes_and_leaves(make_cluster):
     world.post(InstanceDrained("nobody"))
 
 
-def test_a_single_role_that_is_left_does_everything(make_cluster):
+def test_single_remaining_role_serves_requests_alone(make_cluster):
     for role in (P, D):
         world = make_cluster(("x", role))
         client = world.ask(a_request("r", PROMPT))
@@ -214,7 +214,7 @@ def test_holders_of_more_are_named(make_cluster):
     assert to == "p" and named == [("store", 20, Tier.DRAM), ("busy", 16, Tier.HBM), ("some", 8, Tier.HBM)]
 
 
-def test_requests_that_bypass_the_cache_name_no_holders_and_leave_no_trace(make_cluster):
+def test_cache_bypass_names_no_holders_and_records_nothing(make_cluster):
     world = make_cluster(("a", C), ("b", C), policy="least-load")
     cached(world, "b", PROMPT)
     ((_, order),) = dispatches(world, world.post(RequestArrived(a_request("r", PROMPT, use_cache=False))))
@@ -286,7 +286,7 @@ def test_a_pin_without_answer_is_repeated_until_it_ends(make_cluster):
     assert world.cluster.handles() == ()
 
 
-def test_a_handle_finds_its_prefix_once_a_request_has_computed_it(make_cluster):
+def test_named_prefix_is_pinned_once_a_request_computes_it(make_cluster):
     """A document is named before anybody has read it."""
     world = make_cluster(("a", C), ("b", C))
     tokens = a_request("", PROMPT).prompt
@@ -343,7 +343,7 @@ def test_an_idle_cluster_wakes_up_for_its_members_only(make_cluster):
     assert make_cluster().cluster.next_deadline_ns is None
 
 
-def test_stories_tell_who_where_and_why(make_cluster):
+def test_story_has_instances_attempts_and_reasons(make_cluster):
     world = make_cluster(("a", C), ("b", C))
     world.ask(a_request("r", PROMPT))
     world.step()

@@ -44,7 +44,7 @@ def test_a_request_is_prefilled_here_and_decoded_there(make_cluster):
     assert dict(client.outputs[0].story)["route"] == "p to d" and dict(client.outputs[-1].story)["attempts"] == 1
 
 
-def test_who_decodes_tells_the_client_what_came_to_it(make_cluster):
+def test_facts_of_the_decode_instance_reach_the_client(make_cluster):
     """Its first output is the client's second: facts that stand there are told all the same."""
     world = make_cluster(("p", P), ("d", D))
     world.post(RequestArrived(a_request("r", PROMPT, max_tokens=5)))
@@ -106,7 +106,7 @@ def test_prompts_that_fit_nowhere_are_rejected_with_the_numbers(make_cluster):
     assert empty.rejected.reason == "the prompt is empty"
 
 
-def test_an_id_that_is_running_is_not_taken_again(make_cluster):
+def test_running_request_id_is_not_reused(make_cluster):
     world = make_cluster(("c", C))
     client = world.ask(a_request("r", PROMPT))
     again = RequestArrived(a_request("r", PROMPT))
@@ -120,7 +120,7 @@ def test_an_id_that_is_running_is_not_taken_again(make_cluster):
 # -- out of order, lost, repeated
 
 
-def test_the_decode_instance_may_be_quicker_than_the_prefill_instance(make_cluster):
+def test_decode_output_may_arrive_before_prefill_output(make_cluster):
     """Two processes, two connections: D's second token is here before P's first."""
     world = make_cluster(("p", P), ("d", D))
     client = world.ask(a_request("r", PROMPT, max_tokens=4))
@@ -168,7 +168,7 @@ def test_repeated_and_late_outputs_are_dropped(make_cluster):
     assert world.cluster.stats().counters.outputs_late == 3
 
 
-def test_an_output_that_is_partly_known_gives_what_is_new_with_its_logprobs(make_cluster):
+def test_partly_known_output_emits_only_new_tokens_and_logprobs(make_cluster):
     """Outputs may carry several tokens; the client has the first of them already."""
     world = make_cluster(("c", C))
     client = world.ask(a_request("r", PROMPT, max_tokens=3))
@@ -179,7 +179,7 @@ def test_an_output_that_is_partly_known_gives_what_is_new_with_its_logprobs(make
     assert client.got[0] == answer and client.outputs[-1].logprobs == logprobs[1:]
 
 
-def test_outputs_of_an_old_attempt_are_dropped_and_their_sender_told(make_cluster):
+def test_outputs_of_old_attempt_are_dropped_and_cancelled(make_cluster):
     """The stalled instance wakes up and goes on as if nothing had happened."""
     world = make_cluster(("a", C), ("b", C), stalled_after_ns=NS_PER_S, dead_after_ns=100 * NS_PER_S)
     client = world.ask(a_request("r", PROMPT))
@@ -201,7 +201,7 @@ def test_outputs_of_an_old_attempt_are_dropped_and_their_sender_told(make_cluste
     TokenOutput("r#1", 1, (5,)), TokenOutput("r#1", 0, (1,) * 9), TokenOutput("r#1", 0, (), offset=-1),
     TokenOutput("r#1", 0, (), finish_reason=FinishReason.DEADLINE),
 ], ids=["index", "too many", "offset", "deadline"])  # fmt: skip
-def test_an_output_that_cannot_be_fails_the_attempt(make_cluster, wrong):
+def test_impossible_output_fails_the_attempt(make_cluster, wrong):
     """Memory is broken there: nothing more of this attempt is believed."""
     world = make_cluster(("a", C), ("b", C))
     client = world.ask(a_request("r", PROMPT))
@@ -212,7 +212,7 @@ def test_an_output_that_cannot_be_fails_the_attempt(make_cluster, wrong):
     assert world.cluster.stats().counters.attempts_failed == {"contradiction": 1}
 
 
-def test_nobody_speaks_for_a_request_that_was_given_to_another(make_cluster):
+def test_messages_of_other_instances_about_a_request_are_ignored(make_cluster):
     world = make_cluster(("a", C), ("b", C))
     client = world.ask(a_request("r", PROMPT))
     world.hear(Peer("b", 1), Tokens((TokenOutput("r#1", 0, (999,)),)))
@@ -258,7 +258,7 @@ def test_a_deadline_is_kept_by_the_router_itself(make_cluster):
     assert client.reasons == [FinishReason.DEADLINE] and Cancel("r#1") in world.instances["c"].heard
 
 
-def test_a_clock_that_runs_ahead_ends_no_request(make_cluster):
+def test_clock_running_ahead_ends_no_request(make_cluster):
     """Its virtual machine was moved, and its clock leapt: for the instance the deadline has passed."""
     world = make_cluster(("a", C), ("b", C))
     client = world.ask(a_request("r", PROMPT, deadline_ns=3 * NS_PER_S))

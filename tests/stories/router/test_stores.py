@@ -40,7 +40,7 @@ def holders_of(world, name="r"):
     return [(h.peer.name, h.prefix_tokens, h.tier, h.disk_tokens) for h in order.holders]
 
 
-def test_a_store_comes_first_and_takes_the_model_of_nobody(make_cluster):
+def test_store_without_model_joins_before_any_instance(make_cluster):
     """It joins before any instance. The first one with a model decides namespace and geometry; others are refused."""
     world = make_cluster()
     world.add("s", S, **NO_MODEL)
@@ -126,15 +126,15 @@ def test_equal_prefixes_are_named_from_the_fastest_tier_on(make_cluster):
     assert [name for name, *_ in holders_of(world)] == ["hbm", "dram", "s"]
 
 
-def test_the_price_of_the_disks_decides(make_cluster):
+def test_disk_cost_decides_the_route(make_cluster):
     """On quick disks the prefix makes the idle instance the better one; on slow ones the busy one that has it."""
     chosen = {}
     for ns_a_byte in (0.0, 1e9):
         costs = CostModel(disk=CopyCurve(0.0, 0.0, ns_a_byte), machine="m", same_host=CopyCurve(0.0, 0.0, 0.0))
         world = make_cluster(policy="cost")
-        world.add("s", S, costs=costs.encode(), **NO_MODEL)
+        world.add("s", S, costs=costs.to_json(), **NO_MODEL)
         for name in ("busy", "idle"):
-            world.add(name, C, costs=CostModel(same_host=CopyCurve(0.0, 0.0, 0.0), machine="m").encode())
+            world.add(name, C, costs=CostModel(same_host=CopyCurve(0.0, 0.0, 0.0), machine="m").to_json())
         cached(world, "s", PROMPT, Tier.SSD)
         cached(world, "busy", PROMPT[:16])
         world.hear(Peer("busy", 1), Heartbeat(Load(prefill_tokens_queued=4, hbm_blocks_available=64), next_event=1))
@@ -144,7 +144,7 @@ def test_the_price_of_the_disks_decides(make_cluster):
     assert chosen == {0.0: "idle", 1e9: "busy"}
 
 
-def test_a_named_prefix_is_pinned_at_an_instance_and_never_at_a_store(make_cluster):
+def test_named_prefix_is_pinned_at_an_instance_not_at_a_store(make_cluster):
     """The store has most of it; it keeps it by what the instance tells it."""
     world = make_cluster(("c", C), ("s", S))
     cached(world, "s", PROMPT, Tier.DRAM)
@@ -156,7 +156,7 @@ def test_a_named_prefix_is_pinned_at_an_instance_and_never_at_a_store(make_clust
     assert world.cluster.handles()[0].peer == Peer("c", 1)
 
 
-def test_a_store_that_is_silent_is_gone_with_all_that_it_had(make_cluster):
+def test_silent_store_is_removed_with_its_entries(make_cluster):
     world = make_cluster(("c", C), ("s", S), policy="least-load")
     cached(world, "s", PROMPT, Tier.DRAM)
     for _ in range(7):

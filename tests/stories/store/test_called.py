@@ -72,7 +72,7 @@ def test_the_next_router_may_have_another_model(world) -> None:
     assert [(one.namespace, one.of) for one in world.store.serves] == [("another model", "q")]
 
 
-def test_it_serves_clients_alone_is_called_and_is_alone_again(world) -> None:
+def test_store_keeps_values_before_during_and_after_a_router(world) -> None:
     """What instances have offered stays, and is there for those of the next router."""
     world.open_store(blocks=8, is_called=True)
     client = world.client("a")
@@ -87,7 +87,7 @@ def test_it_serves_clients_alone_is_called_and_is_alone_again(world) -> None:
     assert world.store.check_kv("t", PROMPT) == 4 and len(world.store.known_to_router()) == 4
 
     be_silent(world, client)
-    assert world.store.machine.member.is_alone and not world.store.exchange._context.peers.members()
+    assert world.store.machine.member.is_detached and not world.store.exchange._context.peers.members()
     assert "waits to be called" in world.store.notices[-1]
     assert read(client, b"mine") == b"value" and world.store.check_kv("t", PROMPT) == 4
     told = len(world.store.told)
@@ -102,7 +102,7 @@ def test_it_serves_clients_alone_is_called_and_is_alone_again(world) -> None:
     assert d.check_cache("t", PROMPT) == 4
 
 
-def test_what_runs_with_instances_ends_with_their_router(world) -> None:
+def test_transfers_with_instances_end_with_their_router(world) -> None:
     """An offer that is being pulled: nothing is held for instances of a router that is gone."""
     world.open_store(blocks=8, is_called=True)
     world.store.hear(ROUTER_PEER, CALL)
@@ -116,14 +116,14 @@ def test_what_runs_with_instances_ends_with_their_router(world) -> None:
     # the router is silent: no event but the clock's
     world.now += SILENT_NS + NS_PER_S
     world.store.tell(ClockTicked())
-    assert world.store.machine.member.is_alone
+    assert world.store.machine.member.is_detached
     while world.store.pulls:
         world.store.answer(world.store.pulls[0])
     world.run()
     world.store.check_empty()
 
 
-def test_the_end_is_told_in_the_words_of_a_store(world) -> None:
+def test_store_shutdown_messages_name_a_store(world) -> None:
     world.open_store(blocks=16, disks=1)
     client = world.client("a")
     world.store.stalls = True
@@ -137,7 +137,7 @@ def test_the_end_is_told_in_the_words_of_a_store(world) -> None:
     assert world.store.ended is not None
 
 
-def test_an_end_with_nothing_to_write_says_so(world) -> None:
+def test_shutdown_without_pending_writes_is_logged(world) -> None:
     world.open_store(blocks=16, disks=1)
     client = world.client("a")
     put(client, b"value", bytes(99))
@@ -147,7 +147,7 @@ def test_an_end_with_nothing_to_write_says_so(world) -> None:
     assert world.store.ended is not None
 
 
-def test_a_store_that_hears_of_the_end_holds_nothing_and_is_free_for_another_router(world) -> None:
+def test_store_releases_all_and_is_free_after_leave(world) -> None:
     """Of its router, or of an instance whose router is silent."""
     world.open_store(blocks=8, is_called=True)
     world.store.hear(ROUTER_PEER, CALL)
@@ -162,5 +162,5 @@ def test_a_store_that_hears_of_the_end_holds_nothing_and_is_free_for_another_rou
     assert not world.store.exchange.transfers_open and world.now < LEASE_NS
 
     world.store.hear(ROUTER_PEER, Leave())
-    assert world.store.machine.member.is_alone
+    assert world.store.machine.member.is_detached
     assert world.store.notices[-1] == "the router at tcp://router:1 ends; s waits to be called by another"

@@ -66,7 +66,7 @@ def test_a_value_is_read_as_it_was_put(world) -> None:
         assert a.answers[call].lengths == (0, 7, 256 * 9, 0)
 
 
-def test_a_put_takes_the_place_of_the_value_before(world) -> None:
+def test_put_replaces_the_previous_value(world) -> None:
     world.open_store(blocks=64, disks=1)
     a = world.client("a")
     for number in range(5):
@@ -80,7 +80,7 @@ def test_a_put_takes_the_place_of_the_value_before(world) -> None:
     assert read(a, b"k") in (None, b"4" * 500)
 
 
-def test_a_value_that_memory_gave_up_is_read_from_the_disk_with_its_name(world) -> None:
+def test_evicted_value_is_read_from_disk_by_name(world) -> None:
     world.open_store(blocks=16, disks=2)
     a = world.client("a")
     values = {b"name %d" % number: bytes([number]) * 700 for number in range(12)}
@@ -96,7 +96,7 @@ def test_a_value_that_memory_gave_up_is_read_from_the_disk_with_its_name(world) 
     assert set(where[:-1]) == {1, 2} and where[-1] == 0
 
 
-def test_tenants_neither_read_nor_replace_nor_delete_each_others_values(world) -> None:
+def test_tenants_cannot_access_each_others_values(world) -> None:
     world.open_store(blocks=64, disks=1)
     a, b = world.client("a", "alpha"), world.client("b", "beta")
     codes(a, a.put({b"k": b"secret"}))
@@ -135,7 +135,7 @@ def test_kv_blocks_are_no_values_of_clients(world) -> None:
     assert world.store.check_kv("t", [1] * BLOCK) == 1
 
 
-def test_what_cannot_be_kept_is_said_for_each_value(world) -> None:
+def test_put_reports_a_refusal_per_value(world) -> None:
     world.open_store(blocks=64)
     a = world.client("a")
     limit = a.welcome.value_bytes_max
@@ -196,7 +196,7 @@ def test_long_values_come_in_pieces(world, monkeypatch) -> None:
     assert a.answers[call].values == (b"short", b"", b"tiny")
 
 
-def test_a_get_whose_time_is_over_is_answered_with_what_has_come(world) -> None:
+def test_get_at_deadline_returns_values_read_so_far(world) -> None:
     world.open_store(blocks=16, disks=1)
     a = world.client("a")
     for number in range(12):
@@ -214,7 +214,7 @@ def test_a_get_whose_time_is_over_is_answered_with_what_has_come(world) -> None:
     assert read(a, names[found.index(StoreCode.LATE)]) is not None
 
 
-def test_a_put_whose_time_is_over_is_not_published(world) -> None:
+def test_put_beyond_deadline_is_not_published(world) -> None:
     world.open_store(blocks=64)
     a = world.client("a")
     call = a.put({b"k": b"value"}, deadline_in_ns=10)
@@ -319,7 +319,7 @@ def test_a_silent_client_is_dropped_with_what_it_asked_for(world) -> None:
     assert read(b, b"k") == b"value"
 
 
-def test_a_client_that_leaves_in_the_middle_leaves_nothing(world) -> None:
+def test_client_leaving_mid_call_leaves_nothing(world) -> None:
     world.open_store(blocks=64)
     a = world.client("a")
     codes(a, a.put({b"old": b"value"}))
@@ -426,7 +426,7 @@ def test_a_verification_finds_damage_in_memory_and_on_disks(world) -> None:
     assert a.answers[1002].numbers["damaged"] == 1
 
 
-def test_an_adopted_value_is_compared_before_it_is_given_away(world) -> None:
+def test_adopted_value_is_verified_before_it_is_returned(world) -> None:
     world.open_store(blocks=64)
     a = world.client("a")
     codes(a, a.put({b"good": b"value", b"bad": b"value"}))
@@ -440,7 +440,7 @@ def test_an_adopted_value_is_compared_before_it_is_given_away(world) -> None:
     assert store.machine.counters.damaged == 1
 
 
-def test_a_client_that_greets_differently_begins_anew(world) -> None:
+def test_client_with_a_new_hello_starts_over(world) -> None:
     world.open_store(blocks=64)
     a = world.client("a")
     number = a.welcome.number
@@ -453,7 +453,7 @@ def test_a_client_that_greets_differently_begins_anew(world) -> None:
     world.wait(LEASE_NS)
 
 
-def test_values_are_read_from_a_disk_without_room_and_deletions_are_late(world) -> None:
+def test_full_disk_still_serves_reads_and_defers_deletions(world) -> None:
     """One line when it stops being written, one when it is written again."""
     store = world.open_store(blocks=64, disks=1, segments=20, config=StoreConfig(forget_ns=NS_PER_S))
     a = world.client("a")
@@ -484,7 +484,7 @@ def test_values_are_read_from_a_disk_without_room_and_deletions_are_late(world) 
     assert store.machine.values.disks.removals_written and store.machine.values.disks.counters()["disks_full"] == 0
 
 
-def test_a_deletion_that_finds_the_disk_full_is_late_at_once(world) -> None:
+def test_deletion_on_a_full_disk_is_reported_late_immediately(world) -> None:
     store = world.open_store(blocks=64, disks=1, segments=20)
     a = world.client("a")
     a.put({b"name": bytes(2000)})

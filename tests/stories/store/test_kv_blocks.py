@@ -43,7 +43,7 @@ def world() -> Iterator[StoreWorld]:
     if not world.store.is_dead:
         world.store.check_empty()
         log = world.store.machine.values.log
-        assert world.store.known_to_router() == {identity: log.tier_of(identity) for identity in log.identities()}
+        assert world.store.known_to_router() == {identity: log.tier_of(identity) for identity in log.all_identities()}
     world.close()
 
 
@@ -60,7 +60,7 @@ def ends(node: Node, kind: type) -> list:
     return [outcome for outcome in node.outcomes if isinstance(outcome, kind)]
 
 
-def test_what_one_instance_offers_another_one_gets(world) -> None:
+def test_offered_blocks_are_fetched_by_another_instance(world) -> None:
     world.open_store(blocks=8)
     p, d = world.instance("p"), world.instance("d")
     offer = push(world, p, "t", PROMPT)
@@ -144,7 +144,7 @@ def test_blocks_come_layer_by_layer(world) -> None:
     assert world.store.check_kv("t", PROMPT) == 4 and fetch(world, d) == 4
 
 
-def test_an_offer_behind_blocks_that_are_not_here_is_kept_and_found_with_them(world) -> None:
+def test_offer_without_its_prefix_is_found_once_that_arrives(world) -> None:
     world.open_store(blocks=8)
     p, d = world.instance("p"), world.instance("d")
     seq = p.compute("t", PROMPT)
@@ -171,7 +171,7 @@ def test_room_is_made_by_giving_up_what_was_not_asked_for(world) -> None:
     assert fetch(world, d, tokens=[2] * 3 * BLOCK) == 3
 
 
-def test_what_does_not_fit_is_refused(world) -> None:
+def test_offer_larger_than_the_store_is_refused(world) -> None:
     world.open_store(blocks=3)
     p = world.instance("p")
     push(world, p, "t", PROMPT)
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused(world) -> None:
     assert not ends(p, Released)[0].used and "do not fit" in ends(p, Released)[0].reason
 
 
-def test_what_memory_gives_up_comes_back_from_the_disk(world) -> None:
+def test_evicted_blocks_return_from_disk(world) -> None:
     world.open_store(blocks=4, disks=2)
     p, d = world.instance("p"), world.instance("d")
     push(world, p, "t", PROMPT)
@@ -218,7 +218,7 @@ def test_a_disk_that_fails_cuts_the_prefix_there(world) -> None:
     world.run()
     for identity in world.store.identities("t", PROMPT)[2:]:
         world.store.tier.remove(identity)
-        world.store.machine.values._left_memory(identity)
+        world.store.machine.values._on_evicted(identity)
     world.store.fails = True
     assert fetch(world, d) == 2
     assert ends(d, FetchEnded)[0].ok and world.store.machine.counters.fetches_cut == 1
@@ -231,7 +231,7 @@ def test_a_disk_that_does_not_answer_in_time_cuts_the_prefix(world) -> None:
     world.run()
     last = world.store.identities("t", PROMPT)[-1]
     world.store.tier.remove(last)
-    world.store.machine.values._left_memory(last)
+    world.store.machine.values._on_evicted(last)
     world.store.stalls = True
     d.fetch(world.store.peer, "t", PROMPT, world.now + LEASE_NS)
     world.run()
@@ -243,7 +243,7 @@ def test_a_disk_that_does_not_answer_in_time_cuts_the_prefix(world) -> None:
     world.store.stalls = False
 
 
-def test_what_a_slow_disk_has_given_reaches_an_instance_that_waits_less_than_the_store_would(world) -> None:
+def test_slow_disk_reads_end_in_time_for_a_short_fetch_deadline(world) -> None:
     """The reads end early enough that what has come can still be moved."""
     world.open_store(blocks=8, disks=1)
     p, d = world.instance("p"), world.instance("d")
@@ -251,7 +251,7 @@ def test_what_a_slow_disk_has_given_reaches_an_instance_that_waits_less_than_the
     world.run()
     last = world.store.identities("t", PROMPT)[-1]
     world.store.tier.remove(last)
-    world.store.machine.values._left_memory(last)
+    world.store.machine.values._on_evicted(last)
     world.store.stalls = True
     waits_ns = LEASE_NS // 4
     d.fetch(world.store.peer, "t", PROMPT, world.now + waits_ns)
@@ -292,7 +292,7 @@ def world_page(world: StoreWorld, block: int) -> bytes:
     return pages("t", array(PROMPT), block)[0].tobytes()
 
 
-def test_what_a_killed_store_had_in_memory_is_compared_before_it_is_lent(world) -> None:
+def test_memory_of_killed_store_is_verified_before_export(world) -> None:
     world.open_store(blocks=8)
     p, d = world.instance("p"), world.instance("d")
     push(world, p, "t", PROMPT)
@@ -323,7 +323,7 @@ def test_damage_in_memory_is_mended_from_the_disk(world) -> None:
 
 
 @pytest.mark.parametrize("power", [False, True])
-def test_what_is_on_disks_outlives_the_store(world, power) -> None:
+def test_blocks_on_disks_survive_the_store(world, power) -> None:
     world.open_store(blocks=8, disks=2, disks_config=DisksConfig(sync="always"))
     p, d = world.instance("p"), world.instance("d")
     push(world, p, "t", PROMPT)
@@ -333,7 +333,7 @@ def test_what_is_on_disks_outlives_the_store(world, power) -> None:
     assert fetch(world, d) == 4
 
 
-def test_a_disk_that_drops_blocks_takes_nothing_that_another_disk_has(world) -> None:
+def test_disk_dropping_blocks_keeps_copies_on_other_disk(world) -> None:
     """Each disk was a store's only one for a time, and was given the same blocks; then one store has both."""
     world.open_store(blocks=8, disks=2, disks_config=DisksConfig(sync="always", admission="all"))
     both, p = world.store.literal, world.instance("p")
@@ -345,13 +345,13 @@ def test_a_disk_that_drops_blocks_takes_nothing_that_another_disk_has(world) -> 
     world.store.literal = both
     store = world.restart(power=True)
     identities = store.identities("t", PROMPT)
-    first, second = store.machine.values.disks._logs()
+    first, second = store.machine.values.disks._live_logs()
     assert all(identity in log for log in (first, second) for identity in identities)
 
     store.fails = True  # the disk that is asked first drops each block that it cannot read, and is lost in the end
     assert fetch(world, world.instance("d")) == 0
     store.fails = False
-    assert store.machine.values.disks._logs() == [second]
+    assert store.machine.values.disks._live_logs() == [second]
     assert all(identity in second for identity in identities)
     assert store.known_to_router() == dict.fromkeys(identities, Tier.SSD)
     assert fetch(world, world.instance("e")) == 4
@@ -405,7 +405,7 @@ def test_another_namespace_is_refused(world) -> None:
     assert not world.store.serves
 
 
-def test_what_an_instance_no_longer_trusts_is_forgotten(world) -> None:
+def test_untrusted_blocks_of_an_instance_are_forgotten(world) -> None:
     world.open_store(blocks=8, disks=1)
     p, d = world.instance("p"), world.instance("d")
     push(world, p, "t", PROMPT)

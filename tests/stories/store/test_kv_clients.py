@@ -53,7 +53,7 @@ def put(client: Client, *pairs: tuple[bytes, bytes], name: bytes = b"", call: in
     return client.answers[call].codes
 
 
-def test_what_a_client_has_put_is_fetched_by_an_instance(world) -> None:
+def test_instance_fetches_blocks_put_by_a_client(world) -> None:
     world.open_store(blocks=8)
     engine, d = kv_client(world, "vllm"), world.instance("d")
     assert engine.welcome is not None
@@ -66,7 +66,7 @@ def test_what_a_client_has_put_is_fetched_by_an_instance(world) -> None:
     assert d.check_cache("t", PROMPT) == 3
 
 
-def test_what_an_instance_has_computed_is_read_by_a_client(world) -> None:
+def test_client_reads_blocks_computed_by_an_instance(world) -> None:
     world.open_store(blocks=8, disks=1)
     p, engine = world.instance("p"), kv_client(world, "vllm")
     push(world, p, "t", PROMPT)

@@ -69,7 +69,7 @@ def test_bad_page_releases_name_the_page_and_change_nothing(pages: list[int], na
     allocator.check_invariants()
 
 
-def test_loose_pages_prefer_broken_blocks_and_blocks_become_whole_again() -> None:
+def test_single_pages_come_from_broken_blocks_first() -> None:
     allocator = BlockAllocator(3, 4)
     assert allocator.allocate_pages(3) == [0, 1, 2]
     assert allocator.allocate(1) == [1]  # block 0 is broken: not an aligned block
@@ -158,7 +158,7 @@ def test_large_pool_reuses_the_lowest_ids() -> None:
     allocator.check_invariants()
 
 
-def test_stranded_pages_are_free_memory_that_no_block_request_can_have() -> None:
+def test_stranded_pages_are_free_pages_of_broken_blocks() -> None:
     allocator = BlockAllocator(3, 8)
     assert allocator.pages_stranded == 0
     allocator.allocate_pages(10)  # breaks two blocks

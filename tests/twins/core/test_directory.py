@@ -201,7 +201,7 @@ def test_tokens_match_as_their_identities_do(length: int, prompt: np.ndarray) ->
     assert directory.match_tokens(KEY, b"m" * 16, tokens, BLOCK) == []
 
 
-def test_a_long_prompt_with_holders_of_every_length_on_both_tiers() -> None:
+def test_match_with_holders_of_every_length_on_both_tiers() -> None:
     """More blocks than one batch of look-ahead, DRAM counts of many bits."""
     tokens = np.arange(300 * BLOCK, dtype=np.int32)
     path = block_identities(KEY, NAME, tokens, BLOCK)
@@ -215,7 +215,7 @@ def test_a_long_prompt_with_holders_of_every_length_on_both_tiers() -> None:
     assert directory.match_tokens(KEY, NAME, tokens, BLOCK) == twin.match(path)
 
 
-def test_what_a_promise_does() -> None:
+def test_speculative_entries() -> None:
     directory, (first, second, third) = PrefixDirectory(), PATHS[:3]
     directory.speculate(7, first, 100)
     assert directory.match(first) == [(7, 5, 0)]

@@ -390,7 +390,7 @@ def test_bad_sizes_are_said_at_once() -> None:
         log.place(bytes(16), SEGMENT_BYTES)
 
 
-def test_what_was_asked_for_twice_is_known_and_fades() -> None:
+def test_frequency_sketch_counts_and_decays() -> None:
     rng = random.Random(2)
     sketch = _core.Frequency(1024)
     once, often = rng.randbytes(16), rng.randbytes(16)

@@ -133,7 +133,7 @@ def world() -> Iterator[World]:
 
 
 @pytest.mark.parametrize("moment", ["seen", "pinned"])
-def test_a_value_that_is_replaced_while_it_is_pinned_is_the_new_one(world: World, moment: str) -> None:
+def test_value_replaced_during_pin_reads_as_new_one(world: World, moment: str) -> None:
     key = KEYS[0]
     world.put(key)
     before = world.values[key]
@@ -149,7 +149,7 @@ def test_a_value_that_is_removed_while_it_is_pinned_is_not_held(world: World, mo
     assert world.hold(KEYS[0]) == (b"", None) and world.reader.held == 0
 
 
-def test_the_owner_sees_the_pin_before_the_version_is_looked_at_again(world: World) -> None:
+def test_pin_is_visible_to_owner_before_version_recheck(world: World) -> None:
     world.put(KEYS[0])
     found: list[tuple[int, bool]] = []
 
@@ -166,7 +166,7 @@ def test_the_owner_sees_the_pin_before_the_version_is_looked_at_again(world: Wor
 
 
 @pytest.mark.parametrize("moment", ["seen", "pinned"])
-def test_a_client_that_is_dropped_while_it_pins_is_told(world: World, moment: str) -> None:
+def test_client_dropped_during_pin_gets_an_error(world: World, moment: str) -> None:
     world.put(KEYS[0])
     world.interrupt(moment, world.drop_client)
     with pytest.raises(OSError, match="has dropped this client") as raised:
@@ -174,7 +174,7 @@ def test_a_client_that_is_dropped_while_it_pins_is_told(world: World, moment: st
     assert raised.value.errno == errno.ESTALE and world.reader.held == 0
 
 
-def test_a_copy_does_not_count_when_its_client_was_dropped_meanwhile(world: World) -> None:
+def test_copy_is_void_when_its_client_is_dropped(world: World) -> None:
     for key in KEYS[:3]:
         world.put(key, 1)
     keys, names = b"".join(KEYS[:3]), [world.named(key) for key in KEYS[:3]]
@@ -202,7 +202,7 @@ def test_all_are_copied_or_none_when_one_is_removed_meanwhile(world: World, mome
     ]
 
 
-def test_a_value_of_another_name_is_never_held_nor_copied_nor_measured(world: World) -> None:
+def test_hash_collision_with_another_name_is_a_miss(world: World) -> None:
     """A hash of two names may be one key; also names of one length."""
     key, name = KEYS[0], World.named(KEYS[0])
     world.put(key)
@@ -229,7 +229,7 @@ _VERSION, _OFFSET = -8, 16
 """Words of an entry (shared_table.h), from its key."""
 
 
-def test_an_entry_that_is_being_written_is_not_taken_up(world: World) -> None:
+def test_entry_being_written_is_not_adopted(world: World) -> None:
     key, name = KEYS[0], World.named(KEYS[0])
     world.put(key)
     version = poke(world, key, _VERSION, 1)
@@ -239,7 +239,7 @@ def test_an_entry_that_is_being_written_is_not_taken_up(world: World) -> None:
     assert world.hold(key)[0] == world.values[key]
 
 
-def test_an_entry_is_not_believed_when_it_points_behind_the_memory(world: World) -> None:
+def test_entry_pointing_beyond_memory_is_a_miss(world: World) -> None:
     """The table is another process's: what it says is looked at, not trusted."""
     world.put(KEYS[0])
     for offset in (UNIT * UNITS - 1, UNIT * UNITS, UNIT * UNITS + 1, 1 << 62, (1 << 64) - 1):

@@ -49,7 +49,7 @@ class EngineTwin:
         return 1000 + 10 * key[0] + key[1]
 
     def expected(self) -> dict[int, tuple[int, int]]:
-        """As :meth:`EngineKvFeed.counts` must say."""
+        """As :meth:`EngineKvFeed.block_counts` must say."""
         return {self.name(key): (count, 0) for key, count in self.copies.items() if count}
 
 
@@ -63,13 +63,13 @@ def test_with_replays_the_feed_knows_what_the_engine_has(seed: int) -> None:
         if draw.random() < 0.2:
             continue  # lost on its way
         number = len(engine.batches) - 1
-        first = feed.live(number, engine.batches[-1])
+        first = feed.on_live_batch(number, engine.batches[-1])
         while first is not None:
             for at in range(first, number + draw.randrange(0, 2)):
                 if at == first or draw.random() < 0.8:
-                    feed.replayed(at, engine.batches[at])
-            first = feed.replay_ended()
-        assert feed.counts() == engine.expected()
+                    feed.on_replayed_batch(at, engine.batches[at])
+            first = feed.on_replay_ended()
+        assert feed.block_counts() == engine.expected()
         for chain, tokens in enumerate(engine.chains):
             packed = _core.block_identities(DEFAULT_KEY, ROOT, np.array(tokens, np.int32), BLOCK)
             depth = next((at for at in range(4) if not engine.copies[chain, at]), 4)
@@ -87,6 +87,6 @@ def test_without_replays_it_never_knows_more_than_the_engine_has(seed: int) -> N
         engine.act()
         if draw.random() < 0.2:
             continue
-        feed.live(len(engine.batches) - 1, engine.batches[-1])
+        feed.on_live_batch(len(engine.batches) - 1, engine.batches[-1])
         truth = engine.expected()
-        assert all(count[0] <= truth.get(name, (0, 0))[0] for name, count in feed.counts().items())
+        assert all(count[0] <= truth.get(name, (0, 0))[0] for name, count in feed.block_counts().items())

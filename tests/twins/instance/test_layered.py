@@ -10,6 +10,7 @@ from dataclasses import replace
 from geometries import SHAPES
 from instance_world import LAYERS, VOCAB, World, config, request
 from memserve.base.types import FinishReason, KVGeometry, Tier
+from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.protocol.events import RequestCancelled
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(120)] for family in range(3)]
@@ -84,7 +85,7 @@ def life(seed: int, steps: int = 400, geometry: KVGeometry = SMALL) -> Counter[s
     report = pool.report()
     assert all(report.by_tier[tier].blocks_used == 0 for tier in (Tier.HBM, Tier.DRAM)), report
     layers = world.machine.state.memory.layers
-    assert layers is not None
+    assert isinstance(layers, LayerPlacer)
     return Counter(
         admitted=layers.admitted,
         converted=layers.converted,
@@ -119,14 +120,14 @@ def test_real_layers_lie_anywhere_as_well() -> None:
     assert seen["admitted"] and seen["converted"] and seen["read"] > 1000, seen
 
 
-def test_layers_are_kept_while_there_is_room_and_given_up_for_others() -> None:
+def test_resident_layers_are_evicted_under_pressure() -> None:
     """The first prompt lies whole. The second begins beside it by layer, keeps what it can when the first has ended,
     and gives it up, layer by layer, for the third."""
     sizes = {"hbm": 48, "dram": 60, "context": CONTEXT, "running": 3, "step_tokens": 16, "chunk": 4}
     cfg = config(**sizes, caching=False, layerwise="auto", link_bytes_s=1e15)
     world = World(cfg, 4, twin=False)
     layers = world.machine.state.memory.layers
-    assert layers is not None
+    assert isinstance(layers, LayerPlacer)
     world.arrive(request("whole", FAMILIES[0][:118], max_tokens=12))
     world.arrive(request("by layer", FAMILIES[1][:110], max_tokens=45))
     for _ in range(55):
@@ -144,14 +145,14 @@ def test_layers_are_kept_while_there_is_room_and_given_up_for_others() -> None:
     assert layers.admitted == 1 and set(world.final.values()) == {FinishReason.LENGTH}
 
 
-def test_what_the_link_does_not_carry_is_parked_behind_its_first_token() -> None:
+def test_sequence_beyond_link_rate_is_swapped_after_first_token() -> None:
     """Memory is full of an answer that takes long. A second prompt is computed beside it all the same, its client has
     the first token, and it goes on in whole blocks when the other has ended: prompts do not wait for memory."""
     sizes = {"hbm": 56, "dram": 160, "context": CONTEXT, "running": 3, "step_tokens": 16, "chunk": 4}
     world = World(config(**sizes, caching=False, layerwise="auto", link_bytes_s=3e9), 4, twin=False)
     state = world.machine.state
     layers = state.memory.layers
-    assert layers is not None
+    assert isinstance(layers, LayerPlacer)
     world.arrive(request("long", FAMILIES[0][:118], max_tokens=40))
     for _ in range(10):
         world.step()
@@ -169,13 +170,13 @@ def test_what_the_link_does_not_carry_is_parked_behind_its_first_token() -> None
     assert set(world.final.values()) == {FinishReason.LENGTH} and layers.resumed == 0
 
 
-def test_a_parked_sequence_goes_on_by_layer_when_the_link_carries_it() -> None:
+def test_swapped_sequence_resumes_by_layer_within_link_rate() -> None:
     """Steps become longer, so the link carries more beside them."""
     sizes = {"hbm": 56, "dram": 160, "context": CONTEXT, "running": 3, "step_tokens": 16, "chunk": 4}
     world = World(config(**sizes, caching=False, layerwise="auto", link_bytes_s=3e9), 4, twin=False)
     state = world.machine.state
     layers = state.memory.layers
-    assert layers is not None
+    assert isinstance(layers, LayerPlacer)
     world.arrive(request("long", FAMILIES[0][:118], max_tokens=40))
     world.arrive(request("second", FAMILIES[1][:110], max_tokens=20))
     while not state.parked:
@@ -206,7 +207,7 @@ def test_parked_sequences_that_fit_together_go_on_together() -> None:
     assert together
 
 
-def test_what_is_parked_for_another_tenant_does_not_come_before_it() -> None:
+def test_sequence_swapped_for_another_tenant_resumes_after_it() -> None:
     """One of two answers gives its slot up for the prompt of another tenant, which has room, whole; in
     DRAM there is none for both."""
     sizes = {"hbm": 80, "dram": 10, "context": CONTEXT, "running": 2, "step_tokens": 16, "chunk": 4}

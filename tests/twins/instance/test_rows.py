@@ -95,7 +95,7 @@ STATES = st.tuples(
         max_size=8,
     ),
 )
-def test_the_loops_do_what_their_twins_do(states, operations) -> None:
+def test_row_loops_equal_their_twins(states, operations) -> None:
     """Any fleet, any order of calls: what is returned, and every field of every sequence, is the same."""
     rows = [make(Row, 1000 + name, state) for name, state in enumerate(states)]
     twins = [make(Twin, 1000 + name, state) for name, state in enumerate(states)]
@@ -132,7 +132,7 @@ CALLS = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("damage", ["another type", "nothing set", "out", "draw", "stops", "no list"])
-def test_what_is_no_row_is_refused_before_anything_changes(call, damage) -> None:
+def test_invalid_row_is_refused_before_any_change(call, damage) -> None:
     """Also when the rows before it are fine."""
     good, bad = ready(), ready(2000)
     before = fields(good)

@@ -67,7 +67,7 @@ class World:
         self.machine = Cluster(self.config, remembers=True)
         self.sent: list[Send] = []
         self.order: list[str] = []
-        self.handle(StateRecovered(self.state.recovered(0), self.me, f"tcp://r:{generation}"))
+        self.handle(StateRecovered(self.state.recovered_state(0), self.me, f"tcp://r:{generation}"))
 
     def handle(self, event: Any, after_ns: int = 0) -> list[Send]:
         self.now += after_ns
@@ -92,7 +92,7 @@ class World:
     def successor(self, downtime_ns: int = 0) -> Self:
         """The router is killed; the next one finds the state."""
         found = MetadataState()
-        found.apply(self.state.records())
+        found.apply(self.state.checkpoint_records())
         return type(self)(found, self.me.generation + 1, self.now + downtime_ns)
 
     def ask(self, name: str, session: str = "") -> Peer | None:
@@ -103,36 +103,36 @@ class World:
 
     def blocks(self) -> list[bytes]:
         """Identities of the prompt's blocks."""
-        run = self.machine._trees.identities("", "space", PROMPT, 4)
+        run = self.machine._trees.prompt_identities("", "space", PROMPT, 4)
         return [run[at : at + 16] for at in range(0, len(run), 16)]
 
     def knows(self) -> dict[str, Any]:
         """What the machine knows of what must be kept."""
         machine, members = self.machine, []
         for member in machine._registry:
-            held = dict(zip(tiers_of(member.info.role), machine._trees.holdings(member.number), strict=True))
+            held = dict(zip(tiers_of(member.info.role), machine._trees.holdings_of(member.number), strict=True))
             hbm, dram, ssd = (as_set(held.get(tier, b"")) for tier in Tier)
             draining = member.drains or member.state.value == "draining"
-            next_event = machine._trees.feed(member.number).next_event
+            next_event = machine._trees.feed_of(member.number).next_event
             members.append((member.info, draining, next_event, hbm, dram, ssd))
         return {
             "members": members,
             "gone": list(machine._registry._dead),
             "sessions": sorted(((t, s), peers) for t, s, peers in machine._sessions._places.items()),
             "handles": {
-                (h.tenant, h.name): (h.tokens.tobytes(), h.expires_ns) for h in machine._handles._named.values()
+                (h.tenant, h.name): (h.tokens.tobytes(), h.expires_ns) for h in machine._named_prefixes._named.values()
             },
         }
 
     def kept(self) -> dict[str, Any]:
         """What the state knows."""
-        found = self.state.recovered(0)
+        found = self.state.recovered_state(0)
         members = [
             (m.info, m.is_draining, m.next_event, as_set(m.hbm), as_set(m.dram), as_set(m.ssd)) for m in found.members
         ]
         return {
             "members": members,
-            "gone": list(found.gone),
+            "gone": list(found.dead_peers),
             "sessions": sorted(((way.tenant, way.session), way.peers) for way in found.sessions),
             "handles": {(pin.tenant, pin.handle): (pin.tokens, pin.expires_ns) for pin in found.handles},
         }
@@ -162,7 +162,7 @@ def world() -> World:
 # -- stories
 
 
-def test_what_must_be_durable_stands_before_what_is_said(world: World) -> None:
+def test_durable_records_precede_sends(world: World) -> None:
     assert world.order == ["Note"]  # entries may come later
     world.hear(Peer("p3", 1), Join(info(Peer("p3", 1))))
     assert world.order[0] == "Remember" and set(world.order[1:]) == {"Send"}
@@ -175,7 +175,7 @@ def test_what_must_be_durable_stands_before_what_is_said(world: World) -> None:
     assert "Remember" not in Cluster(CONFIG).handle(MessageArrived(P1, Join(info(P1))), 0)
 
 
-def test_the_first_decision_of_the_next_router_goes_by_the_recovered_entries(world: World) -> None:
+def test_next_router_routes_by_recovered_entries(world: World) -> None:
     assert world.ask("before") == P2
     after = world.successor()
     assert {send.to for send in after.told(RejoinRequest)} == {P1, P2}
@@ -196,7 +196,7 @@ class RoomForOne(World):
     config = replace(CONFIG, admission=AdmissionConfig(Admission.MEMORY, unit_tokens=256))
 
 
-def test_who_comes_back_brings_room_for_who_waits_at_the_gate() -> None:
+def test_rejoined_instance_gives_room_to_queued_requests() -> None:
     """The gate looks when something has happened: also when an instance opens that it has known as closed."""
     before = RoomForOne()
     for peer in (P1, P2):
@@ -208,22 +208,22 @@ def test_who_comes_back_brings_room_for_who_waits_at_the_gate() -> None:
     assert [send.to for send in after.told(Dispatch)] == [P2]
 
 
-def test_entries_of_an_incarnation_that_is_no_more_are_not_counted(world: World) -> None:
+def test_entries_of_a_dead_incarnation_are_not_counted(world: World) -> None:
     after, newer = world.successor(), Peer("p2", 21)
     after.hear(newer, Join(info(newer)))
-    assert after.machine._trees.holdings(after.machine._registry.named("p2").number) == (b"", b"")
+    assert after.machine._trees.holdings_of(after.machine._registry.member_by_name("p2").number) == (b"", b"")
     assert after.ask("r") == newer  # the only one that is there
     assert after.machine.stats().counters.matched_tokens == 0
     assert after.hear(P2, Heartbeat(Load()))[0].message == Expelled("this incarnation is no member")
 
 
-def test_who_does_not_answer_is_gone_and_stays_gone(world: World) -> None:
+def test_member_without_rejoin_is_removed_for_good(world: World) -> None:
     after = world.successor()
     after.hear(P1, Join(info(P1)))
     for _ in range(3):
         after.hear(P1, Heartbeat(Load()), after_ns=NS_PER_S)
     assert [view.peer for view in after.machine.instances()] == [P1]
-    assert MemberGone(P2) in list(after.state.records())
+    assert MemberGone(P2) in list(after.state.checkpoint_records())
     again = after.successor()
     assert {send.to for send in again.told(RejoinRequest)} == {P1}
     assert isinstance(again.hear(P2, Join(info(P2)))[0].message, Expelled)
@@ -239,17 +239,17 @@ def test_a_lost_recall_is_repeated_at_the_next_sign_of_life(world: World) -> Non
     )
 
 
-def test_a_store_that_belongs_to_another_router_meanwhile_is_let_go(world: World) -> None:
+def test_store_that_joined_another_router_is_forgotten(world: World) -> None:
     """It is not asked again and again; when it is free again, it joins as another incarnation."""
     after = world.successor()
     sent = after.hear(P1, Refused("it belongs to another"))
     assert [send.to for send in sent] == [P2], "it is not asked to rejoin"
-    assert MemberGone(P1) in list(after.state.records())
+    assert MemberGone(P1) in list(after.state.checkpoint_records())
     assert [view.peer for view in after.machine.instances()] == [P2]
     assert isinstance(after.hear(P1, Join(info(P1)))[0].message, Expelled)
 
 
-def test_whoever_was_draining_goes_on_draining(world: World) -> None:
+def test_draining_state_survives_router_restart(world: World) -> None:
     world.handle(InstanceDrained("p2"))
     after = world.successor()
     after.hear(P2, Join(info(P2)))
@@ -268,7 +268,7 @@ def test_sessions_and_handles_find_their_places_again(world: World) -> None:
     after.handle(ClockTicked(), after_ns=NS_PER_S)
     [pin] = after.told(Pin)
     assert pin.to == P2 and pin.message.ttl_ns == 98 * NS_PER_S and (pin.message.tokens == PROMPT).all()
-    assert after.machine._sessions.numbers("", "s") == (after.machine._registry.named("p2").number,)
+    assert after.machine._sessions.member_numbers("", "s") == (after.machine._registry.member_by_name("p2").number,)
 
 
 def test_handles_that_have_expired_meanwhile_are_forgotten(world: World) -> None:
@@ -277,7 +277,7 @@ def test_handles_that_have_expired_meanwhile_are_forgotten(world: World) -> None
     assert not after.machine.handles() and not after.state.handles
 
 
-def test_a_cluster_of_another_model_is_not_kept_out_by_shadows(world: World) -> None:
+def test_recovered_entries_do_not_block_another_model(world: World) -> None:
     after, other = world.successor(), Peer("p1", 11)
     answer = after.hear(other, Join(msgspec.structs.replace(info(other), namespace="other")))
     assert not any(isinstance(send.message, Refused) for send in answer)
@@ -287,7 +287,7 @@ def test_a_cluster_of_another_model_is_not_kept_out_by_shadows(world: World) -> 
 def test_every_router_has_a_higher_generation_on_record(world: World) -> None:
     after = world.successor()
     assert after.state.router == Peer("router", 2) and after.order[0] == "Remember"
-    assert next(after.state.records()) == RouterStarted(Peer("router", 2), "tcp://r:2")
+    assert next(after.state.checkpoint_records()) == RouterStarted(Peer("router", 2), "tcp://r:2")
 
 
 class KeepingWorld(World):
@@ -296,7 +296,7 @@ class KeepingWorld(World):
     config = replace(CONFIG, admission=AdmissionConfig(Admission.MEMORY, evictions_max=1, output_tokens_max=0))
 
 
-def test_what_was_used_last_is_evicted_last_by_the_next_router() -> None:
+def test_next_router_evicts_recovered_entries_by_last_use() -> None:
     """The times of recovered entries: they count as used for a minute from their last use, and go in that order."""
     world = KeepingWorld()
     world.hear(P1, Join(info(P1)))
@@ -306,13 +306,13 @@ def test_what_was_used_last_is_evicted_last_by_the_next_router() -> None:
     after = world.successor(downtime_ns=5 * NS_PER_S)
     after.hear(P1, Join(info(P1)))
     ledger = after.machine._lifecycle.admission.memory.ledger
-    kept_last, used_last = ledger.inactive(0)
+    kept_last, used_last = ledger.inactive_requests(0)
     total = int(ledger.blocks_total(np.array([0]))[0])
     assert ledger.blocks_free(0) == total - 2
-    assert ledger.relieve(Need(total - 1), [0], 1).evicted == (kept_last,), "used at 10 s"
+    assert ledger.evict_for(Need(total - 1), [0], 1).evicted == (kept_last,), "used at 10 s"
     for after_ns, free in ((54 * NS_PER_S, 1), (2 * NS_PER_S, 0)):  # until 79 s, and 81 s
         after.hear(P1, Heartbeat(Load()), after_ns=after_ns)
-        assert ledger.blocks_free(0) == total - free and list(ledger.inactive(0)) == [used_last][:free]
+        assert ledger.blocks_free(0) == total - free and list(ledger.inactive_requests(0)) == [used_last][:free]
 
 
 # -- at random: the state is the machine's twin
@@ -384,7 +384,7 @@ class RandomLife(World):
         rng, index = self.rng, self.index_of(peer)
         index.change()
         log = index.log
-        known = self.machine._trees.feed(self.machine._registry.get(peer).number).next_event
+        known = self.machine._trees.feed_of(self.machine._registry.get(peer).number).next_event
         first = min(len(log), max(0, known + rng.choice([0, 0, 0, 1, 2, -1])))
         self.hear(peer, KvEvents(first, tuple(log[first : first + rng.randrange(1, 4)])))
         for send in self.told(QueryKvEvents):
@@ -413,7 +413,7 @@ class RandomLife(World):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_the_book_is_the_machines_twin_through_many_routers(seed: int) -> None:
+def test_journal_state_equals_machine_through_many_routers(seed: int) -> None:
     world, rng = RandomLife(), random.Random(seed)
     world.rng = rng
     for _ in range(rng.randrange(2, 4)):

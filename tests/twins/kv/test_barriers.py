@@ -203,13 +203,13 @@ class Life:
                     seq.lease = self.pool.acquire("", array(()))
 
     def demote(self) -> None:
-        self.pool.demote(self.random.randint(1, 3))
+        self.pool.demote_blocks(self.random.randint(1, 3))
 
     # -- others
 
     def heed(self, fence: int) -> int:
         """Count what a fence by block is worth."""
-        now, finished = self.fences.all_settled(), self.fences.finished
+        now, finished = self.fences.all_settled(), self.fences.last_finished
         assert fence <= now, "waiting for more than everything"
         self.at_once += fence <= finished < now
         self.sooner += finished < fence < now
@@ -226,7 +226,7 @@ class Life:
 
     def lend(self) -> None:
         tokens = self.random.choice([self.prompt(), *(seq.tokens for seq in self.seqs)])
-        hbm, dram = self.pool.lend("", array(tokens))
+        hbm, dram = self.pool.export_blocks("", array(tokens))
         places = [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
         if places:
             self.lent.append((tokens, places, self.heed(self.fences.safe_to_read(places))))
@@ -234,11 +234,11 @@ class Life:
     def go_on(self) -> None:
         """Each does its part when it may: not before, and not always at once."""
         for imported in self.imports:
-            if self.fences.passed(imported.fence) and self.random.random() < 0.5:
+            if self.fences.has_passed(imported.fence) and self.random.random() < 0.5:
                 imported.written = True
                 for at, place in enumerate(imported.places):
                     self.memory[place] = imported.tokens[: (at + 1) * BLOCK]
-        for entry in [entry for entry in self.lent if self.fences.passed(entry[2]) and self.random.random() < 0.7]:
+        for entry in [entry for entry in self.lent if self.fences.has_passed(entry[2]) and self.random.random() < 0.7]:
             self.lent.remove(entry)
             tokens, places, _ = entry
             for at, place in enumerate(places):
@@ -304,7 +304,7 @@ def lives(seeds: range, steps: int = 300) -> list[Life]:
 
 @settings(max_examples=1000, deadline=None)
 @given(st.integers(0, 1 << 40))
-def test_nobody_reads_or_writes_what_a_plan_under_way_touches(seed: int) -> None:
+def test_blocks_of_plans_in_flight_are_not_read_or_written(seed: int) -> None:
     Life(seed).live(300)
 
 
@@ -316,14 +316,14 @@ def test_most_need_not_wait() -> None:
 
 
 @pytest.mark.parametrize("safeguard", ["let_go", "copied", "filled"])
-def test_without_one_of_the_accounts_somebody_is_wrong(safeguard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabling_any_access_log_is_detected(safeguard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockAccessLog, safeguard, lambda *_: None)
     with pytest.raises(AssertionError, match=r"reads wrong KV|is not there|somebody wrote"):
         lives(range(40))
 
 
 @pytest.mark.parametrize("question", ["safe_to_overwrite", "safe_to_read"])
-def test_who_does_not_ask_is_wrong(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignoring_any_barrier_is_detected(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Barriers, question, lambda *_: 0)
     with pytest.raises(AssertionError, match=r"reads wrong KV|is not there|somebody wrote"):
         lives(range(40))
@@ -335,18 +335,18 @@ def test_last_plans_beside_a_plain_list(ops: list[tuple[str, int, set[int]]]) ->
     for name, plan, blocks in ops:
         if name == "forget":
             finished = max(finished, plan)
-            plans.forget(finished)
+            plans.forget_until(finished)
         else:
-            plans.note(finished + plan, list(blocks))
+            plans.note_blocks(finished + plan, list(blocks))
             noted.append((finished + plan, blocks))
         for asked in ([0], [1, 2], [3, 4, 5], []):
             expected = max([plan for plan, held in noted if plan > finished and held & set(asked)], default=0)
-            assert plans.of(asked) == expected
-    plans.forget(1 << 30)
+            assert plans.last_plan_of(asked) == expected
+    plans.forget_until(1 << 30)
     assert not plans._blocks, "finished plans are remembered"
 
 
-def test_what_waits_is_described_only_where_it_is_wrong() -> None:
+def test_waiting_work_is_described_only_on_violation() -> None:
     """The check runs after every event of a fuzzed cluster; a description of an import took a hundred times as long."""
 
     class Waiting:

@@ -75,7 +75,7 @@ class History:
         if node is not None and isinstance(message, PeerJoined):
             node.take(node.exchange.peer_joined(message.info, self.world.now))
         elif node is not None:
-            node.take(node.exchange.peer_gone(message.peer, self.world.now))
+            node.take(node.exchange.peer_removed(message.peer, self.world.now))
 
     def announce(self, message, about: str) -> None:
         for node in self.world.nodes.values():
@@ -119,7 +119,7 @@ class History:
             node.end(self.random.choice(settled))
 
     def demote(self) -> None:
-        self.node().pool.demote(self.random.randint(1, 4))
+        self.node().pool.demote_blocks(self.random.randint(1, 4))
 
     def bring_up(self) -> None:
         """A sequence that only reads: mostly cached prefixes, some of them in DRAM."""
@@ -199,7 +199,7 @@ class History:
                 first = self.random.randrange(whole)
                 dst_tier = self.random.choice([Tier.HBM, Tier.HBM, Tier.HBM, Tier.DRAM])
                 offer_id = node.offer(self.other(node).peer, seq, first, whole, dst_tier=dst_tier)
-                node.exchange.computed(offer_id, first, whole)
+                node.exchange.announce_computed(offer_id, first, whole)
                 node.take([])
 
     def send_raw(self) -> None:
@@ -216,7 +216,7 @@ class History:
             label = raw_label(seq, first)
             options = {"insert": False, "dst_blocks": dst_blocks, "dst_tier": dst_tier, "private": label}
             offer_id = node.offer(to, seq, first, end, **options)
-            node.exchange.computed(offer_id, first, end)
+            node.exchange.announce_computed(offer_id, first, end)
             node.take([])
 
     def allocate(self) -> None:
@@ -248,7 +248,7 @@ class History:
         if mine:
             offer_id = self.random.choice(mine)
             node.offers[offer_id] = False
-            node.exchange.withdraw(offer_id, "changed my mind")
+            node.exchange.withdraw_offer(offer_id, "changed my mind")
             node.take([])
 
     def give_up(self) -> None:
@@ -306,7 +306,7 @@ class History:
         node = self.node()
         old = node.peer
         node.peer = Peer(old.name, old.generation + 1)
-        node.exchange.reborn(node.peer)
+        node.exchange.restart_as(node.peer)
         node.take([])
         node.expecting.clear()
         node.offers.clear()
@@ -427,7 +427,7 @@ class Handing:
         request = Request("r", tokens, tenant=tenant, use_cache=insert)
         mode = TransferMode.BY_LAYER if by_layer else random.choice(list(TransferMode)[1:])
         offer_id = node.offer(to, seq, request=request, insert=insert, mode=mode)
-        node.exchange.computed(offer_id, 0, len(seq.blocks))
+        node.exchange.announce_computed(offer_id, 0, len(seq.blocks))
         node.take([])
         return cls(history, node, seq, offer_id, by_layer, len(seq.blocks))
 
@@ -450,7 +450,7 @@ class Handing:
         if fresh is None:
             if node.offers.get(self.offer_id):
                 node.offers[self.offer_id] = False
-                node.exchange.withdraw(self.offer_id, "no room")
+                node.exchange.withdraw_offer(self.offer_id, "no room")
                 node.take([])
             node.end(seq)
             return False
@@ -467,7 +467,7 @@ class Handing:
         node.pool.publish(seq.lease, seq.tenant, tokens, blocks, written_by=step_id)
         self.under_way = (step_id, count, 0)
         if not self.by_layer and self.history.random.random() < 0.5:
-            node.exchange.computed(self.offer_id, self.done, self.done + count, fence=step_id)
+            node.exchange.announce_computed(self.offer_id, self.done, self.done + count, fence=step_id)
             node.take([])
             self.done, self.under_way = self.done + count, None
         return True
@@ -485,13 +485,13 @@ class Handing:
             return False
         if not self.by_layer:
             if plan is None:
-                node.exchange.computed(self.offer_id, self.done, self.done + count, fence=0)
+                node.exchange.announce_computed(self.offer_id, self.done, self.done + count, fence=0)
                 self.done, self.under_way = self.done + count, None
             else:
                 node.finish_plan()
         else:
             end = self.history.random.randint(layers + 1, LAYERS)
-            node.exchange.computed(self.offer_id, self.done, self.done + count, layers, end, fence=0)
+            node.exchange.announce_computed(self.offer_id, self.done, self.done + count, layers, end, fence=0)
             self.under_way = (step_id, count, end)
             if end == LAYERS:
                 self.done, self.under_way = self.done + count, None

@@ -51,18 +51,18 @@ def test_the_sketch_is_as_described(seed: int) -> None:
         first, count = int(rng.integers(0, 3_900)), int(rng.integers(1, 300))
         batch = pool[first * IDENTITY_BYTES : (first + count) * IDENTITY_BYTES]
         counted = int(rng.integers(0, 400))
-        assert sketch.add(batch, counted) == pytest.approx(twin.add(batch, counted), rel=1e-9, abs=1e-9)
+        assert sketch.add_identities(batch, counted) == pytest.approx(twin.add(batch, counted), rel=1e-9, abs=1e-9)
         assert sketch.total == twin.total and sketch._chance == twin.chance
     assert sketch._registers.tolist() == twin.registers
     sketch.check_invariants()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_counts_like_a_set(seed: int) -> None:
+def test_sketch_counts_like_a_set(seed: int) -> None:
     rng, sketch, twin = np.random.default_rng(seed), DistinctBlocks(), set()
     for _ in range(300):
         batch = [f"{seed}-{number}" for number in rng.integers(0, 60_000, rng.integers(0, 500))]
-        new = sketch.add(identities(batch))
+        new = sketch.add_identities(identities(batch))
         fresh = set(batch) - twin
         twin |= fresh
         assert abs(new - len(fresh)) <= 10 + 0.35 * len(fresh), "each batch roughly"
@@ -70,14 +70,18 @@ def test_it_counts_like_a_set(seed: int) -> None:
     sketch.check_invariants()
 
 
-def test_what_is_known_is_never_new() -> None:
+def test_known_identities_are_never_new() -> None:
     sketch, batch = DistinctBlocks(), identities(range(5_000))
-    assert sketch.add(batch) > 4_900 and sketch.add(batch) == 0.0 and sketch.add(b"") == 0.0
+    assert (
+        sketch.add_identities(batch) > 4_900
+        and sketch.add_identities(batch) == 0.0
+        and sketch.add_identities(b"") == 0.0
+    )
 
 
-def test_it_stays_right_where_every_register_is_in_use() -> None:
+def test_sketch_is_accurate_with_all_registers_in_use() -> None:
     sketch, rng, count = DistinctBlocks(), np.random.default_rng(1), 20 * REGISTERS
-    sketch.add(rng.bytes(count * IDENTITY_BYTES))
+    sketch.add_identities(rng.bytes(count * IDENTITY_BYTES))
     assert abs(sketch.total - count) < 0.02 * count
     assert sketch.nbytes <= 1 << 20
     sketch.check_invariants()
@@ -86,7 +90,7 @@ def test_it_stays_right_where_every_register_is_in_use() -> None:
 def test_extreme_identities_are_ranked_without_rounding() -> None:
     sketch = DistinctBlocks()
     for first in (b"\x00" * 8, b"\xff" * 8, b"\x00" * 7 + b"\x01", b"\xff" * 4 + b"\x00" * 4):
-        sketch.add(first + b"\x07" + b"\x00" * 7)
+        sketch.add_identities(first + b"\x07" + b"\x00" * 7)
         sketch.check_invariants()
     assert sketch._registers[7] == 33 and np.count_nonzero(sketch._registers) == 1
 
@@ -96,7 +100,7 @@ def test_extreme_identities_are_ranked_without_rounding() -> None:
 def test_a_broken_sketch_is_noticed(count: int, place: int) -> None:
     """Whichever register it is, and however many are in use."""
     sketch = DistinctBlocks()
-    sketch.add(np.random.default_rng(2).bytes(count * IDENTITY_BYTES))
+    sketch.add_identities(np.random.default_rng(2).bytes(count * IDENTITY_BYTES))
     sketch.check_invariants()
     sketch._registers[place] += 1
     with pytest.raises(InvariantError, match="changes a register"):
@@ -105,39 +109,41 @@ def test_a_broken_sketch_is_noticed(count: int, place: int) -> None:
 
 def test_a_sketch_that_counts_too_few_is_noticed() -> None:
     sketch = DistinctBlocks()
-    sketch.add(identities(range(100)))
+    sketch.add_identities(identities(range(100)))
     sketch.total = np.count_nonzero(sketch._registers) - 1.0
     with pytest.raises(InvariantError, match="registers are in use"):
         sketch.check_invariants()
 
 
-def test_answers_are_known_to_later_prompts_and_do_not_count_as_prompts() -> None:
+def test_answers_count_as_known_tokens_not_as_prompts() -> None:
     ceiling = ReuseCeiling()
-    ceiling.prompt("ada", identities(range(100)), 1001, 10)
-    ceiling.answer("ada", identities(range(100, 150)))
-    ceiling.prompt("ada", identities(range(160)), 1600, 10)
-    count = ceiling.counts()["ada"]
+    ceiling.count_prompt("ada", identities(range(100)), 1001, 10)
+    ceiling.count_answer("ada", identities(range(100, 150)))
+    ceiling.count_prompt("ada", identities(range(160)), 1600, 10)
+    count = ceiling.counts_by_tenant()["ada"]
     exact = 1001 + 10 * 9 + 10
-    assert count.seen == 2601 and abs(count.new - exact) < 30 and abs(count.attainable - 1500 / 2601) < 0.02
-    ceiling.prompt("ada", identities(range(160)), 1601, 10)
-    assert ceiling.counts()["ada"].new == count.new + 1, "the last block was learnt, though it could not be reused"
+    assert count.total == 2601 and abs(count.new - exact) < 30 and abs(count.attainable - 1500 / 2601) < 0.02
+    ceiling.count_prompt("ada", identities(range(160)), 1601, 10)
+    assert ceiling.counts_by_tenant()["ada"].new == count.new + 1, (
+        "the last block was learnt, though it could not be reused"
+    )
     ceiling.check_invariants()
 
 
-def test_tenants_are_counted_apart_and_the_number_of_sketches_is_bounded() -> None:
+def test_tenants_have_separate_sketches_within_a_bound() -> None:
     ceiling = ReuseCeiling()
     for number in range(TENANTS_MAX + 20):
-        ceiling.prompt(f"t{number}", identities(f"{number}-{block}" for block in range(10)), 1001, 100)
-        ceiling.prompt(f"t{number}", identities(f"{number}-{block}" for block in range(10)), 1001, 100)
-    assert len(ceiling.counts()) == TENANTS_MAX
-    assert all(abs(count.attainable - 0.5) < 0.01 for count in ceiling.counts().values())
-    whole = ceiling.whole()
-    assert whole.seen == 2002 * (TENANTS_MAX + 20) and abs(whole.attainable - 0.5) < 0.01
+        ceiling.count_prompt(f"t{number}", identities(f"{number}-{block}" for block in range(10)), 1001, 100)
+        ceiling.count_prompt(f"t{number}", identities(f"{number}-{block}" for block in range(10)), 1001, 100)
+    assert len(ceiling.counts_by_tenant()) == TENANTS_MAX
+    assert all(abs(count.attainable - 0.5) < 0.01 for count in ceiling.counts_by_tenant().values())
+    whole = ceiling.total_counts()
+    assert whole.total == 2002 * (TENANTS_MAX + 20) and abs(whole.attainable - 0.5) < 0.01
     ceiling.check_invariants()
 
 
 def test_nothing_seen_has_no_ceiling() -> None:
-    assert ReuseCeiling().whole().attainable == 0.0 and ReuseCeiling().counts() == {}
+    assert ReuseCeiling().total_counts().attainable == 0.0 and ReuseCeiling().counts_by_tenant() == {}
 
 
 def test_the_ceiling_of_a_recorded_half_hour(data_sets: Path) -> None:
@@ -150,8 +156,8 @@ def test_the_ceiling_of_a_recorded_half_hour(data_sets: Path) -> None:
         for line in lines:
             hashes = json.loads(line)["hash_ids"]
             tokens = 512 * len(hashes) + 1  # every block whole
-            ceiling.prompt("", identities(hashes), tokens, 512)
+            ceiling.count_prompt("", identities(hashes), tokens, 512)
             seen, new = seen + tokens, new + 512 * len(set(hashes) - known) + 1
             known |= set(hashes)
-    exact, estimate = 1 - new / seen, ceiling.whole().attainable
-    assert ceiling.whole().seen == seen and abs(estimate - exact) <= 0.02 * exact
+    exact, estimate = 1 - new / seen, ceiling.total_counts().attainable
+    assert ceiling.total_counts().total == seen and abs(estimate - exact) <= 0.02 * exact

@@ -67,17 +67,17 @@ def test_loads_are_what_was_sent_and_what_was_said(taken: list[tuple[str, int, o
     present: set[int] = set()
     for what, number, value in taken:
         if number not in present:
-            table.enter(number, Role.COLOCATED, 1000, 10)
+            table.add_member(number, Role.COLOCATED, 1000, 10)
             present.add(number)
         twin = twins[number]
         match what, value:
             case "charge", Work():
-                twin.since.append(table.charge(number, value))
+                twin.since.append(table.charge_work(number, value))
             case "discharge", int():
                 charges = [*twin.before, *twin.since]
                 if charges:
                     charge = charges[value % len(charges)]
-                    table.discharge(charge)
+                    table.discharge_work(charge)
                     twin.end(charge)
             case "beat", Work():
                 load = Load(
@@ -86,13 +86,13 @@ def test_loads_are_what_was_sent_and_what_was_said(taken: list[tuple[str, int, o
                     context_tokens_running=value.context_tokens,
                     hbm_blocks_available=value.sequences,
                 )
-                table.heartbeat(number, load)
+                table.apply_heartbeat(number, load)
                 assert table.room_blocks[number] == value.sequences
                 twin.before, twin.since, twin.reported = twin.before + twin.since, [], value
             case _:
                 for charge in [*twin.before, *twin.since]:
-                    table.discharge(charge)
-                table.leave(number)
+                    table.discharge_work(charge)
+                table.remove_member(number)
                 present.remove(number)
                 twins[number] = Twin()
         for at in range(len(table)):

@@ -41,8 +41,8 @@ def test_every_node_counts_the_prompts_that_go_through_it(seed: int) -> None:
         return [("c1", has, min(1, has))] if has else []
 
     for now, prompt in enumerate(prompts):
-        recent.note("ada", b"".join(chained(prompt)), now)
-    trees = recent.trees(None, match).get("ada", ())
+        recent.add_prompt("ada", b"".join(chained(prompt)), now)
+    trees = recent.build_trees(None, match).get("ada", ())
     names = [chained(prompt) for prompt in prompts]
     uses = {name: sum(name in prompt for prompt in names) for prompt in names for name in prompt}
     by_short = {name[:8].hex(): name for name in uses}
@@ -66,25 +66,25 @@ def test_every_node_counts_the_prompts_that_go_through_it(seed: int) -> None:
 def test_tenants_are_apart() -> None:
     recent = RecentPrompts()
     for tenant in ("ada", "bob"):
-        recent.note(tenant, b"".join(chained([ord(tenant[0]), 1])), 7)
-    assert list(recent.trees(None, lambda _: ())) == ["ada", "bob"]
-    assert list(recent.trees("bob", lambda _: ())) == ["bob"] and recent.trees("eve", lambda _: ()) == {}
+        recent.add_prompt(tenant, b"".join(chained([ord(tenant[0]), 1])), 7)
+    assert list(recent.build_trees(None, lambda _: ())) == ["ada", "bob"]
+    assert list(recent.build_trees("bob", lambda _: ())) == ["bob"] and recent.build_trees("eve", lambda _: ()) == {}
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recent_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = RecentPrompts()
     for number in range(PROMPTS_MAX + 10):
-        recent.note("", b"".join(chained([number % 256, number // 256])), number)
-    assert sum(node.uses for node in recent.trees(None, lambda _: ())[""]) == PROMPTS_MAX
+        recent.add_prompt("", b"".join(chained([number % 256, number // 256])), number)
+    assert sum(node.uses for node in recent.build_trees(None, lambda _: ())[""]) == PROMPTS_MAX
     monkeypatch.setattr(prefix_map, "BYTES_MAX", 64)
-    recent.note("", b"".join(chained([9] * 100)), 1)
-    assert [node.uses for node in recent.trees(None, lambda _: ())[""]] == [1], "the last one stays, however long"
+    recent.add_prompt("", b"".join(chained([9] * 100)), 1)
+    assert [node.uses for node in recent.build_trees(None, lambda _: ())[""]] == [1], "the last one stays, however long"
 
 
 def test_a_long_conversation_is_one_branch() -> None:
     recent = RecentPrompts()
     words = [number % 251 for number in range(PROMPTS_MAX)]
     for turn in range(1, PROMPTS_MAX + 1):
-        recent.note("", b"".join(chained(words[:turn])), turn)
-    depths = [depth for depth, _ in walked(recent.trees(None, lambda _: ())[""])]
+        recent.add_prompt("", b"".join(chained(words[:turn])), turn)
+    depths = [depth for depth, _ in walked(recent.build_trees(None, lambda _: ())[""])]
     assert depths == list(range(1, PROMPTS_MAX + 1))

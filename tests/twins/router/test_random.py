@@ -304,6 +304,6 @@ def totals() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("what", ["gone", "refused", "contradiction", "error", "gap", "late", "resumed"])
-def test_the_storm_does_what_it_is_for(totals: dict[str, int], what: str) -> None:
+def test_random_operations_reach_every_case(totals: dict[str, int], what: str) -> None:
     """Lives in which nothing goes wrong would prove nothing."""
     assert totals.get(what, 0) > 5, totals

@@ -66,17 +66,17 @@ def play(reservations: Reservations, twin: Twin, step: tuple) -> None:
         reservations.unpin(*rest)
         twin.pins.pop(rest[0], None)
     elif what == "lend" and (rest[0], rest[1]) not in twin.loans and rest[2]:
-        reservations.lend(rest[0], rest[1], Need(0, rest[2]))
+        reservations.export_blocks(rest[0], rest[1], Need(0, rest[2]))
         twin.loans[rest[0], rest[1]] = rest[2]
     elif what == "returned":
         theirs = [key for key in twin.loans if key[0] == rest[0]]
-        assert reservations.returned(rest[0]) == bool(theirs)
+        assert reservations.end_exports(rest[0]) == bool(theirs)
         for key in theirs:
             del twin.loans[key]
     elif what == "give_way":
-        assert reservations.give_way(*rest) == twin.give_way(*rest)
+        assert reservations.evict_pins(*rest) == twin.give_way(*rest)
     elif what == "leave":
-        reservations.leave(*rest)
+        reservations.remove_node(*rest)
         twin.pins = {name: pin for name, pin in twin.pins.items() if pin[0] != rest[0]}
         twin.loans = {key: names for key, names in twin.loans.items() if key[1] != rest[0]}
 
@@ -85,17 +85,17 @@ def play(reservations: Reservations, twin: Twin, step: tuple) -> None:
 def test_claims_are_sets_of_blocks(steps, asked):
     ledger, twin = BlockLedger(), Twin()
     for node in NODES:
-        ledger.enter(node, TOTAL)
+        ledger.add_node(node, TOTAL)
     reservations = Reservations(ledger)
     for step in steps:
         play(reservations, twin, step)
         reservations.check_invariants({"x", "y"})
         ledger.check_invariants()
         assert [ledger.blocks_free(node) for node in NODES] == [twin.free(node) for node in NODES]
-        with reservations.lifted():
+        with reservations.without_pins():
             assert [ledger.blocks_free(node) for node in NODES] == [twin.free(node, lifted=True) for node in NODES]
         pinned = {name for _, names in twin.pins.values() for name in names}
-        assert reservations.pinned_part(b"".join(asked)) == b"".join(name for name in asked if name in pinned)
+        assert reservations.pinned_prefix(b"".join(asked)) == b"".join(name for name in asked if name in pinned)
         assert reservations.has_pins == bool(twin.pins)
         for node in NODES:
-            assert reservations.holders(node) == set(ledger.holders(node))
+            assert reservations.holders_of(node) == set(ledger.holders_of(node))

@@ -97,14 +97,14 @@ class World:
             if isinstance(action, Send) and isinstance(action.message, QueryKvEvents):
                 asked = next(p for p in self.pools if p.peer == action.to)
                 self.collect(asked)
-                answer = asked.feed.replay(action.message.first)
+                answer = asked.feed.replay_from(action.message.first)
                 if answer is not None:
                     asked.flying.append((asked.peer, answer))
         self.cluster.check_invariants()
 
     def collect(self, pool: Caching) -> None:
         """What the pool has to tell goes on its way."""
-        news = pool.feed.news()
+        news = pool.feed.take_changes()
         if news is not None:
             pool.flying.append((pool.peer, news))
 
@@ -164,7 +164,7 @@ class TreesLife(RuleBasedStateMachine):
 
     @rule(which=POOL, count=st.integers(1, 4))
     def demote(self, which, count):
-        self.pool(which).pool.demote(count)
+        self.pool(which).pool.demote_blocks(count)
 
     @rule(which=POOL, tenant=st.sampled_from(TENANTS), tokens=TOKENS)
     def delete(self, which, tenant, tokens):
@@ -288,7 +288,7 @@ def test_an_old_snapshot_does_not_undo_newer_events():
     assert world.dump(pool) == pool.truth()
 
 
-def test_what_is_kept_aside_is_bounded_and_asked_for_later():
+def test_buffered_events_are_bounded_and_requested_later():
     """A gap that is never filled: memory stays small, and it heals all the same."""
     world, pool = one_pool()
     for number in range(1, 20):
@@ -323,7 +323,7 @@ def test_the_oracle_notices_a_wrong_tree():
     pool.run("", [0, 1, 0, 1])
     world.settle()
     assert world.dump(pool) == pool.truth()
-    pool.pool.demote(1)
+    pool.pool.demote_blocks(1)
     assert world.dump(pool) != pool.truth()
     world.settle()
     assert world.dump(pool) == pool.truth()

@@ -59,7 +59,7 @@ def killed_lives(seed: int, kills: int, tally: Tally) -> None:
     world.settle()
 
 
-def test_what_was_published_before_the_last_sync_outlives_a_kill(pytestconfig: pytest.Config) -> None:
+def test_synced_values_survive_a_kill(pytestconfig: pytest.Config) -> None:
     tally = Tally()
     while tally.kills < pytestconfig.getoption("--disk-kills"):
         seed = secrets.randbits(32)

@@ -199,7 +199,7 @@ class Life:
         world.run()
         world.store.check_empty()
         log = world.store.machine.values.log
-        assert world.store.known_to_router() == {identity: log.tier_of(identity) for identity in log.identities()}
+        assert world.store.known_to_router() == {identity: log.tier_of(identity) for identity in log.all_identities()}
         for tenant in "tu":
             for prompt in PROMPTS:
                 world.store.check_kv(tenant, prompt)

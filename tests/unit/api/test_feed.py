@@ -64,10 +64,10 @@ async def within(awaited: Any) -> Any:
 def test_all_pages_share_one_reading_and_the_last_one_ends_it() -> None:
     async def run() -> None:
         hub, feed = opened()
-        assert feed.pages == 0 and hub.engine.readings == 0
-        first, second = feed.events(OPERATOR), feed.events(OPERATOR)
+        assert feed.pages_open == 0 and hub.engine.readings == 0
+        first, second = feed.stream_events(OPERATOR), feed.stream_events(OPERATOR)
         one, other = await within(anext(first)), await within(anext(second))
-        assert feed.pages == 2 and steps(one) <= steps(other)
+        assert feed.pages_open == 2 and steps(one) <= steps(other)
         seen = [steps(await within(anext(first))) for _ in range(5)]
         assert seen == sorted(set(seen)), "each event is another reading"
         assert hub.engine.readings - 1 <= seen[-1] <= hub.engine.readings, "two pages, and one reading for both"
@@ -77,19 +77,19 @@ def test_all_pages_share_one_reading_and_the_last_one_ends_it() -> None:
         read = hub.engine.readings
         if others := asyncio.all_tasks() - {asyncio.current_task()}:
             await within(asyncio.wait(others))
-        assert feed.pages == 0 and hub.engine.readings <= read + 1, "no page, no reading"
+        assert feed.pages_open == 0 and hub.engine.readings <= read + 1, "no page, no reading"
 
     asyncio.run(run())
 
 
-def test_a_feed_begins_again_after_its_last_page() -> None:
+def test_feed_restarts_after_its_last_page() -> None:
     async def run() -> None:
         _, feed = opened()
         for _ in range(3):
-            events = feed.events(OPERATOR)
+            events = feed.stream_events(OPERATOR)
             await within(anext(events))
             await events.aclose()
-        assert feed.pages == 0
+        assert feed.pages_open == 0
 
     asyncio.run(run())
 
@@ -97,7 +97,7 @@ def test_a_feed_begins_again_after_its_last_page() -> None:
 def test_a_page_that_reads_slowly_skips_events() -> None:
     async def run() -> None:
         hub, feed = opened()
-        events = feed.events(OPERATOR)
+        events = feed.stream_events(OPERATOR)
         first = steps(await within(anext(events)))
         while hub.engine.readings < first + 5:
             await asyncio.sleep(0.005)
@@ -107,16 +107,16 @@ def test_a_page_that_reads_slowly_skips_events() -> None:
     asyncio.run(run())
 
 
-def test_it_ends_with_the_server() -> None:
+def test_feed_ends_with_the_server() -> None:
     async def run() -> None:
         hub, feed = opened()
-        events = feed.events(OPERATOR)
+        events = feed.stream_events(OPERATOR)
         await within(anext(events))
         hub.draining = True
         with pytest.raises(StopAsyncIteration):
             while True:
                 await within(anext(events))
-        assert feed.pages == 0
+        assert feed.pages_open == 0
 
     asyncio.run(run())
 
@@ -126,7 +126,7 @@ def test_an_engine_that_does_not_answer_is_shown_as_down(error: Exception) -> No
     async def run() -> None:
         hub, feed = opened()
         hub.engine.error = error
-        events = feed.events(OPERATOR)
+        events = feed.stream_events(OPERATOR)
         shown = json.loads((await within(anext(events))).removeprefix(b"data: "))
         assert shown["metrics"]["memserve_engine_up"] == [[{}, 0.0]] and "memserve_steps_total" not in shown["metrics"]
         await events.aclose()
@@ -137,7 +137,7 @@ def test_an_engine_that_does_not_answer_is_shown_as_down(error: Exception) -> No
 def test_each_kind_of_viewer_has_its_own_event() -> None:
     async def run() -> None:
         _, feed = opened()
-        everything, own = feed.events(OPERATOR), feed.events(ADA)
+        everything, own = feed.stream_events(OPERATOR), feed.stream_events(ADA)
         one = json.loads((await within(anext(everything))).removeprefix(b"data: "))
         other = json.loads((await within(anext(own))).removeprefix(b"data: "))
         assert "memserve_engine_up" in one["metrics"] and other["metrics"] == {} and other["members"] == []
@@ -150,7 +150,7 @@ def test_each_kind_of_viewer_has_its_own_event() -> None:
 def test_more_pages_than_may_be_open_are_refused() -> None:
     async def run() -> None:
         _, feed = opened()
-        pages = [feed.events(OPERATOR) for _ in range(feeds.PAGES_MAX)]
+        pages = [feed.stream_events(OPERATOR) for _ in range(feeds.PAGES_MAX)]
         for page in pages:
             await within(anext(page))
         with pytest.raises(ApiError, match="close one"):
@@ -169,7 +169,7 @@ def test_readings_that_take_long_come_less_often(monkeypatch: pytest.MonkeyPatch
 
     async def run() -> None:
         _, feed = opened()
-        events = feed.events(OPERATOR)
+        events = feed.stream_events(OPERATOR)
         with pytest.raises(TimeoutError):
             for _ in range(20):  # one, unless this process stood still
                 await asyncio.wait_for(anext(events), 0.5)

@@ -78,11 +78,11 @@ def test_the_ids_are_those_of_the_whole_text(name: str, text: str) -> None:
     known = KNOWN[name]
     plain = known._tokenizer.encode(text, add_special_tokens=False).ids
     for _ in range(2):  # the second time the pieces are known
-        pieces = known.tokenize(text, MINE)
+        pieces = known.tokenize_text(text, MINE)
         assert pieces is None or np.concatenate(pieces).tolist() == plain
         if pieces is None:
             assert not any(token.content in text for token in known._tokenizer.get_added_tokens_decoder().values())
-    assert known.held_bytes <= 20_000
+    assert known.cached_bytes <= 20_000
 
 
 REFUSED: dict[str, Callable[[], Tokenizer]] = {
@@ -108,7 +108,7 @@ def with_normalizer(tokenizer: Tokenizer) -> Tokenizer:
 def test_tokenizers_that_may_look_across_pieces_are_left_alone(name: str) -> None:
     tokenizer = REFUSED[name]()
     assert cuts_of(tokenizer) is None
-    assert KnownTexts(tokenizer).tokenize("hello<|end|>hello", MINE) is None
+    assert KnownTexts(tokenizer).tokenize_text("hello<|end|>hello", MINE) is None
 
 
 class Watched:
@@ -132,35 +132,35 @@ def watched(bytes_max: int = 1 << 20) -> tuple[KnownTexts, Watched]:
 def test_a_next_turn_is_all_that_is_tokenized() -> None:
     known, watch = watched()
     first = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
-    known.tokenize(first, MINE)
+    known.tokenize_text(first, MINE)
     watch.given.clear()
-    known.tokenize(f"{first}hello<|end|>\n<|start|>user\nmore<|end|>\n<|start|>assistant\n", MINE)
+    known.tokenize_text(f"{first}hello<|end|>\n<|start|>user\nmore<|end|>\n<|start|>assistant\n", MINE)
     assert watch.given == ["assistant\nhello<|end|>", "user\nmore<|end|>", "assistant\n"]
 
 
 @pytest.mark.parametrize("other", [("another tenant", ""), ("tenant", "a salt")])
-def test_what_one_owner_has_sent_saves_no_other_time(other: tuple[str, str]) -> None:
+def test_text_cache_is_not_shared_between_owners(other: tuple[str, str]) -> None:
     known, watch = watched()
-    known.tokenize("hi<|end|>", MINE)
+    known.tokenize_text("hi<|end|>", MINE)
     watch.given.clear()
-    known.tokenize("hi<|end|>", other)
+    known.tokenize_text("hi<|end|>", other)
     assert watch.given == ["hi<|end|>", ""]
     watch.given.clear()
-    known.tokenize("hi<|end|>", MINE)
+    known.tokenize_text("hi<|end|>", MINE)
     assert watch.given == [""]
 
 
-def test_pieces_are_dropped_when_there_are_too_many_and_large_ones_are_never_kept() -> None:
+def test_text_cache_is_bounded_and_skips_large_pieces() -> None:
     known, watch = watched(bytes_max=2000)
-    known.tokenize("hi<|end|>", MINE)
-    known.tokenize("x" * 2000 + "<|end|>", MINE)
+    known.tokenize_text("hi<|end|>", MINE)
+    known.tokenize_text("x" * 2000 + "<|end|>", MINE)
     watch.given.clear()
-    known.tokenize("hi<|end|>", MINE)
+    known.tokenize_text("hi<|end|>", MINE)
     assert watch.given == [""], "the large piece has taken no other's place"
     for n in range(100):
-        known.tokenize(f"{n}<|end|>", MINE)
-        assert 0 < known.held_bytes <= 2000
-    known.tokenize("hi<|end|>", MINE)
+        known.tokenize_text(f"{n}<|end|>", MINE)
+        assert 0 < known.cached_bytes <= 2000
+    known.tokenize_text("hi<|end|>", MINE)
     assert "hi<|end|>" in watch.given
 
 

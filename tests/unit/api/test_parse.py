@@ -27,7 +27,7 @@ SAID = {
 
 def read(plan: CallPlan, pieces: list[str]) -> tuple[str, list[tuple[str, str]], list[CallPiece]]:
     reader = CallReader(plan)
-    told = [*itertools.chain.from_iterable(reader.push(piece) for piece in pieces), *reader.finish()]
+    told = [*itertools.chain.from_iterable(reader.push_text(piece) for piece in pieces), *reader.flush_pieces()]
     return "".join(piece.content for piece in told), [(call.name, call.arguments) for call in reader.calls], told
 
 
@@ -68,13 +68,13 @@ def test_a_forced_answer_that_was_cut_off_shows_no_piece_of_json() -> None:
 
 def test_a_named_function_gets_the_whole_text_as_arguments() -> None:
     named = call_plan(TOOLS, {"type": "function", "function": {"name": "weather"}})
-    assert named is not None and named.schema() == {"type": "object", "$defs": {"a": {}}}
+    assert named is not None and named.answer_schema() == {"type": "object", "$defs": {"a": {}}}
     assert read(named, list(WEATHER))[:2] == ("", [("weather", WEATHER)])
 
 
-def test_the_schema_of_required_calls_has_the_definitions_at_its_root() -> None:
+def test_required_call_schema_has_definitions_at_root() -> None:
     required = call_plan(TOOLS, "required", parallel=False)
-    schema = required.schema() if required is not None else None
+    schema = required.answer_schema() if required is not None else None
     assert schema is not None and schema["$defs"] == {"a": {}} and schema["maxItems"] == 1
     assert [call["properties"]["name"] for call in schema["items"]["anyOf"]] == [
         {"const": "weather"},

@@ -18,7 +18,7 @@ TOOLS = ({"type": "function", "function": {"name": "weather"}},)
 def read(thoughts: Thoughts, pieces: list[str], plan: CallPlan | None = None) -> tuple[str, str, list[str]]:
     """Reasoning, content and the arguments of the calls."""
     reader = AnswerReader(thoughts, plan)
-    told = [*itertools.chain.from_iterable(reader.push(piece) for piece in pieces), *reader.finish()]
+    told = [*itertools.chain.from_iterable(reader.push_text(piece) for piece in pieces), *reader.flush_pieces()]
     assert all(bool(piece.content) + bool(piece.reasoning) + (piece.call is not None) == 1 for piece in told)
     said = ("".join(piece.reasoning for piece in told), "".join(piece.content for piece in told))
     return *said, [call.arguments for call in reader.calls]
@@ -42,9 +42,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[1][:20])
 @pytest.mark.parametrize("seed", range(10))
-def test_thoughts_and_content_are_the_same_for_any_way_of_cutting(
-    case: tuple[Thoughts, str, str, str], seed: int
-) -> None:
+def test_reasoning_split_is_independent_of_chunking(case: tuple[Thoughts, str, str, str], seed: int) -> None:
     thoughts, text, reasoning, content = case
     cuts = sorted(random.Random(seed).sample(range(len(text)), seed * len(text) // 10))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
@@ -52,7 +50,7 @@ def test_thoughts_and_content_are_the_same_for_any_way_of_cutting(
     assert read(thoughts, list(text)) == (reasoning, content, [])
 
 
-def test_thoughts_come_before_calls_and_calls_in_thoughts_are_none() -> None:
+def test_tool_calls_inside_reasoning_are_not_calls() -> None:
     text = f"<think>I might write {CALL}</think>\nWait.\n{CALL}"
     for pieces in ([text], list(text)):
         reasoning, content, calls = read(Thoughts.POSSIBLE, pieces, CallPlan(TOOLS))
@@ -61,10 +59,14 @@ def test_thoughts_come_before_calls_and_calls_in_thoughts_are_none() -> None:
 
 def test_a_stream_tells_thoughts_as_they_come() -> None:
     reader = AnswerReader(Thoughts.BEGUN, None)
-    assert [piece.reasoning for word in ("I ", "think ", "so") for piece in reader.push(word)] == ["I", " think", " so"]
-    assert reader.thinks and reader.had_thoughts
-    assert [(piece.reasoning, piece.content) for piece in reader.push("</think>Yes")] == [("", "Yes")]
-    assert not reader.thinks and reader.had_thoughts
+    assert [piece.reasoning for word in ("I ", "think ", "so") for piece in reader.push_text(word)] == [
+        "I",
+        " think",
+        " so",
+    ]
+    assert reader.is_thinking and reader.had_thoughts
+    assert [(piece.reasoning, piece.content) for piece in reader.push_text("</think>Yes")] == [("", "Yes")]
+    assert not reader.is_thinking and reader.had_thoughts
 
 
 @pytest.mark.parametrize(
@@ -78,5 +80,5 @@ def test_a_stream_tells_thoughts_as_they_come() -> None:
         ("<|assistant|>\n<think>\n", "none", TEMPLATE, Thoughts.NONE),
     ],
 )
-def test_what_may_follow_a_prompt(prompt: str, parser: str, template: str, expected: Thoughts) -> None:
+def test_reasoning_state_after_a_prompt(prompt: str, parser: str, template: str, expected: Thoughts) -> None:
     assert thoughts_after(prompt, parser, template) is expected

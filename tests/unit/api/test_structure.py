@@ -76,7 +76,7 @@ def test_a_schema_is_checked_beside_the_event_loop() -> None:
         ({"structured_outputs": {"regex": "a" * (1 << 19)}}, "structured_outputs.regex"),
     ],
 )
-def test_what_is_no_grammar_is_refused_by_the_field_s_name(fields: dict[str, Any], param: str) -> None:
+def test_invalid_grammar_is_refused_by_field_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as refused:
         asked(**fields)
     assert (refused.value.status, refused.value.param) == (400, param)

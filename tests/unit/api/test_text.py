@@ -72,8 +72,8 @@ def test_stop_strings_begin_after_the_first_tokens(text: str, stops: list[str], 
     assert len(tokens) == len(text)
     for size in [*cuts, *[1] * len(tokens)]:
         now, tokens = tokens[:size], tokens[size:]
-        shown += stream.push(TokenOutput("r", 0, tuple(now))).text
-    shown += stream.push(TokenOutput("r", 0, (), finish_reason=FinishReason.LENGTH)).text
+        shown += stream.push_output(TokenOutput("r", 0, tuple(now))).text
+    shown += stream.push_output(TokenOutput("r", 0, (), finish_reason=FinishReason.LENGTH)).text
     expected = simple_stop(text[first:], stops)
     assert shown == (text if expected is None else text[:first] + expected)
     assert (stream.finish_reason is FinishReason.STOP) == (expected is not None)
@@ -101,15 +101,15 @@ def test_a_stop_string_that_no_text_can_hold_never_matches() -> None:
         StopStrings(["a", ""])
 
 
-def test_one_automaton_serves_all_sequences_of_a_request_and_none_that_waits() -> None:
+def test_stop_automaton_is_lazy_and_shared_by_sequences() -> None:
     stops = Stops(["Paris"])
     streams = [TextStream(TOKENIZER, stops=stops) for _ in range(64)]
     assert stops._automaton is None
     for stream in streams:
         assert "".join(feed(stream, encode(SCRIPT_TEXT))) == SCRIPT_TEXT.split("Paris")[0]
     automaton = stops._automaton
-    assert automaton is not None and stops.finder() is not stops.finder() and stops._automaton is automaton
-    assert Stops([]).finder() is None
+    assert automaton is not None and stops.new_finder() is not stops.new_finder() and stops._automaton is automaton
+    assert Stops([]).new_finder() is None
 
 
 def test_stop_finder_shows_text_as_soon_as_it_is_no_stop_string() -> None:
@@ -121,15 +121,15 @@ def test_stop_finder_shows_text_as_soon_as_it_is_no_stop_string() -> None:
 @given(TEXTS)
 def test_detokenizer_equals_decoding_the_whole(text: str) -> None:
     detokenizer = Detokenizer(TOKENIZER)
-    shown = "".join(detokenizer.push(token) for token in encode(text)) + detokenizer.finish()
+    shown = "".join(detokenizer.push_token(token) for token in encode(text)) + detokenizer.flush_text()
     assert shown == text
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=60))
-def test_detokenizer_shows_only_whole_characters_and_loses_nothing(tokens: list[int]) -> None:
+def test_detokenizer_emits_whole_characters_and_loses_nothing(tokens: list[int]) -> None:
     """Any tokens, also bytes that are no UTF-8: what is shown agrees with the whole but for replacement marks."""
     detokenizer = Detokenizer(TOKENIZER)
-    shown = "".join(detokenizer.push(token) for token in tokens) + detokenizer.finish()
+    shown = "".join(detokenizer.push_token(token) for token in tokens) + detokenizer.flush_text()
     whole = TOKENIZER.decode(tokens, skip_special_tokens=True)
     assert shown.replace("\ufffd", "") == whole.replace("\ufffd", "") or "\ufffd" in shown
     if "\ufffd" not in whole:
@@ -140,18 +140,18 @@ def test_detokenizer_does_not_hoard_invalid_bytes() -> None:
     lone = TOKENIZER.token_to_id("ł")  # byte 0xff stands behind no character
     detokenizer = Detokenizer(TOKENIZER)
     assert TOKENIZER.decode([lone]) == "\ufffd"
-    shown = "".join(detokenizer.push(lone) for _ in range(1000))
+    shown = "".join(detokenizer.push_token(lone) for _ in range(1000))
     assert len(shown) >= 1000 - PENDING_TOKENS_MAX - 1
-    assert len(shown + detokenizer.finish()) == 1000
+    assert len(shown + detokenizer.flush_text()) == 1000
 
 
 def test_hidden_tokens_cost_nothing_and_show_on_request() -> None:
     hidden, visible = Detokenizer(TOKENIZER), Detokenizer(TOKENIZER, skip_special_tokens=False)
     tokens = [*encode("a"), EOS, *encode("b")]
-    assert "".join(map(hidden.push, tokens)) == "ab"
-    assert "".join(map(visible.push, tokens)) == "a<|end|>b"
+    assert "".join(map(hidden.push_token, tokens)) == "ab"
+    assert "".join(map(visible.push_token, tokens)) == "a<|end|>b"
     for _ in range(10_000):
-        hidden.push(EOS)
+        hidden.push_token(EOS)
     assert not hidden._pending
 
 
@@ -159,7 +159,7 @@ def feed(stream: TextStream, tokens: list[int], finish: FinishReason = FinishRea
     deltas = []
     for at, token in enumerate(tokens):
         last = at == len(tokens) - 1
-        deltas.append(stream.push(TokenOutput("r", 0, (token,), finish_reason=finish if last else None)))
+        deltas.append(stream.push_output(TokenOutput("r", 0, (token,), finish_reason=finish if last else None)))
     return [delta.text for delta in deltas]
 
 
@@ -169,7 +169,7 @@ def test_text_stream_stops_before_the_stop_string(stop: str) -> None:
     tokens = encode(SCRIPT_TEXT)
     shown, stopped_at = "", None
     for at, token in enumerate(tokens):
-        delta = stream.push(TokenOutput("r", 0, (token,)))
+        delta = stream.push_output(TokenOutput("r", 0, (token,)))
         shown += delta.text
         if delta.stop_found:
             assert stopped_at is None
@@ -181,7 +181,7 @@ def test_text_stream_stops_before_the_stop_string(stop: str) -> None:
 
 def test_every_token_is_shown_once_and_only_before_the_stop() -> None:
     stream = TextStream(TOKENIZER, stops=Stops(["Paris"]))
-    shown = sum(stream.push(TokenOutput("r", 0, (token,))).tokens_shown for token in encode(SCRIPT_TEXT))
+    shown = sum(stream.push_output(TokenOutput("r", 0, (token,))).tokens_shown for token in encode(SCRIPT_TEXT))
     assert TOKENIZER.decode(stream.tokens[:shown]) == SCRIPT_TEXT.split("Paris")[0]
 
 
@@ -210,10 +210,10 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
 
 def test_several_tokens_at_once_and_nothing_after_the_stop() -> None:
     stream = TextStream(TOKENIZER, stops=Stops(["is"]))
-    delta = stream.push(TokenOutput("r", 0, tuple(encode(SCRIPT_TEXT)), finish_reason=FinishReason.LENGTH))
+    delta = stream.push_output(TokenOutput("r", 0, tuple(encode(SCRIPT_TEXT)), finish_reason=FinishReason.LENGTH))
     assert delta.text == "The capital of France " and not delta.stop_found
     assert delta.finish_reason is FinishReason.STOP
-    assert stream.push(TokenOutput("r", 0, (1,))).text == ""
+    assert stream.push_output(TokenOutput("r", 0, (1,))).text == ""
 
 
 def test_detokenizer_starts_anew_when_the_library_gives_up() -> None:
@@ -225,7 +225,7 @@ def test_detokenizer_starts_anew_when_the_library_gives_up() -> None:
 
     detokenizer = Detokenizer(TOKENIZER)
     tokens = encode(SCRIPT_TEXT)
-    shown = "".join(map(detokenizer.push, tokens[:3]))
+    shown = "".join(map(detokenizer.push_token, tokens[:3]))
     detokenizer._stream = Fails()
-    shown += "".join(map(detokenizer.push, tokens[3:])) + detokenizer.finish()
+    shown += "".join(map(detokenizer.push_token, tokens[3:])) + detokenizer.flush_text()
     assert shown == SCRIPT_TEXT

@@ -24,7 +24,7 @@ def requests(pieces: list[bytes], limits: EdgeConfig = LIMITS) -> list[tuple[str
     reader, found, body = RequestReader(limits), [], b""
     path = ""
     for piece in pieces:
-        reader.feed(piece)
+        reader.feed_bytes(piece)
         while (event := reader.next_event()) is not None:
             match event:
                 case Head():
@@ -73,20 +73,20 @@ def test_noise_is_a_request_or_an_error(noise: bytes, at: int) -> None:
 
 def test_nothing_is_read_behind_a_complete_request() -> None:
     reader = RequestReader(LIMITS)
-    reader.feed(PLAIN * 2)
+    reader.feed_bytes(PLAIN * 2)
     assert isinstance(reader.next_event(), Head) and reader.next_event() is END and reader.next_event() is None
-    assert reader.held_bytes == len(PLAIN), "the second request was touched"
+    assert reader.unread_bytes == len(PLAIN), "the second request was touched"
     reader.start_next()
-    assert isinstance(reader.next_event(), Head) and reader.held_bytes == 0
+    assert isinstance(reader.next_event(), Head) and reader.unread_bytes == 0
 
 
 def test_a_head_gives_what_asgi_wants() -> None:
     reader = RequestReader(LIMITS)
-    reader.feed(b"\r\nGET /a%20b/?q=1 HTTP/1.1\r\nHost: x\r\nX-Y: z\r\nConnection: close\r\n\r\n")
+    reader.feed_bytes(b"\r\nGET /a%20b/?q=1 HTTP/1.1\r\nHost: x\r\nX-Y: z\r\nConnection: close\r\n\r\n")
     head = reader.next_event()
     assert isinstance(head, Head)
     assert (head.method, head.path, head.raw_path, head.query) == ("GET", "/a b/", b"/a%20b/", b"q=1")
-    assert head.get(b"x-y") == b"z" and head.get(b"nothing") is None and not head.keep_alive
+    assert head.first_header(b"x-y") == b"z" and head.first_header(b"nothing") is None and not head.keep_alive
 
 
 ENDLESS = {
@@ -102,15 +102,15 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("begin, more, most, status", ENDLESS.values(), ids=ENDLESS)
-def test_what_has_no_end_is_ended_and_not_kept(begin: bytes, more: bytes, most: int, status: int) -> None:
+def test_unbounded_input_is_refused_and_not_buffered(begin: bytes, more: bytes, most: int, status: int) -> None:
     reader, held = RequestReader(LIMITS), 0
-    reader.feed(begin)
+    reader.feed_bytes(begin)
     with pytest.raises(HttpSyntaxError) as caught:
         for _ in range(most):
             while isinstance(reader.next_event(), Head | bytes):
                 pass
-            reader.feed(more)
-            held = max(held, reader.held_bytes)
+            reader.feed_bytes(more)
+            held = max(held, reader.unread_bytes)
     assert caught.value.status == status and held <= most + len(begin) + len(more)
 
 
@@ -150,10 +150,10 @@ def test_chunks_of_a_usual_size_may_be_many() -> None:
 
 def test_the_rest_of_a_body_is_known_by_its_length_alone() -> None:
     reader = RequestReader(LIMITS)
-    reader.feed(SIZED[:-2])
+    reader.feed_bytes(SIZED[:-2])
     assert isinstance(reader.next_event(), Head) and reader.next_event() == b"hel" and reader.rest_bytes == 2
-    reader.feed(b"lo")
+    reader.feed_bytes(b"lo")
     assert reader.next_event() == b"lo" and reader.next_event() is END and reader.rest_bytes == 0
     reader = RequestReader(LIMITS)
-    reader.feed(CHUNKED)
+    reader.feed_bytes(CHUNKED)
     assert isinstance(reader.next_event(), Head) and reader.rest_bytes is None

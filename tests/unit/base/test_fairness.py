@@ -70,7 +70,7 @@ WEIGHTS = st.fixed_dictionaries({tenant: st.integers(1, 4) for tenant in TENANTS
 
 
 @given(OPERATIONS, WEIGHTS)
-def test_it_is_what_its_twin_is(operations, weights):
+def test_queue_equals_its_twin(operations, weights):
     queue, twin, pushed = FairQueue(weights), SlowQueue(weights), 0
     for name, *arguments in operations:
         if name == "push":
@@ -89,7 +89,7 @@ def test_it_is_what_its_twin_is(operations, weights):
             assert queue.head() is None
         queue.check_invariants()
         assert len(queue) == len(twin.items)
-        assert queue.waiting() == Counter(item[0] for item in twin.items)
+        assert queue.waiting_by_tenant() == Counter(item[0] for item in twin.items)
         assert [queue.most_crowded(t) for t in TENANTS] == [twin.most_crowded(t) for t in TENANTS]
 
 
@@ -109,7 +109,7 @@ def test_unfairness_is_bounded_while_both_wait(requests, weights, serve):
     for _ in range(min(serve, len(requests))):
         tenant, cost = costs[queue.pop()]
         served[tenant] += cost
-        waiting = [name for name in TENANTS if queue.waiting().get(name)]  # since the start: nobody joins
+        waiting = [name for name in TENANTS if queue.waiting_by_tenant().get(name)]  # since the start: nobody joins
         for one in waiting:
             for other in waiting:
                 difference = abs(Fraction(served[one], weights[one]) - Fraction(served[other], weights[other]))
@@ -161,7 +161,7 @@ def test_priority_counts_within_a_tenant_only():
     assert [queue.pop() for _ in range(3)] == ["a first", "b", "a late"]
 
 
-def test_who_is_called_off_has_had_nothing():
+def test_removed_request_is_not_charged():
     queue = FairQueue()
     queue.push("a", "1", "a1", 1000)
     assert queue.remove("1") and not queue.remove("1")
@@ -170,7 +170,7 @@ def test_who_is_called_off_has_had_nothing():
     assert [queue.pop(), queue.pop()] == ["b", "a"]
 
 
-def test_nobody_waits():
+def test_empty_queue_and_zero_weight_are_refused():
     with pytest.raises(InvariantError):
         FairQueue().pop()
     with pytest.raises(InvariantError):

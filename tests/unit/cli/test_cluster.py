@@ -42,7 +42,7 @@ def test_a_prefill_and_a_decode_instance_go_together(asked, counts) -> None:
     assert choose_counts(*asked, EngineOptions()) == Shape(*counts)
 
 
-def test_a_shape_that_nobody_asks_for_suits_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_shape_suits_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     here = EngineOptions(model=str(tmp_path), device="cpu")
     for cores, memory_bytes, apart in ((2, 64 * GIB, False), (16, 64 * GIB, True), (16, 2 * GIB, False)):
@@ -115,14 +115,14 @@ def test_the_start_says_what_fits() -> None:
         (Caching.PD_CACHING_3, [Role.PREFILL, Role.DECODE, Role.COLOCATED]),
     ],
 )
-def test_who_caches_at_which_level(caching: Caching, caches: list[Role]) -> None:
+def test_roles_with_cache_per_caching_level(caching: Caching, caches: list[Role]) -> None:
     options = ClusterOptions(1, 1, 1, ClusterConfig(caching))
-    assert [role for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED) if options.caches(role)] == caches
+    assert [role for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED) if options.role_caches(role)] == caches
     orders = cluster._orders(EngineOptions(), options, "tcp://127.0.0.1:1", "info")
     assert [order.role for order in orders if "--no-cache" not in order.flags] == caches
     assert [order.name for order in orders] == ["p1", "d1", "c1"]
     for order in orders:
-        shown = " ".join(order.command)
+        shown = " ".join(order.command_line)
         assert f"memserve instance --role {order.role.value} --name {order.name}" in shown and "--link shm" in shown
 
 
@@ -150,7 +150,7 @@ def test_addresses_are_read() -> None:
     assert split_address("tcp://[::1]:5900", "--join") == ("::1", 5900)
 
 
-def test_clients_are_told_of_the_longest_context_that_members_take_together() -> None:
+def test_model_context_follows_joint_context_of_members() -> None:
     """It grows when another joins, and stays when one is gone: the next process of its name is on its way."""
 
     def member(name: str, tokens: int) -> object:

@@ -49,7 +49,7 @@ def test_folders_and_sizes_are_read() -> None:
         ({"store": "h:1", "ssd_sync": "always"}, "give it to the `memserve store` that runs there"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_line(wrong, words) -> None:
+def test_invalid_store_options_are_refused_in_one_line(wrong, words) -> None:
     with pytest.raises(UserError, match=words):
         from_keywords(StoreOptions(), wrong)
 
@@ -101,18 +101,18 @@ def test_a_store_that_does_not_join_is_given_up() -> None:
     assert MemberConfig().silent_after_ns + 2 * ClusterConfig().call_every_ns < DECLINED_S * NS_PER_S
 
 
-def test_the_process_is_told_everything() -> None:
+def test_store_process_gets_all_options() -> None:
     store = StoreOptions((("/mnt/a", 5 * GIB),), 64 * MIB, "0.0.0.0:7500", "always", 9 * GIB, "all")
-    order = ChildOrder("s1", Role.STORE, store.flags)
-    assert order.command[2:] == [
+    order = ChildOrder("s1", Role.STORE, store.store_flags)
+    assert order.command_line[2:] == [
         "memserve", "store", "--name", "s1", "--supervised", "--dram", str(64 * MIB), "--ssd-sync", "always",
         "--ssd-admission", "all", "--ssd", f"/mnt/a={5 * GIB}", "--ssd-writes-per-day", str(9 * GIB),
         "--listen", "0.0.0.0:7500",
     ]  # fmt: skip
-    assert ChildOrder("c1", Role.COLOCATED, ()).command[3:6] == ["instance", "--role", "colocated"]
+    assert ChildOrder("c1", Role.COLOCATED, ()).command_line[3:6] == ["instance", "--role", "colocated"]
 
 
-def test_one_engine_alone_has_no_store(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_engine_refuses_store_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="ssd needs a cluster"):
         refuse_store({"ssd": ["/mnt/a=1GiB"]})
     with pytest.raises(UserError, match="store needs a cluster"):
@@ -131,7 +131,7 @@ def test_where_nothing_is_cached_there_is_nothing_to_keep() -> None:
 # -- the secret beside the disks
 
 
-def test_the_secret_is_kept_beside_the_disks_for_its_owner_alone(tmp_path: Path) -> None:
+def test_secret_is_stored_with_the_disks_readable_by_owner_only(tmp_path: Path) -> None:
     said: list[str] = []
     store = StoreOptions(((str(tmp_path / "new"), GIB), (str(tmp_path / "other"), GIB)))
     assert stored_secret(store) is None

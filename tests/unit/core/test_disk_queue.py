@@ -34,7 +34,7 @@ def finished(queue: _core.DiskQueue, count: int) -> dict[int, int]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("registered", [False, True])
-def test_what_was_written_is_read_in_any_order(tmp_path: Path, engine: str, registered: bool) -> None:
+def test_writes_are_read_back_in_any_order(tmp_path: Path, engine: str, registered: bool) -> None:
     rng = random.Random(5)
     arena = _core.Arena(256 * PAGE)
     memory = [(arena.address, arena.nbytes)] if registered else []
@@ -87,7 +87,7 @@ def test_reads_pass_writes_that_wait_and_writes_go_on(tmp_path: Path, engine: st
     assert order.index(1000) < before + 50 and sorted(order) == [*range(200), 1000]
 
 
-def test_a_full_disk_and_bad_calls_are_said_at_once(tmp_path: Path) -> None:
+def test_full_disk_and_bad_calls_are_reported_immediately(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         _core.DiskQueue(str(tmp_path / "none" / "disk"), PAGE)
     with pytest.raises(OSError):
@@ -100,7 +100,7 @@ def test_a_full_disk_and_bad_calls_are_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_queue_that_goes_waits_for_what_is_under_way(tmp_path: Path, engine: str) -> None:
+def test_closing_queue_waits_for_pending_operations(tmp_path: Path, engine: str) -> None:
     queue = opened(tmp_path / "disk", engine, 64, depth=16)
     for tag in range(64):
         queue.write_bytes(tag, tag * PAGE, bytes([tag]) * PAGE)

@@ -125,7 +125,7 @@ def cached_by(secret: str | None) -> bytes:
 def looked_up_by(secret: str) -> bytes:
     """What the router of that cluster looks for when the prompt comes again."""
     trees = Trees(ClusterConfig(), Timers(), Counters(), identity_key(secret))
-    return trees.identities("tenant", "model", np.arange(12, dtype=np.int32), 4)
+    return trees.prompt_identities("tenant", "model", np.arange(12, dtype=np.int32), 4)
 
 
 def test_a_cluster_names_blocks_by_its_own_secret() -> None:

@@ -108,7 +108,7 @@ def some_pages(seed: int, count: int = 6) -> torch.Tensor:
 
 @pytest.mark.parametrize(("dtype", "lower"), KINDS)
 @pytest.mark.parametrize("seed", range(6))
-def test_it_is_what_the_plain_conversion_gives(dtype: str, lower: str, seed: int) -> None:
+def test_lower_pages_equal_the_plain_conversion(dtype: str, lower: str, seed: int) -> None:
     tiers = Tiers(dtype, lower, some_pages(seed))
     before = tiers.pages.float().numpy()
     down = tiers.down()
@@ -139,7 +139,7 @@ def test_the_error_is_half_the_distance_between_two_codes(dtype: str, lower: str
 
 @pytest.mark.parametrize(("dtype", "lower"), KINDS)
 @pytest.mark.parametrize("seed", range(40))
-def test_what_came_up_goes_down_as_the_same_bytes(dtype: str, lower: str, seed: int) -> None:
+def test_lower_pages_round_trip_to_the_same_bytes(dtype: str, lower: str, seed: int) -> None:
     pages = some_pages(seed) * 2.0 ** ((seed - 20) / 3)
     tiers = Tiers(dtype, lower, pages)
     first = tiers.down()

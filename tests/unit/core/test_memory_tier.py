@@ -61,7 +61,7 @@ def test_blocks_come_from_the_bottom_and_runs_from_the_top() -> None:
     tier.check_invariants()
 
 
-def test_a_block_takes_all_that_lies_in_it_and_nothing_that_is_in_use() -> None:
+def test_block_allocation_evicts_unused_values_only() -> None:
     tier = MemoryTier(2 * BLOCK, BLOCK)
     for number in range(40):
         put(tier, number, 2048 if number % 2 else 64)
@@ -110,7 +110,7 @@ def test_references_and_keys_are_counted() -> None:
     tier.check_invariants()
 
 
-def test_what_no_tier_takes_is_refused() -> None:
+def test_invalid_tier_arguments_are_refused() -> None:
     for arena_bytes, block_bytes in ((0, 1), (10, 0), (10, 11), (1 << 50, 4096)):
         with pytest.raises(ValueError):
             MemoryTier(arena_bytes, block_bytes)

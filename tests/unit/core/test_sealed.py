@@ -63,7 +63,7 @@ def seal(data: Bytes, threads: int = 1) -> int:
     shift=st.integers(0, 70),
     plain=st.sampled_from([None, 0, 255]),
 )
-def test_the_seal_is_the_formula(data: bytes, isa: str, shift: int, plain: int | None) -> None:
+def test_checksum_follows_its_formula(data: bytes, isa: str, shift: int, plain: int | None) -> None:
     _core.force_seal_isa(isa)
     if plain is not None:
         data = bytes([plain]) * len(data)
@@ -154,7 +154,7 @@ def test_seals_spread_over_all_bits() -> None:
     assert np.all(np.abs(flips.reshape(-1, 64).mean(axis=0) - 0.5) < 0.06)
 
 
-def test_a_copy_is_sealed_as_it_was_written() -> None:
+def test_copy_has_the_checksum_of_the_written_bytes() -> None:
     """While the owner writes, the seal is of the bytes that arrived, whichever those are."""
     count, range_bytes = 40, 64 << 10
     source, target = random_bytes(count * range_bytes, 1), np.zeros(count * range_bytes, np.uint8)

@@ -14,6 +14,7 @@ from memserve.host.engine import Engine, Refusal, Rejected
 from memserve.instance.events import StepFailed
 from memserve.instance.machine import Instance
 from memserve.system.loop import EngineStopped
+from memserve.transport.ports import Device as DevicePort
 from memserve_lab.sim.reference.device import SymbolicDevice
 from memserve_lab.sim.reference.oracle import lone_tokens
 
@@ -23,7 +24,7 @@ BLOCKS = 40
 WAIT_S = 30
 
 
-class Device(SymbolicDevice):
+class Device(SymbolicDevice, DevicePort):
     """The literal device as a port: may be held at a gate, and fails where it is told to."""
 
     def __init__(self):
@@ -97,7 +98,7 @@ def engine(device):
     yield engine
     device.gate.set()
     engine.close(WAIT_S)
-    assert device.closed and engine.outstanding == 0
+    assert device.closed and engine.requests_outstanding == 0
     machine.check_invariants()
     assert machine.stats().hbm.blocks_free + machine.stats().hbm.blocks_cached == BLOCKS
 
@@ -173,7 +174,7 @@ def test_a_step_that_fails_once_is_done_again(engine, device):
     assert got[0] == (lone_tokens(range(10), 6, 7, 0, VOCAB), FinishReason.LENGTH)
 
 
-def test_a_device_that_keeps_failing_ends_requests_with_an_error_and_the_next_is_served(engine, device):
+def test_engine_serves_on_after_persistent_device_failure(engine, device):
     device.fail_steps = 10
     assert collect(submit(engine, ask("bad", range(10), 6)))[0][1] is FinishReason.ERROR
     device.fail_steps = 0
@@ -181,7 +182,7 @@ def test_a_device_that_keeps_failing_ends_requests_with_an_error_and_the_next_is
     assert got[0] == (lone_tokens(range(10), 6, 7, 0, VOCAB), FinishReason.LENGTH)
 
 
-def test_a_sink_that_raises_harms_nobody_else(engine, caplog):
+def test_raising_sink_affects_no_other_request(engine, caplog):
     def broken(_news):
         raise ValueError("the client's connection is gone")
 
@@ -213,7 +214,7 @@ def test_closing_ends_what_runs_and_refuses_what_comes(engine, device):
         engine.stats()
 
 
-def test_a_machine_that_breaks_ends_every_request_instead_of_hanging(device, caplog):
+def test_machine_failure_ends_every_request(device, caplog):
     """A bug in the machine must not look like a hang to a client."""
 
     class Broken:

@@ -16,27 +16,27 @@ GEOMETRY = KVGeometry(2, 2, 64, 64, "bfloat16", 32)
 
 
 def learnt(token_ns: float) -> bytes:
-    return CostModel(prefill=PrefillCurve(1e6, token_ns, 1.0), machine=LEARNT).encode()
+    return CostModel(prefill=PrefillCurve(1e6, token_ns, 1.0), machine=LEARNT).to_json()
 
 
 def test_learnt_costs_are_there_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.json"
     monkeypatch.setattr(profile_store, "profile_path", lambda *_: path)
     keeper = LearntProfile(path, CostModel())
-    keeper.keep(b"", 0.0)
+    keeper.save_costs(b"", 0.0)
     assert not path.exists()
-    keeper.keep(learnt(100.0), 0.0)
-    keeper.keep(learnt(200.0), 1.0)  # too soon
+    keeper.save_costs(learnt(100.0), 0.0)
+    keeper.save_costs(learnt(200.0), 1.0)  # too soon
     costs = load_profile("model", GEOMETRY, "cpu", None)
     assert costs.prefill.token_ns == 100.0 and costs.is_measured
     assert not PreemptionModel(PreemptionCosts(profile=costs)).is_measured, "it goes on learning"
-    keeper.keep(learnt(200.0), 61.0)
+    keeper.save_costs(learnt(200.0), 61.0)
     assert load_profile("model", GEOMETRY, "cpu", None).prefill.token_ns == 200.0
 
 
 def test_a_measured_profile_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    LearntProfile(path, CostModel(machine="a processor")).keep(learnt(100.0), 0.0)
+    LearntProfile(path, CostModel(machine="a processor")).save_costs(learnt(100.0), 0.0)
     assert not path.exists()
 
 
@@ -44,6 +44,6 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
     (tmp_path / "file").write_text("")
     keeper = LearntProfile(tmp_path / "file" / "profile.json", CostModel())
     with caplog.at_level(logging.WARNING):
-        keeper.keep(learnt(100.0), 0.0)
-        keeper.keep(learnt(200.0), 100.0)
+        keeper.save_costs(learnt(100.0), 0.0)
+        keeper.save_costs(learnt(200.0), 100.0)
     assert len(caplog.records) == 1 and "not kept" in caplog.text

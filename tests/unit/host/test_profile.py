@@ -48,7 +48,7 @@ def profiler_of(config: InstanceConfig = CONFIG) -> StepProfiler:
     return StepProfiler(PlantedDevice(config), config, GEOMETRY.block_tokens, VOCAB)
 
 
-def test_what_a_device_costs_is_found() -> None:
+def test_profile_measures_device_costs() -> None:
     """From plans that are valid to curves that foretell, through the very code that the command runs."""
     told: list[str] = []
     profiler = profiler_of()
@@ -72,7 +72,7 @@ def test_what_a_device_costs_is_found() -> None:
     assert profiler._device.closed
 
 
-def test_the_grid_has_figure_13s_lengths_and_ratios_within_the_limits() -> None:
+def test_prefill_grid_has_figure_13_points_within_limits() -> None:
     grid = prefill_grid(profiler_of(), CONFIG.scheduler.max_step_tokens)
     assert (1024, 0) in grid and (256, 768) in grid and grid == sorted(grid)
     assert all(new + cached < CONFIG.max_model_tokens and new <= 1024 for new, cached in grid)
@@ -83,7 +83,7 @@ def test_the_grid_has_figure_13s_lengths_and_ratios_within_the_limits() -> None:
 def test_without_a_second_tier_swapping_keeps_its_default() -> None:
     config = replace(CONFIG, pool=PoolConfig(hbm_blocks=400, dram_blocks=2))
     measured = measure_steps(profiler_of(config), config, GEOMETRY, 60.0, lambda line: None)
-    assert set(measured.missing) == {"swap_in", "swap_out"}
+    assert set(measured.failures) == {"swap_in", "swap_out"}
     assert fit_profile(measured, "m", "x").costs.swap_in == CostModel().swap_in
 
 
@@ -152,7 +152,7 @@ def test_two_processes_move_pages_through_shared_memory() -> None:
     assert all(0 < sample.ns < 5_000 * NS_PER_MS for sample in samples)
 
 
-def test_a_link_that_does_not_work_is_said() -> None:
+def test_failing_link_is_reported() -> None:
     with pytest.raises(UserError, match="cannot move pages over carrier-pigeon"):
         measure_transfer(GEOMETRY, "carrier-pigeon", 0.1)
     with pytest.raises(UserError, match="too large"):
@@ -203,7 +203,7 @@ def test_a_damaged_profile_is_not_used(cache: Path, caplog: pytest.LogCaptureFix
     assert "cannot be used" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
+def test_unwritable_folder_is_reported(cache: Path) -> None:
     cache.write_text("a file")
     with pytest.raises(UserError, match="cannot write"):
         save_profile(profile_path("f", GEOMETRY, "cpu", None), {})
@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
 # -- the command
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+def test_plot_without_matplotlib_is_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plot_module.importlib.util, "find_spec", lambda name: None)
@@ -317,7 +317,7 @@ def test_the_router_knows_each_member_by_its_own_profile() -> None:
     the last one: by assumed costs they would get no request to learn from."""
     machine, heard = Cluster(ClusterConfig()), []
     router = RouterEngine(machine, lambda on_message: heard.append(on_message) or StubMailbox())
-    said = {"p1": GOOD.encode(), "p2": GOOD.scaled(3.0).encode(), "p3": b"", "p4": BAD}
+    said = {"p1": GOOD.to_json(), "p2": GOOD.with_prefill_scale(3.0).to_json(), "p3": b"", "p4": BAD}
     try:
         for name, costs in said.items():
             peer = Peer(name, 1)
@@ -325,10 +325,10 @@ def test_the_router_knows_each_member_by_its_own_profile() -> None:
                 peer,
                 Join(PeerInfo(peer, Role.PREFILL, "tcp://127.0.0.1:2", "ns", GEOMETRY, 64, 0, 64, True, costs=costs)),
             )
-        assert router.wait_for(list(said), 20.0)
+        assert router.wait_for_members(list(said), 20.0)
         assert router.stats().cluster.instances == 4  # asked behind everything that joining has posted
         members = {member.name: member for member in machine._registry}
-        assert [members[name].costs for name in said] == [GOOD, *[GOOD.scaled(3.0)] * 3]
+        assert [members[name].costs for name in said] == [GOOD, *[GOOD.with_prefill_scale(3.0)] * 3]
         assert [bool(members[name].costs_note) for name in said] == [False, False, False, True]
     finally:
         router.close()
@@ -336,7 +336,7 @@ def test_the_router_knows_each_member_by_its_own_profile() -> None:
 
 
 def test_a_profile_survives_the_way_to_the_router() -> None:
-    assert CostModel.decoded(GOOD.encode()) == GOOD
+    assert CostModel.from_json(GOOD.to_json()) == GOOD
     for garbage in (b"", b"{", b"3", BAD):
         with pytest.raises(UserError, match="cost profile"):
-            CostModel.decoded(garbage)
+            CostModel.from_json(garbage)

@@ -18,7 +18,7 @@ def said(caplog: pytest.LogCaptureFixture, *news: tuple[MemberChange, str]) -> l
     log = MemberLog(lambda: now[0])
     for change, why in news:
         now[0] += 2.0
-        log.say(ReportMember(change, Peer("c1", 1), "tcp://h:1", why, Role.PREFILL))
+        log.log_change(ReportMember(change, Peer("c1", 1), "tcp://h:1", why, Role.PREFILL))
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -30,7 +30,7 @@ def test_an_instance_that_has_died_is_back(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
-def test_a_name_of_an_earlier_run_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_member_name_of_an_earlier_run_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """The records of a router that ended in good order know its instances; the next start has those names again."""
     assert said(caplog, (MemberChange.RETURNED, "")) == []
     assert said(caplog, (MemberChange.LEFT, "it is drained"), (MemberChange.RETURNED, "")) == []
@@ -43,6 +43,6 @@ def test_a_name_of_an_earlier_run_is_no_warning(caplog: pytest.LogCaptureFixture
     "role, word",
     [(Role.COLOCATED, "instance"), (Role.STORE, "store"), (Role.ROUTER, "router"), (None, "member")],
 )
-def test_a_line_says_what_kind_of_member_it_is(caplog: pytest.LogCaptureFixture, role: Role | None, word: str) -> None:
-    MemberLog().say(ReportMember(MemberChange.DIED, Peer("x1", 1), "tcp://h:1", "", role))
+def test_log_line_names_the_kind_of_member(caplog: pytest.LogCaptureFixture, role: Role | None, word: str) -> None:
+    MemberLog().log_change(ReportMember(MemberChange.DIED, Peer("x1", 1), "tcp://h:1", "", role))
     assert [record.getMessage() for record in caplog.records] == [f"{word} x1 at tcp://h:1 is dead"]

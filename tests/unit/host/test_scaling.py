@@ -19,28 +19,28 @@ def test_only_the_last_decision_of_a_role_is_carried_out() -> None:
         ScaleRole(role, 1, wanted, "") for role, wanted in ((Role.PREFILL, 2), (Role.DECODE, 2), (Role.PREFILL, 3))
     )
     for order in (first, decode, last):
-        orders.put(order)
-    assert [orders.get(), orders.get()] == [decode, last]
-    orders.put(first)
+        orders.put_decision(order)
+    assert [orders.next_decision(), orders.next_decision()] == [decode, last]
+    orders.put_decision(first)
     orders.close()
-    assert orders.get() is None, "nothing is carried out any more"
+    assert orders.next_decision() is None, "nothing is carried out any more"
 
 
 def test_each_decision_has_a_name_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "scale.json"
     file = DecisionFile(path)
     assert json.loads(path.read_text()) == {}
-    file.tell({Role.PREFILL: 2})
+    file.write_decisions({Role.PREFILL: 2})
     first = json.loads(path.read_text())
     assert first["prefill"]["instances"] == 2
-    file.tell({Role.DECODE: 1})
+    file.write_decisions({Role.DECODE: 1})
     assert json.loads(path.read_text())["prefill"] == first["prefill"], "another role's is the same decision still"
-    file.tell({Role.PREFILL: 2})
+    file.write_decisions({Role.PREFILL: 2})
     again = json.loads(path.read_text())["prefill"]
     assert again["instances"] == 2 and again["decision"] != first["prefill"]["decision"]
     assert [one.name for one in tmp_path.iterdir()] == ["scale.json"]
 
 
-def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+def test_unwritable_file_is_reported_immediately(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*nowhere"):
         DecisionFile(tmp_path / "nowhere" / "scale.json")

@@ -31,7 +31,7 @@ def plans(actions: list[Action]) -> list[StepPlan]:
     return [action.plan for action in actions if isinstance(action, RunStep)]
 
 
-def test_a_long_step_is_followed_by_a_plan_shortly_before_its_end() -> None:
+def test_next_plan_is_made_shortly_before_a_long_step_ends() -> None:
     it = new_instance()
     [first] = plans(it.handle(arrival("long", 96), 0))
     assert sum(first.counts) == 32 and it.next_deadline_ns == 32 * TOKEN_NS - AHEAD_MAX_NS

@@ -16,7 +16,7 @@ make = pytest.fixture(params=["twin", "real"])(building_worlds)
 # -- endings
 
 
-def test_cancelling_frees_at_once_and_the_slot_is_used_again_in_the_next_plan(make):
+def test_cancel_frees_slot_for_the_next_plan(make):
     """The browser tab is closed; plans with its rows are still under way."""
     world = make(running=1)
     world.arrive(request("gone", PROMPT[:6], max_tokens=20))
@@ -71,7 +71,7 @@ def test_deadlines_end_a_request_wherever_it_is(make, where):
 # -- failures
 
 
-def test_a_failed_step_is_retried_once_and_no_wrong_token_comes_out(make):
+def test_failed_step_is_retried_once_without_wrong_tokens(make):
     """The device ran out of memory for a moment: half of the plan's blocks are garbage, also what it published."""
     world = make(depth=2)
     world.arrive(request("a", PROMPT[:12], max_tokens=6))
@@ -90,7 +90,7 @@ def test_a_step_that_fails_again_ends_its_sequences(make):
     assert world.final == {("poison", 0): FinishReason.ERROR}
 
 
-def test_a_report_that_fits_no_plan_is_a_bug_of_the_host():
+def test_report_without_a_plan_raises():
     """Steps come back in order; anything else must be loud."""
     world = World(config())
     world.arrive(request("a", PROMPT[:12], max_tokens=6))
@@ -119,7 +119,7 @@ def test_the_memory_report_counts_less_than_a_block_a_sequence(make):
     assert report.token_states_share == 28 / 32
 
 
-def test_a_story_tells_why_a_request_is_slow(make):
+def test_story_explains_a_slow_request(make):
     """``memserve explain``: what happened to it so far."""
     world = make(running=1)
     world.arrive(request("a", PROMPT[:5], max_tokens=9))

@@ -13,18 +13,18 @@ from memserve.instance.scheduler.grammar_waits import BUILD_NS, BUILDS_MAX, Gram
 def orders(waits: GrammarWaits) -> list[str]:
     """What the host is asked for: ``+`` builds, ``-`` forgets."""
     signs = {BuildGrammar: "+", ForgetGrammar: "-"}
-    return [signs[type(order)] + order.grammar for order in waits.take_orders()]
+    return [signs[type(order)] + order.grammar for order in waits.take_commands()]
 
 
-def test_one_tenant_leaves_builds_to_another() -> None:
+def test_grammar_builds_are_fair_to_tenants() -> None:
     """However many it asks for, and however long they take."""
     waits = GrammarWaits(slots=64)
     for at in range(20):
-        waits.opened(("bombs", f"b{at}"), 0)
+        waits.on_request_opened(("bombs", f"b{at}"), 0)
     assert orders(waits) == ["+b0", "+b1"]
-    waits.opened(("other", "o"), 1)
+    waits.on_request_opened(("other", "o"), 1)
     assert orders(waits) == ["+o"]
-    waits.opened(("third", "t"), 1)
+    waits.on_request_opened(("third", "t"), 1)
     assert orders(waits) == ["+t"]
     waits.check_invariants()
 
@@ -32,26 +32,26 @@ def test_one_tenant_leaves_builds_to_another() -> None:
 def test_a_build_that_ends_makes_room_for_the_next() -> None:
     waits = GrammarWaits(slots=64)
     for at in range(4):
-        waits.opened(("a", f"a{at}"), 0)
-    waits.opened(("b", "b0"), 0)
+        waits.on_request_opened(("a", f"a{at}"), 0)
+    waits.on_request_opened(("b", "b0"), 0)
     assert orders(waits) == ["+a0", "+a1", "+b0"]
-    assert waits.built(1, 5) == ("a", "a0") and orders(waits) == ["+a2"]
-    waits.closed(("a", "a1"), 6)  # its client has left while it is built
+    assert waits.on_grammar_built(1, 5) == ("a", "a0") and orders(waits) == ["+a2"]
+    waits.on_request_ended(("a", "a1"), 6)  # its client has left while it is built
     assert orders(waits) == ["-a1", "+a3"]
-    assert waits.built(2, 7) is None
-    assert waits.awaited(("a", "a3")) and not waits.awaited(("a", "a0"))
+    assert waits.on_grammar_built(2, 7) is None
+    assert waits.is_awaited(("a", "a3")) and not waits.is_awaited(("a", "a0"))
 
 
 def test_tenants_with_one_grammar_build_it_twice() -> None:
     """What one of them does with it concerns the other one in no way."""
     waits = GrammarWaits(slots=64)
-    waits.opened(("a", "same"), 0)
-    waits.opened(("a", "same"), 0)
-    waits.opened(("b", "same"), 0)
+    waits.on_request_opened(("a", "same"), 0)
+    waits.on_request_opened(("a", "same"), 0)
+    waits.on_request_opened(("b", "same"), 0)
     assert orders(waits) == ["+same", "+same"]
-    waits.closed(("a", "same"), 1)
+    waits.on_request_ended(("a", "same"), 1)
     assert orders(waits) == []
-    waits.closed(("a", "same"), 1)
+    waits.on_request_ended(("a", "same"), 1)
     assert orders(waits) == ["-same"]
 
 
@@ -59,22 +59,22 @@ def test_a_grammar_waits_for_a_place_not_for_a_deadline() -> None:
     """The time that a build may take begins when the host begins."""
     waits = GrammarWaits(slots=64)
     for at in range(3):
-        waits.opened(("a", f"a{at}"), 0)
-    assert waits.overdue(BUILD_NS - 1) == [] and waits.next_deadline_ns == BUILD_NS
-    assert waits.overdue(BUILD_NS) == [("a", "a0"), ("a", "a1")]
-    assert waits.awaited(("a", "a2")) and waits.next_deadline_ns == 2 * BUILD_NS
+        waits.on_request_opened(("a", f"a{at}"), 0)
+    assert waits.expire_builds(BUILD_NS - 1) == [] and waits.next_deadline_ns == BUILD_NS
+    assert waits.expire_builds(BUILD_NS) == [("a", "a0"), ("a", "a1")]
+    assert waits.is_awaited(("a", "a2")) and waits.next_deadline_ns == 2 * BUILD_NS
     waits.check_invariants()
 
 
 def test_built_grammars_of_one_tenant_are_as_many_as_slots() -> None:
     waits = GrammarWaits(slots=2)
     for at in range(5):
-        waits.opened(("a", f"a{at}"), 0)
-        waits.built(at + 1, 0)
+        waits.on_request_opened(("a", f"a{at}"), 0)
+        waits.on_grammar_built(at + 1, 0)
     assert orders(waits) == ["+a0", "+a1"]
-    waits.opened(("b", "b0"), 0)
+    waits.on_request_opened(("b", "b0"), 0)
     assert orders(waits) == ["+b0"]
-    waits.closed(("a", "a0"), 0)
+    waits.on_request_ended(("a", "a0"), 0)
     assert orders(waits) == ["-a0", "+a2"]
 
 
@@ -95,12 +95,12 @@ def test_random_lives_keep_the_books() -> None:
             choice = random.random()
             if choice < 0.5:
                 live.append((random.choice("abc"), f"g{random.randrange(8)}"))
-                waits.opened(live[-1], now)
+                waits.on_request_opened(live[-1], now)
             elif live and choice < 0.75:
-                waits.closed(live.pop(random.randrange(len(live))), now)
+                waits.on_request_ended(live.pop(random.randrange(len(live))), now)
             elif building:
-                waits.built(building.pop(random.choice(list(building))), now)
-            for order in waits.take_orders():
+                waits.on_grammar_built(building.pop(random.choice(list(building))), now)
+            for order in waits.take_commands():
                 if isinstance(order, BuildGrammar):
                     building[order.job_id] = order.job_id
                 else:
@@ -108,8 +108,8 @@ def test_random_lives_keep_the_books() -> None:
             waits.check_invariants()
             assert len(building) <= BUILDS_MAX
         for wanted in live:
-            waits.closed(wanted, 999)
-        assert not waits.users() and waits.next_deadline_ns is None
+            waits.on_request_ended(wanted, 999)
+        assert not waits.requests_by_grammar() and waits.next_deadline_ns is None
 
 
 def random_slots(seed: int) -> int:

@@ -8,21 +8,21 @@ from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.instance.layerwise.budget import LayerBudget, LayerPolicy, LinkRate, Lying, Overtaking, layer_order
 
 
-def test_what_steps_read_back_fits_the_link_within_the_time_of_a_token() -> None:
+def test_layer_budget_fits_link_within_token_time() -> None:
     """1 GB/s for 200 ms: 200 MB, so 8,138 pages of 24,576 bytes."""
     budget = LayerBudget(30, 24_576, LinkRate(1e9), 200 * NS_PER_MS)
     assert budget.pages_max() == 8138
-    assert budget.allows(8138) and not budget.allows(8139)
+    assert budget.allows_pages(8138) and not budget.allows_pages(8139)
 
 
-def test_steps_do_not_wait_for_the_link_where_their_time_is_known() -> None:
+def test_layer_budget_is_half_of_the_link_in_known_step_time() -> None:
     """40 ms carry 40 MB, of which half may be read back; no step allows more than a token may take."""
     budget = LayerBudget(30, 24_576, LinkRate(1e9), 200 * NS_PER_MS)
     assert budget.pages_max(40 * NS_PER_MS) == 813
     assert budget.pages_max(500 * NS_PER_MS) == 8138
 
 
-def test_a_piece_of_a_prompt_takes_as_long_as_reading_back_what_is_before_it() -> None:
+def test_chunk_takes_as_long_as_reading_back_its_prefix() -> None:
     """500 blocks of 737,280 bytes take 369 ms at 1 GB/s; a block of 32 tokens is computed in 23 ms."""
     budget = LayerBudget(30, 24_576, LinkRate(1e9), 200 * NS_PER_MS)
     assert budget.chunk_blocks(500, 23.0 * NS_PER_MS) == 17
@@ -30,7 +30,7 @@ def test_a_piece_of_a_prompt_takes_as_long_as_reading_back_what_is_before_it() -
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 24, 30, 32, 80])
-def test_layers_are_kept_evenly_over_the_depth_and_by_each_request_from_another_on(layers: int) -> None:
+def test_layer_order_spreads_evenly_and_starts_per_request(layers: int) -> None:
     for number in range(7):
         order = layer_order(layers, number)
         assert sorted(order) == list(range(layers)) and order[0] == number % layers
@@ -41,20 +41,22 @@ def test_layers_are_kept_evenly_over_the_depth_and_by_each_request_from_another_
 
 
 def test_policies_by_name() -> None:
-    assert LayerPolicy.named("auto") == LayerPolicy(None, is_staggered=True, parks=True)
-    assert LayerPolicy.named("prompts-first") == LayerPolicy(None, bounds_delays=False)
-    assert LayerPolicy.named("layerkv") == LayerPolicy(None, is_staggered=False, parks=False, bounds_delays=False)
-    assert LayerPolicy.named("next-layer") == LayerPolicy(0, is_staggered=False, parks=False, bounds_delays=False)
-    assert LayerPolicy.named("static-12") == LayerPolicy(12, is_staggered=False, parks=False, bounds_delays=False)
+    assert LayerPolicy.from_name("auto") == LayerPolicy(None, is_staggered=True, parks=True)
+    assert LayerPolicy.from_name("prompts-first") == LayerPolicy(None, bounds_delays=False)
+    assert LayerPolicy.from_name("layerkv") == LayerPolicy(None, is_staggered=False, parks=False, bounds_delays=False)
+    assert LayerPolicy.from_name("next-layer") == LayerPolicy(0, is_staggered=False, parks=False, bounds_delays=False)
+    assert LayerPolicy.from_name("static-12") == LayerPolicy(12, is_staggered=False, parks=False, bounds_delays=False)
 
 
-def test_the_latest_are_parked_as_many_as_read_back_too_much() -> None:
+def test_latest_sequences_beyond_the_budget_are_parked() -> None:
     budget = LayerBudget(4, page_bytes=1_000_000, link=LinkRate(1e9), tpot_ns=100_000_000)  # 100 pages
     lying = [Lying(3, 20, 0, True, True), Lying(2, 20, 0, True, False), Lying(1, 20, 3, True, True)]
-    assert LayerPolicy().to_park(lying, budget, 0, 0) == [0]  # 180 pages, and 80 of them go
-    assert LayerPolicy().to_park(lying[1:], budget, 0, 0) == []
-    assert LayerPolicy().to_park([*lying, Lying(0, 20, 0, False, False)], budget, 0, 0) == [0]  # it reads nothing
-    assert LayerPolicy(parks=False).to_park(lying, budget, 0, 0) == []
+    assert LayerPolicy().indices_to_park(lying, budget, 0, 0) == [0]  # 180 pages, and 80 of them go
+    assert LayerPolicy().indices_to_park(lying[1:], budget, 0, 0) == []
+    assert LayerPolicy().indices_to_park([*lying, Lying(0, 20, 0, False, False)], budget, 0, 0) == [
+        0
+    ]  # it reads nothing
+    assert LayerPolicy(parks=False).indices_to_park(lying, budget, 0, 0) == []
     assert LayerPolicy().kept_most(1, 4) == 4 and LayerPolicy(kept_max=2).kept_most(1, 4) == 2
 
 
@@ -63,20 +65,20 @@ def test_rate_of_the_link_is_the_curves_then_what_copies_took() -> None:
     measured, assumed = LinkRate(1e9), LinkRate(1e9, is_measured=False)
     assert round(measured.bytes_s) == round(assumed.bytes_s) == 1e9
     for rate in (measured, assumed):
-        rate.learn(0, 0)
-        rate.learn(4_000_000_000, NS_PER_S)
+        rate.learn_copies(0, 0)
+        rate.learn_copies(4_000_000_000, NS_PER_S)
     assert round(assumed.bytes_s / 1e9, 3) == 4 and 3.5e9 < measured.bytes_s < 4e9
-    assumed.learn(1_000, NS_PER_MS)  # a small copy at 1 MB/s says little
+    assumed.learn_copies(1_000, NS_PER_MS)  # a small copy at 1 MB/s says little
     assert assumed.bytes_s > 3.9e9
     for _ in range(50):
-        measured.learn(2_000_000_000, NS_PER_S)
+        measured.learn_copies(2_000_000_000, NS_PER_S)
     assert round(measured.bytes_s / 1e9, 3) == 2
 
 
 def test_budget_follows_what_the_link_is_found_to_carry() -> None:
     budget = LayerBudget(30, 24_576, LinkRate(1e9, is_measured=False), 200 * NS_PER_MS)
     before = budget.pages_max()
-    budget.link.learn(10_000_000_000, NS_PER_S)
+    budget.link.learn_copies(10_000_000_000, NS_PER_S)
     assert budget.pages_max() // 10 == before and budget.link_ns(500) == round(500 * 30 * 24_576 / 10e9 * NS_PER_S)
 
 
@@ -85,20 +87,22 @@ def test_prompts_that_overtake_fill_steps_while_delays_are_small() -> None:
     overtaking = Overtaking(32, 100)
     overtaking.pass_time(10 * NS_PER_S, 10)
     for _ in range(3):
-        overtaking.begin(beside=True)
-        assert overtaking.limit(8192, 0) == 8192
-        overtaking.learn(6000, NS_PER_S, NS_PER_S, 2)
-    overtaking.begin(beside=True)
-    assert overtaking.limit(8192, 0) == 96, "whole blocks of what steps have free"
-    overtaking.add(64)
-    assert overtaking.limit(8192, 0) == 32 and overtaking.limit(8192, 64) == 64, "a piece that hides reading back"
-    overtaking.add(64)
-    assert overtaking.limit(8192, 64) == 0
-    overtaking.begin(beside=False)
-    assert overtaking.limit(8192, 0) == 8192, "nothing decodes"
+        overtaking.begin_plan(beside=True)
+        assert overtaking.limit_tokens(8192, 0) == 8192
+        overtaking.learn_delay(6000, NS_PER_S, NS_PER_S, 2)
+    overtaking.begin_plan(beside=True)
+    assert overtaking.limit_tokens(8192, 0) == 96, "whole blocks of what steps have free"
+    overtaking.add_tokens(64)
+    assert overtaking.limit_tokens(8192, 0) == 32 and overtaking.limit_tokens(8192, 64) == 64, (
+        "a piece that hides reading back"
+    )
+    overtaking.add_tokens(64)
+    assert overtaking.limit_tokens(8192, 64) == 0
+    overtaking.begin_plan(beside=False)
+    assert overtaking.limit_tokens(8192, 0) == 8192, "nothing decodes"
     overtaking.pass_time(10 * NS_PER_S, 10)
-    overtaking.begin(beside=True)
-    assert overtaking.limit(8192, 0) == 8192
+    overtaking.begin_plan(beside=True)
+    assert overtaking.limit_tokens(8192, 0) == 8192
 
 
 @pytest.mark.parametrize("knee", [40, 300, 1500])
@@ -107,5 +111,5 @@ def test_free_tokens_are_learnt_from_how_much_longer_steps_took(knee: int) -> No
     overtaking, token_ns = Overtaking(32, 200), 1_000
     for _ in range(200):
         tokens = round(overtaking.free_tokens) // 32 * 32
-        overtaking.learn(tokens, max(0, tokens - knee) * token_ns, tokens * token_ns, 1)
+        overtaking.learn_delay(tokens, max(0, tokens - knee) * token_ns, tokens * token_ns, 1)
     assert 0.7 * knee <= overtaking.free_tokens <= 2 * knee + 32

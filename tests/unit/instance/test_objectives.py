@@ -82,7 +82,7 @@ def crowded(**flags: Any) -> Served:
     return served
 
 
-def test_a_decoding_request_keeps_its_objective_and_prompts_get_the_rest() -> None:
+def test_decode_keeps_tpot_objective_and_prefill_gets_the_rest() -> None:
     as_it_comes, by_objective = crowded(), crowded(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS)
     assert as_it_comes.tpot_ms("a") > 30
     assert 15 < by_objective.tpot_ms("a") <= 20, "what is to spare is used"
@@ -93,7 +93,7 @@ def test_a_decoding_request_keeps_its_objective_and_prompts_get_the_rest() -> No
     assert as_it_comes.it.stats().objectives.plans_limited == 0
 
 
-def test_a_client_is_told_what_was_aimed_at_and_what_came() -> None:
+def test_client_gets_objective_and_achieved_latency() -> None:
     served = Served(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS, slo_ttft_ns=900 * NS_PER_MS)
     for number in range(20):
         served.arrive(f"x{number:02}", 8, 40)
@@ -113,7 +113,7 @@ def test_a_wide_objective_changes_nothing() -> None:
     assert crowded(scheduling="slo", slo_tpot_ns=1000 * NS_PER_MS).told == crowded().told
 
 
-def test_a_prompt_that_must_begin_now_is_not_held_back_for_one_request() -> None:
+def test_prompt_due_now_is_not_delayed_for_one_decode() -> None:
     """It would miss its own objective; the other one is lost instead, and not both."""
     kept = crowded(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS, slo_ttft_ns=900 * NS_PER_MS)
     held = crowded(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS)
@@ -122,7 +122,7 @@ def test_a_prompt_that_must_begin_now_is_not_held_back_for_one_request() -> None
     assert report.ttft_met >= 2 and report.ttft_met + report.ttft_missed == 3
 
 
-def test_what_answers_have_been_says_how_much_there_is_to_spare() -> None:
+def test_slack_follows_learnt_answer_lengths() -> None:
     """Of a long answer much can be spared at its start, of one that may end at once nothing."""
     served = Served(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS)
     for number in range(20):
@@ -137,7 +137,7 @@ def test_what_answers_have_been_says_how_much_there_is_to_spare() -> None:
     assert served.tpot_ms("a") <= 20
 
 
-def test_a_request_holds_prompts_back_while_it_can_be_in_time_and_no_longer() -> None:
+def test_decode_limits_prefill_only_while_it_can_be_in_time() -> None:
     """Of 21 tokens in 20 ms each, aimed at in 19, one is drawn, and others need 10 ms each: at 200 ms it is lost."""
     served = Served(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS)
     served.arrive("a", 8, 40)
@@ -170,7 +170,7 @@ def two_answers(expected: int) -> Served:
     while served.it.state.decoding.items[-1].since_ns is None:
         served.step()
     for _ in range(20):
-        served.it.state.objectives.lengths.learn("", 8, expected)
+        served.it.state.objectives.lengths.learn_length("", 8, expected)
     return served
 
 
@@ -196,7 +196,7 @@ def test_late_answers_wait_for_those_that_can_be_in_time() -> None:
     ("flags", "about"),
     [({"scheduling": "edf"}, "unknown scheduling 'edf'"), ({"scheduling": "slo"}, "needs one.*--slo-tpot-ms")],
 )
-def test_what_makes_no_sense_is_refused(flags: dict[str, Any], about: str) -> None:
+def test_invalid_settings_are_refused(flags: dict[str, Any], about: str) -> None:
     with pytest.raises(UserError, match=about):
         SchedulerConfig(**flags)
 
@@ -204,7 +204,7 @@ def test_what_makes_no_sense_is_refused(flags: dict[str, Any], about: str) -> No
 # -- objectives of requests
 
 
-def test_what_cannot_be_expected_in_time_is_told_at_once() -> None:
+def test_hopeless_ttft_objective_is_rejected_on_arrival() -> None:
     """1 ms a token: 436 wait behind the first step, so that 200 more are done 0.636 s later."""
     served = Served()
     served.arrive("before", 500, 2)

@@ -46,13 +46,13 @@ def test_headroom_grows_with_what_decodes():
 def test_the_prefill_rate_is_learnt_from_prefill_steps_only():
     """First measurement taken as it is, later ones smoothed, decode steps ignored."""
     model = PreemptionModel(PreemptionCosts(prefill_ns_per_token=7))
-    model.learn(10, 10, 99_000)
+    model.learn_step(10, 10, 99_000)
     assert model.prefill_ns_per_token == 7
-    model.learn(100, 0, 100_000)
+    model.learn_step(100, 0, 100_000)
     assert model.prefill_ns_per_token == 1000
-    model.learn(100, 0, 180_000)
+    model.learn_step(100, 0, 180_000)
     assert model.prefill_ns_per_token == 1100
-    model.learn(100, 0, 0)
+    model.learn_step(100, 0, 0)
     assert model.prefill_ns_per_token == 1100 and model.recompute_ns(3) == 3300
 
 
@@ -93,26 +93,26 @@ def test_the_search_stops_when_no_living_beam_can_win():
     """Two hypotheses are finished and both beat the best that lives."""
     search = BeamSearch(2, 1.0, frozenset({9}), 0)
     beams = [BeamState((), (), 0.0, [(9, -0.1), (1, -5.0), (2, -6.0), (3, -7.0)])]
-    assert [survivor.token for survivor in search.advance(beams, 10)] == [1, 2]
+    assert [survivor.token for survivor in search.next_survivors(beams, 10)] == [1, 2]
     beams = [
         BeamState((1,), (-5.0,), -5.0, [(9, -0.1), (4, -1.0), (5, -2.0), (6, -3.0)]),
         BeamState((2,), (-6.0,), -6.0, [(7, -8.0), (8, -9.0), (4, -9.5), (5, -9.9)]),
     ]
-    assert search.advance(beams, 10) == []
+    assert search.next_survivors(beams, 10) == []
     assert [hypothesis.tokens for hypothesis in search.finished] == [(9,), (1, 9)]
 
 
 def test_a_stop_token_outside_the_best_width_does_not_finish():
     """It would have been cut off had it been any other token."""
     search = BeamSearch(1, 1.0, frozenset({9}), 0)
-    (survivor,) = search.advance([BeamState((), (), 0.0, [(1, -0.1), (9, -0.2)])], 10)
+    (survivor,) = search.next_survivors([BeamState((), (), 0.0, [(1, -0.1), (9, -0.2)])], 10)
     assert survivor.token == 1 and search.finished == []
 
 
 def test_min_tokens_hold_for_beams():
     """A stop token before ``min_tokens`` is a token like any other."""
     search = BeamSearch(1, 1.0, frozenset({9}), 2)
-    (survivor,) = search.advance([BeamState((), (), 0.0, [(9, -0.1), (1, -0.2)])], 10)
+    (survivor,) = search.next_survivors([BeamState((), (), 0.0, [(9, -0.1), (1, -0.2)])], 10)
     assert survivor.token == 9
 
 

@@ -49,7 +49,7 @@ def press(world: World) -> None:
         run(world, list(range(first, first + 40)))
 
 
-def test_a_pinned_prefix_outlives_pressure_and_an_unpinned_one_does_not(make):
+def test_pinned_prefix_survives_pressure_unlike_unpinned(make):
     world = make(hbm=16)
     warm(world)
     pin(world)
@@ -127,7 +127,7 @@ def test_only_what_is_cached_is_pinned(make):
 # -- in a cluster
 
 
-def test_a_pinned_prefix_outlives_pressure_until_its_time_is_over():
+def test_pinned_prefix_survives_pressure_until_expiry():
     """A document is opened; others fill the cache; its questions still find it."""
     fleet = Fleet(p=fleet_config(hbm=12))
     member = fleet.members["p"]
@@ -200,13 +200,13 @@ def test_pins_are_what_a_plain_dictionary_says(operations):
     pins, plain, now = Pins(pool), PlainPins(), 0
     for handle, life, tokens, gives_up in operations:
         now += 3
-        pins.expire(now)
+        pins.expire_pins(now)
         plain.due(now)
         if gives_up:
-            pins.unpin(f"h{handle}")
+            pins.unpin_prefix(f"h{handle}")
             plain.ends.pop(f"h{handle}", None)
         else:
-            kept = pins.pin(f"h{handle}", "", tokens_of(tokens), now + life)
+            kept = pins.pin_prefix(f"h{handle}", "", tokens_of(tokens), now + life)
             assert kept == min(tokens, 24) // BLOCK * BLOCK
             plain.ends.pop(f"h{handle}", None)
             if kept:
@@ -215,6 +215,6 @@ def test_pins_are_what_a_plain_dictionary_says(operations):
         assert pool.report().by_tier[Tier.HBM].blocks_pinned == longest // BLOCK
         assert pins.next_deadline_ns == min((end for _, end in plain.ends.values()), default=None)
         assert len(pins) == len(plain.ends)
-        assert all(pins.tokens(handle) == tokens for handle, (tokens, _) in plain.ends.items())
+        assert all(pins.pinned_tokens(handle) == tokens for handle, (tokens, _) in plain.ends.items())
     assert pins.release_all() == bool(plain.ends) and sorted(pins.lost) == sorted(plain.ends)
     assert pool.clear_cache() == 6 and pins.next_deadline_ns is None

@@ -54,7 +54,7 @@ class World:
 
     def take(self, now_ns: int) -> list[Peer]:
         """Which routers are told something."""
-        said = self.news.take(now_ns)
+        said = self.news.take_messages(now_ns)
         self.news.check_invariants()
         for send in said:
             self._hear(send)
@@ -79,11 +79,11 @@ class World:
         self.loads[router] += 1
 
 
-def test_a_lone_router_hears_everything_at_once() -> None:
+def test_single_router_gets_updates_immediately() -> None:
     it = World()
     for now in range(5):
         it.index.change()
-        it.news.placed(OWNER)
+        it.news.on_attempt_placed(OWNER)
         assert it.take(now) == [OWNER]
     assert it.heard == {OWNER: 5} and it.loads == {OWNER: 0} and it.take(9) == []
 
@@ -91,11 +91,11 @@ def test_a_lone_router_hears_everything_at_once() -> None:
 def test_of_several_routers_each_hears_in_bundles() -> None:
     it = World(R2)
     it.index.change()
-    it.news.placed(R2)
+    it.news.on_attempt_placed(R2)
     assert it.take(1) == [OWNER, R2], "quiet so far: at once"
     for now in (2, 3):
         it.index.change()
-        it.news.placed(R2)
+        it.news.on_attempt_placed(R2)
         assert it.take(now) == []
         assert it.news.next_deadline_ns == 1 + BUNDLE_NS
     assert it.take(BUNDLE_NS) == []
@@ -106,11 +106,11 @@ def test_of_several_routers_each_hears_in_bundles() -> None:
 def test_changes_and_load_go_in_one_letter_and_a_load_goes_alone() -> None:
     it = World(R2)
     it.index.change()
-    it.news.placed(OWNER)
-    letters = [send for send in it.news.take(1) if send.to == R2]
+    it.news.on_attempt_placed(OWNER)
+    letters = [send for send in it.news.take_messages(1) if send.to == R2]
     assert len(letters) == 1 and isinstance(letters[0].message, KvEvents) and letters[0].message.load is not None
-    it.news.placed(OWNER)
-    (letter,) = it.news.take(1 + BUNDLE_NS)
+    it.news.on_attempt_placed(OWNER)
+    (letter,) = it.news.take_messages(1 + BUNDLE_NS)
     assert letter.to == R2 and isinstance(letter.message, Heartbeat)
 
 
@@ -135,7 +135,7 @@ def test_a_clock_that_was_set_back_holds_nothing_up() -> None:
     assert it.take(3) == [OWNER, R2]
 
 
-def test_a_router_that_asks_has_heard_what_it_is_answered() -> None:
+def test_query_answer_counts_as_delivered_update() -> None:
     it = World(R2)
     it.index.change()
     it.take(1)
@@ -146,7 +146,7 @@ def test_a_router_that_asks_has_heard_what_it_is_answered() -> None:
     assert it.take(1 + BUNDLE_NS) == [OWNER]
 
 
-def test_a_router_that_lags_behind_what_is_kept_gets_everything() -> None:
+def test_router_beyond_retained_updates_gets_full_state() -> None:
     it = World(R2, kept=4)
     it.index.change()
     it.take(1)
@@ -160,7 +160,7 @@ def test_routers_come_and_go() -> None:
     it = World(R2)
     it.index.change()
     it.take(0)
-    it.routers.left(R2)
+    it.routers.remove_member(R2)
     it.index.change()
     assert it.take(1) == [OWNER], "alone again"
     it.routers.set_members([PeerInfo(R3, Role.ROUTER, "", "", GEOMETRY, 0, 0, 0, False)])
@@ -181,7 +181,7 @@ def test_every_router_hears_everything_in_order(seed: int) -> None:
         if rng.random() < 0.5:
             it.index.change(rng.randrange(1, 4))
         if rng.random() < 0.3:
-            it.news.placed(rng.choice([*it.heard]))
+            it.news.on_attempt_placed(rng.choice([*it.heard]))
         for router in it.take(now):
             assert now - last[router] >= BUNDLE_NS or not last[router]
             last[router] = now

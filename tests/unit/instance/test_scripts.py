@@ -41,7 +41,7 @@ class Member(Script):
     """The machine of one member of a cluster of two."""
 
     def __init__(self, me: Peer, **sizes) -> None:
-        super().__init__(Instance(fleet_config(**sizes), BLOCK, me=me, geometry=GEOMETRY))
+        super().__init__(Instance(fleet_config(**sizes), BLOCK, self_peer=me, geometry=GEOMETRY))
         self.machine.handle(MessageArrived(ROUTER_PEER, JoinAccepted(tuple(info(p) for p in (P, D) if p != me))), 0)
 
     def hears(self, ms: float, sender: Peer, message: AnyMessage, *wanted: str) -> list:
@@ -96,7 +96,7 @@ def test_two_in_one_batch() -> None:
     it.steps(6, 5, "EmitTokens(b 2:[3] LENGTH)", drawn=(3,))
 
 
-def test_a_client_leaves() -> None:
+def test_client_disconnect() -> None:
     """The plans under way are carried out, and what they draw is dropped."""
     it = Alone()
     it.at(1, RequestArrived(a_request()), "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)")
@@ -152,7 +152,7 @@ def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
     assert it.machine.is_idle
 
 
-def test_a_grammar_that_cannot_be_built_or_takes_too_long_ends_its_requests() -> None:
+def test_failed_or_slow_grammar_build_ends_its_requests() -> None:
     it = Alone()
     it.at(1, RequestArrived(a_request("a", grammar="wrong")), "BuildGrammar(wrong)")
     it.at(2, GrammarBuilt(1, "it has no end"), "ForgetGrammar(wrong)", "EmitTokens(a 0:[] ERROR)")
@@ -193,7 +193,7 @@ def test_a_sequence_whose_mask_is_late_skips_steps() -> None:
     it.steps(11, 7, both, "EmitTokens(b 6:[4]; a 0:[6])", drawn=(4, 6))
 
 
-def test_a_mask_that_does_not_come_ends_its_request_alone() -> None:
+def test_missing_mask_ends_only_its_request() -> None:
     it = Alone(depth=1)
     it.at(1, RequestArrived(a_request("a", PROMPT[:4], grammar="json")), "BuildGrammar(json)")
     it.at(2, GrammarBuilt(1), "RunStep(1: open 0, slot 0 [0, 4) draws)")
@@ -256,7 +256,7 @@ def test_a_dispatch_that_comes_twice_is_taken_once() -> None:
 
 def test_a_decode_instance_takes_over() -> None:
     """It pulls what is ready, and decodes when it knows the first token: the prompt is not computed again."""
-    theirs = Instance(fleet_config(), BLOCK, me=P, geometry=GEOMETRY)
+    theirs = Instance(fleet_config(), BLOCK, self_peer=P, geometry=GEOMETRY)
     theirs.handle(MessageArrived(ROUTER_PEER, JoinAccepted((info(D),))), 0)
     offer = offer_in(theirs.handle(MessageArrived(ROUTER_PEER, Dispatch(a_request(), decode_at=D)), 0))
     it = Member(D)
@@ -274,7 +274,7 @@ def test_a_decode_instance_takes_over() -> None:
 
 def test_kv_that_comes_before_the_grammar_is_built_is_not_held() -> None:
     """What the cache keeps of it is found again: blocks of 4 tokens, and the last token is computed in any case."""
-    theirs = Instance(fleet_config(), BLOCK, me=P, geometry=GEOMETRY)
+    theirs = Instance(fleet_config(), BLOCK, self_peer=P, geometry=GEOMETRY)
     theirs.handle(MessageArrived(ROUTER_PEER, JoinAccepted((info(D),))), 0)
     theirs.handle(MessageArrived(ROUTER_PEER, Dispatch(a_request(grammar="json"), decode_at=D)), 0)
     offer = offer_in(theirs.handle(GrammarBuilt(1), 0))
@@ -289,7 +289,7 @@ def test_kv_that_comes_before_the_grammar_is_built_is_not_held() -> None:
     it.at(5, GrammarBuilt(1), *planned)
 
 
-def test_a_prefix_is_fetched_and_when_its_holder_is_gone_it_is_computed() -> None:
+def test_prefix_is_computed_when_its_holder_dies_during_fetch() -> None:
     it = Member(D)
     order = Dispatch(a_request(), holders=(Holder(P, 8),))
     it.hears(1, ROUTER_PEER, order, "Send(p, Fetch d/1/1, blocks 0 to 2)")

@@ -10,7 +10,7 @@ from instance_world import PROMPT, VOCAB, World, config, request
 from memserve.base.types import FinishReason
 from memserve.instance.scheduler.drafts import Draft, Price
 from memserve.instance.scheduler.sequence import Phase
-from memserve.instance.scheduler.speculation import NEVER, foretellable
+from memserve.instance.scheduler.speculation import NEVER, is_predictable
 from memserve.protocol.events import RequestCancelled
 from memserve_lab.sim.fuzz.scenario_features import Always
 from memserve_lab.sim.reference.oracle import lone_tokens
@@ -70,7 +70,7 @@ def test_drafts_that_cost_more_than_they_save_are_left_out() -> None:
     world = world_of(depth=1)
 
     class Dear(Always):
-        def price(self, sequences: int) -> Price:
+        def draft_price(self, sequences: int) -> Price:
             return Price(1e6, 0.9e6)
 
     world.machine.planner.speculation.worth = Dear()
@@ -98,7 +98,7 @@ def test_a_stop_token_among_the_drafts_ends_the_answer() -> None:
     assert world.final["a", 0] is FinishReason.STOP
 
 
-def test_a_request_that_leaves_while_its_drafts_are_under_way_leaves_nothing() -> None:
+def test_cancel_with_drafts_in_flight_leaves_nothing() -> None:
     world = world_of(depth=1)
     world.arrive(request("a", PROMPT[:4], max_tokens=12))
     while not any(plan.drafts for plan in world.plans):
@@ -116,12 +116,12 @@ def test_draws_that_depend_on_more_are_not_foretold(words: dict[str, Any]) -> No
     world = world_of()
     world.arrive(request("a", PROMPT[:4], max_tokens=6, **words))
     group = world.machine.state.groups["a"]
-    assert not foretellable(group)
+    assert not is_predictable(group)
     world.drain()
     assert not world.machine.state.counters.drafted_tokens and NEVER.drafted == 0
 
 
-def test_the_story_tells_what_was_kept() -> None:
+def test_story_has_accepted_drafts() -> None:
     world = world_of(depth=1)
     world.arrive(request("a", PROMPT[:4], max_tokens=12))
     world.drain()

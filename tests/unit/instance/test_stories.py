@@ -16,7 +16,7 @@ make = pytest.fixture(params=["twin", "real"])(building_worlds)
 # -- batching
 
 
-def test_a_long_prompt_is_computed_in_chunks_that_end_at_block_boundaries(make):
+def test_long_prompt_is_chunked_at_block_boundaries(make):
     """A document is pasted into an idle server: pieces of at most 10 tokens, aligned to blocks of 4; two at once."""
     world = make(chunk=10)
     first, second = plans_of(world.arrive(request("a", PROMPT[:21], max_tokens=2)))
@@ -37,7 +37,7 @@ def test_decodes_come_before_prefill_and_share_the_token_budget(make):
     assert rows(plan) == [(0, 5, 1, (0,)), (1, 0, 8, ())]
 
 
-def test_priority_overtakes_in_the_waiting_line_but_not_on_the_device(make):
+def test_priority_orders_the_queue_without_preempting(make):
     """A batch job fills the only slot; of the two that wait the interactive one (lower number) is next."""
     world = make(running=1, depth=1)
     world.arrive(request("job", PROMPT[:4], max_tokens=2, priority=5))
@@ -55,7 +55,7 @@ def test_no_step_beyond_max_tokens_is_scheduled_ahead(make):
     assert world.device.computed_tokens == 4 + 2 and world.machine.stats().dropped_tokens == 0
 
 
-def test_a_stop_token_is_seen_one_step_late_and_the_overshoot_is_dropped(make):
+def test_overshoot_after_stop_token_is_dropped(make):
     """The usual end of a chat answer with two plans in flight."""
     world = make(depth=2)
     stop = lone_tokens(PROMPT[:6], 3, 0, 0, VOCAB)[2]
@@ -70,7 +70,7 @@ def test_a_stop_token_is_seen_one_step_late_and_the_overshoot_is_dropped(make):
 # -- prefix cache
 
 
-def test_a_conversation_turn_reuses_what_was_prompt_and_what_was_generated(make):
+def test_next_turn_reuses_prompt_and_generated_tokens(make):
     """Turn two contains turn one's prompt and answer: only the rest is computed."""
     world = make()
     world.arrive(request("one", PROMPT[:9], max_tokens=8))
@@ -82,7 +82,7 @@ def test_a_conversation_turn_reuses_what_was_prompt_and_what_was_generated(make)
     assert output.cached_tokens == 16
 
 
-def test_a_fully_cached_prompt_copies_its_last_block_and_computes_one_token(make):
+def test_fully_cached_prompt_copies_its_last_block(make):
     """The same request again, for example a retry: the cached block must not be written."""
     world = make()
     for name in ("first", "again"):
@@ -94,7 +94,7 @@ def test_a_fully_cached_prompt_copies_its_last_block_and_computes_one_token(make
     assert world.machine.stats().copied_on_write == 1
 
 
-def test_a_fully_cached_prompt_without_room_for_the_copy_recomputes_its_last_block(make):
+def test_fully_cached_prompt_without_room_recomputes_last_block(make):
     """The pool is exactly as large as the prompt: the copy would be one block too many."""
     world = make(hbm=2)
     for name in ("first", "again"):
@@ -103,7 +103,7 @@ def test_a_fully_cached_prompt_without_room_for_the_copy_recomputes_its_last_blo
     assert world.device.computed_tokens == 8 + 4
 
 
-def test_a_block_that_was_copied_does_not_keep_its_original_from_eviction(make):
+def test_original_of_copied_block_can_be_evicted(make):
     """The whole pool is needed by one answer; the cached original of its copied block must make room."""
     world = make(hbm=3, depth=1)
     for name in ("first", "again"):
@@ -112,7 +112,7 @@ def test_a_block_that_was_copied_does_not_keep_its_original_from_eviction(make):
     assert world.machine.stats().copied_on_write == 1 and world.machine.stats().preemptions_recompute == 0
 
 
-def test_requests_with_one_new_prefix_do_not_compute_it_several_times(make):
+def test_concurrent_requests_compute_shared_prefix_once(make):
     """Thirty agents start at once with the same system prompt: one computes it, the others wait a few steps."""
     world = make(hbm=60, running=6, step_tokens=64, chunk=8, depth=1)
     for number in range(6):
@@ -141,7 +141,7 @@ def test_tenants_do_not_share(make):
     assert world.machine.stats().cached_tokens == 0
 
 
-def test_prompt_logprobs_compute_every_position_although_it_is_cached(make):
+def test_prompt_logprobs_recompute_cached_positions(make):
     """``echo`` with ``logprobs`` on a prompt that was served before."""
     world = make()
     world.arrive(request("plain", PROMPT[:18], max_tokens=1))
@@ -155,7 +155,7 @@ def test_prompt_logprobs_compute_every_position_although_it_is_cached(make):
 # -- several sequences
 
 
-def test_parallel_samples_compute_the_prompt_once_and_copy_only_the_partial_block(make):
+def test_parallel_samples_share_prompt_and_copy_partial_block(make):
     """``n = 3``: one row samples for three slots; two of the three copy the half-filled block."""
     world = make(depth=1)
     (plan,) = plans_of(world.arrive(request("a", PROMPT[:6], max_tokens=4, n=3)))
@@ -189,7 +189,7 @@ def test_beams_that_do_not_fit_together_take_turns(make):
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_the_youngest_is_preempted_and_continues_as_if_nothing_had_happened(make, mode):
+def test_youngest_is_preempted_and_resumes_exactly(make, mode):
     """Three long answers outgrow the pool together."""
     world = make(hbm=9, dram=9, preemption=mode, caching=False)
     for name in "abc":
@@ -224,7 +224,7 @@ def test_swap_without_room_in_dram_becomes_recompute(make):
 # -- what cannot run
 
 
-def test_a_prompt_beyond_the_context_is_rejected_with_the_numbers(make):
+def test_prompt_beyond_context_is_rejected_with_numbers(make):
     """A book is pasted."""
     world = make(context=20)
     (action,) = world.arrive(request("book", PROMPT[:20]))

@@ -38,7 +38,7 @@ def put_into_dram(world: World) -> None:
 
 
 @pytest.mark.parametrize(("block_copy_ns", "brought_up"), [(1.0, True), (1e9, False), (None, True)])
-def test_a_prefix_comes_up_from_dram_where_that_pays(make, block_copy_ns, brought_up):
+def test_prefix_is_swapped_in_where_that_pays(make, block_copy_ns, brought_up):
     """Without a profile what was kept is used, whatever the guesses say."""
     world = make(costs(block_copy_ns), hbm=12, dram=24)
     put_into_dram(world)
@@ -67,12 +67,12 @@ def test_random_prompts_on_a_slow_link_get_the_right_tokens(make, seed):
     assert met_dram and world.machine.stats().dram_tokens_reused == 0
 
 
-def test_what_is_worth_reusing_is_decided_by_time():
+def test_reuse_from_dram_is_decided_by_time():
     profile = CostModel(prefill=PrefillCurve(0.0, 1000.0, 0.0), swap_in=CopyCurve(10_000.0, 0.0, 0.0))
     model = PreemptionModel(PreemptionCosts(profile=profile))
     assert model.reusable_blocks(100, 4, 3, 2) == 3  # eight tokens take 8 us, bringing them up 10
     assert model.reusable_blocks(100, 4, 3, 3) == 6
     assert model.reusable_blocks(100, 4, 3, 0) == 3
     assert model.reusable_blocks(12, 4, 0, 3) == 3  # eleven tokens are saved: the last is computed in any case
-    model.learn(100, 0, 50_000)  # the machine has become quicker
+    model.learn_step(100, 0, 50_000)  # the machine has become quicker
     assert model.reusable_blocks(100, 4, 3, 2) == 3

@@ -40,13 +40,13 @@ class Pool:
         self.counts = {"refused": 0}
         self.options = type("Options", (), {"timeout_s": 20.0})()
 
-    def collect(self, values: Sequence[Any]) -> list[Any]:
+    def collect_copies(self, values: Sequence[Any]) -> list[Any]:
         return [(value.name, [bytes(self.host(piece)) for piece in value.pieces]) for value in values]
 
     def put_collected(self, collected: Sequence[Any]) -> None:
         self.kept.update(collected)
 
-    def get(self, values: Sequence[Any]) -> list[bool]:
+    def get_values(self, values: Sequence[Any]) -> list[bool]:
         for value in values:
             for piece, data in zip(value.pieces, self.kept.get(value.name, []), strict=False):
                 self.host(piece)[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8).numpy()
@@ -137,7 +137,7 @@ def load_of(request_id: str, names: Sequence[int], block_ids: tuple[int, ...]) -
 def test_blocks_come_back_in_every_layout(layout: str, hooks: bool) -> None:
     device = Device(layout)
     saved(device, (1, 2, 5), 7.0, hooks)
-    device.worker._savers.drain()
+    device.worker._savers.wait_until_idle()
     assert len(device.pool.kept) == 3
     device.forward(Orders(), lambda layer: dict.fromkeys((1, 2, 5), -1.0), hooks=hooks)
     device.forward(load_of("r", (1, 2, 5), (8, 9, 3)), hooks=hooks)
@@ -154,11 +154,11 @@ def test_each_event_is_needed(removed: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Without any one of the orders the model of the device finds a race."""
     device = Device()
     stream = {"stage": device.memory._save_stream, "land": device.memory._load_stream, "staged": device.gpu.compute}
-    monkeypatch.setattr(stream[removed], "after", lambda mark: None)
+    monkeypatch.setattr(stream[removed], "wait_for", lambda mark: None)
     with pytest.raises((RaceError, AssertionError)):
         saved(device, (1, 2), 1.0)
         device.forward(Orders(), lambda layer: {1: 3.0, 2: 3.0})
-        device.worker._savers.drain()
+        device.worker._savers.wait_until_idle()
         device.forward(load_of("r", (1, 2), (1, 2)))
         device.received()
         assert not device.worker.take_failed(), "its copies raced"
@@ -169,7 +169,7 @@ def test_each_event_is_needed(removed: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_layer_is_copied_before_the_next_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     order: list[str] = []
-    stage, compute = device.memory.stage, device.compute
+    stage, compute = device.memory.stage_pieces, device.compute
 
     def noted_stage(numbers: Sequence[int], slots: Sequence[int], block_ids: Sequence[int]) -> None:
         order.append(f"copy {min(numbers)}")
@@ -180,7 +180,7 @@ def test_a_layer_is_copied_before_the_next_is_computed(monkeypatch: pytest.Monke
             order.append(layer)
         compute(layer, block_ids, values)
 
-    monkeypatch.setattr(device.memory, "stage", noted_stage)
+    monkeypatch.setattr(device.memory, "stage_pieces", noted_stage)
     monkeypatch.setattr(device, "compute", noted_compute)
     device.forward(Orders(saves=(Save((b"h1",), (1,)),)), lambda layer: {1: 1.0})
     assert order == ["layers.0", "copy 0", "layers.1", "copy 1", "layers.2", "copy 2"]
@@ -190,7 +190,7 @@ def test_a_layer_is_copied_before_the_next_is_computed(monkeypatch: pytest.Monke
 def test_a_layer_waits_for_its_own_copies_alone() -> None:
     device = Device()
     saved(device, (1,), 1.0)
-    device.worker._savers.drain()
+    device.worker._savers.wait_until_idle()
     device.forward(load_of("r", (1,), (4,)))
     device.received()
     device.worker.begin_step(Orders(begun=("r",)))
@@ -209,7 +209,7 @@ def test_blocks_of_another_owner_wait_for_all_layers(by_layer: bool) -> None:
     """The request was given up: its blocks are another's, which writes before any hook."""
     device = Device(by_layer=by_layer)
     saved(device, (1,), 1.0)
-    device.worker._savers.drain()
+    device.worker._savers.wait_until_idle()
     device.forward(load_of("r", (1,), (4,)))
     device.received()
     device.forward(Orders(begun=() if by_layer else ("r",)), lambda layer: {4: 9.0})
@@ -221,10 +221,10 @@ def test_more_blocks_than_slots() -> None:
     """Saves beyond them are left out and counted; loads wait for one another."""
     device = Device(staging_blocks=4)
     saved(device, (1, 2, 3), 1.0)
-    device.worker._savers.drain()
+    device.worker._savers.wait_until_idle()
     assert len(device.pool.kept) == 2 and device.pool.counts["refused"] == 1
     saved(device, (3,), 1.0)
-    device.worker._savers.drain()
+    device.worker._savers.wait_until_idle()
     device.forward(load_of("r", (1, 2, 3), (7, 8, 9)))
     assert device.received() == {"r"} and not device.worker.take_failed()
     device.forward(Orders(begun=("r",)), reads=(7, 8, 9))
@@ -233,10 +233,10 @@ def test_more_blocks_than_slots() -> None:
     assert len(device.memory.loading._free) == len(device.memory.saving._free) == 2
 
 
-def test_what_is_lost_or_damaged_is_a_failed_load() -> None:
+def test_missing_or_damaged_block_is_a_failed_load() -> None:
     device = Device()
     saved(device, (1, 2), 1.0)
-    device.worker._savers.drain()
+    device.worker._savers.wait_until_idle()
     device.pool.damaged.add(b"vllm/test/=h2")
     device.forward(load_of("r", (1, 2, 6), (4, 5, 6)))
     assert device.received() == {"r"} and device.worker.take_failed() == {5, 6}
@@ -261,8 +261,8 @@ def test_layers_that_share_their_kv_wait_for_it_as_a_whole() -> None:
     gpu, cache = FakeGpu(), torch.zeros(BLOCKS, 64)
     memory = DeviceMemory({"a": cache, "b": cache, "c": torch.zeros(BLOCKS, 64)}, BLOCKS, gpu, 1 << 20)
     assert list(memory.layers) == ["c"] and len(memory.layout.piece_bytes) == 2
-    landing = memory.land([0], [3], gpu.compute.mark())
-    gpu.compute.after(landing.shared)
+    landing = memory.load_blocks([0], [3], gpu.compute.record_mark())
+    gpu.compute.wait_for(landing.shared)
     gpu.access(gpu.compute, cache[3], writes=True)
 
 
@@ -273,22 +273,22 @@ def test_a_layer_that_runs_twice_is_copied_twice() -> None:
     for value in (1.0, 2.0):
         for layer in device.caches:
             if value == 2.0:
-                device.gpu.compute.after(device.memory._save_stream.mark())  # another order would be a race
+                device.gpu.compute.wait_for(device.memory._save_stream.record_mark())  # another order would be a race
             device.compute(layer, (1,), value)
             device.worker.save_layer(layer)
     device.worker.finish_step()
-    device.worker._savers.drain()
+    device.worker._savers.wait_until_idle()
     kept = torch.frombuffer(bytearray(b"".join(device.pool.kept[b"vllm/test/=h1"])), dtype=torch.float32)
     assert (kept == 2.0).all()
     device.worker.close()
 
 
-def test_a_step_that_comes_to_no_end_saves_nothing() -> None:
+def test_unfinished_step_saves_nothing() -> None:
     device = Device()
     device.worker.begin_step(Orders(saves=(Save((b"h1",), (1,)),)))
     device.worker.save_layer("layers.0")
     saved(device, (2,), 1.0)
-    device.worker._savers.drain()
+    device.worker._savers.wait_until_idle()
     assert list(device.pool.kept) == [b"vllm/test/=h2"]
     device.worker.close()
     assert len(device.memory.saving._free) == 8

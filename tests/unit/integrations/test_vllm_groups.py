@@ -11,7 +11,7 @@ import pytest
 
 from memserve.integrations.vllm.lookups import GroupOfKv, Lookups, RankNames
 from memserve.integrations.vllm.memory import BlockLayout
-from memserve.integrations.vllm.scheduler import KvLoad, Save, SchedulerSide
+from memserve.integrations.vllm.scheduler import EngineBlocks, KvLoad, Save, SchedulerSide
 from memserve.integrations.vllm.shared_kv import tails_of, why_not_kept
 from waiting import eventually
 
@@ -45,7 +45,7 @@ class Pool:
     def exists_at_once(self, names: Sequence[bytes]) -> list[bool]:
         return [one in self.kept and self.is_mapped for one in names]
 
-    def hold(self, values: Sequence[Any]) -> tuple[int, list[Any]]:
+    def hold_values(self, values: Sequence[Any]) -> tuple[int, list[Any]]:
         good = self.kept - self.damaged
         count = next((at for at, one in enumerate(values) if one.name not in good), len(values))
         return count, []
@@ -81,9 +81,9 @@ def keep(pool: Pool, full: Sequence[int], window: Sequence[int]) -> None:
 
 
 def held(lookups: Lookups, count: int) -> int:
-    assert lookups.begin("r", hashes(count))
-    eventually(lambda: lookups.result("r") is not None)
-    return lookups.result("r") or 0
+    assert lookups.start_lookup("r", hashes(count))
+    eventually(lambda: lookups.lookup_result("r") is not None)
+    return lookups.lookup_result("r") or 0
 
 
 @pytest.mark.parametrize(
@@ -125,34 +125,34 @@ def test_damage_in_a_tail_shortens_the_prefix(pool: Pool, lookups: Lookups) -> N
 def test_blocks_go_to_the_tables_of_their_groups(pool: Pool, lookups: Lookups) -> None:
     """What vLLM has no block for lies beyond the window."""
     keep(pool, range(4), range(4))
-    side = SchedulerSide(lookups, BLOCK, 1, 10**12)
+    side = SchedulerSide(lookups, EngineBlocks(BLOCK, 1), 10**12)
     request = SimpleNamespace(request_id="r", block_hashes=hashes(4), num_tokens=17, num_computed_tokens=0)
-    eventually(lambda: side.matched(request, 0, 0)[0] is not None)
-    assert side.matched(request, 0, 1) == (16, True)
-    side.allocated(request, ([10, 11, 12, 13], [0, 0, 22, 23]), 16)
+    eventually(lambda: side.match_request(request, 0, 0)[0] is not None)
+    assert side.match_request(request, 0, 1) == (16, True)
+    side.on_blocks_allocated(request, ([10, 11, 12, 13], [0, 0, 22, 23]), 16)
     state = SimpleNamespace(get_block_ids=lambda _: ([10, 11, 12, 13, 14], [0, 0, 22, 23, 24]))
-    orders = side.step(SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=state), 2)
+    orders = side.plan_step(SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=state), 2)
     names = (b"h0", b"h1", b"h2", b"h3", b"h2", b"h3")
     assert orders.loads == (KvLoad("r", names, (10, 11, 12, 13, 22, 23), (0, 0, 0, 0, 1, 1)),) and not orders.begun
-    side.received(["r"], set())
+    side.on_loads_received(["r"], set())
     request.num_tokens, request.num_computed_tokens = 20, 16
     request.block_hashes = hashes(5)
-    orders = side.step(SimpleNamespace(num_scheduled_tokens={"r": 4}, kv_connector_block_state=state), 3)
+    orders = side.plan_step(SimpleNamespace(num_scheduled_tokens={"r": 4}, kv_connector_block_state=state), 3)
     assert orders.saves == (Save((b"h4", b"h4"), (14, 24), (0, 1)),) and orders.begun == ("r",)
-    side.finished("r")
+    side.on_request_finished("r")
     assert side.is_idle
 
 
 def test_a_failed_load_is_computed_and_not_begun(pool: Pool, lookups: Lookups) -> None:
     keep(pool, range(2), range(2))
-    side = SchedulerSide(lookups, BLOCK, 1, 10**12)
+    side = SchedulerSide(lookups, EngineBlocks(BLOCK, 1), 10**12)
     request = SimpleNamespace(request_id="r", block_hashes=hashes(2), num_tokens=9, num_computed_tokens=0)
-    eventually(lambda: side.matched(request, 0, 0) == (8, True))
-    side.allocated(request, ([1, 2], [3, 4]), 8)
-    side.received(["r"], set(), {"r"})
-    assert side.matched(request, 0, 2) == (0, False)
+    eventually(lambda: side.match_request(request, 0, 0) == (8, True))
+    side.on_blocks_allocated(request, ([1, 2], [3, 4]), 8)
+    side.on_loads_received(["r"], set(), {"r"})
+    assert side.match_request(request, 0, 2) == (0, False)
     state = SimpleNamespace(get_block_ids=lambda _: ([1, 2], [3, 4]))
-    assert not side.step(SimpleNamespace(num_scheduled_tokens={"r": 9}, kv_connector_block_state=state), 3).begun
+    assert not side.plan_step(SimpleNamespace(num_scheduled_tokens={"r": 9}, kv_connector_block_state=state), 3).begun
 
 
 def test_a_window_reaches_back_that_many_blocks() -> None:
@@ -175,7 +175,7 @@ def test_a_window_reaches_back_that_many_blocks() -> None:
         ([], True, "no KV"),
     ],
 )
-def test_what_is_not_exact_is_refused_with_its_reason(groups: list[Any], tells: bool, reason: str) -> None:
+def test_inexact_cache_groups_are_refused_with_reason(groups: list[Any], tells: bool, reason: str) -> None:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True, hash_block_size=4)
     )

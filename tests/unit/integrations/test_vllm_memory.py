@@ -24,7 +24,7 @@ def caches_of(layout: str, dtype: torch.dtype = torch.float32) -> dict[str, torc
 
 
 def block_bytes(memory: HostMemory, block_id: int) -> bytes:
-    return b"".join(ctypes.string_at(at, nbytes) for at, nbytes in memory.pieces(block_id))
+    return b"".join(ctypes.string_at(at, nbytes) for at, nbytes in memory.block_pieces(block_id))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -39,13 +39,13 @@ def test_every_layout_is_read_whole(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_written_elsewhere_is_the_block(layout: str) -> None:
+def test_block_round_trips_between_engines(layout: str) -> None:
     """The bytes of block 1 of one engine, put into block 4 of another."""
     mine, theirs = caches_of(layout), {name: torch.zeros_like(cache) for name, cache in caches_of(layout).items()}
     theirs = {name: torch.empty_strided(c.shape, c.stride()).zero_() for name, c in mine.items()}
     source, target = HostMemory(mine, BLOCKS), HostMemory(theirs, BLOCKS)
     assert source.layout == target.layout
-    for (at, nbytes), (to, room) in zip(source.pieces(1), target.pieces(4), strict=True):
+    for (at, nbytes), (to, room) in zip(source.block_pieces(1), target.block_pieces(4), strict=True):
         assert nbytes == room
         ctypes.memmove(to, at, nbytes)
     for name, cache in theirs.items():
@@ -80,7 +80,7 @@ def test_layers_that_share_their_kv_are_kept_once() -> None:
     assert len(HostMemory({"a": cache, "b": cache}, BLOCKS).layout.piece_bytes) == 1
 
 
-def test_what_is_not_understood_is_refused() -> None:
+def test_unsupported_cache_layouts_are_refused() -> None:
     with pytest.raises(UserError, match="5 blocks"):
         HostMemory({"a": torch.zeros(2, BLOCKS, 4)}, BLOCKS)
     with pytest.raises(UserError, match="not in host memory"):
@@ -88,4 +88,4 @@ def test_what_is_not_understood_is_refused() -> None:
     with pytest.raises(UserError, match="no KV memory"):
         HostMemory({}, BLOCKS)
     with pytest.raises(UserError, match="block 5 of 5"):
-        HostMemory({"a": torch.zeros(BLOCKS, 4)}, BLOCKS).pieces(5)
+        HostMemory({"a": torch.zeros(BLOCKS, 4)}, BLOCKS).block_pieces(5)

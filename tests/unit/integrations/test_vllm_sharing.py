@@ -29,11 +29,11 @@ def test_blocks_are_called_as_instances_call_them() -> None:
     request, identities = request_of(6), Identities("team", MODEL, KEY)
     tokens = np.arange(100, 118, dtype=np.int32)
     wanted = block_identities(namespace_id("team", "weights", KEY), tokens, BLOCK, KEY)
-    assert identities.of(request, 9) == wanted[:1]
+    assert identities.identities_of(request, 9) == wanted[:1]
     request.all_token_ids, request.num_tokens = tokens.tolist(), len(tokens)
-    assert [identities.of(request, blocks) for blocks in (2, 1, 9)] == [wanted[:2], wanted[:1], wanted]
+    assert [identities.identities_of(request, blocks) for blocks in (2, 1, 9)] == [wanted[:2], wanted[:1], wanted]
     assert len(identities) == 1
-    identities.forget("r")
+    identities.forget_request("r")
     assert not len(identities)
 
 
@@ -41,7 +41,7 @@ def test_tenants_and_models_have_other_names() -> None:
     request = request_of(BLOCK)
     others = [Identities("", MODEL, KEY), Identities("team", MODEL, KEY), Identities("", MODEL, b"l" * 16)]
     others.append(Identities("", KvModel("other weights", MODEL.geometry), KEY))
-    assert len({one.of(request, 1)[0] for one in others}) == len(others)
+    assert len({one.identities_of(request, 1)[0] for one in others}) == len(others)
 
 
 @pytest.mark.parametrize(
@@ -52,24 +52,24 @@ def test_tenants_and_models_have_other_names() -> None:
         ({"cache_salt": "s"}, False), ({"prompt_embeds": [0.5]}, False),
     ],
 )  # fmt: skip
-def test_what_does_not_follow_from_tokens_alone_is_not_shared(more: dict[str, Any], plain: bool) -> None:
+def test_requests_with_more_than_tokens_are_not_shared(more: dict[str, Any], plain: bool) -> None:
     assert is_plain(request_of(4, **more)) is plain
 
 
 def test_a_shared_block_has_no_tail() -> None:
     names = KvNames(b"", BlockLayout((8, 8), b"digest"))
-    value = names.value(b"i" * 16)
+    value = names.value_of(b"i" * 16)
     assert (value.name, value.stored_bytes, value.payload_bytes) == (b"i" * 16, 16, 16)
-    assert value.tail(np.zeros(2, np.uint64)) == b""
+    assert value.encode_tail(np.zeros(2, np.uint64)) == b""
 
 
 def test_options_are_read_apart() -> None:
-    found = Sharing.of({"share_with_memserve": True, "memserve_tenant": "team", "pool": "x:1"})
-    assert (found.is_on, found.tenant, found.others) == (True, "team", {"pool": "x:1"})
-    assert not Sharing.of({}).is_on
+    found = Sharing.from_config({"share_with_memserve": True, "memserve_tenant": "team", "pool": "x:1"})
+    assert (found.is_on, found.tenant, found.other_options) == (True, "team", {"pool": "x:1"})
+    assert not Sharing.from_config({}).is_on
     for wrong in ({"share_with_memserve": "yes"}, {"memserve_tenant": 3}):
         with pytest.raises(UserError, match="on or off"):
-            Sharing.of(wrong)
+            Sharing.from_config(wrong)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from memserve.base.errors import UserError
 from memserve.base.types import Tier
 from memserve.base.units import NS_PER_S
-from memserve.journal.journal import JournalWriter, read_journal, records_of
 from memserve.journal.state import GONE_MAX, Entries, MemberPage, MetadataState
-from memserve.journal.store import FaultyMedium, MediumFailed, Store
+from memserve.journal.store import JournalWriter, MediumFailed, Store, read_journal, records_of
 from memserve.protocol.messages import KvChange
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import AnyRecord, EntriesKept, HandlePinned, MemberEntered, MemberGone, RouterStarted
+from memserve_lab.sim.faulty_medium import FaultyMedium
 from meta_records import Drawn, StateTwin, info
 
 
@@ -55,7 +55,7 @@ def view_of(state: MetadataState | StateTwin) -> dict[str, Any]:
     return {
         "router": state.router,
         "members": members,
-        "gone": list(state._gone),
+        "gone": list(state._dead_peers),
         "session": {key: record.peers for key, record in state.sessions.items()},
         "handle": {key: (record.tokens, record.expires_ns) for key, record in state.handles.items()},
         "document": {key: (record.body, record.expires_unix_ns) for key, record in state.documents.items()},
@@ -71,21 +71,21 @@ def folded(records: list[AnyRecord]) -> dict[str, Any]:
 
 @given(st.integers(0, 2**32), st.integers(1, 120))
 @settings(max_examples=80, deadline=None)
-def test_the_book_is_what_the_records_mean_and_its_checkpoint_says_the_same(seed: int, count: int) -> None:
+def test_state_equals_its_twin_and_its_checkpoint(seed: int, count: int) -> None:
     drawn, state, twin = Drawn(seed), MetadataState(), StateTwin()
     for _ in range(count):
         record = drawn.record()
         state.apply([record])
         twin.apply(record)
         assert view_of(state) == view_of(twin)
-    assert folded(list(state.records())) == view_of(twin)
+    assert folded(list(state.checkpoint_records())) == view_of(twin)
 
 
-def test_what_is_remembered_is_on_the_new_clock_and_by_tier() -> None:
+def test_recovered_state_uses_new_clock_and_tiers() -> None:
     drawn, state = Drawn(5), MetadataState()
     while not (state.handles and state.entries > 4):
         state.apply([drawn.record()])
-    given_to = state.recovered(1000)
+    given_to = state.recovered_state(1000)
     assert given_to.entries == state.entries and given_to.router == state.router
     assert [pin.expires_ns + 1000 for pin in given_to.handles] == [pin.expires_ns for pin in state.handles.values()]
     for page, member in zip(state.members.values(), given_to.members, strict=True):
@@ -104,25 +104,25 @@ def test_times_and_uses_of_what_was_cached_outlive_the_router(seed: int) -> None
     store = Store(medium)
     for _ in range(200):
         record = drawn.record()
-        store.write([record])
+        store.write_records([record])
         twin.apply(record)
     store.sync()
     after_replay = Store(medium).state
-    store.checkpoint()
+    store.write_checkpoint()
     after_checkpoint = Store(medium).state
     assert view_of(after_replay) == view_of(after_checkpoint) == view_of(twin)
-    assert after_replay.recovered(0) == after_checkpoint.recovered(0)
+    assert after_replay.recovered_state(0) == after_checkpoint.recovered_state(0)
 
 
-def test_of_one_second_blocks_that_were_used_often_are_evicted_last_and_older_ones_first() -> None:
+def test_eviction_order_is_by_last_use_then_count_then_age() -> None:
     entries, (a, b, c, d) = Entries(), (bytes([number]) * 16 for number in range(4))
     for first, (name, created_s) in enumerate([(a, 5), (b, 7), (c, 6), (d, 6)]):
-        entries.change(first, (KvChange("stored", Tier.HBM, name),), created_s * NS_PER_S)
+        entries.apply_changes(first, (KvChange("stored", Tier.HBM, name),), created_s * NS_PER_S)
     for name, used_s in ((a, 8), (a, 9), (b, 9), (c, 9), (d, 9)):
-        entries.use(name, used_s * NS_PER_S)
+        entries.note_use(name, used_s * NS_PER_S)
     assert entries.by_use() == [(9, 2), (9, 1), (9, 1)]  # c and d are older than b; a was used twice
-    entries.use(b, 10 * NS_PER_S)
-    entries.change(4, (KvChange("moved", Tier.DRAM, c),), 10 * NS_PER_S)
+    entries.note_use(b, 10 * NS_PER_S)
+    entries.apply_changes(4, (KvChange("moved", Tier.DRAM, c),), 10 * NS_PER_S)
     assert entries.by_use() == [(9, 1), (9, 1), (10, 1)]
 
 
@@ -137,16 +137,16 @@ def test_a_checkpoint_of_an_older_memserve_without_hits_is_read() -> None:
 def test_incarnations_that_are_gone_stay_gone_as_far_as_is_kept() -> None:
     state = MetadataState()
     state.apply(MemberGone(Peer("a", number)) for number in range(GONE_MAX + 5))
-    assert len(state.recovered(0).gone) == GONE_MAX
+    assert len(state.recovered_state(0).dead_peers) == GONE_MAX
 
 
 def written(seed: int, frames: int) -> tuple[bytes, list[list[AnyRecord]], list[int]]:
     """A journal, its records by frame, and where its frames end."""
     drawn, writer = Drawn(seed), JournalWriter(7)
     records = [[drawn.record() for _ in range(drawn.rng.randrange(1, 4))] for _ in range(frames)]
-    data, ends = writer.begin([]), []
+    data, ends = writer.encode_checkpoint([]), []
     for batch in records:
-        data += writer.frame(batch, len(data))
+        data += writer.encode_frame(batch, len(data))
         ends.append(len(data))
     return data, records, ends
 
@@ -155,7 +155,7 @@ def written(seed: int, frames: int) -> tuple[bytes, list[list[AnyRecord]], list[
 @settings(max_examples=60, deadline=None)
 def test_any_prefix_of_a_journal_gives_its_whole_frames(seed: int, data: st.DataObject) -> None:
     journal, records, ends = written(seed, 6)
-    cut = data.draw(st.integers(len(JournalWriter(0).begin([])), len(journal)))
+    cut = data.draw(st.integers(len(JournalWriter(0).encode_checkpoint([])), len(journal)))
     reading = read_journal(journal[:cut])
     whole = sum(end <= cut for end in ends)
     assert [records_of(body) for body in reading.bodies] == records[:whole]
@@ -164,7 +164,7 @@ def test_any_prefix_of_a_journal_gives_its_whole_frames(seed: int, data: st.Data
 
 @given(st.integers(0, 2**32), st.data())
 @settings(max_examples=60, deadline=None)
-def test_rotten_bytes_are_an_error_or_cost_the_last_frame_at_most(seed: int, data: st.DataObject) -> None:
+def test_corrupt_byte_is_an_error_or_costs_the_last_frame(seed: int, data: st.DataObject) -> None:
     journal, records, ends = written(seed, 5)
     at = data.draw(st.integers(0, len(journal) - 1))
     rotten = bytearray(journal)
@@ -180,7 +180,7 @@ def test_rotten_bytes_are_an_error_or_cost_the_last_frame_at_most(seed: int, dat
 
 def test_a_damaged_checkpoint_is_never_taken_for_a_torn_write() -> None:
     drawn = Drawn(3)
-    journal = bytearray(JournalWriter(1).begin([[drawn.record() for _ in range(9)]]))
+    journal = bytearray(JournalWriter(1).encode_checkpoint([[drawn.record() for _ in range(9)]]))
     journal[-3] ^= 1
     with pytest.raises(UserError, match="damaged: bytes"):
         read_journal(bytes(journal))
@@ -213,7 +213,7 @@ def acknowledged_and_kept(seed: int, *, fsync_lies: bool = False) -> tuple[int, 
     for _ in range(rng.randrange(1, 60)):
         batch = [drawn.record() for _ in range(rng.randrange(1, 4))]
         before = store.checkpoints
-        store.write(batch)
+        store.write_records(batch)
         records += batch
         if rng.random() < 0.4:
             store.sync()
@@ -231,7 +231,7 @@ def acknowledged_and_kept(seed: int, *, fsync_lies: bool = False) -> tuple[int, 
 
 
 @pytest.mark.parametrize("block", range(5))
-def test_500_kill_points_and_torn_last_writes_lose_nothing_acknowledged(block: int) -> None:
+def test_500_kills_with_torn_writes_lose_nothing_acknowledged(block: int) -> None:
     """What is found is what some prefix of the records makes, and it is not shorter than what was acknowledged."""
     for seed in range(block * 100, block * 100 + 100):
         acknowledged, records, found = acknowledged_and_kept(seed)
@@ -239,7 +239,7 @@ def test_500_kill_points_and_torn_last_writes_lose_nothing_acknowledged(block: i
         assert any(folded(records[:length]) == found for length in lengths), f"seed {seed}"
 
 
-def test_a_disk_that_lies_about_fsync_is_found_out() -> None:
+def test_disk_lying_about_fsync_is_noticed() -> None:
     """The checker above is able to fail."""
     caught = 0
     for seed in range(60):
@@ -252,23 +252,23 @@ def test_a_disk_that_lies_about_fsync_is_found_out() -> None:
     assert caught > 10
 
 
-def test_a_full_disk_breaks_the_store_until_a_checkpoint_gets_through() -> None:
+def test_full_disk_breaks_journal_until_a_checkpoint_succeeds() -> None:
     drawn, medium = Drawn(11), FaultyMedium()
     store = Store(medium)
     records = [drawn.record() for _ in range(30)]
-    store.write(records[:10])
+    store.write_records(records[:10])
     store.sync()
     medium.room_bytes = store.bytes_written + 20
     with pytest.raises(MediumFailed, match="no space"):
-        store.write(records[10:20])
+        store.write_records(records[10:20])
     assert store.is_broken
-    store.write(records[20:])  # remembered, not written
-    for attempt in (store.sync, store.checkpoint):
+    store.write_records(records[20:])  # remembered, not written
+    for attempt in (store.sync, store.write_checkpoint):
         with pytest.raises(MediumFailed):
             attempt()
     assert view_of(Store(copy_of(medium)).state) == folded(records[:10])
     medium.room_bytes = None
-    store.checkpoint()
+    store.write_checkpoint()
     assert not store.is_broken and view_of(Store(medium).state) == folded(records)
 
 
@@ -277,18 +277,18 @@ def test_a_full_disk_with_a_torn_write_is_opened_broken() -> None:
     drawn, medium = Drawn(12), FaultyMedium()
     store = Store(medium)
     records = [drawn.record() for _ in range(20)]
-    store.write(records[:10])
+    store.write_records(records[:10])
     store.sync()
     torn = FaultyMedium()
     torn.replace(medium.load() + b"\x99" * 7)
     torn.room_bytes = 20
     found = Store(torn)
     assert found.torn_bytes == 7 and found.is_broken and view_of(found.state) == folded(records[:10])
-    found.write(records[10:])
+    found.write_records(records[10:])
     with pytest.raises(MediumFailed):
         found.sync()
     torn.room_bytes = None
-    found.checkpoint()
+    found.write_checkpoint()
     assert not found.is_broken and view_of(Store(torn).state) == folded(records)
     empty = FaultyMedium()
     empty.room_bytes = 0
@@ -302,13 +302,13 @@ def copy_of(other: FaultyMedium) -> FaultyMedium:  # a copy of its bytes
     return copy
 
 
-def test_journals_are_replaced_when_they_have_grown_and_say_the_same() -> None:
+def test_grown_journal_is_replaced_by_equal_checkpoint() -> None:
     medium = FaultyMedium()
     store, drawn = Store(medium, checkpoint_bytes_min=500), Drawn(2)
     records: list[AnyRecord] = []
     for _ in range(400):
         records.append(drawn.record())
-        store.write(records[-1:])
+        store.write_records(records[-1:])
     assert store.checkpoints > 2 and store.torn_bytes == 0
     assert view_of(Store(medium).state) == folded(records)
     store.sync()
@@ -321,5 +321,5 @@ def test_pins_survive_a_change_of_clocks() -> None:
     state = MetadataState()
     state.apply([RouterStarted(Peer("router", 1), "", 500), HandlePinned("t", "h", b"", 100)])
     state.apply([RouterStarted(Peer("router", 2), "", 90), HandlePinned("t", "g", b"", 100)])
-    assert [pin.expires_ns for pin in state.recovered(90).handles] == [510, 100]
+    assert [pin.expires_ns for pin in state.recovered_state(90).handles] == [510, 100]
     assert info(Peer("a", 1)).peer == Peer("a", 1)

@@ -212,7 +212,7 @@ def test_write_false_reads_what_lies_in_the_pages() -> None:
     torch.testing.assert_close(world.arena, before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_row_may_read_blocks_that_another_row_writes_in_the_same_step() -> None:
+def test_row_reads_blocks_another_row_writes_in_the_same_step() -> None:
     """Two requests with one prefix, scheduled together: the second one's table names the first one's blocks."""
     world = World(Case((0, 0), (32, 70), 2, 2))  # the second row costs more, so its tiles would run first
     torch.set_num_threads(1)

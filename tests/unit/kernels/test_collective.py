@@ -102,7 +102,7 @@ def test_all_ranks_have_the_same_bits() -> None:
     assert len(set(together(3, add))) == 1
 
 
-def test_a_rank_that_ends_ends_the_waits_of_all() -> None:
+def test_ending_rank_ends_the_waits_of_all() -> None:
     def work(collective: _kernels.Collective) -> None:
         if collective.rank == 2:
             collective.abort()
@@ -139,12 +139,12 @@ def test_a_rank_that_announces_waits_for_no_other() -> None:
     assert together(2, work) == [3.0, 3.0] and seen == ["announced", "awaited"]
 
 
-def test_a_rank_that_does_not_come_is_late() -> None:
+def test_absent_rank_times_out() -> None:
     first, second = together(2, lambda collective: collective.rank or collective.meet(), timeout_s=0.05)
     assert isinstance(first, RuntimeError) and "does not answer" in str(first) and second == 1
 
 
-def test_what_is_no_group_is_refused() -> None:
+def test_invalid_collective_group_is_refused() -> None:
     with pytest.raises(ValueError, match="1 to 64 ranks"):
         _kernels.Collective(64, 2, 2, 256, 1.0)
     with pytest.raises(ValueError, match="multiples of 64"):

@@ -160,12 +160,12 @@ def test_a_tied_embedding_reads_the_packed_weight(dtype: torch.dtype) -> None:
     """Every row comes back exactly; a weight that does not fill its blocks is not offered."""
     weight = random(192, 64, dtype=dtype, seed=1)
     layer = PackedLinear([weight], None)
-    blocks = layer.blocks()
+    blocks = layer.packed_blocks()
     if blocks is None:
         pytest.skip("this build of oneDNN packs the weight in no format that the kernel reads")
     ids = torch.randperm(192, generator=torch.Generator().manual_seed(0))[None]
     assert torch.equal(fused.embed(ids, fused.TiedEmbedding(layer, blocks)), weight[ids])
-    assert PackedLinear([random(190, 64, dtype=dtype)], None).blocks() is None
+    assert PackedLinear([random(190, 64, dtype=dtype)], None).packed_blocks() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

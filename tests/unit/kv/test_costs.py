@@ -136,7 +136,7 @@ def every_option(model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int, 
         wait_ns = queue_ns
         if fetched:
             blocks = -(-fetched // GEOMETRY.block_tokens)
-            fetch_ns = model.link(prefix.same_host).ns(blocks * GEOMETRY.block_bytes, blocks * pages)
+            fetch_ns = model.link_curve(prefix.same_host).ns(blocks * GEOMETRY.block_bytes, blocks * pages)
             wait_ns = max(queue_ns, busy_ns + fetch_ns)
         blocks = -(-swapped // GEOMETRY.block_tokens)
         swap_ns = model.swap_in.ns(blocks * GEOMETRY.block_bytes, blocks)
@@ -165,14 +165,14 @@ def test_nothing_that_it_knows_is_quicker_than_what_it_decides(
     (decision,) = decide_batch(
         model, GEOMETRY, [prefix], aggregated=aggregated, queue_ns=queue_ns, link_busy_ns=busy_ns
     )
-    assert all(decision.expected_ns <= other.expected_ns for other in decision.others)
+    assert all(decision.expected_ns <= other.expected_ns for other in decision.alternatives)
     pages = 1 if aggregated else GEOMETRY.num_layers
     best = min(every_option(model, prefix, queue_ns, busy_ns, pages))
     covered = prefix.hbm_tokens + prefix.dram_tokens + prefix.remote_tokens == prefix.prompt_tokens
     last_ns = model.prefill_ns(1, prefix.prompt_tokens - 1) if covered else 0  # its last token is computed all the same
     assert decision.expected_ns <= best * (1 + 1e-9) + 5 + last_ns  # each of five terms is rounded
-    assert sum(count for _, count in decision.chosen.ways) == prefix.prompt_tokens
-    assert decision.tokens(Way.RECOMPUTE) >= 1
+    assert sum(count for _, count in decision.choice.ways) == prefix.prompt_tokens
+    assert decision.tokens_of(Way.RECOMPUTE) >= 1
 
 
 def decide(model: CostModel, *where: int, same_host: bool = True, **rest: object) -> Decision:
@@ -185,46 +185,46 @@ SLOW = CopyCurve(1e9, 0.0, 10.0)
 
 def test_each_way_is_taken_where_it_pays() -> None:
     quick = CostModel(swap_in=QUICK, same_host=QUICK, network=SLOW)
-    assert decide(quick, 400, 80, 80, 80).chosen.name == "reuse 80 + swap-in 80 + fetch 80 + recompute 160"
-    assert decide(quick, 400, 80, 80, 80, same_host=False).chosen.name == "reuse 80 + swap-in 80 + recompute 240"
+    assert decide(quick, 400, 80, 80, 80).choice.name == "reuse 80 + swap-in 80 + fetch 80 + recompute 160"
+    assert decide(quick, 400, 80, 80, 80, same_host=False).choice.name == "reuse 80 + swap-in 80 + recompute 240"
     slow = replace(quick, swap_in=SLOW, same_host=SLOW)
-    assert decide(slow, 400, 80, 80, 80).chosen.name == "reuse 80 + recompute 320"
+    assert decide(slow, 400, 80, 80, 80).choice.name == "reuse 80 + recompute 320"
 
 
 def test_the_last_prompt_token_is_always_computed() -> None:
-    assert decide(CostModel(swap_in=QUICK), 80, 40, 40, 0).chosen.name == "reuse 40 + swap-in 39 + recompute 1"
-    assert decide(CostModel(), 80, 80, 80, 80).chosen.name == "reuse 79 + recompute 1"
+    assert decide(CostModel(swap_in=QUICK), 80, 40, 40, 0).choice.name == "reuse 40 + swap-in 39 + recompute 1"
+    assert decide(CostModel(), 80, 80, 80, 80).choice.name == "reuse 79 + recompute 1"
 
 
 def test_a_fetch_that_other_work_hides_is_free() -> None:
     model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(500_000, 0, 0))
-    assert decide(model, 400, 0, 0, 320).tokens(Way.FETCH) == 0
-    assert decide(model, 400, 0, 0, 320, queue_ns=500_000).tokens(Way.FETCH) == 320
-    assert decide(model, 400, 0, 0, 320, queue_ns=500_000, link_busy_ns=400_000).tokens(Way.FETCH) == 0
+    assert decide(model, 400, 0, 0, 320).tokens_of(Way.FETCH) == 0
+    assert decide(model, 400, 0, 0, 320, queue_ns=500_000).tokens_of(Way.FETCH) == 320
+    assert decide(model, 400, 0, 0, 320, queue_ns=500_000, link_busy_ns=400_000).tokens_of(Way.FETCH) == 0
 
 
 def test_as_much_is_fetched_as_the_queue_hides() -> None:
     model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(0, 9000, 0))  # 9 us fetch, 8 us compute
-    assert decide(model, 400, 0, 0, 320).tokens(Way.FETCH) == 0
-    assert decide(model, 400, 0, 0, 320, queue_ns=100_000).tokens(Way.FETCH) == 11 * GEOMETRY.block_tokens
-    assert decide(model, 400, 0, 0, 320, queue_ns=10**9).tokens(Way.FETCH) == 320
+    assert decide(model, 400, 0, 0, 320).tokens_of(Way.FETCH) == 0
+    assert decide(model, 400, 0, 0, 320, queue_ns=100_000).tokens_of(Way.FETCH) == 11 * GEOMETRY.block_tokens
+    assert decide(model, 400, 0, 0, 320, queue_ns=10**9).tokens_of(Way.FETCH) == 320
 
 
 def test_discrete_pieces_may_not_pay_where_aggregated_ones_do() -> None:
     model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(0, 4000, 0))
-    assert decide(model, 400, 0, 0, 320).tokens(Way.FETCH) == 320
-    assert decide(model, 400, 0, 0, 320, aggregated=False).tokens(Way.FETCH) == 0
+    assert decide(model, 400, 0, 0, 320).tokens_of(Way.FETCH) == 320
+    assert decide(model, 400, 0, 0, 320, aggregated=False).tokens_of(Way.FETCH) == 0
 
 
-def test_without_a_profile_a_short_prefix_of_another_host_is_not_fetched() -> None:
-    assert decide(CostModel(), 60, 0, 0, 32, same_host=False).tokens(Way.FETCH) == 0
+def test_short_remote_prefix_is_not_fetched_without_profile() -> None:
+    assert decide(CostModel(), 60, 0, 0, 32, same_host=False).tokens_of(Way.FETCH) == 0
     assert not CostModel().is_measured
 
 
-def test_a_batch_shares_the_link_and_the_longest_saving_goes_first() -> None:
+def test_batch_shares_link_by_longest_saving_first() -> None:
     model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(200_000, 0, 0))
     batch = [Prefix(400, remote_tokens=304), Prefix(400, remote_tokens=392), Prefix(400, remote_tokens=240)]
-    fetched = [decision.tokens(Way.FETCH) for decision in decide_batch(model, GEOMETRY, batch)]
+    fetched = [decision.tokens_of(Way.FETCH) for decision in decide_batch(model, GEOMETRY, batch)]
     # The second takes the link for 0.2 ms; another 0.2 ms is more than 304 tokens. While the first one is computed,
     # what the third one fetches comes for nothing.
     assert fetched == [0, 392, 240]
@@ -236,15 +236,13 @@ def test_a_batch_shares_the_device_as_well() -> None:
     model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(100_000, 0, 0))
     batch = [Prefix(96, remote_tokens=88)] * 4
     decisions = decide_batch(model, GEOMETRY, batch)
-    assert [decision.tokens(Way.FETCH) for decision in decisions] == [0, 88, 0, 88]
+    assert [decision.tokens_of(Way.FETCH) for decision in decisions] == [0, 88, 0, 88]
     assert [decision.expected_ns for decision in decisions] == [96_000, 108_000, 200_000, 208_000]
 
 
 @settings(max_examples=100, deadline=None)
 @given(models(), prefixes(), st.integers(0, 10**9), st.integers(0, 10**9))
-def test_a_batch_of_one_is_the_single_decision_whatever_is_not_shared(
-    model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int
-) -> None:
+def test_batch_of_one_equals_single_decision(model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int) -> None:
     """Another prompt with nothing to fetch changes nothing but the queue of those behind it."""
     (alone,) = decide_batch(model, GEOMETRY, [prefix], queue_ns=queue_ns, link_busy_ns=busy_ns)
     other = Prefix(100)
@@ -258,9 +256,7 @@ def test_a_batch_of_one_is_the_single_decision_whatever_is_not_shared(
 
 @settings(max_examples=50, deadline=None)
 @given(models(), st.lists(prefixes(), max_size=5), st.integers(0, 10**9))
-def test_nobody_in_a_batch_does_worse_than_without_its_fetch(
-    model: CostModel, batch: list[Prefix], queue_ns: int
-) -> None:
+def test_fetch_in_a_batch_never_costs_its_prompt_time(model: CostModel, batch: list[Prefix], queue_ns: int) -> None:
     decisions = decide_batch(model, GEOMETRY, batch, queue_ns=queue_ns)
     assert len(decisions) == len(batch)
     for prefix, decision in zip(batch, decisions, strict=True):
@@ -285,14 +281,14 @@ def test_a_model_survives_json(model: CostModel) -> None:
     "change", [{"version": 0}, {"prefill": 3}, {"prefill": {"step_ns": -1.0}}, {"swap_in": {"start_ns": 1.0}},
                {"decode": {"row_ns": float("nan")}}, {"network": {"start_ns": 0.0, "piece_ns": 0.0, "byte_ns": 1e300}}]
 )  # fmt: skip
-def test_what_is_not_a_profile_is_refused(change: dict[str, object]) -> None:
+def test_invalid_profile_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match="cost profile"):
         CostModel.from_dict(CostModel().to_dict() | change)
 
 
 def test_scaling_changes_the_prefill_and_nothing_else() -> None:
     model = CostModel()
-    double = model.scaled(2.0)
+    double = model.with_prefill_scale(2.0)
     assert double.prefill_ns(300, 700) == 2 * model.prefill_ns(300, 700)
     assert replace(double, prefill=model.prefill) == model
 
@@ -300,12 +296,12 @@ def test_scaling_changes_the_prefill_and_nothing_else() -> None:
 # -- learning from finished steps
 
 
-def test_the_first_step_replaces_a_guess_but_only_corrects_a_profile() -> None:
+def test_first_step_replaces_a_guess_but_corrects_a_profile() -> None:
     guess = PreemptionModel(PreemptionCosts(prefill_ns_per_token=1000))
     profile = PreemptionModel(PreemptionCosts(profile=CostModel(prefill=PrefillCurve(0, 1000, 0))))
     for model in (guess, profile):
         assert model.recompute_ns(100) == 100_000
-        model.learn(100, 0, 200_000)
+        model.learn_step(100, 0, 200_000)
     assert (guess.recompute_ns(100), profile.recompute_ns(100)) == (200_000, 112_500)
     assert profile.prefill_ns_per_token == 1125
     assert profile.model.prefill_ns(100, 50) == profile.model.prefill_ns(100) == 112_500
@@ -315,7 +311,7 @@ def test_a_chunk_far_into_a_long_prompt_teaches_no_slowness() -> None:
     """Attending to what is before it takes its time: as much as the profile says."""
     profile = CostModel(prefill=PrefillCurve(1e6, 1000, 10))
     model = PreemptionModel(PreemptionCosts(profile=profile))
-    model.learn(512, 0, profile.prefill_ns(512, 8192), attended_pairs(512, 8192))
+    model.learn_step(512, 0, profile.prefill_ns(512, 8192), attended_pairs(512, 8192))
     assert model.recompute_ns(1000) == profile.prefill_ns(1000)
     assert model.queue_ns(2560) == 2560 * model.prefill_ns_per_token
 
@@ -331,7 +327,7 @@ def test_swapping_is_priced_by_the_profile() -> None:
 def test_whatever_is_learnt_costs_stay_ordered(model: CostModel, steps: list[tuple[int, int, int]]) -> None:
     learning = PreemptionModel(PreemptionCosts(profile=model))
     for step in steps:
-        learning.learn(*step)
+        learning.learn_step(*step)
     costs = [learning.recompute_ns(tokens) for tokens in (0, 1, 100, 1000)]
     assert costs == sorted(costs) and costs[0] == 0 and learning.prefill_ns_per_token >= 1
     assert learning.model.prefill_ns(1000) == costs[-1]
@@ -342,7 +338,7 @@ def test_whatever_is_learnt_costs_stay_ordered(model: CostModel, steps: list[tup
 
 @settings(max_examples=150, deadline=None)
 @given(models(), prefixes(), st.integers(0, 10**9), st.integers(1, 10**10), st.integers(0, 10**9))
-def test_what_is_fetched_is_whole_blocks_that_are_expected_to_be_quicker(
+def test_fetch_plan_is_whole_blocks_expected_to_be_quicker(
     model: CostModel, prefix: Prefix, queue_ns: int, wait_max_ns: int, busy_ns: int
 ) -> None:
     (choice,) = plan_fetches(
@@ -356,10 +352,10 @@ def test_what_is_fetched_is_whole_blocks_that_are_expected_to_be_quicker(
     own = prefix.hbm_tokens + prefix.dram_tokens
     assert choice.wait_ns <= max(1, queue_ns + model.prefill_ns(choice.tokens, own))
     blocks = choice.tokens // GEOMETRY.block_tokens
-    assert choice.link_ns == model.link(prefix.same_host).ns(blocks * GEOMETRY.block_bytes, blocks)
+    assert choice.link_ns == model.link_curve(prefix.same_host).ns(blocks * GEOMETRY.block_bytes, blocks)
 
 
-def test_those_who_come_together_share_the_link() -> None:
+def test_concurrent_fetch_plans_share_the_link() -> None:
     """Each fetch takes 0.2 ms and saves 0.3 ms: the first pays, the second would end too late."""
     model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(200_000, 0, 0))
     prefix = Prefix(400, remote_tokens=304)
@@ -377,7 +373,7 @@ def test_those_who_come_together_share_the_link() -> None:
     assert plan_fetches(model, GEOMETRY, [late], queue_ns=0, waits_max_ns=[10**9])[0].tokens == 0
 
 
-def test_a_disk_is_waited_for_three_times_as_long_as_it_should_take() -> None:
+def test_disk_wait_is_three_times_the_expected_time() -> None:
     """And no longer than computing takes, and for free while other prompts are computed."""
     curve, nothing = CopyCurve(50_000, 0, 0), CopyCurve(0, 0, 0)
     model = CostModel(prefill=PrefillCurve(0, 10_000, 0), same_host=nothing, disk=curve)

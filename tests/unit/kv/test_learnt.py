@@ -30,7 +30,7 @@ def served(requests: int) -> PreemptionModel:
     for number in range(requests):
         tokens, blocks = 200 * (number + 1), number % 7 + 1
         pairs = attended_pairs(tokens, 0)
-        costs.learn(tokens, 0, TRUE.prefill.step(tokens, pairs), pairs)
+        costs.learn_step(tokens, 0, TRUE.prefill.batch_ns(tokens, pairs), pairs)
         costs.learn_decode(number % 8 + 1, 500 * (number + 1), TRUE.decode_step_ns(number % 8 + 1, 500 * (number + 1)))
         costs.learn_swap(blocks, TRUE.swap_in.ns(blocks * BLOCK_BYTES, blocks))
         costs.learn_link("a", False, blocks * BLOCK_BYTES, blocks, TRUE.network.ns(blocks * BLOCK_BYTES, blocks))
@@ -46,31 +46,31 @@ def test_within_20_requests_all_curves_are_those_of_the_machine() -> None:
         assert link.ns(50 * BLOCK_BYTES, 50) == pytest.approx(true.ns(50 * BLOCK_BYTES, 50), rel=0.05)
 
 
-def test_routers_are_told_what_is_known_and_again_when_it_has_changed() -> None:
+def test_learnt_costs_are_reported_again_when_changed() -> None:
     fresh = PreemptionModel(PreemptionCosts())
-    assert not fresh.is_known and fresh.told() == b""
+    assert not fresh.is_known and fresh.encoded_costs() == b""
     costs = served(20)
-    told = costs.told()
-    assert CostModel.decoded(told).is_measured and costs.told() is told
+    told = costs.encoded_costs()
+    assert CostModel.from_json(told).is_measured and costs.encoded_costs() is told
     for _ in range(64):
         costs.learn_link("a", False, BLOCK_BYTES, 1, 10 * TRUE.network.ns(BLOCK_BYTES, 1))
-    assert costs.told() != told
+    assert costs.encoded_costs() != told
 
 
-def test_measurements_of_one_size_scale_the_curve_and_bend_nothing() -> None:
+def test_measurements_of_one_size_scale_the_curve_only() -> None:
     curve = LearntCurve(PrefillCurve(2e6, 200_000.0, 10.0))
     for _ in range(10):
-        curve.add((1.0, 1000.0, 500_000.0), 20_700_000)
+        curve.add_sample((1.0, 1000.0, 500_000.0), 20_700_000)
     assert not curve.is_fitted and curve.curve.token_ns == pytest.approx(20_000.0, rel=0.01)
 
 
 def test_each_peer_has_a_link_of_its_own() -> None:
     links = LearntLinks(CopyCurve(0.0, 0.0, 1.0), CopyCurve(0.0, 0.0, 2.0))
     for blocks in (1, 4, 9):
-        links.learn("fast", False, blocks * BLOCK_BYTES, blocks, round(blocks * BLOCK_BYTES * 0.1))
-        links.learn("slow", False, blocks * BLOCK_BYTES, blocks, blocks * BLOCK_BYTES * 10)
-    fast_ns, slow_ns = (links.curve(name, False).ns(BLOCK_BYTES) for name in ("fast", "slow"))
-    assert slow_ns > 50 * fast_ns and fast_ns < links.curve("new", False).ns(BLOCK_BYTES) <= slow_ns
+        links.learn_pull("fast", False, blocks * BLOCK_BYTES, blocks, round(blocks * BLOCK_BYTES * 0.1))
+        links.learn_pull("slow", False, blocks * BLOCK_BYTES, blocks, blocks * BLOCK_BYTES * 10)
+    fast_ns, slow_ns = (links.curve_from(name, False).ns(BLOCK_BYTES) for name in ("fast", "slow"))
+    assert slow_ns > 50 * fast_ns and fast_ns < links.curve_from("new", False).ns(BLOCK_BYTES) <= slow_ns
     assert links.is_known(near=False) and not links.is_known(near=True)
 
 
@@ -82,4 +82,6 @@ def test_a_profile_is_scaled_and_not_replaced() -> None:
 
 
 def test_costs_are_alike_within_a_share() -> None:
-    assert are_alike(TRUE, TRUE.scaled(1.1), 0.15) and not are_alike(TRUE, TRUE.scaled(1.3), 0.15)
+    assert are_alike(TRUE, TRUE.with_prefill_scale(1.1), 0.15) and not are_alike(
+        TRUE, TRUE.with_prefill_scale(1.3), 0.15
+    )

@@ -144,7 +144,7 @@ def test_dram_blocks_can_be_inserted_and_come_up() -> None:
     assert pool.report().by_tier[Tier.DRAM].blocks_free == 2
 
 
-def test_a_held_dram_block_is_no_room() -> None:
+def test_held_dram_block_is_not_counted_as_room() -> None:
     """The index may forget a block that the caller still holds; that makes no room, and is not promised as such."""
     pool = make(1, 2)
     held = pool.alloc_mem(2, Tier.DRAM)
@@ -160,7 +160,7 @@ def test_tenants_and_models_do_not_share() -> None:
     tokens = np.arange(8, dtype=np.int32)
     one, two = make(4, tenant="a"), make(4, tenant="b")
     assert store(one, tokens)
-    names = {p._pool._name(p.tenant) for p in (one, two, make(4, tenant="a", namespace="m"))}
+    names = {p._pool._namespace_id(p.tenant) for p in (one, two, make(4, tenant="a", namespace="m"))}
     assert len(names) == 3 and two.cached_tokens(tokens) == 0
 
 
@@ -294,7 +294,7 @@ def test_tokens_that_are_none(tokens) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("dtype", "fp32"), ("num_layers", -2), ("head_dim_k", 0), ("block_tokens", 2.5)]
 )
-def test_a_geometry_that_cannot_be(field: str, value: object) -> None:
+def test_impossible_geometry_is_refused(field: str, value: object) -> None:
     with pytest.raises(UserError, match=str(value)) as caught:
         replace(GEOMETRY, **{field: value})
     assert caught.value.param == field

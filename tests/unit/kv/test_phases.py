@@ -39,7 +39,7 @@ def bring(state: SchedulerState, phase: Phase) -> Sequence:
     while phase not in ways:
         ways = {to: [*ways[at], cause] for (at, cause), to in SEQUENCE.table.items() if at in ways} | ways
     group = Group(Request("r", np.arange(3, dtype=np.int32)), 0, 5, 0)
-    state.open(group)
+    state.open_group(group)
     sequence = group.new_sequence()
     for cause in ways[phase]:
         state.move(sequence, cause)
@@ -55,7 +55,7 @@ def test_a_sequence_moves_by_the_table_or_not_at_all(phase, cause) -> None:
     holding = [phase] if phase in LISTED else []
     assert sequence.phase is phase and containers(state, sequence) == holding
     assert state.sequences == (phase not in (Phase.NEW, Phase.FINISHED))
-    if SEQUENCE.allows(phase, cause):
+    if SEQUENCE.allows_move(phase, cause):
         state.move(sequence, cause)
         after = SEQUENCE.table[phase, cause]
         assert sequence.phase is after
@@ -68,11 +68,11 @@ def test_a_sequence_moves_by_the_table_or_not_at_all(phase, cause) -> None:
         assert state.sequences == (phase not in (Phase.NEW, Phase.FINISHED))
 
 
-def test_a_waiting_sequence_is_not_preempted_and_a_finished_one_not_admitted() -> None:
+def test_illegal_phase_moves_raise() -> None:
     state = new_state()
     sequence = bring(state, Phase.WAITING)
     with pytest.raises(InvariantError, match="PREEMPTED is no legal cause in WAITING"):
-        state.preempt(sequence)
+        state.preempt_sequence(sequence)
     state.move(sequence, Cause.FINISHED)
     with pytest.raises(InvariantError, match="ADMITTED is no legal cause in FINISHED"):
         state.move(sequence, Cause.ADMITTED)
@@ -101,7 +101,7 @@ def test_a_transfer_moves_by_its_table_or_not_at_all(table, make, phases, causes
         for cause in causes:
             transfer = make()
             transfer.phase = phase
-            if table.allows(phase, cause):
+            if table.allows_move(phase, cause):
                 transfer.move(cause)
                 assert transfer.phase is table.table[phase, cause]
             else:

@@ -71,7 +71,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder, adapters, expected
 
 
-def test_rows_of_several_adapters_share_steps_and_each_has_the_tokens_of_its_own(world: tuple[Any, ...]) -> None:
+def test_rows_of_several_adapters_share_steps(world: tuple[Any, ...]) -> None:
     folder, adapters, expected = world
     with load(folder, adapters, prefill_chunk_tokens=16) as llm:
         for _ in range(2):  # the second time with what the first has cached
@@ -86,7 +86,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path, Pa
     return module, save_folder(module, place / "model"), one, two
 
 
-def test_no_adapter_finds_the_kv_of_another_and_each_finds_its_own(llama: tuple[Any, Path, Path, Path]) -> None:
+def test_adapters_share_no_kv(llama: tuple[Any, Path, Path, Path]) -> None:
     _, folder, one, two = llama
     tokens = prompt(100, seed=5).tolist()
     with load(folder, {"one": one, "two": two, "same": one}) as llm:
@@ -127,7 +127,7 @@ def test_a_module_that_is_not_captured_adapts_as_well(llama: tuple[Any, Path, Pa
     assert tuple(map(list, zip(*drawn, strict=True))) == expected
 
 
-def test_a_device_without_the_adapter_draws_nothing_and_its_kv_is_not_trusted() -> None:
+def test_row_with_unknown_adapter_fails_and_kv_is_suspect() -> None:
     driver = Driver(loaded(tiny_module("llama")))
     tokens = prompt(20, seed=1)
     done = driver.step([(0, 0, 20, (0,)), (1, 0, 20, (1,))], open=[sequence(0, tokens, [0], adapter="ab"),
@@ -135,7 +135,7 @@ def test_a_device_without_the_adapter_draws_nothing_and_its_kv_is_not_trusted() 
     assert list(done.failed) == [0] and done.failed[0].kv_is_suspect
 
 
-def test_what_separates_kv_names_the_adapter() -> None:
+def test_kv_isolation_includes_the_adapter() -> None:
     assert salt_of("", "") == "" and adapter_of("") == adapter_of("5a17") == ""
     assert adapter_of(salt_of("5a17", "c0de")) == adapter_of(salt_of("", "c0de")) == "c0de"
     names = {isolation("tenant", salt_of(salt, adapter)) for salt in ("", "5a17") for adapter in ("", "c0de", "5a17")}
@@ -179,7 +179,7 @@ WHOLE = "model.layers.0.self_attn.q_proj"
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights to pissa"),
     ],
 )  # fmt: skip
-def test_an_adapter_that_cannot_be_served_is_refused_with_its_reason(
+def test_unservable_adapter_is_refused_with_reason(
     llama: tuple[Any, Path, Path, Path], tmp_path: Path, said: dict[str, Any], tensors: dict[str, Any], message: str
 ) -> None:
     module, folder, _, _ = llama
@@ -204,7 +204,7 @@ def test_all_that_a_config_says_of_matrices_is_followed(llama: tuple[Any, Path, 
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b'{"peft_type": "LORA", "lora_alpha": NaN}', b"[" * 5000])
-def test_a_config_that_is_no_object_is_one_clear_error(
+def test_config_that_is_no_object_is_one_clear_error(
     llama: tuple[Any, Path, Path, Path], tmp_path: Path, data: bytes
 ) -> None:
     odd = save_adapter(tmp_path / "odd", llama[0], ["q_proj"], seed=3)
@@ -215,7 +215,7 @@ def test_a_config_that_is_no_object_is_one_clear_error(
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_pipe_in_an_adapter_s_folder_is_not_waited_for(
+def test_fifo_in_the_adapter_folder_does_not_block(
     llama: tuple[Any, Path, Path, Path], tmp_path: Path, name: str
 ) -> None:
     odd = save_adapter(tmp_path / "odd", llama[0], ["q_proj"], seed=3)
@@ -232,9 +232,7 @@ def test_an_option_without_name_or_folder_says_how_it_is_written(text: str) -> N
     assert "NAME=FOLDER" in raised.value.hint
 
 
-def test_folders_that_are_not_there_and_names_that_are_taken_are_refused(
-    llama: tuple[Any, Path, Path, Path], tmp_path: Path
-) -> None:
+def test_missing_folders_and_duplicate_names_are_refused(llama: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:
     _, folder, one, two = llama
     with pytest.raises(UserError, match="cannot read the adapter 'gone'"):
         read_adapters([f"gone={tmp_path / 'gone'}"])

@@ -13,7 +13,7 @@ from late_grammar import check_late_draws
 from memserve.base.errors import InvariantError
 from memserve.base.types import CopyBlocks, SamplingParams, StopParams, Tier
 from memserve.instance.events import OpenSequence
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import step_attention
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 from memserve.model.forward import EagerForward
 from tiny_models import FAMILIES, GREEDY, VOCAB, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
@@ -25,7 +25,7 @@ def llama() -> tuple[object, Driver]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_mixed_batches_and_scattered_blocks_give_the_families_own_tokens(family: str) -> None:
+def test_chunked_mixed_batches_give_the_reference_tokens(family: str) -> None:
     """Two prompts in chunks of odd sizes beside each other's decodes; windows, caps and sinks all bite."""
     first, second = prompt(75, 1), prompt(41, 2)
     module = tiny_module(family)
@@ -198,7 +198,7 @@ def test_drafts_give_the_tokens_of_one_step_each(sampling: SamplingParams) -> No
     assert got == expected[: len(got)] and len(got) == 12
 
 
-def test_a_late_draw_is_what_it_would_have_been(llama: tuple[object, Driver]) -> None:
+def test_late_sample_equals_the_timely_one(llama: tuple[object, Driver]) -> None:
     assert check_late_draws(llama[1])
 
 
@@ -221,5 +221,5 @@ def test_attention_outside_a_step_is_a_bug() -> None:
     model = loaded(tiny_module("llama"))
     with pytest.raises(InvariantError, match="outside a step"):
         EagerForward(model.module)(*(torch.arange(3) for _ in range(3)))
-    with attending(None), pytest.raises(InvariantError):
+    with step_attention(None), pytest.raises(InvariantError):
         EagerForward(model.module)(*(torch.arange(3) for _ in range(3)))

@@ -35,7 +35,7 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     page_bytes, layers = model.geometry.page_bytes, model.geometry.num_layers
 
     class Watched(TritonAttention):
-        def attend(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
+        def run_attention(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
             batch, bytes_of = self.batch, self.batch.arena.view(__import__("torch").uint8)
             blocks = batch.geometry.num_layers
             contexts, starts = batch.contexts.tolist(), batch.q_starts.tolist()
@@ -46,7 +46,7 @@ def _driver(family: str = "llama", **options: Any) -> Any:
                     written = (entry + 1) * batch.geometry.block_tokens > context - count
                     memory = bytes_of[page * page_bytes : (page + 1) * page_bytes]
                     gpu.access(gpu.compute, memory, writes=written)
-            return super().attend(layer, q, k, v, **more)
+            return super().run_attention(layer, q, k, v, **more)
 
     def choose(arena: Any, geometry: Any, share: Any = None) -> Any:
         return partial(Watched, arena.view(-1), geometry)
@@ -81,7 +81,7 @@ def chunks_and_decodes(graphs: bool = False, family: str = "llama") -> bool:
     expected = greedy_tokens(module, first, 6), greedy_tokens(module, second, 4)
     driver = _driver(family)
     if graphs:
-        driver.device.capture()
+        driver.device.capture_graphs()
         assert driver.device.graph_sizes == [1, 2, 4, 8], driver.device._graphs.refused
     driver.step([(3, 0, 50, ())], open=[sequence(3, first, [9, 2])])
     got = driver.step([(3, 50, 5, ()), (6, 0, 41, (6,))], grow=[(3, [33])], open=[sequence(6, second, [7, 40])]).tokens
@@ -104,7 +104,7 @@ def two_plans_in_flight() -> bool:
 
     tokens, other, module = prompt(40, 7), prompt(33, 8), tiny_module("llama")
     driver = _driver()
-    driver.device.capture()
+    driver.device.capture_graphs()
 
     def plan(number: int, start: int, count: int, **parts: Any) -> StepPlan:
         return StepPlan(number, slots=[2], starts=[start], counts=[count], sample_slots=[(2,)], **parts)
@@ -198,20 +198,20 @@ def the_checker_sees_a_missing_event() -> bool:
     from fake_gpu import FakeStream, RaceError
 
     def seen(left_out: set[int]) -> bool:
-        after, calls = FakeStream.after, [0]
+        after, calls = FakeStream.wait_for, [0]
 
         def skip(self: Any, mark: Any) -> None:
             calls[0] += 1
             if calls[0] - 1 not in left_out:
                 after(self, mark)
 
-        FakeStream.after = skip
+        FakeStream.wait_for = skip
         try:
             swaps_beside_steps()
         except RaceError:
             return True
         finally:
-            FakeStream.after = after
+            FakeStream.wait_for = after
         return False
 
     found = [seen(left_out) for left_out in ({0}, {1, 2}, {3, 4}, {5})]
@@ -257,7 +257,7 @@ def what_the_host_must_know_waits() -> bool:
     done = driver.step([(0, 0, 40, (0,))], open=[sequence(0, tokens, [4, 5, 6])], prompt_logprob_rows=[0])
     assert done.tokens == expected[:1] and len(done.prompt_logprobs[0]) == 40
     drafted = driver.step([(0, 40, 3, (0,))], drafts={0: expected[1:3]})
-    assert [*drafted.tokens, *drafted.kept[0]] == expected[1:4]
+    assert [*drafted.tokens, *drafted.accepted_drafts[0]] == expected[1:4]
     assert driver.step([(0, 43, 1, (0,))]).tokens == expected[4:5]
     assert driver.step([(0, 44, 1, (0,))]).tokens == expected[5:6]
     return True
@@ -280,7 +280,7 @@ def seals() -> bool:
         count = 2 if range_bytes > 60_000 else 3
         target = GpuMemory(torch.zeros(3 * range_bytes + 64, dtype=torch.uint8))
         places = np.arange(count, dtype=np.int64) * range_bytes
-        assert (target.land(places, arena.parts, offsets[:count], range_bytes) == expected[:count]).all()
+        assert (target.land_pinned(places, arena.arena_parts, offsets[:count], range_bytes) == expected[:count]).all()
         for place, offset in zip(places, offsets, strict=False):
             assert (target.tensor[place : place + range_bytes] == memory[offset : offset + range_bytes]).all()
         host = GpuMemory(torch.zeros(3 * range_bytes + 64, dtype=torch.uint8))
@@ -418,7 +418,7 @@ def graphs_keep_what_they_read() -> bool:
             return OnlyReplays(), logits
 
     driver = _driver(gpu=Strict())
-    driver.device.capture()
+    driver.device.capture_graphs()
     gc.collect()
     lost = sum(one.expired() for one in driver.gpu.outside)
     assert driver.device.graph_sizes and driver.gpu.outside
@@ -480,7 +480,10 @@ def main(names: list[str]) -> None:
     import traceback
 
     from fake_gpu import attend_with_kernels
+    from lean_imports import interpret_quickly, leave_compiler_out
 
+    leave_compiler_out()
+    interpret_quickly()
     gc.disable()  # else every device looks through all of torch, transformers and triton
     found = {}
     for name in names or SCENARIOS:

@@ -76,7 +76,7 @@ def chunks_and_decodes(parallel: Parallel, graphs: bool) -> bool:
         got_first += driver.decode(3, 77, 3)
         assert (got_first, got_second) == expected
         replays = [sum(graph.replays for graph in gpu.graphs) for gpu in instance.gpus]
-        assert replays == [5 if graphs else 0] * parallel.workers
+        assert replays == [5 if graphs else 0] * parallel.worker_count
         if not graphs:
             return True
         assert all(part.graph_sizes == [1, 2, 4, 8] for part in instance.parts.values())
@@ -110,9 +110,9 @@ def plans_in_flight(parallel: Parallel, graphs: bool) -> bool:
         held.set()
         done = [finish() for finish in begun]
         assert [one.tokens[0] for one in done[:5]] == [*expected, second[0]]
-        assert [*done[5].tokens, *done[5].kept[2]] == second[1:3] and done[6].tokens == second[3:4]
+        assert [*done[5].tokens, *done[5].accepted_drafts[2]] == second[1:3] and done[6].tokens == second[3:4]
         known = [part._slots.tokens[2, :37].tolist() for part in instance.parts.values()]
-        assert known == [[*other.tolist(), *second[:4]]] * parallel.workers
+        assert known == [[*other.tolist(), *second[:4]]] * parallel.worker_count
     return True
 
 
@@ -128,19 +128,19 @@ class EvenTokens:
     def __bool__(self) -> bool:
         return bool(self.slots)
 
-    def open(self, slot: int, job_id: int, drawn: list[int]) -> None:
+    def open_slot(self, slot: int, job_id: int, drawn: list[int]) -> None:
         self.slots.add(slot)
 
-    def close(self, slot: int) -> None:
+    def close_slot(self, slot: int) -> None:
         self.slots.discard(slot)
 
-    def drawn(self, slot: int, token: int) -> None:
+    def take_token(self, slot: int, token: int) -> None:
         assert slot not in self.slots or token % 2 == 0
 
-    def flush(self) -> None:
+    def flush_tokens(self) -> None:
         """Nothing is sent."""
 
-    def mask(self, slot: int) -> np.ndarray:
+    def next_mask(self, slot: int) -> np.ndarray:
         return np.arange(131) % 2 == 0
 
 
@@ -158,7 +158,7 @@ def _mixed(driver: Any, device: Any) -> list[Any]:
     done.append(driver.step([(0, 41, 1, (0,)), (1, 20, 1, (1,))]))
     done += [driver.step([(0, 42, 1, (0,))]), driver.step([(1, 21, 1, (1,))]), driver.step([(0, 43, 1, (0,))])]
     done.append(driver.step([(0, 44, 4, (0,))], drafts={0: [5, 6, 7]}))
-    at = 45 + len(done[-1].kept[0])
+    at = 45 + len(done[-1].accepted_drafts[0])
     beams = sequence(2, prompt(20, 9), [8, 9], SamplingParams(temperature=0), beam_candidates=3)
     done.append(driver.step([(0, at, 1, (0,)), (2, 0, 20, (2,))], open=[beams]))
     done.append(driver.step([(0, at + 1, 1, (0,))]))
@@ -175,7 +175,7 @@ def what_the_host_must_know(parallel: Parallel, graphs: bool) -> bool:
     with _together(parallel, graphs=graphs) as instance:
         got = _mixed(instance.driver, instance.parts[0])
     assert [one.tokens for one in got] == [one.tokens for one in expected]
-    assert [one.kept for one in got] == [one.kept for one in expected] and got[-2].candidates
+    assert [one.accepted_drafts for one in got] == [one.accepted_drafts for one in expected] and got[-2].candidates
     assert got[0].tokens[1] % 2 == got[2].tokens[1] % 2 == got[4].tokens[0] % 2 == 0
     assert [entry and entry.top[:0] for entry in got[0].prompt_logprobs[0]] == [()] * 39 + [None]
     for ours, theirs in zip(got, expected, strict=True):
@@ -268,15 +268,18 @@ def a_step_has_finished_on_all() -> bool:
     from memserve.model.gpu.arena import GpuArenas
     from memserve.model.workers.gpu_steps import Reports
 
-    held, wait = threading.Event(), Reports.wait
+    held, wait = threading.Event(), Reports.wait_finished
 
     def opens(self: Any, number: int) -> None:
         held.set()
         wait(self, number)
 
-    with _replaced(Reports, "wait", opens):
+    with _replaced(Reports, "wait_finished", opens):
         _reads_what_went_down(held)
-    for owner, name, fault in ((Reports, "wait", lambda self, number: None), (GpuArenas, "copied", lambda self: None)):
+    for owner, name, fault in (
+        (Reports, "wait_finished", lambda self, number: None),
+        (GpuArenas, "copies_mark", lambda self: None),
+    ):
         with _replaced(owner, name, fault):
             try:
                 _reads_what_went_down(threading.Event() if owner is Reports else None)
@@ -297,7 +300,7 @@ def another_order_is_found() -> bool:
     begin, ruled = Part.begin_part, SamplingParams(temperature=0, grammar="even")
 
     def by_itself(self: Any, drawn: Any, plan: Any, waits_for_host: bool) -> Any:
-        return begin(self, drawn, plan, waits_for_host if self._leads else self.needs_host(plan))
+        return begin(self, drawn, plan, waits_for_host if self._is_leader else self.needs_host(plan))
 
     with _replaced(Part, "begin_part", by_itself), _together(Parallel(2)) as instance:
         instance.parts[0]._slots.grammars = EvenTokens()
@@ -319,14 +322,14 @@ def all_have_graphs_or_none() -> bool:
     from tiny_models import greedy_tokens, prompt, sequence
 
     def prepare(rank: int, gpu: Any) -> None:
-        capture = gpu.capture
+        capture = gpu.capture_graph
 
         def refused(run: Any) -> Any:
             capture(run)
             raise RuntimeError("operation not permitted when stream is capturing")
 
         if rank == 1:
-            gpu.capture = refused
+            gpu.capture_graph = refused
 
     with _together(Parallel(2), graphs=True, prepare=prepare) as instance:
         assert [part.graph_sizes for part in instance.parts.values()] == [[], []]
@@ -407,7 +410,7 @@ def real_processes() -> bool:
             kv_bytes = workers.kv_bytes()
             assert kv_bytes == 20 * geometry.block_bytes, "as much as the smallest has room for"
             config = asked.instance_config(geometry, 256, "tiny", 131, on_gpu=True, kv_bytes=kv_bytes)
-            return workers, workers.device(model, config), geometry
+            return workers, workers.build_device(model, config), geometry
 
         workers, device, geometry = started()
         driver = Driver.__new__(Driver)
@@ -485,7 +488,7 @@ def an_engine() -> bool:
             with ThreadPoolExecutor(3) as pool:
                 assert list(pool.map(answer, [asked[at] for at in crowd])) == [expected[at] for at in crowd]
             stats = llm._engine.stats().instance
-            assert llm._engine._instance._device._own.graph_sizes == [1, 2, 4]
+            assert llm._engine._instance._device._leader.graph_sizes == [1, 2, 4]
             assert stats.drafts_kept and stats.cached_tokens, stats
             assert stats.preemptions_swap or stats.dram_tokens_reused, stats
             processes = llm._engine._instance._device._workers._processes
@@ -560,7 +563,10 @@ def main(names: list[str]) -> None:
     import traceback
 
     from fake_gpu import attend_with_kernels
+    from lean_imports import interpret_quickly, leave_compiler_out
 
+    leave_compiler_out()
+    interpret_quickly()
     gc.disable()  # else every device looks through all of torch, transformers and triton
     found = {}
     for name in names or SCENARIOS:

@@ -254,7 +254,7 @@ def test_ray_reserves_a_gpu_for_each_worker() -> None:
         (EngineOptions(gpu_memory_share=0.9), Role.DECODE, {"GPU": 0.5}, "2 instances cannot have 0.9 of one GPU"),
     ],
 )
-def test_what_ray_reserves_must_suit(
+def test_unsuitable_ray_reservation_is_refused(
     options: EngineOptions, role: Role, reserved: dict[str, float], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as raised:
@@ -289,7 +289,7 @@ def test_kv_gets_what_weights_and_steps_leave() -> None:
         gpu_kv_bytes(EngineOptions(kv_memory_bytes=20 * GIB), 80 * GIB, 10 * GIB, held, step)
 
 
-def test_what_means_nothing_on_the_device_is_refused() -> None:
+def test_options_without_effect_on_the_device_are_refused() -> None:
     with pytest.raises(UserError, match="link of its own"):
         refuse_on_gpu(EngineOptions(scheduler=SchedulerConfig(link_bytes_s=1e9)))
     refuse_on_gpu(EngineOptions())

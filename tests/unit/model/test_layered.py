@@ -37,7 +37,7 @@ class Blocks:
 def keep(layers: int, order: PlaceByLayer, tier: Tier, sources: Sequence[int]) -> MovePages:
     """Page by page from whole blocks ``sources`` into the frames of the kept layers."""
     src, dst = [], []
-    for layer, frames in order.kept.items():
+    for layer, frames in order.resident_layers.items():
         for entry, source in enumerate(sources):
             src.append(source * layers + layer)
             dst.append(frames[entry // layers] * layers + entry % layers)
@@ -71,7 +71,7 @@ def decoded(driver: Driver, rng: random.Random, lengths: Sequence[int], count: i
     for step in range(count):
         if step == 0 or kept is None:
             for order in place:
-                for frames in [*order.kept.values(), *order.staging]:
+                for frames in [*order.resident_layers.values(), *order.staging]:
                     blocks.hbm[:0] = frames
             place = []
             for slot, (_, dram) in enumerate(state):
@@ -247,7 +247,7 @@ class Noted(threading.Event):
         super().set()
 
 
-def test_what_is_urgent_goes_first_and_a_link_keeps_to_its_rate() -> None:
+def test_urgent_copies_go_first_within_link_rate() -> None:
     """4 MB at 100 MB/s take 40 ms; the urgent copy comes after the one that is under way."""
     arena = np.zeros((5, 1_000_000), np.uint8)
     copier = PageCopier(100e6)
@@ -255,11 +255,11 @@ def test_what_is_urgent_goes_first_and_a_link_keeps_to_its_rate() -> None:
     address, order = arena.ctypes.data, list[int]()
     copies = [Copy(address, address, page[0], page[1 + i], 1_000_000, Tier.HBM, Noted(order, i)) for i in range(4)]
     for number, copy in enumerate(copies):
-        copier.begin(copy, urgent=number == 3)
+        copier.start_copy(copy, urgent=number == 3)
     for copy in copies:
-        copier.wait(copy)
+        copier.wait_for(copy)
     assert order.index(3) <= 1 and sorted(order) == [0, 1, 2, 3]
-    used = copier.take_used()
+    used = copier.take_link_use()
     assert used is not None and used.busy_ns >= 39e6 and used.up_bytes == 4_000_000 and not used.down_bytes
-    assert copier.take_used() is None, "nothing since"
+    assert copier.take_link_use() is None, "nothing since"
     copier.close()

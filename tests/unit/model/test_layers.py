@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memserve.base.types import Tier
-from memserve.model.arena import KvArenas
+from memserve.model.arena import ArenaSizes, KvArenas
 from memserve.model.capture.forward import capture_forward
 from memserve.model.forward import EagerForward
 from tiny_models import CONTEXT_TOKENS, Driver, loaded, prompt, sequence, tiny_module
@@ -52,7 +52,7 @@ def test_a_reported_layer_is_written_and_stays_so(captured: bool) -> None:
         assert watcher.pages[layer].any()
 
 
-def test_shared_memory_gives_the_tokens_that_private_memory_gives() -> None:
+def test_shared_and_private_memory_give_equal_tokens() -> None:
     tokens = prompt(70, 2)
     answers = []
     for shared in (False, True):
@@ -63,9 +63,9 @@ def test_shared_memory_gives_the_tokens_that_private_memory_gives() -> None:
     assert answers[0] == answers[1]
 
 
-def test_a_shared_arena_grows_onto_huge_pages_without_losing_a_byte() -> None:
+def test_shared_arena_grows_onto_huge_pages_losslessly() -> None:
     """What is written before stays, and the memory is committed as far as it is used, not further."""
-    arenas = KvArenas(block_bytes=1 << 20, hbm_blocks=96, dram_blocks=0, shared=True)
+    arenas = KvArenas(ArenaSizes(block_bytes=1 << 20, hbm_blocks=96, dram_blocks=0), shared=True)
     arenas.hbm[40] = 7
     arenas.will_use([3])
     assert arenas._huge_bytes == 32 << 20
@@ -85,7 +85,7 @@ def test_workers_prepare_every_piece_of_their_memory_once() -> None:
             prepared.append((offset, offset + size))
 
     for worker in range(3):
-        arenas = KvArenas(block_bytes=1 << 20, hbm_blocks=0, dram_blocks=0, worker=(worker, 3))
+        arenas = KvArenas(ArenaSizes(block_bytes=1 << 20, hbm_blocks=0, dram_blocks=0), worker=(worker, 3))
         arenas._hbm_arena = Arena()
         arenas.will_use([10])
         arenas.will_use([76, 40])

@@ -10,7 +10,7 @@ import torch
 
 from captured_families import VOCAB, tiny
 from memserve.model import linears
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows, in_bucket
@@ -38,7 +38,7 @@ def bytes_in_use() -> int:
 
 def step(forward: Any, tokens: int, logits_rows: int = 1) -> torch.Tensor:
     places = torch.arange(tokens)
-    with attending(DenseAttention()):
+    with step_attention(DenseAttention()):
         return forward((places + 1) * 7919 % VOCAB, places, places[tokens - logits_rows :].clone())
 
 
@@ -53,7 +53,7 @@ def test_buckets_are_few_and_close() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (3, 7), (2, 5, 7), (0, 7), (130, 7)])
-def test_a_product_over_a_bucket_is_the_product(shape: tuple[int, ...]) -> None:
+def test_bucketed_product_equals_the_product(shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape), torch.randn(3, 7)
     seen: list[int] = []
 
@@ -68,7 +68,7 @@ def test_a_product_over_a_bucket_is_the_product(shape: tuple[int, ...]) -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the allocator does not say what it holds")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("captured", [True, False])
-def test_what_a_model_keeps_is_bounded_whatever_the_shapes(dtype: torch.dtype, captured: bool) -> None:
+def test_model_memory_is_bounded_for_any_shapes(dtype: torch.dtype, captured: bool) -> None:
     """All buckets once, then many other sizes: nothing more is kept. A primitive alone weighs a tenth of the slack."""
     module = tiny("llama", dtype)
     forward: Any = capture_forward(module) if captured else EagerForward(module)
@@ -84,7 +84,7 @@ def test_what_a_model_keeps_is_bounded_whatever_the_shapes(dtype: torch.dtype, c
     assert bytes_in_use() - before < 4_000_000
 
 
-def test_a_filled_up_step_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_step_equals_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two buckets the logits are those of the module, and oneDNN sees the bucket."""
     module = tiny("llama")
     expected = step(EagerForward(tiny("llama"), pack=False), 200, 3)

@@ -109,7 +109,7 @@ def test_models_of_a_known_length_are_left_as_they_are() -> None:
 
 def test_an_unknown_form_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     module = tiny_module("longrope")
-    monkeypatch.setattr(LengthRotary, "_long", lambda self, lengths: self.long * 1.01)
+    monkeypatch.setattr(LengthRotary, "_long_frequencies", lambda self, lengths: self.long * 1.01)
     theirs = module.model.rotary_emb
     assert install_length_rotaries(module) is None
     assert module.model.rotary_emb is theirs
@@ -117,7 +117,13 @@ def test_an_unknown_form_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_salts_name_the_regime() -> None:
     long, each = PositionRegimes(64), PositionRegimes(64, by_length=True)
-    assert [NO_REGIMES.of(9999), long.of(64), long.of(65), each.of(64), each.of(65)] == ["", "", "long", "", "length65"]
+    assert [
+        NO_REGIMES.regime_of(9999),
+        long.regime_of(64),
+        long.regime_of(65),
+        each.regime_of(64),
+        each.regime_of(65),
+    ] == ["", "", "long", "", "length65"]
     assert salt_of("abc", "", "long") == "long-abc" and salt_of("abc", "d1", "long") == "lora-d1-long-abc"
     assert adapter_of(salt_of("abc", "d1", "long")) == "d1" and adapter_of("long-abc") == ""
     assert len({salt_of(salt, "", regime) for salt in ("", "ab") for regime in ("", "long", "length65")}) == 6

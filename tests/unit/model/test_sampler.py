@@ -50,7 +50,7 @@ def test_philox_gives_the_published_numbers(counter: tuple, key: tuple, expected
     assert tuple(int(word[0]) for word in philox4x32(words(*counter), words(*key))) == expected
 
 
-def test_uniforms_fill_the_unit_interval_and_depend_on_each_part_of_the_key() -> None:
+def test_uniforms_are_uniform_in_each_part_of_the_key() -> None:
     n = 20_000
     seeds, zeros = np.full(n, 7, np.uint64), np.zeros(n, np.int64)
     for values in (
@@ -120,7 +120,7 @@ def test_filters_keep_what_the_simple_twin_keeps(
 
 @pytest.mark.parametrize("isa", _kernels.supported_isas())
 @pytest.mark.parametrize("spread", [0.1, 1.0, 6.0])
-def test_the_kernel_draws_what_torch_draws(isa: str, spread: float) -> None:
+def test_kernel_samples_the_same_as_torch(isa: str, spread: float) -> None:
     """Every instruction set, filters mixed in one batch, flat and peaked rows of a whole vocabulary: the same tokens.
 
     Of 400 draws, at most two may fall within rounding of a boundary.
@@ -172,7 +172,7 @@ def test_tiny_temperatures_and_impossible_tokens_are_safe() -> None:
 def table_of(samplings: list[SamplingParams], tokens: list[list[int]], prompt: int, **more: object) -> SlotTable:
     table = SlotTable(len(samplings), 64, 32)
     for slot, (sampling, known) in enumerate(zip(samplings, tokens, strict=True)):
-        table.open(OpenSequence(slot, np.array(known, np.int32), prompt, slot, sampling, [slot], **more))
+        table.open_slot(OpenSequence(slot, np.array(known, np.int32), prompt, slot, sampling, [slot], **more))
     return table
 
 
@@ -181,7 +181,7 @@ def sample_all(table: SlotTable, logits: torch.Tensor) -> Sampled:
     return sample(logits.clone(), slots, slots, table)
 
 
-def test_a_sequence_draws_the_same_alone_and_in_a_crowd() -> None:
+def test_samples_do_not_depend_on_the_batch() -> None:
     """Whatever else is in the batch, however the rows are ordered: same seed, index and position, same token."""
     rng = np.random.default_rng(0)
     choices = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (1.3, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.05)]
@@ -207,7 +207,7 @@ def test_draws_follow_the_softmax_over_positions_and_indices() -> None:
     positions, indices = np.zeros(6), np.zeros(6)
     table = SlotTable(4000, 8, 32)
     for slot in range(4000):
-        table.open(OpenSequence(slot, np.zeros(4, np.int32), 4, slot, sampling, [0]))
+        table.open_slot(OpenSequence(slot, np.zeros(4, np.int32), 4, slot, sampling, [0]))
     drawn = sample(logits.repeat(4000, 1), np.arange(4000), np.arange(4000), table)
     indices += np.bincount(drawn.tokens, minlength=6)
     table.index[:], table.prompt_tokens[:] = 0, -np.arange(4000)  # as if slot ``s`` had generated ``4 + s`` tokens
@@ -216,7 +216,7 @@ def test_draws_follow_the_softmax_over_positions_and_indices() -> None:
     assert chi_square(indices, expected) < 25 and chi_square(positions, expected) < 25  # 5 degrees: p < 2e-4
 
 
-def test_penalties_and_bias_mean_what_openai_and_transformers_say() -> None:
+def test_penalties_and_bias_match_openai_and_transformers() -> None:
     """Repetition counts the prompt too, presence and frequency only the output; then the bias is added."""
     known, prompt = [1, 2, 2, 3, 3, 4], 3  # prompt 1 2 2, output 3 3 4
     base = torch.tensor([0.5, 1.0, -1.0, 2.0, 3.0, -0.5])

@@ -15,13 +15,13 @@ from lora_files import save_adapter
 from memserve import _core, _kernels
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import Parallel, Share, shares
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import CapturedForward, best_forward
 from memserve.model.forward import EagerForward
 from memserve.model.loading.lora import read_adapters
 from memserve.model.loading.probe import DenseAttention, probe_model
-from memserve.model.lora import Adapters, adapting
-from memserve.model.workers.group import WorkerGroup, exchanging
+from memserve.model.lora import Adapters, lora_adapters
+from memserve.model.workers.group import WorkerGroup, collectives
 from memserve.model.workers.sharding import shard
 from tiny_models import VOCAB, tiny_module
 
@@ -67,15 +67,15 @@ def computed(module: Any, parallel: Parallel, *, capture: bool, adapter: Path | 
             assert isinstance(forward, CapturedForward) == capture
             mine = added[crew.share.rank]
             if mine is not None:
-                mine.pack()
+                mine.pack_halves()
             for tokens in TOKENS:
                 digests = [read[0].digest if read and at % 2 else "" for at in range(tokens)]
-                rows = mine and mine.rows(digests, np.ones(tokens, np.int64), torch.device("cpu"))
-                with attending(DenseAttention()), exchanging(crew), adapting(rows):
-                    results[crew.share.rank].append(crew.gather(forward(*inputs(tokens))))
+                rows = mine and mine.adapters_of_rows(digests, np.ones(tokens, np.int64), torch.device("cpu"))
+                with step_attention(DenseAttention()), collectives(crew), lora_adapters(rows):
+                    results[crew.share.rank].append(crew.gather_logits(forward(*inputs(tokens))))
         except BaseException as error:
             errors.append(error)
-            crew.abandon(str(error))
+            crew.mark_broken(str(error))
 
     members, _regions = crews(found, next(iter(vocabularies)))
     threads = [threading.Thread(target=work, args=pair) for pair in zip(members, modules, strict=True)]
@@ -95,7 +95,7 @@ def test_workers_together_compute_what_the_whole_model_does(family: str, paralle
     results = computed(module, parallel, capture=capture)
     whole = EagerForward(module, pack=False)
     for got, tokens in zip(results, TOKENS, strict=True):
-        with attending(DenseAttention()):
+        with step_attention(DenseAttention()):
             expected = whole(*inputs(tokens))
         assert got.shape == expected.shape
         assert torch.allclose(got, expected, atol=2e-4, rtol=1e-4), float((got - expected).abs().max())
@@ -113,14 +113,14 @@ def test_adapters_of_workers_together_add_what_whole_ones_do(
     results = computed(module, parallel, capture=capture, adapter=adapter)
     whole = copy.deepcopy(module)
     adapters = Adapters(whole, read_adapters([f"one={adapter}"]))
-    adapters.pack()
+    adapters.pack_halves()
     (digest,) = adapters.digests
     for got, tokens in zip(results, TOKENS, strict=True):
         digests = [digest if at % 2 else "" for at in range(tokens)]
-        rows = adapters.rows(digests, np.ones(tokens, np.int64), torch.device("cpu"))
-        with attending(DenseAttention()), adapting(rows):
+        rows = adapters.adapters_of_rows(digests, np.ones(tokens, np.int64), torch.device("cpu"))
+        with step_attention(DenseAttention()), lora_adapters(rows):
             expected = EagerForward(whole, pack=False)(*inputs(tokens))
-        with attending(DenseAttention()):
+        with step_attention(DenseAttention()):
             without = EagerForward(module, pack=False)(*inputs(tokens))
         assert torch.allclose(got, expected, atol=2e-4, rtol=1e-4), float((got - expected).abs().max())
         assert tokens == 1 or not torch.allclose(got, without, atol=0.01)

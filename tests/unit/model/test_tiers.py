@@ -12,7 +12,7 @@ from memserve.base.errors import UserError
 from memserve.base.kv_layout import LOWER_DTYPES, lower_block_bytes, lower_page_bytes
 from memserve.base.types import CopyBlocks, KVGeometry, Tier
 from memserve.base.units import MIB
-from memserve.model.arena import KvArenas, lower_pages
+from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
 
 GEOMETRIES = [
     KVGeometry(3, 2, 8, 8, "float32", 8),
@@ -39,13 +39,13 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
     native = lower_pages(geometry, "int8")
     assert native is not None
     lower_bytes = lower_block_bytes(geometry, "int8")
-    arenas = KvArenas(geometry.block_bytes, 6, 40, shared=True, lower=native)
+    arenas = KvArenas(ArenaSizes(geometry.block_bytes, 6, 40), shared=True, lower=native)
     assert arenas.hbm.shape == (6, geometry.block_bytes) and arenas.dram.shape == (40, lower_bytes)
     assert set(arenas.shared) == {Tier.HBM}, "peers know of one kind of page"
     values = torch.randn(6, geometry.block_bytes // 4)
     arenas.hbm.copy_(values.view(torch.uint8))
 
-    arenas.copy(CopyBlocks(Tier.HBM, Tier.DRAM, [5, 0, 2], [39, 1, 0]))
+    arenas.copy_blocks(CopyBlocks(Tier.HBM, Tier.DRAM, [5, 0, 2], [39, 1, 0]))
     pages = np.arange(3, dtype=np.int32)
     for above, below in ((5, 39), (0, 1), (2, 0)):
         expected = np.zeros(lower_bytes, np.uint8)
@@ -53,9 +53,9 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
         assert np.array_equal(arenas.dram[below].numpy(), expected)
     assert not arenas.dram[2:39].any()
 
-    arenas.copy(CopyBlocks(Tier.DRAM, Tier.DRAM, [39], [7]))
-    arenas.copy(CopyBlocks(Tier.HBM, Tier.HBM, [1], [5]))
-    arenas.copy(CopyBlocks(Tier.DRAM, Tier.HBM, [7], [2]))
+    arenas.copy_blocks(CopyBlocks(Tier.DRAM, Tier.DRAM, [39], [7]))
+    arenas.copy_blocks(CopyBlocks(Tier.HBM, Tier.HBM, [1], [5]))
+    arenas.copy_blocks(CopyBlocks(Tier.DRAM, Tier.HBM, [7], [2]))
     assert torch.equal(arenas.hbm[5], arenas.hbm[1]), "copied, and not rounded"
     came_up = arenas.hbm[2].view(torch.float32)
     assert not torch.equal(came_up, values[5]) and torch.allclose(came_up, values[5], atol=0.02)
@@ -65,7 +65,7 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
         ((Tier.DRAM, Tier.HBM), 40, 0),
     ):
         with pytest.raises(IndexError):
-            arenas.copy(CopyBlocks(*tiers, [src], [dst]))
+            arenas.copy_blocks(CopyBlocks(*tiers, [src], [dst]))
 
 
 def test_a_lower_dtype_doubles_dram_and_has_its_own_namespace() -> None:
@@ -89,12 +89,12 @@ def test_a_lower_dtype_doubles_dram_and_has_its_own_namespace() -> None:
         ({"kv_lower_dtype": "int8"}, "no lower tier.*--dram-memory 2GiB"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         EngineOptions(**options)
 
 
-def test_what_converts_needs_a_cpu_and_what_passes_layers_does_not() -> None:
+def test_lower_dtype_needs_cpu_and_layerwise_does_not() -> None:
     with pytest.raises(UserError, match="for CPUs so far"):
         options = EngineOptions(dram_memory_bytes=MIB, kv_lower_dtype="int8")
         options.instance_config(SMOLLM2, 8192, "weights", on_gpu=True)

@@ -9,7 +9,7 @@ from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import OpenSequence
 from memserve.model import token_lists
 from memserve.model.sampling import sample
-from memserve.model.slots import SlotTable
+from memserve.model.slots import SlotModel, SlotTable
 from memserve.model.token_lists import TokenLists
 
 VOCAB, SLOTS = 1000, 8
@@ -17,9 +17,9 @@ VOCAB, SLOTS = 1000, 8
 
 def opened(sampling: SamplingParams, stop: StopParams) -> SlotTable:
     """A table with sequences of one request in all of its slots."""
-    table = SlotTable(SLOTS, 64, 32, VOCAB)
+    table = SlotTable(SLOTS, 64, 32, SlotModel(VOCAB))
     for slot in range(SLOTS):
-        table.open(OpenSequence(slot, np.array([3, 4], np.int32), 2, slot, sampling, [slot], 0, stop))
+        table.open_slot(OpenSequence(slot, np.array([3, 4], np.int32), 2, slot, sampling, [slot], 0, stop))
     return table
 
 
@@ -27,11 +27,11 @@ def test_sequences_of_a_request_share_its_lists(monkeypatch) -> None:
     made = []
     monkeypatch.setattr(token_lists, "TokenLists", lambda *of: made.append(of) or TokenLists(*of))
     table = opened(SamplingParams(allowed_token_ids=tuple(range(900))), StopParams(stop_token_ids=(2,)))
-    assert len(made) == 1 and all(table.lists(slot) is table.lists(0) for slot in range(SLOTS))
+    assert len(made) == 1 and all(table.lists_of(slot) is table.lists_of(0) for slot in range(SLOTS))
     for slot in range(SLOTS):
-        table.close(slot)
+        table.close_slot(slot)
     other = opened(SamplingParams(logit_bias=((5, 1.0),)), StopParams(stop_token_ids=(2,)))
-    assert len(made) == 2 and other.lists(0).changed.tolist() == [5]
+    assert len(made) == 2 and other.lists_of(0).changed.tolist() == [5]
 
 
 def test_lists_change_logits_as_each_token_alone_would() -> None:

@@ -66,7 +66,7 @@ class Script:
 
     def is_called(self, now_ns: int, router: Peer, address: str) -> None:
         """It is alone, and asks to join."""
-        assert self.member.is_alone
+        assert self.member.is_detached
         said = LogWarning(f"the router at {address} calls: joining it")
         asks = ConnectRouter(ANY_ROUTER, address), Send(ANY_ROUTER, Join(ME, address))
         self.hears(now_ns, router, JoinRequest(address), said, *asks)
@@ -83,7 +83,7 @@ class Script:
         self.at(now_ns, LoadRead(Load(), 3), Send(ANY_ROUTER, Heartbeat(Load(), 3, b"", digest, wants_ack)))
 
 
-def test_it_waits_for_a_call_and_hears_nothing_else_of_routers() -> None:
+def test_uncalled_store_ignores_all_but_join_requests() -> None:
     it = Script()
     assert it.first == [] and it.member.next_deadline_ns is None
     it.at(500, ClockTicked())
@@ -105,13 +105,13 @@ def test_calls_are_signs_of_life_and_a_silent_router_is_left() -> None:
     it.at(128, ClockTicked(), ReadLoad(with_stats=True))
     gone = LogWarning("the router at a is not heard any more; s1 waits to be called by another")
     it.at(138, ClockTicked(), gone, RemovePeer(OTHER.peer))
-    assert it.member.is_alone and it.member.router is None and it.member.next_deadline_ns is None
+    assert it.member.is_detached and it.member.router is None and it.member.next_deadline_ns is None
     it.at(139, LoadRead(Load(), 3))
     it.is_called(200, Peer(ROUTER, 3), "b")
     assert it.member.addresses.address == "b"
 
 
-def test_a_call_that_was_never_answered_is_forgotten() -> None:
+def test_unanswered_call_expires() -> None:
     it = Script()
     it.is_called(0, A, "a")
     gone = LogWarning("the router at a is not heard any more; s1 waits to be called by another")
@@ -136,7 +136,7 @@ def test_another_router_is_told_that_the_store_has_one() -> None:
     it.is_called(130, B, "b")
 
 
-def test_a_router_that_takes_the_place_of_its_router_is_followed_at_once() -> None:
+def test_store_follows_router_that_takes_over() -> None:
     it = Script()
     it.is_called(0, A, "a")
     it.joins(1, A, "a")
@@ -146,7 +146,7 @@ def test_a_router_that_takes_the_place_of_its_router_is_followed_at_once() -> No
     it.hears(3, A, RejoinRequest("a", after=6), Send(A, Refused("s1 belongs to the router at b")))
 
 
-def test_another_router_at_the_address_of_its_router_is_followed_at_once() -> None:
+def test_store_follows_new_router_at_the_same_address() -> None:
     """Two cannot listen there."""
     it = Script()
     it.is_called(0, A, "a")
@@ -155,7 +155,7 @@ def test_another_router_at_the_address_of_its_router_is_followed_at_once() -> No
     it.hears(2, B, JoinRequest("a"), LogWarning("the router at a takes over: joining it"), *asks)
 
 
-def test_one_that_looks_for_its_router_itself_follows_no_call() -> None:
+def test_store_with_configured_router_ignores_join_requests() -> None:
     it = Script("a")
     assert it.first == [ConnectRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(ME, "a"))]
     it.hears(1, B, JoinRequest("b"), Send(B, BELONGS))
@@ -165,7 +165,7 @@ def test_one_that_looks_for_its_router_itself_follows_no_call() -> None:
     assert it.member.router == A
 
 
-def test_a_router_that_refuses_it_leaves_it_alone() -> None:
+def test_store_refused_by_a_router_stays_standalone() -> None:
     it = Script()
     it.is_called(0, A, "a")
     alone = LogWarning("the router at a refuses this store: no; s1 waits to be called by another")
@@ -173,7 +173,7 @@ def test_a_router_that_refuses_it_leaves_it_alone() -> None:
     it.is_called(2, A, "a")
 
 
-def test_one_that_ends_follows_no_call() -> None:
+def test_ending_store_ignores_join_requests() -> None:
     it = Script()
     it.at(1, DrainRequested(50), Left())
     it.hears(2, A, JoinRequest("a"))
@@ -209,16 +209,16 @@ def test_random_lives(life: list[tuple[int, Peer | None, AnyMessage]]) -> None:
                 case ChangeGeneration(_, _, generation_min):
                     pending += it.handle(GenerationChanged(replace(ME, peer=Peer("s1", generation_min))), now)
                 case Send(to, Heartbeat() | Join() as said):
-                    assert to == ANY_ROUTER and isinstance(said, Join) == (it.router is None) and not it.is_alone
+                    assert to == ANY_ROUTER and isinstance(said, Join) == (it.router is None) and not it.is_detached
                 case Left():
                     raise AssertionError("it ends unasked")
         it.check_invariants()
-        assert all(it.knows(peer) for peer in lines.values()) and len(lines) == len(it._peers)
-        assert (it.next_deadline_ns is None) == it.is_alone
-        assert it.is_alone or it.next_deadline_ns > now
+        assert all(it.knows_peer(peer) for peer in lines.values()) and len(lines) == len(it._peers)
+        assert (it.next_deadline_ns is None) == it.is_detached
+        assert it.is_detached or it.next_deadline_ns > now
 
 
-def test_a_router_that_ends_in_good_order_is_left_at_once() -> None:
+def test_store_leaves_a_router_shut_down_in_order_immediately() -> None:
     it = Script()
     it.is_called(0, A, "a")
     it.joins(1, A, "a")
@@ -226,20 +226,20 @@ def test_a_router_that_ends_in_good_order_is_left_at_once() -> None:
     assert it.member.router == A, "another router's end is no concern of it"
     ends = LogWarning("the router at a ends; s1 waits to be called by another")
     it.hears(3, A, Leave(), ends, RemovePeer(OTHER.peer))
-    assert it.member.is_alone and it.member.next_deadline_ns is None
+    assert it.member.is_detached and it.member.next_deadline_ns is None
     it.hears(4, A, Leave())
     it.is_called(5, B, "b")
 
 
-def test_a_router_that_ends_before_it_has_answered_is_left_too() -> None:
+def test_store_leaves_a_router_that_ends_before_answering() -> None:
     it = Script()
     it.is_called(0, A, "a")
     it.hears(1, A, Leave(), LogWarning("the router at a ends; s1 waits to be called by another"))
     it.is_called(2, B, "b")
 
 
-def test_a_store_that_looks_for_its_router_waits_for_it_to_come_back() -> None:
+def test_store_with_configured_router_waits_for_its_return() -> None:
     it = Script("a")
     it.joins(1, A, "a")
     it.hears(2, A, Leave())
-    assert it.member.router == A and not it.member.is_alone
+    assert it.member.router == A and not it.member.is_detached

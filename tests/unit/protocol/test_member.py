@@ -88,7 +88,7 @@ class Script:
         self.at(now_ns, LoadRead(load, 3), Send(ANY_ROUTER, Heartbeat(load, 3, b"", digest, wants_ack)), *then)
 
 
-def test_it_asks_until_it_is_accepted_and_then_beats() -> None:
+def test_join_is_repeated_until_accepted_then_heartbeats() -> None:
     it = Script()
     it.at(9, ClockTicked())
     it.at(10, ClockTicked(), Send(ANY_ROUTER, Join(ME, "a")))
@@ -101,14 +101,14 @@ def test_it_asks_until_it_is_accepted_and_then_beats() -> None:
     it.at(35, ClockTicked(), ReadLoad(with_stats=True))
     it.beats(36, IDLE, ME)
     it.hears(37, OLD, PeerJoined(OTHER), AddPeer(OTHER), ForwardMessage(OLD, PeerJoined(OTHER)))
-    assert it.member.knows(OTHER.peer) and not it.member.knows(Peer("c2", 9))
+    assert it.member.knows_peer(OTHER.peer) and not it.member.knows_peer(Peer("c2", 9))
     it.hears(38, OTHER.peer, Cancel("x"), ForwardMessage(OTHER.peer, Cancel("x")))
     it.hears(39, OLD, HeartbeatAck())
     again = JoinAccepted((), "elsewhere")  # it lacks a member, the router has noticed
     it.hears(40, OLD, again, ConnectRouter(OLD, "a"), RemovePeer(OTHER.peer), ForwardMessage(OLD, again))
 
 
-def test_a_drain_lets_what_runs_finish() -> None:
+def test_drain_lets_running_requests_finish() -> None:
     it = Script()
     it.joins(5)
     it.hears(6, OLD, Drain(), ForwardMessage(OLD, Drain()))
@@ -138,7 +138,7 @@ def test_leaving_at_once_needs_no_router() -> None:
     it.at(7, LoadRead(IDLE, 3))
 
 
-def test_a_refusal_ends_it_unless_another_router_has_accepted_it() -> None:
+def test_refusal_ends_member_unless_accepted_elsewhere() -> None:
     it = Script()
     it.hears(3, OLD, Refused("another model"), Left("another model"))
     it = Script()
@@ -146,7 +146,7 @@ def test_a_refusal_ends_it_unless_another_router_has_accepted_it() -> None:
     it.hears(6, NEW, Refused("another model"))
 
 
-def test_a_router_that_takes_over_is_joined_and_the_old_one_is_obeyed_no_more() -> None:
+def test_takeover_router_is_joined_and_old_one_ignored() -> None:
     it = Script("a", "b")
     it.joins(5)
     takes_over = LogWarning("the router at b takes over: joining it")
@@ -163,7 +163,7 @@ def test_a_router_that_takes_over_is_joined_and_the_old_one_is_obeyed_no_more() 
     assert it.member.router == NEW
 
 
-def test_an_expelled_one_becomes_another_and_hears_nothing_meanwhile() -> None:
+def test_expelled_member_ignores_messages_until_new_generation() -> None:
     it = Script()
     it.joins(5)
     it.hears(
@@ -183,7 +183,7 @@ def test_an_expelled_one_becomes_another_and_hears_nothing_meanwhile() -> None:
         it.member.handle(GenerationChanged(ME), 31)
 
 
-def test_a_silent_router_is_asked_then_looked_for_elsewhere_and_found_again() -> None:
+def test_silent_router_is_probed_then_sought_at_next_address() -> None:
     it = Script("a", "b")
     it.joins(5)
     it.at(30, ClockTicked(), ReadLoad(with_stats=False))
@@ -191,10 +191,10 @@ def test_a_silent_router_is_asked_then_looked_for_elsewhere_and_found_again() ->
     gone = LogWarning("no router is heard: trying b"), ConnectRouter(ANY_ROUTER, "b")
     it.at(125, ClockTicked(), *gone, ReadLoad(with_stats=True))
     it.hears(126, OLD, HeartbeatAck(), ConnectRouter(OLD, "a"))
-    assert it.member.addresses.address == it.member.addresses.home == "a"
+    assert it.member.addresses.address == it.member.addresses.joined_address == "a"
 
 
-def test_a_router_that_is_heard_when_the_turn_is_back_at_it_gets_its_answers() -> None:
+def test_router_found_again_gets_a_connection_of_its_own() -> None:
     """The line was dialled to any router: what is sent to this one would be lost."""
     it = Script("a", "b")
     it.joins(5)
@@ -209,24 +209,24 @@ def test_a_router_that_is_heard_when_the_turn_is_back_at_it_gets_its_answers() -
 
 def test_addresses_are_tried_in_turn() -> None:
     them = RouterAddresses(["a", "b", "c"], CONFIG)
-    tried = [them.address for now in range(0, 180, 20) if them.turn(now)]
+    tried = [them.address for now in range(0, 180, 20) if them.try_next(now)]
     assert tried == ["b", "c", "a", "b"], "as long as there is no router"
-    them.heard(200)
-    them.settle("")
-    assert them.home == "b", "not said where: the one that is tried"
+    them.mark_contact(200)
+    them.set_joined("")
+    assert them.joined_address == "b", "not said where: the one that is tried"
     them.address = "c"
-    them.settle("b")
-    assert (them.address, them.home) == ("b", "b")
-    assert not them.turn(310) and them.wants_ack(310), "its own router has longer"
-    assert them.turn(320) and (them.address, them.home) == ("c", "b")
-    them.lead_to("d", 321)
-    assert (them.address, them.home, str(them)) == ("d", None, "a, b, d")
-    them.lead_to("a", 322)
+    them.set_joined("b")
+    assert (them.address, them.joined_address) == ("b", "b")
+    assert not them.try_next(310) and them.wants_ack(310), "its own router has longer"
+    assert them.try_next(320) and (them.address, them.joined_address) == ("c", "b")
+    them.switch_to("d", 321)
+    assert (them.address, them.joined_address, str(them)) == ("d", None, "a, b, d")
+    them.switch_to("a", 322)
     assert (them.address, str(them)) == ("a", "a, b, d")
-    them.settle("nowhere")
-    assert (them.address, them.home) == ("a", "a"), "an address that was never tried is none"
+    them.set_joined("nowhere")
+    assert (them.address, them.joined_address) == ("a", "a"), "an address that was never tried is none"
     alone = RouterAddresses(["a"], CONFIG)
-    assert not alone.turn(10**9) and not alone.wants_ack(10**9)
+    assert not alone.try_next(10**9) and not alone.wants_ack(10**9)
 
 
 MESSAGES = st.one_of(
@@ -270,13 +270,13 @@ def test_random_lives(life: list[tuple[int, object, AnyMessage]]) -> None:
                 case Left():
                     left += 1
         it.check_invariants()
-        assert all(it.knows(peer) for peer in lines.values()) and len(lines) == len(it._peers)
+        assert all(it.knows_peer(peer) for peer in lines.values()) and len(lines) == len(it._peers)
         if left:
             return
         assert it.next_deadline_ns is not None and it.next_deadline_ns > now_ns
 
 
-def test_a_store_hears_of_the_end_from_the_instance_itself() -> None:
+def test_instance_announces_its_end_to_the_store() -> None:
     """The router may be gone, and tell it nothing."""
     it = Script()
     store = replace(info_of("s", 3), role=Role.STORE)

@@ -36,48 +36,48 @@ def routers() -> Routers:
 
 def test_each_router_hears_of_its_own_attempts() -> None:
     books = routers()
-    books.begins("a", R2)
-    books.begins("b", OWNER)
-    books.begins("c", R3)
-    told = books.tokens([output("a"), output("b"), output("c"), output("a")])
+    books.assign_attempt("a", R2)
+    books.assign_attempt("b", OWNER)
+    books.assign_attempt("c", R3)
+    told = books.route_outputs([output("a"), output("b"), output("c"), output("a")])
     assert told == [
         Send(R2, Tokens((output("a"), output("a")))),
         EmitTokens([output("b")]),
         Send(R3, Tokens((output("c"),))),
     ]
-    assert books.refusal(RejectRequest("c", "full", 1.0)) == Send(R3, RequestRefused("c", "full", 1.0))
-    assert books.refusal(RejectRequest("b", "full", 1.0)) == RejectRequest("b", "full", 1.0)
-    assert [load.answers_told for _, load in books.loads(Load())] == [1, 2]
-    assert books.counts(None).answers_told == 2
+    assert books.route_refusal(RejectRequest("c", "full", 1.0)) == Send(R3, RequestRefused("c", "full", 1.0))
+    assert books.route_refusal(RejectRequest("b", "full", 1.0)) == RejectRequest("b", "full", 1.0)
+    assert [load.answers_told for _, load in books.loads_for_followers(Load())] == [1, 2]
+    assert books.counts_of(None).answers_told == 2
     assert books.is_of("a", R2) and not books.is_of("a", R3) and not books.is_of("a", OWNER) and books.is_of("b", OWNER)
     books.check_invariants(("a", "b", "c"))
-    assert books.all == [OWNER, R2, R3]
+    assert books.all_routers == [OWNER, R2, R3]
 
 
-def test_an_attempt_whose_follower_is_gone_goes_on_for_a_while_and_is_taken_by_another() -> None:
+def test_attempt_of_removed_follower_runs_until_taken_or_expired() -> None:
     books = routers()
-    books.begins("a", R2)
-    books.begins("b", R2)
-    assert books.left(R2) and not books.left(R2)
-    books.goes_on_alone("a", 10)
-    books.goes_on_alone("b", 20)
-    assert books.router_of("a") is None and books.tokens([output("a")]) == []
-    assert books.refusal(RejectRequest("a", "why", None)) is None
+    books.assign_attempt("a", R2)
+    books.assign_attempt("b", R2)
+    assert books.remove_member(R2) and not books.remove_member(R2)
+    books.continue_detached("a", 10)
+    books.continue_detached("b", 20)
+    assert books.router_of("a") is None and books.route_outputs([output("a")]) == []
+    assert books.route_refusal(RejectRequest("a", "why", None)) is None
     assert books.next_deadline_ns == 110
-    books.begins("a", R3)
+    books.assign_attempt("a", R3)
     assert books.router_of("a") == R3 and books.next_deadline_ns == 120
     books.check_invariants(("a", "b"))
-    assert books.overdue(119) == [] and books.overdue(120) == ["b"]
-    books.begins("b", OWNER)
+    assert books.overdue_attempts(119) == [] and books.overdue_attempts(120) == ["b"]
+    books.assign_attempt("b", OWNER)
     assert books.router_of("b") == OWNER and books.next_deadline_ns is None
 
 
-def test_what_has_ended_can_be_spoken_of_until_all_is_said() -> None:
+def test_ended_attempt_stays_known_until_all_is_sent() -> None:
     books = routers()
-    books.begins("a", R2)
-    books.begins("left", R2)
-    books.ended("a")
-    books.ended("left")
+    books.assign_attempt("a", R2)
+    books.assign_attempt("left", R2)
+    books.on_attempt_ended("a")
+    books.on_attempt_ended("left")
     assert books.router_of("a") == R2
     books.forget_ended(lambda: {"left"})
     assert books.router_of("a") == OWNER and books.router_of("left") == R2
@@ -88,9 +88,9 @@ def test_what_has_ended_can_be_spoken_of_until_all_is_said() -> None:
 
 def test_a_newer_incarnation_takes_the_place_of_an_older_one() -> None:
     books = routers()
-    books.begins("a", R2)
-    assert books.joined(info(Peer("router-2", 2))) == R2
-    assert books.joined(info(Peer("router-2", 2))) is None
+    books.assign_attempt("a", R2)
+    assert books.on_member_joined(info(Peer("router-2", 2))) == R2
+    assert books.on_member_joined(info(Peer("router-2", 2))) is None
     assert not books.is_follower(R2) and books.router_of("a") is None
     assert books.set_members([info(R3)]) == [Peer("router-2", 2)]
     assert [*books.followers] == [R3]
@@ -102,7 +102,7 @@ class Shared:
     """An instance of two routers that has a part of a long sequence of the first one."""
 
     def __init__(self, key: str = "") -> None:
-        self.machine = Instance(fleet_config(), BLOCK, me=Peer("p", 1), geometry=GEOMETRY)
+        self.machine = Instance(fleet_config(), BLOCK, self_peer=Peer("p", 1), geometry=GEOMETRY)
         self.hears(OWNER, JoinAccepted((info(R2), info(R3))))
         assert not self.told(self.part("a", R2, key))
 
@@ -132,7 +132,7 @@ def is_of_feed(action: object) -> bool:
     return isinstance(action, Send) and type(action.message).__name__ in ("KvEvents", "KvSnapshot", "Heartbeat")
 
 
-def test_a_part_of_another_routers_sequence_is_refused_until_the_first_is_over() -> None:
+def test_segment_of_second_sequence_waits_for_the_first_to_end() -> None:
     """Of whatever router; other requests are taken."""
     it = Shared()
     for name, router in (("b", R3), ("c", R2)):
@@ -149,13 +149,13 @@ def test_a_part_of_another_routers_sequence_is_refused_until_the_first_is_over()
     assert not it.told(it.part("b", R3)) and it.parts == ["short", "b"]
 
 
-def test_a_router_that_is_gone_leaves_no_part() -> None:
+def test_removed_router_leaves_no_segment() -> None:
     it = Shared("key")
     it.hears(OWNER, PeerGone(R2, "it died"))
     assert not it.parts and not it.told(it.part("b", R3))
 
 
-def test_a_client_that_asks_another_router_ends_the_parts_at_the_first() -> None:
+def test_client_at_another_router_ends_segments_of_the_first() -> None:
     """They go on for no other router: the first one hears that its client has gone, and cancels."""
     it = Shared("key")
     assert not [one for one in it.told(it.hears(R3, QueryAnswers("other", ""))) if isinstance(one.message, AnswerTaken)]
@@ -164,7 +164,7 @@ def test_a_client_that_asks_another_router_ends_the_parts_at_the_first() -> None
     assert len(it.told(it.hears(R2, QueryAnswers("key", "")))) == 1, "its own router is told of nothing new"
 
 
-def test_a_key_of_another_request_takes_nothing_from_the_router_that_runs_that_one() -> None:
+def test_conflicting_key_takes_no_answer_from_its_router() -> None:
     it = Shared()
     running = structs.replace(request("first", PROMPT[:3]), key="key", asked="body")
     it.hears(R2, Dispatch(running))

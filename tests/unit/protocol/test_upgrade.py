@@ -43,7 +43,7 @@ def test_the_protocol_is_that_of_the_release_before() -> None:
 
 
 @pytest.mark.parametrize("name", SENT)
-def test_what_a_release_before_sends_is_read_and_said_again_as_it_expects_it(name: str) -> None:
+def test_messages_of_previous_release_round_trip(name: str) -> None:
     assert name.partition(": ")[2] in NAMES, "older processes still send it"
     again = wire.encode(wire.decode(SENT[name]))
     assert begins_with(msgspec.msgpack.decode(again), msgspec.msgpack.decode(SENT[name]))

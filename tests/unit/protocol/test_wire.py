@@ -252,12 +252,12 @@ def test_an_envelope_carries_its_message_unread() -> None:
         wire.decode(envelope.message)
 
 
-def test_a_snapshot_of_a_million_blocks_fits() -> None:
+def test_snapshot_of_a_million_blocks_fits() -> None:
     letter = wire.seal(A, "", B, 1, wire.encode(KvSnapshot(0, bytes(16_000_000), b"")))
     assert len(letter) < wire.LETTER_BYTES_MAX and read(letter)
 
 
-def test_a_geometry_that_cannot_be_is_no_message() -> None:
+def test_impossible_geometry_is_no_message() -> None:
     good = messages.PeerInfo(
         A, types.Role.STORE, "tcp://127.0.0.1:1", "n", types.KVGeometry(2, 1, 8, 8, "float32"), 1, 0, 0, True
     )

@@ -154,7 +154,7 @@ def test_tenants_take_turns_over_all_routers() -> None:
     assert [name for _, name in world.runs] in (["burst0", "late", "burst1"], ["burst0", "burst1", "late"])
 
 
-def test_one_that_waits_too_long_is_told_so_by_the_owner() -> None:
+def test_owner_rejects_remote_request_on_wait_timeout() -> None:
     world = bounded(1, wait_ns=2 * NS_PER_S)
     world.ask(ROUTER, "long")
     world.ask(R2, "a")
@@ -168,7 +168,7 @@ def test_one_that_waits_too_long_is_told_so_by_the_owner() -> None:
 
 
 @pytest.mark.parametrize("lost", ["to the owner", "to the follower"])
-def test_what_is_lost_is_told_again_with_the_next_heartbeat(lost: str) -> None:
+def test_lost_messages_are_resent_with_next_heartbeat(lost: str) -> None:
     world = bounded(1)
     if lost == "to the owner":
         world.cut.add(R2)
@@ -207,7 +207,7 @@ def test_news_that_come_late_or_twice_change_nothing() -> None:
 # -- a follower dies, stands still, is cut off
 
 
-def test_what_a_dead_follower_had_goes_to_others() -> None:
+def test_slots_of_a_dead_follower_are_freed() -> None:
     world = bounded(1)
     world.ask(R2, "a")
     world.ask(R3, "b")
@@ -219,7 +219,7 @@ def test_what_a_dead_follower_had_goes_to_others() -> None:
     assert world.runs == [(R2, "a"), (R3, "b")]
 
 
-def test_a_follower_that_stood_still_dispatches_nothing_that_others_may_have_got() -> None:
+def test_stopped_follower_does_not_use_a_stale_grant() -> None:
     world = bounded(1)
     world._handle(R2, RequestArrived(a_request("a", PROMPT)))
     asked = world.letters.popleft()
@@ -238,7 +238,7 @@ def test_a_follower_that_stood_still_dispatches_nothing_that_others_may_have_got
     assert world.runs[1:] == [(R2, "a")]
 
 
-def test_an_attempt_that_fails_while_the_owner_is_not_heard_is_not_repeated_until_it_is() -> None:
+def test_retry_waits_for_the_silent_owner() -> None:
     world = World(C1, C2, mode=Admission.BOUNDED, active_max=1)
     world.ask(R2, "a")
     world.cut.add(ROUTER)
@@ -251,7 +251,7 @@ def test_an_attempt_that_fails_while_the_owner_is_not_heard_is_not_repeated_unti
     assert world.runs == [(R2, "a"), (R2, "a")] and world.active == 1
 
 
-def test_what_an_expelled_follower_had_goes_before_the_queue_and_not_beyond_the_limit() -> None:
+def test_attempts_of_expelled_follower_precede_the_queue() -> None:
     world = bounded(1)
     world.ask(R2, "a")
     world.cut.add(R2)
@@ -269,7 +269,7 @@ def test_what_an_expelled_follower_had_goes_before_the_queue_and_not_beyond_the_
     assert world.runs[3:] == [(R3, "c")]
 
 
-def test_without_an_owner_a_request_is_rejected_in_time_and_few_wait() -> None:
+def test_queue_without_owner_is_bounded_and_times_out() -> None:
     world = World(mode=Admission.BOUNDED, active_max=1, waiting_max=1, wait_ns=NS_PER_S)
     world.cut.add(ROUTER)
     for name in "abc":
@@ -296,7 +296,7 @@ def successor(world: World, remembered: tuple[str, ...]) -> None:
         world.post(ROUTER, MessageArrived(one.peer, Join(one)))
 
 
-def test_a_new_owner_counts_what_the_last_one_has_granted_before_it_admits() -> None:
+def test_new_owner_counts_existing_grants_before_admitting() -> None:
     world = bounded(2)
     world.ask(R2, "a")
     world.ask(R3, "b")
@@ -316,7 +316,7 @@ def test_a_new_owner_counts_what_the_last_one_has_granted_before_it_admits() -> 
     assert world.active == 1
 
 
-def test_a_new_owner_does_not_wait_for_ever_for_a_follower_that_died_with_the_last_one() -> None:
+def test_new_owner_stops_waiting_for_a_dead_follower() -> None:
     world = bounded(1, waiting_max=0)
     world.ask(R2, "a")
     del world.followers[R2]
@@ -333,11 +333,11 @@ def test_a_new_owner_does_not_wait_for_ever_for_a_follower_that_died_with_the_la
 
 
 def blocks_left(world: World, name: str) -> int:
-    member = world.owner._registry.named(name)
+    member = world.owner._registry.member_by_name(name)
     return int(world.owner._lifecycle.admission.memory.ledger.blocks_free(member.number))
 
 
-def test_the_ledger_counts_where_followers_run_and_keeps_room_for_what_is_granted() -> None:
+def test_ledger_counts_follower_attempts_and_pending_grants() -> None:
     small = [info(name, Role.COLOCATED, hbm_blocks=8) for name in ("c1", "c2")]
     world = World(*small, followers=(R2, R3), mode=Admission.MEMORY, waiting_max=9)
     for number, router in enumerate((R2, R3, R2, ROUTER)):
@@ -355,7 +355,7 @@ def test_the_ledger_counts_where_followers_run_and_keeps_room_for_what_is_grante
     assert {blocks_left(world, name) for name in ("c1", "c2")} == {8}
 
 
-def test_the_prompts_memory_is_free_when_it_was_handed_over() -> None:
+def test_prompt_memory_is_freed_by_the_handover() -> None:
     pair = info("p1", Role.PREFILL, hbm_blocks=8), info("d1", Role.DECODE, hbm_blocks=8)
     world = World(*pair, mode=Admission.MEMORY)
     world.ask(R2, "a", max_tokens=4)
@@ -386,7 +386,7 @@ def test_a_follower_with_other_admission_is_refused() -> None:
     assert refused.reason == "it was started with --admission none, and the owner with --admission bounded"
 
 
-def test_a_request_that_the_owner_rejects_twice_in_one_letter_is_rejected_once() -> None:
+def test_duplicate_rejection_in_one_message_counts_once() -> None:
     """It was asked for again while the first answer waited to be sent."""
     it = World(mode=Admission.BOUNDED, active_max=1)
     it.ask(R2, "first")

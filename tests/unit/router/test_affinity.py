@@ -42,7 +42,7 @@ def test_each_rule_decides_when_those_before_it_have_no_answer():
     assert number == 1 and "miss" in why
 
 
-def test_the_overloaded_have_no_say():
+def test_affinity_ignores_overloaded_instances():
     busy = OVERLOAD_TOKENS + 1
     number, why = choice(Ask(960, favourites=(0,)), some(matched=[960, 480, 0], work=[busy, 0, 0]))
     assert number == 1 and "longest prefix" in why
@@ -73,7 +73,7 @@ def the_slow_way(ask: Ask, some: list[Candidate]) -> int:
     st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 30_000)), min_size=1, max_size=6),
     st.sets(st.integers(0, 6), max_size=2),
 )
-def test_it_chooses_as_its_rules_say_one_after_the_other(prompt, instances, favourites):
+def test_affinity_equals_its_rules_applied_in_order(prompt, instances, favourites):
     ask = Ask(prompt, favourites=tuple(sorted(favourites)))
     candidates = some([min(matched, prompt) for matched, _ in instances], [work for _, work in instances])
     assert choice(ask, candidates)[0] == the_slow_way(ask, candidates)
@@ -96,7 +96,7 @@ def test_a_miss_fills_the_cache_and_the_next_one_is_a_hit():
     world.check_repeatable()
 
 
-def test_a_session_follows_its_last_request_to_prefill_and_to_decode():
+def test_session_affinity_holds_for_prefill_and_decode():
     world = World([("p0", P), ("p1", P), ("d0", D), ("d1", D)], policy="affinity")
     world.ask(a_request("busy", list(range(100)), max_tokens=50))
     world.ask(a_request("one", PROMPT, session="s"))

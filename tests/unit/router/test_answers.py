@@ -76,7 +76,7 @@ def held(attempt: str, *told: int, runs: bool = True, asked: str = "body", last:
     return AnswersHeld((AnswerHeld("key", asked, attempt, runs, 55, outputs),), last)
 
 
-def test_a_client_that_comes_again_gets_everything_from_the_beginning_and_what_follows() -> None:
+def test_reconnected_client_gets_full_replay_and_continues() -> None:
     it = Router(C)
     it.ask("a")
     (order,) = it.sent(Dispatch)
@@ -112,7 +112,7 @@ def test_the_newest_connection_takes_the_answer_over() -> None:
     assert it.told() == [("b", 0, (), FinishReason.STOP)] and it.sent(Cancel)
 
 
-def test_a_key_of_another_request_is_a_conflict_and_a_key_of_its_own_is_not() -> None:
+def test_reused_key_with_another_body_is_a_conflict() -> None:
     it = Router(C)
     it.ask("a")
     it.ask("b", asked="another body")
@@ -121,7 +121,7 @@ def test_a_key_of_another_request_is_a_conflict_and_a_key_of_its_own_is_not() ->
     assert it.rejected() == [] and len(it.sent(Dispatch)) == 1
 
 
-def test_a_request_that_no_client_comes_back_for_is_cancelled_and_forgotten() -> None:
+def test_abandoned_keyed_request_is_cancelled_and_forgotten() -> None:
     it = Router(C)
     it.ask("a")
     attempt = it.sent(Dispatch)[0].request.request_id
@@ -134,7 +134,7 @@ def test_a_request_that_no_client_comes_back_for_is_cancelled_and_forgotten() ->
     assert len(it.sent(Dispatch)) == 1, "it is computed again"
 
 
-def test_an_answer_that_failed_is_not_kept_and_one_that_is_kept_has_its_time() -> None:
+def test_failed_answer_is_not_retained_and_others_expire() -> None:
     it = Router(C)
     it.ask("a", deadline_ns=NS_PER_S)
     it.do(ClockTicked(), NS_PER_S)
@@ -147,7 +147,7 @@ def test_an_answer_that_failed_is_not_kept_and_one_that_is_kept_has_its_time() -
     assert len(it.machine.answers) == 0
 
 
-def test_above_the_limit_of_memory_the_oldest_go_first_and_those_that_are_read_stay() -> None:
+def test_replay_memory_limit_evicts_oldest_unread_answers() -> None:
     it = Router(C, answer_bytes=2500)
     attempts = []
     for number in range(4):
@@ -163,7 +163,7 @@ def test_above_the_limit_of_memory_the_oldest_go_first_and_those_that_are_read_s
     assert len(it.sent(Dispatch)) == 1
 
 
-def test_a_restarted_router_waits_for_its_members_and_goes_on_with_what_runs_there() -> None:
+def test_restarted_router_resumes_answers_running_at_members() -> None:
     it = Router(C, F, recovers=True)
     it.ask("b")
     it.hear(C, Join(C))
@@ -188,7 +188,7 @@ def rejoined(recovers: bool = True) -> Router:
     return it
 
 
-def test_what_an_instance_has_goes_on_elsewhere_where_it_does_not_run() -> None:
+def test_retained_answer_that_is_not_running_is_resumed() -> None:
     it = rejoined()
     it.hear(C, held("a#1", 5, 6, runs=False))
     it.ask("b")
@@ -197,21 +197,21 @@ def test_what_an_instance_has_goes_on_elsewhere_where_it_does_not_run() -> None:
     assert it.told() == [("b", 0, (5, 6), None)]
 
 
-def test_a_whole_answer_of_an_instance_is_given_without_it() -> None:
+def test_complete_retained_answer_needs_no_instance() -> None:
     it = rejoined()
     it.hear(C, held("a#1", 5, 6, 7, 8, runs=False, ends=True))
     it.ask("b")
     assert it.told() == [("b", 0, (5, 6, 7, 8), FinishReason.LENGTH)] and it.sent(Dispatch) == []
 
 
-def test_an_attempt_that_no_client_asks_for_is_cancelled_in_the_end() -> None:
+def test_unclaimed_recovered_attempt_is_cancelled() -> None:
     it = rejoined()
     it.hear(C, held("a#1", 5))
     it.do(ClockTicked(), WAIT_NS)
     assert [cancel.request_id for cancel in it.sent(Cancel)] == ["a#1"] and len(it.machine.answers) == 0
 
 
-def test_an_attempt_that_was_refused_or_has_lost_a_message_is_not_gone_on_with() -> None:
+def test_refused_or_gapped_attempt_is_not_resumed() -> None:
     it = rejoined()
     it.hear(C, held("a#1", 5))
     it.hear(C, RequestRefused("a#1", "no instance took it over", 0.0))
@@ -238,7 +238,7 @@ def test_other_attempts_of_the_same_answer_are_cancelled() -> None:
     assert [cancel.request_id for cancel in it.sent(Cancel)] == ["a#7"], "it is too late"
 
 
-def test_of_a_handover_the_instance_that_decodes_matters_whoever_speaks_first() -> None:
+def test_decode_instance_of_handover_wins_in_any_report_order() -> None:
     for order in ((C, F), (F, C)):
         it = Router(C, F, recovers=True)
         it.hear(C, Join(C))
@@ -249,20 +249,20 @@ def test_of_a_handover_the_instance_that_decodes_matters_whoever_speaks_first() 
         assert it.told() == [("b", 0, (5, 6, 7), None)] and not it.sent(Dispatch) and not it.sent(Cancel)
 
 
-def test_another_body_than_the_one_that_an_instance_has_is_a_conflict() -> None:
+def test_body_differing_from_recovered_answer_is_a_conflict() -> None:
     it = rejoined()
     it.hear(C, held("a#1", 5))
     it.ask("b", asked="another body")
     assert it.rejected() == [("b", KeyConflict.OTHER_REQUEST)]
 
 
-def test_members_that_never_come_back_are_not_waited_for_for_ever() -> None:
+def test_recovery_stops_waiting_for_missing_members() -> None:
     it = Router(C, F, recovers=True)
     it.hear(C, Join(C))
     it.hear(C, AnswersHeld((), True))
     it.ask("b")
     assert it.sent(Dispatch) == []
     dead_ns = it.machine.config.dead_after_ns
-    it.machine._registry.get(C.peer).heard_ns = dead_ns
+    it.machine._registry.get(C.peer).last_seen_ns = dead_ns
     it.do(ClockTicked(), dead_ns)
     assert len(it.sent(Dispatch)) == 1

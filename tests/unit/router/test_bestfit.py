@@ -21,19 +21,19 @@ BOTH, IDLE = np.array([0, 1]), np.zeros(2, np.int64)
 def test_the_examples_of_the_source():
     """Two nodes with 20 and 31 free blocks of 16 MB (llm-serving-cache, KV cache memory model)."""
     ledger = BlockLedger()
-    ledger.enter(0, 62)
-    ledger.enter(1, 62)
-    ledger.allocate("before-a", 0, Need(42))
-    ledger.allocate("before-b", 1, Need(31))
+    ledger.add_node(0, 62)
+    ledger.add_node(1, 62)
+    ledger.allocate_blocks("before-a", 0, Need(42))
+    ledger.allocate_blocks("before-b", 1, Need(31))
     need = Need(required_blocks(180, 16))
     left = ledger.blocks_left(BOTH, need)
     assert (need.blocks, left.tolist()) == (12, [8, 19])
     assert best_fit(BOTH, left, IDLE).tolist() == [0]
-    ledger.allocate("req-4", 0, need)
+    ledger.allocate_blocks("req-4", 0, need)
     assert ledger.blocks_free(0) == 8
     large = Need(required_blocks(600, 16))
     assert large.blocks == 38 and not len(best_fit(BOTH, ledger.blocks_left(BOTH, large), IDLE))
-    assert ledger.free("req-4", 0) == 12 and ledger.blocks_free(0) == 20
+    assert ledger.free_blocks("req-4", 0) == 12 and ledger.blocks_free(0) == 20
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4096))
@@ -59,20 +59,20 @@ NEEDS = st.builds(Need, st.integers(0, 5), st.lists(st.integers(0, 1), max_size=
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7), st.integers(0, 1), NEEDS), max_size=40))
-def test_the_ledger_is_what_its_twin_is(operations):
+def test_ledger_equals_its_twin(operations):
     """The twin keeps a set of blocks for each request: a shared block is one element of several."""
     ledger, held = BlockLedger(), {}
     for node in (0, 1):
-        ledger.enter(node, 20)
+        ledger.add_node(node, 20)
     for gives, number, node, need in operations:
         request = f"r{number}"
         if gives and (request, node) not in held:
             held[request, node] = {*need.names, *((request, k) for k in range(need.blocks))}
-            ledger.allocate(request, node, need)
+            ledger.allocate_blocks(request, node, need)
         elif not gives and (request, node) in held:
             mine = held.pop((request, node))
             others = set().union(*(blocks for (_, n), blocks in held.items() if n == node))
-            assert ledger.free(request, node) == len(mine - others)
+            assert ledger.free_blocks(request, node) == len(mine - others)
         ledger.check_invariants()
         for at in (0, 1):
             taken = set().union(*(blocks for (_, n), blocks in held.items() if n == at))
@@ -80,19 +80,19 @@ def test_the_ledger_is_what_its_twin_is(operations):
             left = 20 - len(taken) - need.blocks - len(set(need.names) - taken)
             assert ledger.blocks_left(np.array([at]), need).tolist() == [left]
             assert ledger.blocks_left(BOTH, need)[at] == left
-            assert list(ledger.holders(at)) == [r for (r, n) in held if n == at]
+            assert list(ledger.holders_of(at)) == [r for (r, n) in held if n == at]
 
 
 def test_nothing_is_given_twice_or_taken_twice():
     ledger = BlockLedger()
-    ledger.enter(0, 4)
-    ledger.allocate("r", 0, Need(2))
-    for mistake in (lambda: ledger.allocate("r", 0, Need(1)), lambda: ledger.enter(0, 4)):
+    ledger.add_node(0, 4)
+    ledger.allocate_blocks("r", 0, Need(2))
+    for mistake in (lambda: ledger.allocate_blocks("r", 0, Need(1)), lambda: ledger.add_node(0, 4)):
         with pytest.raises(InvariantError):
             mistake()
-    ledger.free("r", 0)
+    ledger.free_blocks("r", 0)
     with pytest.raises(KeyError):
-        ledger.free("r", 0)
+        ledger.free_blocks("r", 0)
 
 
 def test_as_a_routing_policy_large_holes_stay_for_large_requests():

@@ -13,10 +13,10 @@ def tokens(world: World, tenant: str | None = None) -> tuple[int, int]:
     """Prompt tokens, and how many of them were new."""
     stats = world.cluster.stats()
     count = stats.prompt_tokens if tenant is None else stats.tenant_prompt_tokens[tenant]
-    return count.seen, round(count.new)
+    return count.total, round(count.new)
 
 
-def test_what_an_earlier_prompt_had_is_not_new() -> None:
+def test_tokens_of_an_earlier_prompt_are_not_new() -> None:
     world = World(COLOCATED)
     world.ask(a_request("a", range(4 * BLOCK + 1)))
     assert tokens(world) == (17, 17)
@@ -26,7 +26,7 @@ def test_what_an_earlier_prompt_had_is_not_new() -> None:
     world.check_repeatable()
 
 
-def test_an_answer_is_known_to_the_next_prompt_of_the_conversation() -> None:
+def test_answer_is_known_to_next_prompt_of_conversation() -> None:
     world = World(COLOCATED)
     prompt = list(range(2 * BLOCK + 1))
     client = world.ask(a_request("a", prompt, max_tokens=2 * BLOCK))
@@ -37,7 +37,7 @@ def test_an_answer_is_known_to_the_next_prompt_of_the_conversation() -> None:
     world.run()
 
 
-def test_one_token_of_a_prompt_is_always_computed() -> None:
+def test_last_prompt_token_counts_as_computed() -> None:
     world = World(COLOCATED)
     for name in ("a", "b"):
         world.ask(a_request(name, range(2 * BLOCK)))

@@ -22,23 +22,23 @@ def record(number: int) -> HandleDropped:
     return HandleDropped("t", f"s{number}")
 
 
-def test_what_depends_on_the_disk_waits_and_each_member_hears_all_in_order() -> None:
+def test_durable_sends_wait_and_keep_order_per_member() -> None:
     gate = DurabilityGate()
     tokens, first, second, third = EmitTokens([]), Send(A, Leave()), Send(A, Leave()), Send(A, Leave())
     to_b, to_b_later = Send(B, Leave()), Send(B, Leave())
     remember, note = Remember((record(1),)), Note((record(2),))
-    assert gate.admit([tokens, remember, first, note]) == [
+    assert gate.admit_actions([tokens, remember, first, note]) == [
         tokens,
         Write(remember.records, 1),
         Write(note.records, None),
     ]
-    assert [id(x) for x in gate.admit([to_b, second])] == [id(to_b)], "another member need not wait"
-    assert gate.admit([Remember((record(3),)), to_b_later]) == [Write((record(3),), 2)]
-    assert gate.admit([third, to_b]) == []
+    assert [id(x) for x in gate.admit_actions([to_b, second])] == [id(to_b)], "another member need not wait"
+    assert gate.admit_actions([Remember((record(3),)), to_b_later]) == [Write((record(3),), 2)]
+    assert gate.admit_actions([third, to_b]) == []
     gate.check_invariants()
-    assert [id(x) for x in gate.release(1)] == [id(first), id(second)]
-    assert [id(x) for x in gate.release(2)] == [id(to_b_later), id(third), id(to_b)]
-    assert gate.admit([first]) == [first] and not gate._held_for
+    assert [id(x) for x in gate.release_actions(1)] == [id(first), id(second)]
+    assert [id(x) for x in gate.release_actions(2)] == [id(to_b_later), id(third), id(to_b)]
+    assert gate.admit_actions([first]) == [first] and not gate._waiting_messages
 
 
 class Literal:
@@ -85,12 +85,12 @@ def test_the_gate_equals_its_twin(releases_late: bool, data: st.DataObject) -> N
     for _ in range(data.draw(st.integers(1, 12))):
         kinds = data.draw(st.lists(st.sampled_from("rabx"), max_size=5))
         actions = [_action(kind) for kind in kinds]
-        went = [action for action in gate.admit(actions) if not isinstance(action, Write)]
+        went = [action for action in gate.admit_actions(actions) if not isinstance(action, Write)]
         assert [id(x) for x in went] == [id(x) for x in twin.admit(list(actions))]
         gate.check_invariants()
         if twin.asked > twin.done and data.draw(st.booleans()):
             number = data.draw(st.integers(twin.done + 1, twin.asked)) if releases_late else twin.done + 1
-            assert [id(x) for x in gate.release(number)] == [id(x) for x in twin.release(number)]
+            assert [id(x) for x in gate.release_actions(number)] == [id(x) for x in twin.release(number)]
             gate.check_invariants()
-    assert [id(x) for x in gate.release(twin.asked)] == [id(x) for x in twin.release(twin.asked)]
-    assert not gate._held and sent == Counter()
+    assert [id(x) for x in gate.release_actions(twin.asked)] == [id(x) for x in twin.release(twin.asked)]
+    assert not gate._waiting and sent == Counter()

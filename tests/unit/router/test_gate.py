@@ -49,7 +49,7 @@ def test_ten_at_once_and_three_may_run():
     assert gate_of(world).admitted == gate_of(world).left == 3 and gate_of(world).rejected == {"queue": 7}
 
 
-def test_who_waits_is_let_in_when_somebody_leaves_in_whatever_way():
+def test_queued_request_is_admitted_on_any_ending_of_another():
     world = gated(("c", C), active_max=2, waiting_max=10)
     for k in range(6):
         world.ask(a_request(f"r{k}", PROMPT, max_tokens=3))
@@ -66,7 +66,7 @@ def test_who_waits_is_let_in_when_somebody_leaves_in_whatever_way():
     assert gate_of(world).waiting == {} and gate_of(world).active == 0 and gate_of(world).queued == 4
 
 
-def test_who_waits_too_long_is_told_when_to_come_again():
+def test_wait_timeout_rejects_with_retry_after():
     world = gated(("c", C), active_max=1, waiting_max=10, wait_ns=3 * NS_PER_S)
     world.ask(a_request("long", PROMPT, max_tokens=100))
     client = world.ask(a_request("r", PROMPT))
@@ -88,7 +88,7 @@ def test_a_deadline_ends_a_request_that_waits():
     world.run()
 
 
-def test_one_tenants_burst_costs_the_others_nothing():
+def test_burst_of_a_tenant_costs_others_nothing():
     """A burst fills the line. Another tenant's request takes the place of the burst's last, and its turn is next."""
     world = gated(("c", C), active_max=2, waiting_max=6)
     burst = [world.ask(a_request(f"b{k}", PROMPT, tenant="burst")) for k in range(10)]
@@ -135,7 +135,7 @@ def test_retries_keep_their_place_inside():
     assert all(client.got[0] == lone_answer(client.request, 0)[0] for client in clients)
 
 
-def test_the_time_at_the_gate_is_part_of_the_queue():
+def test_admission_wait_counts_as_queue_time():
     world = gated(("c", C), active_max=1)
     world.ask(a_request("first", PROMPT, max_tokens=1))
     client = world.ask(a_request("second", PROMPT))
@@ -144,7 +144,7 @@ def test_the_time_at_the_gate_is_part_of_the_queue():
     assert client.outputs[0].queue_ns >= 2 * NS_PER_S and gate_of(world).waited_ns >= 2 * NS_PER_S
 
 
-def test_without_admission_everybody_is_let_in_at_once():
+def test_without_admission_all_requests_are_admitted():
     world = World([("c", C)])
     for k in range(200):
         world.ask(a_request(f"r{k}", PROMPT))
@@ -163,14 +163,14 @@ def test_memory_is_given_out_block_by_block_and_comes_back():
     assert all(client.got[0] == lone_answer(client.request, 0)[0] for client in world.clients.values())
 
 
-def test_what_never_fits_is_said_at_once():
+def test_request_larger_than_any_instance_is_rejected():
     world = gated(("c", C), mode=Admission.MEMORY)
     client = world.ask(a_request("r", [1] * 260))
     assert client.rejected.retry_after_s is None
     assert client.rejected.reason == "it needs 65 blocks of KV memory, no instance has more than 64"
 
 
-def test_whose_prompt_fits_is_never_too_large_for_its_answers():
+def test_fitting_prompt_is_not_rejected_for_its_answer():
     """75 blocks would be needed; the instance will cut what is generated, and has room for nothing else meanwhile."""
     world = gated(("c", C), mode=Admission.MEMORY, output_tokens_max=100)
     client = world.ask(a_request("r", [1] * 200, max_tokens=100))
@@ -180,7 +180,7 @@ def test_whose_prompt_fits_is_never_too_large_for_its_answers():
     assert client.got[0] == lone_answer(client.request, 0)[0]
 
 
-def test_an_instance_that_is_too_small_for_a_prompt_takes_no_part():
+def test_instance_too_small_for_prompt_is_excluded():
     """The pair's prefill instance has not enough memory: the decode instance does both, and is what counts."""
     world = gated(mode=Admission.MEMORY)
     world.add("p", P, hbm_blocks=10, context_tokens=41)
@@ -190,7 +190,7 @@ def test_an_instance_that_is_too_small_for_a_prompt_takes_no_part():
     world.run()
 
 
-def test_what_may_not_be_cached_holds_nothing_afterwards():
+def test_uncacheable_request_holds_no_memory_after_its_end():
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=0, caching=Caching.PD_CACHING_3, waiting_max=0)
     for k in range(3):
         client = world.ask(a_request(f"r{k}", [k] * 200, use_cache=False))
@@ -198,7 +198,7 @@ def test_what_may_not_be_cached_holds_nothing_afterwards():
         world.run()
 
 
-def test_pressure_rejects_when_nobody_is_left_to_wait_for():
+def test_pressure_rejects_when_nothing_runs():
     """One eviction is not enough, and nothing runs: waiting would help no request."""
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=1, output_tokens_max=0, caching=Caching.PD_CACHING_3)
     for name in ("one", "two", "three"):
@@ -212,7 +212,7 @@ def test_pressure_rejects_when_nobody_is_left_to_wait_for():
     world.run()
 
 
-def test_a_large_request_is_not_overtaken_for_ever():
+def test_large_request_is_not_starved():
     world = gated(("c", C), mode=Admission.MEMORY, waiting_max=20)
     world.ask(a_request("running", [1] * 40, max_tokens=4))
     world.ask(a_request("large", [2] * 240, max_tokens=4))
@@ -275,7 +275,7 @@ def test_cache_aware_admission_counts_shared_prefixes_once():
 # -- memory that ended requests keep (C5)
 
 
-def test_the_oldest_that_has_ended_goes_first_and_one_newcomer_takes_so_many():
+def test_evictions_take_oldest_ended_within_limit_per_request():
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=1, output_tokens_max=0, caching=Caching.PD_CACHING_3,
                   waiting_max=0)  # fmt: skip
     for name, tokens in (("old", 100), ("new", 60)):
@@ -291,7 +291,7 @@ def test_the_oldest_that_has_ended_goes_first_and_one_newcomer_takes_so_many():
     world.run()
 
 
-def test_when_the_only_one_that_decodes_drains_the_others_have_room():
+def test_drained_decode_instance_leaves_room_at_prefill():
     """It was full. Now the prefill instance does all of it, and is free."""
     world = gated(("p", P), ("d", D), mode=Admission.MEMORY, unit_tokens=256)
     world.ask(a_request("first", [1] * 20, max_tokens=9))
@@ -304,7 +304,7 @@ def test_when_the_only_one_that_decodes_drains_the_others_have_room():
     world.run()
 
 
-def test_without_evictions_memory_stays_with_whom_it_was_given_to():
+def test_without_evictions_memory_stays_reserved():
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=0, caching=Caching.PD_CACHING_3, waiting_max=0)
     for k, accepted in ((1, True), (2, True), (3, False)):
         client = world.ask(a_request(f"r{k}", [k] * 100))
@@ -393,7 +393,7 @@ class Crowded(World):
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32))
-def test_whoever_is_let_in_leaves_exactly_once_and_nothing_is_held_afterwards(seed):
+def test_admitted_requests_leave_once_and_hold_nothing(seed):
     """``check_invariants`` runs after every event: limits, conservation, and exactly the live attempts hold memory."""
     world = Crowded(seed)
     for _ in range(80):
@@ -407,8 +407,8 @@ def test_whoever_is_let_in_leaves_exactly_once_and_nothing_is_held_afterwards(se
     memory = cluster._lifecycle.admission.memory
     if memory.is_counting:
         for member in cluster._registry:
-            kept = set(memory.ledger.inactive(member.number))
-            assert set(memory.ledger.holders(member.number)) == kept
+            kept = set(memory.ledger.inactive_requests(member.number))
+            assert set(memory.ledger.holders_of(member.number)) == kept
             assert world.config.admission.evictions_max is not None or not kept
     world.check_repeatable()
 
@@ -429,5 +429,5 @@ def happened() -> Counter:
 
 
 @pytest.mark.parametrize("what", ["queue", "wait", "memory", "pressure", "queued", "evictions", "resumed"])
-def test_the_histories_do_what_they_are_for(happened, what):
+def test_random_histories_reach_every_case(happened, what):
     assert happened[what] > 3, happened

@@ -30,7 +30,7 @@ def world_of(mode: Admission = Admission.CACHE, **gate: Any) -> World:
     return world
 
 
-def test_a_chat_goes_on_before_a_newcomer_that_has_no_room():
+def test_next_turn_precedes_a_new_request_without_room():
     world = world_of()
     world.ask(a_request("newcomer", C))
     assert running(world, "c") == ["b"] and gate_of(world).waiting == {"": 1}
@@ -40,13 +40,13 @@ def test_a_chat_goes_on_before_a_newcomer_that_has_no_room():
     assert world.clients["newcomer"].rejected is None
 
 
-def test_with_memory_alone_nothing_is_held_and_the_head_is_not_overtaken():
+def test_memory_admission_holds_no_prefix_and_keeps_order():
     world = world_of(Admission.MEMORY)
     world.ask(a_request("newcomer", C))
     assert running(world, "c") == ["b", "newcomer"]
 
 
-def test_what_no_client_goes_on_from_is_given_up_after_a_moment():
+def test_held_prefix_without_next_turn_is_released():
     world = world_of()
     world.ask(a_request("newcomer", C))
     world.wait(HELD_NS_MIN - NS_PER_MS, beats=False)
@@ -62,7 +62,7 @@ def test_nothing_is_held_where_nothing_runs():
     assert running(world, "c") == ["newcomer"]
 
 
-def test_the_head_is_not_overtaken_for_ever():
+def test_head_of_the_queue_is_not_starved():
     """It has waited for half of its time: then what is held goes, and those that go on from it wait behind the head."""
     world = world_of()
     world.ask(a_request("newcomer", [5] * 150))
@@ -84,7 +84,7 @@ def test_a_request_of_another_tenant_does_not_take_the_turn():
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32))
-def test_whatever_happens_each_leaves_once_and_nothing_is_held_in_the_end(seed):
+def test_random_load_leaves_nothing_held(seed):
     """``check_invariants`` runs after every event."""
     world = Crowded(seed, mode=Admission.CACHE, hold=True, evictions_max=None, unit_tokens=None)
     for _ in range(60):
@@ -93,10 +93,10 @@ def test_whatever_happens_each_leaves_once_and_nothing_is_held_in_the_end(seed):
     gate, memory = gate_of(world), world.cluster._lifecycle.admission.memory
     assert gate.admitted == gate.left and gate.active == 0 and gate.waiting == {} and "pressure" not in gate.rejected
     world.wait(HELD_NS_MAX + world.config.admission.wait_ns)
-    assert not any(memory.ledger.holders(member.number) for member in world.cluster._registry)
+    assert not any(memory.ledger.holders_of(member.number) for member in world.cluster._registry)
 
 
-def test_it_is_for_cache_aware_admission_alone():
+def test_admission_hold_needs_cache_admission():
     for rest in ({"mode": Admission.MEMORY}, {"mode": Admission.CACHE, "evictions_max": 1}):
         with pytest.raises(UserError, match="--admission-hold needs --admission cache"):
             AdmissionConfig(hold=True, **rest)

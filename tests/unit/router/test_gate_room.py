@@ -21,7 +21,7 @@ P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 # -- what has ended
 
 
-def test_what_ended_a_minute_ago_keeps_nobody_out():
+def test_ended_requests_stop_counting_after_a_while():
     """With no evictions at all the memory is full, and the gate closed; not for ever, and it says for how long."""
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=0, output_tokens_max=0, caching=Caching.PD_CACHING_3)
     for k in range(3):
@@ -36,7 +36,7 @@ def test_what_ended_a_minute_ago_keeps_nobody_out():
     world.run()
 
 
-def test_an_attempt_that_had_ended_and_is_taken_up_again_counts_once():
+def test_resumed_attempt_is_reserved_once():
     """Its client has asked another router, and comes back: what is kept of the attempt becomes its own again."""
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=0, output_tokens_max=0, caching=Caching.PD_CACHING_3)
     world.ask(a_request("r", [1] * 120))
@@ -45,12 +45,12 @@ def test_an_attempt_that_had_ended_and_is_taken_up_again_counts_once():
     node, before = attempt.first.number, memory.ledger.blocks_free(attempt.first.number)
     world.run()
     assert memory.ledger.blocks_inactive(node)
-    memory.reserve(req, attempt)
+    memory.reserve_for_attempt(req, attempt)
     memory.ledger.check_invariants()
     assert not memory.ledger.blocks_inactive(node) and before - memory.ledger.blocks_free(node) <= 1, "its answer alone"
 
 
-def test_what_is_let_go_makes_room_for_who_waits():
+def test_released_memory_admits_waiting_requests():
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=0, output_tokens_max=0, caching=Caching.PD_CACHING_3,
                   kept_ns=2 * NS_PER_S)  # fmt: skip
     world.ask(a_request("ended", [1] * 120))
@@ -65,7 +65,7 @@ def test_what_is_let_go_makes_room_for_who_waits():
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32), evictions_max=st.sampled_from([None, 0, 1, 2, 1000]), cached=st.booleans())
-def test_after_any_load_whatever_fits_is_let_in_when_it_was_told_to_come_again(seed, evictions_max, cached):
+def test_fitting_request_is_admitted_on_retry_after_any_load(seed, evictions_max, cached):
     """At the first try or, if it was turned away for memory of others that have ended, at the second."""
     mode = Admission.CACHE if cached else Admission.MEMORY
     world = Crowded(seed, mode=mode, evictions_max=evictions_max, unit_tokens=None, waiting_max=8)
@@ -86,7 +86,7 @@ def test_after_any_load_whatever_fits_is_let_in_when_it_was_told_to_come_again(s
 # -- KV on its way
 
 
-def test_who_comes_with_the_same_prefix_at_the_same_time_brings_it_twice():
+def test_concurrent_shared_prefix_is_counted_twice_at_decode():
     """At the prefill instance it is computed once. The decode instance shares what is there when a handover begins."""
     world = gated(("p", P), ("d", D), mode=Admission.CACHE, caching=Caching.PD_CACHING_2)
     memory = world.cluster._lifecycle.admission.memory
@@ -128,7 +128,7 @@ def free(world) -> int:
     return world.cluster._lifecycle.admission.memory.ledger.blocks_free(0)
 
 
-def test_what_is_pinned_is_no_room_while_somebody_runs():
+def test_pinned_memory_is_no_room_while_requests_run():
     world = pinned()
     assert free(world) == 24
     world.ask(a_request("small", [1] * 60, max_tokens=4))  # 16 blocks
@@ -155,7 +155,7 @@ def test_a_pin_that_a_request_begins_with_is_counted_once(mode):
     assert free(world) == 64
 
 
-def test_pins_give_way_to_who_fits_when_nobody_runs_and_come_back_when_there_is_room():
+def test_pins_are_evicted_for_a_fitting_request_and_restored():
     """They are given up before the request is sent there: it could not tell that it waits for them."""
     world = pinned()
     actions = world.post(RequestArrived(a_request("large", [2] * 116, max_tokens=4)))
@@ -170,7 +170,7 @@ def test_pins_give_way_to_who_fits_when_nobody_runs_and_come_back_when_there_is_
     assert free(world) == 24 and world.cluster.handles()[0].pinned_tokens == 160
 
 
-def test_the_ledger_believes_what_the_instance_says_of_pins():
+def test_ledger_follows_pins_reported_by_the_instance():
     """As much as there could be, as much as there is; nothing when it was given up, or its time is over."""
     world = gated(("c", C), mode=Admission.MEMORY, caching=Caching.PD_CACHING_3)
     cached(world, "c", DOCUMENT)

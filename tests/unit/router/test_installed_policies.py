@@ -59,7 +59,7 @@ def test_a_wrong_policy_leaves_the_choice_to_the_load(name: str, why: str) -> No
     )
 
 
-def test_what_cannot_be_loaded_is_one_clear_error() -> None:
+def test_unloadable_policy_is_one_clear_error() -> None:
     with pytest.raises(UserError, match=r"'absent' .* cannot be loaded: No module named 'no_such_module'"):
         route("absent", ASK, [FREE])
 

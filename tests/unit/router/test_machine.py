@@ -76,7 +76,7 @@ def keyed(name: str):
     return structs.replace(a_request(name, [1, 2, 3, 4, 5]), key="key", asked="body", created_s=7)
 
 
-def test_the_owner_says_who_is_a_member_and_a_member_counts_when_it_is_heard() -> None:
+def test_member_counts_once_owner_names_it_and_heartbeat_comes() -> None:
     world = World(C1, C2)
     assert ConnectRouter(Peer("router", 0), "tcp://owner") in world.started
     ((_, join),) = sent(world.started, Join)
@@ -98,7 +98,7 @@ def replace_peer(one: PeerInfo, generation: int) -> PeerInfo:
     return structs.replace(one, peer=Peer(one.peer.name, generation))
 
 
-def test_a_member_that_falls_silent_gets_nothing_until_it_is_heard_again() -> None:
+def test_silent_member_gets_no_dispatch_until_heartbeat() -> None:
     world = World(C1)
     world.beat(C1)
     ((to, first),) = sent(world.post(RequestArrived(a_request("a", [1, 2, 3]))), Dispatch)
@@ -114,7 +114,7 @@ def test_a_member_that_falls_silent_gets_nothing_until_it_is_heard_again() -> No
     assert not sent(world.hear(C1.peer, Leave()), Expelled) and world.members == []
 
 
-def test_a_prompt_that_no_known_member_can_take_waits_for_those_that_were_named() -> None:
+def test_prompt_too_long_for_live_members_waits_for_named_ones() -> None:
     small, large = structs.replace(C1, context_tokens=16), structs.replace(C2, context_tokens=256)
     world = World(small, large)
     world.beat(small)
@@ -124,7 +124,7 @@ def test_a_prompt_that_no_known_member_can_take_waits_for_those_that_were_named(
     assert [to for to, _ in orders] == [large.peer]
 
 
-def test_a_store_is_heard_as_instances_are_and_named_to_the_instance_that_fetches() -> None:
+def test_store_is_a_member_by_heartbeat_and_named_as_holder() -> None:
     """What it holds a follower hears from the store itself; a gap is asked for."""
     store, prompt = info("s1", Role.STORE), list(range(1, 3 * BLOCK + 2))
     names = block_identities(namespace_id("", "ns"), a_request("", prompt).prompt, BLOCK)
@@ -148,7 +148,7 @@ def test_a_store_is_heard_as_instances_are_and_named_to_the_instance_that_fetche
     assert order.holders == () and world.members == [C1.peer]
 
 
-def test_a_store_that_is_not_heard_keeps_no_prompt_waiting() -> None:
+def test_unheard_store_keeps_no_prompt_waiting() -> None:
     """It could not take one that is too long for the instances."""
     world = World(structs.replace(C1, context_tokens=16))
     world.beat(structs.replace(C1, context_tokens=16))
@@ -156,7 +156,7 @@ def test_a_store_that_is_not_heard_keeps_no_prompt_waiting() -> None:
     assert [one.request_id for one in actions if isinstance(one, RejectRequest)] == ["long"]
 
 
-def test_an_answer_that_runs_at_an_instance_goes_on_here() -> None:
+def test_answer_running_at_an_instance_is_resumed() -> None:
     world = World(C1, C2)
     world.beat(C1, C2)
     asked = world.post(RequestArrived(keyed("a")))
@@ -175,7 +175,7 @@ def test_an_answer_that_runs_at_an_instance_goes_on_here() -> None:
     assert world.machine.cluster.stats().requests_live == 0
 
 
-def test_where_an_instance_does_not_answer_the_request_is_placed_all_the_same() -> None:
+def test_keyed_request_is_placed_without_silent_instances_reply() -> None:
     world = World(C1, C2)
     world.beat(C1, C2)
     world.post(RequestArrived(keyed("a")))
@@ -186,7 +186,7 @@ def test_where_an_instance_does_not_answer_the_request_is_placed_all_the_same() 
     assert len(sent(world.post(ClockTicked()), Dispatch)) == 1
 
 
-def test_an_answer_that_another_router_has_taken_ends_here() -> None:
+def test_answer_taken_over_by_another_router_ends() -> None:
     world = World(C1)
     world.beat(C1)
     world.post(RequestArrived(keyed("a")))
@@ -197,7 +197,7 @@ def test_an_answer_that_another_router_has_taken_ends_here() -> None:
     assert world.machine.cluster.stats().requests_live == 0 and not len(world.machine.cluster.answers)
 
 
-def test_an_answer_that_another_router_has_taken_before_it_went_on_here_does_not() -> None:
+def test_answer_taken_over_before_resume_is_rejected() -> None:
     """It waits for what the other instance tells; else it would wait for tokens that the other router gets."""
     world = World(C1, C2)
     world.beat(C1, C2)
@@ -226,7 +226,7 @@ def test_a_key_of_another_routers_request_is_refused() -> None:
     assert world.machine.cluster.stats().requests_live == 0 and not len(world.machine.cluster.answers)
 
 
-def test_an_expelled_follower_lets_its_attempts_go_and_comes_again() -> None:
+def test_expelled_follower_drops_attempts_and_rejoins() -> None:
     world = World(C1)
     world.beat(C1)
     assert len(sent(world.post(RequestArrived(a_request("a", [1, 2, 3]))), Dispatch)) == 1

@@ -35,7 +35,7 @@ class Node:
     """An instance of a cluster, whose steps never end: what comes waits."""
 
     def __init__(self, *followers: PeerInfo) -> None:
-        self.machine = Instance(fleet_config(step_tokens=SHORT), BLOCK, me=Peer("a", 1), geometry=GEOMETRY)
+        self.machine = Instance(fleet_config(step_tokens=SHORT), BLOCK, self_peer=Peer("a", 1), geometry=GEOMETRY)
         self.hears(OWNER, JoinAccepted(followers))
 
     def hears(self, router: Peer, message: Any) -> list[Send]:
@@ -54,7 +54,7 @@ class Node:
         return [*self.machine.state.groups]
 
 
-def test_an_order_that_others_have_outrun_is_not_run_and_its_router_is_told_the_load() -> None:
+def test_stale_dispatch_is_refused_with_current_load() -> None:
     it = Node(FOLLOWER)
     assert not it.ordered(OWNER, "first", LONG, 0)
     (refused,) = it.ordered(R2, "second", LONG, 0)
@@ -64,13 +64,13 @@ def test_an_order_that_others_have_outrun_is_not_run_and_its_router_is_told_the_
     assert it.runs == ["first", "second"]
 
 
-def test_an_order_that_says_so_is_run_however_much_waits() -> None:
+def test_forced_dispatch_runs_at_any_load() -> None:
     it = Node(FOLLOWER)
     it.ordered(OWNER, "first", LONG, 0)
     assert not it.ordered(R2, "second", LONG, None) and it.runs == ["first", "second"]
 
 
-def test_a_little_more_than_the_router_knows_is_no_reason_to_choose_again() -> None:
+def test_slightly_stale_dispatch_is_accepted() -> None:
     """Less than a step, or than half of what it knows."""
     it = Node(FOLLOWER)
     it.ordered(OWNER, "first", SHORT, 0)
@@ -80,7 +80,7 @@ def test_a_little_more_than_the_router_knows_is_no_reason_to_choose_again() -> N
     assert it.ordered(R2, "fourth", SHORT, LONG // 2)
 
 
-def test_a_lone_router_is_never_outrun() -> None:
+def test_single_router_dispatch_is_never_stale() -> None:
     it = Node()
     it.ordered(OWNER, "first", LONG, 0)
     assert not it.ordered(OWNER, "second", LONG, 0) and it.runs == ["first", "second"]
@@ -116,13 +116,13 @@ class Router:
         return self.hears(at, RequestRefused(order.request.request_id, "outrun", 0.0, load))
 
 
-def test_a_router_says_what_it_knows_to_wait() -> None:
+def test_dispatch_carries_the_known_load() -> None:
     it = Router()
     it.hears("b", Heartbeat(Load(prefill_tokens_queued=1000, hbm_blocks_available=16)))
     assert [it.asked(name, LONG)[1].known_tokens for name in ("r", "rr", "rrr")] == [0, LONG, 2 * LONG]
 
 
-def test_a_request_that_was_outrun_goes_where_less_waits_and_that_costs_no_try() -> None:
+def test_stale_placement_is_rerouted_without_costing_an_attempt() -> None:
     it = Router(attempts_max=1)
     at, order = it.asked("r", LONG)
     other = "b" if at == "a" else "a"
@@ -133,7 +133,7 @@ def test_a_request_that_was_outrun_goes_where_less_waits_and_that_costs_no_try()
     assert it.asked("another", LONG)[0] == other, "it has learnt what waits at the first"
 
 
-def test_it_stays_where_it_was_outrun_if_more_waits_elsewhere() -> None:
+def test_stale_placement_stays_if_others_are_busier() -> None:
     it = Router()
     it.hears("b", Heartbeat(Load(prefill_tokens_queued=9000, hbm_blocks_available=16)))
     at, order = it.asked("r", LONG)
@@ -153,7 +153,7 @@ def test_after_some_times_it_runs_where_it_comes() -> None:
     assert it.machine.stats().counters.attempts_failed["refused"] == 1
 
 
-def test_what_is_said_again_of_an_attempt_that_was_given_up_does_not_count() -> None:
+def test_repeated_refusal_of_abandoned_attempt_is_ignored() -> None:
     it = Router()
     at, order = it.asked("r", LONG)
     it.outrun(at, order, 5000)

@@ -57,39 +57,39 @@ def test_names_stand_for_the_prompts_whole_blocks(prompt, unit):
         need = MemoryNeed(alone, both, names, teams, (0, 0, True))
         assert need.before_handover(Role.COLOCATED).total == whole
         assert need.before_handover(Role.PREFILL).total == (alone if len(teams) == 2 else whole)
-        assert need.at(Role.PREFILL, decodes=False).names == names and len(names) == prompt // unit
+        assert need.need_at(Role.PREFILL, decodes=False).names == names and len(names) == prompt // unit
 
 
-def test_the_cost_counts_what_is_read_and_what_may_be_written():
+def test_cost_counts_read_and_written_blocks():
     assert cost_tokens(a_request("r", [1] * 10, max_tokens=5), 256) == 15
     assert cost_tokens(a_request("r", [1] * 10, max_tokens=5000, n=2), 256) == 10 + 2 * 256
 
 
 def test_reasons_say_what_is_in_the_way():
-    assert Crowd(3, 3, 1, 5).reason() == "3 requests are active, the most allowed"
-    assert Crowd(1, None, 1, 5).reason("no memory") == "no memory"
-    assert Crowd(3, 3, 6, 5).reason() == "3 requests are active, the most allowed; 6 wait, at most 5 may"
+    assert Crowd(3, 3, 1, 5).describe_wait() == "3 requests are active, the most allowed"
+    assert Crowd(1, None, 1, 5).describe_wait("no memory") == "no memory"
+    assert Crowd(3, 3, 6, 5).describe_wait() == "3 requests are active, the most allowed; 6 wait, at most 5 may"
 
 
 @given(st.lists(st.integers(1, 10**12), min_size=1), st.integers(0, 1000), st.integers(1, 64))
-def test_the_time_to_come_again_is_between_its_limits(spans, ahead, at_once):
+def test_retry_after_is_within_its_limits(spans, ahead, at_once):
     times = ServiceTimes()
     for span in spans:
-        times.learn(span)
+        times.add_sample(span)
     assert min(spans) <= times.mean_ns <= max(spans)
     assert RETRY_MIN_S <= times.retry_after_s(ahead, at_once) <= RETRY_MAX_S
 
 
-def test_the_time_to_come_again_grows_with_the_line():
+def test_retry_after_grows_with_the_queue():
     times = ServiceTimes()
-    times.learn(4 * NS_PER_S)
+    times.add_sample(4 * NS_PER_S)
     assert [times.retry_after_s(ahead, 3) for ahead in (0, 2, 3, 8, 300)] == [4.0, 4.0, 8.0, 12.0, 60.0]
 
 
 def test_the_first_samples_count_as_their_mean():
     times = ServiceTimes()
     for seconds in (1, 3):
-        times.learn(seconds * NS_PER_S)
+        times.add_sample(seconds * NS_PER_S)
     assert times.mean_ns == 2 * NS_PER_S
 
 
@@ -104,6 +104,6 @@ def test_the_first_samples_count_as_their_mean():
         {"evictions_max": -1},
     ],
 )
-def test_what_makes_no_sense_is_refused(options):
+def test_invalid_settings_are_refused(options):
     with pytest.raises(UserError):
         AdmissionConfig(**options)

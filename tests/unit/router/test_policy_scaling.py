@@ -23,7 +23,7 @@ def scaling(least: int = 1, most: int = 8) -> RoleScaling:
 
 def looks(policy: RoleScaling, load: RoleLoad, seconds: int, start_s: int = 0) -> list[tuple[int, InstancesWanted]]:
     """One look a second; when something was decided, and what."""
-    found = [(at, policy.look(load, at * NS_PER_S)) for at in range(start_s, start_s + seconds)]
+    found = [(at, policy.observe_load(load, at * NS_PER_S)) for at in range(start_s, start_s + seconds)]
     return [(at, wanted) for at, wanted in found if wanted is not None]
 
 
@@ -43,7 +43,7 @@ def looks(policy: RoleScaling, load: RoleLoad, seconds: int, start_s: int = 0) -
 )
 def test_each_reason_asks_for_one_more_and_says_so(load: RoleLoad, why: str) -> None:
     ((at, wanted),) = looks(scaling(), load, UP_S + 20)
-    assert (wanted.instances, wanted.wanted, wanted.why) == (2, 3, why)
+    assert (wanted.instances, wanted.target, wanted.why) == (2, 3, why)
     assert UP_S <= at <= UP_S + 2, "what is a share needs a sample first"
 
 
@@ -58,15 +58,15 @@ def test_each_reason_asks_for_one_more_and_says_so(load: RoleLoad, why: str) -> 
     ],
     ids=["idle", "at the limits", "few are late", "memory is not full", "hardly a prompt"],
 )
-def test_what_is_allowed_asks_for_nothing(load: RoleLoad) -> None:
+def test_no_decision_within_limits(load: RoleLoad) -> None:
     assert looks(scaling(least=2), load, 200) == []
 
 
 def test_twice_too_much_doubles_the_count_within_the_range() -> None:
     ((_, wanted),) = looks(scaling(), replace(CALM, waiting=9), UP_S + 1)
-    assert wanted.wanted == 4
+    assert wanted.target == 4
     ((_, wanted),) = looks(scaling(most=3), replace(CALM, waiting=9), UP_S + 1)
-    assert wanted.wanted == 3
+    assert wanted.target == 3
 
 
 def test_a_short_burst_starts_nothing() -> None:
@@ -79,7 +79,7 @@ def test_a_short_burst_starts_nothing() -> None:
 def test_fewer_only_after_a_time_in_which_fewer_were_enough() -> None:
     ((at, wanted),) = looks(scaling(), CALM, DOWN_S + 20)
     assert at == DOWN_S
-    assert (wanted.wanted, wanted.why) == (1, "1 could have done what came in the last 60 s")
+    assert (wanted.target, wanted.why) == (1, "1 could have done what came in the last 60 s")
     policy = scaling()
     assert looks(policy, CALM, DOWN_S - 1) == []
     assert looks(policy, replace(CALM, kv_held=0.7), 1, DOWN_S - 1) == [], "0.7 of one instance is too much for one"
@@ -87,34 +87,34 @@ def test_fewer_only_after_a_time_in_which_fewer_were_enough() -> None:
     assert at == 2 * DOWN_S
 
 
-def test_nothing_more_is_decided_until_the_instances_are_there_or_do_not_come() -> None:
+def test_next_decision_waits_for_started_instances_or_timeout() -> None:
     policy, much = scaling(), replace(CALM, waiting=5)
     assert len(looks(policy, much, 40)) == 1
     assert len(looks(policy, much, 60, 40)) == 1, "the first decision was not carried out within 60 s"
     policy = scaling()
     assert len(looks(policy, much, UP_S + 1)) == 1
     ((at, wanted),) = looks(policy, replace(much, instances=3, waiting=7), 20, 20)
-    assert (at, wanted.wanted) == (20 + UP_S, 4), "the time begins again when the third one is there"
+    assert (at, wanted.target) == (20 + UP_S, 4), "the time begins again when the third one is there"
 
 
-def test_counts_out_of_range_come_back_and_dead_instances_are_not_counted_as_too_few() -> None:
+def test_count_is_clamped_and_dead_instances_do_not_scale_up() -> None:
     ((_, wanted),) = looks(scaling(most=3), replace(CALM, instances=5), 10)
-    assert (wanted.wanted, wanted.why) == (3, "at most 3 are allowed")
+    assert (wanted.target, wanted.why) == (3, "at most 3 are allowed")
     assert looks(scaling(least=2), RoleLoad(1), 500) == []
     assert looks(scaling(), RoleLoad(0, waiting=100), 500) == []
 
 
-def test_a_count_that_was_too_small_is_not_tried_again_at_that_load() -> None:
+def test_insufficient_count_is_not_retried_at_equal_load() -> None:
     """Two instances are late; three are not, and look as if two could do it."""
     policy = scaling()
     late, fine = (RoleLoad(count, served_tokens=1000, answers=10, late=bad) for count, bad in ((2, 5), (3, 0)))
     ((at, wanted),) = looks(policy, late, 100)[:1]
-    assert (at, wanted.wanted) == (UP_S, 4)
+    assert (at, wanted.target) == (UP_S, 4)
     policy = scaling()
-    assert looks(policy, replace(late, answers=100, late=6), 60)[0][1].wanted == 3
+    assert looks(policy, replace(late, answers=100, late=6), 60)[0][1].target == 3
     assert looks(policy, fine, 1000, 60) == []
     ((_, wanted),) = looks(policy, replace(fine, served_tokens=600), DOWN_S + 30, 1060)
-    assert wanted.wanted == 2, "much less is asked for than when two were too few"
+    assert wanted.target == 2, "much less is asked for than when two were too few"
 
 
 @dataclass
@@ -144,9 +144,9 @@ def lives(plant: Plant, policy: RoleScaling, start: int, noise: Callable[[int], 
     count, due, counts = start, {}, []
     for at in range(seconds):
         count = due.pop(at, count)
-        wanted = policy.look(plant.load(count, noise(at)), at * NS_PER_S)
+        wanted = policy.observe_load(plant.load(count, noise(at)), at * NS_PER_S)
         if wanted is not None:
-            due[at + (7 if wanted.wanted > count else 3)] = wanted.wanted
+            due[at + (7 if wanted.target > count else 3)] = wanted.target
         counts.append(count)
     return counts
 
@@ -204,6 +204,6 @@ def test_decisions_are_within_the_range_and_change_the_count(
     policy, now = scaling(least, most), 0
     for load, step_s in zip(loads, steps_s, strict=False):
         now += step_s * NS_PER_S
-        wanted = policy.look(load, now)
+        wanted = policy.observe_load(load, now)
         if wanted is not None:
-            assert least <= wanted.wanted <= most and wanted.wanted != load.instances and wanted.why
+            assert least <= wanted.target <= most and wanted.target != load.instances and wanted.why

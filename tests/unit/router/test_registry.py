@@ -24,7 +24,7 @@ def lowest(registry: Registry, count: int) -> list[str]:
 
 def test_the_owner_numbers_members_as_they_come() -> None:
     registry = Registry()
-    assert [registry.enter(info(f"c{at}"), 0).number for at in range(5)] == [0, 1, 2, 3, 4]
+    assert [registry.add_member(info(f"c{at}"), 0).number for at in range(5)] == [0, 1, 2, 3, 4]
 
 
 def test_routers_begin_with_different_members() -> None:
@@ -32,7 +32,7 @@ def test_routers_begin_with_different_members() -> None:
     routers = [Registry(), *(Registry(order_of(f"router-{number}")) for number in (2, 3, 4))]
     for registry in routers:
         for at in range(128):
-            registry.enter(info(f"c{at}"), 0)
+            registry.add_member(info(f"c{at}"), 0)
         registry.check_invariants()
     first = [name for registry in routers for name in lowest(registry, 8)]
     assert len(set(first)) == len(first) == 32
@@ -45,33 +45,33 @@ def test_numbers_are_given_again_in_any_order() -> None:
         registry, generation, most = Registry(order), 0, 0
         for _ in range(400):
             name = f"c{rng.randrange(20)}"
-            member = registry.named(name)
+            member = registry.member_by_name(name)
             if member is None:
                 generation += 1
-                member = registry.enter(info(name, generation), 0)
-                assert registry.numbered(member.number) is member and registry.has_number(member.number)
+                member = registry.add_member(info(name, generation), 0)
+                assert registry.member_by_number(member.number) is member and registry.has_number(member.number)
             else:
-                registry.leave(member)
+                registry.remove_member(member)
                 assert not registry.has_number(member.number)
             most = max(most, len(registry))
             assert all(one.number ^ order < most for one in registry)
             registry.check_invariants()
 
 
-def test_a_name_is_one_of_one_process() -> None:
+def test_member_name_belongs_to_one_process() -> None:
     """The newer of two wins: it may be a restart. The other one lives, and comes again: it is told."""
     registry = Registry()
     old, new = (structs.replace(info("c", at), address=f"tcp://{at}") for at in (1, 2))
-    registry.enter(old, 0)
-    assert registry.why_not(new) is None
-    registry.leave(registry.named("c"))
-    member = registry.enter(new, 0)
+    registry.add_member(old, 0)
+    assert registry.refusal_reason(new) is None
+    registry.remove_member(registry.member_by_name("c"))
+    member = registry.add_member(new, 0)
     member.replaces = old.address
     again = structs.replace(old, peer=Peer("c", 3))
-    assert "take another --name" in registry.why_not(again)
-    assert registry.why_not(structs.replace(again, address="tcp://3")) is None, "a restart, at whatever port"
-    assert registry.why_not(structs.replace(again, address=new.address)) is None
+    assert "take another --name" in registry.refusal_reason(again)
+    assert registry.refusal_reason(structs.replace(again, address="tcp://3")) is None, "a restart, at whatever port"
+    assert registry.refusal_reason(structs.replace(again, address=new.address)) is None
     router = structs.replace(new, peer=Peer("c", 4), role=Role.ROUTER)
-    assert "the colocated at tcp://2 has it" in registry.why_not(router)
+    assert "the colocated at tcp://2 has it" in registry.refusal_reason(router)
     member.state = MemberState.REJOINING
-    assert registry.why_not(router) is None and registry.why_not(again) is None, "it may be gone"
+    assert registry.refusal_reason(router) is None and registry.refusal_reason(again) is None, "it may be gone"

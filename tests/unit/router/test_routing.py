@@ -66,7 +66,7 @@ def test_roles_stand_in_for_each_other(roles, expected):
     assert ([c.number for c in first], [c.number for c in decoders]) == expected
 
 
-def test_nobody_is_an_answer():
+def test_route_without_candidates_is_none():
     assert route("cost", ASK, []) is None
     assert route("cost", ASK, some(P, D, takes_requests=[False, False])) is None
 
@@ -104,7 +104,7 @@ def test_the_prompt_tree_takes_the_longest_prefix():
     assert "96 of 1000 tokens" in decided.reason
 
 
-def test_the_prompt_tree_does_not_queue_behind_a_crowd_and_says_so():
+def test_prompt_tree_avoids_overloaded_instance_with_reason():
     candidates = some(P, P, P, matched_tokens=[900, 64, 0], prefill_tokens=[90_000, 100, 0])
     assert choice("prompt-tree", ASK, candidates) == (1, None)
     assert "i0 has 900, but 90000 tokens of work" in route("prompt-tree", ASK, candidates).reason
@@ -132,7 +132,7 @@ def test_cost_avoids_the_network_when_it_can():
     assert choice("cost", ask, candidates) == (1, 2)
 
 
-SLOW, NEAR = COSTS.scaled(10.0), CopyCurve(1000.0, 0.0, 0.0)
+SLOW, NEAR = COSTS.with_prefill_scale(10.0), CopyCurve(1000.0, 0.0, 0.0)
 
 
 def test_cost_knows_each_instance_by_its_own_profile():
@@ -155,7 +155,7 @@ def test_cost_prices_transfers_as_instances_do():
     (first,) = some(P, host_id=["h"], matched_tokens=[160], dram_tokens=[80], costs=[costs])
     (decided,) = decide_batch(costs, geometry, [Prefix(1000, 80, 80, 640)])
     found = first_cost(ask, first)
-    assert (found.fetch_ns, found.swap_ns) == (decided.chosen.wait_ns, decided.chosen.swap_ns)
+    assert (found.fetch_ns, found.swap_ns) == (decided.choice.wait_ns, decided.choice.swap_ns)
     assert found.total_ns == decided.expected_ns
     assert found.fetch_ns == costs.same_host.ns(80 * geometry.block_bytes, 80)
     (decoder,) = some(D, host_id=["h"], matched_tokens=[160], costs=[costs])
@@ -168,7 +168,7 @@ def test_cost_does_not_decode_where_there_is_no_room():
     assert choice("cost", ASK, some(P, D, D, room_tokens=[9999, 10, 9999])) == (0, 2)
 
 
-def test_what_is_fetched_comes_beside_the_queue():
+def test_queue_hides_the_fetch_time():
     """A queue of prompts hides the transfer of this one's prefix."""
     ask = Ask(8000, token_bytes=10_000, holdings=(Holding(9, 7000, "h"),))
     idle, busy = some(C, C, host_id=["h", "h"], prefill_tokens=[0, 4000])
@@ -190,7 +190,7 @@ def test_a_fetch_waits_for_no_step_but_what_it_brings_does():
     assert first_cost(few, busy).fetch_ns == 0, "8 tokens are not worth a transfer"
 
 
-def test_one_token_is_always_computed():
+def test_cost_always_computes_one_token():
     (candidate,) = some(C, matched_tokens=[1000])
     assert first_cost(ASK, candidate).reused_tokens == 999
 
@@ -228,7 +228,7 @@ def situations(draw) -> tuple[Ask, list[Candidate]]:
 
 
 @given(situations(), st.sampled_from(POLICIES))
-def test_only_those_who_take_requests_are_chosen_and_somebody_is(situation, policy):
+def test_route_chooses_an_accepting_instance_if_any(situation, policy):
     ask, candidates = situation
     decided = route(policy, ask, candidates)
     able = [c for c in candidates if c.takes_requests and c.role is not S]
@@ -245,7 +245,7 @@ def test_only_those_who_take_requests_are_chosen_and_somebody_is(situation, poli
 
 
 @given(situations())
-def test_the_prompt_tree_takes_the_longest_of_those_not_overloaded(situation):
+def test_prompt_tree_takes_longest_match_not_overloaded(situation):
     ask, candidates = situation
     decided = route("prompt-tree", ask, candidates)
     if decided is None:
@@ -299,7 +299,7 @@ def crowd(policy: str, seed: int, prompt: list[int]) -> Cluster:
     for k in range(40):
         peer = Peer(f"i{k}", 1)
         prefill, context = rng.integers(0, 30_000, 2).tolist()
-        machine = structs.replace(info(peer.name, (P, D, C)[k % 3]), costs=PROFILES[k % 2].encode())
+        machine = structs.replace(info(peer.name, (P, D, C)[k % 3]), costs=PROFILES[k % 2].to_json())
         room = (1 << 20) if policy != "best-fit" else int(rng.integers(0, 40))
         said = [Join(machine), Heartbeat(Load(0, k % 5, prefill, context, room))]
         if rng.random() < 0.5:
@@ -353,7 +353,7 @@ def test_a_few_candidates_are_enough(policy, seed):
     assert sent_to(cluster, prompt) == (expected.first.name, decoder)
 
 
-def test_the_dead_and_the_draining_are_never_chosen():
+def test_dead_and_draining_instances_are_never_chosen():
     world = World([(f"i{k}", C) for k in range(20)], policy="least-load")
     for k in range(0, 20, 2):
         world.post(InstanceDrained(f"i{k}"))
@@ -377,11 +377,11 @@ def test_equal_hosts_and_equal_profiles_have_equal_codes(steps):
     table, living, profiles = LoadTable(), {}, {}
     for number, host_id, machine in steps:
         if number in living:
-            table.leave(number)
+            table.remove_member(number)
             del living[number], profiles[number]
         else:
-            profiles[number] = COSTS.scaled(float(machine))
-            table.enter(number, C, 100, 10, host_id, profiles[number])
+            profiles[number] = COSTS.with_prefill_scale(float(machine))
+            table.add_member(number, C, 100, 10, host_id, profiles[number])
             living[number] = host_id
         codes = table.profiles.tolist()
         assert all((codes[a] == codes[b]) == (profiles[a] == profiles[b]) for a in living for b in living)

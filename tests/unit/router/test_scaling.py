@@ -43,12 +43,12 @@ def test_each_role_has_its_own_reasons() -> None:
     assert order.text == "prefill: 1 -> 2, because 3 requests wait, 2 for each instance are allowed"
     machine = scaling("prefill=1..2", "decode=1..3")
     (order,) = looked(machine, 5, ClusterLook((P1, replace(D1, kv_held=0.9))))
-    assert (order.role, order.wanted) == (Role.DECODE, 2)
-    prefill, decode = machine.counts()
-    assert (decode.wanted, decode.more, decode.fewer) == (2, 1, 0) and (prefill.wanted, prefill.more) == (1, 0)
+    assert (order.role, order.target) == (Role.DECODE, 2)
+    prefill, decode = machine.role_counts()
+    assert (decode.target, decode.more, decode.fewer) == (2, 1, 0) and (prefill.target, prefill.more) == (1, 0)
 
 
-def test_totals_count_from_the_first_look_and_a_new_life_begins_anew() -> None:
+def test_totals_count_from_first_poll_per_incarnation() -> None:
     """What an instance did before, and what one of its name did in an earlier life, is no news."""
     machine = scaling("prefill=1..2")
     many = Totals(device_ns=10**12, ttft_missed=1000, ttft_met=1)
@@ -79,7 +79,7 @@ def test_a_prompt_alone_waits_for_nothing_but_itself() -> None:
     assert looked(slack, 10, ClusterLook((replace(alone, requests=2),))) == []
 
 
-def test_what_a_full_cache_has_lost() -> None:
+def test_lost_reuse_of_a_full_cache_scales_up() -> None:
     """9 of 10 prompt tokens came again, and half of them had to be computed."""
     machine, found = scaling("prefill=1..2"), []
     for at in range(12):
@@ -107,10 +107,10 @@ def test_ranges_that_cannot_be_read(text: str) -> None:
 def test_the_first_count_is_asked_for_or_the_least() -> None:
     options = ScalingOptions(("prefill=2..4,decode=1..2",))
     assert options.by_role() == {Role.PREFILL: Range(2, 4), Role.DECODE: Range(1, 2)}
-    assert [options.first(Role.PREFILL, count) for count in (None, 3)] == [2, 3]
-    assert options.first(Role.COLOCATED, None) is None and options.first(Role.COLOCATED, 7) == 7
+    assert [options.initial_count(Role.PREFILL, count) for count in (None, 3)] == [2, 3]
+    assert options.initial_count(Role.COLOCATED, None) is None and options.initial_count(Role.COLOCATED, 7) == 7
     with pytest.raises(UserError, match=r"--prefill 1 is not in --scale prefill=2..4"):
-        options.first(Role.PREFILL, 1)
+        options.initial_count(Role.PREFILL, 1)
     with pytest.raises(UserError, match="--scale-file tells decisions of --scale"):
         ScalingOptions(told_in="file")
     with pytest.raises(UserError, match="Ray carries out the decisions"):

@@ -59,7 +59,7 @@ def test_members_join_and_hear_of_each_other() -> None:
 CALLS = "Send(store, JoinRequest tcp://router)"
 
 
-def test_a_store_is_called_again_and_again_and_may_decline() -> None:
+def test_store_call_is_repeated_and_may_be_declined() -> None:
     """Whether it is a member or not. One that belongs to another router is not told to join again."""
     it = Router()
     it.at(0, StoreNamed("tcp://router"), CALLS)
@@ -75,7 +75,7 @@ def test_a_store_is_called_again_and_again_and_may_decline() -> None:
     it.later(3000, "Send(store, JoinRequest tcp://elsewhere)")
 
 
-def test_a_store_that_was_called_hears_that_the_router_ends() -> None:
+def test_called_store_is_notified_of_router_shutdown() -> None:
     it = Router(S)
     it.at(0, StoreNamed("tcp://router"), CALLS)
     it.at(5, RouterEnds(), "Send(store, Leave)")
@@ -132,7 +132,7 @@ def test_an_instance_dies_and_another_one_goes_on() -> None:
     it.hears(8, E.peer, tokens("r#2", 3, 1, last=True), "EmitTokens(r 3:[1] LENGTH)")
 
 
-def test_a_grammar_beside_two_deaths_is_not_tried_again() -> None:
+def test_grammar_request_is_not_retried_after_two_deaths() -> None:
     """One death is chance. A request without a grammar goes on."""
     third = info("e", Role.COLOCATED)
     for grammar, ended in (("json", True), ("", False)):
@@ -160,7 +160,7 @@ def test_a_silent_instance_is_taken_to_be_dead() -> None:
     it.hears(6000, C.peer, Heartbeat(Load()), no_member, told)
 
 
-def test_a_router_that_was_stopped_hears_what_came_meanwhile() -> None:
+def test_stopped_router_processes_queued_messages() -> None:
     """Nothing was read while it stood still, and no tick came: what was sent is heard within half a second."""
     it = Router(C, F)
     it.asked(1, "r", "Send(c, Dispatch r#1)")
@@ -177,14 +177,14 @@ def test_a_router_that_was_stopped_hears_what_came_meanwhile() -> None:
     it.later(10301, *gone)
 
 
-def test_a_refusal_leads_elsewhere() -> None:
+def test_refused_request_is_placed_elsewhere() -> None:
     it = Router(C, F)
     it.asked(1, "r", "Send(c, Dispatch r#1)")
     it.hears(2, C.peer, RequestRefused("r#1", "no room", 1.0), "Send(f, Dispatch r#2, fetch from c)")
     it.hears(3, F.peer, RequestRefused("r#2", "no room", 1.0), "RejectRequest(r, try again)")
 
 
-def test_a_client_leaves() -> None:
+def test_client_disconnect() -> None:
     it = Router(P, D)
     it.asked(1, "r", "Send(p, Dispatch r#1, decode at d)")
     it.hears(2, P.peer, tokens("r#1", 0, 7), "EmitTokens(r 0:[7])")

@@ -17,7 +17,7 @@ from memserve.protocol.messages import RETRY_S, Cancel, Dispatch, Join, RequestR
 from memserve.protocol.peers import PeerInfo
 from memserve.router.events import EmitTokens, InstanceDied, RejectRequest, RequestArrived, RequestCancelled, Send
 from memserve.router.machine import Cluster
-from memserve.router.placement.shards import longest
+from memserve.router.placement.shards import longest_sequence
 
 ROOM = 8 * BLOCK
 MS = 1_000_000
@@ -93,7 +93,7 @@ def test_as_few_as_hold_prompt_and_answer() -> None:
     assert second.span.holds, "the answer needs the room of a third instance"
 
 
-def test_what_a_holder_draws_is_no_answer_and_its_end_ends_the_attempt() -> None:
+def test_segment_output_is_dropped_and_its_end_ends_the_attempt() -> None:
     it = Router("a", "b", "c")
     ((_, first),) = told(it.asked(50), Dispatch)
     lost = it.hears("a", Tokens((TokenOutput(first.request.request_id, 0, (), finish_reason=FinishReason.ERROR),)))
@@ -102,7 +102,7 @@ def test_what_a_holder_draws_is_no_answer_and_its_end_ends_the_attempt() -> None
     assert name == "a" and again.request.request_id != first.request.request_id
 
 
-def test_the_next_attempt_puts_the_same_parts_at_the_same_instances() -> None:
+def test_next_attempt_keeps_segments_at_their_instances() -> None:
     it = Router("a", "b", "c", "d")
     ((_, first),) = told(it.asked(70), Dispatch)
     ((_, second),) = told(it.hears("a", held(first)), Dispatch)
@@ -115,7 +115,7 @@ def test_the_next_attempt_puts_the_same_parts_at_the_same_instances() -> None:
     assert [*repeated.request.prompt] == [*second.request.prompt]
 
 
-def test_without_enough_instances_a_begun_sequence_waits_and_a_new_one_is_rejected() -> None:
+def test_started_sequence_waits_for_instances_new_one_rejected() -> None:
     it = Router("a", "b")
     told(it.asked(50), Dispatch)
     died = it.handle(InstanceDied("a", "was killed"))
@@ -127,7 +127,7 @@ def test_without_enough_instances_a_begun_sequence_waits_and_a_new_one_is_reject
     assert name in ("b", "e")
 
 
-def test_one_sequence_at_a_time() -> None:
+def test_one_shared_sequence_runs_at_a_time() -> None:
     it = Router("a", "b", "c", "d")
     told(it.asked(50), Dispatch)
     assert not told(it.asked(50, "second"), Dispatch)
@@ -143,7 +143,7 @@ def test_all_routers_take_instances_in_the_order_of_their_names() -> None:
     assert name == "b"
 
 
-def test_an_attempt_that_an_instance_refuses_is_made_elsewhere_or_again_and_costs_no_try() -> None:
+def test_refused_segment_is_retried_without_costing_an_attempt() -> None:
     it = Router("c", "a", "b", attempts_max=2)
 
     def refuses(name: str, order: Dispatch) -> list[tuple[str, Dispatch]]:
@@ -188,13 +188,13 @@ def test_of_those_that_wait_for_other_routers_one_tries_again() -> None:
         {"admission": AdmissionConfig(Admission.MEMORY)},
     ],
 )
-def test_sequences_are_rejected_where_instances_may_not_share_them(config: dict[str, Any]) -> None:
+def test_long_sequences_are_rejected_where_sharing_is_off(config: dict[str, Any]) -> None:
     actions = Router("a", "b", "c", **config).asked(70)
     assert any(isinstance(a, RejectRequest) for a in actions) and not told(actions, Dispatch)
 
 
 @pytest.mark.parametrize("more", [{"beam_width": 2}, {"prompt_logprobs": True}])
-def test_requests_that_need_the_whole_prompt_at_one_instance_are_rejected(more: dict[str, Any]) -> None:
+def test_requests_needing_whole_prompt_at_one_instance_rejected(more: dict[str, Any]) -> None:
     assert any(isinstance(a, RejectRequest) for a in Router("a", "b", "c").asked(50, **more))
 
 
@@ -212,10 +212,10 @@ def test_holders_draw_as_simply_as_possible() -> None:
 
 
 def test_the_longest_sequence_is_that_of_all_or_of_the_model() -> None:
-    assert longest([member("a"), member("b"), member("c")], 1024) == 3 * ROOM + 1
-    assert longest([member("a"), member("b"), member("c")], 2) == 2 * ROOM + 1
-    assert longest([member("a"), member("b", sequence_tokens=40)], 1024) == 40
-    assert longest([member("a"), info("b", Role.COLOCATED)], 1024) == 0
+    assert longest_sequence([member("a"), member("b"), member("c")], 1024) == 3 * ROOM + 1
+    assert longest_sequence([member("a"), member("b"), member("c")], 2) == 2 * ROOM + 1
+    assert longest_sequence([member("a"), member("b", sequence_tokens=40)], 1024) == 40
+    assert longest_sequence([member("a"), info("b", Role.COLOCATED)], 1024) == 0
 
 
 @pytest.mark.parametrize("text", ["1", "0", "many", "-3", "2.5"])

@@ -7,7 +7,7 @@ import pytest
 from memserve._core import SegmentLog
 from memserve.base.units import KIB, MIB, NS_PER_MS
 from memserve.kv.costs import CopyCurve
-from memserve.store.disks.speed import (
+from memserve.store.host.files import (
     MEASURE_BYTES_MAX,
     RECORD_BYTES_MAX,
     RECORD_BYTES_MIN,
@@ -32,7 +32,7 @@ def test_start_and_bytes_are_found_in_what_arrives(start_ns: int) -> None:
     assert curve.piece_ns > 0
 
 
-def test_what_comes_late_at_first_and_quickly_then_is_no_disk_without_a_rate() -> None:
+def test_burst_after_long_latency_still_gives_a_byte_rate() -> None:
     """All that came at once: the bytes carry all of the time, and the whole takes as long as it took."""
     curve = curve_of_reads([ReadArrived(n * MIB, 30 * NS_PER_MS) for n in range(1, 9)], 0, 30 * NS_PER_MS)
     assert curve.start_ns == 0 and curve.byte_ns > 0
@@ -40,7 +40,7 @@ def test_what_comes_late_at_first_and_quickly_then_is_no_disk_without_a_rate() -
     assert 25 * NS_PER_MS < whole_ns < 60 * NS_PER_MS
 
 
-def test_a_disk_that_stood_still_after_a_quick_start_is_no_quick_disk() -> None:
+def test_disk_that_stalls_after_quick_start_is_measured_slow() -> None:
     quick = arrivals(100_000, 0.5, 2)
     stood = curve_of_reads(quick, MIB, 150 * NS_PER_MS)
     assert stood.ns(3 * MIB) > 75 * NS_PER_MS
@@ -48,7 +48,7 @@ def test_a_disk_that_stood_still_after_a_quick_start_is_no_quick_disk() -> None:
     assert nothing.byte_ns * MIB == pytest.approx(150 * NS_PER_MS)
 
 
-def test_a_slow_disk_of_which_little_came_in_time_is_known_all_the_same() -> None:
+def test_slow_disk_is_measured_from_few_reads() -> None:
     """12 MB/s and 20 ms late."""
     slow = arrivals(20.0 * NS_PER_MS, 83.0, 2, 737_280)
     curve = curve_of_reads(slow, 737_280, 150 * NS_PER_MS)
@@ -81,14 +81,14 @@ def log_with(lengths: list[int]) -> SegmentLog:
     return log
 
 
-def test_a_fresh_disk_is_not_read_because_zeros_come_from_no_device() -> None:
+def test_fresh_disk_is_not_measured() -> None:
     assert spans_to_read(log_with([])) == []
     assert spans_to_read(log_with([MIB] * (RECORDS_MIN - 1))) == []
     assert spans_to_read(log_with([RECORD_BYTES_MIN - 1] * 50)) == [], "short values tell nothing of blocks"
 
 
 @pytest.mark.parametrize("length", [64 * KIB, 737_280, 5 * MIB])
-def test_what_is_read_is_bounded_and_lies_on_the_disk_as_records(length: int) -> None:
+def test_measured_spans_are_bounded_and_lie_on_records(length: int) -> None:
     log = log_with([length] * 40)
     spans = spans_to_read(log)
     assert RECORDS_MIN <= len(spans) <= RECORDS_MAX

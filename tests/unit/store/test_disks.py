@@ -37,36 +37,36 @@ def ends(world: DisksWorld, kind: type) -> list:
     return [outcome for outcome in world.outcomes if isinstance(outcome, kind)]
 
 
-def test_what_was_written_is_read_with_its_name_and_tag() -> None:
+def test_written_value_is_read_with_name_and_tag() -> None:
     world = started()
     for number, size in enumerate((0, 1, 4016 - 3, 4016 - 2, 4096, 9000)):
         key = bytes([number]) * 16
         payload = world.rng.randbytes(size)
         assert world.put(key, payload, name=b"abc", scope=5)
         world.settle()
-        record = world.disks.find(key)
+        record = world.disks.find_record(key)
         assert record is not None and (record.length, record.scope, record.seal) == (size, 5, seal_of(payload))
         assert world.read_now(key) == payload
         assert ends(world, ev.ReadEnded)[-1].name == b"abc"
         assert not world.put(key, payload), "it is here"
-        assert not world.disks.wants(key, size, world.now, bypass=True)
-    assert world.disks.prefix(b"".join(bytes([number]) * 16 for number in (0, 3, 1, 9, 2))) == 3
-    assert sorted(split(world.disks.keys())) == [bytes([number]) * 16 for number in range(6)]
-    assert world.read(b"?" * 16) is None and world.disks.find(b"?" * 16) is None
+        assert not world.disks.wants_value(key, size, world.now, bypass=True)
+    assert world.disks.prefix_length(b"".join(bytes([number]) * 16 for number in (0, 3, 1, 9, 2))) == 3
+    assert sorted(split(world.disks.all_keys())) == [bytes([number]) * 16 for number in range(6)]
+    assert world.read(b"?" * 16) is None and world.disks.find_record(b"?" * 16) is None
 
 
-def test_the_first_request_is_not_admitted_once_the_disk_was_full() -> None:
+def test_first_request_for_a_value_is_not_written_to_full_disk() -> None:
     world = started(DisksConfig(), disks=1)
     key, other = b"k" * 16, b"o" * 16
-    assert world.disks.wants(key, 8192, world.now), "there is space that nothing lies on"
+    assert world.disks.wants_value(key, 8192, world.now), "there is space that nothing lies on"
     filled(world, 60)
-    assert not world.disks.wants(other, 8192, world.now)
-    assert world.disks.wants(other, 8192, world.now)
-    assert world.disks.wants(b"p" * 16, 8192, world.now, bypass=True)
+    assert not world.disks.wants_value(other, 8192, world.now)
+    assert world.disks.wants_value(other, 8192, world.now)
+    assert world.disks.wants_value(b"p" * 16, 8192, world.now, bypass=True)
     assert world.disks.counters()["refused_seldom"] == 1
     everything = started(DisksConfig(admission="all"), disks=1)
     filled(everything, 60)
-    assert everything.disks.wants(other, 8192, everything.now)
+    assert everything.disks.wants_value(other, 8192, everything.now)
 
 
 def test_no_24_hours_see_more_than_the_days_budget() -> None:
@@ -77,8 +77,8 @@ def test_no_24_hours_see_more_than_the_days_budget() -> None:
     now = 5
     for _ in range(20_000):
         now += rng.choice((0, NS_PER_S, 60 * NS_PER_S))
-        if budget.has(MIB, now):
-            budget.charge(MIB, now)
+        if budget.allows_bytes(MIB, now):
+            budget.charge_bytes(MIB, now)
             written.append((now, MIB))
     first = total = most = 0
     for at, nbytes in written:
@@ -88,10 +88,10 @@ def test_no_24_hours_see_more_than_the_days_budget() -> None:
             first += 1
         most = max(most, total)
     assert 980 * MIB < most <= 1000 * MIB
-    assert WriteBudget(0).has(1 << 60, 0)
+    assert WriteBudget(0).allows_bytes(1 << 60, 0)
 
 
-def test_the_days_budget_holds_for_all_disks_together_and_what_is_owed_is_paid_first() -> None:
+def test_daily_write_budget_is_shared_by_all_disks() -> None:
     world = started(DisksConfig(admission="all", writes_per_day_bytes=2 * MIB), disks=2, segments=100)
     for _ in range(600):
         world.put(world.rng.randbytes(16), BLOCK)
@@ -100,16 +100,16 @@ def test_the_days_budget_holds_for_all_disks_together_and_what_is_owed_is_paid_f
     counters = world.disks.counters()
     assert counters["refused_budget"] > 100
     assert MIB - 16 * PAGE_BYTES < counters["disk_bytes_written"] < MIB + 16 * PAGE_BYTES  # burst: half of this day's
-    assert not world.disks.wants(b"k" * 16, 8192, world.now, bypass=True), "a bypass is no licence"
+    assert not world.disks.wants_value(b"k" * 16, 8192, world.now, bypass=True), "a bypass is no licence"
     world.pass_time(DAY_NS)
-    assert world.disks.wants(b"k" * 16, 8192, world.now)
+    assert world.disks.wants_value(b"k" * 16, 8192, world.now)
 
 
 def test_a_queue_that_is_deep_takes_no_more_writes() -> None:
     world = started(DisksConfig(admission="all", writes_max=4), disks=1, segments=12)
     keys = [world.rng.randbytes(16) for _ in range(6)]
     assert [world.put(key, BLOCK) for key in keys] == [True] * 4 + [False] * 2
-    assert not world.disks.wants(keys[5], 8192, world.now)
+    assert not world.disks.wants_value(keys[5], 8192, world.now)
     assert world.disks.counters()["refused_busy"] == 3
     world.settle()
     assert world.put(keys[5], BLOCK)
@@ -117,8 +117,8 @@ def test_a_queue_that_is_deep_takes_no_more_writes() -> None:
 
 def test_a_value_longer_than_a_segment_is_refused() -> None:
     world = started()
-    assert not world.disks.wants(b"k" * 16, SEGMENT_BYTES, world.now)
-    assert not world.disks.write(b"k" * 16, 0, SEGMENT_BYTES, world.now)
+    assert not world.disks.wants_value(b"k" * 16, SEGMENT_BYTES, world.now)
+    assert not world.disks.write_value(b"k" * 16, 0, SEGMENT_BYTES, world.now)
 
 
 def test_a_read_ends_by_its_deadline_and_its_extent_later() -> None:
@@ -188,16 +188,18 @@ def refused(world: DisksWorld, why: str = "ENOSPC") -> None:
 
 @pytest.mark.parametrize("sync", ["none", "segment", "always"])
 @pytest.mark.parametrize("why", ["ENOSPC", "EDQUOT"])
-def test_a_disk_without_room_is_read_and_written_again_when_there_is_room(why: str, sync) -> None:
+def test_full_disk_is_read_and_written_again_when_room_returns(why: str, sync) -> None:
     world = started(DisksConfig(admission="all", sync=sync), disks=1, segments=20)
     keys = filled(world, 12)
     refused(world, why)
     assert ends(world, ev.DiskFull) == [ev.DiskFull(0, why)] and not ends(world, ev.DiskLost)
     assert world.disks.counters()["disks_full"] == world.disks.counters()["disks_filled"] == 1
-    assert world.disks.idle and not world.jobs, "what waits for room is not under way"
+    assert world.disks.is_idle and not world.jobs, "what waits for room is not under way"
     for key in keys:
         assert world.read_now(key) == BLOCK
-    assert not world.put(b"n" * 16, BLOCK) and not world.disks.wants(b"n" * 16, len(BLOCK), world.now, bypass=True)
+    assert not world.put(b"n" * 16, BLOCK) and not world.disks.wants_value(
+        b"n" * 16, len(BLOCK), world.now, bypass=True
+    )
     assert world.disks.next_deadline_ns == world.now + world.config.full_pause_ns
     for _ in range(30):  # one write each time, and one word in all
         world.pass_time(world.config.full_pause_ns)
@@ -219,7 +221,7 @@ def test_a_disk_without_room_is_read_and_written_again_when_there_is_room(why: s
         assert found >= len(keys) and (power or found == wanted)
 
 
-def test_a_removal_on_a_full_disk_is_not_said_to_be_safe_before_it_is() -> None:
+def test_removal_on_full_disk_is_not_reported_durable_early() -> None:
     world = started(disks=1, segments=20)
     first, second, *_ = filled(world, 6)
     refused(world)
@@ -244,7 +246,7 @@ def test_a_full_disk_whose_reads_fail_is_lost() -> None:
     world.settle()
 
 
-def test_a_try_that_fails_for_another_reason_is_not_the_last() -> None:
+def test_failed_retry_for_another_reason_is_retried() -> None:
     world = started(disks=1, segments=20)
     filled(world, 2)
     refused(world)
@@ -260,7 +262,7 @@ def test_a_try_that_fails_for_another_reason_is_not_the_last() -> None:
 
 
 @pytest.mark.parametrize("disks", [1, 3])
-def test_a_disk_that_fails_eight_times_in_a_row_is_lost_cache_and_nothing_else(disks: int) -> None:
+def test_disk_failing_eight_times_is_lost_others_keep_values(disks: int) -> None:
     world = started(DisksConfig(admission="all"), disks=disks, segments=20)
     keys = filled(world, 24)
     dying = world.disk_of[keys[0]]
@@ -290,28 +292,28 @@ def test_a_disk_that_fails_eight_times_in_a_row_is_lost_cache_and_nothing_else(d
     assert set(world.model) == {*others, *(fresh if disks > 1 else [])}, "the lost disk begins anew"
 
 
-def test_what_is_under_way_on_a_lost_disk_ends_when_the_device_is_done() -> None:
+def test_operations_on_lost_disk_end_when_device_completes() -> None:
     world = started(DisksConfig(admission="all", failures_max=1), disks=1, segments=8)
     keys = filled(world, 6)
     reads = [world.read(key) for key in keys[:3]]
     assert world.put(b"w" * 16, BLOCK)
-    world.disks.verify(world.now)
+    world.disks.start_verification(world.now)
     world.take()
     world.end(next(iter(world.jobs)), works=False)
     assert [world.reads[read_id][:2] for read_id in reads] == [(False, "EIO"), (False, "lost"), (False, "lost")]
     assert sorted(world.reading) == reads[1:] and b"w" * 16 in world.putting
     assert [outcome.records for outcome in ends(world, ev.Verified)] == [0]
-    assert world.read(keys[4]) is None and world.disks.prefix(keys[4]) == 0 and len(world.disks) == 0
+    assert world.read(keys[4]) is None and world.disks.prefix_length(keys[4]) == 0 and len(world.disks) == 0
     world.settle()
     assert ends(world, ev.Written)[-1] == ev.Written(b"w" * 16, False) and not world.reading
 
 
-def test_a_value_is_not_written_again_while_a_lost_disk_may_still_read_its_extent() -> None:
+def test_no_rewrite_while_lost_disk_may_read_the_extent() -> None:
     world = started(DisksConfig(admission="all", failures_max=1), disks=2, segments=8)
     key = b"w" * 16
     assert world.put(key, BLOCK)
     writing = next(iter(world.jobs))
-    assert world.disks.remove(key)
+    assert world.disks.remove_value(key)
     world.take()
     other = next(job for job in world.jobs if job != writing and world.jobs[job].action.disk == world.disk_of[key])
     world.end(other, works=False)
@@ -320,7 +322,7 @@ def test_a_value_is_not_written_again_while_a_lost_disk_may_still_read_its_exten
     assert world.put(key, BLOCK)
 
 
-def test_values_spread_over_disks_by_their_sizes_and_are_found_by_another_set_of_disks() -> None:
+def test_values_spread_by_disk_size_and_survive_reordering() -> None:
     logs = [_core.SegmentLog(segments, SEGMENT_BYTES, bytes(16)) for segments in (60, 20)]
     disks = Disks(logs, DisksConfig(admission="all"))
     rng = random.Random(1)
@@ -337,10 +339,17 @@ def test_values_spread_over_disks_by_their_sizes_and_are_found_by_another_set_of
 def test_nothing_works_without_disks() -> None:
     disks = Disks([])
     key = b"k" * 16
-    assert key not in disks and disks.prefix(key) == 0 and disks.keys() == b"" and disks.find(key) is None
-    assert not disks.wants(key, 1, 0) and not disks.write(key, 0, 1, 0) and disks.read(key, 0, 0) is None
-    assert not disks.remove(key) and disks.idle and disks.next_deadline_ns is None
-    disks.verify(0)
+    assert (
+        key not in disks
+        and disks.prefix_length(key) == 0
+        and disks.all_keys() == b""
+        and disks.find_record(key) is None
+    )
+    assert (
+        not disks.wants_value(key, 1, 0) and not disks.write_value(key, 0, 1, 0) and disks.read_value(key, 0, 0) is None
+    )
+    assert not disks.remove_value(key) and disks.is_idle and disks.next_deadline_ns is None
+    disks.start_verification(0)
     assert disks.take_outcomes() == [ev.Verified(1, 0, 0, 0, 0, b"")] and disks.take_actions() == []
 
 
@@ -359,9 +368,9 @@ def test_a_removal_and_a_purge_outlive_a_kill() -> None:
     assert len(world.disks) == 0
 
 
-def test_a_value_that_is_removed_while_it_is_written_is_not_found() -> None:
+def test_value_removed_during_write_is_not_found() -> None:
     world = started(disks=1)
-    assert world.put(b"k" * 16, BLOCK) and world.disks.remove(b"k" * 16)
+    assert world.put(b"k" * 16, BLOCK) and world.disks.remove_value(b"k" * 16)
     world.take()
     world.settle()
     assert ends(world, ev.Written) == [ev.Written(b"k" * 16, False)] and b"k" * 16 not in world.disks
@@ -389,7 +398,7 @@ def test_a_flipped_bit_of_any_record_is_noticed() -> None:
         while not world.put(number.to_bytes(16, "big"), rng.randbytes(size), name=rng.randbytes(rng.choice((0, 20)))):
             world.work()
     world.settle()
-    keys = split(world.disks.keys())
+    keys = split(world.disks.all_keys())
     assert len(keys) == 1000
     for key in keys:
         disk = world.disk_of[key]
@@ -424,12 +433,12 @@ def test_another_record_in_the_place_of_one_is_noticed() -> None:
     assert world.disks.counters()["reads_damaged"] == 1
 
 
-def test_a_verification_reads_everything_one_by_one_and_lets_callers_pass() -> None:
+def test_verification_reads_one_record_at_a_time_and_yields() -> None:
     world = started(DisksConfig(admission="all", check_pause_ns=10 * NS_PER_MS), disks=1, segments=12)
     keys = filled(world, 20)
     held = world.read(keys[0], world.now + NS_PER_S)
-    verification = world.disks.verify(world.now)
-    assert world.disks.verify(world.now) == verification, "one at a time"
+    verification = world.disks.start_verification(world.now)
+    assert world.disks.start_verification(world.now) == verification, "one at a time"
     world.take()
     checks = lambda: [job for job, begun in world.jobs.items() if isinstance(begun.action, ev.ReadRecord)]  # noqa: E731  # short
     assert len(checks()) == 1

@@ -72,7 +72,7 @@ def test_values_arrive_with_name_owner_and_seal(memories) -> None:
     old.tier.check_invariants()
 
 
-def test_what_a_disk_has_and_what_is_damaged_is_not_carried(memories) -> None:
+def test_values_on_disk_or_damaged_are_not_carried(memories) -> None:
     old, _ = memories
     for n in range(3):
         old.put(key(n), b"x" * 500, seal=None if n else 1)
@@ -80,7 +80,7 @@ def test_what_a_disk_has_and_what_is_damaged_is_not_carried(memories) -> None:
     assert [value.key for value in carried.values] == [key(2)] and carried.lost == 1
 
 
-def test_what_is_too_much_is_counted_as_lost(memories) -> None:
+def test_carry_beyond_the_limit_counts_as_lost(memories) -> None:
     old, _ = memories
     for n in range(40):
         old.put(key(n), bytes([n]) * 4000)

@@ -52,7 +52,7 @@ def test_values_of_all_lengths_are_read_back_after_a_restart(tmp_path: Path, eng
             assert (files.bytes[:extent] == 77).all() and (files.bytes[unit_end:] == 77).all(), (
                 "other units were written"
             )
-    files.disks.verify(files.now)
+    files.disks.start_verification(files.now)
     files.settle()
     assert files.outcomes_of(ev.Verified)[-1].records == len(values)
     assert files.outcomes_of(ev.Verified)[-1].damaged == 0
@@ -97,12 +97,12 @@ def test_a_stalled_disk_delays_no_reader_beyond_its_deadline(tmp_path: Path) -> 
     payload = bytes(20_000)
     assert files.write(b"k" * 16, 0, payload)
     files.queues[0].through.clear()
-    read_id = files.disks.read(b"k" * 16, MIB, files.now, files.now + 30 * NS_PER_MS)
+    read_id = files.disks.read_value(b"k" * 16, MIB, files.now, files.now + 30 * NS_PER_MS)
     assert read_id is not None
     files.tick(files.now + 30 * NS_PER_MS)
     assert files.outcomes[-1] == ev.ReadEnded(read_id, False, "late", extent_free=False)
-    assert files.disks.read(b"k" * 16, MIB, files.now) is None
-    writes = [files.disks.write(bytes([n]) * 16, 2 * MIB, 1, files.now) for n in range(40)]
+    assert files.disks.read_value(b"k" * 16, MIB, files.now) is None
+    writes = [files.disks.write_value(bytes([n]) * 16, 2 * MIB, 1, files.now) for n in range(40)]
     assert writes == [True] * 32 + [False] * 8 and files.disks.counters()["refused_busy"] == 8
     files.tick(files.now + 2 * NS_PER_S)
     files.queues[0].through.set()
@@ -127,7 +127,7 @@ def test_writes_that_fail_are_dropped_and_counted(tmp_path: Path, code: int) -> 
     files.close()
 
 
-def test_a_disk_without_room_goes_on_being_read_and_is_written_later(tmp_path: Path) -> None:
+def test_full_disk_file_is_read_and_written_later(tmp_path: Path) -> None:
     files = Files([(tmp_path, SIZE)], DisksConfig(admission="all", full_pause_ns=NS_PER_S), faulty=True)
     kept = [bytes([n]) * 16 for n in range(4)]
     for key in kept:

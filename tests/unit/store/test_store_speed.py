@@ -40,14 +40,14 @@ def logs_of(host: DiskHost) -> list[tuple[Path, _core.SegmentLog]]:
     return [(file.path, file.log) for file in host._files]
 
 
-def test_a_file_that_holds_nothing_tells_nothing(tmp_path: Path) -> None:
+def test_empty_file_gives_no_curve(tmp_path: Path) -> None:
     host = host_of(tmp_path / "a")
     assert host.read_curve() is None
     assert host.close()
     assert DiskHost([], DisksConfig()).read_curve() is None
 
 
-def test_a_file_with_values_tells_a_curve_quickly(tmp_path: Path) -> None:
+def test_file_with_values_gives_a_curve_quickly(tmp_path: Path) -> None:
     filled(tmp_path / "a")
     host = host_of(tmp_path / "a")
     began = time.monotonic()
@@ -57,7 +57,7 @@ def test_a_file_with_values_tells_a_curve_quickly(tmp_path: Path) -> None:
     assert host.close()
 
 
-def test_one_disk_of_two_that_holds_nothing_leaves_the_store_without_a_word(tmp_path: Path) -> None:
+def test_empty_disk_of_two_gives_no_read_curve(tmp_path: Path) -> None:
     filled(tmp_path / "a")
     host = DiskHost([(tmp_path / "a", SIZE), (tmp_path / "b", SIZE)], DisksConfig())
     assert host.read_curve() is None
@@ -75,7 +75,7 @@ def test_a_slow_disk_is_known_as_slow(tmp_path: Path) -> None:
     assert host.close()
 
 
-def test_a_disk_that_stands_still_holds_up_no_start(tmp_path: Path) -> None:
+def test_stalled_disk_does_not_delay_startup(tmp_path: Path) -> None:
     filled(tmp_path / "a")
     host, made = host_of(tmp_path / "a"), []
 
@@ -98,7 +98,7 @@ def test_a_disk_that_stands_still_holds_up_no_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", ["read", "open"])
-def test_a_disk_that_fails_tells_nothing(tmp_path: Path, fails: str) -> None:
+def test_failing_disk_gives_no_curve(tmp_path: Path, fails: str) -> None:
     filled(tmp_path / "a")
     host = host_of(tmp_path / "a")
 

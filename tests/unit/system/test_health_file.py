@@ -19,25 +19,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_it_says_what_the_process_is_once_a_second(tmp_path: Path, clock: list[float]) -> None:
+def test_health_file_is_written_once_a_second(tmp_path: Path, clock: list[float]) -> None:
     path = tmp_path / "health"
     health = HealthFile(path)
     assert not path.exists(), "before the first word there is none: the process has not started"
-    health.tell(HealthState.OUTSIDE)
-    health.tell(HealthState.MEMBER)
+    health.write_state(HealthState.OUTSIDE)
+    health.write_state(HealthState.MEMBER)
     assert path.read_text() == "outside\n", "at most once a second"
     clock[0] += 1.0
-    health.tell(HealthState.MEMBER)
+    health.write_state(HealthState.MEMBER)
     assert path.read_text() == "member\n"
     os.utime(path, (0, 0))
     clock[0] += 1.0
-    health.tell(HealthState.MEMBER)
+    health.write_state(HealthState.MEMBER)
     assert path.stat().st_mtime > 0, "the same word again makes it young"
-    health.remove()
+    health.remove_file()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_the_process_before_says_nothing_of_this_one(tmp_path: Path) -> None:
+def test_health_file_of_a_previous_process_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "health"
     path.write_text("member\n")
     HealthFile(path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from memserve.system import imports as lean_torch
 
 HEAD = f"""
@@ -21,16 +23,27 @@ def said_by(program: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_model_family_brings_neither_compiler_nor_distributed_tensors_nor_scipy() -> None:
-    said = said_by("""
+@pytest.fixture(scope="module")
+def family() -> list[str]:
+    """What a process says that has imported a family of models: a line for each test."""
+    return said_by("""
+import importlib.metadata
+from transformers.utils import import_utils
+read, fetch = [], import_utils.fetch__all__
+import_utils.fetch__all__ = lambda text: read.append(0) or fetch(text)
+importlib.metadata.packages_distributions = None
 import transformers.models.llama.modeling_llama
 left_out = ("torch._inductor", "torch.distributed.tensor", "sympy", "triton", "scipy")
 print([name for name in left_out if sys.modules.get(name)])
-""")
-    assert said == "[]"
+print(len(read) < 50, import_utils.is_kernels_available(), transformers.LlamaForCausalLM.__name__)
+""").splitlines()
 
 
-def test_what_compiles_gets_the_compiler() -> None:
+def test_model_family_imports_no_compiler_dtensor_or_scipy(family: list[str]) -> None:
+    assert family[0] == "[]"
+
+
+def test_compiling_code_gets_the_compiler() -> None:
     said = said_by("""
 import transformers.models.llama.modeling_llama
 double = torch.compile(lambda x: x * 2, backend="eager")
@@ -39,17 +52,8 @@ print(double(torch.ones(1)).item(), torch._dynamo.utils.__name__, torch.compiler
     assert said == "2.0 torch._dynamo.utils False"
 
 
-def test_a_family_reads_neither_the_other_families_again_nor_what_is_installed() -> None:
-    said = said_by("""
-import importlib.metadata
-from transformers.utils import import_utils
-read, fetch = [], import_utils.fetch__all__
-import_utils.fetch__all__ = lambda text: read.append(0) or fetch(text)
-importlib.metadata.packages_distributions = None
-import transformers.models.llama.modeling_llama
-print(len(read) < 50, import_utils.is_kernels_available(), transformers.LlamaForCausalLM.__name__)
-""")
-    assert said == "True False LlamaForCausalLM"
+def test_model_family_scans_no_other_families_or_packages(family: list[str]) -> None:
+    assert family[1] == "True False LlamaForCausalLM"
 
 
 def test_masks_of_transformers_are_made_in_the_real_mode() -> None:

@@ -54,10 +54,10 @@ def loop_of(machine: Recorder, perform=lambda event, actions, spent_ns: None, br
     return SharedLoop(machine, perform, on_broken=broken, name="own")
 
 
-def test_events_of_many_threads_are_handled_once_and_in_each_ones_order(machine: Recorder) -> None:
+def test_events_of_many_threads_run_once_in_thread_order(machine: Recorder) -> None:
     loop = loop_of(machine)
     loop.start()
-    posters = [threading.Thread(target=lambda n=n: [loop.post((n, i)) for i in range(2000)]) for n in range(6)]
+    posters = [threading.Thread(target=lambda n=n: [loop.post_event((n, i)) for i in range(2000)]) for n in range(6)]
     for poster in posters:
         poster.start()
     for poster in posters:
@@ -69,41 +69,41 @@ def test_events_of_many_threads_are_handled_once_and_in_each_ones_order(machine:
         assert [i for m, i in machine.events() if m == n] == list(range(2000))
 
 
-def test_a_thread_that_finds_the_turn_free_handles_its_event_itself(machine: Recorder) -> None:
+def test_idle_loop_handles_event_on_the_posting_thread(machine: Recorder) -> None:
     loop = loop_of(machine)
     loop.start()
-    assert loop.ask(lambda: "started") == "started"
-    loop.post("here")
+    assert loop.query_machine(lambda: "started") == "started"
+    loop.post_event("here")
     assert (threading.current_thread().name, "here") in machine.seen
     assert loop.close(WAIT_S)
 
 
-def test_what_is_posted_before_the_start_waits_for_it(machine: Recorder) -> None:
+def test_events_before_start_wait_for_it(machine: Recorder) -> None:
     loop = loop_of(machine)
-    loop.post("early")
+    loop.post_event("early")
     assert machine.seen == []
     loop.start()
     assert loop.close(WAIT_S)
     assert machine.events() == ["early"]
 
 
-def test_what_is_posted_while_actions_are_performed_comes_next(machine: Recorder) -> None:
+def test_event_posted_during_actions_comes_next(machine: Recorder) -> None:
     loop = loop_of(machine, lambda event, actions, spent_ns: loop.post("second") if event == "first" else None)
     loop.start()
-    loop.post("first")
+    loop.post_event("first")
     assert loop.close(WAIT_S)
     assert machine.events() == ["first", "second"]
 
 
-def test_a_deadline_that_a_poster_brings_is_not_slept_through(machine: Recorder) -> None:
+def test_deadline_of_a_posted_event_is_kept(machine: Recorder) -> None:
     loop = loop_of(machine)
     machine.next_deadline_ns = time.monotonic_ns() + 3600 * NS_PER_S
     loop.start()
-    loop.post("late")
+    loop.post_event("late")
     for _ in range(20):
         machine.ticked.clear()
         machine.next_deadline_ns = time.monotonic_ns() + NS_PER_S // 1000
-        loop.post("soon")
+        loop.post_event("soon")
         assert machine.ticked.wait(WAIT_S)
     assert loop.close(WAIT_S)
     assert all(name == "own" for name, event in machine.seen if isinstance(event, ClockTicked))
@@ -119,12 +119,12 @@ def test_a_long_queue_is_left_to_the_loops_own_thread(machine: Recorder) -> None
 
     loop = loop_of(machine, perform)
     loop.start()
-    assert loop.ask(lambda: True)
-    poster = threading.Thread(target=lambda: loop.post("wait"), name="poster")
+    assert loop.query_machine(lambda: True)
+    poster = threading.Thread(target=lambda: loop.post_event("wait"), name="poster")
     poster.start()
     assert entered.wait(WAIT_S)
     for number in range(5 * EVENTS_A_TURN):
-        loop.post(number)  # returns at once: the poster has the turn
+        loop.post_event(number)  # returns at once: the poster has the turn
     goes_on.set()
     poster.join(WAIT_S)
     assert loop.close(WAIT_S)
@@ -138,10 +138,10 @@ def test_a_machine_that_fails_ends_the_loop_once(machine: Recorder) -> None:
     broken: list[str] = []
     loop = loop_of(machine, broken=lambda: broken.append(threading.current_thread().name))
     loop.start()
-    loop.post(ValueError("planted"))
+    loop.post_event(ValueError("planted"))
     with pytest.raises(EngineStopped):
-        loop.ask(lambda: "not asked")
-    loop.post("too late")
+        loop.query_machine(lambda: "not asked")
+    loop.post_event("too late")
     assert loop.close(WAIT_S)
     assert len(broken) == 1
     assert "too late" not in machine.events()

@@ -58,7 +58,7 @@ def test_a_model_that_cannot_fit_says_what_it_needs(monkeypatch: pytest.MonkeyPa
     assert "smaller model" in (caught.value.hint or "")
 
 
-def test_what_stays_is_not_looked_through_again() -> None:
+def test_startup_objects_are_frozen_for_gc() -> None:
     """The collector rests while a process starts, and leaves alone what was made then; later garbage is collected."""
     frozen = gc.get_freeze_count()
     try:
@@ -100,14 +100,14 @@ def test_each_option_that_costs_memory_is_in_the_bound() -> None:
     assert bound(sizes, max_running=8, max_step_tokens=512, max_waiting=32).requests_bytes > least.requests_bytes
 
 
-def test_what_is_resident_grows_with_what_is_touched() -> None:
+def test_resident_bytes_grow_with_touched_memory() -> None:
     before = memory.resident_bytes()
     touched = bytearray(64 * MIB)
     assert memory.resident_bytes() - before > 48 * MIB
     del touched
 
 
-def test_a_process_that_computes_on_a_cpu_loads_no_kernels_of_gpus() -> None:
+def test_cpu_process_loads_no_gpu_kernels() -> None:
     """The compiler that transformers brings along would import triton: 73 MB in each instance."""
     program = """
 from memserve.system.imports import leave_compiler_out
@@ -131,7 +131,7 @@ print([name for name, found in sys.modules.items() if name.startswith("triton") 
         "memserve.cli.cluster.instance, memserve.host.instance",  # OpenMP and oneDNN are set up before it
     ],
 )
-def test_what_computes_nothing_imports_no_torch(imported: str) -> None:
+def test_processes_without_compute_import_no_torch(imported: str) -> None:
     """A second of a core at each start, and 200 MB."""
     program = f"import sys, {imported}\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
@@ -159,7 +159,7 @@ def test_frozen_objects_are_taken_apart_at_the_end() -> None:
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_free_heap_goes_back_to_the_system_while_the_program_waits() -> None:
+def test_free_heap_is_returned_to_the_system_while_idle() -> None:
     """Small pieces below one that stays: glibc gives nothing of them back by itself."""
     program = """
 import ctypes, sys, time

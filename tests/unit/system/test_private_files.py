@@ -29,16 +29,16 @@ def tenants(ring: KeyRing, *keys: str) -> list[str | None]:
     found: list[str | None] = []
     for key in keys:
         try:
-            found.append(ring.tenant(f"Bearer {key}"))
+            found.append(ring.tenant_of(f"Bearer {key}"))
         except ApiError as error:
             assert error.status == 401
             found.append(None)
     return found
 
 
-def test_a_changed_file_has_other_keys_and_tenants_keep_their_names(tmp_path: Path) -> None:
+def test_changed_key_file_replaces_keys_and_keeps_tenants(tmp_path: Path) -> None:
     file = put(tmp_path / "keys", "ada=k-old\nbob=k-bob\n")
-    ring = KeyRing(api_keys(["k-word"], file).follow())
+    ring = KeyRing(api_keys(["k-word"], file).follow_keys())
     assert tenants(ring, "k-word", "k-old", "k-new", "k-bob") == ["", "ada", None, "bob"]
     put(file, "ada=k-old\nada=k-new\nbob=k-bob\n")
     assert tenants(ring, "k-word", "k-old", "k-new", "k-bob") == ["", "ada", "ada", "bob"]
@@ -47,11 +47,11 @@ def test_a_changed_file_has_other_keys_and_tenants_keep_their_names(tmp_path: Pa
 
 
 @pytest.mark.parametrize("wrong", ["", "# none\n", "a b\n", "ada=\n", "k-word\n", "one\none\n", "\x00\n"], ids=repr)
-def test_a_broken_file_keeps_the_keys_and_says_so_once(
+def test_broken_file_keeps_the_keys_and_is_logged_once(
     wrong: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = put(tmp_path / "keys", "ada=k-old\n")
-    ring = KeyRing(api_keys(["k-word"], file).follow())
+    ring = KeyRing(api_keys(["k-word"], file).follow_keys())
     caplog.clear()
     put(file, wrong)
     for _ in range(3):
@@ -65,7 +65,7 @@ def test_a_broken_file_keeps_the_keys_and_says_so_once(
 
 def test_a_file_that_is_gone_or_open_to_others_keeps_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = put(tmp_path / "keys", "k-old\n")
-    ring = KeyRing(api_keys(None, file).follow())
+    ring = KeyRing(api_keys(None, file).follow_keys())
     file.unlink()
     assert tenants(ring, "k-old") == tenants(ring, "k-old") == [""]
     assert len(caplog.records) == 1 and "cannot read API keys" in caplog.text
@@ -77,7 +77,7 @@ def test_a_file_that_is_gone_or_open_to_others_keeps_the_keys(tmp_path: Path, ca
     assert tenants(ring, "k-old", "k-strange") == [None, ""], "as the hint says"
 
 
-def test_a_file_that_was_only_touched_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_touched_file_is_no_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = put(tmp_path / "secret", "a secret of the tests\n")
     secret = follow_secret(file)
     file.chmod(0o400)
@@ -86,9 +86,9 @@ def test_a_file_that_was_only_touched_is_no_news(tmp_path: Path, caplog: pytest.
     assert secret.value() == "another secret of the tests" and "read again" in caplog.text
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fifo_in_place_of_a_file_does_not_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = put(tmp_path / "keys", "k-old\n")
-    ring = KeyRing(api_keys(None, file).follow())
+    ring = KeyRing(api_keys(None, file).follow_keys())
     file.unlink()
     os.mkfifo(file, 0o600)
     assert tenants(ring, "k-old") == tenants(ring, "k-old") == [""]
@@ -97,10 +97,10 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, caplog:
     assert tenants(ring, "k-old", "k-new") == [None, ""]
 
 
-def test_a_file_of_an_editor_of_windows_is_read(tmp_path: Path) -> None:
+def test_file_with_bom_and_crlf_is_read(tmp_path: Path) -> None:
     text = "\ufeffada=k-ada-0123456789\r\nbob=k-bob\r\n"
     file = put(tmp_path / "keys", text)
-    assert tenants(KeyRing(api_keys(None, file).follow()), "k-ada-0123456789", "k-bob") == ["ada", "bob"]
+    assert tenants(KeyRing(api_keys(None, file).follow_keys()), "k-ada-0123456789", "k-bob") == ["ada", "bob"]
     assert follow_secret(put(tmp_path / "secret", "\ufeffa secret of the tests\r\n")).value() == "a secret of the tests"
 
 
@@ -112,7 +112,7 @@ def test_a_mounted_secret_changes_by_its_symlink(tmp_path: Path) -> None:
         os.utime(tmp_path / version / "keys", (1, 1))
     (tmp_path / "..data").symlink_to("v1")
     (tmp_path / "keys").symlink_to("..data/keys")
-    ring = KeyRing(api_keys(None, tmp_path / "keys").follow())
+    ring = KeyRing(api_keys(None, tmp_path / "keys").follow_keys())
     assert tenants(ring, "k-v1", "k-v2") == ["", None]
     (tmp_path / "..tmp").symlink_to("v2")
     (tmp_path / "..tmp").replace(tmp_path / "..data")
@@ -122,7 +122,7 @@ def test_a_mounted_secret_changes_by_its_symlink(tmp_path: Path) -> None:
 def test_files_are_looked_at_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_files, "LOOK_S", 3600.0)
     file = put(tmp_path / "keys", "k-old\n")
-    ring = KeyRing(api_keys(None, file).follow())
+    ring = KeyRing(api_keys(None, file).follow_keys())
     put(file, "k-new\n")
     assert tenants(ring, "k-old", "k-new") == ["", None]
     monkeypatch.setattr(private_files, "LOOK_S", 0.0)
@@ -143,26 +143,26 @@ def test_a_file_of_one_key_is_followed_too(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_keys_of_metrics_have_a_file_too(tmp_path: Path) -> None:
-    ring = KeyRing(metrics_keys("k-word", put(tmp_path / "keys", "k-one\nk-two\n")).follow())
+    ring = KeyRing(metrics_keys("k-word", put(tmp_path / "keys", "k-one\nk-two\n")).follow_keys())
     assert tenants(ring, "k-word", "k-one", "k-two", "k-other") == ["", "", "", None]
-    assert KeyRing(metrics_keys(None).follow()).is_open
+    assert KeyRing(metrics_keys(None).follow_keys()).is_open
     with pytest.raises(UserError, match="holds no API key"):
         metrics_keys("k-word", put(tmp_path / "keys", "\n"))
 
 
-def test_a_child_is_told_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_gets_the_source_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "keys", "k-file\n")
     monkeypatch.chdir(tmp_path)
-    told = GivenKeys(("k-word",), Path("keys")).told()
+    told = GivenKeys(("k-word",), Path("keys")).as_payload()
     monkeypatch.chdir("/")
-    assert GivenKeys.read_told(told).read() == ("k-word", "k-file")
-    assert not GivenKeys.read_told(GivenKeys().told()).are_given
+    assert GivenKeys.from_payload(told).read_keys() == ("k-word", "k-file")
+    assert not GivenKeys.from_payload(GivenKeys().as_payload()).are_given
 
 
 @pytest.mark.parametrize(
     "use",
     [
-        lambda path: KeyRing(api_keys(None, path).follow()).tenant("Bearer one-key-0123456789") == "",
+        lambda path: KeyRing(api_keys(None, path).follow_keys()).tenant_of("Bearer one-key-0123456789") == "",
         lambda path: followed_key(path).value() == "one-key-0123456789",
         lambda path: follow_secret(path).value() == "one-key-0123456789",
     ],
@@ -178,7 +178,7 @@ def test_a_pipe_is_read_once(use: Callable[[Path], bool]) -> None:
         os.close(readable)
 
 
-def test_what_is_made_of_a_file_may_refuse_it(tmp_path: Path) -> None:
+def test_parser_may_refuse_a_changed_file(tmp_path: Path) -> None:
     def number(text: str) -> int:
         if not text.isdecimal():
             raise UserError("no number")
@@ -186,11 +186,11 @@ def test_what_is_made_of_a_file_may_refuse_it(tmp_path: Path) -> None:
 
     file = put(tmp_path / "n", "1")
     text = Followed([file], file.read_text, "the number")
-    followed = text.then(number)
+    followed = text.derive_value(number)
     put(file, "one")
     assert followed.value() == 1
     put(file, "22")
     assert followed.value() == 22
-    assert text.then(number).value() == 22, "what was read before, and it is looked at again"
+    assert text.derive_value(number).value() == 22, "what was read before, and it is looked at again"
     with pytest.raises(UserError):
-        Followed([put(file, "three")], file.read_text, "the number").then(number)
+        Followed([put(file, "three")], file.read_text, "the number").derive_value(number)

@@ -50,7 +50,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeProc:
     return fake
 
 
-def test_what_this_program_and_its_children_use_is_its_own(proc: FakeProc) -> None:
+def test_cpu_use_of_program_and_children_is_own(proc: FakeProc) -> None:
     watch = CpuWatch()
     proc.now_s += 10
     proc.machine(50.0 + 12.0, idle_s=300.0, iowait_s=40.0)
@@ -60,7 +60,7 @@ def test_what_this_program_and_its_children_use_is_its_own(proc: FakeProc) -> No
     assert busy_note(watch.others_cores()) is None
 
 
-def test_what_others_use_is_told(proc: FakeProc) -> None:
+def test_cpu_use_of_others_is_reported(proc: FakeProc) -> None:
     watch = CpuWatch()
     proc.now_s += 10
     proc.machine(50.0 + 9.0, stolen_s=6.0)
@@ -69,7 +69,7 @@ def test_what_others_use_is_told(proc: FakeProc) -> None:
     assert "other programs use 1.3 of" in str(busy_note(watch.others_cores()))
 
 
-def test_a_system_that_does_not_tell(proc: FakeProc) -> None:
+def test_cpu_watch_without_proc_files(proc: FakeProc) -> None:
     watch = CpuWatch()
     assert watch.others_cores() is None, "no time has passed"
     proc.now_s += 1
@@ -78,10 +78,10 @@ def test_a_system_that_does_not_tell(proc: FakeProc) -> None:
 
 
 def test_this_machine_tells() -> None:
-    assert process._read() is not None
+    assert process._read_cpu() is not None
 
 
-def test_an_end_that_a_library_has_made_an_error_of_is_still_an_end() -> None:
+def test_signal_wrapped_in_a_library_error_still_ends() -> None:
     """As the tokenizer's library does with whatever the Python that it calls raises."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(EndRequested, match="SIGTERM"), signals_raise():

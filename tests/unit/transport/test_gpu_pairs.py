@@ -97,7 +97,7 @@ def _instances(*parallels: Parallel) -> Any:
     module, together = tiny_module("llama"), []
     try:
         for parallel in parallels:
-            together.append(Together(module, parallel) if parallel.workers > 1 else Alone(module))
+            together.append(Together(module, parallel) if parallel.worker_count > 1 else Alone(module))
         members = [
             Member(f"m{number}", one.geometry, {Tier.HBM: one.memory(), Tier.DRAM: one.dram})
             for number, one in enumerate(together)
@@ -156,7 +156,7 @@ def by_a_store(writer: Parallel, reader: Parallel) -> bool:
         drawn = here.driver.step([(3, 0, 75, (3,))], open=[sequence(3, tokens, FROM)]).tokens
         seals = sender.seals(Tier.HBM, FROM)
         sender.port.add_peer(store.info)
-        taken = here.memory().taken(np.array(FROM) * here.geometry.block_bytes, here.geometry.block_bytes)
+        taken = here.memory().copied_ranges(np.array(FROM) * here.geometry.block_bytes, here.geometry.block_bytes)
         np.frombuffer(kept, np.uint8).reshape(8, -1)[BY] = taken.reshape(3, -1)
         assert store.seals(Tier.DRAM, BY) == seals
         assert receiver.pull(store, (Tier.DRAM, Tier.HBM), BY, TO, seals) == ""
@@ -255,7 +255,10 @@ def main(names: list[str]) -> None:
     import traceback
 
     from fake_gpu import attend_with_kernels
+    from lean_imports import interpret_quickly, leave_compiler_out
 
+    leave_compiler_out()
+    interpret_quickly()
     gc.disable()  # else every device looks through all of torch, transformers and triton
     attend_with_kernels(False)
     found = {}

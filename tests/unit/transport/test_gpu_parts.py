@@ -62,7 +62,7 @@ class Divided:
         self.driver = self.driver or FakeDriver()
         found = tuple(shard_of(share, self.geometry) for share in shares(Parallel(*self.degree), self.geometry))
         self.shards = found
-        self.parts = [device_zeros(BLOCKS, one.local.block_bytes, dtype=torch.uint8) for one in found]
+        self.parts = [device_zeros(BLOCKS, one.local_geometry.block_bytes, dtype=torch.uint8) for one in found]
         if self.seed is not None:
             self.write(random_bytes(BLOCKS * self.geometry.block_bytes, self.seed))
         others = []
@@ -78,7 +78,7 @@ class Divided:
         run = self.geometry.page_bytes // self.geometry.num_kv_heads
         return [
             (
-                part.view(BLOCKS, one.local.num_layers, one.local.num_kv_heads, run),
+                part.view(BLOCKS, one.local_geometry.num_layers, one.local_geometry.num_kv_heads, run),
                 (slice(one.first_layer, one.end_layer), slice(one.first_head, one.end_head)),
             )
             for one, part in zip(self.shards, self.parts, strict=True)
@@ -109,7 +109,7 @@ class Divided:
 
         return PeerInfo(
             Peer("owner", 1), Role.PREFILL, "tcp://127.0.0.1:1", "ns", self.geometry, BLOCKS, BLOCKS, 9, True,
-            this_host(), os.getpid(), (self.memory.place(Tier.HBM), *more),
+            this_host(), os.getpid(), (self.memory.describe_arena(Tier.HBM), *more),
         )  # fmt: skip
 
 
@@ -153,9 +153,9 @@ def seals_are_those_of_whole_blocks() -> bool:
         for ranges in jobs(geometry):
             want = _core.seal_ranges(whole.ctypes.data, ranges.src_offsets, ranges.range_bytes)
             assert (here.memory.seal(ranges.src_offsets, ranges.range_bytes) == want).all(), name
-            taken = here.memory.taken(ranges.src_offsets, ranges.range_bytes)
+            taken = here.memory.copied_ranges(ranges.src_offsets, ranges.range_bytes)
             target = torch.zeros(len(taken) + 64, dtype=torch.uint8)
-            here.memory.take(ranges.src_offsets, ranges.range_bytes, target)
+            here.memory.copy_ranges_to(ranges.src_offsets, ranges.range_bytes, target)
             expected = [whole[at : at + ranges.range_bytes] for at in ranges.src_offsets.tolist()]
             assert (taken == np.concatenate(expected)).all() and (target[: len(taken)].numpy() == taken).all(), name
             assert not target[len(taken) :].any()
@@ -300,7 +300,7 @@ def an_owner_that_ends_is_noticed() -> bool:
 
     geometry = GEOMETRIES["two heads"]
     source, target = Divided(geometry, (2, 1), seed=7), Divided(geometry, (1, 1))
-    link, run = IpcLink({Tier.HBM: target.memory}, source.driver), GpuMemory.run
+    link, run = IpcLink({Tier.HBM: target.memory}, source.driver), GpuMemory.copy_and_seal
     link.add_peer(source.info())
 
     def ends(self: Any, *more: Any) -> Any:
@@ -308,7 +308,7 @@ def an_owner_that_ends_is_noticed() -> bool:
         source.memory.generation = 0
         return seals
 
-    GpuMemory.run = ends
+    GpuMemory.copy_and_seal = ends
     try:
         link.read(Peer("owner", 1), Tier.HBM, Tier.HBM, jobs(geometry)[0])
     except LinkError as error:
@@ -316,7 +316,7 @@ def an_owner_that_ends_is_noticed() -> bool:
     else:
         raise AssertionError("what an instance has that has lost a worker was taken")
     finally:
-        GpuMemory.run = run
+        GpuMemory.copy_and_seal = run
     link.close()
     source.memory.generation = 1
     link = IpcLink({Tier.HBM: target.memory}, source.driver)
@@ -366,9 +366,11 @@ def main(names: list[str]) -> None:
     import time
     import traceback
 
+    from lean_imports import interpret_quickly
     from memserve.system import gpu_kernels
 
-    gpu_kernels._STRIPES, gpu_kernels._TURNS = 16, 2  # each turn takes the interpreter a millisecond, however small
+    interpret_quickly()
+    gpu_kernels._STRIPES, gpu_kernels._TURNS = 32, 1  # each turn takes the interpreter a millisecond, however small
     found = {}
     for name in names or SCENARIOS:
         began = time.monotonic()

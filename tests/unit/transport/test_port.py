@@ -97,7 +97,7 @@ class World:
         return {answer.job_id: answer for answer in self.answers}
 
 
-def test_one_peers_pulls_run_in_order_and_other_peers_go_on() -> None:
+def test_pulls_of_a_peer_run_in_order_next_to_others() -> None:
     link = FakeLink("fake")
     link.gates[A] = threading.Event()
     world = World(link)
@@ -150,7 +150,7 @@ def test_every_job_is_answered_while_and_after_closing() -> None:
     assert "no way" in answers[4].error and len(answers[5].checksums) == 1
 
 
-def test_a_link_that_does_not_reach_the_peer_makes_way_for_the_next() -> None:
+def test_unreachable_link_falls_back_to_the_next() -> None:
     near, far = FakeLink("near"), FakeLink("far")
     near.errors[A] = UnreachableError("another user's process")
     world = World(near, far)
@@ -188,7 +188,7 @@ def test_errors_and_wrong_checksums_are_answers() -> None:
     world.port.close()
 
 
-def test_sealing_announces_readers_and_describing_names_the_arenas() -> None:
+def test_describe_names_arenas_and_checksums_announce_reads() -> None:
     link = FakeLink("fake")
     world = World(link)
     info = world.port.describe(info_of(Peer("me", 12)))
@@ -226,7 +226,7 @@ def test_links_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         port.close()
 
 
-def test_a_nixl_that_does_not_start_leaves_the_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_nixl_start_leaves_the_other_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_MODULES", ("json",))  # installed, but no NIXL
     with pytest.raises(UserError, match="does not start"):
         open_data_port("nixl", GEOMETRY, {}, print)
@@ -246,14 +246,14 @@ def test_lanes_keep_their_order_whatever_fails() -> None:
 
     for number in range(50):
         for lane in range(5):
-            assert lanes.submit(lane, lambda lane=lane, number=number: task(lane, number))
+            assert lanes.submit_task(lane, lambda lane=lane, number=number: task(lane, number))
     lanes.close()
     for lane in range(5):
         assert [number for which, number in done if which == lane] == list(range(50))
-    assert not lanes.submit(0, lambda: None)
+    assert not lanes.submit_task(0, lambda: None)
 
 
-def test_one_lane_never_runs_twice_at_once() -> None:
+def test_lane_runs_one_task_at_a_time() -> None:
     lanes, running, most, lock = Lanes("test", 4), 0, 0, threading.Lock()
     barrier = threading.Barrier(2)
 
@@ -266,14 +266,14 @@ def test_one_lane_never_runs_twice_at_once() -> None:
             running -= 1
 
     for _ in range(200):
-        lanes.submit("one", task)
+        lanes.submit_task("one", task)
     for lane in ("two", "three"):  # these meet: they run at the same time
-        lanes.submit(lane, lambda: barrier.wait(10))
+        lanes.submit_task(lane, lambda: barrier.wait(10))
     lanes.close()
     assert most == 1
 
 
-def test_an_attendant_looks_while_there_is_something() -> None:
+def test_poll_thread_polls_while_there_is_work() -> None:
     looks = threading.Semaphore(0)
     busy = [False]
 
@@ -285,7 +285,7 @@ def test_an_attendant_looks_while_there_is_something() -> None:
     assert looks.acquire(timeout=10)
     assert not looks.acquire(timeout=0.05)  # nothing to do: it sleeps
     busy[0] = True
-    attendant.look_often()
+    attendant.poll_soon()
     assert all(looks.acquire(timeout=10) for _ in range(5))
     busy[0] = False
     attendant.close()

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from memserve.base.errors import InvariantError
 from memserve.base.kv_layout import Parallel, shares
 from memserve.base.types import KVGeometry
-from memserve.transport.ranges import Ranges, block_ranges, fits, pull_plan, shard_of, shard_ranges, shards
+from memserve.transport.ranges import Ranges, block_ranges, fits, shard_of
+from shard_plans import pull_plan, shard_ranges, shards
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -73,7 +74,7 @@ def test_ranks_fill_their_shards_from_those_of_other_degrees(
     whole = arena(4, geometry, 7)
     held = [whole[:, s.first_layer : s.end_layer, s.first_head : s.end_head].copy() for s in sources]
     for shard in shards(geometry, dst_tp, min(dst_pp, layers)):
-        target = arena(3, shard.local)
+        target = arena(3, shard.local_geometry)
         total = 0
         for index, ranges in pull_plan(sources, shard, src_blocks, dst_blocks):
             assert fits(ranges.src_offsets, ranges.range_bytes, held[index].nbytes)
@@ -82,7 +83,7 @@ def test_ranks_fill_their_shards_from_those_of_other_degrees(
             total += ranges.total_bytes
         part = whole[:, shard.first_layer : shard.end_layer, shard.first_head : shard.end_head]
         np.testing.assert_array_equal(target[dst_blocks], part[src_blocks])
-        assert total == len(dst_blocks) * shard.local.block_bytes and not target[0].any()
+        assert total == len(dst_blocks) * shard.local_geometry.block_bytes and not target[0].any()
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,7 +93,7 @@ def test_shards_hold_every_layer_and_head(tensor_parallel: int, pipeline_paralle
     ranks = shards(model(), tensor_parallel, pipeline_parallel)
     for shard in ranks:
         held[shard.first_layer : shard.end_layer, shard.first_head : shard.end_head] += 1
-        assert shard.local.block_bytes > 0
+        assert shard.local_geometry.block_bytes > 0
     assert len(ranks) == tensor_parallel * pipeline_parallel
     assert (held == max(1, tensor_parallel // 4)).all()
 
@@ -106,11 +107,11 @@ def test_runs_of_workers_are_those_of_the_whole(parallel: Parallel) -> None:
     taken = []
     for share in shares(parallel, geometry):
         shard = shard_of(share, geometry)
-        own = shard.local
+        own = shard.local_geometry
         assert shard.run_bytes == runs == own.page_bytes // own.num_kv_heads
         pages = np.array([4, 2], np.int32)[:, None] * own.num_layers + np.arange(own.num_layers, dtype=np.int32)
-        here = shard.runs(pages.ravel(), of_model=False).reshape(2, own.num_layers, own.num_kv_heads)
-        there = whole[shard.runs(pages.ravel(), of_model=True)].reshape(here.shape)
+        here = shard.run_numbers(pages.ravel(), of_model=False).reshape(2, own.num_layers, own.num_kv_heads)
+        there = whole[shard.run_numbers(pages.ravel(), of_model=True)].reshape(here.shape)
         assert (here.ravel() == np.arange(here[0].size * 7).reshape(7, -1)[[4, 2]].ravel()).all()
         heads, layers = np.arange(own.num_kv_heads), np.arange(own.num_layers)[:, None]
         for block, got in zip((4, 2), there, strict=True):
@@ -128,7 +129,7 @@ def test_whole_pages_are_one_range_a_block() -> None:
     assert len(shard_ranges(stages[0], stages[1], [0, 1], [1, 0])) == 0
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_indivisible_model_is_refused() -> None:
     for degrees in ((3, 1), (0, 1), (1, 0), (1, 7), (6, 1)):
         with pytest.raises(InvariantError):
             shards(model(), *degrees)

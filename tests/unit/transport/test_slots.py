@@ -7,9 +7,10 @@ import pytest
 
 from memserve import _core
 from memserve.base.types import KVGeometry
-from memserve.transport.links.nixl_slots import SLOTS_MAX, SlotReader, SlotSource
+from memserve.transport.links.nixl import SLOTS_MAX, SlotReader, SlotSource
 from memserve.transport.ports import LinkError
-from memserve.transport.ranges import Ranges, shards
+from memserve.transport.ranges import Ranges
+from shard_plans import shards
 
 NOTHING = np.zeros(1, np.int64)
 THERE = SlotSource(("peer",), (0,), on_gpu=False)
@@ -20,21 +21,21 @@ class Agent:
 
     registers = False
 
-    def register(self, address: int, nbytes: int, *, on_gpu: bool) -> None:
+    def register_memory(self, address: int, nbytes: int, *, on_gpu: bool) -> None:
         if not self.registers:
             raise LinkError("NIXL registers no memory")
 
-    def announce(self, name: str) -> None:
+    def announce_read(self, name: str) -> None:
         """That a READ comes."""
 
-    def read(self, name: str, src: int, dst: int, ranges: Ranges, on_gpu: tuple[bool, bool]) -> None:
+    def post_read(self, name: str, src: int, dst: int, ranges: Ranges, on_gpu: tuple[bool, bool]) -> None:
         raise LinkError("no READ is posted")
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def test_a_slot_that_cannot_be_registered_is_none() -> None:
+def test_unregistrable_slot_is_none() -> None:
     """As when the connections of NIXL break: afterwards there are as many slots as before."""
     agent, arena = Agent(), _core.SharedArena(64)
     reader = SlotReader(agent, 4096, stall_ns=1)
@@ -50,7 +51,7 @@ def test_a_slot_that_cannot_be_registered_is_none() -> None:
 class Reading:
     """A READ that is over when it is told to be."""
 
-    succeeded = True
+    has_succeeded = True
 
     def __init__(self) -> None:
         self.over, self.released = False, 0
@@ -58,7 +59,7 @@ class Reading:
     def is_over(self) -> bool:
         return self.over
 
-    def release(self) -> None:
+    def release_handle(self) -> None:
         self.released += 1
 
 
@@ -74,10 +75,10 @@ class Copying(Agent):
         self.posted: list[Reading] = []
         self.announced: list[str] = []
 
-    def announce(self, name: str) -> None:
+    def announce_read(self, name: str) -> None:
         self.announced.append(name)
 
-    def read(self, name: str, src: int, dst: int, ranges: Ranges, on_gpu: tuple[bool, bool]) -> Reading:
+    def post_read(self, name: str, src: int, dst: int, ranges: Ranges, on_gpu: tuple[bool, bool]) -> Reading:
         if name in self.broken:
             raise LinkError("no READ is posted")
         _core.copy_ranges_sealed(dst, ranges.dst_offsets, src, ranges.src_offsets, ranges.range_bytes)
@@ -122,13 +123,13 @@ def test_a_slot_is_held_while_one_shard_may_write_it() -> None:
     agent.held, agent.broken = {"worker 0"}, {"worker 1"}
     with pytest.raises(LinkError, match="no READ is posted"):
         reader.read(source, arena, one, lambda: True)
-    assert reader.sweep() == {"worker 0"} and not reader._free
+    assert reader.sweep_abandoned() == {"worker 0"} and not reader._free
     agent.broken = set()
     with pytest.raises(LinkError, match="sent nothing"):
         reader.read(source, arena, one, lambda: True)
-    assert reader.sweep() == {"worker 0", "worker 1", "worker 2"} and reader._made == 2
+    assert reader.sweep_abandoned() == {"worker 0", "worker 1", "worker 2"} and reader._made == 2
     for posted in agent.posted:
         posted.over = True
-    assert reader.sweep() == set() and len(reader._free) == 2
+    assert reader.sweep_abandoned() == set() and len(reader._free) == 2
     assert not np.frombuffer(arena, np.uint8).any(), "nothing lands that did not come whole"
     reader.close()

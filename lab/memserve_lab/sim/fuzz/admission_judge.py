@@ -27,6 +27,7 @@ from memserve.protocol.admission import AdmissionGrant, AdmissionGrants, Admissi
 from memserve.protocol.events import Send
 from memserve.protocol.messages import Dispatch
 from memserve.protocol.peers import Peer
+from memserve.router.admission.controller import AdmissionController
 from memserve.router.admission.ledger import IDENTITY_BYTES
 from memserve.router.admission.needs import cost_tokens, tokens_needed
 from memserve.router.events import (
@@ -262,6 +263,7 @@ class AdmissionChecker:
         for action in actions:
             self._ended(action, read, now_ns)
         admission = cluster._lifecycle.admission
+        assert isinstance(admission, AdmissionController)
         live = cluster._lifecycle.requests.by_id | cluster._lifecycle.remote_requests.by_id
         for name, waiter in list(here.items()):
             req = live.get(name)
@@ -437,6 +439,7 @@ class AdmissionChecker:
         if active == config.active_max or returning:
             return
         require(config.mode is not Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
+        assert isinstance(admission, AdmissionController)
         head = admission._queue.head()
         if head is not None:
             fits = fits_surely(cluster, head.request, **self._room(now_ns))

@@ -87,7 +87,7 @@ def _check_tree(router: Cluster, node: InstanceNode) -> None:
         too_much = [(n.hex()[:8], h, d) for n, h, d in believed if (n, h, d) not in truth]
         too_little = [(n.hex()[:8], h, d) for n, h, d in truth if (n, h, d) not in believed]
         counts = f"{len(believed)} blocks believed, {len(truth)} there"
-        feed = f"{trees.feed(number)}, at {pool.next_event}"
+        feed = f"{trees.feed_of(number)}, at {pool.next_event}"
         require(False, f"{node.peer.name}: {counts}; {feed}; too much {too_much}, too little {too_little}")
 
 
@@ -96,11 +96,11 @@ def check_stores_at_rest(router: Cluster, store: FuzzedStore) -> None:
     machine = store.machine
     machine.check_invariants()
     require(store.alive and not store.paused, "the store does not run")
-    held = {extent: count for extent, count in machine.references().items() if count}
+    held = {extent: count for extent, count in machine.count_references().items() if count}
     require(not held, f"the store holds {held}")
     require(not machine.kv.exchange.transfers_open, f"{machine.kv.exchange.transfers_open} transfers are open")
-    require(not machine.loads.open and not machine.values.writes_open, "the store still reads or writes")
-    require(machine.values.disks.idle, "its disks are busy")
+    require(not machine.loads.open_loads and not machine.values.writes_open, "the store still reads or writes")
+    require(machine.values.disks.is_idle, "its disks are busy")
     check_tree(router, store)
 
 
@@ -171,7 +171,7 @@ def check_tree(router: Cluster, store: FuzzedStore) -> None:
         (bytes(name), memory, disk) for name, memory, disk in trees.directory.dump(member.number if member else -1)
     ]
     truth = [
-        (name, int(log.tier_of(name) is Tier.DRAM), int(log.tier_of(name) is Tier.SSD)) for name in log.identities()
+        (name, int(log.tier_of(name) is Tier.DRAM), int(log.tier_of(name) is Tier.SSD)) for name in log.all_identities()
     ]
     truth.sort()
     if believed != truth:

@@ -17,6 +17,7 @@ from typing import Protocol
 from memserve.base.types import KVGeometry, Role, Tier
 from memserve.base.units import ceil_div
 from memserve.instance.events import DropSegment, HoldSegment, RowFailed, StepFailed, StepFinished, StepPlan
+from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.scheduler.sequence import Group, Phase
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
 from memserve.kv.transfer.sender import Export
@@ -183,9 +184,9 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
         state, now = self.machine.state, self.now
         deadline_ns = state.grammars.next_deadline_ns
         for group in state.groups.values() if deadline_ns is not None and deadline_ns <= now else ():
-            if state.grammars.awaited(group.wanted_grammar):
+            if state.grammars.is_awaited(group.wanted_grammar):
                 self._too_slow(group)
-        for sequence in state.late_masks.overdue(now):
+        for sequence in state.late_masks.overdue_sequences(now):
             self._too_slow(sequence.group)
         super().post(event)
 
@@ -225,7 +226,7 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
             done["late draws"] = counters.late_draws
         if counters.drafted_tokens:
             done.update({"drafts: tokens": counters.drafted_tokens, "drafts: kept": counters.kept_tokens})
-        if layers is not None:
+        if isinstance(layers, LayerPlacer):
             kv = self.memory.kv
             done.update({"by layer: admitted": layers.admitted, "by layer: converted": layers.converted})
             done.update({"by layer: parked": layers.parked, "by layer: resumed": layers.resumed})

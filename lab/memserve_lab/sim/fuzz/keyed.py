@@ -183,7 +183,7 @@ class KeyedClients:
         require(not len(self._host.router.machine.answers), "the router keeps answers for ever")
         for node in instances:
             link = node.machine.link
-            require(link is None or not len(link.kept), f"{node.peer.name} keeps answers for ever")
+            require(link is None or not len(link.replay_buffer), f"{node.peer.name} keeps answers for ever")
 
 
 def client_of(name: str) -> str:

@@ -86,11 +86,11 @@ def store_seal() -> list[Swap]:
 def _publishes_at_once(self: KvBlocks, sender: Peer, offer: Offer, now_ns: int) -> None:
     _offered(self, sender, offer, now_ns)
     taken = self.exchange._receiver.open.get(offer.transfer_id)
-    if taken is None or taken.placed is None or taken.placed.lease.blocks:
+    if taken is None or taken.placement is None or taken.placement.lease.blocks:
         return
     first, block_bytes = taken.offer.first_block, self._pool.block_bytes
-    identities = self._pool.identities(offer.tenant, offer.tokens)[first:]
-    for identity, block in zip(identities, taken.placed.blocks, strict=False):
+    identities = self._pool.block_identities(offer.tenant, offer.tokens)[first:]
+    for identity, block in zip(identities, taken.placement.blocks, strict=False):
         self._values.put_kv(identity, block * block_bytes, block_bytes, 0, now_ns, keep=False)
 
 
@@ -106,7 +106,7 @@ def _is_written_at_once(self: Values, key: bytes, place: Place, now_ns: int, *, 
     was_written = key in self._writes
     _write_through(self, key, place, now_ns, bypass=bypass)
     if key in self._writes and not was_written:
-        self.written(Written(key, True), now_ns)
+        self.on_written(Written(key, True), now_ns)
 
 
 _write_through = Values._write_through
@@ -118,7 +118,7 @@ def store_write() -> list[Swap]:
 
 
 def _any_generation(self: Registry, peer: Peer) -> Member | None:
-    return self.named(peer.name)
+    return self.member_by_name(peer.name)
 
 
 def _generation_check() -> list[Swap]:
@@ -150,7 +150,7 @@ def _never_asks(self: Trees, feed: MemberFeed, now_ns: int) -> QueryKvEvents | N
 
 def _event_replay() -> list[Swap]:
     """The router does not ask for missed KV events."""
-    return [(Trees, "_ask", _never_asks)]
+    return [(Trees, "_query_events", _never_asks)]
 
 
 def _lies(self: Store) -> None:
@@ -177,15 +177,15 @@ def _checksum() -> list[Swap]:
 def _goes_through(self: DurabilityGate, actions: Iterable[ClusterAction]) -> list[ClusterAction | Write]:
     """All actions pass at once; records are still written."""
     held = _admit(self, actions)
-    return [*held, *self.release(self._asked)]
+    return [*held, *self.release_actions(self._writes_requested)]
 
 
-_admit = DurabilityGate.admit
+_admit = DurabilityGate.admit_actions
 
 
 def _durability_gate() -> list[Swap]:
     """Messages leave before what they depend on is durable."""
-    return [(DurabilityGate, "admit", _goes_through)]
+    return [(DurabilityGate, "admit_actions", _goes_through)]
 
 
 def _stays_the_same(self: MemberMachine, sender: Peer, message: Expelled) -> None:
@@ -203,7 +203,7 @@ def _never_leaves(self: MemberMachine, refused: str = "") -> None:
 
 def _leaving() -> list[Swap]:
     """An instance that drains never leaves."""
-    return [(MemberMachine, "_leave", _never_leaves)]
+    return [(MemberMachine, "_leave_cluster", _never_leaves)]
 
 
 def _never_turns(self: RouterAddresses, now_ns: int) -> bool:
@@ -212,15 +212,15 @@ def _never_turns(self: RouterAddresses, now_ns: int) -> bool:
 
 def _router_addresses() -> list[Swap]:
     """Instances look for a router at their first address alone."""
-    return [(RouterAddresses, "turn", _never_turns), (RouterAddresses, "lead_to", _stays)]
+    return [(RouterAddresses, "try_next", _never_turns), (RouterAddresses, "switch_to", _stays)]
 
 
 def _stays(self: RouterAddresses, address: str, now_ns: int) -> None:
-    self.heard(now_ns)
+    self.mark_contact(now_ns)
 
 
 def _any_store(self: Registry, peer: Peer) -> Member | None:
-    member = self.named(peer.name)
+    member = self.member_by_name(peer.name)
     return member if member is not None and member.is_store else _this_very_one(self, peer)
 
 
@@ -246,7 +246,7 @@ def _arrives_at_once(self: LayerPlacer, plan: StepPlan, *, keeps: bool) -> None:
     for sequence in self.sequences:
         kv = sequence.layered
         if kv is not None and kv.moving is not None and kv.moving.plan is plan:
-            self._moves.settle(sequence, kv, kv.moving)
+            self._moves.finish_copies(sequence, kv, kv.moving)
 
 
 _move = LayerPlacer.move
@@ -265,8 +265,8 @@ def _computed_whole(self: StepResults, plan: InflightPlan, event: StepFinished) 
     _take_kept(self, plan, event)
     for sequence in plan.targets[-len(plan.drafts) :]:
         if sequence.phase is Phase.DECODING:
-            sequence.out += [0] * (plan.drafts[sequence.draw[0]] - len(event.kept[sequence.draw[0]]))
-            sequence.computed, sequence.left = sequence.known - 1, sequence.draws_left
+            sequence.out += [0] * (plan.drafts[sequence.draw[0]] - len(event.accepted_drafts[sequence.draw[0]]))
+            sequence.computed, sequence.left = sequence.known_length - 1, sequence.draws_left
 
 
 _take_kept = StepResults._take_kept
@@ -278,16 +278,16 @@ def _draft_check() -> list[Swap]:
 
 
 def _takes_anything(self: AnswerLog, output: TokenOutput) -> int:
-    told = self._told.get(output.index)
+    told = self._sequences.get(output.index)
     return _take_log(self, replace_struct(output, offset=len(told.tokens) if told is not None else 0))
 
 
-_take_log = AnswerLog.take
+_take_log = AnswerLog.append_output
 
 
 def _answer_offsets() -> list[Swap]:
     """What is kept of an answer is what came, whether tokens came twice or were missing."""
-    return [(AnswerLog, "take", _takes_anything)]
+    return [(AnswerLog, "append_output", _takes_anything)]
 
 
 def _is_never_due(self: ReplayLog, answer: Answer, now_ns: int) -> None:
@@ -372,7 +372,7 @@ def _keeps_grants(self: RemoteAdmission) -> None:
 
 def _stale_ledger() -> list[Swap]:
     """A follower goes on dispatching what was granted to it, after its lease and after it was expelled."""
-    return [(RemoteAdmission, "_has_lease", _for_ever), (RemoteAdmission, "expelled", _keeps_grants)]
+    return [(RemoteAdmission, "_has_lease", _for_ever), (RemoteAdmission, "on_expelled", _keeps_grants)]
 
 
 PLANTS: dict[str, Callable[[], list[Swap]]] = {

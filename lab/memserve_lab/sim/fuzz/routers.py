@@ -16,7 +16,7 @@ from typing import Protocol
 from memserve.base.config import ClusterConfig, MemberConfig
 from memserve.base.units import NS_PER_S
 from memserve.journal.state import MetadataState
-from memserve.journal.store import FaultyMedium, MediumFailed, Store
+from memserve.journal.store import MediumFailed, Store
 from memserve.protocol.events import RejectRequest, RequestArrived, RequestCancelled, Send, SequenceStopped
 from memserve.protocol.messages import Cancel, Dispatch
 from memserve.protocol.peers import ROUTER, Peer
@@ -25,6 +25,7 @@ from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.events import ClusterAction, Note, Remember, ReportMember, StateRecovered, StoreNamed
 from memserve.router.follower import Follower
 from memserve.router.outbox import DurabilityGate, Write
+from memserve_lab.sim.faulty_medium import FaultyMedium
 from memserve_lab.sim.fuzz import checks
 from memserve_lab.sim.fuzz import checks as store_checks
 from memserve_lab.sim.fuzz.admission_judge import remote_name
@@ -87,11 +88,11 @@ class Promises:
     def check(self, found: MetadataState) -> None:
         """Raise :class:`Violation` unless ``found`` keeps the promise. Further records may still be lost: they were
         read, but not synced."""
-        there = list(found.records())
+        there = list(found.checkpoint_records())
         state = MetadataState()
-        state.apply(self._kept.records())
+        state.apply(self._kept.checkpoint_records())
         for count in range(len(self._pending) + 1):
-            if list(state.records()) == there:
+            if list(state.checkpoint_records()) == there:
                 del self._pending[count:]
                 return
             if count < len(self._pending):
@@ -151,7 +152,7 @@ class FuzzedRouter(RouterNode):
         self.promises.check(self._store.state)
         if self._store.checkpoints:  # the last write was torn: the rest was rewritten
             self.promises.synced()
-        recovered = self._store.state.recovered(-self.skew_ns)
+        recovered = self._store.state.recovered_state(-self.skew_ns)
         last = recovered.router.generation if recovered.router is not None else 0
         self.peer = Peer(ROUTER, max(last, self.peer.generation) + 1)
         self.post(StateRecovered(recovered, self.peer, self.address, -self.skew_ns))
@@ -160,7 +161,7 @@ class FuzzedRouter(RouterNode):
 
     def perform(self, actions: Sequence[ClusterAction]) -> None:
         self.promises.expected(actions)
-        for action in self._gate.admit(actions):
+        for action in self._gate.admit_actions(actions):
             if isinstance(action, Write):
                 self._write(action.records)
                 if action.number is not None:
@@ -179,7 +180,7 @@ class FuzzedRouter(RouterNode):
         self.promises.written(records)
         was_broken, checkpoints = store.is_broken, store.checkpoints
         try:
-            store.write(records)
+            store.write_records(records)
         except MediumFailed as error:
             if not was_broken:
                 self.host.say(f"the router's disk: {error}")
@@ -193,7 +194,7 @@ class FuzzedRouter(RouterNode):
         if store is not None and not store.is_broken:
             store.sync()
             self.promises.synced()
-        for action in self._gate.release(number):
+        for action in self._gate.release_actions(number):
             self.perform_one(action)
         self._gate.check_invariants()
 
@@ -202,7 +203,7 @@ class FuzzedRouter(RouterNode):
         if self._store is None or not self._store.is_broken:
             return
         try:
-            self._store.checkpoint()
+            self._store.write_checkpoint()
             self.promises.synced()
         except MediumFailed:
             self.later(REPAIR_NS, self._repair)
@@ -355,7 +356,9 @@ class Routers:
                 )
         for instance in host.instances:
             link = instance.machine.link
-            require(link is None or not link.routers.alone, f"{instance.peer.name} has requests that no router wants")
+            require(
+                link is None or not link.routers.detached, f"{instance.peer.name} has requests that no router wants"
+            )
 
 
 def check_stalls(host: Host, node: RouterNode | FollowerNode, actions: Sequence[object]) -> None:
@@ -392,5 +395,5 @@ def check_dispatches(host: Host, node: FollowerNode, actions: Sequence[object]) 
             name = action.message.request.request_id.partition("#")[0]
             numbers = [one.number for one in asking._by_number.values() if one.req.request_id == name]
             known = [remote_requests.get(remote_name(node.peer, number)) for number in numbers]
-            counted = [req for req in known if req is not None and req.request_id in admission._active]
+            counted = [req for req in known if req is not None and req.request_id in admission._active_since_ns]
             require(bool(counted), f"{node.peer.name} dispatches {name}, which the owner does not count")

@@ -337,10 +337,10 @@ DRAFTING_SHARE = 0.3
 class Always(Worth):
     """What steps take here says nothing."""
 
-    def pays(self, sequences: int) -> bool:
+    def drafts_pay(self, sequences: int) -> bool:
         return True
 
-    def price(self, sequences: int) -> Price:
+    def draft_price(self, sequences: int) -> Price:
         return Price(1e9, 0.0)
 
 

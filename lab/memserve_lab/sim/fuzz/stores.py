@@ -352,7 +352,7 @@ class FuzzedStore(StoreNode, DiskOwner):
 
     def achievements(self) -> Counter[str]:
         """How often the things happened that a store is for, in all lives."""
-        counters = self.machine.counters.numbers() | self.machine.values.disks.counters()
+        counters = self.machine.counters.as_dict() | self.machine.values.disks.counters()
         return self._done + Counter({f"store: {name}": counters[name] for name in _ACHIEVED})
 
     def turn_ends(self, instances: Sequence[InstanceNode]) -> None:
@@ -367,7 +367,7 @@ class FuzzedStore(StoreNode, DiskOwner):
         elif self.setup.is_wanted and self.alive and self.random.random() < 0.5:
             tier, values = self.machine.values.tier, self.machine.values
             blocks = tier.allocate_blocks(tier.blocks_free + tier.blocks_evictable)
-            values.settle()
+            values.settle_evicted()
             if blocks is not None:
                 tier.release_blocks(blocks)
 
@@ -398,7 +398,7 @@ class FuzzedStore(StoreNode, DiskOwner):
             dram_blocks=setup.blocks,
             context_tokens=0,
             caching=True,
-            costs=setup.costs.encode() if setup.costs is not None else b"",
+            costs=setup.costs.to_json() if setup.costs is not None else b"",
         )
         capacity = max(4, scenario.event_capacity)
         exchange = ExchangeConfig(LEASE_NS, 100 * MS, scenario.pulls_in_flight, capacity)

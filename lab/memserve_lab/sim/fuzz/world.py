@@ -51,7 +51,7 @@ STANDBY_ADDRESS = "virtual://standby"
 PROFILES = (
     None,
     CostModel(machine="quick", swap_in=CopyCurve(50.0 * MS, 0.0, 0.0)),
-    CostModel(machine="slow").scaled(20.0),
+    CostModel(machine="slow").with_prefill_scale(20.0),
 )
 """Profiles of the instances, in turn: different machines, one with a slow second tier, some without measurements."""
 STEPS_MAX = 200_000
@@ -150,7 +150,7 @@ class World:
         """The production machine."""
         costs = PreemptionCosts(self.geometry.block_bytes, profile=self._profile(node))
         config = self.instance_config(node)
-        instance = Instance(config, BLOCK_TOKENS, costs, me=node.peer, geometry=self.geometry)
+        instance = Instance(config, BLOCK_TOKENS, costs, self_peer=node.peer, geometry=self.geometry)
         foretell(instance, self.random)
         return instance
 
@@ -180,7 +180,7 @@ class World:
             node.machine.context_tokens,
             config.pool.caching,
             publishes_events=self.scenario.event_capacity > 0,
-            costs=profile.encode() if (profile := self._profile(node)) is not None else b"",
+            costs=profile.to_json() if (profile := self._profile(node)) is not None else b"",
             segments_at="" if self.scenario.shared is None else f"virtual://{node.peer.name}",
             sequence_tokens=self.scenario.context_tokens,
         )

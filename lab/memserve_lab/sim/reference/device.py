@@ -110,8 +110,8 @@ class SymbolicPages:
             if not inside:
                 page[:] = [None] * self.block_tokens  # what another sequence has left there
             page[inside] = in_layer(value, layer)
-            if layer in order.kept:
-                frame = order.kept[layer][place // self.layers]
+            if layer in order.resident_layers:
+                frame = order.resident_layers[layer][place // self.layers]
                 self.tiers[Tier.HBM][frame * self.layers + place % self.layers] = list(page)
 
     def by_layer(self, order: PlaceByLayer, place: int) -> Cells:
@@ -119,7 +119,7 @@ class SymbolicPages:
         not kept have passed through HBM."""
         pages, passing = [], 0
         for layer in range(self.layers):
-            frames = order.kept.get(layer)
+            frames = order.resident_layers.get(layer)
             passes = frames is None
             if frames is None:
                 frames = order.staging[passing % 2]
@@ -160,13 +160,13 @@ def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> 
     """Let ``slot``, which has a row or a draw in ``plan``, fail alone; ``event``: the plan's result without the
     failure."""
     event.failed[slot] = why
-    draws = plan.draws
+    draws = plan.drawing_slots
     if slot in draws:
         place = draws.index(slot)
         event.tokens[place] = 0
         event.logprobs.pop(place, None)
         event.candidates.pop(place, None)
-    event.kept.pop(slot, None)
+    event.accepted_drafts.pop(slot, None)
     if slot in plan.slots:
         event.prompt_logprobs.pop(plan.slots.index(slot), None)
 
@@ -264,12 +264,12 @@ class SymbolicDevice:
             self._place(order)
         for late in plan.late_draws:
             drawing = self.slots[late.slot]
-            del drawing.tokens[drawing.first + late.known :]
+            del drawing.tokens[drawing.first + late.known_tokens :]
 
     def _place(self, order: PlaceByLayer) -> None:
         require(order.slot in self.slots, f"slot {order.slot} is placed by layer, but not open")
         slot, frames = self.slots[order.slot], [*order.staging[0], *order.staging[1]]
-        frames += [frame for kept in order.kept.values() for frame in kept]
+        frames += [frame for kept in order.resident_layers.values() for frame in kept]
         require(order.first + len(order.dram_blocks) <= len(slot.table), "entries that do not exist lie by layer")
         require(len(set(frames)) == len(frames), "a frame is used twice")
         slot.placed = order
@@ -322,7 +322,7 @@ class SymbolicDevice:
                 break
             kept.append(draw(behind, opened.sampling.seed, opened.index, self.vocab))
             slot.tokens.append(kept[-1])
-        event.kept[number] = kept
+        event.accepted_drafts[number] = kept
 
     # -- rows
 

@@ -73,7 +73,7 @@ class StudiedObjectives(Objectives):
         told = len(sequence.out) + sequence.inflight
         most = max(self._context_tokens - sequence.prompt_tokens, told + 1)
         if study.length_predictor == "learnt":
-            return self.lengths.predict(group.tenant, sequence.prompt_tokens, told, most)
+            return self.lengths.predict_length(group.tenant, sequence.prompt_tokens, told, most)
         request_id = sequence.request_id.partition("#")[0]  # whichever attempt this is
         tokens = study.expected(request_id, told, sequence.max_tokens, most)
         return Prediction(tokens, tokens, 0)

@@ -89,16 +89,16 @@ class SimulatedScaling:
         for view in world.router.machine.instances():
             node = nodes.get(view.peer.name)
             if node is not None and node.alive:
-                members.append(MemberLook.of(view, node.device.busy_ns, node.machine.stats()))
+                members.append(MemberLook.from_view(view, node.device.busy_ns, node.machine.stats()))
         prompts = stats.prompt_tokens
-        return ClusterLook(tuple(members), stats.requests_unplaced, prompts.seen, prompts.new)
+        return ClusterLook(tuple(members), stats.requests_unplaced, prompts.total, prompts.new)
 
     def _carry_out(self, order: ScaleRole) -> None:
         clock, staying = self._world.clock, self._staying.setdefault(order.role, [])
-        while len(staying) < order.wanted:
+        while len(staying) < order.target:
             name = f"{order.role.value[0]}{len(self._lives)}"
             self._enter(name, order.role, clock.now)
             clock.after(self._around.start_ns, self._world.add_instance, name, order.role)
-        for name in staying[order.wanted :]:
+        for name in staying[order.target :]:
             self._world.router.submit(InstanceDrained(name))
-        del staying[order.wanted :]
+        del staying[order.target :]

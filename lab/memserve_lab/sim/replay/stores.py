@@ -19,7 +19,7 @@ from memserve.protocol.member import MemberMachine
 from memserve.protocol.peers import PeerInfo
 from memserve.store.disks.disks import Disks
 from memserve.store.disks.events import SYNC_CODES, DisksConfig, segments_of
-from memserve.store.disks.speed import curve_of_disks
+from memserve.store.host.files import curve_of_disks
 from memserve.store.machine.machine import StoreMachine
 from memserve_lab.sim.nodes import DataPort, Host, MemberNode
 from memserve_lab.sim.replay.clients import Served
@@ -36,7 +36,7 @@ def store_info(like: PeerInfo, setup: StoreSetup, costs: CostModel) -> PeerInfo:
     told = dataclasses.replace(costs, disk=curve_of_disks(disks)) if disks else costs
     return replace(
         like, role=Role.STORE, hbm_blocks=0, dram_blocks=setup.blocks(like.geometry.block_bytes), context_tokens=0,
-        caching=True, costs=told.encode(),
+        caching=True, costs=told.to_json(),
     )  # fmt: skip
 
 

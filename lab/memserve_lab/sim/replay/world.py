@@ -10,6 +10,7 @@ from memserve.base.config import ExchangeConfig, InstanceConfig, MemberConfig, P
 from memserve.base.errors import UserError
 from memserve.base.types import Role, TokenOutput
 from memserve.base.units import NS_PER_S, ns_from_s
+from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.machine import Instance
 from memserve.kv.costs import PreemptionCosts
 from memserve.protocol.peers import Peer, PeerInfo
@@ -75,7 +76,7 @@ class ReplayWorld:
         self.moments = Moments()
         self.fabric, self.links = Fabric(self.clock), LinkTotals()
         self._steps = step_times(setup.machine)
-        self._costs = setup.machine.costs.encode() if setup.has_profiles else b""
+        self._costs = setup.machine.costs.to_json() if setup.has_profiles else b""
         self._cores: dict[str, Cores] = {}
         self._hosts: dict[str, str] = {}  # of each instance and store, by name
         self.router = RouterNode(self)
@@ -129,14 +130,14 @@ class ReplayWorld:
         known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=profile)
         block_tokens = machine.geometry.block_tokens
         kind = FastForwardInstance if isinstance(node, ReplayNode) and node.fast_forwards else Instance
-        instance = kind(self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry)
+        instance = kind(self._config(node), block_tokens, known, self_peer=node.peer, geometry=machine.geometry)
         state = instance.state
         if state.objectives is not None:
             state.objectives = StudiedObjectives(
                 self.setup.scheduler, state.costs, self.setup.lengths, machine.context_tokens
             )
         layers = state.memory.layers
-        if layers is not None and self.setup.layers is not None:
+        if isinstance(layers, LayerPlacer) and self.setup.layers is not None:
             layers.policy = self.setup.layers
         return instance
 

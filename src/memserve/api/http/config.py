@@ -42,11 +42,13 @@ class ApiConfig:
     ``otel``)."""
 
     def __post_init__(self) -> None:
-        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
-            given = getattr(self, name)
-            if given not in known:
+        for name, parsers in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            parser = getattr(self, name)
+            if parser not in parsers:
                 words = name.replace("_", " ")
-                raise UserError(f"unknown {words} {given[:100]!r}", hint=f"use one of {', '.join(known)}", param=name)
+                raise UserError(
+                    f"unknown {words} {parser[:100]!r}", hint=f"use one of {', '.join(parsers)}", param=name
+                )
         if self.root_path and not _ROOT.fullmatch(self.root_path):
             raise UserError(f"{self.root_path[:200]!r} is no path", hint="give one like /llm", param="root_path")
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):

@@ -52,7 +52,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers or {}
 
-    def body(self) -> bytes:
+    def encode_body(self) -> bytes:
         """The JSON body."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
@@ -63,10 +63,10 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def unsupported(param: str, what: str) -> ApiError:
+def unsupported(param: str, feature: str) -> ApiError:
     """400: a feature of the protocol that memserve does not have. It is never silently ignored."""
     return ApiError(
-        400, f"{what} is not supported by this server (in '{param}')", param=param, code="unsupported_parameter"
+        400, f"{feature} is not supported by this server (in '{param}')", param=param, code="unsupported_parameter"
     )
 
 
@@ -114,22 +114,22 @@ def bodies_full() -> ApiError:
     return ApiError(503, message, kind="server_error", code="overloaded", headers={"retry-after": "1"})
 
 
-def rejected(news: Rejected) -> ApiError:
+def rejected(rejection: Rejected) -> ApiError:
     """400 when the engine can never run such a request, 429 when it can later, 503 when it is closing or too busy, 422
     and 409 where requests with one key contradict each other."""
-    match news.refusal:
+    match rejection.refusal:
         case Refusal.IMPOSSIBLE:
-            return bad_request(news.reason, code="request_rejected")
+            return bad_request(rejection.reason, code="request_rejected")
         case Refusal.CLOSING:
             return shutting_down()
         case Refusal.KEY_REUSED:
-            return ApiError(422, news.reason, param="Idempotency-Key", code="idempotency_key_reused")
+            return ApiError(422, rejection.reason, param="Idempotency-Key", code="idempotency_key_reused")
         case Refusal.TAKEN_OVER:
-            return ApiError(409, news.reason, param="Idempotency-Key", code="answer_taken_over")
-    headers = {"retry-after": str(max(1, math.ceil(news.retry_after_s or 0)))}
-    if news.refusal is Refusal.OVERLOADED:
-        return ApiError(503, news.reason, kind="server_error", code="overloaded", headers=headers)
-    return ApiError(429, news.reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+            return ApiError(409, rejection.reason, param="Idempotency-Key", code="answer_taken_over")
+    headers = {"retry-after": str(max(1, math.ceil(rejection.retry_after_s or 0)))}
+    if rejection.refusal is Refusal.OVERLOADED:
+        return ApiError(503, rejection.reason, kind="server_error", code="overloaded", headers=headers)
+    return ApiError(429, rejection.reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
 def engine_silent() -> ApiError:

@@ -32,21 +32,21 @@ DESCRIPTORS_KEPT = 128
 class MovableTimeout:
     """A deadline that is moved often and passes rarely. Uses one timer of the loop, however often it is moved."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
-        self._loop, self._ring = loop, ring
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_timeout: Callable[[], None]) -> None:
+        self._loop, self._on_timeout = loop, on_timeout
         self._deadline_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def set(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Ring in ``seconds``; an earlier deadline no longer counts."""
         self._deadline_s = self._loop.time() + seconds
         if self._timer is not None and self._timer.when() > self._deadline_s:
             self._timer.cancel()
             self._timer = None
         if self._timer is None:
-            self._timer = self._loop.call_at(self._deadline_s, self._look)
+            self._timer = self._loop.call_at(self._deadline_s, self._check_deadline)
 
-    def clear(self) -> None:
+    def clear_timeout(self) -> None:
         """Do not ring."""
         self._deadline_s = None
 
@@ -56,15 +56,15 @@ class MovableTimeout:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check_deadline(self) -> None:
         self._timer = None
         if self._deadline_s is None:
             return
         if self._deadline_s > self._loop.time():
-            self._timer = self._loop.call_at(self._deadline_s, self._look)
+            self._timer = self._loop.call_at(self._deadline_s, self._check_deadline)
             return
         self._deadline_s = None
-        self._ring()
+        self._on_timeout()
 
 
 class Waiting(Protocol):
@@ -86,41 +86,45 @@ class Connections:
         self._per_address_max = limits.connections_per_address_max
         self._metrics = metrics
         self._max = min(limits.connections_max, _room())
-        self._of: dict[str, dict[Waiting, None]] = {}
+        self._by_address: dict[str, dict[Waiting, None]] = {}
         self._count = 0
 
-    def admit(self, connection: Waiting, address: str) -> HttpSyntaxError | None:
+    def admit_connection(self, connection: Waiting, address: str) -> HttpSyntaxError | None:
         """Accept ``connection``, if need be by closing one that waits. Returns the error when there is no room."""
-        mine = self._of.get(address, {})
-        if self._per_address_max and len(mine) >= self._per_address_max and not self._evict(mine):
+        connections = self._by_address.get(address, {})
+        if (
+            self._per_address_max
+            and len(connections) >= self._per_address_max
+            and not self._evict_longest_waiting(connections)
+        ):
             return HttpSyntaxError(429, "Too many connections from this address", "connections_of_address")
         if self._count >= self._max and not self._evict_any():
             return HttpSyntaxError(503, "The server has too many connections", "connections")
-        self._of.setdefault(address, {})[connection] = None
-        self._changed(1)
+        self._by_address.setdefault(address, {})[connection] = None
+        self._change_count(1)
         return None
 
-    def leave(self, connection: Waiting, address: str) -> None:
+    def remove_connection(self, connection: Waiting, address: str) -> None:
         """``connection`` has ended; unknown ones are ignored."""
-        mine = self._of.get(address, {})
-        if connection not in mine:
+        connections = self._by_address.get(address, {})
+        if connection not in connections:
             return
-        del mine[connection]
-        if not mine:
-            del self._of[address]
-        self._changed(-1)
+        del connections[connection]
+        if not connections:
+            del self._by_address[address]
+        self._change_count(-1)
 
-    def _changed(self, by: int) -> None:
+    def _change_count(self, by: int) -> None:
         self._count += by
         self._metrics.connections.set(self._count)
 
     def _evict_any(self) -> bool:
-        crowds = sorted(self._of.values(), key=len, reverse=True)
-        return any(self._evict(crowd) for crowd in crowds)
+        groups = sorted(self._by_address.values(), key=len, reverse=True)
+        return any(self._evict_longest_waiting(group) for group in groups)
 
-    def _evict(self, crowd: dict[Waiting, None]) -> bool:
+    def _evict_longest_waiting(self, connections: dict[Waiting, None]) -> bool:
         """Close the one that has waited longest. False: none waits."""
-        waiting = [(since, one) for one in crowd if (since := one.waits_since_s) is not None]
+        waiting = [(since, connection) for connection in connections if (since := connection.waits_since_s) is not None]
         if not waiting:
             return False
         min(waiting, key=lambda pair: pair[0])[1].evict()
@@ -133,14 +137,14 @@ def make_room_for_connections(count: int) -> None:
     With too low a limit, clients could take every descriptor and leave none to the rest of the process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + DESCRIPTORS_KEPT
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    files_needed = count + DESCRIPTORS_KEPT
+    if soft != resource.RLIM_INFINITY and soft < files_needed:
+        soft = files_needed if hard == resource.RLIM_INFINITY else min(files_needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if (room := _room()) < count:
         log.warning(
             "the limit of open files, %d, leaves room for %d of %d connections at once: raise it to %d (ulimit -n %d)",
-            soft, room, count, wanted, wanted,
+            soft, room, count, files_needed, files_needed,
         )  # fmt: skip
 
 
@@ -156,34 +160,34 @@ class BodyMemory:
     def __init__(self, limits: EdgeConfig, metrics: ApiMetrics) -> None:
         self._total_max, self._share_max = limits.body_total_bytes, limits.body_share_bytes
         self._metrics = metrics
-        self._of: Counter[str] = Counter()
-        self.held_bytes = 0
+        self._bytes_by_client: Counter[str] = Counter()
+        self.reserved_bytes = 0
 
-    def lease(self, client: str) -> BodyLease:
+    def open_lease(self, client: str) -> BodyLease:
         """An account for one body."""
         return BodyLease(self, client)
 
-    def take(self, client: str, count: int) -> ApiError | None:
+    def reserve_bytes(self, client: str, count: int) -> ApiError | None:
         """Add ``count`` bytes for a body of ``client``. Returns the error when they are too many."""
-        if self._of[client] + count > self._share_max:
+        if self._bytes_by_client[client] + count > self._share_max:
             self._metrics.refused.labels("client_body_memory").inc()
             return client_bodies_full()
-        if self.held_bytes + count > self._total_max:
+        if self.reserved_bytes + count > self._total_max:
             self._metrics.refused.labels("body_memory").inc()
             return bodies_full()
-        self._add(client, count)
+        self._add_bytes(client, count)
         return None
 
-    def give_back(self, client: str, count: int) -> None:
+    def release_bytes(self, client: str, count: int) -> None:
         """A body of ``client`` is gone."""
-        self._add(client, -count)
+        self._add_bytes(client, -count)
 
-    def _add(self, client: str, count: int) -> None:
-        self.held_bytes += count
-        self._of[client] += count
-        if not self._of[client]:
-            del self._of[client]
-        self._metrics.body_bytes.set(self.held_bytes)
+    def _add_bytes(self, client: str, count: int) -> None:
+        self.reserved_bytes += count
+        self._bytes_by_client[client] += count
+        if not self._bytes_by_client[client]:
+            del self._bytes_by_client[client]
+        self._metrics.body_bytes.set(self.reserved_bytes)
 
 
 class BodyLease:
@@ -198,15 +202,15 @@ class BodyLease:
         more = max(0, count - SMALL_BODY_BYTES) - self._counted_bytes
         if more <= 0:
             return
-        error = self._memory.take(self._client, more)
+        error = self._memory.reserve_bytes(self._client, more)
         if error is not None:
             raise error
         self._counted_bytes += more
 
-    def give_back(self) -> None:
+    def release_bytes(self) -> None:
         """The body is gone."""
         if self._counted_bytes:
-            self._memory.give_back(self._client, self._counted_bytes)
+            self._memory.release_bytes(self._client, self._counted_bytes)
         self._counted_bytes = 0
 
 
@@ -253,17 +257,17 @@ class json_body:  # used as a function: `async with json_body(...) as data`
 
     def __init__(self, scope: Scope, receive: Receive, edge: Edge) -> None:
         self._scope, self._receive, self._edge = scope, receive, edge
-        self._lease = edge.bodies.lease(scope.get(TENANT_KEY) or (scope.get("client") or ("",))[0])
+        self._lease = edge.bodies.open_lease(scope.get(TENANT_KEY) or (scope.get("client") or ("",))[0])
 
     async def __aenter__(self) -> bytes:
         try:
             return await _read(self._scope, self._receive, self._edge.limits.body_bytes_max, self._lease)
         except BaseException:
-            self._lease.give_back()
+            self._lease.release_bytes()
             raise
 
     async def __aexit__(self, *failed: object) -> None:
-        self._lease.give_back()
+        self._lease.release_bytes()
 
 
 async def _read(scope: Scope, receive: Receive, limit_bytes: int, lease: BodyLease) -> bytes:

@@ -56,48 +56,48 @@ class KeyRing:
 
     def __init__(self, keys: ApiKeys = ()) -> None:
         """Raises :class:`UserError` for malformed keys; in a file that changes, they change nothing."""
-        followed = keys if isinstance(keys, Followed) else Followed.fixed(tuple(keys))
-        self._held = followed.then(_tenants_of)
+        followed = keys if isinstance(keys, Followed) else Followed.of_constant(tuple(keys))
+        self._followed_tenants = followed.derive_value(_tenants_of)
 
     @property
     def _tenants(self) -> _Tenants:
-        return self._held.value()
+        return self._followed_tenants.value()
 
     @property
     def is_open(self) -> bool:
         """No key is required."""
         return not self._tenants
 
-    def tenant(self, authorization: str | None) -> str:
+    def tenant_of(self, authorization: str | None) -> str:
         """The tenant of an ``Authorization`` header. Raises :class:`ApiError` 401.
 
         The digest of every key is compared in constant time, so the duration reveals neither a key nor its length.
         """
         if self.is_open:
             return ""
-        scheme, _, given = (authorization or "").partition(" ")
-        digest = _digest(given.strip().encode("utf-8", "surrogateescape"))
-        found = [tenant for known, tenant in self._tenants if hmac.compare_digest(known, digest)]
-        if scheme.lower() != "bearer" or not found:
+        scheme, _, key = (authorization or "").partition(" ")
+        digest = _digest(key.strip().encode("utf-8", "surrogateescape"))
+        tenants = [tenant for key_digest, tenant in self._tenants if hmac.compare_digest(key_digest, digest)]
+        if scheme.lower() != "bearer" or not tenants:
             raise unauthorized()
-        return found[0]
+        return tenants[0]
 
 
 def _tenants_of(keys: Sequence[str]) -> _Tenants:
-    found: dict[bytes, str] = {}
+    tenants_by_digest: dict[bytes, str] = {}
     for text in keys:
         tenant, key = _split(text)
         digest = _digest(key.encode())
-        if digest in found:
+        if digest in tenants_by_digest:
             raise UserError("the same API key is given twice", hint="one key belongs to one tenant", param="api_key")
-        found[digest] = tenant
-    return list(found.items())
+        tenants_by_digest[digest] = tenant
+    return list(tenants_by_digest.items())
 
 
 def _split(text: str) -> tuple[str, str]:
     """Tenant and key of ``KEY`` or ``NAME=KEY``. Raises :class:`UserError` for an empty key, in either form."""
-    named = _NAMED.fullmatch(text)
-    tenant, key = named.groups() if named else ("", text)
+    match = _NAMED.fullmatch(text)
+    tenant, key = match.groups() if match else ("", text)
     if not key or _NO_KEY.fullmatch(text):
         hint = "is a variable unset? Give a key that itself ends with = as NAME=KEY"
         raise UserError("an API key is empty", hint=hint, param="api_key")
@@ -165,12 +165,12 @@ def is_work(path: str) -> bool:
 class Answered:
     """What the client of a request was sent. One note serves all middleware around an application."""
 
-    __slots__ = ("at_ns", "status")
+    __slots__ = ("began_ns", "status")
 
     def __init__(self) -> None:
         self.status = 0
         """0: nothing yet."""
-        self.at_ns: int | None = None
+        self.began_ns: int | None = None
         """When its answer began, by the monotonic clock."""
 
 
@@ -178,16 +178,16 @@ ANSWERED_KEY = "memserve.answered"
 """Where the ASGI scope has its :class:`Answered`."""
 
 
-def noting(scope: Scope, send: Send) -> tuple[Answered, Send]:
+def wrap_send(scope: Scope, send: Send) -> tuple[Answered, Send]:
     """The note of a request, and ``send`` as it keeps it."""
-    known: Answered | None = scope.get(ANSWERED_KEY)
-    if known is not None:
-        return known, send
+    earlier_note: Answered | None = scope.get(ANSWERED_KEY)
+    if earlier_note is not None:
+        return earlier_note, send
     note = scope[ANSWERED_KEY] = Answered()
 
     async def send_noting(message: Message) -> None:
         if message["type"] == "http.response.start":
-            note.status, note.at_ns = message["status"], time.monotonic_ns()
+            note.status, note.began_ns = message["status"], time.monotonic_ns()
         await send(message)
 
     return note, send_noting
@@ -205,21 +205,21 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answered, send = noting(scope, send)
+        answered, send = wrap_send(scope, send)
         self._metrics.in_progress.value += 1
         try:
-            error = await self._run(scope, receive, send)
+            error = await self._run_app(scope, receive, send)
             if error is not None and answered.status == 0:
-                await send_json(send, error.status, error.body(), error.headers)
+                await send_json(send, error.status, error.encode_body(), error.headers)
         finally:
             self._metrics.in_progress.value -= 1
-        self._metrics.ended(route_of(scope["path"]), answered.status or 499)  # 499: the client left first
+        self._metrics.count_http_request(route_of(scope["path"]), answered.status or 499)  # 499: the client left first
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
+    async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
         """Run the application. Returns the error that the client must get, unless an answer has begun."""
         try:
             if is_work(scope["path"]):
-                scope[TENANT_KEY] = self._keys.tenant(header(scope, b"authorization"))
+                scope[TENANT_KEY] = self._keys.tenant_of(header(scope, b"authorization"))
             await self._app(scope, receive, send)
         except ApiError as error:
             return error
@@ -246,7 +246,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
     if status == 404 and (reason := why_unserved(request.url.path)):
         message, code = reason, "not_served"
-    body = ApiError(status, message, code=code).body()
+    body = ApiError(status, message, code=code).encode_body()
     return Response(body, status, headers, "application/json")
 
 
@@ -267,7 +267,7 @@ class Cors:
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         self._app = app
-        self._all = "*" in origins
+        self._allows_all = "*" in origins
         self._origins = {origin.lower() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -275,7 +275,7 @@ class Cors:
         if headers is None or (origin := headers.get("origin")) is None:
             await self._app(scope, receive, send)
             return
-        allowed = self._allowed(origin)
+        allowed = self._allow_headers(origin)
         if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             await _preflight(headers, allowed, send)
             return
@@ -287,21 +287,25 @@ class Cors:
 
         await self._app(scope, receive, send_with_origin)
 
-    def _allowed(self, origin: str) -> list[tuple[bytes, bytes]]:
+    def _allow_headers(self, origin: str) -> list[tuple[bytes, bytes]]:
         """The headers that let a page of ``origin`` read the answer; for others only what caches must know."""
-        if self._all:
+        if self._allows_all:
             return [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", EXPOSED)]
         vary = (b"vary", b"origin")
         if origin.lower() not in self._origins:
             return [vary]
-        named = (b"access-control-allow-origin", origin.encode("latin-1"))
-        return [named, (b"access-control-expose-headers", EXPOSED), vary]
+        allow_origin = (b"access-control-allow-origin", origin.encode("latin-1"))
+        return [allow_origin, (b"access-control-expose-headers", EXPOSED), vary]
 
 
 async def _preflight(headers: Headers, allowed: list[tuple[bytes, bytes]], send: Send) -> None:
     """Answer a browser's preflight, which comes before the request and without its key."""
-    asked = headers.get("access-control-request-headers", "").strip()
-    fields = asked if len(asked) <= _FIELDS_CHARS_MAX and _FIELDS.fullmatch(asked) else _USUAL_FIELDS
+    requested_fields = headers.get("access-control-request-headers", "").strip()
+    fields = (
+        requested_fields
+        if len(requested_fields) <= _FIELDS_CHARS_MAX and _FIELDS.fullmatch(requested_fields)
+        else _USUAL_FIELDS
+    )
     answer = [
         *allowed,
         (b"access-control-allow-methods", METHODS),
@@ -333,7 +337,7 @@ class LineWriter:
         self._stream = stream
         self._lines: queue.Queue[str | None] = queue.Queue(LINES_MAX)
         self._left_out = 0
-        self._thread = threading.Thread(target=self._run, name="memserve-request-log", daemon=True)
+        self._thread = threading.Thread(target=self._write_lines, name="memserve-request-log", daemon=True)
         self._thread.start()
 
     def write(self, line: str) -> None:
@@ -351,7 +355,7 @@ class LineWriter:
             return
         self._thread.join(CLOSE_S)
 
-    def _run(self) -> None:
+    def _write_lines(self) -> None:
         while (line := self._lines.get()) is not None:
             left_out, self._left_out = self._left_out, 0
             try:
@@ -375,15 +379,15 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         started_ns = time.monotonic_ns()
-        answered, send = noting(scope, send)
+        answered, send = wrap_send(scope, send)
         try:
             await self._app(scope, receive, send)
         finally:
-            line = self._line(scope, answered.status or 499, started_ns)
+            line = self._log_line(scope, answered.status or 499, started_ns)
             is_json = self._kind is RequestLogFormat.JSON
             self._writer.write(msgspec.json.encode(line).decode() if is_json else plain(line))
 
-    def _line(self, scope: Scope, status: int, started_ns: int) -> Line:
+    def _log_line(self, scope: Scope, status: int, started_ns: int) -> Line:
         now_ns = time.monotonic_ns()
         line: Line = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -397,10 +401,12 @@ class RequestLog:
         if (trace_id := scope.get(TRACE_KEY)) is not None:
             line["trace_id"] = trace_id
         reply = scope.get(REPLY_KEY)
-        return line | told(reply.account(), self._model, started_ns) if isinstance(reply, Reply) else line
+        return (
+            line | account_fields(reply.make_account(), self._model, started_ns) if isinstance(reply, Reply) else line
+        )
 
 
-def told(account: Account, model: str, started_ns: int) -> Line:
+def account_fields(account: Account, model: str, started_ns: int) -> Line:
     """The counts and times of one answer. ``finish_reason`` of several sequences: each reason once, in order;
     ``incomplete``: the client left, the deadline passed, or the server ended."""
     shown = dict.fromkeys(reason.value if reason is not None else "incomplete" for reason in account.finish_reasons)

@@ -61,10 +61,10 @@ class Head(msgspec.Struct, frozen=True):
     body_bytes: int | None
     """Declared length of the body; ``None``: chunked."""
 
-    def get(self, name: bytes) -> bytes | None:
+    def first_header(self, name: bytes) -> bytes | None:
         """The first header of that name."""
-        for known, value in self.headers:
-            if known == name:
+        for field_name, value in self.headers:
+            if field_name == name:
                 return value
         return None
 
@@ -129,7 +129,7 @@ class RequestReader:
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0
 
     @property
-    def held_bytes(self) -> int:
+    def unread_bytes(self) -> int:
         """Bytes that arrived and were not read yet."""
         return len(self._buffer)
 
@@ -138,7 +138,7 @@ class RequestReader:
         """Bytes of the body that are still to come. None: unknown, the body is chunked."""
         return self._rest if self._state in (_State.SIZED, _State.DONE) else None
 
-    def feed(self, data: bytes | memoryview) -> None:
+    def feed_bytes(self, data: bytes | memoryview) -> None:
         """Take bytes that arrived."""
         self._buffer += data
 
@@ -151,16 +151,16 @@ class RequestReader:
         read."""
         match self._state:
             case _State.HEAD:
-                return self._head()
+                return self._next_head()
             case _State.DONE:
                 return None
             case _State.SIZED:
-                return self._sized()
-        return self._chunked()
+                return self._next_sized_piece()
+        return self._next_chunked_piece()
 
     # -- heads
 
-    def _head(self) -> Head | None:
+    def _next_head(self) -> Head | None:
         buffer = self._buffer
         if not buffer:
             return None
@@ -179,23 +179,23 @@ class RequestReader:
             return None
         data = bytes(buffer[: end + len(_END_OF_HEAD)])
         del buffer[: len(data)]
-        return self._parsed(data)
+        return self._parse_head(data)
 
-    def _parsed(self, data: bytes) -> Head:
-        seen = _HeadParser(data)
-        limits, version = self._limits, seen.parser.get_http_version()
-        if len(seen.url) > limits.url_bytes_max:
+    def _parse_head(self, data: bytes) -> Head:
+        head_parser = _HeadParser(data)
+        limits, version = self._limits, head_parser.parser.get_http_version()
+        if len(head_parser.url) > limits.url_bytes_max:
             raise HttpSyntaxError(414, f"The URL is longer than {limits.url_bytes_max} bytes", "url")
-        if len(seen.headers) > limits.fields_max:
+        if len(head_parser.headers) > limits.fields_max:
             raise HttpSyntaxError(431, f"The request has more than {limits.fields_max} headers", "fields")
         if version not in ("1.0", "1.1"):
             raise HttpSyntaxError(505, "The server speaks only HTTP/1.0 and HTTP/1.1", "malformed")
-        raw_path, query, path = _split_url(seen.url)
-        body_bytes = self._start_body(seen.headers, version)
-        method = seen.parser.get_method().decode("ascii")
-        del seen.parser  # a reference cycle
-        keep_alive = seen.keep_alive and version == "1.1"
-        return Head(method, raw_path, path, query, version, seen.headers, keep_alive, body_bytes)
+        raw_path, query, path = _split_url(head_parser.url)
+        body_bytes = self._start_body(head_parser.headers, version)
+        method = head_parser.parser.get_method().decode("ascii")
+        del head_parser.parser  # a reference cycle
+        keep_alive = head_parser.keep_alive and version == "1.1"
+        return Head(method, raw_path, path, query, version, head_parser.headers, keep_alive, body_bytes)
 
     def _start_body(self, headers: list[tuple[bytes, bytes]], version: str) -> int | None:
         """Enter the state after a head; httptools has refused repeated and contradicting lengths."""
@@ -214,36 +214,36 @@ class RequestReader:
 
     # -- bodies
 
-    def _sized(self) -> Event | None:
+    def _next_sized_piece(self) -> Event | None:
         if self._rest == 0:
             self._state = _State.DONE
             return END
-        return self._take(self._rest) or None
+        return self._take_piece(self._rest) or None
 
-    def _take(self, most: int) -> bytes:
+    def _take_piece(self, most: int) -> bytes:
         piece = bytes(self._buffer[: min(most, _PIECE_BYTES_MAX)])
         del self._buffer[: len(piece)]
         self._rest -= len(piece)
         return piece
 
-    def _chunked(self) -> Event | None:
+    def _next_chunked_piece(self) -> Event | None:
         """The part of the body that the buffer has, in one piece."""
         pieces: list[bytes] = []
-        taken = 0
-        while taken < _PIECE_BYTES_MAX and self._state is not _State.SIZED:
+        read_bytes = 0
+        while read_bytes < _PIECE_BYTES_MAX and self._state is not _State.SIZED:
             if self._state is _State.CHUNK_DATA:
-                piece = self._take(self._rest)
+                piece = self._take_piece(self._rest)
                 pieces.append(piece)
-                taken += len(piece)
+                read_bytes += len(piece)
                 if self._rest:
                     break
                 self._state = _State.CHUNK_END
-            elif not self._framing():
+            elif not self._read_framing_line():
                 break
-        self._body_bytes += taken
-        return b"".join(pieces) or (self._sized() if self._state is _State.SIZED else None)
+        self._body_bytes += read_bytes
+        return b"".join(pieces) or (self._next_sized_piece() if self._state is _State.SIZED else None)
 
-    def _framing(self) -> bool:
+    def _read_framing_line(self) -> bool:
         """One line around the chunks. False: it is not complete yet."""
         in_trailers = self._state is _State.TRAILERS
         most = self._limits.trailer_bytes_max - self._trailer_bytes if in_trailers else CHUNK_LINE_BYTES_MAX
@@ -265,7 +265,7 @@ class RequestReader:
             case _State.CHUNK_END:
                 self._state = _State.CHUNK_SIZE
             case _:
-                self._trailer(line)
+                self._check_trailer(line)
         return True
 
     def _start_chunk(self, line: bytes) -> None:
@@ -275,7 +275,7 @@ class RequestReader:
         self._rest = int(size.group(1), 16)
         self._state = _State.CHUNK_DATA if self._rest else _State.TRAILERS
 
-    def _trailer(self, line: bytes) -> None:
+    def _check_trailer(self, line: bytes) -> None:
         """Count a trailer and drop it: trailers have no meaning here."""
         self._trailer_bytes += len(line) + 2
         if b"\n" in line or b"\r" in line:

@@ -21,8 +21,8 @@ REQUEST_ID_KEY = "memserve.request_id"
 """The key of a request's id in its ASGI scope."""
 
 WHEN_GONE_KEY = "memserve.when_gone"
-"""Where the ASGI scope of our own connections has :meth:`HttpExchange.when_gone`, which costs less than a task that
-waits for ``http.disconnect``."""
+"""Where the ASGI scope of our own connections has :meth:`HttpExchange.call_when_client_left`, which costs less than a
+task that waits for ``http.disconnect``."""
 
 BODY_HELD_BYTES_MAX = 32 * KIB
 """Body bytes that may wait for the application; beyond them nothing is read from the client."""
@@ -44,9 +44,9 @@ _WITHOUT_BODY = (204, 304)
 
 def request_id_of(head: Head | None) -> str:
     """The client's own id if it is well-formed, else a new one."""
-    given = head.get(b"x-request-id") if head is not None else None
-    if given is not None and _REQUEST_ID.fullmatch(given):
-        return given.decode("ascii")
+    client_id = head.first_header(b"x-request-id") if head is not None else None
+    if client_id is not None and _REQUEST_ID.fullmatch(client_id):
+        return client_id.decode("ascii")
     return f"req-{new_id()}"
 
 
@@ -59,9 +59,9 @@ def random_bytes(count: int) -> bytes:
     asked once for many: each such call would let another thread take the interpreter."""
     if len(_random) < count:
         _random.extend(os.urandom(RANDOM_BYTES))
-    taken = bytes(_random[-count:])
+    chunk = bytes(_random[-count:])
     del _random[-count:]
-    return taken
+    return chunk
 
 
 def new_id() -> str:
@@ -86,7 +86,7 @@ class Wire(Protocol):
         """Headers of every answer."""
 
     @property
-    def closing(self) -> bool:
+    def is_closing(self) -> bool:
         """No further request will be read."""
 
     @property
@@ -99,10 +99,10 @@ class Wire(Protocol):
     def write_now(self, data: bytes) -> None:
         """Send a few bytes without waiting."""
 
-    def taken(self) -> None:
+    def on_body_consumed(self) -> None:
         """The application has taken what had arrived of the body."""
 
-    def answered(self, exchange: HttpExchange) -> None:
+    def on_answer_complete(self, exchange: HttpExchange) -> None:
         """The answer is complete."""
 
     def abort(self) -> None:
@@ -114,18 +114,18 @@ class HttpExchange:
 
     def __init__(self, wire: Wire, head: Head, scope: Scope) -> None:
         self._wire, self._head, self._scope = wire, head, scope
-        self._news = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._body = bytearray()
-        self._wants_100 = (head.get(b"expect") or b"").lower() == b"100-continue"
+        self._wants_100 = (head.first_header(b"expect") or b"").lower() == b"100-continue"
         self._start: Message | None = None  # not sent yet: it travels with the first piece of the body
         self._chunked = False
         self._to_send: int | None = None  # bytes left of a declared length
-        self._on_gone: Callable[[], None] | None = None
-        scope[WHEN_GONE_KEY] = self.when_gone
+        self._on_client_left: Callable[[], None] | None = None
+        scope[WHEN_GONE_KEY] = self.call_when_client_left
         self.body_complete = False
         self.started = False
         self.complete = False
-        self.gone = False
+        self.client_left = False
         self.keeps_connection = False
 
     @property
@@ -134,47 +134,47 @@ class HttpExchange:
         return str(self._scope[REQUEST_ID_KEY])
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """The application must take some of the body before more is read."""
         return len(self._body) >= BODY_HELD_BYTES_MAX and not self.complete
 
     # -- called by the connection
 
-    def push(self, data: bytes) -> None:
+    def push_body(self, data: bytes) -> None:
         """A piece of the body. After an early answer it is dropped."""
-        if not self.complete and not self.gone:
+        if not self.complete and not self.client_left:
             self._body += data
-            self._news.set()
+            self._wakeup.set()
 
     def end_body(self) -> None:
         """The body is complete."""
         self.body_complete = True
-        self._news.set()
+        self._wakeup.set()
 
-    def abandon(self) -> None:
+    def mark_client_left(self) -> None:
         """The client is gone, or cut off."""
-        self.gone = True
+        self.client_left = True
         self._body.clear()
-        self._news.set()
-        if self._on_gone is not None:
-            self._on_gone()
+        self._wakeup.set()
+        if self._on_client_left is not None:
+            self._on_client_left()
 
     # -- called by the application
 
-    def when_gone(self, act: Callable[[], None]) -> Callable[[], None]:
+    def call_when_client_left(self, act: Callable[[], None]) -> Callable[[], None]:
         """``act()`` as soon as the client is gone, in place of what was asked for before. Returns what takes it back.
         The body must have been read."""
-        self._on_gone = act
-        if self.gone:
+        self._on_client_left = act
+        if self.client_left:
             act()
-        return self._forget_act
+        return self._clear_on_client_left
 
-    def _forget_act(self) -> None:
-        self._on_gone = None
+    def _clear_on_client_left(self) -> None:
+        self._on_client_left = None
 
     # -- ASGI
 
-    async def run(self, app: ASGIApp) -> None:
+    async def run_app(self, app: ASGIApp) -> None:
         """Run the application to its end."""
         try:
             await app(self._scope, self.receive, self.send)
@@ -184,27 +184,27 @@ class HttpExchange:
             log.exception("the application failed")
         finally:
             self._scope.pop(WHEN_GONE_KEY, None)  # a reference cycle
-        if not self.complete and not self.gone:
+        if not self.complete and not self.client_left:
             self._wire.abort()
 
     async def receive(self) -> Message:
         """What has arrived of the body; after its end: wait for the client to leave."""
-        if self._wants_100 and not self.body_complete and not self.started and not self.gone:
+        if self._wants_100 and not self.body_complete and not self.started and not self.client_left:
             self._wire.write_now(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._wants_100 = False
-        self._wire.taken()
-        if not self.gone and not self.complete:
-            if not self._news.is_set():
-                await self._news.wait()
-            self._news.clear()
-        if self.gone or self.complete:
+        self._wire.on_body_consumed()
+        if not self.client_left and not self.complete:
+            if not self._wakeup.is_set():
+                await self._wakeup.wait()
+            self._wakeup.clear()
+        if self.client_left or self.complete:
             return {"type": "http.disconnect"}
         body, self._body = bytes(self._body), bytearray()
         return {"type": "http.request", "body": body, "more_body": not self.body_complete}
 
     async def send(self, message: Message) -> None:
         """Send a part of the answer; dropped when the client is gone."""
-        if self.gone:
+        if self.client_left:
             return
         if self.complete:
             raise RuntimeError("the answer is complete")
@@ -220,17 +220,17 @@ class HttpExchange:
         data = b""
         if self._start is not None:
             data, self._start = self._head_of_answer(self._start, None if more else len(body)), None
-        data += self._framed(body, more=more)
-        for at in range(0, len(data), WRITE_BYTES_MAX):
-            await self._wire.write(data[at : at + WRITE_BYTES_MAX])
-        if not more and not self.gone:
+        data += self._frame_body(body, more=more)
+        for offset in range(0, len(data), WRITE_BYTES_MAX):
+            await self._wire.write(data[offset : offset + WRITE_BYTES_MAX])
+        if not more and not self.client_left:
             self.complete = True
             self.keeps_connection = self.keeps_connection and not self._to_send
             self._body.clear()
-            self._news.set()
-            self._wire.answered(self)
+            self._wakeup.set()
+            self._wire.on_answer_complete(self)
 
-    def _framed(self, body: bytes, *, more: bool) -> bytes:
+    def _frame_body(self, body: bytes, *, more: bool) -> bytes:
         if self._head.method == "HEAD":
             self._to_send = None
             return b""
@@ -243,38 +243,38 @@ class HttpExchange:
 
     def _head_of_answer(self, start: Message, whole_bytes: int | None) -> bytes:
         status, fields = start["status"], [(name.lower(), value) for name, value in start.get("headers", ())]
-        known = dict(fields)
+        header_values = dict(fields)
         headers = [*self._wire.default_headers, *fields]
         headers.append((b"x-request-id", self.request_id.encode("ascii")))
-        if b"content-length" in known:
-            self._to_send = int(known[b"content-length"])
+        if b"content-length" in header_values:
+            self._to_send = int(header_values[b"content-length"])
         elif whole_bytes is not None and status not in _WITHOUT_BODY:
             headers.append((b"content-length", b"%d" % whole_bytes))
         elif self._head.version == "1.1" and status not in _WITHOUT_BODY:
             self._chunked = True
             headers.append((b"transfer-encoding", b"chunked"))
-        self.keeps_connection = self._may_keep(known, status)
-        if not self.keeps_connection and b"connection" not in known:
+        self.keeps_connection = self._may_keep(header_values, status)
+        if not self.keeps_connection and b"connection" not in header_values:
             headers.append((b"connection", b"close"))
         return head_of_answer(status, headers)
 
-    def _may_keep(self, known: dict[bytes, bytes], status: int) -> bool:
+    def _may_keep(self, header_values: dict[bytes, bytes], status: int) -> bool:
         rest = self._wire.rest_bytes
         body_ends = self.body_complete or (rest is not None and rest <= DROPPED_BODY_BYTES_MAX and not self._wants_100)
-        delimited = self._chunked or b"content-length" in known or self._head.version == "1.1"
-        asked = self._head.keep_alive and known.get(b"connection", b"").lower() != b"close"
-        return asked and body_ends and delimited and not self._wire.closing
+        delimited = self._chunked or b"content-length" in header_values or self._head.version == "1.1"
+        wants_keep_alive = self._head.keep_alive and header_values.get(b"connection", b"").lower() != b"close"
+        return wants_keep_alive and body_ends and delimited and not self._wire.is_closing
 
 
 def plain_answer(
     status: int, body: bytes, headers: list[tuple[bytes, bytes]], more: list[tuple[bytes, bytes]] | None = None
 ) -> bytes:
     """A whole answer of the server itself, after which the connection ends."""
-    own = [
+    all_headers = [
         *headers,
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         (b"connection", b"close"),
         *(more or ()),
     ]
-    return head_of_answer(status, own) + body
+    return head_of_answer(status, all_headers) + body

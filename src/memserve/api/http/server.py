@@ -108,42 +108,44 @@ class Server(uvicorn.Server):
         self._tls = tls
         self._on_ready = on_ready
         self._on_end = on_end
-        self._asked = SignalCounter()
+        self._signals = SignalCounter()
         self._cut_off = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections, then call ``on_ready``."""
         await super().startup(sockets if self._tls is None else [])
         if self._tls is not None:
-            greeters = [Handshakes(one, self._tls, self._edge, self._greeted) for one in sockets or []]
-            self.servers += greeters  # type: ignore[arg-type]  # only `close` is called
+            handshakes = [
+                Handshakes(listener, self._tls, self._edge, self._new_connection) for listener in sockets or []
+            ]
+            self.servers += handshakes  # type: ignore[arg-type]  # only `close` is called
         if self._on_ready is not None and not self.should_exit:
             self._on_ready()
 
-    def _greeted(self, greeting: Handshake) -> Connection:
+    def _new_connection(self, handshake: Handshake) -> Connection:
         state = self.server_state, self.lifespan.state
-        return Connection(self.config, *state, edge=self._edge, greeting=greeting)
+        return Connection(self.config, *state, edge=self._edge, handshake=handshake)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing new; let streams finish, or end them when the drain time is over."""
         self._hub.draining = True
         if self._on_end is not None:
             self._on_end()
-        why, calls = self._asked.names[0] if self._asked.names else "no signal", self._hub.calls_open
+        why, calls = self._signals.names[0] if self._signals.names else "no signal", self._hub.calls_open
         log.warning("%s: stopping; %d requests in progress have %.0f s to finish", why, calls, self._drain_s)
-        patience = asyncio.create_task(self._end_calls())
+        drain_task = asyncio.create_task(self._end_calls())
         try:
             await super().shutdown(sockets)
         finally:
-            patience.cancel()
-            how = "by a second signal" if self._asked.count > 1 else f"after {self._drain_s:.0f} s"
+            drain_task.cancel()
+            how = "by a second signal" if self._signals.count > 1 else f"after {self._drain_s:.0f} s"
             cut_off = f"{self._cut_off} were cut off {how}" if self._cut_off else "none was cut off"
             log.warning("stopped: %d requests have finished, %s", calls - self._cut_off, cut_off)
 
     async def _end_calls(self) -> None:
         """When the drain time is over, end every call with a 503; abandon those that cannot even send it."""
         deadline = time.monotonic() + self._drain_s
-        while time.monotonic() < deadline and self._asked.count < 2:
+        while time.monotonic() < deadline and self._signals.count < 2:
             await asyncio.sleep(_POLL_S)
         self._cut_off = self._hub.end_all()
         await asyncio.sleep(FAREWELL_S)
@@ -156,6 +158,6 @@ class Server(uvicorn.Server):
         """A signal came. Unlike uvicorn's, it is not raised again: a drained server exits with status 0."""
         self._hub.draining = True
         self.should_exit = True
-        self._asked.came(sig)
-        if self._asked.count > 2:
+        self._signals.count_signal(sig)
+        if self._signals.count > 2:
             self.force_exit = True

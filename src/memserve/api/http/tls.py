@@ -31,16 +31,16 @@ class Tls:
         """``cert``: PEM, the server's certificate first, then those between it and the authority; ``key``: PEM without
         a passphrase. Raises :class:`UserError` for files that are no such pair."""
         self._files = cert, key
-        self._held = Followed(self._files, lambda: _context(cert, key), "the certificate and its key")
+        self._followed_context = Followed(self._files, lambda: _context(cert, key), "the certificate and its key")
 
     @property
     def files(self) -> tuple[Path, Path]:
         """Of the certificate and of its key."""
         return self._files
 
-    def context(self) -> ssl.SSLContext:
+    def current_context(self) -> ssl.SSLContext:
         """That of the files as they are; of the last good pair while they are halfway through a change."""
-        return self._held.value()
+        return self._followed_context.value()
 
 
 def _context(cert: Path, key: Path) -> ssl.SSLContext:
@@ -67,34 +67,34 @@ def _unreadable(error: OSError) -> UserError:
 class Handshake:
     """A connection whose handshake is under way."""
 
-    def __init__(self, client: socket.socket, address: str, edge: Edge, others: set[Handshake]) -> None:
-        """``others``: those under way, of which this is one as long as it lasts."""
-        self._client, self._address, self._edge, self._others = client, address, edge, others
+    def __init__(self, client: socket.socket, address: str, edge: Edge, open_handshakes: set[Handshake]) -> None:
+        """``open_handshakes``: those under way, of which this is one as long as it lasts."""
+        self._client, self._address, self._edge, self._open_handshakes = client, address, edge, open_handshakes
         #: since when it has been waiting for bytes of its client
         self.waits_since_s: float | None = asyncio.get_running_loop().time()
         self.task: asyncio.Task[None] | None = None
 
-    def begin(self, context: ssl.SSLContext, connection: Callable[[], asyncio.BufferedProtocol]) -> None:
+    def start_handshake(self, context: ssl.SSLContext, connection: Callable[[], asyncio.BufferedProtocol]) -> None:
         """Greet the client, if there is room for it. ``connection`` makes what takes over."""
-        if self._edge.connections.admit(self, self._address) is not None:
+        if self._edge.connections.admit_connection(self, self._address) is not None:
             self._client.close()  # it expects TLS, and could not read why
             return
-        self._others.add(self)
-        self.task = asyncio.get_running_loop().create_task(self._greet(context, connection))
+        self._open_handshakes.add(self)
+        self.task = asyncio.get_running_loop().create_task(self._run_handshake(context, connection))
 
     def evict(self) -> None:
         """Give up: another client needs the place, or the server ends."""
-        self.ended()
+        self.on_handshake_end()
         if self.task is not None:
             self.task.cancel()
 
-    def ended(self) -> None:
+    def on_handshake_end(self) -> None:
         """It does not count any more."""
         self.waits_since_s = None
-        self._others.discard(self)
-        self._edge.connections.leave(self, self._address)
+        self._open_handshakes.discard(self)
+        self._edge.connections.remove_connection(self, self._address)
 
-    async def _greet(self, context: ssl.SSLContext, connection: Callable[[], asyncio.BufferedProtocol]) -> None:
+    async def _run_handshake(self, context: ssl.SSLContext, connection: Callable[[], asyncio.BufferedProtocol]) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 connection,
@@ -107,7 +107,7 @@ class Handshake:
             log.info("no TLS with %s: %s", self._address, error)
             self._edge.metrics.refused.labels("handshake").inc()
         finally:
-            self.ended()
+            self.on_handshake_end()
 
 
 class Handshakes:
@@ -119,23 +119,23 @@ class Handshakes:
         """``connection`` makes the protocol of a greeted one."""
         self._listener, self._tls, self._edge, self._connection = listener, tls, edge, connection
         listener.setblocking(False)
-        self._greetings: set[Handshake] = set()
+        self._handshakes: set[Handshake] = set()
         self._ending: list[Handshake] = []
-        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+        self._accepting = asyncio.get_running_loop().create_task(self._accept_connections())
 
     def close(self) -> None:
         """Accept nothing more, and end the handshakes."""
         self._accepting.cancel()
-        self._ending = list(self._greetings)
-        for greeting in self._ending:
-            greeting.evict()
+        self._ending = list(self._handshakes)
+        for handshake in self._ending:
+            handshake.evict()
 
     async def wait_closed(self) -> None:
         """Return when that is done."""
-        tasks = [greeting.task for greeting in self._ending if greeting.task is not None]
+        tasks = [handshake.task for handshake in self._ending if handshake.task is not None]
         await asyncio.wait([self._accepting, *tasks])
 
-    async def _accept(self) -> None:
+    async def _accept_connections(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -144,5 +144,5 @@ class Handshakes:
                 log.warning("cannot accept a connection: %s", error.strerror or error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
-            greeting = Handshake(client, str(address[0]), self._edge, self._greetings)
-            greeting.begin(self._tls.context(), functools.partial(self._connection, greeting))
+            handshake = Handshake(client, str(address[0]), self._edge, self._handshakes)
+            handshake.start_handshake(self._tls.current_context(), functools.partial(self._connection, handshake))

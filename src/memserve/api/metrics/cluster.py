@@ -186,7 +186,7 @@ ADMISSION_METRICS: Table = [
 
 #: from ``PromptTokens``
 CEILING: Table = [
-    ("router_seen_prompt_tokens", COUNTER, "Prompt tokens of placed requests, each request once", "seen"),
+    ("router_seen_prompt_tokens", COUNTER, "Prompt tokens of placed requests, each request once", "total"),
     (
         "router_new_prompt_tokens",
         COUNTER,
@@ -398,7 +398,7 @@ def _cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(ROUTER_GAUGES, [((), stats.cluster)])
     yield from families(ROUTER_COUNTERS, [((), stats.cluster.counters)])
     yield from families(ROUTER_HOST_METRICS, [((), stats)])
-    yield from families(CHILD_METRICS, [((name,), one) for name, one in stats.children.items()], ("instance",))
+    yield from families(CHILD_METRICS, [((name,), child) for name, child in stats.children.items()], ("instance",))
     yield from scaling_families(stats.scaling)
     yield from _by_label(stats.cluster.counters)
     yield from _admission(stats.cluster.admission, names_tenants)
@@ -459,18 +459,18 @@ def _admission(admission: Any, names_tenants: bool) -> Iterator[Metric]:
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:
-    told = [(member.view, member.engine.instance) for member in members if member.engine and member.engine.instance]
-    sources = [((view.peer.name, view.role.value), instance) for view, instance in told]
+    reports = [(member.view, member.engine.instance) for member in members if member.engine and member.engine.instance]
+    sources = [((view.peer.name, view.role.value), instance) for view, instance in reports]
     yield from families(INSTANCE_COUNTERS, sources, ("instance", "role"))
     blocks = GaugeMetricFamily(
         "memserve_instance_blocks",
         "KV blocks of the instance by tier and state",
         labels=["instance", "role", "tier", "state"],
     )
-    for view, instance in told:
+    for view, instance in reports:
         for tier, report in (("hbm", instance.hbm), ("dram", instance.dram)):
-            held = report.blocks_total - report.blocks_free - report.blocks_cached
-            states = {"free": report.blocks_free, "cached": report.blocks_cached, "held": held}
+            blocks_used = report.blocks_total - report.blocks_free - report.blocks_cached
+            states = {"free": report.blocks_free, "cached": report.blocks_cached, "held": blocks_used}
             for state, count in states.items():
                 blocks.add_metric([view.peer.name, view.role.value, tier, state], float(count))
     yield blocks
@@ -483,7 +483,7 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
         "Share of prompt tokens (0 to 1) with KV that the instance had or fetched",
         labels=["instance", "role"],
     )
-    for view, instance in told:
+    for view, instance in reports:
         if instance.prompt_tokens:
             rate.add_metric([view.peer.name, view.role.value], instance.cached_tokens / instance.prompt_tokens)
     yield rate

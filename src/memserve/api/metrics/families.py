@@ -57,10 +57,10 @@ class LabelledTally:
 
     def inc(self, labels: tuple[str, ...], amount: float = 1.0) -> None:
         """Add ``amount`` where ``labels`` are."""
-        known = self._values.get(labels)
-        if known is None:
-            known, self._created_s[labels] = 0.0, time.time()
-        self._values[labels] = known + amount
+        count = self._values.get(labels)
+        if count is None:
+            count, self._created_s[labels] = 0.0, time.time()
+        self._values[labels] = count + amount
 
     def collect(self) -> Iterator[Metric]:
         """The family."""
@@ -168,7 +168,7 @@ def objective_families(
 ) -> Iterator[Metric]:
     """How objectives of ``--scheduling slo`` were kept. Of every source: values of ``labels``, ``InstanceStats``."""
     about = f"Requests (ttft) and sequences (tpot) of {whose} by whether their objective was met"
-    kept = CounterMetricFamily(f"memserve_{prefix}objectives", about, labels=[*labels, "objective", "result"])
+    objectives = CounterMetricFamily(f"memserve_{prefix}objectives", about, labels=[*labels, "objective", "result"])
     about = f"Finished answers of {whose} by the percentiles of earlier lengths between which their own was"
     classes = CounterMetricFamily(f"memserve_{prefix}output_length_classes", about, labels=[*labels, "percentiles"])
     about = (
@@ -178,11 +178,11 @@ def objective_families(
     for values, instance in sources:
         report = instance.objectives
         for objective, result in itertools.product(("ttft", "tpot"), ("met", "missed")):
-            kept.add_metric([*values, objective, result], float(getattr(report, f"{objective}_{result}")))
+            objectives.add_metric([*values, objective, result], float(getattr(report, f"{objective}_{result}")))
         for name, count in report.output_classes.items():
             classes.add_metric([*values, name], float(count))
         limited.add_metric(list(values), float(report.plans_limited))
-    yield from (kept, classes, limited)
+    yield from (objectives, classes, limited)
 
 
 def layer_families(
@@ -229,11 +229,11 @@ def layer_families(
 def scaling_families(counts: Sequence[Any]) -> Iterator[Metric]:
     """Roles whose number of instances follows the load (``--scale``), ``RoleCount`` each."""
     about = "Instances of the role that the load asked for when that was decided last"
-    wanted = GaugeMetricFamily("memserve_scaling_wanted", about, labels=["role"])
+    wanted_instances = GaugeMetricFamily("memserve_scaling_wanted", about, labels=["role"])
     about = "Decisions of --scale for more and for fewer instances of the role"
     turns = CounterMetricFamily("memserve_scaling_decisions", about, labels=["role", "for"])
     for count in counts:
-        wanted.add_metric([count.role.value], float(count.wanted))
+        wanted_instances.add_metric([count.role.value], float(count.target))
         turns.add_metric([count.role.value, "more"], float(count.more))
         turns.add_metric([count.role.value, "fewer"], float(count.fewer))
-    yield from (wanted, turns)
+    yield from (wanted_instances, turns)

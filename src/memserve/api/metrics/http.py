@@ -35,7 +35,7 @@ class ApiMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        counter, histogram = self._counter, self._histogram
+        counter, histogram = self._new_counter, self._new_histogram
         self.requests = LabelledTally(
             "memserve_http_requests", "HTTP requests by route and status", ["route", "status"], self.registry
         )
@@ -97,11 +97,11 @@ class ApiMetrics:
         if queue_ns is not None:
             self.in_queue.observe(queue_ns / NS_PER_S)
 
-    def ended(self, route: str, status: int) -> None:
+    def count_http_request(self, route: str, status: int) -> None:
         """An HTTP request was answered with ``status``."""
         self.requests.inc((route, str(status)))
 
-    def answered(self, tenant: str, prompt_tokens: int, generated_tokens: int) -> None:
+    def count_answer(self, tenant: str, prompt_tokens: int, generated_tokens: int) -> None:
         """A request of ``tenant`` has its answer."""
         label = (tenant,)
         self.tenant_requests.inc(label)
@@ -112,7 +112,7 @@ class ApiMetrics:
         """Bring the gauges of this process up to date, before they are read."""
         self.resident.set(resident_bytes())
 
-    def render(self, engine_stats: Any | None, *, names_tenants: bool = False) -> bytes:
+    def render_page(self, engine_stats: Any | None, *, names_tenants: bool = False) -> bytes:
         """The text that Prometheus scrapes; without the engine's metrics when ``engine_stats`` is ``None``.
 
         ``names_tenants``: the reader may know the names of keys. Else their numbers are summed up.
@@ -126,10 +126,10 @@ class ApiMetrics:
     def _of_tenants(self, name: str, text: str) -> LabelledTally:
         return LabelledTally(f"memserve_tenant_{name}", text, ["tenant"], self.by_tenant)
 
-    def _counter(self, name: str, text: str) -> Tally:
+    def _new_counter(self, name: str, text: str) -> Tally:
         return Tally(COUNTER, name, text, self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
+    def _new_histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
         return Spread(name, text, buckets, self.registry)
 
 

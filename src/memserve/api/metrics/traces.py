@@ -76,24 +76,24 @@ def stages_of(entry: Entry) -> Iterator[Stage]:
     yield Stage("read", "", *parts["read"])
     begins = parts["read"][1]
     prompts: dict[int, dict[str, list[Any]]] = {}
-    for told in entry["story"]:
-        prompts.setdefault(told.get("prompt", 0), {}).setdefault(told["fact"], []).append(told["value"])
-    for at, facts in (prompts or {0: {}}).items():
-        yield from _of_prompt(at if len(prompts) > 1 else None, facts, parts, begins)
+    for fact in entry["story"]:
+        prompts.setdefault(fact.get("prompt", 0), {}).setdefault(fact["fact"], []).append(fact["value"])
+    for prompt_index, facts in (prompts or {0: {}}).items():
+        yield from _prompt_stages(prompt_index if len(prompts) > 1 else None, facts, parts, begins)
 
 
-def _of_prompt(
-    at: int | None, facts: dict[str, list[Any]], parts: dict[str, tuple[float, float]], begins: float
+def _prompt_stages(
+    prompt_index: int | None, facts: dict[str, list[Any]], parts: dict[str, tuple[float, float]], begins: float
 ) -> Iterator[Stage]:
     first, _, second = str(facts.get("route", [""])[-1]).partition(" to ")
     ends = parts["decode"][1]
 
     def stage(name: str, place: str, from_ms: float, to_ms: float, within: str = "") -> Stage:
-        known = {f"memserve.{fact}": facts[fact][-1] for fact in _STAGE_FACTS[name] if fact in facts}
-        if at is not None:
-            known["memserve.prompt"] = at
+        attributes = {f"memserve.{fact}": facts[fact][-1] for fact in _STAGE_FACTS[name] if fact in facts}
+        if prompt_index is not None:
+            attributes["memserve.prompt"] = prompt_index
         from_ms = min(max(from_ms, 0.0), ends)
-        return Stage(name, place, from_ms, min(max(to_ms, from_ms), ends), known, within)
+        return Stage(name, place, from_ms, min(max(to_ms, from_ms), ends), attributes, within)
 
     queue_from, queue_to = parts["queue"]
     routed = min(begins + float(facts.get("route_ms", [0.0])[-1]), queue_to)
@@ -120,7 +120,7 @@ class Traces:
         self._providers: dict[str, TracerProvider] = {}
         self._propagator = TraceContextTextMapPropagator()
 
-    def ended(self, scope: Scope, entry: Entry, started_unix_ns: int) -> None:
+    def on_request_end(self, scope: Scope, entry: Entry, started_unix_ns: int) -> None:
         """Make the spans of a request that began at ``started_unix_ns``, and note its trace in ``scope``."""
         from opentelemetry.trace import Span, SpanKind, Status, StatusCode, format_trace_id, set_span_in_context
 
@@ -131,7 +131,7 @@ class Traces:
         }
 
         def begin(stage: Stage, parent: Context, kind: SpanKind = SpanKind.INTERNAL) -> Span:
-            tracer = self._provider(stage.place).get_tracer("memserve")
+            tracer = self._provider_for(stage.place).get_tracer("memserve")
             start_ns = started_unix_ns + round(stage.from_ms * NS_PER_MS)
             return tracer.start_span(stage.name, parent, kind, stage.attributes, start_time=start_ns)
 
@@ -139,39 +139,39 @@ class Traces:
             span.end(started_unix_ns + round(stage.to_ms * NS_PER_MS))
 
         title = f"{scope['method']} {entry['route']}"
-        whole = Stage(title, "", 0.0, entry["total_ms"], _of_request(scope, entry))
+        whole = Stage(title, "", 0.0, entry["total_ms"], _request_attributes(scope, entry))
         root = begin(whole, self._propagator.extract(carrier), SpanKind.SERVER)
         scope[TRACE_KEY] = format_trace_id(root.get_span_context().trace_id)
         if entry["status"] >= 500:
             root.set_status(Status(StatusCode.ERROR))
         if root.is_recording():
             contexts = {"": set_span_in_context(root)}
-            for one in stages_of(entry):
-                span = begin(one, contexts[one.within])
-                contexts[one.name] = set_span_in_context(span)
-                end(span, one)
+            for request_stage in stages_of(entry):
+                span = begin(request_stage, contexts[request_stage.within])
+                contexts[request_stage.name] = set_span_in_context(span)
+                end(span, request_stage)
         end(root, whole)
 
-    def _provider(self, place: str) -> TracerProvider:
+    def _provider_for(self, place: str) -> TracerProvider:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
 
         if place not in self._providers and len(self._providers) >= SERVICES_MAX:
             place = ""
-        if (known := self._providers.get(place)) is not None:
-            return known
+        if (known_provider := self._providers.get(place)) is not None:
+            return known_provider
         name = f"{SERVICE} {place}" if place else SERVICE
         resource = Resource.create({"service.name": name, "service.instance.id": place or "router"})
-        made = self._providers[place] = TracerProvider(resource=resource, shutdown_on_exit=False)
-        made.add_span_processor(self._processor)
-        return made
+        provider = self._providers[place] = TracerProvider(resource=resource, shutdown_on_exit=False)
+        provider.add_span_processor(self._processor)
+        return provider
 
     def close(self) -> None:
         """Send what waits, for a few seconds at most."""
         self._processor.shutdown()
 
 
-def _of_request(scope: Scope, entry: Entry) -> dict[str, Any]:
+def _request_attributes(scope: Scope, entry: Entry) -> dict[str, Any]:
     shown = {f"memserve.{name}": entry[name] for name in _SHOWN if entry.get(name) not in (None, "")}
     return shown | {
         "http.request.method": scope["method"],

@@ -72,10 +72,15 @@ class Document:
 
         Templates allow one system message, the first: when both sides have one, the conversation's is appended to it.
         """
-        own, others = list(self.messages), list(messages)
-        if len(own) == 1 and own[0]["role"] == "system" and others and others[0]["role"] == "system":
-            own = [_joined(own[0], others.pop(0)["content"])]
-        return own + others
+        document_messages, chat_messages = list(self.messages), list(messages)
+        if (
+            len(document_messages) == 1
+            and document_messages[0]["role"] == "system"
+            and chat_messages
+            and chat_messages[0]["role"] == "system"
+        ):
+            document_messages = [_joined(document_messages[0], chat_messages.pop(0)["content"])]
+        return document_messages + chat_messages
 
 
 def document_handle(document_id: str) -> str:
@@ -90,53 +95,53 @@ class Documents:
         self._clock_ns = clock_ns
         self._documents: dict[str, dict[str, Document]] = {}
 
-    def put(self, tenant: str, document: Document, grace_s: float = 0.0) -> Document:
+    def put_document(self, tenant: str, document: Document, grace_s: float = 0.0) -> Document:
         """Keep ``document`` for its TTL and ``grace_s``. Raises :class:`ApiError` 400 when there are too many."""
-        owned = self._live(tenant)
+        owned = self._live_documents(tenant)
         if document.document_id not in owned and len(owned) >= DOCUMENTS_MAX:
             raise bad_request(f"There are {len(owned)} documents already; delete one", code="too_many_documents")
-        kept = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s + grace_s))
-        owned[document.document_id] = kept
-        return kept
+        stored_document = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s + grace_s))
+        owned[document.document_id] = stored_document
+        return stored_document
 
-    def begin_time(self, tenant: str, document: Document) -> None:
+    def restart_ttl(self, tenant: str, document: Document) -> None:
         """Restart the document's TTL now, unless the document was deleted or replaced meanwhile."""
         owned = self._documents.get(tenant, {})
         if owned.get(document.document_id) is document:
             owned[document.document_id] = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s))
 
-    def restore(self, tenant: str, document: Document, left_ns: int) -> None:
-        """Keep a document of an earlier server for the ``left_ns`` that remain of its TTL."""
-        kept = replace(document, expires_ns=self._clock_ns() + left_ns)
-        self._documents.setdefault(tenant, {})[document.document_id] = kept
+    def restore_document(self, tenant: str, document: Document, remaining_ns: int) -> None:
+        """Keep a document of an earlier server for the ``remaining_ns`` that remain of its TTL."""
+        stored_document = replace(document, expires_ns=self._clock_ns() + remaining_ns)
+        self._documents.setdefault(tenant, {})[document.document_id] = stored_document
 
-    def get(self, tenant: str, document_id: str) -> Document:
+    def get_document(self, tenant: str, document_id: str) -> Document:
         """The tenant's document. Raises :class:`ApiError` 404; other tenants' documents do not exist for it."""
-        document = self._live(tenant).get(document_id)
+        document = self._live_documents(tenant).get(document_id)
         if document is None:
             message = f"There is no document {document_id[:200]!r}: it was never put, was deleted, or has expired"
             raise ApiError(404, message, param="document", code="document_not_found")
         return document
 
-    def knows(self, tenant: str, document_id: str) -> bool:
+    def has_document(self, tenant: str, document_id: str) -> bool:
         """Whether the tenant has such a document."""
-        return document_id in self._live(tenant)
+        return document_id in self._live_documents(tenant)
 
-    def delete(self, tenant: str, document_id: str) -> Document:
+    def delete_document(self, tenant: str, document_id: str) -> Document:
         """Forget the tenant's document. Raises :class:`ApiError` 404."""
-        document = self.get(tenant, document_id)
+        document = self.get_document(tenant, document_id)
         del self._documents[tenant][document_id]
         return document
 
-    def all(self, tenant: str) -> list[Document]:
+    def list_documents(self, tenant: str) -> list[Document]:
         """The tenant's documents, oldest first."""
-        return list(self._live(tenant).values())
+        return list(self._live_documents(tenant).values())
 
     def expires_in_s(self, document: Document) -> float:
         """Seconds until the document expires."""
         return max(0.0, (document.expires_ns - self._clock_ns()) / NS_PER_S)
 
-    def _live(self, tenant: str) -> dict[str, Document]:
+    def _live_documents(self, tenant: str) -> dict[str, Document]:
         now_ns = self._clock_ns()
         owned = self._documents.setdefault(tenant, {})  # bounded: one entry for each API key
         for document_id in [name for name, document in owned.items() if document.expires_ns <= now_ns]:
@@ -149,7 +154,7 @@ def size_of(document: Document | None) -> int:
     return 0 if document is None else 4 * len(document.prompt.tokens)
 
 
-def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, model: ServedModel) -> Document:
+def prepare_document(body: DocumentBody, document_id: str, encoder: PromptEncoder, model: ServedModel) -> Document:
     """The document that a body describes. Raises :class:`ApiError` 400 for a malformed or too long one."""
     if (body.text is None) == (body.messages is None):
         raise bad_request("a document has either 'text' or 'messages'", "text")
@@ -161,15 +166,15 @@ def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, model:
     else:
         (prompt,) = encoder.completion_prompts(body.text, add_special_tokens=True, echo=True)
     tokens = _common_prefix(messages, encoder) if endpoint == "chat" else prompt.tokens
-    for known in (tokens, prompt.tokens):
-        _check(known, encoder.vocab_size)
+    for ids in (tokens, prompt.tokens):
+        _check_tokens(ids, encoder.vocab_size)
     if max(len(tokens), len(prompt.tokens)) + 2 > model.max_model_tokens:
         raise context_exceeded(model, f"{len(tokens)} tokens in the document, a prompt and an answer")
     ttl_s = TTL_S if body.ttl_s is None else body.ttl_s
     return Document(document_id, endpoint, messages, prompt, tokens, int(time.time()), ttl_s)
 
 
-def _check(tokens: TokenArray, vocab_size: int) -> None:
+def _check_tokens(tokens: TokenArray, vocab_size: int) -> None:
     try:
         check_tokens(tokens, vocab_size, "text")
     except UserError as error:
@@ -189,16 +194,16 @@ def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArray:
 
     This assumes nothing about the template, nor about how the tokenizer joins text at the boundary.
     """
-    ask = {"role": "user", "content": "A"}
-    first = [*messages, ask]
-    second: Messages = [*messages, {**ask, "content": "9"}]
+    question = {"role": "user", "content": "A"}
+    first = [*messages, question]
+    second: Messages = [*messages, {**question, "content": "9"}]
     if len(messages) == 1 and messages[0]["role"] == "system":  # a system message of the request joins it
-        second = [_joined(messages[0], "9"), ask]
-    one = encoder.messages_prompt(first).tokens
-    other = encoder.messages_prompt(second).tokens
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
-    return one[: int(differs[0])] if len(differs) else one[:length]
+        second = [_joined(messages[0], "9"), question]
+    first_tokens = encoder.messages_prompt(first).tokens
+    second_tokens = encoder.messages_prompt(second).tokens
+    length = min(len(first_tokens), len(second_tokens))
+    differs = np.flatnonzero(first_tokens[:length] != second_tokens[:length])
+    return first_tokens[: int(differs[0])] if len(differs) else first_tokens[:length]
 
 
 def _joined(message: dict[str, Any], more: str) -> dict[str, Any]:
@@ -224,20 +229,20 @@ class DocumentMemory:
         self._engine = engine if isinstance(engine, RememberingEngine) else None
         self._clock_ns = clock_ns
 
-    def restore(self, documents: Documents) -> None:
+    def restore_documents(self, documents: Documents) -> None:
         """Restore the last router's documents that have not expired. The cluster restores their pins."""
         if self._engine is None:
             return
         now_ns = self._clock_ns()
-        for record in self._engine.documents():
-            left_ns = record.expires_unix_ns - now_ns
-            if left_ns > 0:
-                kept = msgspec.msgpack.decode(record.body, type=_Kept)
-                documents.restore(record.tenant, _document(record.document_id, kept), left_ns)
+        for record in self._engine.stored_documents():
+            remaining_ns = record.expires_unix_ns - now_ns
+            if remaining_ns > 0:
+                body = msgspec.msgpack.decode(record.body, type=_Kept)
+                documents.restore_document(record.tenant, _document(record.document_id, body), remaining_ns)
             else:  # no need to wait until this is durable
-                self._engine.remember(DocumentDropped(record.tenant, record.document_id))
+                self._engine.write_record(DocumentDropped(record.tenant, record.document_id))
 
-    async def put(self, tenant: str, document: Document) -> None:
+    async def store_document(self, tenant: str, document: Document) -> None:
         """Returns when ``document`` is durable. Raises :class:`ApiError` 503 when it cannot be."""
         prompt = document.prompt
         body = _Kept(
@@ -250,14 +255,14 @@ class DocumentMemory:
             document.ttl_s,
         )
         expires_ns = self._clock_ns() + ns_from_s(document.ttl_s)
-        await self._keep(DocumentPut(tenant, document.document_id, msgspec.msgpack.encode(body), expires_ns))
+        await self._write_record(DocumentPut(tenant, document.document_id, msgspec.msgpack.encode(body), expires_ns))
 
-    async def drop(self, tenant: str, document_id: str) -> None:
+    async def drop_document(self, tenant: str, document_id: str) -> None:
         """Returns when the removal is durable. Raises :class:`ApiError` 503 when it cannot be."""
-        await self._keep(DocumentDropped(tenant, document_id))
+        await self._write_record(DocumentDropped(tenant, document_id))
 
-    async def _keep(self, record: DocumentPut | DocumentDropped) -> None:
-        if self._engine is not None and not await asyncio.wrap_future(self._engine.remember(record)):
+    async def _write_record(self, record: DocumentPut | DocumentDropped) -> None:
+        if self._engine is not None and not await asyncio.wrap_future(self._engine.write_record(record)):
             message = "The server cannot write its metadata now, so the change is not durable: try again"
             raise ApiError(503, message, kind="server_error", code="not_durable", headers={"retry-after": "5"})
 
@@ -266,14 +271,14 @@ def _bytes_of(prompt: Prompt) -> bytes:
     return prompt.tokens.astype("<i4", copy=False).tobytes()
 
 
-def _document(document_id: str, kept: _Kept) -> Document:
-    prompt, tokens = (np.frombuffer(data, "<i4").astype(np.int32) for data in (kept.prompt_tokens, kept.tokens))
+def _document(document_id: str, body: _Kept) -> Document:
+    prompt, tokens = (np.frombuffer(data, "<i4").astype(np.int32) for data in (body.prompt_tokens, body.tokens))
     return Document(
         document_id,
-        kept.endpoint,
-        kept.messages,
-        Prompt(prompt, kept.prompt_text),
+        body.endpoint,
+        body.messages,
+        Prompt(prompt, body.prompt_text),
         tokens,
-        kept.created_s,
-        kept.ttl_s,
+        body.created_s,
+        body.ttl_s,
     )

@@ -44,7 +44,7 @@ from memserve.api.openai.streams import Hub
 EXPLAIN_HEADER = b"x-memserve-explain"
 
 
-def asks_to_explain(scope: Scope) -> bool:
+def wants_explanation(scope: Scope) -> bool:
     """By its header."""
     return (header(scope, EXPLAIN_HEADER) or "").lower() in ("1", "true", "yes")
 
@@ -56,7 +56,7 @@ class RequestPlanner(Protocol):
     def id_prefix(self) -> str:
         """The beginning of its responses' ids."""
 
-    async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+    async def plan_request(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine requests for a body. Raises :class:`ApiError` 400 and 404."""
 
 
@@ -91,12 +91,12 @@ class CompletionPlanner:
         self._model, self._names, self._encoder, self._documents = model, names, encoder, documents
         self._config, self.leniency = config, Leniency(all_fields=config.lenient)
 
-    async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+    async def plan_request(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine requests for a body, one per prompt."""
         workers = self._encoder.workers
-        await workers.turn(caller.tenant)
+        await workers.wait_turn(caller.tenant)
         load = len(data) // PARSING
-        parsed = workers.run(caller.tenant, load, lambda: parse_completion(data, self.leniency))
+        parsed = workers.run_work(caller.tenant, load, lambda: parse_completion(data, self.leniency))
         body, ignored = await parsed
         caller = addressed(body.model, self._names, caller)
         if not isinstance(body.prompt, (str, list, np.ndarray)):
@@ -104,13 +104,13 @@ class CompletionPlanner:
         document = _document(body, caller, self._documents, "completions")
 
         def planned() -> Generation:
-            plan = plan_completion(body, self._prompts(body, document), self._model, caller, response_id)
+            plan = plan_completion(body, self._encode_prompts(body, document), self._model, caller, response_id)
             return _as_configured(plan, self._config, ignored)
 
         text_bytes = len(data) // (CHECKING if is_token_list(body.prompt) and not body.echo else 1)
-        return await workers.run(caller.tenant, work_of(body, text_bytes) + size_of(document), planned)
+        return await workers.run_work(caller.tenant, work_of(body, text_bytes) + size_of(document), planned)
 
-    def _prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
+    def _encode_prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
         add_special_tokens = body.add_special_tokens is not False and document is None  # the document begins with them
         echo = bool(body.echo)
         is_cut = body.truncate_prompt_tokens is not None
@@ -131,42 +131,42 @@ class ChatPlanner:
         self._model, self._names, self._encoder, self._documents = model, names, encoder, documents
         self._config, self.leniency = config, Leniency(all_fields=config.lenient)
 
-    async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+    async def plan_request(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine request for a body: one prompt, through the chat template."""
         workers = self._encoder.workers
-        await workers.turn(caller.tenant)
+        await workers.wait_turn(caller.tenant)
         load = len(data) // PARSING
-        parsed = workers.run(caller.tenant, load, lambda: parse_leniently(data, ChatBody, self.leniency))
+        parsed = workers.run_work(caller.tenant, load, lambda: parse_leniently(data, ChatBody, self.leniency))
         body, ignored = await parsed
         caller = addressed(body.model, self._names, caller)
         document = _document(body, caller, self._documents, "chat")
 
         def planned() -> Generation:
-            return self.planned(body, document, caller, response_id, ignored)
+            return self.plan_body(body, document, caller, response_id, ignored)
 
-        return await workers.run(caller.tenant, work_of(body, len(data)) + size_of(document), planned)
+        return await workers.run_work(caller.tenant, work_of(body, len(data)) + size_of(document), planned)
 
-    def planned(
+    def plan_body(
         self, body: ChatBody, document: Document | None, caller: Caller, response_id: str, ignored: tuple[str, ...]
     ) -> Generation:
         """The engine request for a checked body. Raises :class:`ApiError` 400."""
-        calls = self._calls(body)
+        calls = self._call_plan(body)
         messages = check_messages(body.messages)
         messages = messages if document is None else document.before_messages(messages)
         prompt = self._encoder.chat_prompt(body, messages, caller.tenant)
         plan = plan_chat(body, prompt, self._model, caller, response_id, calls)
         if not plan.requests[0].sampling.grammar:  # a grammar leaves no place for thoughts
-            thoughts = thoughts_after(prompt.ending, self._config.reasoning_parser, self._template())
+            thoughts = thoughts_after(prompt.ending, self._config.reasoning_parser, self._chat_template())
             plan = structs.replace(plan, thoughts=thoughts)
         return _as_configured(plan, self._config, ignored)
 
-    def _template(self) -> str:
+    def _chat_template(self) -> str:
         return str(getattr(self._model.tokenizer, "chat_template", None) or "")
 
-    def _calls(self, body: ChatBody) -> CallPlan | None:
+    def _call_plan(self, body: ChatBody) -> CallPlan | None:
         style = self._config.tool_call_parser
         if style == "auto":
-            style = style_of(self._template())
+            style = style_of(self._chat_template())
         parallel = body.parallel_tool_calls is not False
         return call_plan(body.tools, body.tool_choice, parallel=parallel, style=style)
 
@@ -181,7 +181,7 @@ def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoi
     if caller.adapter is not None:
         message = "documents are computed without an adapter, so none of their KV is of use here: put the text in front"
         raise bad_request(message, "document")
-    document = documents.get(caller.tenant, body.document)
+    document = documents.get_document(caller.tenant, body.document)
     if document.endpoint != endpoint:
         message = f"The document {document.document_id!r} is for {document.endpoint}: none of its KV is cached for"
         raise bad_request(f'{message} {endpoint}; put one with "endpoint": "{endpoint}" under another id', "document")
@@ -208,7 +208,7 @@ def addressed(name: str | None, names: ModelNames, caller: Caller) -> Caller:
         return caller
     if name not in names:
         raise model_not_found(name, names.served)
-    adapter = names.adapter(name)
+    adapter = names.find_adapter(name)
     return caller if adapter is caller.adapter else structs.replace(caller, adapter=adapter)
 
 
@@ -231,16 +231,18 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared = self._shared
-        prefix, own = self._planner.id_prefix, new_id()
-        explain = asks_to_explain(scope)
+        prefix, fresh_id = self._planner.id_prefix, new_id()
+        explain = wants_explanation(scope)
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(scope[TENANT_KEY], data)
             send_to_owner_if_kept(shared.hub.engine, scope, data)
             key = key_of(scope, prefix, data)
             caller = Caller(scope[TENANT_KEY], explain, seed=None if key is None else key.seed)
-            response_id = prefix + (own if key is None else key.response_id)
-            plan = await self._planner.plan(data, caller, response_id if key is None else f"{response_id}~{own[:12]}")
-            plan = plan if key is None else key.on(plan)
+            response_id = prefix + (fresh_id if key is None else key.response_id)
+            plan = await self._planner.plan_request(
+                data, caller, response_id if key is None else f"{response_id}~{fresh_id[:12]}"
+            )
+            plan = plan if key is None else key.apply_to(plan)
         del data  # the body must not stay in memory while the answer is generated
         reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply
@@ -258,7 +260,7 @@ def keep_session(engine: ServingEngine, reply: Reply) -> None:
     tokens = request.prompt
     if len(reply.sequences) == 1:
         tokens = np.concatenate((tokens, np.array(reply.sequences[0].stream.tokens, dtype=np.int32)))
-    engine.pin(request.session, request.tenant, tokens, plan.session_ttl_ns, request.salt)
+    engine.pin_prefix(request.session, request.tenant, tokens, plan.session_ttl_ns, request.salt)
 
 
 class InvocationsEndpoint:
@@ -270,14 +272,14 @@ class InvocationsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with json_body(scope, receive, self._edge) as data:
             is_chat = b'"messages"' in data
-        await (self._chat if is_chat else self._completions)(scope, _again(data, receive), send)
+        await (self._chat if is_chat else self._completions)(scope, _replay_body(data, receive), send)
 
 
-def _again(data: bytes, receive: Receive) -> Receive:
+def _replay_body(data: bytes, receive: Receive) -> Receive:
     """A body that was read, to be read once more; what comes after it is ``receive``'s."""
-    left: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
+    messages: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def received() -> Message:
-        return left.pop() if left else await receive()
+        return messages.pop() if messages else await receive()
 
     return received

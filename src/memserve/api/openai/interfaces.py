@@ -68,19 +68,19 @@ RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repe
 """OpenAI's defaults, where a model's authors may recommend others."""
 
 
-def chosen_sampling(model: ServedModel, said: Mapping[str, Any], **others: Any) -> SamplingParams:
-    """What a request ``said`` (by OpenAI's names; ``None``: nothing), else what the model's authors recommend (as in
-    vLLM), else OpenAI's defaults. Covers what authors may recommend (:data:`RECOMMENDED`); ``others``: further fields,
-    the rest keep their defaults."""
-    given = {name: said[name] for name in RECOMMENDED if said.get(name) is not None}
-    chosen = {**RECOMMENDED, **model.generation_defaults, **given}
+def sampling_params_of(model: ServedModel, request_fields: Mapping[str, Any], **further_fields: Any) -> SamplingParams:
+    """What a request ``request_fields`` (by OpenAI's names; ``None``: nothing), else what the model's authors
+    recommend (as in vLLM), else OpenAI's defaults. Covers what authors may recommend (:data:`RECOMMENDED`);
+    ``further_fields``: further fields, the rest keep their defaults."""
+    request_values = {name: request_fields[name] for name in RECOMMENDED if request_fields.get(name) is not None}
+    values = {**RECOMMENDED, **model.generation_defaults, **request_values}
     return SamplingParams(
-        temperature=chosen["temperature"],
-        top_p=chosen["top_p"],
-        top_k=max(int(chosen["top_k"]), 0),
-        min_p=chosen["min_p"],
-        repetition_penalty=chosen["repetition_penalty"],
-        **others,
+        temperature=values["temperature"],
+        top_p=values["top_p"],
+        top_k=max(int(values["top_k"]), 0),
+        min_p=values["min_p"],
+        repetition_penalty=values["repetition_penalty"],
+        **further_fields,
     )
 
 
@@ -111,7 +111,7 @@ class ServingEngine(Protocol):
 class HearingEngine(ServingEngine, Protocol):
     """An engine that hears what other processes say."""
 
-    def hear_in(self, loop: AbstractEventLoop | None) -> None:
+    def receive_messages_in(self, loop: AbstractEventLoop | None) -> None:
         """From now on ``loop``, from which this is called, reads it; None: a thread. Before ``loop`` ends."""
 
 
@@ -119,10 +119,10 @@ class HearingEngine(ServingEngine, Protocol):
 class PinningEngine(ServingEngine, Protocol):
     """An engine that can keep a prefix from eviction under a name; names of different tenants are different names."""
 
-    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
         """Keep what requests with ``salt`` have cached of ``tokens`` for ``ttl_ns``. A repeated call renews it."""
 
-    def unpin(self, handle: str, tenant: str) -> None:
+    def unpin_prefix(self, handle: str, tenant: str) -> None:
         """Remove the pin; unknown handles are ignored."""
 
     def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
@@ -145,10 +145,10 @@ class MappedEngine(ServingEngine, Protocol):
 class RememberingEngine(ServingEngine, Protocol):
     """An engine that keeps records for its successor."""
 
-    def documents(self) -> tuple[DocumentPut, ...]:
+    def stored_documents(self) -> tuple[DocumentPut, ...]:
         """Documents in the records of the last engine."""
 
-    def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
+    def write_record(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
         """Make ``record`` durable. The future says whether it is."""
 
 
@@ -167,16 +167,16 @@ class ModelNames:
         self.served = served
         self.shown = tuple(dict.fromkeys((served, *further)))
         self.adapters = tuple(adapters)
-        self._known = {name.casefold() for name in (*self.shown, *aliases)}
+        self._model_names = {name.casefold() for name in (*self.shown, *aliases)}
         self._adapters = {adapter.name.casefold(): adapter for adapter in adapters}
-        if taken := self._known & self._adapters.keys():
+        if shared_names := self._model_names & self._adapters.keys():
             hint = "give the adapter another name: --lora NAME=FOLDER"
-            raise UserError(f"{min(taken)!r} is a name of the model itself", hint=hint, param="lora")
+            raise UserError(f"{min(shared_names)!r} is a name of the model itself", hint=hint, param="lora")
 
     def __contains__(self, name: str) -> bool:
-        return name.casefold() in self._known or name.casefold() in self._adapters
+        return name.casefold() in self._model_names or name.casefold() in self._adapters
 
-    def adapter(self, name: str) -> Adapter | None:
+    def find_adapter(self, name: str) -> Adapter | None:
         """The adapter of this name; ``None``: it is the model's own name, or none."""
         return self._adapters.get(name.casefold())
 
@@ -189,8 +189,8 @@ def _byte_of_char() -> dict[str, int]:
     """The inverse of GPT-2's table of printable stand-ins for bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     fresh = itertools.count(256)
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(next(fresh)): byte for byte in others}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(next(fresh)): byte for byte in unprintable}
 
 
 class TokenNames:
@@ -205,7 +205,7 @@ class TokenNames:
     def name(self, token: int) -> tuple[str, bytes]:
         """Text and bytes; a piece of a character reads ``bytes:\\xe4\\xb8``, as OpenAI writes it."""
         if token not in self._names:
-            data = self._bytes(token)
+            data = self._token_bytes(token)
             try:
                 text = data.decode()
             except UnicodeDecodeError:
@@ -213,7 +213,7 @@ class TokenNames:
             self._names[token] = (text, data)
         return self._names[token]
 
-    def _bytes(self, token: int) -> bytes:
+    def _token_bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
         piece = self._tokenizer.id_to_token(token)

@@ -53,7 +53,7 @@ MODEL = "MODEL"
 """Stands for the served model's name in examples."""
 
 
-def _asks(**fields: Any) -> Json:
+def _question_body(**fields: Any) -> Json:
     """The body of a chat: the usual fields, and ``fields``."""
     return {"model": MODEL, "messages": [QUESTION], "max_tokens": 16, **fields}
 
@@ -80,14 +80,14 @@ OPERATIONS = (
         "POST", "/v1/chat/completions", "Answer a conversation, through the model's chat template.", _ANSWER,
         body=ChatBody, errors=_GENERATES,
         examples=(
-            Example("A question", _asks(temperature=0)),
+            Example("A question", _question_body(temperature=0)),
             Example(
                 "Streamed, with usage at the end and an explanation of the time to the first token",
-                _asks(stream=True, stream_options={"include_usage": True}, explain=True),
+                _question_body(stream=True, stream_options={"include_usage": True}, explain=True),
             ),
             Example(
                 "A conversation with KV that stays in the cache for ten minutes",
-                _asks(session="support-17", session_ttl_s=600),
+                _question_body(session="support-17", session_ttl_s=600),
             ),
         ),
     ),
@@ -123,7 +123,7 @@ OPERATIONS = (
     ),
     Operation(
         "POST", "/invocations", "A chat or a completion, by the body's fields: what Amazon SageMaker calls.", _ANSWER,
-        body=ChatBody, errors=_GENERATES, examples=(Example("A chat", _asks()),),
+        body=ChatBody, errors=_GENERATES, examples=(Example("A chat", _question_body()),),
     ),
     Operation(
         "POST", "/tokenize", "The token ids of a text, or of a conversation through the chat template.",
@@ -346,9 +346,9 @@ def _operation(operation: Operation) -> Json:
         for status in operation.successes
     }
     for status in sorted({*_ALWAYS, *operation.errors}):
-        when = "; ".join(error.when for error in ERRORS if error.status == status)
+        description = "; ".join(error.when for error in ERRORS if error.status == status)
         content = {"application/json": {"schema": _reference("Error")}}
-        answers[str(status)] = {"description": when, "content": content}
+        answers[str(status)] = {"description": description, "content": content}
     described: Json = {"summary": operation.about, "responses": answers}
     if operation.parameters:
         described["parameters"] = [

@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from memserve.api.http.errors import ApiError, bad_request, echo, engine_silent, rejected
 from memserve.api.http.limits import TENANT_KEY, json_body
-from memserve.api.openai.documents import Document, DocumentMemory, Documents, prepare
+from memserve.api.openai.documents import Document, DocumentMemory, Documents, prepare_document
 from memserve.api.openai.endpoints import EndpointParts
 from memserve.api.openai.interfaces import PinningEngine, ServingEngine
 from memserve.api.openai.request.plan import session_of
@@ -43,9 +43,9 @@ class DocumentRoutes:
     def __init__(self, shared: EndpointParts, documents: Documents) -> None:
         self._shared, self._documents = shared, documents
         self._memory = DocumentMemory(shared.hub.engine)
-        self._memory.restore(documents)
+        self._memory.restore_documents(documents)
 
-    async def put(self, request: HttpRequest) -> Response:
+    async def put_document(self, request: HttpRequest) -> Response:
         """``PUT /v1/documents/{id}``: 201 when it is new, 200 when it existed; its TTL starts again."""
         document_id, tenant = request.path_params["document_id"], request.scope[TENANT_KEY]
         if not _ID.fullmatch(document_id):
@@ -55,47 +55,50 @@ class DocumentRoutes:
         async with json_body(request.scope, request.receive, self._shared.edge) as data:
 
             def prepared(data: bytes = data) -> Document:
-                return prepare(parse_body(data, DocumentBody), document_id, encoder, model)
+                return prepare_document(parse_body(data, DocumentBody), document_id, encoder, model)
 
-            document = await encoder.workers.run(tenant, len(data), prepared)
+            document = await encoder.workers.run_work(tenant, len(data), prepared)
         del data, prepared
-        known = self._documents.knows(tenant, document_id)
-        cached_tokens = await self._compute(document, tenant, request.receive)
-        kept = self._documents.put(tenant, document, PIN_ANSWER_S)
-        await self._memory.put(tenant, kept)
-        self._pin(kept, tenant)
-        pinned = await self._pinned_soon(kept, tenant)
-        self._documents.begin_time(tenant, kept)
-        return _json(_document_card(kept, pinned, kept.ttl_s) | {"cached_tokens": cached_tokens}, 200 if known else 201)
+        existed = self._documents.has_document(tenant, document_id)
+        cached_tokens = await self._compute_document(document, tenant, request.receive)
+        entry = self._documents.put_document(tenant, document, PIN_ANSWER_S)
+        await self._memory.store_document(tenant, entry)
+        self._pin_document(entry, tenant)
+        pinned = await self._pinned_soon(entry, tenant)
+        self._documents.restart_ttl(tenant, entry)
+        return _json(
+            _document_card(entry, pinned, entry.ttl_s) | {"cached_tokens": cached_tokens}, 200 if existed else 201
+        )
 
-    async def list(self, request: HttpRequest) -> Response:
+    async def list_documents(self, request: HttpRequest) -> Response:
         """``GET /v1/documents``: the tenant's own, oldest first."""
         tenant = request.scope[TENANT_KEY]
-        documents = self._documents.all(tenant)
-        pinned = await self._pinned(documents, tenant)
+        documents = self._documents.list_documents(tenant)
+        pinned = await self._pinned_tokens(documents, tenant)
         cards = [
-            _document_card(kept, tokens, self._left_s(kept)) for kept, tokens in zip(documents, pinned, strict=True)
+            _document_card(document, tokens, self._remaining_s(document))
+            for document, tokens in zip(documents, pinned, strict=True)
         ]
         return _json({"object": "list", "data": cards})
 
-    async def get(self, request: HttpRequest) -> Response:
+    async def get_document(self, request: HttpRequest) -> Response:
         """``GET /v1/documents/{id}``."""
         tenant = request.scope[TENANT_KEY]
-        kept = self._documents.get(tenant, request.path_params["document_id"])
-        (pinned,) = await self._pinned([kept], tenant)
-        return _json(_document_card(kept, pinned, self._left_s(kept)))
+        document = self._documents.get_document(tenant, request.path_params["document_id"])
+        (pinned,) = await self._pinned_tokens([document], tenant)
+        return _json(_document_card(document, pinned, self._remaining_s(document)))
 
-    async def delete(self, request: HttpRequest) -> Response:
+    async def delete_document(self, request: HttpRequest) -> Response:
         """``DELETE /v1/documents/{id}``: its KV may be evicted from now on."""
         tenant = request.scope[TENANT_KEY]
-        kept = self._documents.delete(tenant, request.path_params["document_id"])
+        document = self._documents.delete_document(tenant, request.path_params["document_id"])
         engine = self._shared.hub.engine
         if isinstance(engine, PinningEngine):
-            engine.unpin(kept.handle, tenant)
-        await self._memory.drop(tenant, kept.document_id)
-        return _json({"id": kept.document_id, "object": "document.deleted", "deleted": True})
+            engine.unpin_prefix(document.handle, tenant)
+        await self._memory.drop_document(tenant, document.document_id)
+        return _json({"id": document.document_id, "object": "document.deleted", "deleted": True})
 
-    async def _compute(self, document: Document, tenant: str, receive: Receive) -> int:
+    async def _compute_document(self, document: Document, tenant: str, receive: Receive) -> int:
         """Run the document through the model: its KV stays in the cache. Returns the tokens that were cached before."""
         request = Request(
             request_id=f"doc-{uuid.uuid4().hex}",
@@ -104,47 +107,47 @@ class DocumentRoutes:
             stop=StopParams(max_tokens=1),
             tenant=tenant,
             session=document.handle,
-            salt=self._salt(document),
+            salt=self._document_salt(document),
         )
-        call = self._shared.hub.open([request])
+        call = self._shared.hub.open_call([request])
         watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
-        cached_tokens, ended = 0, False
+        cached_tokens, is_ended = 0, False
         try:
-            while not ended:
-                for _, news in await call.news():
-                    if isinstance(news, Rejected):
-                        raise rejected(news)
-                    if error := failure(news):
+            while not is_ended:
+                for _, output in await call.next_outputs():
+                    if isinstance(output, Rejected):
+                        raise rejected(output)
+                    if error := failure(output):
                         raise error
-                    cached_tokens = max(cached_tokens, news.cached_tokens)
-                    ended = ended or news.finish_reason is not None
+                    cached_tokens = max(cached_tokens, output.cached_tokens)
+                    is_ended = is_ended or output.finish_reason is not None
         finally:
             watcher.cancel()
-            self._shared.hub.close(call)
+            self._shared.hub.close_call(call)
         return cached_tokens
 
-    def _pin(self, document: Document, tenant: str) -> None:
+    def _pin_document(self, document: Document, tenant: str) -> None:
         engine = self._shared.hub.engine
         if isinstance(engine, PinningEngine):
             ttl_ns = ns_from_s(document.ttl_s + PIN_ANSWER_S)
-            engine.pin(document.handle, tenant, document.tokens, ttl_ns, self._salt(document))
+            engine.pin_prefix(document.handle, tenant, document.tokens, ttl_ns, self._document_salt(document))
 
-    def _salt(self, document: Document) -> str:
+    def _document_salt(self, document: Document) -> str:
         """A document's KV serves prompts of its own regime of positions."""
-        return salt_of("", "", self._shared.model.position_regimes.of(len(document.tokens)))
+        return salt_of("", "", self._shared.model.position_regimes.regime_of(len(document.tokens)))
 
     async def _pinned_soon(self, document: Document, tenant: str) -> int | None:
-        """As :meth:`_pinned`, but waits up to ``PIN_ANSWER_S`` for an engine that does not know yet."""
+        """As :meth:`_pinned_tokens`, but waits up to ``PIN_ANSWER_S`` for an engine that does not know yet."""
         if not isinstance(self._shared.hub.engine, PinningEngine):
             return None
         deadline_s = time.monotonic() + PIN_ANSWER_S
         while True:
-            (pinned,) = await self._pinned([document], tenant)
+            (pinned,) = await self._pinned_tokens([document], tenant)
             if pinned is not None or time.monotonic() >= deadline_s:
                 return pinned
             await asyncio.sleep(_POLL_S)
 
-    async def _pinned(self, documents: Sequence[Document], tenant: str) -> Sequence[int | None]:
+    async def _pinned_tokens(self, documents: Sequence[Document], tenant: str) -> Sequence[int | None]:
         """Pinned tokens of each document, from one query to the engine; ``None``: unknown."""
         engine, unknown = self._shared.hub.engine, [None] * len(documents)
         if not isinstance(engine, PinningEngine):
@@ -155,11 +158,11 @@ class DocumentRoutes:
         except (TimeoutError, EngineStopped):
             return unknown
 
-    def _left_s(self, document: Document) -> float:
+    def _remaining_s(self, document: Document) -> float:
         return min(document.ttl_s, self._documents.expires_in_s(document))
 
 
-def _document_card(document: Document, pinned_tokens: int | None, left_s: float) -> dict[str, Any]:
+def _document_card(document: Document, pinned_tokens: int | None, remaining_s: float) -> dict[str, Any]:
     return {
         "id": document.document_id,
         "object": "document",
@@ -168,7 +171,7 @@ def _document_card(document: Document, pinned_tokens: int | None, left_s: float)
         "tokens": len(document.tokens),
         "pinned_tokens": pinned_tokens,
         "ttl_s": document.ttl_s,
-        "expires_in_s": round(left_s, 3),
+        "expires_in_s": round(remaining_s, 3),
     }
 
 
@@ -183,25 +186,25 @@ class SessionRoutes:
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
 
-    async def list(self, request: HttpRequest) -> Response:
+    async def list_sessions(self, request: HttpRequest) -> Response:
         """``GET /v1/sessions``: the sessions with pinned KV, least recently used first."""
-        sessions, now_ns = await self._sessions(request), time.monotonic_ns()
-        cards = [_session_card(name, kept, now_ns) for name, kept in sessions]
+        sessions, now_ns = await self._named_sessions(request), time.monotonic_ns()
+        cards = [_session_card(name, prefix, now_ns) for name, prefix in sessions]
         return _json({"object": "list", "data": cards})
 
-    async def delete(self, request: HttpRequest) -> Response:
+    async def delete_session(self, request: HttpRequest) -> Response:
         """``DELETE /v1/sessions/{name}``: its KV may be evicted from now on."""
         name = request.path_params["name"]
-        handles = [kept.handle for session, kept in await self._sessions(request) if session == name]
+        handles = [prefix.handle for session, prefix in await self._named_sessions(request) if session == name]
         if not handles:
             message = f"There is no session {echo(name)!r}: it kept no KV, was deleted, or has expired"
             raise ApiError(404, message, param="name", code="session_not_found")
         if isinstance(self._engine, PinningEngine):
             for handle in handles:
-                self._engine.unpin(handle, request.scope[TENANT_KEY])
+                self._engine.unpin_prefix(handle, request.scope[TENANT_KEY])
         return _json({"id": name, "object": "session.deleted", "deleted": True})
 
-    async def _sessions(self, request: HttpRequest) -> Sequence[tuple[str, NamedPrefix]]:
+    async def _named_sessions(self, request: HttpRequest) -> Sequence[tuple[str, NamedPrefix]]:
         """The tenant's sessions by name."""
         if not isinstance(self._engine, PinningEngine):
             return []
@@ -209,9 +212,14 @@ class SessionRoutes:
             prefixes = await asyncio.to_thread(self._engine.named_prefixes, request.scope[TENANT_KEY])
         except (TimeoutError, EngineStopped):
             raise engine_silent() from None
-        return [(name, kept) for kept in prefixes if (name := session_of(kept.handle)) is not None]
+        return [(name, prefix) for prefix in prefixes if (name := session_of(prefix.handle)) is not None]
 
 
-def _session_card(name: str, kept: NamedPrefix, now_ns: int) -> dict[str, Any]:
-    left_s = max(0.0, (kept.expires_ns - now_ns) / NS_PER_S)
-    return {"id": name, "object": "session", "pinned_tokens": kept.pinned_tokens, "expires_in_s": round(left_s, 3)}
+def _session_card(name: str, prefix: NamedPrefix, now_ns: int) -> dict[str, Any]:
+    remaining_s = max(0.0, (prefix.expires_ns - now_ns) / NS_PER_S)
+    return {
+        "id": name,
+        "object": "session",
+        "pinned_tokens": prefix.pinned_tokens,
+        "expires_in_s": round(remaining_s, 3),
+    }

@@ -32,30 +32,30 @@ class Probes:
     def routes(self) -> list[Route]:
         """All of them."""
         return [
-            Route("/", self.front),
-            Route(f"{_PAGE}/", self.dashboard),
-            Route("/version", self.version),
+            Route("/", self.get_front_page),
+            Route(f"{_PAGE}/", self.redirect_to_dashboard),
+            Route("/version", self.get_version),
             Route("/ping", self._health, methods=["GET", "POST"]),
-            Route("/load", self.load),
+            Route("/load", self.get_load),
         ]
 
-    async def front(self, request: Request) -> Response:
+    async def get_front_page(self, request: Request) -> Response:
         """``GET /``: a browser is led to the dashboard. Others find nothing here."""
         if "text/html" not in request.headers.get("accept", ""):
             raise HTTPException(404)
         return RedirectResponse(_PAGE.removeprefix("/"))  # relative: there may be a root path before it
 
-    async def dashboard(self, request: Request) -> Response:
+    async def redirect_to_dashboard(self, request: Request) -> Response:
         """``GET /ui/``: its files are named relative to ``/ui``."""
         return RedirectResponse(f"..{_PAGE}")
 
-    async def version(self, request: Request) -> Response:
+    async def get_version(self, request: Request) -> Response:
         """``GET /version``: memserve's, in vLLM's form."""
         return _json({"version": __version__})
 
-    async def load(self, request: Request) -> Response:
+    async def get_load(self, request: Request) -> Response:
         """``GET /load``: how many requests are being answered, in vLLM's form. Needs the key of ``/metrics``."""
-        self._metrics_keys.tenant(request.headers.get("authorization"))
+        self._metrics_keys.tenant_of(request.headers.get("authorization"))
         return _json({"server_load": self._requests_open()})
 
 

@@ -31,9 +31,9 @@ def send_to_owner_if_kept(engine: ServingEngine, scope: Scope, data: bytes) -> N
         body = msgspec.json.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return  # the planner says what is wrong with it
-    named = [field for field in _FIELDS if isinstance(body, dict) and body.get(field) is not None]
-    if named:
-        raise _elsewhere(url, scope, named[0])
+    fields = [field for field in _FIELDS if isinstance(body, dict) and body.get(field) is not None]
+    if fields:
+        raise _redirect_to_owner(url, scope, fields[0])
 
 
 class OwnerOnly:
@@ -48,15 +48,17 @@ class OwnerOnly:
             if url is not None:
                 for path in _PATHS:
                     if f"{scope['path']}/".startswith(f"{path}/"):
-                        raise _elsewhere(url, scope, path)
+                        raise _redirect_to_owner(url, scope, path)
         await self._app(scope, receive, send)
 
 
-def _elsewhere(url: str, scope: Scope, what: str) -> ApiError:
+def _redirect_to_owner(url: str, scope: Scope, feature: str) -> ApiError:
     if not url:
-        message = f"{what} is the owner's alone, and this router is not the owner: ask the router of `memserve serve`"
+        message = (
+            f"{feature} is the owner's alone, and this router is not the owner: ask the router of `memserve serve`"
+        )
         return ApiError(503, message, kind="server_error", code="owner_only")
     query = scope.get("query_string", b"").decode("latin-1")
     place = f"{url}{scope['path']}{'?' if query else ''}{query}"
-    message = f"{what} is the owner's alone: ask at {url}, with your key"
+    message = f"{feature} is the owner's alone: ask at {url}, with your key"
     return ApiError(307, message, kind="server_error", code="owner_only", headers={"location": place})

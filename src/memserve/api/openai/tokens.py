@@ -60,11 +60,11 @@ class TokenRoutes:
     def routes(self) -> list[Route]:
         """As the application has them."""
         return [
-            Route("/tokenize", _Endpoint(self._shared, self._tokenized), methods=["POST"]),
-            Route("/detokenize", _Endpoint(self._shared, self._detokenized), methods=["POST"]),
+            Route("/tokenize", _Endpoint(self._shared, self._tokenize_body), methods=["POST"]),
+            Route("/detokenize", _Endpoint(self._shared, self._detokenize_body), methods=["POST"]),
         ]
 
-    def _tokenized(self, data: bytes) -> dict[str, Any]:
+    def _tokenize_body(self, data: bytes) -> dict[str, Any]:
         body, encoder = parse_body(data, TokenizeBody), self._shared.encoder
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -78,11 +78,11 @@ class TokenRoutes:
             text = encoder.chat_text(chat, check_messages(body.messages))
         self._check_length(text, field)
         tokens = encoder.token_ids(text, add_special_tokens=special)
-        named = [encoder.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        token_names = [encoder.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         longest = self._shared.model.max_model_tokens
-        return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": named}
+        return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": token_names}
 
-    def _detokenized(self, data: bytes) -> dict[str, Any]:
+    def _detokenize_body(self, data: bytes) -> dict[str, Any]:
         body = parse_body(data, DetokenizeBody)
         self._check_model(body.model)
         vocab_size = self._shared.encoder.vocab_size
@@ -109,6 +109,6 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with json_body(scope, receive, self._shared.edge) as data:
             workers, tenant = self._shared.encoder.workers, scope[TENANT_KEY]
-            await workers.turn(tenant)
-            answer = await workers.run(tenant, len(data), lambda: self._work(data))
+            await workers.wait_turn(tenant)
+            answer = await workers.run_work(tenant, len(data), lambda: self._work(data))
         await send_json(send, 200, msgspec.json.encode(answer))

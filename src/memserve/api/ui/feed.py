@@ -45,10 +45,10 @@ class FeedSource(Protocol):
     def model(self) -> str:
         """The served name of the model; of several the first."""
 
-    async def read(self) -> SnapshotReading:
+    async def read_snapshot(self) -> SnapshotReading:
         """How it is now."""
 
-    async def trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
+    async def prefix_trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
         """The prefixes of the last prompts by tenant, ``None``: of all. Raises :class:`ApiError` 503 for no answer."""
 
 
@@ -64,14 +64,14 @@ class EngineSource:
         """Whether the server ends."""
         return self._hub.draining
 
-    async def read(self) -> SnapshotReading:
+    async def read_snapshot(self) -> SnapshotReading:
         """One reading of the statistics."""
         try:
             return EngineReading(await asyncio.to_thread(self._hub.engine.stats))
         except (TimeoutError, EngineStopped):
             return EngineReading(None)
 
-    async def trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
+    async def prefix_trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
         """Empty without a router. Raises :class:`ApiError` 503 when the router does not answer."""
         engine = self._hub.engine
         if not isinstance(engine, MappedEngine):
@@ -97,7 +97,7 @@ class PageFeed:
         """Readings of the engine so far."""
 
     @property
-    def pages(self) -> int:
+    def pages_open(self) -> int:
         """Pages that are open."""
         return self._pages
 
@@ -106,38 +106,38 @@ class PageFeed:
         if self._pages >= PAGES_MAX:
             raise too_many_pages()
 
-    async def events(self, viewer: Viewer) -> AsyncIterator[bytes]:
+    async def stream_events(self, viewer: Viewer) -> AsyncIterator[bytes]:
         """The stream of one page. It ends with the server. A page that reads slowly skips events."""
         self._pages += 1
         try:
-            seen: SnapshotBuilder | None = None
+            last_builder: SnapshotBuilder | None = None
             while not self._source.draining:
                 if self._reader is None or self._reader.done():
-                    self._reader = asyncio.create_task(self._read())
-                if self._builder is None or self._builder is seen:
+                    self._reader = asyncio.create_task(self._read_repeatedly())
+                if self._builder is None or self._builder is last_builder:
                     await self._next_turn()
                     continue
-                seen = self._builder
-                yield self._event(viewer)
+                last_builder = self._builder
+                yield self._encoded_event(viewer)
         finally:
             self._pages -= 1
             if self._pages == 0:
-                self._stop()
+                self._stop_reading()
 
-    async def one(self, viewer: Viewer) -> dict[str, Any]:
+    async def snapshot_for(self, viewer: Viewer) -> dict[str, Any]:
         """A snapshot of this moment, for a viewer without a stream."""
-        return (await self._moment()).build(viewer)
+        return (await self._new_builder()).build_event(viewer)
 
-    async def trees(self, viewer: Viewer) -> dict[str, Any]:
+    async def trees_for(self, viewer: Viewer) -> dict[str, Any]:
         """The prefixes of the last prompts that ``viewer`` may see, by tenant. Raises :class:`ApiError` 503 when the
         router does not answer."""
-        found = await self._source.trees(viewer.tenant)
+        trees_by_tenant = await self._source.prefix_trees(viewer.tenant)
         now_ns = time.monotonic_ns()
         return {
             "prompts_max": PROMPTS_MAX,
             "tenants": [
-                {"tenant": tenant, "prefixes": [_card(node, now_ns) for node in nodes]}
-                for tenant, nodes in found.items()
+                {"tenant": tenant, "prefixes": [_prefix_card(node, now_ns) for node in nodes]}
+                for tenant, nodes in trees_by_tenant.items()
             ],
         }
 
@@ -149,19 +149,19 @@ class PageFeed:
         except TimeoutError:
             return
 
-    def _event(self, viewer: Viewer) -> bytes:
+    def _encoded_event(self, viewer: Viewer) -> bytes:
         """Built and encoded once for all pages with one key."""
         event = self._encoded.get(viewer)
         if event is None and self._builder is not None:
             started_ns = time.perf_counter_ns()
-            event = b"data: " + msgspec.json.encode(self._builder.build(viewer)) + b"\n\n"
+            event = b"data: " + msgspec.json.encode(self._builder.build_event(viewer)) + b"\n\n"
             self._encoded[viewer] = event
             self._spent_ns += time.perf_counter_ns() - started_ns
         return event or b": nothing yet\n\n"
 
-    async def _read(self) -> None:
+    async def _read_repeatedly(self) -> None:
         while True:
-            builder = await self._moment()
+            builder = await self._new_builder()
             self.readings += 1
             async with self._turned:
                 self._builder = builder
@@ -173,23 +173,23 @@ class PageFeed:
             if owed_s > 0:
                 await asyncio.sleep(owed_s)
 
-    async def _moment(self) -> SnapshotBuilder:
-        reading = await self._source.read()
+    async def _new_builder(self) -> SnapshotBuilder:
+        reading = await self._source.read_snapshot()
         return SnapshotBuilder(self._metrics, self._timelines, self._source.model, reading)
 
-    def _stop(self) -> None:
+    def _stop_reading(self) -> None:
         """The last page has closed: keep nothing."""
         if self._reader is not None:
             self._reader.cancel()
         self._reader, self._builder, self._encoded = None, None, {}
 
 
-def _card(node: PrefixNode, now_ns: int) -> dict[str, Any]:
+def _prefix_card(node: PrefixNode, now_ns: int) -> dict[str, Any]:
     return {
         "prefix": node.name,
         "blocks": node.blocks,
         "uses": node.uses,
         "used_s_ago": round(max(0, now_ns - node.used_ns) / NS_PER_S, 1),
-        "holders": [held._asdict() for held in node.holders],
-        "children": [_card(child, now_ns) for child in node.children],
+        "holders": [holder._asdict() for holder in node.holders],
+        "children": [_prefix_card(child, now_ns) for child in node.children],
     }

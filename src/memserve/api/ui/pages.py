@@ -1,27 +1,18 @@
-"""``/ui``: the page's files out of the package, its events, and the explanation of one request.
-
-The page before finished runs: its files, and the snapshots of each run.
-"""
+"""``/ui``: the page's files out of the package, its events, and the explanation of one request."""
 
 from __future__ import annotations
 
 import functools
-import socket
-from collections.abc import Mapping
-from functools import cache
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from memserve.api.http.errors import ApiError, echo
-from memserve.api.http.middleware import KeyRing, on_http_error
+from memserve.api.http.middleware import KeyRing
 from memserve.api.ui.feed import PageFeed
 from memserve.api.ui.snapshot import Viewer
 from memserve.api.ui.timelines import Timelines
@@ -48,15 +39,15 @@ class Dashboard:
     def routes(self) -> list[Route]:
         """All below ``/ui``."""
         return [
-            Route("/ui", self.page),
-            Route("/ui/events", self.events),
-            Route("/ui/snapshot", self.snapshot),
-            Route("/ui/trees", self.trees),
-            Route("/ui/requests/{request_id:path}", self.request),
-            Route("/ui/{name}", self.file),
+            Route("/ui", self.get_page),
+            Route("/ui/events", self.stream_events),
+            Route("/ui/snapshot", self.get_snapshot),
+            Route("/ui/trees", self.get_trees),
+            Route("/ui/requests/{request_id:path}", self.get_timeline),
+            Route("/ui/{name}", self.get_file),
         ]
 
-    def viewer(self, authorization: str | None) -> Viewer:
+    def viewer_of(self, authorization: str | None) -> Viewer:
         """Which figures the sender of an ``Authorization`` header may see. Raises :class:`ApiError` 401.
 
         The key of ``/metrics`` sees what that page shows, and requests of all tenants. An API key sees its tenant's
@@ -64,39 +55,39 @@ class Dashboard:
         """
         if not self._metrics_keys.is_open:
             try:
-                self._metrics_keys.tenant(authorization)
+                self._metrics_keys.tenant_of(authorization)
                 return Viewer(None, sees_cluster=True, names_tenants=True)
             except ApiError:
                 pass  # another key: perhaps a tenant's
-        return Viewer(self._api_keys.tenant(authorization), sees_cluster=self._metrics_keys.is_open)
+        return Viewer(self._api_keys.tenant_of(authorization), sees_cluster=self._metrics_keys.is_open)
 
-    async def page(self, request: Request) -> Response:
+    async def get_page(self, request: Request) -> Response:
         """``GET /ui``."""
         return static_file("index.html")
 
-    async def file(self, request: Request) -> Response:
+    async def get_file(self, request: Request) -> Response:
         """``GET /ui/{name}``: a script, a style or a picture."""
         return static_file(request.path_params["name"])
 
-    async def events(self, request: Request) -> Response:
+    async def stream_events(self, request: Request) -> Response:
         """``GET /ui/events``: a snapshot about once a second."""
-        viewer = self.viewer(request.headers.get("authorization"))
+        viewer = self.viewer_of(request.headers.get("authorization"))
         self._feed.check_room()
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(self._feed.events(viewer), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._feed.stream_events(viewer), media_type="text/event-stream", headers=headers)
 
-    async def snapshot(self, request: Request) -> Response:
+    async def get_snapshot(self, request: Request) -> Response:
         """``GET /ui/snapshot``: one such event, as JSON."""
-        return _json(await self._feed.one(self.viewer(request.headers.get("authorization"))))
+        return _json(await self._feed.snapshot_for(self.viewer_of(request.headers.get("authorization"))))
 
-    async def trees(self, request: Request) -> Response:
+    async def get_trees(self, request: Request) -> Response:
         """``GET /ui/trees``: the prefixes of the last prompts, and their holders."""
-        return _json(await self._feed.trees(self.viewer(request.headers.get("authorization"))))
+        return _json(await self._feed.trees_for(self.viewer_of(request.headers.get("authorization"))))
 
-    async def request(self, request: Request) -> Response:
+    async def get_timeline(self, request: Request) -> Response:
         """``GET /ui/requests/{id}``: the timeline of one request, by its own id or that of its answer."""
-        viewer, name = self.viewer(request.headers.get("authorization")), request.path_params["request_id"]
-        entry = self._timelines.find(name, viewer.tenant)
+        viewer, name = self.viewer_of(request.headers.get("authorization")), request.path_params["request_id"]
+        entry = self._timelines.find_entry(name, viewer.tenant)
         if entry is None:
             message = f"There is no request {echo(name)!r} among those in flight and those that have ended lately"
             raise ApiError(404, message, param="request_id", code="request_not_found")
@@ -121,53 +112,3 @@ def static_file(name: str, *, is_recorded: bool = False) -> Response:
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), headers={"cache-control": "no-store"}, media_type="application/json")
-
-
-class RecordedRun(Protocol):
-    """A finished run."""
-
-    def snapshots(self) -> list[dict[str, Any]]:
-        """At even distances, in the form of ``/ui/snapshot``."""
-
-
-def serve_runs(runs: Mapping[str, RecordedRun], listener: socket.socket) -> None:
-    """Serve them until a signal ends the process."""
-    config = uvicorn.Config(recorded_app(runs), log_level="warning", lifespan="off")
-    uvicorn.Server(config).run(sockets=[listener])
-
-
-def recorded_app(runs: Mapping[str, RecordedRun]) -> Starlette:
-    """``/ui`` for ``runs`` by name. It needs no key."""
-    names = tuple(runs)
-
-    async def page(request: Request) -> Response:
-        return static_file("index.html", is_recorded=True)
-
-    async def file(request: Request) -> Response:
-        try:
-            return static_file(request.path_params["name"])
-        except ApiError:
-            raise HTTPException(404) from None
-
-    async def listed(request: Request) -> Response:
-        return Response(msgspec.json.encode(names), media_type="application/json")
-
-    @cache
-    def encoded(number: int) -> bytes:
-        return msgspec.json.encode(runs[names[number]].snapshots())
-
-    async def run(request: Request) -> Response:
-        number = request.path_params["number"]
-        if number >= len(names):
-            raise HTTPException(404)
-        return Response(encoded(number), media_type="application/json")
-
-    return Starlette(
-        routes=[
-            Route("/ui", page),
-            Route("/ui/runs", listed),
-            Route("/ui/runs/{number:int}", run),
-            Route("/ui/{name}", file),
-        ],
-        exception_handlers={HTTPException: on_http_error},
-    )

@@ -44,13 +44,13 @@ class Viewer:
 class SnapshotReading(Protocol):
     """What serves behind the HTTP edge, at one moment."""
 
-    def families(self, names_tenants: bool) -> Iterable[Metric]:
+    def metric_families(self, names_tenants: bool) -> Iterable[Metric]:
         """Its part of ``/metrics``."""
 
-    def of_tenants(self) -> Iterable[Metric]:
+    def tenant_families(self) -> Iterable[Metric]:
         """What ``/metrics`` has by tenant, beyond the edge's own."""
 
-    def members(self) -> list[Mapping[str, Any]]:
+    def member_cards(self) -> list[Mapping[str, Any]]:
         """Up to :data:`MEMBERS_MAX` processes to draw: ``name``, ``role``, ``state``, ``host``."""
 
 
@@ -60,16 +60,16 @@ class EngineReading:
     def __init__(self, stats: Any | None) -> None:
         self._stats = stats
 
-    def families(self, names_tenants: bool) -> Iterable[Metric]:
-        """As :meth:`ApiMetrics.render` has them."""
+    def metric_families(self, names_tenants: bool) -> Iterable[Metric]:
+        """As :meth:`ApiMetrics.render_page` has them."""
         return Snapshot(self._stats, names_tenants).collect()
 
-    def of_tenants(self) -> Iterable[Metric]:
+    def tenant_families(self) -> Iterable[Metric]:
         """The router's: what each tenant's cache could have had."""
         cluster = getattr(self._stats, "cluster", None)
         return () if cluster is None else tenant_ceiling_families(cluster)
 
-    def members(self) -> list[Mapping[str, Any]]:
+    def member_cards(self) -> list[Mapping[str, Any]]:
         """The instances and stores of the cluster; none for an engine alone."""
         views = (member.view for member in getattr(self._stats, "members", ())[:MEMBERS_MAX])
         return [
@@ -85,23 +85,23 @@ class SnapshotBuilder:
         self._metrics, self._timelines, self._model, self._reading = metrics, timelines, model, reading
         self._time_ms = time.time_ns() // NS_PER_MS
 
-    def build(self, viewer: Viewer) -> dict[str, Any]:
+    def build_event(self, viewer: Viewer) -> dict[str, Any]:
         """The event for ``viewer``."""
         return {
             "time_ms": self._time_ms,
             "version": __version__,
             "model": self._model,
             "viewer": {"tenant": viewer.tenant, "sees_cluster": viewer.sees_cluster},
-            "metrics": self._samples(viewer),
-            "members": self._reading.members() if viewer.sees_cluster else [],
-            "live": self._timelines.live(viewer.tenant, LIVE_MAX),
-            "recent": self._timelines.recent(viewer.tenant, RECENT_MAX),
+            "metrics": self._visible_samples(viewer),
+            "members": self._reading.member_cards() if viewer.sees_cluster else [],
+            "live": self._timelines.live_entries(viewer.tenant, LIVE_MAX),
+            "recent": self._timelines.recent_entries(viewer.tenant, RECENT_MAX),
         }
 
-    def _samples(self, viewer: Viewer) -> Samples:
-        of_tenants = _read(self._metrics.by_tenant.collect())
+    def _visible_samples(self, viewer: Viewer) -> Samples:
+        of_tenants = _samples_by_name(self._metrics.by_tenant.collect())
         if not viewer.names_tenants:
-            of_tenants |= _read(self._reading.of_tenants())
+            of_tenants |= _samples_by_name(self._reading.tenant_families())
         if viewer.tenant is not None:
             of_tenants = {
                 name: [(labels, value) for labels, value in rows if labels["tenant"] == viewer.tenant]
@@ -110,18 +110,18 @@ class SnapshotBuilder:
         if not viewer.sees_cluster:
             return of_tenants
         self._metrics.read_process()
-        edge, engine = self._metrics.registry.collect(), self._reading.families(viewer.names_tenants)
-        return _read(edge) | _read(engine) | of_tenants
+        edge, engine = self._metrics.registry.collect(), self._reading.metric_families(viewer.names_tenants)
+        return _samples_by_name(edge) | _samples_by_name(engine) | of_tenants
 
 
-def _read(families: Iterable[Metric]) -> Samples:
+def _samples_by_name(families: Iterable[Metric]) -> Samples:
     """The samples by name, as ``/metrics`` writes them; no times of creation, and buckets of few histograms."""
-    found: Samples = {}
+    samples: Samples = {}
     for family in families:
         for sample in family.samples:
             if sample.name.endswith("_created"):
                 continue
             if sample.name.endswith("_bucket") and family.name not in HISTOGRAMS:
                 continue
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
-    return found
+            samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return samples

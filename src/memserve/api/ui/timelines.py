@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from memserve.api.http import middleware as guard
 from memserve.api.http.limits import TENANT_KEY
-from memserve.api.http.middleware import REPLY_KEY, Answered, is_work, noting, route_of
+from memserve.api.http.middleware import REPLY_KEY, Answered, is_work, route_of, wrap_send
 from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.openai.response.reply import Account, Reply
 from memserve.base.units import NS_PER_MS
@@ -53,7 +53,7 @@ class _Seen(Struct, frozen=True):
         """Whether ``name`` is the id of the request or of its answer."""
         return name == self.request_id or (self.account is not None and name == self.account.response_id)
 
-    def entry(self, model: str) -> Entry:
+    def to_entry(self, model: str) -> Entry:
         """What is shown of it."""
         total_ms = self._after_ms(self.now_ns)
         entry: Entry = {
@@ -65,9 +65,9 @@ class _Seen(Struct, frozen=True):
             "total_ms": total_ms,
         }
         if (account := self.account) is not None:
-            own = {"response_id": account.response_id, "total_ms": total_ms}
+            response_fields = {"response_id": account.response_id, "total_ms": total_ms}
             # the account's times count from the arrival, those of the explanation from the end of reading
-            entry |= account.explanation() | guard.told(account, model, self.started_ns) | own
+            entry |= account.as_explanation() | guard.account_fields(account, model, self.started_ns) | response_fields
             entry["stages"] = stages(entry, total_ms)
         elif self.forwarded is not None:
             answered_ms = None if self.answered_ns is None else self._after_ms(self.answered_ns)
@@ -75,8 +75,8 @@ class _Seen(Struct, frozen=True):
             entry["stages"] = relayed_stages(answered_ms, total_ms)
         return entry
 
-    def _after_ms(self, at_ns: int) -> float:
-        return round((at_ns - self.started_ns) / NS_PER_MS, 3)
+    def _after_ms(self, time_ns: int) -> float:
+        return round((time_ns - self.started_ns) / NS_PER_MS, 3)
 
 
 class _Open:
@@ -94,7 +94,7 @@ class _Open:
         tenant: str | None = self.scope.get(TENANT_KEY)
         return tenant
 
-    def seen(self, *, ended: bool) -> _Seen:
+    def take_snapshot(self, *, is_ended: bool) -> _Seen:
         """As it is now."""
         scope = self.scope
         reply, forwarded = scope.get(REPLY_KEY), scope.get(FORWARDED_KEY)
@@ -102,12 +102,12 @@ class _Open:
             scope.get(REQUEST_ID_KEY, ""),
             self.tenant,
             scope["path"],
-            (self.answered.status or 499) if ended else None,
+            (self.answered.status or 499) if is_ended else None,
             self.started_ns,
             self.started_unix_ns,
             time.monotonic_ns(),
-            self.answered.at_ns,
-            reply.account() if isinstance(reply, Reply) else None,
+            self.answered.began_ns,
+            reply.make_account() if isinstance(reply, Reply) else None,
             forwarded() if forwarded is not None else None,
         )
 
@@ -144,49 +144,49 @@ def stages(entry: Entry, total_ms: float) -> list[Entry]:
 class Timelines:
     """All requests in flight, and the last :data:`KEPT` that have ended. Lives in the event loop."""
 
-    def __init__(self, model: str, ended: Ended | None = None) -> None:
-        """``model``: its served name. ``ended``: is told of them, too."""
+    def __init__(self, model: str, on_end: Ended | None = None) -> None:
+        """``model``: its served name. ``on_end``: is told of them, too."""
         self._model = model
-        self._tell = ended
+        self._on_end = on_end
         self._open: dict[int, _Open] = {}
-        self._ended: deque[_Seen] = deque(maxlen=KEPT)
+        self._ended_records: deque[_Seen] = deque(maxlen=KEPT)
 
-    def begin(self, scope: Scope, answered: Answered) -> _Open:
+    def begin_request(self, scope: Scope, answered: Answered) -> _Open:
         """A request has arrived; ``answered`` will note its answer."""
         request = self._open[id(scope)] = _Open(scope, answered)
         return request
 
-    def end(self, request: _Open) -> None:
+    def end_request(self, request: _Open) -> None:
         """The request has its answer, or its client has left. Requests without a valid key are not kept."""
         del self._open[id(request.scope)]
         if request.tenant is not None and (self._is_shown(request) or request.answered.status >= 400):
-            seen = request.seen(ended=True)
-            self._ended.append(seen)
-            if self._tell is not None:
-                self._tell(request.scope, seen.entry(self._model), request.started_unix_ns)
+            record = request.take_snapshot(is_ended=True)
+            self._ended_records.append(record)
+            if self._on_end is not None:
+                self._on_end(request.scope, record.to_entry(self._model), request.started_unix_ns)
 
     @staticmethod
     def _is_shown(request: _Open) -> bool:
         return REPLY_KEY in request.scope or FORWARDED_KEY in request.scope
 
-    def live(self, tenant: str | None, most: int) -> list[Entry]:
+    def live_entries(self, tenant: str | None, most: int) -> list[Entry]:
         """Up to ``most`` requests in flight of ``tenant``, oldest first; ``None``: of all tenants."""
-        seen = (request for request in self._open.values() if _visible(request.tenant, tenant))
-        return [request.seen(ended=False).entry(self._model) for request in islice(seen, most)]
+        requests = (request for request in self._open.values() if _visible(request.tenant, tenant))
+        return [request.take_snapshot(is_ended=False).to_entry(self._model) for request in islice(requests, most)]
 
-    def recent(self, tenant: str | None, most: int) -> list[Entry]:
+    def recent_entries(self, tenant: str | None, most: int) -> list[Entry]:
         """Up to ``most`` requests of ``tenant`` that have ended, newest first; ``None``: of all tenants."""
-        return [seen.entry(self._model) for seen in islice(self._recent(tenant), most)]
+        return [record.to_entry(self._model) for record in islice(self._recent_records(tenant), most)]
 
-    def find(self, name: str, tenant: str | None) -> Entry | None:
+    def find_entry(self, name: str, tenant: str | None) -> Entry | None:
         """The newest request with this id, or with this id of its answer; ``None``: there is none, or not for
         ``tenant``."""
         shown = (request for request in reversed(self._open.values()) if _visible(request.tenant, tenant))
-        both = chain((request.seen(ended=False) for request in shown), self._recent(tenant))
-        return next((seen.entry(self._model) for seen in both if seen.has_name(name)), None)
+        records = chain((request.take_snapshot(is_ended=False) for request in shown), self._recent_records(tenant))
+        return next((record.to_entry(self._model) for record in records if record.has_name(name)), None)
 
-    def _recent(self, tenant: str | None) -> Iterator[_Seen]:
-        return (seen for seen in reversed(self._ended) if _visible(seen.tenant, tenant))
+    def _recent_records(self, tenant: str | None) -> Iterator[_Seen]:
+        return (record for record in reversed(self._ended_records) if _visible(record.tenant, tenant))
 
 
 def _visible(owner: str | None, viewer: str | None) -> bool:
@@ -203,9 +203,9 @@ class Watch:
         if scope["type"] != "http" or scope["method"] != "POST" or not is_work(scope["path"]):
             await self._app(scope, receive, send)
             return
-        answered, send = noting(scope, send)
-        request = self._timelines.begin(scope, answered)
+        answered, send = wrap_send(scope, send)
+        request = self._timelines.begin_request(scope, answered)
         try:
             await self._app(scope, receive, send)
         finally:
-            self._timelines.end(request)
+            self._timelines.end_request(request)

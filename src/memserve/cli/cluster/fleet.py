@@ -20,7 +20,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import Admission
 from memserve.cli.credentials import followed_key, read_secret
 from memserve.cli.flags import HttpOptions
-from memserve.cli.output import say
+from memserve.cli.output import print_lines
 from memserve.fleet.messages import FleetOptions, read_engine
 from memserve.system.process import EndRequested, on_ending_signals, signals_raise
 
@@ -33,7 +33,7 @@ def refuse_members(config: ClusterConfig, store: StoreOptions | None) -> None:
     if store is None:
         hint = "leave out --in-process, --prefill, --decode, --colocated and --cluster-port, or --engine"
         raise UserError("--engine serves through other servers, and has no instances of its own", hint=hint)
-    store.refuse("leave out --engine")
+    store.refuse_options("leave out --engine")
     if config.admission.mode in (Admission.MEMORY, Admission.CACHE):
         hint = "use --admission bounded --max-active N"
         raise UserError("the memory of other servers is not known block by block", hint=hint, param="mode")
@@ -53,7 +53,7 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
         followed_key(Path(path)) if path is not None else None for path in (options.key_file, options.admin_key_file)
     )
     host = FleetHost(
-        options.specs(),
+        options.read_specs(),
         config,
         identity_key=secrets.token_bytes(16),
         engine_key=engine_key,
@@ -61,20 +61,20 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
     )
     app = create_fleet_app(
         host,
-        api_keys=http.api_keys.follow(),
-        metrics_keys=http.metrics_keys.follow(),
+        api_keys=http.api_keys.follow_keys(),
+        metrics_keys=http.metrics_keys.follow_keys(),
         engines_key=engines_key,
         limits=http.limits,
         silence_s=options.silence_s,
     )
 
     def on_ready() -> None:
-        views = host.machine.engines()
-        models = ", ".join(host.machine.models()) or "no model yet"
-        url = http.url(listener.getsockname()[1])
+        views = host.machine.engine_views()
+        models = ", ".join(host.machine.engines_by_model()) or "no model yet"
+        url = http.api_url(listener.getsockname()[1])
         up = sum(view.up for view in views)
         ready = f"ready in {time.perf_counter() - started:.1f} s: {models} at {url}"
-        say(ready, f"{up} of {len(views)} engines take requests", result=True)
+        print_lines(ready, f"{up} of {len(views)} engines take requests", result=True)
 
     try:
         with signals_raise(), bind(http.host, http.port) as listener:
@@ -82,8 +82,8 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
             server = Server(app, drain_s=http.drain_s, log_level=http.log_level, tls=http.tls, on_ready=on_ready)
             on_ending_signals(server.handle_exit)
             server.run(sockets=[listener])
-    except EndRequested as asked:
-        log.warning("%s: stopped before it was ready", asked.signal_name)
+    except EndRequested as end_request:
+        log.warning("%s: stopped before it was ready", end_request.signal_name)
 
 
 CALL_S = 10.0
@@ -111,8 +111,8 @@ def join(
 ) -> None:
     """Add a server: requests may go there as soon as it answers."""
     read_engine(engine)
-    told = _call("POST", router, "", engine_admin_key_file, {"engine": engine})
-    typer.echo(f"{told['name']} has joined" + ("" if told["up"] else ", and does not answer yet"))
+    reply = _call_router("POST", router, "", engine_admin_key_file, {"engine": engine})
+    typer.echo(f"{reply['name']} has joined" + ("" if reply["up"] else ", and does not answer yet"))
 
 
 @app.command()
@@ -123,9 +123,9 @@ def leave(
     router: Router = DEFAULT_ROUTER,
 ) -> None:
     """Send no new requests to a server; it is gone when those that it has have ended."""
-    told = _call("DELETE", router, f"/{name}", engine_admin_key_file)
-    left = told["requests_open"]
-    typer.echo(f"{name} has left" if not left else f"{name} leaves: {left} requests have not ended")
+    reply = _call_router("DELETE", router, f"/{name}", engine_admin_key_file)
+    requests_open = reply["requests_open"]
+    typer.echo(f"{name} has left" if not requests_open else f"{name} leaves: {requests_open} requests have not ended")
 
 
 @app.command("list")
@@ -136,23 +136,27 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the servers: what they are, whether they take requests, their requests, blocks and models."""
-    for one in _call("GET", router, "", engine_admin_key_file)["engines"]:
-        state = "up" if one["up"] else "down"
-        line = f"{one['name']}  {one['kind']}  {state}  {one['requests_open']} requests  {one['cached_blocks']} blocks"
-        typer.echo(json.dumps(one) if as_json else f"{line}  {', '.join(one['models'])}")
+    for card in _call_router("GET", router, "", engine_admin_key_file)["engines"]:
+        state = "up" if card["up"] else "down"
+        line = (
+            f"{card['name']}  {card['kind']}  {state}  {card['requests_open']} requests  {card['cached_blocks']} blocks"
+        )
+        typer.echo(json.dumps(card) if as_json else f"{line}  {', '.join(card['models'])}")
 
 
-def _call(method: str, router: str, path: str, key_file: Path, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def _call_router(
+    method: str, router: str, path: str, key_file: Path, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
     import httpx
 
     headers = {"authorization": f"Bearer {read_secret(key_file, 'a key')}"}
     url = f"{router.rstrip('/').removesuffix('/v1')}/engines{path}"
     try:
         answer = httpx.request(method, url, json=body, headers=headers, timeout=CALL_S)
-        told: dict[str, Any] = answer.json()
+        reply: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         hint = "is --router the address of `memserve serve --engine`?"
         raise UserError(f"no answer from {router}: {error}", hint=hint) from None
     if answer.status_code != 200:
-        raise UserError(str(told.get("error", {}).get("message", answer.status_code)))
-    return told
+        raise UserError(str(reply.get("error", {}).get("message", answer.status_code)))
+    return reply

@@ -24,7 +24,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
-from memserve.cli.output import say, shown
+from memserve.cli.output import print_lines, progress_bar
 from memserve.system.process import die_with, ignore_terminal
 from memserve.system.secrets import Secret, follow_secret
 from memserve.transport.network_devices import address_towards, own_address, with_port
@@ -42,36 +42,36 @@ class Child:
     """The router's, which is this one."""
     outlive: Path | None
     """The parent's state folder, by which the next router finds this process. None: it dies with its parent."""
-    greeting: Mapping[str, Any]
+    startup_payload: Mapping[str, Any]
     """All of it."""
 
 
 @contextmanager
 def child_of_serve(join: str, name: str, log_level: str) -> Iterator[Child]:
     """The secret comes through stdin; a :class:`UserError` inside goes to stdout, and ends the process."""
-    last_words = os.fdopen(os.dup(1), "w")
+    error_output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of a library must not be taken for that error
     line = sys.stdin.readline()
     if not line:
         raise typer.Exit(1)  # the parent has ended: nothing reads a last error
-    greeting = json.loads(line)
+    payload = json.loads(line)
     try:
         ignore_terminal()
-        outlive = Path(greeting["folder"]) if "folder" in greeting else None
+        outlive = Path(payload["folder"]) if "folder" in payload else None
         if outlive is None:
-            die_with(greeting["parent_pid"])
+            die_with(payload["parent_pid"])
         opt.set_up_logging(log_level, name)
         host, _ = opt.split_address(join, "--join")
-        yield Child(_secret(greeting), host, outlive, greeting)
+        yield Child(_secret(payload), host, outlive, payload)
     except UserError as error:
-        print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
+        print(json.dumps({"error": error.message, "hint": error.hint}), file=error_output, flush=True)
         raise typer.Exit(1) from None
 
 
-def _secret(greeting: Mapping[str, Any]) -> Secret:
+def _secret(payload: Mapping[str, Any]) -> Secret:
     """Where the parent has it from a file, the child follows that."""
-    file = greeting.get("secret_file")
-    return follow_secret(Path(file)) if file else str(greeting["secret"])
+    file = payload.get("secret_file")
+    return follow_secret(Path(file)) if file else str(payload["secret"])
 
 
 SECRET_HINT = "use the same file as `memserve serve --cluster-secret-file`"
@@ -113,18 +113,18 @@ def instance(
     opt.check_name(name or "")
     place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
     started = time.perf_counter()
-    say(f"loading {engine.model} ...")
+    print_lines(f"loading {engine.model} ...")
     from memserve.host.instance import run_instance
 
     with ExitStack() as loading:
-        loading.enter_context(shown("loading"))
+        loading.enter_context(progress_bar("loading"))
 
         def ready() -> None:
             loading.close()
-            _say_ready(place, started)
+            _print_ready(place, started)
 
-        run_instance(engine, place, ready, say=say)
-    _end_at_once()
+        run_instance(engine, place, ready, say=print_lines)
+    _exit_immediately()
 
 
 def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
@@ -132,13 +132,13 @@ def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, lin
     with child_of_serve(join, name, log_level) as child:
         from memserve.host.instance import MemberOptions, run_instance
 
-        drain_s = child.greeting.get("drain_s", 0.0)
+        drain_s = child.startup_payload.get("drain_s", 0.0)
         place = MemberOptions(role, name, (join,), child.secret, drain_s, child.host, link=link, is_supervised=True)
         run_instance(engine, place, lambda: None, outlive=child.outlive)
-        _end_at_once()
+        _exit_immediately()
 
 
-def _end_at_once() -> None:
+def _exit_immediately() -> None:
     """End without destroying torch's and transformers' objects, which would take seconds and free nothing."""
     logging.shutdown()
     sys.stdout.flush()
@@ -160,22 +160,22 @@ def _place(
     if secret_file is None:
         raise UserError("an instance needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
     routers = [opt.split_address(address, "--join") for address in join.split(",")]
-    here, port = opt.split_address(advertise, "--advertise") if advertise else (own_address_to(routers[0][0]), 0)
+    own_host, port = opt.split_address(advertise, "--advertise") if advertise else (own_address_to(routers[0][0]), 0)
     return MemberOptions(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{with_port(*router)}" for router in routers),
         secret=follow_secret(secret_file),
         drain_s=drain_s,
-        host=listens_at(here),
+        host=listen_host(own_host),
         port=port,
-        advertise=here,
+        advertise=own_host,
         link=link,
         health_file=health_file,
     )
 
 
-def listens_at(advertised: str) -> str:
+def listen_host(advertised: str) -> str:
     """Where to listen: at the advertised address if it is this host's; else (behind NAT) at all addresses."""
     return own_address(advertised) or ("::" if ":" in advertised else "0.0.0.0")
 
@@ -189,9 +189,9 @@ def own_address_to(router_host: str) -> str:
         raise UserError(f"there is no route to {router_host}: {error.strerror or error}", hint=hint) from None
 
 
-def _say_ready(place: MemberOptions, started: float) -> None:
+def _print_ready(place: MemberOptions, started: float) -> None:
     seconds = time.perf_counter() - started
-    say(
+    print_lines(
         f"ready in {seconds:.1f} s: {place.name} ({place.role.value}) is a member of {', '.join(place.join)}",
         result=True,
     )

@@ -22,14 +22,14 @@ from memserve.base.types import Admission, Caching, Role, check_link
 from memserve.base.units import human_bytes
 from memserve.cli.cluster.topology import follow_context, model_of, room_text, with_models
 from memserve.cli.flags import split_address
-from memserve.cli.output import shown
+from memserve.cli.output import progress_bar
 from memserve.journal.keeper import Metadata, MetadataPlace, open_metadata
 from memserve.model.gpu.setup import check_gpu_shares, on_gpus, refuse_on_gpu
 from memserve.protocol.peers import ROUTER, PeerInfo
 from memserve.store.host.files import store_secret, stored_secret
 from memserve.system.gpus import DeviceChoice, device_here
 from memserve.system.memory import objects_that_stay
-from memserve.system.secrets import Followed, Secret, followed
+from memserve.system.secrets import Followed, Secret, as_followed
 from memserve.transport.network_devices import own_address, with_port
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ClusterOptions:
             hint = "leave out --caching off and --no-cache, or the options of the store"
             raise UserError("a store keeps what instances cache, and none of them caches", hint=hint, param="ssd")
         check_link(self.link)
-        if not self.instances and self.port is None:
+        if not self.instance_count and self.port is None:
             hint = "name some, e.g. --colocated 1, or let others join with --cluster-port"
             raise UserError("a cluster without instances cannot serve", hint=hint)
         if self.host in ("0.0.0.0", "::", "*"):
@@ -95,11 +95,11 @@ class ClusterOptions:
     @property
     def may_span_hosts(self) -> bool:
         """Whether there may be members on other hosts."""
-        others = self.port is not None or self.store.at is not None
-        return others and own_address(self.host) not in ("127.0.0.1", "::1")
+        has_remote_members = self.port is not None or self.store.at is not None
+        return has_remote_members and own_address(self.host) not in ("127.0.0.1", "::1")
 
     @property
-    def instances(self) -> int:
+    def instance_count(self) -> int:
         """Instances that this host runs."""
         return self.prefill + self.decode + self.colocated
 
@@ -120,7 +120,7 @@ class ClusterOptions:
         counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
         return order.role not in counts or int(order.name[1:]) <= counts[order.role]
 
-    def caches(self, role: Role) -> bool:
+    def role_caches(self, role: Role) -> bool:
         """Whether instances of ``role`` cache KV at this caching level (MemServe 5.1)."""
         caching = self.config.caching
         return caching is not Caching.OFF and not (role is Role.DECODE and caching is Caching.PD_CACHING_1)
@@ -157,57 +157,58 @@ def running_cluster(
     engine_options: EngineOptions,
     options: ClusterOptions,
     log_level: str,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     elsewhere: Perform | None = None,
 ) -> Iterator[RunningCluster]:
-    """Start everything, wait until it is ready, and end it all on exit. ``say`` gets lines about the progress.
+    """Start everything, wait until it is ready, and end it all on exit. ``print_line`` gets lines about the progress.
     ``elsewhere``: carries out the decisions of ``--scale``, where this host does not run the instances.
 
     Raises :class:`UserError` when an instance cannot start.
     """
     from memserve.host.autoscaling import LocalInstances
-    from memserve.host.supervisor import Supervisor
+    from memserve.host.supervisor import ChildStart, Supervisor
     from memserve.journal.survivors import ChildrenFile
     from memserve.model.loading.card import early_tokenizer, import_tokenizers
     from memserve.model.loading.sources import resolve_source
 
-    named, most = _find_store(options, say), options.at_most if elsewhere is None else options
-    with shown("preparing the model"):  # converts a GGUF file once, before several processes need it
+    named_store, most = _find_store(options, print_line), options.at_most if elsewhere is None else options
+    with progress_bar("preparing the model"):  # converts a GGUF file once, before several processes need it
         folder = resolve_source(engine_options.model, "float32")
     if options.metadata.etcd:
         import_tokenizers()  # a standby router has the time now
-    with open_metadata(options.metadata, say, stored_secret(options.store)) as kept:
-        secret = followed(options.secret or kept.secret or stored_secret(options.store) or secrets.token_urlsafe(32))
+    with open_metadata(options.metadata, print_line, stored_secret(options.store)) as metadata:
+        secret = as_followed(
+            options.secret or metadata.secret or stored_secret(options.store) or secrets.token_urlsafe(32)
+        )
         if options.secret is None:
-            store_secret(options.store, secret.first, say)
-        if kept.folder is not None:
+            store_secret(options.store, secret.initial_value, print_line)
+        if metadata.folder is not None:
             orders = _orders(engine_options, most, "", log_level)  # wherever the router will be
-            ChildrenFile(kept.folder).end_useless({order.name: order.command for order in orders})
-        engine = _open_router(options, secret, kept)
+            ChildrenFile(metadata.folder).end_useless({order.name: order.command_line for order in orders})
+        engine = _open_router(options, secret, metadata)
         orders = _orders(engine_options, most, engine.address, log_level)
         first = [order for order in orders if options.begins_with(order)]
-        supervisor = Supervisor(
-            first, secret, engine.bury, kept.folder, offers=options.store.is_used, keys=options.followers.keys,
-            spare=[order for order in orders if order not in first],
-        )  # fmt: skip
-        engine.children = supervisor.stats
+        start = ChildStart(secret, options.followers.keys, offers=options.store.is_used)
+        spare = [order for order in orders if order not in first]
+        supervisor = Supervisor(first, start, engine.mark_dead, metadata.folder, spare=spare)
+        engine.children = supervisor.child_stats
         try:
-            _check_memory(engine_options, most, orders, supervisor.living)
-            if named is not None:
-                engine.call_store(f"tcp://{named.address}")
+            _check_memory(engine_options, most, orders, supervisor.surviving_names)
+            if named_store is not None:
+                engine.invite_store(f"tcp://{named_store.address}")
             supervisor.start()
             with objects_that_stay():
                 tokenizer = early_tokenizer(folder)
                 import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
 
-            with shown("loading" if supervisor.names else "waiting"):
-                infos = _wait_until_ready(engine, supervisor, named, options, say)
+            with progress_bar("loading" if supervisor.child_names else "waiting"):
+                infos = _wait_until_ready(engine, supervisor, named_store, options, print_line)
             model = model_of(infos, folder, options.config.sequence_instances_max, tokenizer)
             follow_context(engine, model, options.config.sequence_instances_max)
-            supervisor.settle()
+            supervisor.confirm_started()
             text = _describe(infos, options, engine_options, model)
-            with _scaled(engine, options, engine_options, elsewhere or LocalInstances(supervisor, engine).scale):
-                yield RunningCluster(engine, model, text, supervisor.retire)
+            with _scaled(engine, options, engine_options, elsewhere or LocalInstances(supervisor, engine).scale_roles):
+                yield RunningCluster(engine, model, text, supervisor.begin_retiring)
         finally:
             supervisor.close()
             engine.close()
@@ -216,23 +217,23 @@ def running_cluster(
 def _scaled(
     engine: RouterEngine, options: ClusterOptions, engine_options: EngineOptions, perform: Perform
 ) -> AbstractContextManager[None]:
-    from memserve.host.autoscaling import scaled
+    from memserve.host.autoscaling import follow_load
 
     by_memory = options.config.admission.mode in (Admission.MEMORY, Admission.CACHE)
     aim_ns = engine_options.scheduler.slo_ttft_ns
-    return scaled(engine, options.placement.scaling, aim_ns, perform, counts_gate=by_memory)
+    return follow_load(engine, options.placement.scaling, aim_ns, perform, counts_gate=by_memory)
 
 
 def devices_for(engine_options: EngineOptions, options: ClusterOptions) -> DeviceChoice:
     """What the instances of this host compute with; nothing is asked for where there are none."""
-    return device_here(engine_options.device if options.instances else "cpu")
+    return device_here(engine_options.device if options.instance_count else "cpu")
 
 
-def _find_store(options: ClusterOptions, say: Callable[[str], None]) -> NamedStore | None:
+def _find_store(options: ClusterOptions, print_line: Callable[[str], None]) -> NamedStore | None:
     if options.store.at is None or options.secret is None:
         return None
 
-    return find_store(options.store.at, options.secret, options.host, say)
+    return find_store(options.store.at, options.secret, options.host, print_line)
 
 
 def _check_memory(
@@ -254,32 +255,36 @@ def _check_memory(
     check_host_memory(needed_bytes)
 
 
-def _open_router(options: ClusterOptions, secret: Followed[str], kept: Metadata) -> RouterEngine:
+def _open_router(options: ClusterOptions, secret: Followed[str], metadata: Metadata) -> RouterEngine:
     """Open the router where the last one listened, if that port is free: its instances ask there first."""
-    last_host, _, last_port = kept.recovered.address.removeprefix("tcp://").rpartition(":")
+    last_host, _, last_port = metadata.recovered_state.address.removeprefix("tcp://").rpartition(":")
     if options.port is None and last_host.strip("[]") == options.host:
         try:
-            return _router_at(options, secret, kept, int(last_port))
+            return _router_at(options, secret, metadata, int(last_port))
         except UserError:  # another process has taken the port: members are told the new one
-            return _router_at(options, secret, kept, 0)
-    return _router_at(options, secret, kept, options.port or 0)
+            return _router_at(options, secret, metadata, 0)
+    return _router_at(options, secret, metadata, options.port or 0)
 
 
-def _router_at(options: ClusterOptions, secret: Followed[str], kept: Metadata, port: int) -> RouterEngine:
+def _router_at(options: ClusterOptions, secret: Followed[str], metadata: Metadata, port: int) -> RouterEngine:
     from memserve.host.router import RouterEngine
     from memserve.kv.identity import identity_key
     from memserve.router.machine import Cluster
     from memserve.system.process import new_generation
     from memserve.transport.mailbox import ZmqMailbox
+    from memserve.transport.request_server import ListenAddress
 
-    me = kept.router(ROUTER, new_generation())
+    self_peer = metadata.next_router(ROUTER, new_generation())
     return RouterEngine(
-        Cluster(options.config, remembers=kept.keeper is not None, identity_key=identity_key(secret.first)),
+        Cluster(options.config, remembers=metadata.keeper is not None, identity_key=identity_key(secret.initial_value)),
         lambda on_message: ZmqMailbox(
-            me, secret, options.host, port, on_message, gives_way=not options.at_most.instances
+            self_peer,
+            ListenAddress(secret, options.host, port=port),
+            on_message,
+            gives_way=not options.at_most.instance_count,
         ),
-        keeper=kept.keeper,
-        me=me,
+        keeper=metadata.keeper,
+        self_peer=self_peer,
     )
 
 
@@ -291,7 +296,7 @@ def _counts(options: ClusterOptions) -> dict[Role, int]:
 def _workers(engine_options: EngineOptions, options: ClusterOptions) -> list[int]:
     """Of each instance."""
     counts = _counts(options)
-    return [engine_options.parallel.of(role).workers for role, count in counts.items() for _ in range(count)]
+    return [engine_options.parallel.for_role(role).worker_count for role, count in counts.items() for _ in range(count)]
 
 
 def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str, log_level: str) -> list[ChildOrder]:
@@ -302,15 +307,15 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
     orders: list[ChildOrder] = []
     gpus = len(devices_for(engine_options, options).gpus)
     for role, count in counts.items():
-        cached = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
+        cached = dataclasses.replace(engine_options, caching=engine_options.caching and options.role_caches(role))
         if count and gpus:
             refuse_on_gpu(engine_options)
         for number in range(1, count + 1):
-            own = on_gpus(cached, len(orders), workers, gpus)
-            flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own))
+            own_options = on_gpus(cached, len(orders), workers, gpus)
+            flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own_options))
             orders.append(ChildOrder(f"{role.value[0]}{number}", role, flags))
     if options.store.is_wanted:
-        flags = ("--join", address, "--link", link, "--log-level", log_level, *options.store.flags)
+        flags = ("--join", address, "--link", link, "--log-level", log_level, *options.store.store_flags)
         orders.append(ChildOrder(STORE_NAME, Role.STORE, flags))
     flags = ("--join", address, *options.followers.flags)
     orders += [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, options.routers + 1)]
@@ -320,41 +325,41 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
 def _wait_until_ready(
     engine: RouterEngine,
     supervisor: Supervisor,
-    named: NamedStore | None,
+    named_store: NamedStore | None,
     options: ClusterOptions,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> list[PeerInfo]:
     """Wait for the instances of this host and for the store; without instances, for the first one that joins. Returns
     the instances that were waited for."""
     started = joined = time.monotonic()
-    names = supervisor.names
+    names = supervisor.child_names
     if set(names) <= {STORE_NAME}:
-        say(f"waiting for instances to join at {engine.address} ...")
-    if named is not None:
-        names = [*names, named.name]
-    told: set[str] = set()
+        print_line(f"waiting for instances to join at {engine.address} ...")
+    if named_store is not None:
+        names = [*names, named_store.name]
+    reported_names: set[str] = set()
     while not _are_ready(members := engine.members(), names):
-        if engine.wait_for(names, _LOOK_S):
+        if engine.wait_for_members(names, _LOOK_S):
             time.sleep(_LOOK_S)  # all are members: a store begins anew
-        supervisor.check()
+        supervisor.raise_failure()
         seconds = time.monotonic() - started
-        if named is not None and named.name in members:
+        if named_store is not None and named_store.name in members:
             joined, engine.declined = time.monotonic(), None
-        elif named is not None:
+        elif named_store is not None:
             try:
-                named.check_joins(engine, time.monotonic() - joined)
+                named_store.check_joins(engine, time.monotonic() - joined)
             except UserError as error:
                 if not options.metadata.etcd:
                     raise
-                say(f"{error.message}: taking over without it")
-                names, named = supervisor.names, None
-        for name in members.keys() - told:
-            say(f"{name} ({members[name].role.value}) is ready after {seconds:.1f} s")
-        told |= members.keys()
+                print_line(f"{error.message}: taking over without it")
+                names, named_store = supervisor.child_names, None
+        for name in members.keys() - reported_names:
+            print_line(f"{name} ({members[name].role.value}) is ready after {seconds:.1f} s")
+        reported_names |= members.keys()
         if names and seconds > START_TIMEOUT_S:
-            missing = ", ".join(name for name in names if name not in members)
+            missing_names = ", ".join(name for name in names if name not in members)
             raise UserError(
-                f"{missing} not ready after {seconds:.0f} s", hint="look for the reason with --log-level info"
+                f"{missing_names} not ready after {seconds:.0f} s", hint="look for the reason with --log-level info"
             )
     members = with_models(engine.members())
     return [members[name] for name in names if name in members] or list(members.values())
@@ -365,7 +370,7 @@ def _are_ready(members: dict[str, PeerInfo], names: list[str]) -> bool:
     anew when it has seen the first instance, and is no member for a moment."""
     namespaces = {info.namespace for info in with_models(members).values()}
     stores = [info for info in members.values() if info.role is Role.STORE]
-    return bool(namespaces) and members.keys() >= set(names) and all(one.namespace in namespaces for one in stores)
+    return bool(namespaces) and members.keys() >= set(names) and all(store.namespace in namespaces for store in stores)
 
 
 def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: EngineOptions, model: RemoteModel) -> str:
@@ -373,10 +378,10 @@ def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: En
     names = ", ".join(f"{info.peer.name} ({info.role.value})" for info in sorted(infos, key=lambda i: i.peer.name))
     config = options.config
     text = f"instances: {names}; {config.caching.value}, policy {config.policy}, transfer {config.transfer.value}"
-    gate = config.admission
-    if gate.mode is not Admission.NONE:
-        most = f", at most {gate.active_max} at once" if gate.active_max is not None else ""
-        text += f"; admission {gate.mode.value}{most}, {gate.waiting_max} may wait"
+    admission = config.admission
+    if admission.mode is not Admission.NONE:
+        most = f", at most {admission.active_max} at once" if admission.active_max is not None else ""
+        text += f"; admission {admission.mode.value}{most}, {admission.waiting_max} may wait"
     text += f"; store: {_store_text(options.store)}" if options.store.is_used else ""
     text += f"; others may join at port {options.port}" if options.port is not None else ""
     return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.scheduler.max_running)}"
@@ -386,8 +391,8 @@ def _store_text(store: StoreOptions) -> str:
     if store.at is not None:
         return f"that at {store.at}"
     disks = [f"{human_bytes(size)} in {folder}" for folder, size in store.folders]
-    at = f", at {store.address}" if store.address is not None else ""
-    return ", ".join([f"{human_bytes(store.memory_bytes)} of memory", *disks]) + at
+    address_text = f", at {store.address}" if store.address is not None else ""
+    return ", ".join([f"{human_bytes(store.memory_bytes)} of memory", *disks]) + address_text
 
 
 def _room(infos: list[PeerInfo], context_tokens: int, running_max: int) -> str:
@@ -424,12 +429,12 @@ class NamedStore:
             hint = "end `memserve serve` there, or start a store of its own for this one: a store has one router"
             raise UserError(f"the store at {self.address} does not join: {declined.why}", hint=hint)
         if seconds > JOIN_S:
-            here = engine.address.removeprefix("tcp://")
-            hint = f"can its host reach this router at {here} (--cluster-host)? The log of the store has more"
+            router_address = engine.address.removeprefix("tcp://")
+            hint = f"can its host reach this router at {router_address} (--cluster-host)? The log of the store has more"
             raise UserError(f"the store at {self.address} answers, and has not joined for {seconds:.0f} s", hint=hint)
 
 
-def find_store(address: str, secret: Secret, cluster_host: str, say: Callable[[str], None]) -> NamedStore:
+def find_store(address: str, secret: Secret, cluster_host: str, print_line: Callable[[str], None]) -> NamedStore:
     """Wait until the store at ``address`` (``HOST:PORT``) answers, for ``FIND_S`` at most.
 
     Raises :class:`UserError` when nothing answers there by then; at once for another secret, and where the store could
@@ -442,35 +447,35 @@ def find_store(address: str, secret: Secret, cluster_host: str, say: Callable[[s
     if own_address(cluster_host) in _LOOPBACK and own_address(host) is None:
         hint = "name the address by which other hosts reach this one: --cluster-host HOST"
         raise UserError(f"the store at {address} cannot reach a router at {cluster_host}", hint=hint, param="store")
-    deadline, is_told = time.monotonic() + FIND_S, False
-    line = StoreConnection(address, "default", secret, 1, own_host(address))
+    deadline, is_announced = time.monotonic() + FIND_S, False
+    connection = StoreConnection(address, "default", secret, 1, own_host(address))
     try:
         while True:
             try:
-                session = line.session(time.monotonic() + _ANSWER_POLL_S)
+                session = connection.wait_for_session(time.monotonic() + _ANSWER_POLL_S)
                 return NamedStore(session.peer.name, address)
             except StoreUnavailable:
-                _complain(address, secret, is_late=time.monotonic() >= deadline)
-            if not is_told:
-                say(f"waiting for the store at {address}, for up to {FIND_S:.0f} s ...")
-            is_told = True
+                _check_reachable(address, secret, is_late=time.monotonic() >= deadline)
+            if not is_announced:
+                print_line(f"waiting for the store at {address}, for up to {FIND_S:.0f} s ...")
+            is_announced = True
     finally:
-        line.close()
+        connection.close()
 
 
-def _complain(address: str, secret: Secret, *, is_late: bool) -> None:
+def _check_reachable(address: str, secret: Secret, *, is_late: bool) -> None:
     """Raise :class:`UserError` where it is of no use to wait for a store."""
-    from memserve.transport.probe import ProbeResult, knock
+    from memserve.transport.probe import ProbeResult, probe_address
 
-    match knock(f"tcp://{address}", secret, _KNOCK_S):
+    match probe_address(f"tcp://{address}", secret, _KNOCK_S):
         case ProbeResult.TURNED_AWAY:
             hint = "give the file that this store was started with: --cluster-secret-file FILE"
             raise UserError(f"the store at {address} has another secret", hint=hint, param="cluster_secret_file")
         case ProbeResult.SILENT:
-            what = "nothing answers there"
+            finding = "nothing answers there"
             hint = f"start it: memserve store --listen {address} --cluster-secret-file FILE; or correct the address"
         case ProbeResult.LET_IN:
-            what = "it takes the secret, and does not answer as a store"
+            finding = "it takes the secret, and does not answer as a store"
             hint = "give the address that `memserve store --listen` has"
     if is_late:
-        raise UserError(f"no store at {address}: {what}", hint=hint, param="store")
+        raise UserError(f"no store at {address}: {finding}", hint=hint, param="store")

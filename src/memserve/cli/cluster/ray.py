@@ -26,7 +26,7 @@ from memserve.cli import flags as opt
 from memserve.cli.cluster.members import ClusterOptions
 from memserve.model.gpu.setup import as_reserved
 from memserve.system.process import EndRequested, signals_raise
-from memserve.system.secrets import followed
+from memserve.system.secrets import as_followed
 from memserve.transport.network_devices import with_port
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
     if cluster.store.at is not None:
         hint = "give --ssd or --store-dram, for a store that Ray places; or start that one with --join"
         raise UserError("--store names a store that Ray does not place", hint=hint, param="store")
-    ray = _connected(cluster.placement.address)
+    ray = _connect_ray(cluster.placement.address)
     from memserve.host.ray import START_S, new_controller
 
     port = http.port or free_port()
@@ -61,20 +61,20 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
                 try:
                     ray.get(controller.start.remote())
                     ray.get(controller.wait_members.remote())
-                    _wait_healthy(http.url(port), START_S)
-                    typer.echo(f"ready in {time.perf_counter() - started:.1f} s on Ray: {http.url(port)}")
-                    _say_names(ray.get(controller.names.remote()))
+                    _wait_healthy(http.api_url(port), START_S)
+                    typer.echo(f"ready in {time.perf_counter() - started:.1f} s on Ray: {http.api_url(port)}")
+                    _print_names(ray.get(controller.names.remote()))
                     while True:
                         time.sleep(1.0)
                         if cluster.placement.scaling.scale:
-                            _follow(ray, controller)
+                            _apply_scaling(ray, controller)
                 except (EndRequested, KeyboardInterrupt):
                     ray.get(controller.stop.remote())
     finally:
         ray.shutdown()
 
 
-def _follow(ray: Any, controller: Any) -> None:
+def _apply_scaling(ray: Any, controller: Any) -> None:
     """Have the decisions of the router's policy carried out. Where there is no room, everything stays as it is."""
     try:
         with plain_errors(ray):
@@ -83,7 +83,7 @@ def _follow(ray: Any, controller: Any) -> None:
         typer.echo(f"{error.message}; {error.hint}", err=True)
         return
     if names is not None:
-        _say_names(names)
+        _print_names(names)
 
 
 def scale(
@@ -92,14 +92,14 @@ def scale(
     address: Annotated[str | None, typer.Option(help="HOST:PORT of the Ray cluster. Default: RAY_ADDRESS.")] = None,
 ) -> None:
     """Start or drain instances and stores of a cluster that `memserve serve --on ray` runs; no request is lost."""
-    wanted: dict[str, int] = {}
+    role_counts: dict[str, int] = {}
     for text in counts:
         role, equals, count = text.partition("=")
-        if role not in [one.value for one in Role] or not equals or not count.isdigit():
+        if role not in [known_role.value for known_role in Role] or not equals or not count.isdigit():
             hint = "for example: memserve scale prefill=3"
             raise UserError(f"ROLE=COUNT is needed, not {text!r}", hint=hint, param="counts")
-        wanted[role] = int(count)
-    ray = _connected(address or os.environ.get("RAY_ADDRESS") or "auto")
+        role_counts[role] = int(count)
+    ray = _connect_ray(address or os.environ.get("RAY_ADDRESS") or "auto")
     from memserve.host.ray import CONTROLLER
 
     try:
@@ -109,14 +109,14 @@ def scale(
             except ValueError:
                 hint = "start one: memserve serve --on ray --address ..."
                 raise UserError("no cluster of memserve runs on this Ray", hint=hint) from None
-            _say_names(ray.get(controller.scale.remote(wanted)))
+            _print_names(ray.get(controller.scale.remote(role_counts)))
     finally:
         ray.shutdown()
 
 
-def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+def without_flags(words: Sequence[str], flags: Sequence[str]) -> list[str]:
     """``words`` of a command line less ``flags``, each with its value."""
-    kept, is_value = [], False
+    remaining, is_value = [], False
     for word in words:
         name, equals, _ = word.partition("=")
         if is_value:
@@ -124,12 +124,12 @@ def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
         elif name in flags:
             is_value = not equals
         else:
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining
 
 
 def _plan(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions, node: str, port: int) -> ClusterPlan:
-    secret = followed(cluster.secret or secrets.token_urlsafe(32)).first
+    secret = as_followed(cluster.secret or secrets.token_urlsafe(32)).initial_value
     cluster_port = cluster.port or free_port()
     router = _router_order(http, cluster, secret, node, port, cluster_port)
     return dataclasses.replace(
@@ -147,18 +147,18 @@ def members_plan(
     common = ("--join", join, "--link", cluster.link, "--log-level", http.log_level, "--drain-s", str(http.drain_s))
     members, env, resources = {}, _environment(), cluster.placement.by_role()
     most = cluster.at_most
-    wanted = {Role.PREFILL: most.prefill, Role.DECODE: most.decode, Role.COLOCATED: most.colocated}
-    for role in wanted:
-        own = dataclasses.replace(engine, caching=engine.caching and cluster.caches(role))
+    instance_counts = {Role.PREFILL: most.prefill, Role.DECODE: most.decode, Role.COLOCATED: most.colocated}
+    for role in instance_counts:
+        role_options = dataclasses.replace(engine, caching=engine.caching and cluster.role_caches(role))
         try:
-            own, resources[role.value] = as_reserved(own, role, resources[role.value])
+            role_options, resources[role.value] = as_reserved(role_options, role, resources[role.value])
         except UserError:
-            if wanted[role]:
+            if instance_counts[role]:
                 raise
             continue  # `memserve scale` is told that this cluster has no such role
-        words = ("instance", *common, "--role", role.value, *command_line_of(own))
+        words = ("instance", *common, "--role", role.value, *command_line_of(role_options))
         members[role.value] = ProcessOrder("", words, secret, http.drain_s, env=env)
-    words = ("store", *common, *cluster.store.flags)
+    words = ("store", *common, *cluster.store.store_flags)
     members[Role.STORE.value] = ProcessOrder("", words, secret, http.drain_s, env=env)
     counts = {Role.PREFILL.value: cluster.prefill, Role.DECODE.value: cluster.decode}
     counts |= {Role.COLOCATED.value: cluster.colocated, Role.STORE.value: int(cluster.store.is_wanted)}
@@ -176,17 +176,17 @@ def _router_order(
     """The driver's own command line, for a router without instances of its own. Keys travel in the environment."""
     from memserve.host.ray import ROUTER, ProcessOrder
 
-    none = ("--prefill", "0", "--decode", "0", "--colocated", "0")
-    at = ("--port", str(port), "--cluster-host", node, "--cluster-port", str(cluster_port))
-    keys = {credentials.KEY_VARIABLE: " ".join(http.api_keys.read())} if http.api_keys.are_given else {}
+    no_instances = ("--prefill", "0", "--decode", "0", "--colocated", "0")
+    address_flags = ("--port", str(port), "--cluster-host", node, "--cluster-port", str(cluster_port))
+    keys = {credentials.KEY_VARIABLE: " ".join(http.api_keys.read_keys())} if http.api_keys.are_given else {}
     if http.metrics_keys.are_given:
-        keys[credentials.METRICS_VARIABLE] = http.metrics_keys.read()[0]
-    words = (*without(sys.argv[1:], _DROPPED), *none, *at)
+        keys[credentials.METRICS_VARIABLE] = http.metrics_keys.read_keys()[0]
+    words = (*without_flags(sys.argv[1:], _DROPPED), *no_instances, *address_flags)
     scales = bool(cluster.placement.scaling.scale)
     return ProcessOrder(ROUTER, words, secret, http.drain_s, os.getcwd(), scales, {**_environment(), **keys})
 
 
-def _connected(address: str | None) -> Any:
+def _connect_ray(address: str | None) -> Any:
     try:
         import ray
     except ImportError:
@@ -246,7 +246,7 @@ def _wait_healthy(url: str, timeout_s: float) -> None:
     raise UserError("the router does not answer", hint="Ray's dashboard, or `ray logs`, has what it prints")
 
 
-def _say_names(names: Mapping[str, Sequence[str]]) -> None:
+def _print_names(names: Mapping[str, Sequence[str]]) -> None:
     for role, members in names.items():
         if members:
             typer.echo(f"{role}: {', '.join(members)}")

@@ -21,13 +21,13 @@ from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
-from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listens_at, own_address_to
+from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listen_host, own_address_to
 from memserve.cli.cluster.serve import ChatTokens, GenerationDefaults, ServedNames, serve_until_signal
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
-from memserve.cli.output import say
+from memserve.cli.output import print_lines
 from memserve.model.loading.lora import read_adapters
 from memserve.system.process import EndRequested, signals_raise
-from memserve.system.secrets import GivenKeys, Secret, follow_secret, followed
+from memserve.system.secrets import GivenKeys, Secret, as_followed, follow_secret
 from memserve.transport.network_devices import with_port
 
 if TYPE_CHECKING:
@@ -129,18 +129,18 @@ def router(
     if cluster_secret_file is None:
         raise UserError("a router needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
     owners = [opt.split_address(address, "--join") for address in join.split(",")]
-    here = advertise or own_address_to(owners[0][0])
+    own_host = advertise or own_address_to(owners[0][0])
     place = FollowerOptions(
         name=name or f"router-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{with_port(*owner)}" for owner in owners),
         secret=follow_secret(cluster_secret_file),
         config=cluster,
-        host=listens_at(here),
+        host=listen_host(own_host),
         owner_url=owner_url.rstrip("/"),
-        advertise=here,
+        advertise=own_host,
     )
     keys = http(credentials.api_keys(api_key, api_key_file), credentials.metrics_keys(metrics_key, metrics_key_file))
-    run_follower(engine, place, keys, say)
+    run_follower(engine, place, keys, print_lines)
 
 
 def _run_supervised(
@@ -155,12 +155,12 @@ def _run_supervised(
     """Run as a child of ``memserve serve``: secret and keys come through stdin, a final error goes to stdout."""
     with child_of_serve(join, name, log_level) as child:
         place = FollowerOptions(name, (join,), child.secret, cluster, child.host, owner_url, outlive=child.outlive)
-        keys = http(*(GivenKeys.read_told(child.greeting[name]) for name in ("api_keys", "metrics_keys")))
+        keys = http(*(GivenKeys.from_payload(child.startup_payload[name]) for name in ("api_keys", "metrics_keys")))
         run_follower(engine, place, keys, lambda line: None)
 
 
 def run_follower(
-    engine: EngineOptions, place: FollowerOptions, http: opt.HttpOptions, say: Callable[[str], None]
+    engine: EngineOptions, place: FollowerOptions, http: opt.HttpOptions, print_line: Callable[[str], None]
 ) -> None:
     """Join, serve, leave. Raises :class:`UserError` when the owner does not answer, or refuses this router."""
     started = time.perf_counter()
@@ -172,7 +172,7 @@ def run_follower(
     adapters = read_adapters(engine.lora)
     refused: list[str] = []
     try:
-        with signals_raise(), _running_router(engine, place, say) as router, ExitStack() as last:
+        with signals_raise(), _running_router(engine, place, print_line) as router, ExitStack() as last:
             last.callback(lambda: refused.append(router.refused))
             router.on_left = _end_when_refused
             _end_when_refused(router.refused)
@@ -205,7 +205,7 @@ def _check_accepted(refused: str) -> None:
 
 @contextmanager
 def _running_router(
-    engine: EngineOptions, place: FollowerOptions, say: Callable[[str], None]
+    engine: EngineOptions, place: FollowerOptions, print_line: Callable[[str], None]
 ) -> Iterator[RouterEngine]:
     from memserve.host.router import RouterEngine
     from memserve.journal.survivors import end_when_orphaned
@@ -216,21 +216,23 @@ def _running_router(
     from memserve.system.memory import objects_that_stay
     from memserve.system.process import new_generation
     from memserve.transport.mailbox import ZmqMailbox
+    from memserve.transport.request_server import ListenAddress
 
-    me = Peer(place.name, new_generation())
-    info = PeerInfo(me, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid())
+    self_peer = Peer(place.name, new_generation())
+    info = PeerInfo(self_peer, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid())
     machine = Follower(
-        info, place.join, place.config, MemberConfig(), identity_key=identity_key(followed(place.secret).first)
+        info,
+        place.join,
+        place.config,
+        MemberConfig(),
+        identity_key=identity_key(as_followed(place.secret).initial_value),
     )
     router = RouterEngine(
         machine,
         lambda on_message: ZmqMailbox(
-            me,
-            place.secret,
-            place.host,
-            0,
+            self_peer,
+            ListenAddress(place.secret, place.host, advertise=place.advertise),
             on_message,
-            advertise=place.advertise,
             gives_way=place.outlive is None,
         ),
     )
@@ -242,28 +244,28 @@ def _running_router(
             import_tokenizers()
             import memserve.api.app  # noqa: F401  # imported while the owner answers: later, clients would wait
 
-        _wait_until_ready(router, place, say)
+        _wait_until_ready(router, place, print_line)
         yield router
     finally:
         router.close()
 
 
-def _wait_until_ready(router: RouterEngine, place: FollowerOptions, say: Callable[[str], None]) -> None:
+def _wait_until_ready(router: RouterEngine, place: FollowerOptions, print_line: Callable[[str], None]) -> None:
     """Wait until the owner has accepted this router, and an instance speaks to it."""
-    from memserve.transport.probe import knock_at_all, no_router, what_is_waited_for
+    from memserve.transport.probe import no_router_error, probe_all, waiting_lines
 
-    started, told = time.monotonic(), 0.0
-    where = ", ".join(place.join).replace("tcp://", "")
+    started, reported_s = time.monotonic(), 0.0
+    addresses = ", ".join(place.join).replace("tcp://", "")
     while not router.stats().serving:
         _check_accepted(router.refused)
         seconds = time.monotonic() - started
         if seconds > JOIN_TIMEOUT_S and not router.is_member and place.outlive is None:
-            raise no_router(knock_at_all(place.join, place.secret), "the owner")
-        if seconds > told + _TOLD_EVERY_S:
+            raise no_router_error(probe_all(place.join, place.secret), "the owner")
+        if seconds > reported_s + _TOLD_EVERY_S:
             if router.is_member or place.outlive is not None:  # a child of `serve` has the right address and secret
-                say(f"waiting for {'instances of ' if router.is_member else ''}the owner at {where}")
+                print_line(f"waiting for {'instances of ' if router.is_member else ''}the owner at {addresses}")
             else:
-                for line in what_is_waited_for(knock_at_all(place.join, place.secret), "the owner"):
-                    say(line)
-            told = time.monotonic() - started
+                for line in waiting_lines(probe_all(place.join, place.secret), "the owner"):
+                    print_line(line)
+            reported_s = time.monotonic() - started
         time.sleep(_LOOK_S)

@@ -25,7 +25,7 @@ from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import run_fleet
 from memserve.cli.cluster.members import READS, Asked, ClusterOptions, devices_for, running_cluster
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
-from memserve.cli.output import say
+from memserve.cli.output import print_lines
 from memserve.fleet.messages import FleetOptions
 from memserve.journal.keeper import metadata_place
 from memserve.model.loading.lora import Adapter, read_adapters
@@ -114,62 +114,63 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(log_level)
-    _check_routers(routers, placement, alone=in_process, engines=bool(fleet.engines))
+    _check_routers(routers, placement, standalone=in_process, engines=bool(fleet.engines))
     keys = credentials.api_keys(api_key, api_key_file)
-    secrets = (keys, credentials.metrics_keys(metrics_key, metrics_key_file), credentials.tls_of(tls_cert, tls_key))
+    secrets = keys, credentials.metrics_keys(metrics_key, metrics_key_file), credentials.tls_of(tls_cert, tls_key)
     answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
     http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level, api)
     if fleet.engines or fleet.admin_key_file is not None:
-        own = in_process or any(one is not None for one in (prefill, decode, colocated, cluster_port, placement.wanted))
-        run_fleet(fleet, http, cluster, None if own else store)
+        shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
+        has_instances = in_process or any(option is not None for option in shape_options)
+        run_fleet(fleet, http, cluster, None if has_instances else store)
         return
     if in_process:
-        store.refuse("leave out --in-process")
-        cluster_options = (prefill, decode, colocated, cluster_port, placement.wanted)
-        run_server(_alone(engine, cluster.admission, *cluster_options), http, None)
+        store.refuse_options("leave out --in-process")
+        cluster_options = (prefill, decode, colocated, cluster_port, placement.used_option)
+        run_server(_standalone_options(engine, cluster.admission, *cluster_options), http, None)
         return
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
-    here = engine if placement.asked is None else dataclasses.replace(engine, device="cpu")  # Ray's nodes have the GPUs
-    shape = choose_counts(prefill, decode, colocated, here, placement.scaling)
-    kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
+    local = engine if placement.remote_place is None else dataclasses.replace(engine, device="cpu")  # Ray has the GPUs
+    shape = choose_counts(prefill, decode, colocated, local, placement.scaling)
+    records = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
-    members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store), placement)
+    members = (cluster_host, cluster_port, secret, records, shape_text(shape), with_absolute_folders(store), placement)
     run = ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members, routers=routers)
     run_server(engine, http, run)
 
 
-def _check_routers(routers: int, placement: PlacementOptions, *, alone: bool, engines: bool) -> None:
+def _check_routers(routers: int, placement: PlacementOptions, *, standalone: bool, engines: bool) -> None:
     """Raise :class:`UserError` for what one router alone can do."""
     if routers == 1:
         return
-    if alone:
+    if standalone:
         raise UserError("--in-process runs one engine without a router", hint="leave out --routers or --in-process")
     if engines:
         hint = "leave out --routers; start several servers with the same engines"
         raise UserError("--routers is for instances, not for --engine", hint=hint, param="routers")
-    if placement.asked is not None:
+    if placement.remote_place is not None:
         raise UserError(
             "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
         )
 
 
-def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
+def _standalone_options(options: EngineOptions, admission: AdmissionConfig, *cluster_options: object) -> EngineOptions:
     """The options of an engine without a router: its own queue replaces admission; it admits by memory anyway."""
     if any(option is not None for option in cluster_options):
         raise UserError(
             "--in-process runs one engine without a cluster",
             hint="leave it out, or leave out --prefill, --decode, --colocated and --cluster-port",
         )
-    if gate.weights or gate.objectives or gate.priority_across_tenants:
+    if admission.weights or admission.objectives or admission.priority_across_tenants:
         hint = "leave out --in-process, or --tenant-weight, --tenant-slo and --priority-across-tenants"
         raise UserError("one engine alone treats all tenants alike", hint=hint)
-    if gate.mode is Admission.NONE:
+    if admission.mode is Admission.NONE:
         return options
-    if gate.mode is not Admission.BOUNDED or gate.active_max is None or gate.waiting_max < 1:
+    if admission.mode is not Admission.BOUNDED or admission.active_max is None or admission.waiting_max < 1:
         hint = "use --admission bounded with a queue, or leave out --in-process"
         raise UserError("one engine alone admits by memory anyway, and needs a queue", hint=hint)
-    running = min(options.scheduler.max_running, gate.active_max)
-    limits = dataclasses.replace(options.scheduler, max_running=running, max_waiting=gate.waiting_max)
+    running = min(options.scheduler.max_running, admission.active_max)
+    limits = dataclasses.replace(options.scheduler, max_running=running, max_waiting=admission.waiting_max)
     return dataclasses.replace(options, scheduler=limits)
 
 
@@ -181,7 +182,7 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     if reads is not None:
         reads(Asked(engine_options, http, cluster))
         return
-    if cluster is not None and cluster.placement.asked is not None:
+    if cluster is not None and cluster.placement.remote_place is not None:
         from memserve.cli.cluster.ray import run_on_ray
 
         run_on_ray(engine_options, http, cluster)
@@ -197,22 +198,22 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
         refuse_without_package()
     adapters = read_adapters(engine_options.lora)
     for keys in (http.api_keys, http.metrics_keys):
-        KeyRing(keys.read())  # refuses malformed keys
+        KeyRing(keys.read_keys())  # refuses malformed keys
     keep_heap_small()
     try:
         is_shared = cluster is not None and cluster.routers > 1
         with signals_raise(), ExitStack() as open_sockets:
             listener = open_sockets.enter_context(bind(http.host, http.port, is_shared=is_shared))
             listeners = [listener]
-            say(f"loading {engine_options.model} ...")
+            print_lines(f"loading {engine_options.model} ...")
             if cluster is not None and is_shared:
                 listeners.append(open_sockets.enter_context(_own_listener(http.host, listener)))
                 cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
             backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
             with backend as served:
                 serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
-    except EndRequested as asked:
-        log.warning("%s: stopped before it was ready", asked.signal_name)
+    except EndRequested as end_request:
+        log.warning("%s: stopped before it was ready", end_request.signal_name)
 
 
 def _own_listener(host: str, shared: socket.socket) -> socket.socket:
@@ -232,16 +233,16 @@ def _followers(
 ) -> Followers:
     """How this server's further routers are started, at the port of the first of ``listeners``; the other one is the
     owner's own."""
-    shared, own = (one.getsockname()[1] for one in listeners)
+    shared, own_port = (part.getsockname()[1] for part in listeners)
     tls = () if http.tls is None else ("--tls-cert", str(http.tls.files[0]), "--tls-key", str(http.tls.files[1]))
     names = [word for name in http.served_model_names for word in ("--served-model-name", name)]
     plain = "--host", http.host, "--port", str(shared), "--drain-s", str(http.drain_s)
     chat = "--default-max-tokens", str(http.default_max_tokens), "--log-level", http.log_level
     generation = () if http.generation_config else ("--no-generation-config",)
     model = EngineOptions(model=engine.model, lora=engine.lora)
-    configs = [word for one in (model, http.api, http.limits, cluster.config) for word in command_line_of(one)]
-    owner = "--owner-url", http.url(own).removesuffix("/v1")
-    keys = {"api_keys": http.api_keys.told(), "metrics_keys": http.metrics_keys.told()}
+    configs = [word for part in (model, http.api, http.limits, cluster.config) for word in command_line_of(part)]
+    owner = "--owner-url", http.api_url(own_port).removesuffix("/v1")
+    keys = {"api_keys": http.api_keys.as_payload(), "metrics_keys": http.metrics_keys.as_payload()}
     return Followers((*plain, *owner, *chat, *generation, *names, *tls, *configs), keys)
 
 
@@ -267,9 +268,9 @@ def _engine(options: EngineOptions) -> Iterator[Served]:
     from memserve.system.imports import leave_compiler_out
     from memserve.system.memory import objects_that_stay
 
-    options = dataclasses.replace(options, device=take_gpu(options.device, options.parallel.workers))
+    options = dataclasses.replace(options, device=take_gpu(options.device, options.parallel.worker_count))
     if why := device_here(options.device).why:
-        say(why)
+        print_lines(why)
     with objects_that_stay():
         leave_compiler_out(options.device)
         engine, model = build_engine(options)
@@ -283,8 +284,8 @@ def _engine(options: EngineOptions) -> Iterator[Served]:
 def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[Served]:
     for why in (devices_for(options, cluster).why, cluster.why):
         if why:
-            say(why)
-    with running_cluster(options, cluster, log_level, say) as running:
+            print_lines(why)
+    with running_cluster(options, cluster, log_level, print_lines) as running:
         yield Served(running.engine, running.model, running.text, running.on_end)
 
 
@@ -303,7 +304,8 @@ def app_of(
     model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
     app = create_app(
         engine, model, aliases=aliases, further_names=http.served_model_names[1:], adapters=adapters,
-        api_keys=http.api_keys.follow(), metrics_keys=http.metrics_keys.follow(), limits=http.limits, config=http.api,
+        api_keys=http.api_keys.follow_keys(), metrics_keys=http.metrics_keys.follow_keys(), limits=http.limits,
+        config=http.api,
     )  # fmt: skip
     return app, model
 
@@ -323,19 +325,19 @@ def serve_until_signal(
     port = listeners[0].getsockname()[1]
 
     def on_ready() -> None:
-        text = [ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys.are_given)]
+        text = [ready_text(model.name, http.api_url(port), time.perf_counter() - started, http.api_keys.are_given)]
         if served.text:
             text.append(served.text)
         if len(listeners) > 1:
-            own = http.url(listeners[1].getsockname()[1])
+            own_url = http.api_url(listeners[1].getsockname()[1])
             text.append(
-                f"documents, sessions and stored responses are the owner's, which has an address of its own: {own}"
+                f"documents, sessions and stored responses are the owner's, which has an address of its own: {own_url}"
             )
         if adapters:
             text.append(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
         if model.kv_lower_dtype != AS_COMPUTED:
             text.append(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
-        say(*text, result=True)
+        print_lines(*text, result=True)
 
     ends = {"on_ready": on_ready, "on_end": served.on_end}
     server = Server(app, drain_s=http.drain_s, log_level=http.log_level, tls=http.tls, **ends)

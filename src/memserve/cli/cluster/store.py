@@ -20,11 +20,11 @@ from memserve.base.errors import UserError
 from memserve.base.units import human_bytes, parse_bytes
 from memserve.cli import credentials
 from memserve.cli import flags as opt
-from memserve.cli.cluster.instance import child_of_serve, listens_at, own_address_to
+from memserve.cli.cluster.instance import child_of_serve, listen_host, own_address_to
 from memserve.cli.credentials import StoreSecretFile
-from memserve.cli.output import say
+from memserve.cli.output import print_lines
 from memserve.store.host.files import store_secret, stored_secret, with_absolute_folders
-from memserve.system.secrets import Secret, follow_secret, followed
+from memserve.system.secrets import Secret, as_followed, follow_secret
 from memserve.transport.network_devices import with_port
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def ls(
     with _client(address, tenant, cluster_secret_file, timeout_s) as client:
         entries = client.entries(everything=everything, timeout_s=timeout_s)
         for entry in itertools.islice(entries, limit or None):
-            typer.echo(json.dumps(_described(entry)) if as_json else _line(entry))
+            typer.echo(json.dumps(_described(entry)) if as_json else _entry_line(entry))
         if limit and next(entries, None) is not None:
             typer.echo(f"there are more than {limit:,}: --limit 0 lists them all", err=True)
 
@@ -113,9 +113,9 @@ def purge(
     timeout_s: TimeoutS = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Forget all values of a tenant; with --all those of all tenants, and all KV."""
-    what = "everything in the store" if everything else f"all values of tenant {tenant!r}"
+    target = "everything in the store" if everything else f"all values of tenant {tenant!r}"
     with _client(address, tenant, cluster_secret_file, timeout_s) as client:
-        if not yes and not typer.confirm(f"forget {what} at {client.address}?"):
+        if not yes and not typer.confirm(f"forget {target} at {client.address}?"):
             raise UserError("nothing was forgotten", hint="answer y, or give --yes")
         typer.echo(f"forgotten: {client.purge(everything=everything, timeout_s=timeout_s):,} values")
 
@@ -146,7 +146,7 @@ def _described(entry: StoreEntry) -> dict[str, Any]:
     }
 
 
-def _line(entry: StoreEntry) -> str:
+def _entry_line(entry: StoreEntry) -> str:
     name = _text(entry.name) or (f"KV {entry.key.hex()}" if not entry.scope else f"({entry.key.hex()})")
     return f"{entry.length:>12,}  {_PLACES.get(entry.where, '?'):<15}  {name}"
 
@@ -258,7 +258,7 @@ def store(
     started = time.perf_counter()
     from memserve.store.host.process import run_store
 
-    run_store(place, lambda life: _say_ready(place, life, started))
+    run_store(place, lambda run: _print_ready(place, run, started))
 
 
 def _run_supervised(
@@ -269,7 +269,7 @@ def _run_supervised(
         from memserve.store.host.process import run_store
 
         place = _place(options, join, name, None, child.secret, link, drain_s, child.host)
-        run_store(place, lambda life: None, is_supervised=True, outlive=child.outlive)
+        run_store(place, lambda run: None, is_supervised=True, outlive=child.outlive)
         logging.shutdown()
 
 
@@ -277,10 +277,10 @@ def _secret(options: StoreOptions, file: Path | None) -> Secret:
     """The cluster's secret: of the file, else the one that is kept beside the disks."""
     if file is not None:
         return follow_secret(file)
-    kept = stored_secret(options)
-    if kept is None:
+    secret = stored_secret(options)
+    if secret is None:
         raise UserError("a store needs the cluster's secret: --cluster-secret-file", hint=_SECRET_HINT)
-    return kept
+    return secret
 
 
 def _place(
@@ -291,7 +291,7 @@ def _place(
     secret: Secret,
     link: str,
     drain_s: float,
-    here: str | None = None,
+    own_host: str | None = None,
     health_file: Path | None = None,
 ) -> StorePlace:
     from memserve.store.host.process import StorePlace
@@ -300,11 +300,11 @@ def _place(
     if options.address is not None:
         host, port = opt.split_address(options.address, "--listen")
     else:
-        host, port = here or own_address_to(routers[0][0]), 0
-    store_secret(options, followed(secret).first, say)
+        host, port = own_host or own_address_to(routers[0][0]), 0
+    store_secret(options, as_followed(secret).initial_value, print_lines)
     return StorePlace(
         name=name,
-        host=host if advertise is None else listens_at(host),
+        host=host if advertise is None else listen_host(host),
         port=port,
         dram_bytes=options.memory_bytes,
         folders=tuple((Path(folder), nbytes) for folder, nbytes in options.folders),
@@ -318,14 +318,14 @@ def _place(
     )
 
 
-def _say_ready(place: StorePlace, life: StoreRun, started: float) -> None:
-    numbers = life.numbers()
+def _print_ready(place: StorePlace, run: StoreRun, started: float) -> None:
+    numbers = run.read_numbers()
     disks = "".join(f", {human_bytes(nbytes)} in {folder}" for folder, nbytes in place.folders)
-    kept = f"{numbers['dram_values']:,} values in memory, {numbers['disk_records']:,} on disks"
+    contents = f"{numbers['dram_values']:,} values in memory, {numbers['disk_records']:,} on disks"
     seconds = time.perf_counter() - started
-    say(
-        f"ready in {seconds:.1f} s: {place.name} at {life.address.removeprefix('tcp://')},"
-        f" {human_bytes(numbers['dram_bytes'])} of memory{disks}; {kept}",
+    print_lines(
+        f"ready in {seconds:.1f} s: {place.name} at {run.address.removeprefix('tcp://')},"
+        f" {human_bytes(numbers['dram_bytes'])} of memory{disks}; {contents}",
         result=True,
     )
 

@@ -46,7 +46,7 @@ def choose_counts(
     """
     if not scaling.told_in:
         roles = (Role.PREFILL, prefill), (Role.DECODE, decode), (Role.COLOCATED, colocated)
-        prefill, decode, colocated = (scaling.first(role, count) for role, count in roles)
+        prefill, decode, colocated = (scaling.initial_count(role, count) for role, count in roles)
     if prefill is decode is colocated is None:
         return shape_here(engine)
     pairs = prefill is not None or decode is not None
@@ -61,7 +61,7 @@ def shape_here(engine: EngineOptions) -> Shape:
     """The shape that suits this machine, for engines with these options."""
     from memserve.model.loading.sources import weight_bytes
 
-    gpus, workers = len(device_here(engine.device).gpus), engine.parallel.workers
+    gpus, workers = len(device_here(engine.device).gpus), engine.parallel.worker_count
     if gpus and workers > 1:  # the only shape: their KV cannot be handed over
         return Shape(0, 0, max(1, gpus // workers))
     machine = Hardware(usable_cores(), available_memory_bytes(), gpus)
@@ -84,10 +84,10 @@ def shape_text(shape: Shape) -> str:
 def room_text(kv_tokens: int, context_tokens: int, running_max: int) -> str:
     """A line: tokens of KV, the longest context, and about how many clients fit."""
     clients = clients_that_fit(kv_tokens, context_tokens, running_max)
-    each = min(CLIENT_TOKENS, context_tokens)
+    client_tokens = min(CLIENT_TOKENS, context_tokens)
     return (
         f"memory: {kv_tokens:,} tokens of KV, contexts up to {context_tokens:,}:"
-        f" about {clients:,} client{'s' if clients != 1 else ''} at once with {each:,} tokens each"
+        f" about {clients:,} client{'s' if clients != 1 else ''} at once with {client_tokens:,} tokens each"
     )
 
 
@@ -107,22 +107,22 @@ def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int, ear
 def follow_context(engine: RouterEngine, model: RemoteModel, instances_max: int) -> None:
     """``model`` takes what members take, at most ``instances_max`` of them together; also those that join later."""
 
-    def look() -> None:
+    def refresh() -> None:
         with suppress(UserError):  # that of another release: what is served stays as it is
             if infos := list(with_models(engine.members()).values()):
-                model.context.grow(_card_of(infos, instances_max))
+                model.context.grow_to(_card_of(infos, instances_max))
 
-    engine.on_joined = look
-    look()
+    engine.on_joined = refresh
+    refresh()
 
 
 def _card_of(infos: list[PeerInfo], instances_max: int) -> ModelCard:
     from memserve.model.loading.card import ModelCard
-    from memserve.router.placement.shards import longest
+    from memserve.router.placement.shards import longest_sequence
 
     largest = max(infos, key=lambda info: info.context_tokens)  # a request goes where its context fits
     card = ModelCard.decode(largest.model_card)
-    shared = longest(infos, instances_max)  # or to several instances
+    shared = longest_sequence(infos, instances_max)  # or to several instances
     if shared > card.max_model_tokens:
         note = "" if shared == largest.sequence_tokens else card.context_note
         card = dataclasses.replace(card, max_model_tokens=shared, context_note=note)

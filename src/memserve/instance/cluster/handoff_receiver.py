@@ -17,7 +17,7 @@ from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.sequence import Cause, Fact, Group, RemoteState, Sequence
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.transfer.events import HandoffArrived, HandoffFailed, HandoffOffered
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks
 from memserve.protocol.events import RejectRequest
 from memserve.protocol.peers import Peer
 
@@ -44,9 +44,9 @@ class HandoffReceiver:
         "_intake",
         "_state",
         "blocks_sent_back",
-        "coming",
         "failed",
         "parked",
+        "pending_imports",
         "taken_over",
     )
 
@@ -55,7 +55,7 @@ class HandoffReceiver:
         self._intake = intake
         self._exchange = exchange
         #: import id -> the request that it brings
-        self.coming: dict[str, Group] = {}
+        self.pending_imports: dict[str, Group] = {}
         self._generated: list[_Generated] = []
         self.taken_over = 0
         #: of them: into DRAM
@@ -63,43 +63,43 @@ class HandoffReceiver:
         self.failed = 0
         self.blocks_sent_back = 0
 
-    def offered(self, outcome: HandoffOffered, now_ns: int) -> RejectRequest | None:
+    def on_offered(self, outcome: HandoffOffered, now_ns: int) -> RejectRequest | None:
         """Another instance prefills a request for this one. Returns the rejection, if it is rejected."""
         offer, request = outcome.offer, outcome.offer.request
         if request is None:
             return None
-        known = self._state.groups.get(request.request_id)
-        if known is not None and known.remote is not None and known.remote.import_id is not None:
-            self._replace(known, known.remote, outcome)  # the sender was interrupted, and begins anew
+        existing = self._state.groups.get(request.request_id)
+        if existing is not None and existing.remote is not None and existing.remote.import_id is not None:
+            self._replace_import(existing, existing.remote, outcome)  # the sender was interrupted, and begins anew
             return None
-        refusal = self._intake.refusal(request, now_ns)
+        refusal = self._intake.rejection_of(request, now_ns)
         if refusal is not None:
             self._exchange.give_up(outcome.transfer_id, refusal.reason)
             return refusal
         deadline_ns = None if offer.deadline_in_ns is None else now_ns + offer.deadline_in_ns
-        group = self._intake.open(request, now_ns, deadline_ns)
+        group = self._intake.open_group(request, now_ns, deadline_ns)
         group.prompt_logprobs = None  # reported where they were computed
         group.remote = RemoteState(import_id=outcome.transfer_id, deadline_ns=deadline_ns)
-        self._intake.enqueue(group, Cause.REMOTE_KV_EXPECTED)
-        self.coming[outcome.transfer_id] = group
+        self._intake.enqueue_group(group, Cause.REMOTE_KV_EXPECTED)
+        self.pending_imports[outcome.transfer_id] = group
         return None
 
-    def _replace(self, group: Group, remote: RemoteState, outcome: HandoffOffered) -> None:
+    def _replace_import(self, group: Group, remote: RemoteState, outcome: HandoffOffered) -> None:
         old = remote.import_id or ""
         self._exchange.give_up(old, "offered anew")
-        del self.coming[old]
+        del self.pending_imports[old]
         remote.import_id = outcome.transfer_id
-        self.coming[outcome.transfer_id] = group
+        self.pending_imports[outcome.transfer_id] = group
 
     # -- the KV is here
 
-    def arrived(self, outcome: HandoffArrived, now_ns: int, facts: list[Fact]) -> bool:
+    def on_arrived(self, outcome: HandoffArrived, now_ns: int, facts: list[Fact]) -> bool:
         """The KV has come: the sequences wait for slots. False: the KV is of no use; nothing of it is held."""
-        group = self.coming.pop(outcome.transfer_id)
+        group = self.pending_imports.pop(outcome.transfer_id)
         remote = group.remote
         unknown = self._intake.unknown_token(outcome.first_tokens)
         if remote is None or unknown or not _agrees(group, outcome):
-            self._release(outcome)
+            self._release_blocks(outcome)
             self.failed += 1
             self._state.drop_group(group)
             return False
@@ -113,21 +113,23 @@ class HandoffReceiver:
         first = next(iter(group.sequences.values()))
         if outcome.tier is Tier.DRAM:
             first.out, first.computed, first.dram_blocks = list(outcome.first_tokens[0]), tokens, outcome.blocks
-            self._state.park(first)
+            self._state.park_sequence(first)
             self.parked += 1
-            self._end_early(first, remote, outcome.ended)
+            self._end_early(first, remote, outcome.ended_indices)
             self._await_grammar(group)
             return True
-        self._state.memory.adopt(first, outcome.blocks, outcome.lease, tokens if group.beam is None else tokens - 1)
+        self._state.memory.adopt_blocks(
+            first, outcome.blocks, outcome.lease, tokens if group.beam is None else tokens - 1
+        )
         self._state.move(first, Cause.REMOTE_KV_ARRIVED)
         if group.beam is None:
-            self._fork(group, first, outcome)
+            self._fork_sequences(group, first, outcome)
             for sequence in list(group.sequences.values()):
-                self._end_early(sequence, remote, outcome.ended)
+                self._end_early(sequence, remote, outcome.ended_indices)
         self._await_grammar(group)
         return True
 
-    def _fork(self, group: Group, first: Sequence, outcome: HandoffArrived) -> None:
+    def _fork_sequences(self, group: Group, first: Sequence, outcome: HandoffArrived) -> None:
         """Each sequence gets its own tokens; all share the prompt's blocks."""
         group.forks_pending = 0
         first.out = list(outcome.first_tokens[first.index])
@@ -137,8 +139,8 @@ class HandoffReceiver:
             self._state.memory.fork(first, child)
             self._state.move(child, Cause.REMOTE_KV_ARRIVED)
 
-    def _end_early(self, sequence: Sequence, remote: RemoteState, ended: tuple[int, ...]) -> None:
-        if sequence.index in ended:
+    def _end_early(self, sequence: Sequence, remote: RemoteState, ended_indices: tuple[int, ...]) -> None:
+        if sequence.index in ended_indices:
             self._state.finish_silently(sequence)
             return
         reason = FinishReason.STOP if sequence.index in remote.stopped else sequence.known_ending
@@ -148,11 +150,11 @@ class HandoffReceiver:
     def _await_grammar(self, group: Group) -> None:
         """If the grammar of ``group`` is still being built: memory does not wait for that. The KV is given up; what the
         cache has of it is found again on admission."""
-        if self._state.grammars.awaited(group.wanted_grammar):
+        if self._state.grammars.is_awaited(group.wanted_grammar):
             for sequence in list(group.sequences.values()):
-                self._state.reset(sequence)
+                self._state.reset_sequence(sequence)
 
-    def _release(self, outcome: HandoffArrived) -> None:
+    def _release_blocks(self, outcome: HandoffArrived) -> None:
         if outcome.lease is not None:
             self._state.memory.pool.unpin(outcome.lease)
         pool = self._state.memory.pool
@@ -160,27 +162,27 @@ class HandoffReceiver:
 
     # -- the KV will not come
 
-    def failed_to_come(self, outcome: HandoffFailed) -> RejectRequest | None:
+    def on_failed(self, outcome: HandoffFailed) -> RejectRequest | None:
         """The router tries another instance, from the tokens that the client has."""
-        group = self.coming.pop(outcome.transfer_id, None)
+        group = self.pending_imports.pop(outcome.transfer_id, None)
         if group is None:
             return None
         self.failed += 1
         self._state.drop_group(group)
         return RejectRequest(group.request.request_id, f"handoff failed: {outcome.reason}", 0.0)
 
-    def withdrawn(self, import_id: str) -> None:
+    def on_withdrawn(self, import_id: str) -> None:
         """The request goes on, or has ended, where its prompt was computed."""
-        group = self.coming.get(import_id)
+        group = self.pending_imports.get(import_id)
         if group is not None:
             self._state.drop_group(group)
 
-    def ended(self, group: Group) -> None:
+    def on_request_ended(self, group: Group) -> None:
         """The request has ended: its KV is no longer wanted."""
         remote = group.remote
         if remote is not None and remote.import_id is not None:
             self._exchange.give_up(remote.import_id, "the request has ended")
-            self.coming.pop(remote.import_id, None)
+            self.pending_imports.pop(remote.import_id, None)
             remote.import_id = None
 
     def clear(self) -> None:
@@ -200,14 +202,14 @@ class HandoffReceiver:
         remote, block_tokens = sequence.group.remote, self._state.memory.block_tokens
         if remote is None or remote.home is None:
             return
-        first, end = remote.home_tokens // block_tokens, min(sequence.computed, sequence.known) // block_tokens
+        first, end = remote.home_tokens // block_tokens, min(sequence.computed, sequence.known_length) // block_tokens
         by_layer, dram_blocks, pool = sequence.layered, list[int](), self._state.memory.pool
         blocks = sequence.blocks[first:end]
         if by_layer is not None:  # what lies in HBM behind it is on its way down
             end = min(end, by_layer.first + len(by_layer.dram_blocks))
             blocks = sequence.blocks[first : by_layer.first]
             dram_blocks = by_layer.dram_blocks[max(0, first - by_layer.first) : max(0, end - by_layer.first)]
-        if first < end <= sequence.entries:
+        if first < end <= sequence.table_entries:
             pool.retain(blocks)
             pool.retain_dram(dram_blocks)
             tokens = sequence.known_tokens()[: end * block_tokens]
@@ -217,17 +219,12 @@ class HandoffReceiver:
     def send_back(self, now_ns: int) -> None:
         """Offer generated KV to the instances that computed the prompts."""
         for part in self._generated:
-            offer_id = self._exchange.offer(
-                part.home,
-                part.tenant,
-                part.tokens,
-                part.blocks,
-                now_ns,
-                first_block=part.first_block,
-                dram_blocks=part.dram_blocks,
+            offered = OfferedBlocks(
+                part.tenant, part.tokens, part.blocks, first_block=part.first_block, dram_blocks=part.dram_blocks
             )
+            offer_id = self._exchange.offer_blocks(part.home, offered, now_ns)
             count = len(part.blocks) + len(part.dram_blocks)
-            self._exchange.computed(offer_id, part.first_block, part.first_block + count)
+            self._exchange.announce_computed(offer_id, part.first_block, part.first_block + count)
             self._release_generated(part)
             self.blocks_sent_back += count
         self._generated.clear()
@@ -240,10 +237,10 @@ def _agrees(group: Group, outcome: HandoffArrived) -> bool:
         return not firsts and np.array_equal(tokens, request.prompt)
     if len(firsts) != request.n:
         return False
-    live = [firsts[index] for index in range(request.n) if index not in outcome.ended]
+    live = [firsts[index] for index in range(request.n) if index not in outcome.ended_indices]
     return bool(live) and all(generated and _continues(tokens, request.prompt, generated) for generated in live)
 
 
 def _continues(tokens: TokenArray, prompt: TokenArray, generated: tuple[int, ...]) -> bool:
-    known = np.concatenate((prompt, np.asarray(generated[:-1], dtype=np.int32)))
-    return np.array_equal(tokens, known)
+    expected_tokens = np.concatenate((prompt, np.asarray(generated[:-1], dtype=np.int32)))
+    return np.array_equal(tokens, expected_tokens)

@@ -22,7 +22,7 @@ from memserve.instance.events import StepPlan
 from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.instance.scheduler.state import SchedulerState
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 
 
 @dataclass(slots=True)
@@ -41,15 +41,15 @@ class HandoffSender:
     __slots__ = (
         "_exchange",
         "_intake",
-        "_kept",
         "_layers",
         "_num_layers",
+        "_replay_buffer",
         "_routers",
         "_state",
         "by_layer",
+        "departed",
         "handed_over",
         "leaving",
-        "left",
     )
 
     def __init__(
@@ -57,18 +57,18 @@ class HandoffSender:
         state: SchedulerState,
         intake: RequestIntake,
         exchange: Exchange,
-        kept: ReplayBuffer,
+        replay_buffer: ReplayBuffer,
         routers: Routers,
         num_layers: int,
     ) -> None:
-        self._state, self._kept, self._routers = state, kept, routers
+        self._state, self._replay_buffer, self._routers = state, replay_buffer, routers
         self._intake = intake
         self._exchange = exchange
         self._num_layers = num_layers
         #: all and only the live requests with ``tokens_here``, by id
         self.leaving: dict[str, Group] = {}
         #: open offers of requests that have left: offer id -> request id
-        self.left: dict[str, str] = {}
+        self.departed: dict[str, str] = {}
         #: plan -> what it computes for offers by layer
         self._layers: dict[int, list[_Layers]] = {}
         self.handed_over = 0
@@ -77,7 +77,7 @@ class HandoffSender:
 
     # -- coming
 
-    def begin(self, group: Group, known_tokens: int, resumed: bool) -> None:
+    def prepare_handoff(self, group: Group, known_tokens: int, resumed: bool) -> None:
         """Let ``group`` leave after its next token, if a further one follows and its sequences still share a prompt.
 
         ``known_tokens``: those generated before. Sequences of a resumed request with ``n > 1`` have parted: they stay.
@@ -86,7 +86,7 @@ class HandoffSender:
         if remote is None or remote.decode_at is None:
             return
         if group.max_tokens - known_tokens <= 1 or (resumed and group.request.n > 1):
-            self._stay(group, remote, "nothing to gain")
+            self._mark_staying(group, remote, "nothing to gain")
             return
         if remote.original is not None:
             group.muted, group.forks_pending = True, 0
@@ -96,7 +96,7 @@ class HandoffSender:
 
     # -- while it is computed
 
-    def planned(self, plan: StepPlan, now_ns: int) -> None:
+    def on_plan_made(self, plan: StepPlan, now_ns: int) -> None:
         """``plan`` has been made: offer what it admitted, name what it computes."""
         for sequence in (*self._state.prefilling.items, *self._state.idle.items):
             group, remote = sequence.group, sequence.group.remote
@@ -107,21 +107,15 @@ class HandoffSender:
             if sequence is next(iter(group.sequences.values())):  # it computes the prompt for all
                 start = plan.starts[plan.slots.index(sequence.slot)]  # type: ignore[arg-type]  # a sequence with a row has a slot
                 if remote.offer_id is None:
-                    self._offer(group, remote, sequence, start, now_ns)
-                self._name(remote, sequence, plan)
+                    self._offer_group(group, remote, sequence, start, now_ns)
+                self._announce_blocks(remote, sequence, plan)
 
-    def _offer(self, group: Group, remote: RemoteState, sequence: Sequence, start: int, now_ns: int) -> None:
+    def _offer_group(self, group: Group, remote: RemoteState, sequence: Sequence, start: int, now_ns: int) -> None:
         request = remote.original or group.request
         by_layer = sequence.layered
         blocks = sequence.blocks if by_layer is None else sequence.blocks[: by_layer.first]
         dram_blocks = [] if by_layer is None else by_layer.dram_blocks
-        remote.offer_id = self._exchange.offer(
-            remote.decode_at,  # type: ignore[arg-type]  # a request that leaves has a destination
-            request.isolation,
-            sequence.known_tokens(),
-            blocks,
-            now_ns,
-            dram_blocks=dram_blocks,
+        terms = OfferTerms(
             mode=remote.mode,
             insert=request.use_cache,
             request=request,
@@ -129,48 +123,56 @@ class HandoffSender:
             return_kv=remote.return_kv,
             router=self._routers.follower_of(group.request.request_id),
         )
+        remote.offer_id = self._exchange.offer_blocks(
+            remote.decode_at,  # type: ignore[arg-type]  # a request that leaves has a destination
+            OfferedBlocks(request.isolation, sequence.known_tokens(), blocks, dram_blocks=dram_blocks),
+            now_ns,
+            terms,
+        )
         remote.offered_blocks = len(blocks) + len(dram_blocks)
         remote.named_blocks = start // self._state.memory.block_tokens
         if remote.named_blocks:  # from the cache: computed, or copied, by plans made so far
             places = [(Tier.HBM, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
             fence = self._exchange.fence_of_cached(places[: remote.named_blocks])
-            self._exchange.computed(remote.offer_id, 0, remote.named_blocks, fence=fence)
+            self._exchange.announce_computed(remote.offer_id, 0, remote.named_blocks, fence=fence)
 
-    def _name(self, remote: RemoteState, sequence: Sequence, plan: StepPlan) -> None:
+    def _announce_blocks(self, remote: RemoteState, sequence: Sequence, plan: StepPlan) -> None:
         """Whole blocks up to the row's end; the last one as well when the prompt ends."""
         offer_id, block_tokens = remote.offer_id or "", self._state.memory.block_tokens
-        if sequence.entries > remote.offered_blocks:
-            self._exchange.more_blocks(offer_id, sequence.blocks[remote.offered_blocks - sequence.entries :])
-            remote.offered_blocks = sequence.entries
+        if sequence.table_entries > remote.offered_blocks:
+            self._exchange.more_blocks(offer_id, sequence.blocks[remote.offered_blocks - sequence.table_entries :])
+            remote.offered_blocks = sequence.table_entries
         end = sequence.computed
-        end_block = ceil_div(end, block_tokens) if end == sequence.known else end // block_tokens
+        end_block = ceil_div(end, block_tokens) if end == sequence.known_length else end // block_tokens
         if end_block <= remote.named_blocks:
             return
         if remote.mode is TransferMode.BY_LAYER and sequence.layered is None:
             plan.report_layers = 1
             self._layers.setdefault(plan.step_id, []).append(_Layers(offer_id, remote.named_blocks, end_block))
         else:
-            self._exchange.computed(offer_id, remote.named_blocks, end_block, fence=plan.step_id)
+            self._exchange.announce_computed(offer_id, remote.named_blocks, end_block, fence=plan.step_id)
         remote.named_blocks = end_block
 
     def layer_finished(self, step_id: int, layer: int) -> None:
         """The device has written ``layer`` for all rows of the plan."""
         for part in self._layers.get(step_id, ()):
             if part.next_layer <= layer:
-                self._name_layers(part, layer + 1)
+                self._announce_layers(part, layer + 1)
 
     def step_finished(self, step_id: int) -> None:
         """All layers are written, reported or not. Hand over the requests whose tokens are known."""
         for part in self._layers.pop(step_id, ()):
             if part.next_layer < self._num_layers:
-                self._name_layers(part, self._num_layers)
-        drawn = {id(s.group): s.group for s in self._state.idle.items if s.group.tokens_here is not None}
-        for group in drawn.values():
+                self._announce_layers(part, self._num_layers)
+        drawn_groups = {id(s.group): s.group for s in self._state.idle.items if s.group.tokens_here is not None}
+        for group in drawn_groups.values():
             if not group.forks_pending and all(self._is_done(sequence) for sequence in group.sequences.values()):
                 self._hand_over(group)
 
-    def _name_layers(self, part: _Layers, end_layer: int) -> None:
-        self._exchange.computed(part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0)
+    def _announce_layers(self, part: _Layers, end_layer: int) -> None:
+        self._exchange.announce_computed(
+            part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0
+        )
         part.next_layer = end_layer
 
     # -- leaving
@@ -189,86 +191,88 @@ class HandoffSender:
             self._exchange.hand_off(offer_id, (), ())
         else:
             tokens = tuple(tuple(live[index].out) if index in live else () for index in range(request.n))
-            told = self._kept.told_of(request.request_id, self._state.outputs)
-            self._exchange.hand_off(offer_id, tokens, tuple(i for i in range(request.n) if i not in live), told)
-        self.left[offer_id] = request.request_id
+            emitted_outputs = self._replay_buffer.outputs_of(request.request_id, self._state.outputs)
+            self._exchange.hand_off(
+                offer_id, tokens, tuple(i for i in range(request.n) if i not in live), emitted_outputs
+            )
+        self.departed[offer_id] = request.request_id
         self.handed_over += 1
         self.by_layer += any(sequence.layered is not None for sequence in live.values())
         self._state.drop_group(group)
 
-    def interrupted(self, group: Group) -> None:
+    def on_preempted(self, group: Group) -> None:
         """The request was preempted, or its KV was lost: it is offered anew when it is admitted again, if its sequences
         have not parted."""
         remote = group.remote
         if remote is None or self.leaving.get(group.request.request_id) is not group:
             return
         if remote.offer_id is not None:
-            self._exchange.withdraw(remote.offer_id, "preempted")
+            self._exchange.withdraw_offer(remote.offer_id, "preempted")
             remote.offer_id = None
         sequences = list(group.sequences.values())
-        drawn = len(sequences[0].out) + sequences[0].inflight
+        drawn_tokens = len(sequences[0].out) + sequences[0].inflight
         parted = len(sequences) > 1 or (group.request.n > 1 and not group.forks_pending and not group.muted)
-        if parted or (group.muted and drawn) or group.max_tokens - drawn <= 1:
-            self.go_on_here(group, "preempted")
+        if parted or (group.muted and drawn_tokens) or group.max_tokens - drawn_tokens <= 1:
+            self.continue_here(group, "preempted")
         else:
-            group.tokens_here = drawn + 1
+            group.tokens_here = drawn_tokens + 1
 
-    def go_on_here(self, group: Group, why: str) -> None:
+    def continue_here(self, group: Group, why: str) -> None:
         """No instance takes the request over: it is decoded here."""
         remote = group.remote
         if remote is None:
             return
-        self._stay(group, remote, why)
+        self._mark_staying(group, remote, why)
         if group.muted:
-            self._restart(group, remote)
+            self._restart_beam_search(group, remote)
             return
         for sequence in group.sequences.values():
             sequence.left = sequence.draws_left
             if sequence.phase is Phase.IDLE and sequence.left and sequence.late is None:
                 self._state.move(sequence, Cause.HANDOFF_ABANDONED)
 
-    def _stay(self, group: Group, remote: RemoteState, why: str) -> None:
+    def _mark_staying(self, group: Group, remote: RemoteState, why: str) -> None:
         remote.decode_at, group.tokens_here = None, None
         self.leaving.pop(group.request.request_id, None)
         group.facts.append(("handoff_not_made", why))
 
-    def _restart(self, group: Group, remote: RemoteState) -> None:
+    def _restart_beam_search(self, group: Group, remote: RemoteState) -> None:
         """A beam search that stays begins in the place of its substitute; its prompt is in the cache."""
         if remote.original is None:
             return
         original, remote.original = remote.original, None
         group.remote = None
         self._state.drop_group(group)
-        again = self._intake.open(original, group.arrived_ns, remote.deadline_ns)
+        again = self._intake.open_group(original, group.arrived_ns, remote.deadline_ns)
         again.remote, again.facts = remote, group.facts
-        self._intake.enqueue(again, Cause.ENQUEUED)
+        self._intake.enqueue_group(again, Cause.ENQUEUED)
 
     # -- endings
 
-    def ended(self, group: Group) -> None:
+    def on_request_ended(self, group: Group) -> None:
         """The request has ended here, or has left: its offer is withdrawn unless it has been handed off."""
         name, remote = group.request.request_id, group.remote
         if self.leaving.get(name) is group:
             del self.leaving[name]
         if remote is not None and remote.offer_id is not None:
-            self._exchange.withdraw(remote.offer_id, "the request has ended")
+            self._exchange.withdraw_offer(remote.offer_id, "the request has ended")
             remote.offer_id = None
 
-    def cancel(self, request_id: str) -> None:
+    def cancel_request(self, request_id: str) -> None:
         """The client went away: withdraw the offer of a request that has left."""
-        for offer_id in [offer for offer, name in self.left.items() if name == request_id]:
-            del self.left[offer_id]
-            self._exchange.withdraw(offer_id, "cancelled")
+        for offer_id in [offer for offer, name in self.departed.items() if name == request_id]:
+            del self.departed[offer_id]
+            self._exchange.withdraw_offer(offer_id, "cancelled")
 
-    def released(self, offer_id: str, used: bool, reason: str) -> str | None:
+    def on_released(self, offer_id: str, used: bool, reason: str) -> str | None:
         """The offer has ended. Returns the id of a request that has left and that no instance has taken over."""
-        name = self.left.pop(offer_id, None)
+        name = self.departed.pop(offer_id, None)
         if name is not None:
             return None if used else name
         for group in list(self.leaving.values()):
             if group.remote is not None and group.remote.offer_id == offer_id:
                 group.remote.offer_id = None
-                self.go_on_here(group, reason)
+                self.continue_here(group, reason)
         return None
 
     def kv_lost(self) -> None:
@@ -281,9 +285,9 @@ class HandoffSender:
     def start_over(self) -> None:
         """After a failed step, when sequences were reset: requests that are still here are offered anew."""
         for group in list(self.leaving.values()):
-            self.interrupted(group)
+            self.on_preempted(group)
 
     def clear(self) -> None:
         """The instance was expelled: requests that have left are forgotten, too."""
-        self.left.clear()
+        self.departed.clear()
         self._layers.clear()

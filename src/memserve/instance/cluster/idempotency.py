@@ -60,129 +60,135 @@ class _Kept:
         self.phase = KEPT_ANSWER.initial
         self.until_ns = 0  # when it is forgotten, once it is over
 
-    def held(self) -> AnswerHeld:
+    def to_message(self) -> AnswerHeld:
         request, runs = self.request, self.phase is ReplayPhase.RUNNING
-        told = tuple(self.log.outputs(request.request_id))
-        return AnswerHeld(request.key, request.asked, request.request_id, runs, request.created_s, told)
+        outputs = tuple(self.log.outputs_for(request.request_id))
+        return AnswerHeld(request.key, request.asked, request.request_id, runs, request.created_s, outputs)
 
 
 class ReplayBuffer:
     """Answers by their attempts, within a bounded time and memory."""
 
-    __slots__ = ("_answers", "_bytes_max", "_keep_ns", "_over", "_told_to", "is_asked", "nbytes")
+    __slots__ = ("_answers", "_bytes_max", "_ended", "_keep_ns", "_reported_to", "nbytes", "report_due")
 
     def __init__(self, keep_ns: int, bytes_max: int) -> None:
         self._keep_ns, self._bytes_max = keep_ns, bytes_max
         self._answers: dict[str, _Kept] = {}  # by attempt, in order of arrival
-        self._over: dict[str, _Kept] = {}  # of them: not running, in order of their end
-        self._told_to: Peer | None = None
+        self._ended: dict[str, _Kept] = {}  # of them: not running, in order of their end
+        self._reported_to: Peer | None = None
         #: approximate memory of all
         self.nbytes = 0
         #: a router has to be told what there is
-        self.is_asked = False
+        self.report_due = False
 
     def __len__(self) -> int:
         return len(self._answers)
 
     # -- the life of an answer
 
-    def open(self, request: Request, told: Sequence[TokenOutput], known: Iterable[Sequence[int]]) -> None:
-        """An attempt begins here; its client was ``told`` this before, the ``known`` tokens of each sequence. Without
-        what was told nothing is kept. Nor are beam searches: they tell nothing before their end."""
-        if not request.key or request.beam_width or (any(known) and not told):
+    def open_answer(
+        self, request: Request, emitted_outputs: Sequence[TokenOutput], known_tokens: Iterable[Sequence[int]]
+    ) -> None:
+        """An attempt begins here; its client was ``emitted_outputs`` this before, the ``known_tokens`` tokens of each
+        sequence. Without what was told nothing is kept. Nor are beam searches: they tell nothing before their end."""
+        if not request.key or request.beam_width or (any(known_tokens) and not emitted_outputs):
             return
-        self.forget(request.request_id)
-        kept = self._answers[request.request_id] = _Kept(request, AnswerLog(told))
-        self.nbytes += kept.log.nbytes
-        self._make_room()
+        self.forget_attempt(request.request_id)
+        answer = self._answers[request.request_id] = _Kept(request, AnswerLog(emitted_outputs))
+        self.nbytes += answer.log.nbytes
+        self._drop_oldest()
 
-    def record(self, outputs: Iterable[TokenOutput]) -> None:
+    def record_outputs(self, outputs: Iterable[TokenOutput]) -> None:
         """What attempts tell."""
         if not self._answers:
             return
         for output in outputs:
-            kept = self._answers.get(output.request_id)
-            if kept is not None and (added := kept.log.take(output)) >= 0:
+            answer = self._answers.get(output.request_id)
+            if answer is not None and (added := answer.log.append_output(output)) >= 0:
                 self.nbytes += added
-            elif kept is not None:  # another process has left something out
-                self.forget(output.request_id)
-        self._make_room()
+            elif answer is not None:  # another process has left something out
+                self.forget_attempt(output.request_id)
+        self._drop_oldest()
 
-    def _make_room(self) -> None:
+    def _drop_oldest(self) -> None:
         while self.nbytes > self._bytes_max and self._answers:
-            self.forget(next(iter(self._over or self._answers)))
+            self.forget_attempt(next(iter(self._ended or self._answers)))
 
-    def told_of(self, attempt_id: str, latest: Iterable[TokenOutput]) -> tuple[TokenOutput, ...]:
+    def outputs_of(self, attempt_id: str, latest: Iterable[TokenOutput]) -> tuple[TokenOutput, ...]:
         """All that was told of an attempt, and of ``latest``, which is not recorded yet."""
-        kept = self._answers.get(attempt_id)
-        if kept is None:
+        answer = self._answers.get(attempt_id)
+        if answer is None:
             return ()
-        self.record([output for output in latest if output.request_id == attempt_id])
+        self.record_outputs([output for output in latest if output.request_id == attempt_id])
         # it may have been forgotten by that: what was told is right all the same
-        return tuple(kept.log.outputs(attempt_id))
+        return tuple(answer.log.outputs_for(attempt_id))
 
-    def ended(self, attempt_id: str, now_ns: int) -> None:
+    def on_attempt_ended(self, attempt_id: str, now_ns: int) -> None:
         """The attempt is not here any more. Its last outputs may still be recorded."""
-        kept = self._answers.get(attempt_id)
-        if kept is not None and kept.phase is ReplayPhase.RUNNING:
-            kept.phase = KEPT_ANSWER.step(kept.phase, ReplayCause.ENDED)
-            kept.until_ns = now_ns + self._keep_ns
-            self._over[attempt_id] = kept
+        answer = self._answers.get(attempt_id)
+        if answer is not None and answer.phase is ReplayPhase.RUNNING:
+            answer.phase = KEPT_ANSWER.next_phase(answer.phase, ReplayCause.ENDED)
+            answer.until_ns = now_ns + self._keep_ns
+            self._ended[attempt_id] = answer
 
-    def forget(self, attempt_id: str) -> None:
+    def forget_attempt(self, attempt_id: str) -> None:
         """Keep nothing of an attempt, if anything was kept."""
-        kept = self._answers.pop(attempt_id, None)
-        if kept is not None:
-            kept.phase = KEPT_ANSWER.step(kept.phase, ReplayCause.FORGOTTEN)
-            self._over.pop(attempt_id, None)
-            self.nbytes -= kept.log.nbytes
+        answer = self._answers.pop(attempt_id, None)
+        if answer is not None:
+            answer.phase = KEPT_ANSWER.next_phase(answer.phase, ReplayCause.FORGOTTEN)
+            self._ended.pop(attempt_id, None)
+            self.nbytes -= answer.log.nbytes
 
-    def runs(self, attempt_id: str) -> bool:
+    def is_running(self, attempt_id: str) -> bool:
         """Whether the attempt is here and its answer is kept."""
-        kept = self._answers.get(attempt_id)
-        return kept is not None and kept.phase is ReplayPhase.RUNNING
+        answer = self._answers.get(attempt_id)
+        return answer is not None and answer.phase is ReplayPhase.RUNNING
 
     # -- time
 
-    def expire(self, now_ns: int) -> None:
+    def expire_answers(self, now_ns: int) -> None:
         """Forget what was kept for long enough."""
-        while self._over:
-            attempt_id, kept = next(iter(self._over.items()))
-            if kept.until_ns > now_ns:
+        while self._ended:
+            attempt_id, answer = next(iter(self._ended.items()))
+            if answer.until_ns > now_ns:
                 return
-            self.forget(attempt_id)
+            self.forget_attempt(attempt_id)
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`expire` is worth calling. None: nothing is kept of attempts that are over."""
-        return next(iter(self._over.values())).until_ns if self._over else None
+        """When :meth:`expire_answers` is worth calling. None: nothing is kept of attempts that are over."""
+        return next(iter(self._ended.values())).until_ns if self._ended else None
 
     # -- telling a router
 
-    def ask(self, router: Peer | None) -> None:
+    def on_router_accepted(self, router: Peer | None) -> None:
         """``router`` has accepted the instance."""
-        self.is_asked = self.is_asked or router != self._told_to
-        self._told_to = router
+        self.report_due = self.report_due or router != self._reported_to
+        self._reported_to = router
 
-    def with_key(self, key: str, asked: str) -> list[AnswerHeld]:
+    def with_key(self, key: str, request_digest: str) -> list[AnswerHeld]:
         """What is kept of the answer to one request, each attempt by itself."""
-        with_key = (kept for kept in self._answers.values() if kept.request.key == key)
-        return [kept.held() for kept in with_key if kept.request.asked == asked]
+        with_key = (answer for answer in self._answers.values() if answer.request.key == key)
+        return [answer.to_message() for answer in with_key if answer.request.asked == request_digest]
 
-    def answers_another(self, key: str, asked: str) -> bool:
+    def answers_another(self, key: str, request_digest: str) -> bool:
         """Whether the whole answer to another request with this key is kept."""
-        others = (kept for kept in self._answers.values() if kept.request.key == key and kept.request.asked != asked)
-        return any(kept.log.is_complete(kept.request.n) for kept in others)
+        other_answers = (
+            answer
+            for answer in self._answers.values()
+            if answer.request.key == key and answer.request.asked != request_digest
+        )
+        return any(answer.log.is_complete(answer.request.n) for answer in other_answers)
 
-    def take_held(self, follower_of: Callable[[str], Peer | None] = lambda _attempt: None) -> list[AnswersHeld]:
+    def take_messages(self, follower_of: Callable[[str], Peer | None] = lambda _attempt: None) -> list[AnswersHeld]:
         """Everything that no follower is responsible for, for the router that has accepted the instance."""
-        self.is_asked = False
+        self.report_due = False
         parts: list[list[AnswerHeld]] = [[]]
         nbytes = 0
-        for attempt_id, kept in self._answers.items():
-            if (kept.log or kept.phase is ReplayPhase.RUNNING) and follower_of(attempt_id) is None:
-                nbytes += kept.log.nbytes
-                parts[-1].append(kept.held())
+        for attempt_id, answer in self._answers.items():
+            if (answer.log or answer.phase is ReplayPhase.RUNNING) and follower_of(attempt_id) is None:
+                nbytes += answer.log.nbytes
+                parts[-1].append(answer.to_message())
             if nbytes > _MESSAGE_BYTES:
                 parts.append([])
                 nbytes = 0
@@ -190,14 +196,16 @@ class ReplayBuffer:
 
     def check_invariants(self, groups: Container[str]) -> None:
         """Raise :class:`InvariantError` if the books do not agree. For tests; slow."""
-        for attempt_id, kept in self._answers.items():
-            check(kept.phase is not ReplayPhase.GONE, "{} is gone, and kept", attempt_id)
-            is_over = kept.phase is ReplayPhase.OVER
-            check(is_over == (self._over.get(attempt_id) is kept), "{} is {}, listed wrongly", attempt_id, kept.phase)
+        for attempt_id, answer in self._answers.items():
+            check(answer.phase is not ReplayPhase.GONE, "{} is gone, and kept", attempt_id)
+            is_over = answer.phase is ReplayPhase.OVER
+            check(
+                is_over == (self._ended.get(attempt_id) is answer), "{} is {}, listed wrongly", attempt_id, answer.phase
+            )
             check(is_over or attempt_id in groups, "{} runs, and is not here", attempt_id)
-        check(self._over.keys() <= self._answers.keys(), "answers are over, and unknown")
-        ends = [kept.until_ns for kept in self._over.values()]
+        check(self._ended.keys() <= self._answers.keys(), "answers are over, and unknown")
+        ends = [answer.until_ns for answer in self._ended.values()]
         check(ends == sorted(ends), "answers are kept out of order")
-        nbytes = sum(kept.log.nbytes for kept in self._answers.values())
+        nbytes = sum(answer.log.nbytes for answer in self._answers.values())
         check(nbytes == self.nbytes, "{} bytes were counted, there are {}", self.nbytes, nbytes)
         check(nbytes <= self._bytes_max or len(self._answers) <= 1, "{} bytes are kept", nbytes)

@@ -15,7 +15,7 @@ from typing import Any
 
 from memserve.base.config import InstanceConfig
 from memserve.base.types import FAR_LINKS, KVGeometry, TokenOutput
-from memserve.instance.cluster.commands import RouterChanges, RouterCommands
+from memserve.instance.cluster.commands import InstanceParts, LinkParts, RouterChanges, RouterCommands
 from memserve.instance.cluster.handoff_receiver import HandoffReceiver
 from memserve.instance.cluster.handoff_sender import HandoffSender
 from memserve.instance.cluster.idempotency import ReplayBuffer
@@ -24,11 +24,8 @@ from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.cluster.store_export import StoreWriter
 from memserve.instance.events import Action, StepPlan
-from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.capacity import headroom_blocks
-from memserve.instance.scheduler.memory import Pins
 from memserve.instance.scheduler.sequence import Fact, Group, Sequence
-from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.feed import KvFeed
 from memserve.kv.transfer.context import Room
 from memserve.kv.transfer.events import (
@@ -58,69 +55,60 @@ from memserve.protocol.messages import (
     Unpin,
     Withdraw,
 )
-from memserve.protocol.peers import ROUTER, Load, Peer
+from memserve.protocol.peers import ROUTER, Peer
 
 
 class ClusterLink:
     """Follows the router, deals with other instances, and reports what the cache holds; the ``Transfers`` of
     ``SchedulerState``."""
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        intake: RequestIntake,
-        pins: Pins,
-        config: InstanceConfig,
-        geometry: KVGeometry,
-        me: Peer,
-        load: Callable[[], Load],
-    ) -> None:
-        """``load``: how busy the instance is."""
+    def __init__(self, instance: InstanceParts, config: InstanceConfig, geometry: KVGeometry, self_peer: Peer) -> None:
+        state, intake = instance.state, instance.intake
         pool = state.memory.pool
         self.routers = Routers(config.exchange.kept_answer_ns)
-        self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
-        self.kept = ReplayBuffer(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
-        self.sender = HandoffSender(state, intake, self.exchange, self.kept, self.routers, geometry.num_layers)
+        self.exchange = Exchange(pool, geometry, config.exchange, self_peer, config.namespace)
+        self.replay_buffer = ReplayBuffer(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
+        self.sender = HandoffSender(state, intake, self.exchange, self.replay_buffer, self.routers, geometry.num_layers)
         self.receiver = HandoffReceiver(state, intake, self.exchange)
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
         self.segments = HeldSegments(state)
         capacity = config.exchange.event_capacity
-        self.news = RouterUpdates(self.routers, KvFeed(pool, capacity) if capacity else None, load)
+        self.router_updates = RouterUpdates(self.routers, KvFeed(pool, capacity) if capacity else None, instance.load)
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
         self.blocks_come_home = 0
-        self.changes = RouterChanges(state, self.kept, self.routers, self.sender, self.fetches, self.exchange, me)
+        parts = LinkParts(instance, self.routers, self.replay_buffer, self.sender, self.fetches, self.exchange)
+        self.changes = RouterChanges(parts, self_peer)
         self._state = state
         self._intake = intake
-        self._pins = pins
+        self._pins = instance.pins
         self._geometry = geometry
         self._pulls: dict[int, tuple[str, int]] = {}  # pull job -> name of the peer, pieces
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
         self._outbox: list[Action] = []
         self._owner_messages: dict[type, Callable[[Any, int], None]] = {
-            JoinAccepted: self._join_accepted, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
-            Expelled: self._expelled, Drain: self._drain, Pin: self._pin, Unpin: self._unpin,
+            JoinAccepted: self._on_join_accepted, PeerJoined: self._on_peer_joined, PeerGone: self._on_peer_gone,
+            Expelled: self._on_expelled, Drain: self._on_drain, Pin: self._on_pin, Unpin: self._on_unpin,
         }  # fmt: skip
-        self.orders = RouterCommands(
-            state, intake, self.routers, self.changes, self.kept, self.sender, self.fetches, self.segments,
-            self.news, self._outbox, load, config.scheduler.step_tokens,
-        )  # fmt: skip
+        self.commands = RouterCommands(
+            parts, self.changes, self.segments, self.router_updates, self._outbox, config.scheduler.step_tokens
+        )
         state.transfers = self
 
     # -- what has happened
 
-    def hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
+    def on_message(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         """Another process sent ``message``."""
-        follow, is_order = self._owner_messages.get(type(message)), message in self.orders
+        follow, is_order = self._owner_messages.get(type(message)), message in self.commands
         if follow is None and not is_order:
             if isinstance(message, Withdraw):
-                self.receiver.withdrawn(message.transfer_id)
-            self._act(self.exchange.handle(MessageArrived(sender, message), now_ns), now_ns)
+                self.receiver.on_withdrawn(message.transfer_id)
+            self._apply_outcomes(self.exchange.handle(MessageArrived(sender, message), now_ns), now_ns)
         elif follow is not None and self._comes_from_owner(sender, message):
             follow(message, now_ns)
         elif is_order and (self.routers.is_follower(sender) or self._comes_from_owner(sender, message)):
-            self.orders.follow(message, sender, now_ns)
+            self.commands.run_command(message, sender, now_ns)
         else:
             self.messages_ignored += 1
 
@@ -128,21 +116,23 @@ class ClusterLink:
         """The first owner that speaks is followed, and then each newer one that accepts the instance."""
         if sender.name != ROUTER:
             return False
-        known = self.routers.owner
-        if known is None:
+        owner = self.routers.owner
+        if owner is None:
             self.routers.owner = sender
-        elif sender.generation > known.generation and isinstance(message, JoinAccepted):
+        elif sender.generation > owner.generation and isinstance(message, JoinAccepted):
             if any(self.routers.followers):
                 self._owner_changes()
             else:
-                self.reborn(self.me, goes_on=True)  # requests of the earlier router are void, but for kept ones
+                self.restart_as(
+                    self.self_peer, goes_on=True
+                )  # requests of the earlier router are void, but for kept ones
             self.routers.owner = sender
         return sender == self.routers.owner
 
     @property
-    def me(self) -> Peer:
+    def self_peer(self) -> Peer:
         """The present incarnation."""
-        return self.changes.me
+        return self.changes.self_peer
 
     @property
     def router(self) -> Peer | None:
@@ -158,13 +148,13 @@ class ClusterLink:
                 self._links[name] = event.link
                 if not event.error:
                     self._state.costs.learn_link(name, not far, event.pulled_bytes, pieces, event.spent_ns)
-        self._act(self.exchange.handle(event, now_ns), now_ns)
+        self._apply_outcomes(self.exchange.handle(event, now_ns), now_ns)
 
     def step_ended(self, step_id: int, now_ns: int) -> None:
         """A plan was executed, and its tokens were taken into account; or it failed."""
         self.sender.step_finished(step_id)
         self.writer.offers.step_finished(step_id)
-        self._act(self.exchange.plan_finished(step_id, now_ns), now_ns)
+        self._apply_outcomes(self.exchange.plan_finished(step_id, now_ns), now_ns)
 
     def layer_finished(self, step_id: int, layer: int) -> None:
         """The device has written ``layer`` for all rows of a plan."""
@@ -180,7 +170,7 @@ class ClusterLink:
 
     def start_over(self, lost: list[Outcome], now_ns: int) -> None:
         """After a failed step, when sequences were reset and the cache cleared. ``lost``: from :meth:`kv_lost`."""
-        self._act(lost, now_ns)
+        self._apply_outcomes(lost, now_ns)
         self.sender.start_over()
         self.segments.start_over()
 
@@ -188,60 +178,60 @@ class ClusterLink:
 
     def request_ended(self, group: Group) -> None:
         """``group`` has ended, or continues on another instance: so do its transfers."""
-        self.kept.ended(group.request.request_id, self._state.now)
-        self.routers.ended(group.request.request_id)
-        self.sender.ended(group)
-        self.receiver.ended(group)
-        self.fetches.given_up(group)
-        self.segments.ended(group)
+        self.replay_buffer.on_attempt_ended(group.request.request_id, self._state.now)
+        self.routers.on_attempt_ended(group.request.request_id)
+        self.sender.on_request_ended(group)
+        self.receiver.on_request_ended(group)
+        self.fetches.on_request_ended(group)
+        self.segments.on_request_ended(group)
 
     def request_preempted(self, group: Group) -> None:
         """The KV of ``group``, which is being handed over, has gone."""
-        self.sender.interrupted(group)
+        self.sender.on_preempted(group)
 
     def sequence_completed(self, sequence: Sequence) -> None:
         """Another instance wants the KV that ``sequence`` has generated."""
         self.receiver.keep_generated(sequence)
 
-    def make_room(self) -> bool:
+    def free_blocks(self) -> bool:
         """Blocks that are lent to a store, or that a trial fetch writes to."""
-        return self.fetches.give_up_trials() or self.writer.make_room()
+        return self.fetches.give_up_trials() or self.writer.free_blocks()
 
     # -- between event and plans, and after
 
-    def settle(self, now_ns: int) -> None:
+    def settle_transfers(self, now_ns: int) -> None:
         """Decide about fetches, offer generated KV, let imports go on, and end what has outlived its lease."""
-        self.fetches.settle(now_ns)
+        self.fetches.decide_gathered(now_ns)
         self.receiver.send_back(now_ns)
-        self.kept.expire(now_ns)
-        self.changes.settle(now_ns)
-        self.segments.settle(now_ns)
-        state, layers = self._state, self._state.memory.layers
-        parked = len(state.parked) if layers is not None and layers.policy.parks else None
+        self.replay_buffer.expire_answers(now_ns)
+        self.changes.end_overdue(now_ns)
+        self.segments.report_complete(now_ns)
+        state = self._state
+        parked = len(state.parked) if state.memory.layers.parks else None
         self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
-        self._act(self.exchange.advance(now_ns), now_ns)
+        self._apply_outcomes(self.exchange.advance_transfers(now_ns), now_ns)
 
-    def planned(self, plan: StepPlan, now_ns: int) -> None:
+    def on_plan_made(self, plan: StepPlan, now_ns: int) -> None:
         """``plan`` has been made, with all copies recorded so far."""
         self.exchange.plan_made(plan.step_id)
         if self.sender.leaving:
-            self.sender.planned(plan, now_ns)
-        self.writer.planned(plan, now_ns)
+            self.sender.on_plan_made(plan, now_ns)
+        self.writer.on_plan_made(plan, now_ns)
 
-    def conclude(self, actions: list[Action], now_ns: int) -> None:
+    def append_messages(self, actions: list[Action], now_ns: int) -> None:
         """Append messages and page jobs, behind plans and tokens, which are more urgent. What is kept of answers goes
         before further tokens of them."""
-        if self.kept.is_asked and self.router is not None:
-            held = self.kept.take_held(self.routers.follower_of)
-            actions[:0] = [Send(self.router, told) for told in held]
+        if self.replay_buffer.report_due and self.router is not None:
+            messages = self.replay_buffer.take_messages(self.routers.follower_of)
+            actions[:0] = [Send(self.router, message) for message in messages]
         actions[:0] = self.changes.take_answers()
-        self._outbox += self.news.take(now_ns)
+        self._outbox += self.router_updates.take_messages(now_ns)
         for handle in self._pins.lost:
-            self.orders.tell_owner(Pinned(handle, 0))
+            self.commands.notify_owner(Pinned(handle, 0))
         self._pins.lost.clear()
-        self.writer.settle(now_ns)
+        self.writer.offer_waiting(now_ns)
         self._outbox += self.writer.take_messages()
-        actions += self.segments.take_news(self.routers.router_of)
+        actions += self.segments.take_actions(self.routers.router_of)
         for action in self.exchange.take_actions():
             if isinstance(action, PullPages):
                 pages = action.end_layer - action.first_layer if action.by_page else 1
@@ -249,41 +239,43 @@ class ClusterLink:
             self._outbox.append(action)
         actions += self._outbox
         self._outbox.clear()
-        self.routers.forget_ended(lambda: set(self.sender.left.values()))
+        self.routers.forget_ended(lambda: set(self.sender.departed.values()))
 
-    def tell(self, outputs: list[TokenOutput]) -> list[Action]:
+    def send_outputs(self, outputs: list[TokenOutput]) -> list[Action]:
         """New outputs, kept for clients that ask again, as they are told to the routers."""
-        self.kept.record(outputs)
-        return [*self.routers.tokens(outputs)]
+        self.replay_buffer.record_outputs(outputs)
+        return [*self.routers.route_outputs(outputs)]
 
     # -- what the exchange says
 
-    def _act(self, outcomes: Iterable[Outcome], now_ns: int) -> None:
+    def _apply_outcomes(self, outcomes: Iterable[Outcome], now_ns: int) -> None:
         for outcome in outcomes:
             match outcome:
                 case HandoffOffered():
-                    self._offered(outcome, now_ns)
+                    self._on_offered(outcome, now_ns)
                 case HandoffArrived():
-                    self._arrived(outcome, now_ns)
+                    self._on_arrived(outcome, now_ns)
                 case HandoffFailed():
-                    self.orders.reject(self.receiver.failed_to_come(outcome))
+                    self.commands.reject_attempt(self.receiver.on_failed(outcome))
                 case FetchEnded():
-                    self.fetches.ended(outcome, now_ns)
+                    self.fetches.on_fetch_ended(outcome, now_ns)
                 case Released(offer_id, _, used, reason):
-                    is_stores = self.writer.released(offer_id, used)
-                    left = None if is_stores else self.sender.released(offer_id, used, reason)
-                    if left is not None:
-                        self.orders.reject(RejectRequest(left, f"no instance took it over: {reason}", 0.0))
+                    is_stores = self.writer.on_released(offer_id, used)
+                    departed_id = None if is_stores else self.sender.on_released(offer_id, used, reason)
+                    if departed_id is not None:
+                        self.commands.reject_attempt(
+                            RejectRequest(departed_id, f"no instance took it over: {reason}", 0.0)
+                        )
                 case Inserted():
                     self.blocks_come_home += outcome.pulled_blocks
 
-    def _offered(self, outcome: HandoffOffered, now_ns: int) -> None:
+    def _on_offered(self, outcome: HandoffOffered, now_ns: int) -> None:
         offer = outcome.offer
         if offer.request is not None and offer.request.request_id not in self._state.groups:
-            self.routers.begins(offer.request.request_id, offer.router)
-        self.orders.reject(self.receiver.offered(outcome, now_ns))
+            self.routers.assign_attempt(offer.request.request_id, offer.router)
+        self.commands.reject_attempt(self.receiver.on_offered(outcome, now_ns))
 
-    def _arrived(self, outcome: HandoffArrived, now_ns: int) -> None:
+    def _on_arrived(self, outcome: HandoffArrived, now_ns: int) -> None:
         facts: list[Fact] = [
             ("prefilled_at", outcome.sender.name),
             ("handoff_blocks_received", outcome.pulled_blocks),
@@ -293,73 +285,75 @@ class ClusterLink:
         ]
         request_id = outcome.offer.request.request_id if outcome.offer.request is not None else ""
         if outcome.offer.request is not None:
-            self.kept.open(outcome.offer.request, outcome.told, outcome.first_tokens)
-        if self.receiver.arrived(outcome, now_ns, facts):
-            self.orders.tell_router_of(request_id, HandedOver(request_id))
-            self.changes.arrived(request_id, now_ns)
+            self.replay_buffer.open_answer(outcome.offer.request, outcome.emitted_outputs, outcome.first_tokens)
+        if self.receiver.on_arrived(outcome, now_ns, facts):
+            self.commands.notify_router_of(request_id, HandedOver(request_id))
+            self.changes.on_handoff_arrived(request_id, now_ns)
         else:
-            self.kept.forget(request_id)
-            self.orders.reject(RejectRequest(request_id, "the handoff contradicts its request", 0.0))
+            self.replay_buffer.forget_attempt(request_id)
+            self.commands.reject_attempt(RejectRequest(request_id, "the handoff contradicts its request", 0.0))
 
     # -- what the owner says
 
-    def _join_accepted(self, message: JoinAccepted, now_ns: int) -> None:
-        self._act(self.exchange.set_members(message.peers, now_ns), now_ns)
+    def _on_join_accepted(self, message: JoinAccepted, now_ns: int) -> None:
+        self._apply_outcomes(self.exchange.set_members(message.peers, now_ns), now_ns)
         for follower in self.routers.set_members(message.peers):
-            self.changes.follower_gone(follower, now_ns)
+            self.changes.on_follower_removed(follower, now_ns)
         self.writer.set_members(message.peers)
         self.fetches.stores_changed(self.writer.stores)
-        self.kept.ask(self.router)
-        if self.news.next_event and self.router is not None:
-            self.orders.tell_changes(None, self.router)
+        self.replay_buffer.on_router_accepted(self.router)
+        if self.router_updates.next_event and self.router is not None:
+            self.commands.send_changes(None, self.router)
 
-    def _peer_joined(self, message: PeerJoined, now_ns: int) -> None:
-        if message.info.peer.name != self.me.name:
-            self._act(self.exchange.peer_joined(message.info, now_ns), now_ns)
-            older = self.routers.joined(message.info)
+    def _on_peer_joined(self, message: PeerJoined, now_ns: int) -> None:
+        if message.info.peer.name != self.self_peer.name:
+            self._apply_outcomes(self.exchange.peer_joined(message.info, now_ns), now_ns)
+            older = self.routers.on_member_joined(message.info)
             if older is not None:
-                self.changes.follower_gone(older, now_ns)
-            self.writer.joined(message.info)
+                self.changes.on_follower_removed(older, now_ns)
+            self.writer.on_member_joined(message.info)
             self.fetches.stores_changed(self.writer.stores)
 
-    def _peer_gone(self, message: PeerGone, now_ns: int) -> None:
-        self._act(self.exchange.peer_gone(message.peer, now_ns), now_ns)
-        if self.routers.left(message.peer):
-            self.changes.follower_gone(message.peer, now_ns)
-        self.writer.gone(message.peer)
+    def _on_peer_gone(self, message: PeerGone, now_ns: int) -> None:
+        self._apply_outcomes(self.exchange.peer_removed(message.peer, now_ns), now_ns)
+        if self.routers.remove_member(message.peer):
+            self.changes.on_follower_removed(message.peer, now_ns)
+        self.writer.on_member_left(message.peer)
         self.fetches.stores_changed(self.writer.stores)
 
-    def _drain(self, message: Drain, now_ns: int) -> None:
+    def _on_drain(self, message: Drain, now_ns: int) -> None:
         self._intake.draining = True
 
-    def _expelled(self, message: Expelled, now_ns: int) -> None:
-        self.reborn(self.me)
+    def _on_expelled(self, message: Expelled, now_ns: int) -> None:
+        self.restart_as(self.self_peer)
 
-    def _pin(self, message: Pin, now_ns: int) -> None:
-        tokens = self._pins.pin(message.handle, message.tenant, message.tokens, now_ns + message.ttl_ns)
-        self.writer.keep(message.tenant, message.tokens[:tokens], now_ns)
-        self.orders.tell_owner(Pinned(message.handle, tokens))
+    def _on_pin(self, message: Pin, now_ns: int) -> None:
+        tokens = self._pins.pin_prefix(message.handle, message.tenant, message.tokens, now_ns + message.ttl_ns)
+        self.writer.keep_prefix(message.tenant, message.tokens[:tokens], now_ns)
+        self.commands.notify_owner(Pinned(message.handle, tokens))
 
-    def _unpin(self, message: Unpin, now_ns: int) -> None:
-        self._pins.unpin(message.handle)
+    def _on_unpin(self, message: Unpin, now_ns: int) -> None:
+        self._pins.unpin_prefix(message.handle)
 
     # -- another life, another owner
 
     def _owner_changes(self) -> None:
         """There are followers, whose requests go on as they are; the pins are the next owner's to place."""
-        self.changes.owner_gone()
+        self.changes.on_owner_replaced()
         self._pins.release_all()
         self._pins.lost.clear()
         self._intake.draining = False
         self.routers.owner_changes(None)
 
-    def reborn(self, me: Peer, *, goes_on: bool = False) -> None:
-        """All requests of the cluster end silently, the cache stays. The process is ``me`` from now on, and a member
-        only when a router accepts it. ``goes_on``: requests that clients may ask for again go on."""
-        self.changes.me = me
-        self.exchange.reborn(me)  # first: the transfers of the requests that end now shall not withdraw anything
+    def restart_as(self, self_peer: Peer, *, goes_on: bool = False) -> None:
+        """All requests of the cluster end silently, the cache stays. The process is ``self_peer`` from now on, and a
+        member only when a router accepts it. ``goes_on``: requests that clients may ask for again go on."""
+        self.changes.self_peer = self_peer
+        self.exchange.restart_as(
+            self_peer
+        )  # first: the transfers of the requests that end now shall not withdraw anything
         for group in list(self._state.groups.values()):
-            if group.remote is not None and not (goes_on and self.changes.goes_on_without_transfers(group)):
+            if group.remote is not None and not (goes_on and self.changes.continue_without_transfers(group)):
                 self._state.drop_group(group)
         self.sender.clear()
         self.receiver.clear()
@@ -370,7 +364,7 @@ class ClusterLink:
         self._outbox.clear()
         self.changes.take_answers()
         self._intake.draining = False
-        self.routers.reborn()
+        self.routers.reset_routers()
 
     # -- views
 
@@ -382,6 +376,9 @@ class ClusterLink:
     @property
     def next_deadline_ns(self) -> int | None:
         """When something is due here: the end of a lease, a fetch, news for a router ... None: nothing is."""
-        ends = [part.next_deadline_ns for part in (self.exchange, self.segments, self.kept, self.routers, self.news)]
+        ends = [
+            part.next_deadline_ns
+            for part in (self.exchange, self.segments, self.replay_buffer, self.routers, self.router_updates)
+        ]
         ends.append(self.fetches.decide_at_ns)
         return min([end for end in ends if end is not None], default=None)

@@ -54,7 +54,7 @@ _LATE = 2.0
 class ReadSpeed:
     """Of the disks of one store."""
 
-    told: CopyCurve
+    reported_curve: CopyCurve
     """What reading takes, as the store says, or by default."""
     scale: float = 1.0
     """How many times longer it takes."""
@@ -72,12 +72,12 @@ class ReadSpeed:
     """When it was last due at once: at most once in ``trial_after_ns``."""
 
     @property
-    def curve(self) -> CopyCurve:
+    def expected_curve(self) -> CopyCurve:
         """What reading takes now; of unknown disks, more than any request waits for."""
-        told, scale = self.told, _SCALE_MAX if self.is_unknown else self.scale
-        return CopyCurve(told.start_ns * scale, told.piece_ns * scale, told.byte_ns * scale)
+        reported, scale = self.reported_curve, _SCALE_MAX if self.is_unknown else self.scale
+        return CopyCurve(reported.start_ns * scale, reported.piece_ns * scale, reported.byte_ns * scale)
 
-    def came(self, told_ns: int, spent_ns: int, now_ns: int) -> None:
+    def on_arrived(self, told_ns: int, spent_ns: int, now_ns: int) -> None:
         """All that was asked for came; it took ``spent_ns``, and ``told_ns`` by the told curve."""
         self.learned_ns = now_ns
         self.good += 1
@@ -90,7 +90,7 @@ class ReadSpeed:
         elif ratio > self.scale or self.scale <= _SLOW or self.good >= GOOD_IN_A_ROW:
             self.scale = _bounded((self.scale * ratio) ** 0.5)
 
-    def was_late(self, told_ns: int, spent_ns: int, now_ns: int, *, is_part: bool, was_read: bool = False) -> None:
+    def on_late(self, told_ns: int, spent_ns: int, now_ns: int, *, is_part: bool, was_read: bool = False) -> None:
         """After ``spent_ns`` less had come than was asked for: a part, which takes ``told_ns`` by the told curve, or
         nothing of what takes so long. ``was_read``: nothing came, but the store had read it, and moving it was late."""
         self.learned_ns = now_ns
@@ -109,7 +109,7 @@ class ReadSpeed:
         """Whether to look if the disks are still slow."""
         return self.scale > _SLOW and (self.hurries or now_ns - self.learned_ns >= self.trial_after_ns)
 
-    def trial_begins(self, now_ns: int) -> None:
+    def on_trial_started(self, now_ns: int) -> None:
         """A few blocks are asked for that no request waits for."""
         self.learned_ns, self.hurries = now_ns, False
 
@@ -157,12 +157,12 @@ class Fetches:
         "_trials",
         "_tried",
         "_wait_max_ns",
-        "asked",
         "decide_at_ns",
         "far",
         "fetched_ssd_tokens",
         "fetched_store_tokens",
         "fetched_tokens",
+        "pending",
         "store_failures",
         "undecided",
     )  # fmt: skip
@@ -177,7 +177,7 @@ class Fetches:
         #: when they are decided; None: there are none, or those before them in line come first
         self.decide_at_ns: int | None = None
         #: fetch id -> the request that waits for it, and the holder that was asked
-        self.asked: dict[str, tuple[Group, Holder]] = {}
+        self.pending: dict[str, tuple[Group, Holder]] = {}
         #: by fetch id
         self._flights: dict[str, _Flight] = {}
         #: fetch ids of those that no request waits for
@@ -195,17 +195,21 @@ class Fetches:
 
     def stores_changed(self, stores: Iterable[PeerInfo]) -> None:
         """All stores among the members. What was learned of one stays while it says the same."""
-        known, self._disks = self._disks, {}
+        known_speeds, self._disks = self._disks, {}
         for info in stores:
-            name, told = info.peer.name, _disk_of(info)
-            self._disks[name] = known[name] if name in known and known[name].told == told else ReadSpeed(told)
+            name, reported = info.peer.name, _disk_of(info)
+            self._disks[name] = (
+                known_speeds[name]
+                if name in known_speeds and known_speeds[name].reported_curve == reported
+                else ReadSpeed(reported)
+            )
 
-    def begin(self, group: Group, now_ns: int) -> None:
+    def start_fetch(self, group: Group, now_ns: int) -> None:
         """A new request with holders, WAITING_FOR_REMOTE_KV: it goes on at once where nothing can be fetched."""
         request, remote = group.request, group.remote
         shares = self._state.memory.pool.config.caching and self._exchange.shares_kv
         if remote is None or not shares or not request.use_cache or group.prompt_logprobs is not None:
-            self._admit(group)
+            self._admit_group(group)
             return
         if any(
             holder.disk_tokens for holder in remote.holders
@@ -215,7 +219,7 @@ class Fetches:
             remote.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
         remote.fetch_until_ns = now_ns + self._wait_max_ns
         if len(self._state.groups) == 1:  # nothing else to share with
-            self._decide([group], now_ns)
+            self._decide_fetches([group], now_ns)
             return
         self.undecided.append(group)
         if self.decide_at_ns is None:
@@ -224,36 +228,38 @@ class Fetches:
     def tokens_to_compute(self) -> int:
         """Tokens of prompts that wait for a prefix from elsewhere, and that are computed here in any case."""
         size, flights = self._geometry.block_tokens, self._flights
-        asked = sum(
-            len(group.request.prompt) - flights[name].end_block * size for name, (group, _) in self.asked.items()
+        pending_tokens = sum(
+            len(group.request.prompt) - flights[name].end_block * size for name, (group, _) in self.pending.items()
         )
-        return asked + sum(len(group.request.prompt) for group in self.undecided)
+        return pending_tokens + sum(len(group.request.prompt) for group in self.undecided)
 
-    def settle(self, now_ns: int) -> None:
+    def decide_gathered(self, now_ns: int) -> None:
         """Decide for the requests that have gathered, if it is time, as far as there is memory for what they get."""
         if not self.undecided or (self.decide_at_ns is not None and now_ns < self.decide_at_ns):
             return
         self.decide_at_ns = None
-        near = self._near()
+        near = self._groups_due()
         for group in near:
             self.undecided.remove(group)
             if group.remote is not None:
                 group.remote.fetch_until_ns = now_ns + self._wait_max_ns
-        self._decide(near, now_ns)
+        self._decide_fetches(near, now_ns)
 
-    def _near(self) -> list[Group]:
+    def _groups_due(self) -> list[Group]:
         """The requests to decide for now. What is fetched long before the request has its turn is evicted again: so
         there must be room for it beside what is being fetched and beside the requests before it in its tenant's line.
         The first one is decided in any case."""
-        room = self._state.memory.pool.available() - sum(self._blocks_of(group) for group, _ in self.asked.values())
+        room = self._state.memory.pool.available() - sum(self._blocks_of(group) for group, _ in self.pending.values())
         near: list[Group] = []
-        held: set[str] = set()  # tenants: those behind it in its line wait, too
+        blocked_tenants: set[str] = set()  # tenants: those behind it in its line wait, too
         for group in self.undecided:
-            line = self._state.waiting.line(group.tenant)[:_LOOKS_AHEAD]
-            earlier = sum(self._blocks_of(other.group) for other in line if other.group.arrival < group.arrival)
-            needs, is_first = self._blocks_of(group), not (near or self.asked or earlier)
-            if group.tenant in held or not (is_first or earlier + needs <= room):
-                held.add(group.tenant)
+            line = self._state.waiting.line_of(group.tenant)[:_LOOKS_AHEAD]
+            earlier = sum(
+                self._blocks_of(sequence.group) for sequence in line if sequence.group.arrival < group.arrival
+            )
+            needs, is_first = self._blocks_of(group), not (near or self.pending or earlier)
+            if group.tenant in blocked_tenants or not (is_first or earlier + needs <= room):
+                blocked_tenants.add(group.tenant)
             else:
                 near.append(group)
                 room -= needs
@@ -262,26 +268,30 @@ class Fetches:
     def _blocks_of(self, group: Group) -> int:
         return ceil_div(len(group.request.prompt), self._geometry.block_tokens)
 
-    def _decide(self, groups: list[Group], now_ns: int) -> None:
+    def _decide_fetches(self, groups: list[Group], now_ns: int) -> None:
         """Each of ``groups`` asks the first of its holders that is worth the wait, or is computed here."""
         while groups:
-            asks = [(group, *found) for group in groups if (found := self._next_holder(group, now_ns)) is not None]
+            asks = [
+                (group, *holder_prefix)
+                for group in groups
+                if (holder_prefix := self._next_holder(group, now_ns)) is not None
+            ]
             if not asks:
                 return
             groups = []
-            for (group, holder, prefix), choice in zip(asks, self._plan(asks, now_ns), strict=True):
+            for (group, holder, prefix), choice in zip(asks, self._plan_fetches(asks, now_ns), strict=True):
                 group.facts.append(("fetch_decision", choice.reason))
                 if choice.tokens:
-                    self._ask(group, holder, prefix.own_tokens, choice, now_ns)
+                    self._fetch_for_group(group, holder, prefix.own_tokens, choice, now_ns)
                 else:
-                    self._try(group, holder, prefix, now_ns)
+                    self._start_trial(group, holder, prefix, now_ns)
                     groups.append(group)  # its next holder may be nearer
 
     def _next_holder(self, group: Group, now_ns: int) -> tuple[Holder, Prefix] | None:
         """The next holder with more than there is here, and where the prefix lies. Without one the request goes on."""
         remote, tokens, block_tokens = group.remote, _tokens_of(group), self._geometry.block_tokens
         hbm, dram = self._state.memory.pool.match_blocks(group.isolation, tokens)
-        own = (hbm + dram) * block_tokens
+        own_tokens = (hbm + dram) * block_tokens
         while remote is not None and remote.holders and now_ns < remote.fetch_until_ns:
             holder = remote.holders.pop(0)
             blocks = min(holder.prefix_tokens, len(tokens)) // block_tokens - hbm - dram
@@ -291,26 +301,26 @@ class Fetches:
                 after_ns = self._plans_ns(blocks)
                 on_disk = min(holder.disk_tokens, remote_tokens)
                 speed = self._disks.get(holder.peer.name)
-                disk = speed.curve if speed is not None else None
-                own_hbm, link = own - dram_tokens, self._state.costs.links.curve(holder.peer.name, near)
+                disk = speed.expected_curve if speed is not None else None
+                own_hbm, link = own_tokens - dram_tokens, self._state.costs.links.curve_from(holder.peer.name, near)
                 prefix = Prefix(len(tokens), own_hbm, dram_tokens, remote_tokens, near, after_ns, on_disk, disk, link)
                 return holder, prefix
-        self._admit(group)
+        self._admit_group(group)
         return None
 
     def _expected_ns(self, group: Group, holder: Holder) -> int:
         """Until the prompt is computed behind what ``holder`` has, without what is before it."""
         costs, geometry = self._state.costs.model, self._geometry
         total = len(_tokens_of(group))
-        there = min(holder.prefix_tokens, total - 1)
-        link = costs.link(not self.far.get(holder.peer.name, False))
+        prefix_tokens = min(holder.prefix_tokens, total - 1)
+        link = costs.link_curve(not self.far.get(holder.peer.name, False))
         speed = self._disks.get(holder.peer.name)
-        disk = speed.curve if speed is not None else costs.disk
-        moved_ns = link.kv_ns(there, geometry.block_tokens, geometry.token_bytes)
-        read_ns = disk.kv_ns(min(holder.disk_tokens, there), geometry.block_tokens, geometry.token_bytes)
-        return moved_ns + read_ns + costs.prefill_ns(total - there, there)
+        disk = speed.expected_curve if speed is not None else costs.disk
+        moved_ns = link.kv_ns(prefix_tokens, geometry.block_tokens, geometry.token_bytes)
+        read_ns = disk.kv_ns(min(holder.disk_tokens, prefix_tokens), geometry.block_tokens, geometry.token_bytes)
+        return moved_ns + read_ns + costs.prefill_ns(total - prefix_tokens, prefix_tokens)
 
-    def _plan(self, asks: Items[tuple[Group, Holder, Prefix]], now_ns: int) -> list[FetchChoice]:
+    def _plan_fetches(self, asks: Items[tuple[Group, Holder, Prefix]], now_ns: int) -> list[FetchChoice]:
         learnt = self._state.costs
         return plan_fetches(
             learnt.model,
@@ -321,14 +331,16 @@ class Fetches:
             link_busy_ns=self._link_busy_ns(now_ns),
         )
 
-    def _ask(self, group: Group, holder: Holder, own: int, choice: FetchChoice, now_ns: int) -> None:
-        remote, end = group.remote, own + choice.tokens
+    def _fetch_for_group(self, group: Group, holder: Holder, own_tokens: int, choice: FetchChoice, now_ns: int) -> None:
+        remote, end = group.remote, own_tokens + choice.tokens
         if remote is None:
             return
-        remote.fetch_id = self._fetch(group, holder, own, end, now_ns, now_ns + choice.wait_ns, choice.link_ns)
-        self.asked[remote.fetch_id] = (group, holder)
+        remote.fetch_id = self._send_fetch(
+            group, holder, own_tokens, end, now_ns, now_ns + choice.wait_ns, choice.link_ns
+        )
+        self.pending[remote.fetch_id] = (group, holder)
 
-    def _fetch(
+    def _send_fetch(
         self, group: Group, holder: Holder, begin: int, end: int, now_ns: int, deadline_ns: int, link_ns: int
     ) -> str:
         """Ask for the tokens ``[begin, end)``, whole blocks."""
@@ -336,7 +348,7 @@ class Fetches:
         tokens = _tokens_of(group)[:end]
         near = not self.far.get(holder.peer.name, False)
         flight = _Flight(holder, now_ns + self._link_busy_ns(now_ns), link_ns, first_block, end_block, near, now_ns)
-        fetch_id = self._exchange.fetch(
+        fetch_id = self._exchange.fetch_blocks(
             holder.peer, group.isolation, tokens, first_block, end_block, now_ns, deadline_ns
         )
         self._flights[fetch_id] = flight
@@ -346,7 +358,7 @@ class Fetches:
         """Until the link is free, as far as is known."""
         return max(0, max((flight.ends_ns for flight in self._flights.values()), default=0) - now_ns)
 
-    def _try(self, group: Group, holder: Holder, prefix: Prefix, now_ns: int) -> None:
+    def _start_trial(self, group: Group, holder: Holder, prefix: Prefix, now_ns: int) -> None:
         """The prefix is computed. If that is because the holder's disks were slow, or because nothing is known of the
         link to it: look what they take, with a few blocks that the request does not wait for."""
         speed, blocks = self._disks.get(holder.peer.name), TRIAL_BLOCKS
@@ -355,7 +367,7 @@ class Fetches:
         if prefix.disk_tokens:
             if speed is None or not speed.wants_trial(now_ns):
                 return
-            speed.trial_begins(now_ns)
+            speed.on_trial_started(now_ns)
         elif self._state.costs.is_measured or self._state.costs.links.is_known(prefix.same_host):
             return
         else:
@@ -363,7 +375,7 @@ class Fetches:
             blocks = LINK_TRIAL_BLOCKS[self._tried - 1]
         end = prefix.own_tokens + min(blocks * self._geometry.block_tokens, prefix.remote_tokens)
         deadline_ns = now_ns + self._wait_max_ns
-        self._trials.add(self._fetch(group, holder, prefix.own_tokens, end, now_ns, deadline_ns, 0))
+        self._trials.add(self._send_fetch(group, holder, prefix.own_tokens, end, now_ns, deadline_ns, 0))
 
     def _plans_ns(self, blocks: int) -> int:
         """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""
@@ -374,18 +386,18 @@ class Fetches:
         context = sum([sequence.computed for sequence in decoding])
         return plans * self._state.costs.model.decode_step_ns(len(decoding), context)
 
-    def _admit(self, group: Group) -> None:
+    def _admit_group(self, group: Group) -> None:
         for sequence in group.sequences.values():
             self._state.move(sequence, Cause.FETCH_ENDED)
 
-    def ended(self, outcome: FetchEnded, now_ns: int) -> None:
+    def on_fetch_ended(self, outcome: FetchEnded, now_ns: int) -> None:
         """The KV is in the index, or will not come; then the next holder may be asked."""
         flight = self._flights.pop(outcome.transfer_id)
-        self._learn(flight, outcome, now_ns)
+        self._learn_read_speed(flight, outcome, now_ns)
         if outcome.transfer_id in self._trials:
             self._trials.remove(outcome.transfer_id)
             return
-        group, holder = self.asked.pop(outcome.transfer_id)
+        group, holder = self.pending.pop(outcome.transfer_id)
         remote = group.remote
         if remote is None:
             return
@@ -403,31 +415,31 @@ class Fetches:
             if outcome.tokens < flight.end_block * self._geometry.block_tokens:
                 group.facts.append(("fetch_cut", f"{holder.peer.name}: {outcome.reason or 'it gave less'}"))
             group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name), ("fetched_tier", tier)]
-            self._admit(group)
+            self._admit_group(group)
         else:
             self.store_failures += holder.peer.name in self._disks
             group.facts.append(("fetch_failed", f"{holder.peer.name}: {outcome.reason}"))
-            self._decide([group], now_ns)
+            self._decide_fetches([group], now_ns)
 
-    def _learn(self, flight: _Flight, outcome: FetchEnded, now_ns: int) -> None:
+    def _learn_read_speed(self, flight: _Flight, outcome: FetchEnded, now_ns: int) -> None:
         """What reading has taken, without waiting for the link and without the link itself."""
         speed = self._disks.get(flight.holder.peer.name)
         if speed is None or not flight.holder.disk_tokens:
             return
         block_tokens, token_bytes = self._geometry.block_tokens, self._geometry.token_bytes
-        wanted = (flight.end_block - flight.first_block) * block_tokens
-        got = outcome.tokens - flight.first_block * block_tokens if outcome.ok else 0
-        link = self._state.costs.links.curve(flight.holder.peer.name, flight.near)
+        wanted_tokens = (flight.end_block - flight.first_block) * block_tokens
+        got_tokens = outcome.tokens - flight.first_block * block_tokens if outcome.ok else 0
+        link = self._state.costs.links.curve_from(flight.holder.peer.name, flight.near)
         spent_ns = (
             now_ns - flight.begins_ns - link.kv_ns(outcome.pulled_blocks * block_tokens, block_tokens, token_bytes)
         )
-        told_ns = speed.told.kv_ns(got or wanted, block_tokens, token_bytes)
-        if got >= wanted:  # also where a part was computed here before it came
-            speed.came(told_ns, spent_ns, now_ns)
+        told_ns = speed.reported_curve.kv_ns(got_tokens or wanted_tokens, block_tokens, token_bytes)
+        if got_tokens >= wanted_tokens:  # also where a part was computed here before it came
+            speed.on_arrived(told_ns, spent_ns, now_ns)
         else:
-            speed.was_late(told_ns, spent_ns, now_ns, is_part=got > 0, was_read=outcome.was_offered)
+            speed.on_late(told_ns, spent_ns, now_ns, is_part=got_tokens > 0, was_read=outcome.was_offered)
 
-    def go_on_without(self, group: Group) -> None:
+    def continue_without(self, group: Group) -> None:
         """All fetches are about to end silently (:meth:`clear`): ``group`` computes what it waits for."""
         remote = group.remote
         if remote is None or not (group in self.undecided or remote.fetch_id is not None):
@@ -436,10 +448,10 @@ class Fetches:
             self.undecided.remove(group)
             self.decide_at_ns = self.decide_at_ns if self.undecided else None
         remote.fetch_id = None
-        self._admit(group)
+        self._admit_group(group)
 
     @property
-    def trials(self) -> frozenset[str]:
+    def trial_ids(self) -> frozenset[str]:
         """Ids of the fetches that no request waits for: no router counts their blocks."""
         return frozenset(self._trials)
 
@@ -456,9 +468,9 @@ class Fetches:
         """All fetches have ended silently: requests of an earlier life, and trials."""
         self._flights.clear()
         self._trials.clear()
-        self.asked.clear()
+        self.pending.clear()
 
-    def given_up(self, group: Group) -> None:
+    def on_request_ended(self, group: Group) -> None:
         """The request has ended."""
         if group in self.undecided:
             self.undecided.remove(group)
@@ -466,14 +478,14 @@ class Fetches:
         remote = group.remote
         if remote is not None and remote.fetch_id is not None:
             self._exchange.give_up(remote.fetch_id, "the request has ended")
-            del self.asked[remote.fetch_id], self._flights[remote.fetch_id]
+            del self.pending[remote.fetch_id], self._flights[remote.fetch_id]
             remote.fetch_id = None
 
 
 def _disk_of(store: PeerInfo) -> CopyCurve:
     """As the store has measured it; else the default."""
     try:
-        return CostModel.decoded(store.costs).disk if store.costs else CostModel().disk
+        return CostModel.from_json(store.costs).disk if store.costs else CostModel().disk
     except UserError:  # of another version
         return CostModel().disk
 

@@ -39,46 +39,48 @@ class LinkCounts:
 class Routers:
     """The owner, the followers, and whose each attempt is."""
 
-    __slots__ = ("_counts", "_followers", "_keep_ns", "_of", "_over", "alone", "owner")
+    __slots__ = ("_counts", "_ended", "_follower_by_attempt", "_followers", "_keep_ns", "detached", "owner")
 
     def __init__(self, keep_ns: int) -> None:
         self._keep_ns = keep_ns
         #: None: no owner has spoken yet
         self.owner: Peer | None = None
         self._followers: dict[str, Peer] = {}
-        self._of: dict[str, Peer] = {}  # attempts of followers, living or gone; all others are the owner's
-        self._over: dict[str, None] = {}  # of them: ended, but their last words may not be said yet
+        self._follower_by_attempt: dict[
+            str, Peer
+        ] = {}  # attempts of followers, living or gone; all others are the owner's
+        self._ended: dict[str, None] = {}  # of them: ended, but their last words may not be said yet
         #: attempts that go on although their follower is gone, in order of their end if no client comes for them
-        self.alone: dict[str, int] = {}
+        self.detached: dict[str, int] = {}
         self._counts: dict[Peer | None, LinkCounts] = {None: LinkCounts()}
 
     # -- which there are
 
     def set_members(self, infos: Iterable[PeerInfo]) -> list[Peer]:
         """These are all members. Returns the followers that are gone."""
-        named = {info.peer.name: info.peer for info in infos if info.role is Role.ROUTER}
-        gone = [peer for name, peer in self._followers.items() if named.get(name) != peer]
-        for peer in gone:
-            self.left(peer)
-        for peer in named.values():
-            self._enter(peer)
-        return gone
+        peers_by_name = {info.peer.name: info.peer for info in infos if info.role is Role.ROUTER}
+        removed = [peer for name, peer in self._followers.items() if peers_by_name.get(name) != peer]
+        for peer in removed:
+            self.remove_member(peer)
+        for peer in peers_by_name.values():
+            self._add_follower(peer)
+        return removed
 
-    def joined(self, info: PeerInfo) -> Peer | None:
+    def on_member_joined(self, info: PeerInfo) -> Peer | None:
         """A new member. Returns the older incarnation of a follower, which is gone."""
         if info.role is not Role.ROUTER:
             return None
         older = self._followers.get(info.peer.name)
         if older is not None and older != info.peer:
-            self.left(older)
-        self._enter(info.peer)
+            self.remove_member(older)
+        self._add_follower(info.peer)
         return older if older != info.peer else None
 
-    def _enter(self, peer: Peer) -> None:
+    def _add_follower(self, peer: Peer) -> None:
         self._followers[peer.name] = peer
         self._counts.setdefault(peer, LinkCounts())
 
-    def left(self, peer: Peer) -> bool:
+    def remove_member(self, peer: Peer) -> bool:
         """A member is gone. Whether it was a follower."""
         if self._followers.get(peer.name) != peer:
             return False
@@ -95,74 +97,74 @@ class Routers:
         return self._followers.values()
 
     @property
-    def all(self) -> list[Peer]:
+    def all_routers(self) -> list[Peer]:
         """The owner, and all followers."""
         return [peer for peer in (self.owner, *self._followers.values()) if peer is not None]
 
     # -- whose is an attempt
 
-    def begins(self, attempt_id: str, router: Peer | None) -> None:
+    def assign_attempt(self, attempt_id: str, router: Peer | None) -> None:
         """An attempt of ``router`` is here, or an old one is ``router``'s from now on. None: the owner's."""
         follower = router if router is not None and router != self.owner else None
-        self._over.pop(attempt_id, None)
-        self.alone.pop(attempt_id, None)
+        self._ended.pop(attempt_id, None)
+        self.detached.pop(attempt_id, None)
         if follower is None:
-            self._of.pop(attempt_id, None)
+            self._follower_by_attempt.pop(attempt_id, None)
         else:
-            self._of[attempt_id] = follower
+            self._follower_by_attempt[attempt_id] = follower
 
     def follower_of(self, attempt_id: str) -> Peer | None:
         """The follower whose attempt it is, whether it lives or not. None: it is the owner's."""
-        return self._of.get(attempt_id)
+        return self._follower_by_attempt.get(attempt_id)
 
     def router_of(self, attempt_id: str) -> Peer | None:
         """The router that hears of the attempt. None: none does."""
-        follower = self._of.get(attempt_id)
+        follower = self._follower_by_attempt.get(attempt_id)
         if follower is None:
             return self.owner
         return follower if self.is_follower(follower) else None
 
     def is_of(self, attempt_id: str, router: Peer) -> bool:
         """Whether ``router`` may speak of the attempt."""
-        follower = self._of.get(attempt_id)
+        follower = self._follower_by_attempt.get(attempt_id)
         return router == (self.owner if follower is None else follower)
 
-    def goes_on_alone(self, attempt_id: str, now_ns: int) -> None:
+    def continue_detached(self, attempt_id: str, now_ns: int) -> None:
         """The follower of an attempt is gone, and a client may ask another router for it."""
-        self.alone[attempt_id] = now_ns + self._keep_ns
+        self.detached[attempt_id] = now_ns + self._keep_ns
 
-    def overdue(self, now_ns: int) -> list[str]:
+    def overdue_attempts(self, now_ns: int) -> list[str]:
         """Attempts for which no client has come in time."""
-        return [attempt_id for attempt_id, until_ns in self.alone.items() if until_ns <= now_ns]
+        return [attempt_id for attempt_id, until_ns in self.detached.items() if until_ns <= now_ns]
 
-    def ended(self, attempt_id: str) -> None:
+    def on_attempt_ended(self, attempt_id: str) -> None:
         """The attempt is not here any more. It may still be spoken of in this event, or while it is handed over."""
-        self.alone.pop(attempt_id, None)
-        if attempt_id in self._of:
-            self._over[attempt_id] = None
+        self.detached.pop(attempt_id, None)
+        if attempt_id in self._follower_by_attempt:
+            self._ended[attempt_id] = None
 
     def forget_ended(self, still_needed: Callable[[], set[str]]) -> None:
         """Everything of this event is said. ``still_needed``: ended attempts that may be spoken of later."""
-        if self._over:
+        if self._ended:
             needed = still_needed()
-            for attempt_id in [name for name in self._over if name not in needed]:
-                del self._over[attempt_id], self._of[attempt_id]
+            for attempt_id in [name for name in self._ended if name not in needed]:
+                del self._ended[attempt_id], self._follower_by_attempt[attempt_id]
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`overdue` has something new to say. None: never."""
-        return next(iter(self.alone.values()), None)
+        """When :meth:`overdue_attempts` has something new to say. None: never."""
+        return next(iter(self.detached.values()), None)
 
     # -- what is said
 
-    def tokens(self, outputs: Sequence[TokenOutput]) -> list[EmitTokens | Send]:
+    def route_outputs(self, outputs: Sequence[TokenOutput]) -> list[EmitTokens | Send]:
         """New outputs, each to the router of its attempt. The host knows what to do with the owner's."""
-        if not self._of:
+        if not self._follower_by_attempt:
             self._counts[None].answers_told += 1
             return [EmitTokens(list(outputs))]
         parts: dict[Peer | None, list[TokenOutput]] = {}
         for output in outputs:
-            follower = self._of.get(output.request_id)
+            follower = self._follower_by_attempt.get(output.request_id)
             if follower is None or self.is_follower(follower):
                 parts.setdefault(follower, []).append(output)
         for follower in parts:
@@ -172,9 +174,9 @@ class Routers:
             for follower, part in parts.items()
         ]
 
-    def refusal(self, action: RejectRequest) -> RejectRequest | Send | None:
+    def route_refusal(self, action: RejectRequest) -> RejectRequest | Send | None:
         """That an attempt will not be run, as its router is told it. None: that router is gone."""
-        follower = self._of.get(action.request_id)
+        follower = self._follower_by_attempt.get(action.request_id)
         if follower is not None and not self.is_follower(follower):
             return None
         self._counts[follower].answers_told += 1
@@ -184,41 +186,43 @@ class Routers:
 
     # -- totals
 
-    def counts(self, router: Peer | None) -> LinkCounts:
+    def counts_of(self, router: Peer | None) -> LinkCounts:
         """Those of a follower, or of the owner: None."""
         return self._counts[router if router in self._counts else None]
 
-    def loads(self, load: Load) -> tuple[tuple[Peer, Load], ...]:
+    def loads_for_followers(self, load: Load) -> tuple[tuple[Peer, Load], ...]:
         """``load`` as each follower is told it."""
-        told = []
+        peer_loads = []
         for peer, counts in ((peer, self._counts[peer]) for peer in self._followers.values()):
             totals = {"dispatches_heard": counts.dispatches_heard, "answers_told": counts.answers_told}
-            told.append((peer, structs.replace(load, **totals)))
-        return tuple(told)
+            peer_loads.append((peer, structs.replace(load, **totals)))
+        return tuple(peer_loads)
 
     def owner_changes(self, owner: Peer | None) -> None:
         """Another owner has accepted the instance; None: it is no member for the time being."""
         self.owner, self._counts[None] = owner, LinkCounts()
 
-    def reborn(self) -> None:
+    def reset_routers(self) -> None:
         """The instance begins anew: it knows no router, and no attempt of one."""
         self.owner_changes(None)
         self._followers.clear()
-        self._of.clear()
-        self._over.clear()
-        self.alone.clear()
+        self._follower_by_attempt.clear()
+        self._ended.clear()
+        self.detached.clear()
         self._counts = {None: LinkCounts()}
 
     def check_invariants(self, live: Iterable[str]) -> None:
         """Raise :class:`InvariantError` if the books do not agree. ``live``: all attempts that are here."""
         names = set(live)
-        check(self._over.keys() <= self._of.keys(), "attempts are over, and of no follower")
-        check(self.alone.keys() <= self._of.keys() & names, "attempts go on alone that are not here")
-        stray = self._of.keys() - names - self._over.keys()
+        check(self._ended.keys() <= self._follower_by_attempt.keys(), "attempts are over, and of no follower")
+        check(
+            self.detached.keys() <= self._follower_by_attempt.keys() & names, "attempts go on alone that are not here"
+        )
+        stray = self._follower_by_attempt.keys() - names - self._ended.keys()
         check(not stray, "attempts of followers are not here: {}", stray)
         check(set(self._counts) == {None, *self._followers.values()}, "totals of links that are not there")
-        for name in self.alone:
-            check(not self.is_follower(self._of[name]), "{} goes on alone, and has a router", name)
+        for name in self.detached:
+            check(not self.is_follower(self._follower_by_attempt[name]), "{} goes on alone, and has a router", name)
 
 
 BUNDLE_NS = 5 * NS_PER_MS
@@ -244,13 +248,13 @@ class Told:
 class RouterUpdates:
     """Tells every router, and remembers what each has heard."""
 
-    __slots__ = ("_feed", "_load", "_routers", "_told", "next_deadline_ns")
+    __slots__ = ("_feed", "_load", "_router_states", "_routers", "next_deadline_ns")
 
     def __init__(self, routers: Routers, feed: KvFeed | None, load: Callable[[], Load]) -> None:
         """``feed`` None: this instance publishes no KV events. ``load``: how busy the instance is."""
         self._routers, self._feed, self._load = routers, feed, load
         #: by router; those that are gone are forgotten at the next event
-        self._told: dict[Peer, Told] = {}
+        self._router_states: dict[Peer, Told] = {}
         #: when a router is told what waits for it. None: nothing does
         self.next_deadline_ns: int | None = None
 
@@ -261,72 +265,78 @@ class RouterUpdates:
 
     def for_heartbeat(self, router: Peer | None, now_ns: int) -> int:
         """A change before this one that ``router`` has not heard of was lost. What waits for it is not."""
-        told = self._told.get(router) if router is not None else None
-        return told.next_event if told is not None and told.may_wait(now_ns) else self.next_event
+        router_state = self._router_states.get(router) if router is not None else None
+        return (
+            router_state.next_event if router_state is not None and router_state.may_wait(now_ns) else self.next_event
+        )
 
     # -- what has happened in the event under way
 
-    def placed(self, by: Peer) -> None:
+    def on_attempt_placed(self, by: Peer) -> None:
         """The router ``by`` has placed something here. Until they know, all others would choose the instance that was
         idle."""
-        for router in self._routers.all:
+        for router in self._routers.all_routers:
             if router != by:
-                self._of(router).is_stale = True
+                self._state_of(router).is_stale = True
 
     def catch_up(self, router: Peer, first: int | None) -> KvEvents | KvSnapshot | None:
         """All changes from number ``first`` on, None: everything, for ``router``, which has asked for it."""
         if self._feed is None:
             return None
-        self._feed.news()
-        self._of(router).next_event = self._feed.next_event
-        return self._feed.answer(first)
+        self._feed.take_changes()
+        self._state_of(router).next_event = self._feed.next_event
+        return self._feed.answer_query(first)
 
     # -- and what is said of it
 
-    def take(self, now_ns: int) -> list[Send]:
+    def take_messages(self, now_ns: int) -> list[Send]:
         """What routers are told now."""
-        news = self._feed.news() if self._feed is not None else None
-        routers, said = self._routers.all, list[Send]()
+        news = self._feed.take_changes() if self._feed is not None else None
+        routers, messages = self._routers.all_routers, list[Send]()
         self.next_deadline_ns = None
         for router in routers:
-            told = self._of(router)
-            if told.next_event == self.next_event and not told.is_stale:
+            router_state = self._state_of(router)
+            if router_state.next_event == self.next_event and not router_state.is_stale:
                 continue
-            if not told.may_wait(now_ns) or len(routers) == 1:
-                said += self._bundle(router, told, news)
-                told.again_ns = now_ns + BUNDLE_NS
+            if not router_state.may_wait(now_ns) or len(routers) == 1:
+                messages += self._bundle_for(router, router_state, news)
+                router_state.again_ns = now_ns + BUNDLE_NS
             else:
-                self.next_deadline_ns = min(told.again_ns, self.next_deadline_ns or told.again_ns)
-        if len(self._told) > len(routers):
-            self._told = {router: self._told[router] for router in routers}
-        return said
+                self.next_deadline_ns = min(router_state.again_ns, self.next_deadline_ns or router_state.again_ns)
+        if len(self._router_states) > len(routers):
+            self._router_states = {router: self._router_states[router] for router in routers}
+        return messages
 
-    def _bundle(self, router: Peer, told: Told, news: KvEvents | None) -> Iterable[Send]:
-        if self._feed is not None and told.next_event != self.next_event:
-            is_all = news is not None and news.first == told.next_event
-            changes = news if is_all else self._feed.replay(told.next_event)
-            told.next_event = self.next_event
-            if isinstance(changes, KvEvents) and told.is_stale:
-                changes, told.is_stale = structs.replace(changes, load=self._load_told()), False
+    def _bundle_for(self, router: Peer, router_state: Told, news: KvEvents | None) -> Iterable[Send]:
+        if self._feed is not None and router_state.next_event != self.next_event:
+            is_all = news is not None and news.first == router_state.next_event
+            changes = news if is_all else self._feed.replay_from(router_state.next_event)
+            router_state.next_event = self.next_event
+            if isinstance(changes, KvEvents) and router_state.is_stale:
+                changes, router_state.is_stale = structs.replace(changes, load=self._load_for_all()), False
             if changes is not None:
                 yield Send(router, changes)
-        if told.is_stale:
-            told.is_stale = False
-            yield Send(router, Heartbeat(self._load_told(), self.next_event))
+        if router_state.is_stale:
+            router_state.is_stale = False
+            yield Send(router, Heartbeat(self._load_for_all(), self.next_event))
 
-    def _load_told(self) -> Load:
+    def _load_for_all(self) -> Load:
         """Totals of a router's link are for the heartbeats of that router."""
         return structs.replace(self._load(), dispatches_heard=None)
 
-    def _of(self, router: Peer) -> Told:
+    def _state_of(self, router: Peer) -> Told:
         """A router that has heard nothing asks for all that it misses."""
-        told = self._told.get(router)
-        if told is None:
-            told = self._told[router] = Told(self.next_event)
-        return told
+        router_state = self._router_states.get(router)
+        if router_state is None:
+            router_state = self._router_states[router] = Told(self.next_event)
+        return router_state
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` unless whatever a router has not heard will be told. Between two events."""
-        waits = [told for told in self._told.values() if told.is_stale or told.next_event != self.next_event]
-        due_ns = min((told.again_ns for told in waits), default=None)
+        waits = [
+            router_state
+            for router_state in self._router_states.values()
+            if router_state.is_stale or router_state.next_event != self.next_event
+        ]
+        due_ns = min((router_state.again_ns for router_state in waits), default=None)
         check(self.next_deadline_ns == due_ns, "routers hear news at {}, not {}", self.next_deadline_ns, due_ns)

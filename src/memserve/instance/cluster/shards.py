@@ -25,41 +25,41 @@ TELL_EVERY_NS = 2 * NS_PER_S
 class HeldSegments:
     """The parts, from their dispatch to their end; and what the host and the router must hear of them."""
 
-    __slots__ = ("_dropped", "_news", "_orders", "_state", "groups", "told_ns")
+    __slots__ = ("_dropped", "_news", "_orders", "_state", "groups", "reported_ns")
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         #: all and only the live requests that are kept for others, by id
         self.groups: dict[str, Group] = {}
         #: of those, the ones with complete KV: when the router heard of them last
-        self.told_ns: dict[str, int] = {}
+        self.reported_ns: dict[str, int] = {}
         self._orders: list[HoldSegment] = []
         self._news: list[SegmentHeld] = []
         self._dropped: list[DropSegment] = []
 
-    def begin(self, group: Group) -> None:
+    def hold_group(self, group: Group) -> None:
         """``group``, which has no sequence yet, is such a part."""
         group.muted, group.tokens_here, group.max_tokens = True, 1, 2  # one draw, behind which it goes no further
         self.groups[group.request.request_id] = group
 
-    def settle(self, now_ns: int) -> None:
+    def report_complete(self, now_ns: int) -> None:
         """Look which parts are complete, and which are to be told again."""
         for name, group in self.groups.items():
             sequence = next(iter(group.sequences.values()))
-            if name not in self.told_ns and sequence.out:
+            if name not in self.reported_ns and sequence.out:
                 tokens = sequence.prompt_tokens
                 self._orders.append(HoldSegment(name, list(sequence.blocks), tokens))
-            elif name not in self.told_ns or now_ns < self.told_ns[name] + TELL_EVERY_NS:
+            elif name not in self.reported_ns or now_ns < self.reported_ns[name] + TELL_EVERY_NS:
                 continue
-            self.told_ns[name] = now_ns
+            self.reported_ns[name] = now_ns
             self._news.append(SegmentHeld(name, sequence.prompt_tokens))
 
-    def ended(self, group: Group) -> None:
+    def on_request_ended(self, group: Group) -> None:
         """Its blocks are free."""
         name = group.request.request_id
         if self.groups.get(name) is group:
             del self.groups[name]
-            if self.told_ns.pop(name, None) is not None:
+            if self.reported_ns.pop(name, None) is not None:
                 self._dropped.append(DropSegment(name))
 
     def start_over(self) -> None:
@@ -72,28 +72,28 @@ class HeldSegments:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def take_news(self, router_of: Callable[[str], Peer | None]) -> list[Action]:
+    def take_actions(self, router_of: Callable[[str], Peer | None]) -> list[Action]:
         """What the host is to answer queries about, and what the routers hear behind that."""
         news: list[Action] = [*self._orders]
-        told = [(router_of(message.request_id), message) for message in self._news]
-        news += [Send(router, message) for router, message in told if router is not None]
+        routed = [(router_of(message.request_id), message) for message in self._news]
+        news += [Send(router, message) for router, message in routed if router is not None]
         self._orders.clear()
         self._news.clear()
         return news
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`settle` has something to repeat. None: never."""
-        return min(self.told_ns.values()) + TELL_EVERY_NS if self.told_ns else None
+        """When :meth:`report_complete` has something to repeat. None: never."""
+        return min(self.reported_ns.values()) + TELL_EVERY_NS if self.reported_ns else None
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself."""
         groups = self._state.groups.items()
         live = {name: group for name, group in groups if group.span is not None and group.span.holds}
         check(live == self.groups, "parts of longer sequences are lost, or known twice")
-        check(self.told_ns.keys() <= self.groups.keys(), "a segment is held without its request")
+        check(self.reported_ns.keys() <= self.groups.keys(), "a segment is held without its request")
         check(not (self._dropped or self._orders or self._news), "news of segments that were not told")
-        for name in self.told_ns:
+        for name in self.reported_ns:
             (sequence,) = self.groups[name].sequences.values()
             whole = len(sequence.blocks) * self._state.memory.block_tokens >= sequence.prompt_tokens
             check(whole and sequence.computed >= sequence.prompt_tokens, "{} is held, but not all there", sequence)

@@ -31,7 +31,7 @@ from memserve.base.units import MIB, NS_PER_S, ceil_div
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.sequence import Sequence
 from memserve.instance.scheduler.state import SchedulerState
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import Send
 from memserve.protocol.messages import KEEP
 from memserve.protocol.peers import Peer, PeerInfo
@@ -49,9 +49,9 @@ of it is announced as a whole: messages cost more than the wait."""
 IDENTITY_BYTES = 16
 
 
-def identity_at(identities: bytes, at: int) -> bytes:
-    """The identity of block ``at`` in a run of them."""
-    return identities[at * IDENTITY_BYTES : (at + 1) * IDENTITY_BYTES]
+def identity_at(identities: bytes, index: int) -> bytes:
+    """The identity of block ``index`` in a run of them."""
+    return identities[index * IDENTITY_BYTES : (index + 1) * IDENTITY_BYTES]
 
 
 def remember(times: dict[bytes, int], identity: bytes, now_ns: int) -> None:
@@ -113,7 +113,7 @@ class ExportCounters:
     """Blocks, in total."""
 
     offered: int = 0
-    taken: int = 0
+    accepted: int = 0
     """Of them: the store has them."""
     failed: int = 0
     """Of them: refused, too late, or taken back."""
@@ -124,57 +124,54 @@ class ExportCounters:
 class StoreOffers:
     """Lends blocks to one store, ``lent_max`` at most at once."""
 
-    __slots__ = ("_exchange", "_geometry", "_layers", "_open", "_told", "counters", "lent", "lent_max")
+    __slots__ = ("_exchange", "_geometry", "_layers", "_offered_ns", "_open", "counters", "exported", "exported_max")
 
     def __init__(self, exchange: Exchange, geometry: KVGeometry, lent_max: int) -> None:
         self._exchange = exchange
         self._geometry = geometry
-        self.lent_max = lent_max
+        self.exported_max = lent_max
         #: blocks of all open offers
-        self.lent = 0
+        self.exported = 0
         self._open: dict[str, _Open] = {}
         self._layers: dict[int, list[_Layers]] = {}  # plan -> what it computes for offers
-        self._told: dict[bytes, int] = {}  # identity -> when it was offered; oldest first
+        self._offered_ns: dict[bytes, int] = {}  # identity -> when it was offered; oldest first
         self.counters = ExportCounters()
 
     @property
-    def room(self) -> int:
+    def room_blocks(self) -> int:
         """Blocks that may be lent beside those that are."""
-        return self.lent_max - self.lent
+        return self.exported_max - self.exported
 
-    def knows(self, identity: bytes) -> bool:
+    def was_offered(self, identity: bytes) -> bool:
         """Whether this block was offered a short while ago."""
-        return identity in self._told
+        return identity in self._offered_ns
 
-    def offer(self, run: BlockRun, to: Peer, now_ns: int, plan: StepPlan | None = None) -> None:
+    def offer_run(self, run: BlockRun, to: Peer, now_ns: int, plan: StepPlan | None = None) -> None:
         """Offer ``run``, in groups of layers where ``plan``, which has just been made, computes much of it."""
         count, keep = run.end_block - run.first_block, KEEP if run.keep else b""
         layers, group = self._geometry.num_layers, ceil_div(GROUP_BYTES, count * self._geometry.page_bytes)
         by_layer = plan is not None and run.written_by == plan.step_id and group < layers
-        offer_id = self._exchange.offer(
-            to,
+        offered = OfferedBlocks(
             run.isolation,
             run.tokens,
             run.blocks or run.dram_blocks,
-            now_ns,
-            tier=Tier.HBM if run.blocks else Tier.DRAM,
-            first_block=run.first_block,
-            dram_blocks=run.dram_blocks if run.blocks else (),
-            mode=TransferMode.BY_LAYER if by_layer else TransferMode.BY_REQUEST_AGG,
-            private=keep,
-            lease_ns=LEASE_NS,
+            Tier.HBM if run.blocks else Tier.DRAM,
+            run.first_block,
+            run.dram_blocks if run.blocks else (),
         )
+        mode = TransferMode.BY_LAYER if by_layer else TransferMode.BY_REQUEST_AGG
+        offer_id = self._exchange.offer_blocks(to, offered, now_ns, OfferTerms(mode, private=keep, lease_ns=LEASE_NS))
         self._open[offer_id] = _Open(run.owner, count, run.identities)
-        self.lent += count
+        self.exported += count
         self.counters.offered += count
-        for at in range(count):
-            remember(self._told, identity_at(run.identities, at), now_ns)
+        for index in range(count):
+            remember(self._offered_ns, identity_at(run.identities, index), now_ns)
         if by_layer and plan is not None:
             plan.report_layers = min(plan.report_layers or group, group)
             part = _Layers(offer_id, run.first_block, run.end_block, group)
             self._layers.setdefault(plan.step_id, []).append(part)
         else:
-            self._exchange.computed(offer_id, run.first_block, run.end_block, fence=run.written_by)
+            self._exchange.announce_computed(offer_id, run.first_block, run.end_block, fence=run.written_by)
 
     # -- while it is computed
 
@@ -184,58 +181,60 @@ class StoreOffers:
         for part in self._layers.get(step_id, ()):
             end = layer + 1
             if end - part.next_layer >= part.group and end < self._geometry.num_layers:
-                self._announce(part, end)
+                self._announce_layers(part, end)
 
     def step_finished(self, step_id: int) -> None:
         """All layers of the plan are written, reported or not."""
         for part in self._layers.pop(step_id, ()):
-            self._announce(part, self._geometry.num_layers)
+            self._announce_layers(part, self._geometry.num_layers)
 
-    def _announce(self, part: _Layers, end_layer: int) -> None:
-        self._exchange.computed(part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0)
+    def _announce_layers(self, part: _Layers, end_layer: int) -> None:
+        self._exchange.announce_computed(
+            part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0
+        )
         part.next_layer = end_layer
 
     # -- endings
 
-    def released(self, offer_id: str, used: bool) -> bool:
+    def on_released(self, offer_id: str, used: bool) -> bool:
         """An offer has ended. False: it was none of these."""
-        ended = self._open.pop(offer_id, None)
-        if ended is None:
+        offer = self._open.pop(offer_id, None)
+        if offer is None:
             return False
-        self.lent -= ended.blocks
+        self.exported -= offer.blocks
         if used:
-            self.counters.taken += ended.blocks
+            self.counters.accepted += offer.blocks
         else:
-            self._failed(ended)
+            self._count_failed(offer)
         return True
 
-    def take_back(self, reason: str, owner: int | None = None, spared: Container[int] = ()) -> bool:
+    def withdraw_offers(self, reason: str, owner: int | None = None, spared: Container[int] = ()) -> bool:
         """End all offers but those of owners that are ``spared``, or those of one owner. False: there were none."""
-        ended = [
+        offer_ids = [
             offer_id
-            for offer_id, known in self._open.items()
-            if owner in (None, known.owner) and known.owner not in spared
+            for offer_id, offer in self._open.items()
+            if owner in (None, offer.owner) and offer.owner not in spared
         ]
-        for offer_id in ended:
-            known = self._open.pop(offer_id)
-            self.lent -= known.blocks
-            self._failed(known)
-            self._exchange.withdraw(offer_id, reason)
-        return bool(ended)
+        for offer_id in offer_ids:
+            offer = self._open.pop(offer_id)
+            self.exported -= offer.blocks
+            self._count_failed(offer)
+            self._exchange.withdraw_offer(offer_id, reason)
+        return bool(offer_ids)
 
-    def _failed(self, ended: _Open) -> None:
-        self.counters.failed += ended.blocks
-        self.forget(ended.identities)
+    def _count_failed(self, offer: _Open) -> None:
+        self.counters.failed += offer.blocks
+        self.forget_blocks(offer.identities)
 
-    def forget(self, identities: bytes) -> None:
+    def forget_blocks(self, identities: bytes) -> None:
         """The store does not have these: they are offered again when they are computed again."""
-        for at in range(len(identities) // IDENTITY_BYTES):
-            self._told.pop(identity_at(identities, at), None)
+        for index in range(len(identities) // IDENTITY_BYTES):
+            self._offered_ns.pop(identity_at(identities, index), None)
 
-    def expire(self, now_ns: int) -> None:
+    def expire_offered(self, now_ns: int) -> None:
         """Forget what was told long ago."""
-        while self._told and now_ns - next(iter(self._told.values())) >= AGAIN_NS:
-            del self._told[next(iter(self._told))]
+        while self._offered_ns and now_ns - next(iter(self._offered_ns.values())) >= AGAIN_NS:
+            del self._offered_ns[next(iter(self._offered_ns))]
 
     def kv_lost(self) -> None:
         """A step failed; the exchange ends all offers, and says so."""
@@ -243,18 +242,21 @@ class StoreOffers:
 
     def store_changed(self) -> None:
         """Another store, or another incarnation of it, was told of nothing."""
-        self._told.clear()
+        self._offered_ns.clear()
 
     def clear(self) -> None:
         """All offers have ended silently."""
         self._layers.clear()
         self._open.clear()
-        self.lent = 0
+        self.exported = 0
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when more or less is lent than the offers say, or more than may be."""
-        lent = sum(known.blocks for known in self._open.values())
-        check(lent == self.lent <= self.lent_max, f"{self.lent} blocks are lent, offers: {lent}, limit {self.lent_max}")
+        lent = sum(offer.blocks for offer in self._open.values())
+        check(
+            lent == self.exported <= self.exported_max,
+            f"{self.exported} blocks are lent, offers: {lent}, limit {self.exported_max}",
+        )
 
 
 LENT_SHARE = 8
@@ -278,8 +280,17 @@ class StoreWriter:
     """Offers what one instance caches to the nearest store; the listener of ``SequenceMemory``."""
 
     __slots__ = (
-        "_block_tokens", "_exchange", "_kept", "_later", "_messages", "_pending", "_state", "_stores", "host_id",
-        "offers", "target",
+        "_block_tokens",
+        "_exchange",
+        "_later",
+        "_messages",
+        "_named_ns",
+        "_pending",
+        "_state",
+        "_stores",
+        "host_id",
+        "offers",
+        "target",
     )  # fmt: skip
 
     def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry) -> None:
@@ -294,7 +305,7 @@ class StoreWriter:
         self.target: Peer | None = None
         self._pending: list[BlockRun] = []  # a reference on each block
         self._later: dict[bytes | int, _Later] = {}  # by a named prefix's last identity, or a sequence's ``id``
-        self._kept: dict[bytes, int] = {}  # last identity of a named prefix -> when it was offered as such
+        self._named_ns: dict[bytes, int] = {}  # last identity of a named prefix -> when it was offered as such
         self._messages: list[Send] = []
 
     # -- members
@@ -307,22 +318,22 @@ class StoreWriter:
     def set_members(self, infos: Iterable[PeerInfo]) -> None:
         """All members but this one."""
         self._stores = {info.peer.name: info for info in infos if info.role is Role.STORE}
-        self._choose()
+        self._choose_store()
 
-    def joined(self, info: PeerInfo) -> None:
+    def on_member_joined(self, info: PeerInfo) -> None:
         """A new member."""
         if info.role is Role.STORE:
             self._stores[info.peer.name] = info
-            self._choose()
+            self._choose_store()
 
-    def gone(self, peer: Peer) -> None:
+    def on_member_left(self, peer: Peer) -> None:
         """A member left; its offers have ended."""
-        known = self._stores.get(peer.name)
-        if known is not None and known.peer.generation <= peer.generation:
+        member = self._stores.get(peer.name)
+        if member is not None and member.peer.generation <= peer.generation:
             del self._stores[peer.name]
-            self._choose()
+            self._choose_store()
 
-    def _choose(self) -> None:
+    def _choose_store(self) -> None:
         """The store on this host, else the first by name. Another one, or another incarnation, was told of nothing."""
         near = [info for info in self._stores.values() if self.host_id and info.host_id == self.host_id]
         stores = sorted(near or self._stores.values(), key=lambda info: info.peer.name)
@@ -331,22 +342,22 @@ class StoreWriter:
         if target != self.target:
             self.target = target
             self.offers.store_changed()
-            self._kept.clear()
+            self._named_ns.clear()
             self._drop_later()
             self._drop_pending()
         self._state.memory.listener = self if target is not None else None
 
     # -- what the cache has got (``PublishListener``)
 
-    def published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
+    def on_published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
         """The cache has got the blocks of ``sequence`` from ``first_block`` to the end of ``tokens``, which hold their
         final bytes once the plan has finished in which the sequence was scheduled last."""
         isolation, end = sequence.group.isolation, len(tokens) // self._block_tokens
         pool, owner = self._state.memory.pool, id(sequence)
         identities = pool.identities(isolation, tokens)
-        while first_block < end and self.offers.knows(identity_at(identities, first_block)):
+        while first_block < end and self.offers.was_offered(identity_at(identities, first_block)):
             first_block += 1
-        room = max(0, self.offers.room - sum(len(run.blocks) for run in self._pending))
+        room = max(0, self.offers.room_blocks - sum(len(run.blocks) for run in self._pending))
         if end - first_block > room:
             self._put_off(owner, _Later(isolation, tokens, first_block + room))
             end = first_block + room
@@ -360,111 +371,111 @@ class StoreWriter:
         pool.retain(blocks)
         self._pending.append(BlockRun(owner, isolation, tokens, first_block, blocks, identities, written_by))
 
-    def left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
+    def on_left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The cache has got ``tokens`` of ``sequence`` out of DRAM: they are offered out of the cache."""
         isolation, first, end = sequence.group.isolation, 0, len(tokens) // self._block_tokens
         identities = self._state.memory.pool.identities(isolation, tokens)
-        while first < end and self.offers.knows(identity_at(identities, first)):
+        while first < end and self.offers.was_offered(identity_at(identities, first)):
             first += 1
         if first < end:
             self._put_off(id(sequence), _Later(isolation, tokens, first))
 
-    def discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
+    def on_discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The KV of ``sequence`` is not to be trusted: neither offers of it nor what stores have of ``tokens``."""
         owner = id(sequence)
-        mine = [run for run in self._pending if run.owner == owner]
+        own_runs = [run for run in self._pending if run.owner == owner]
         self._pending = [run for run in self._pending if run.owner != owner]
-        for run in mine:
+        for run in own_runs:
             self._state.memory.pool.release(run.blocks)
         self._later.pop(owner, None)
-        self.offers.take_back("its KV is not to be trusted", owner)
+        self.offers.withdraw_offers("its KV is not to be trusted", owner)
         identities = self._state.memory.pool.identities(sequence.group.isolation, tokens)
-        self.offers.forget(identities)
+        self.offers.forget_blocks(identities)
         if identities:
             self._messages += [Send(info.peer, ForgetKv(identities)) for info in self._stores.values()]
 
     # -- what waits
 
-    def keep(self, isolation: str, tokens: TokenArray, now_ns: int) -> None:
+    def keep_prefix(self, isolation: str, tokens: TokenArray, now_ns: int) -> None:
         """The cached prefix of ``tokens`` has a name: the store shall keep it whatever else it keeps. Blocks that the
         store has already are only marked."""
         tokens = tokens[: len(tokens) // self._block_tokens * self._block_tokens]
         if self.target is None or not len(tokens):
             return
         last = self._state.memory.pool.identity(isolation, tokens)
-        if now_ns - self._kept.get(last, -AGAIN_NS) >= AGAIN_NS:
-            remember(self._kept, last, now_ns)
+        if now_ns - self._named_ns.get(last, -AGAIN_NS) >= AGAIN_NS:
+            remember(self._named_ns, last, now_ns)
             self._put_off(last, _Later(isolation, tokens, 0, keep=True))
 
     def _put_off(self, key: bytes | int, later: _Later) -> None:
         """Offer it when less is lent. An order with this key is replaced, and begins where that one did."""
-        known = self._later.pop(key, None)
-        if known is not None:
-            later.first_block = min(later.first_block, known.first_block)
+        earlier = self._later.pop(key, None)
+        if earlier is not None:
+            later.first_block = min(later.first_block, earlier.first_block)
         self._later[key] = later
         if len(self._later) > LATER_MAX:
-            self._dropped(self._later.pop(next(iter(self._later))))
+            self._count_dropped(self._later.pop(next(iter(self._later))))
 
-    def _dropped(self, later: _Later) -> None:
+    def _count_dropped(self, later: _Later) -> None:
         self.offers.counters.dropped += max(0, len(later.tokens) // self._block_tokens - later.first_block)
 
     def _offer_later(self, target: Peer, now_ns: int) -> None:
         """Offer what was put off, as far as it is still cached and there is room."""
         pool, offers = self._state.memory.pool, self.offers
-        while self._later and offers.room:
+        while self._later and offers.room_blocks:
             key, later = next(iter(self._later.items()))
             first = later.first_block
-            hbm, dram = pool.lend(later.isolation, later.tokens, first)
+            hbm, dram = pool.export_blocks(later.isolation, later.tokens, first)
             if pool.config.lower_dtype != AS_COMPUTED:  # what lies rounded in DRAM leaves no instance
                 pool.release_dram(dram)
                 dram = dram[:0]
             cached = first + len(hbm) + len(dram)
-            end = min(cached, first + offers.room)
+            end = min(cached, first + offers.room_blocks)
             if first < end:
                 tokens = later.tokens[: end * self._block_tokens]
                 identities = _between(pool.identities(later.isolation, tokens), first, end)
                 above = hbm.tolist()[: end - first]
                 below = dram.tolist()[: end - first - len(above)]
                 run = BlockRun(0, later.isolation, tokens, first, above, identities, None, below, later.keep)
-                offers.offer(run, target, now_ns)
+                offers.offer_run(run, target, now_ns)
                 later.first_block = end
             if end >= cached:  # all of it; or what is behind has left the cache
-                self._dropped(self._later.pop(key))
+                self._count_dropped(self._later.pop(key))
             pool.release(hbm)
             pool.release_dram(dram)
 
     # -- offering
 
-    def planned(self, plan: StepPlan, now_ns: int) -> None:
+    def on_plan_made(self, plan: StepPlan, now_ns: int) -> None:
         """``plan`` has been made: offer what it computes."""
         if self._pending:
             self._offer_pending(now_ns, plan)
 
-    def settle(self, now_ns: int) -> None:
+    def offer_waiting(self, now_ns: int) -> None:
         """Offer what has become known since the last plan, and what was put off."""
         if self._pending:
             self._offer_pending(now_ns, None)
         if self._later and self.target is not None:
             self._offer_later(self.target, now_ns)
-        self.offers.expire(now_ns)
+        self.offers.expire_offered(now_ns)
 
     def _offer_pending(self, now_ns: int, plan: StepPlan | None) -> None:
         pending, self._pending = self._pending, []
         for run in pending:
             if self.target is not None:
-                self.offers.offer(run, self.target, now_ns, plan)
+                self.offers.offer_run(run, self.target, now_ns, plan)
             self._state.memory.pool.release(run.blocks)
 
     # -- endings
 
-    def released(self, offer_id: str, used: bool) -> bool:
+    def on_released(self, offer_id: str, used: bool) -> bool:
         """An offer has ended. False: it was none of these. A store that has not taken it is too slow for what waits."""
-        is_mine = self.offers.released(offer_id, used)
+        is_mine = self.offers.on_released(offer_id, used)
         if is_mine and not used:
             self._drop_later()
         return is_mine
 
-    def make_room(self) -> bool:
+    def free_blocks(self) -> bool:
         """Take back what keeps blocks from a request that needs them. False: there is nothing.
 
         Blocks of sequences that run stay lent: they are held anyway, and while they are, the store has time to pull.
@@ -476,7 +487,7 @@ class StoreWriter:
         for run in idle:
             self._state.memory.pool.release(run.blocks)
         self._pending = [run for run in self._pending if run.owner in running]
-        if not self.offers.take_back("the blocks are needed", spared=running) and not idle:
+        if not self.offers.withdraw_offers("the blocks are needed", spared=running) and not idle:
             return False
         self._drop_later()
         return True
@@ -496,7 +507,7 @@ class StoreWriter:
 
     def _drop_later(self) -> None:
         for later in self._later.values():
-            self._dropped(later)
+            self._count_dropped(later)
         self._later.clear()
 
     def _drop_pending(self) -> None:

@@ -41,7 +41,7 @@ class LinkRate:
         """What it carries now."""
         return self._copied_bytes / self._spent_ns * NS_PER_S
 
-    def learn(self, copied_bytes: int, spent_ns: int) -> None:
+    def learn_copies(self, copied_bytes: int, spent_ns: int) -> None:
         """The copies of a step took ``spent_ns`` altogether."""
         if copied_bytes > 0 and spent_ns > 0:
             share = _KEPT_SHARE[0] / _KEPT_SHARE[1]
@@ -69,18 +69,18 @@ class Overtaking:
         #: what the plan that is being made may still compute. None: as much as fits
         self.left_tokens: int | None = None
 
-    def begin(self, *, beside: bool) -> None:
+    def begin_plan(self, *, beside: bool) -> None:
         """A plan is begun; ``beside``: others decode in it."""
         within = self._delayed_ns * _DELAY_SHARE <= self._lived_ns
         size = self._block_tokens
         self.left_tokens = None if within or not beside else round(self.free_tokens) // size * size
 
-    def add(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         """The plan computes ``tokens`` of a prompt without room."""
         if self.left_tokens is not None:
             self.left_tokens = max(0, self.left_tokens - tokens)
 
-    def limit(self, budget: int, least: int) -> int:
+    def limit_tokens(self, budget: int, least: int) -> int:
         """Tokens of ``budget`` for the next piece of such a prompt; 0: it waits. A piece is ``least`` tokens long, or
         reading back what is before it would take longer than computing."""
         if self.left_tokens is None or budget <= 0:
@@ -93,7 +93,7 @@ class Overtaking:
         if self._lived_ns > _LIVED_MAX_NS:
             self._lived_ns, self._delayed_ns = self._lived_ns // 2, self._delayed_ns // 2
 
-    def learn(self, tokens: int, more_ns: int, alone_ns: float, put_off: int) -> None:
+    def learn_delay(self, tokens: int, more_ns: int, alone_ns: float, put_off: int) -> None:
         """A step with decodes took ``more_ns`` longer for ``tokens`` of such prompts, which take ``alone_ns`` by their
         curve, and ``put_off`` requests wait longer for that."""
         self._delayed_ns += max(0, more_ns) * put_off
@@ -136,7 +136,7 @@ class LayerBudget:
         beside_ns = min(step_ns // _BESIDE, self.tpot_ns) if step_ns else self.tpot_ns
         return int(self.link_bytes_s * beside_ns / NS_PER_S / self.page_bytes)
 
-    def allows(self, pages: int, step_ns: int = 0) -> bool:
+    def allows_pages(self, pages: int, step_ns: int = 0) -> bool:
         """Whether steps may read back so many; ``step_ns`` as for :meth:`pages_max`."""
         return pages <= self.pages_max(step_ns)
 
@@ -154,7 +154,7 @@ class Lying(NamedTuple):
     """Of the request, in order of arrival."""
     entries: int
     """Blocks that lie by layer."""
-    kept: int
+    resident_layers: int
     """Layers of them that are in HBM."""
     decodes: bool
     """Each step reads back what is not kept."""
@@ -176,21 +176,21 @@ class LayerPolicy:
     bounds_delays: bool = True
     """Prompts that overtake others put them off by little (:class:`Overtaking`). False: they fill every step."""
 
-    def to_park(self, lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks: int) -> list[int]:
+    def indices_to_park(self, lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks: int) -> list[int]:
         """Which of ``lying``, the latest first, are parked: as many as read back more than the link carries. Called
         before each plan; ``free_blocks``: HBM in which layers may be kept. Returns indexes."""
         parked: list[int] = []
         if not self.parks:
             return parked
-        pages = [one.entries * (budget.num_layers - one.kept) for one in lying]
-        over = sum(count for count, one in zip(pages, lying, strict=True) if one.decodes)
+        pages = [candidate.entries * (budget.num_layers - candidate.resident_layers) for candidate in lying]
+        over = sum(count for count, candidate in zip(pages, lying, strict=True) if candidate.decodes)
         over -= budget.pages_max(step_ns)
-        for at, one in enumerate(lying):
+        for index, candidate in enumerate(lying):
             if over <= 0:
                 break
-            if one.may_park:
-                over -= pages[at]
-                parked.append(at)
+            if candidate.may_park:
+                over -= pages[index]
+                parked.append(index)
         return parked
 
     def kept_most(self, number: int, num_layers: int) -> int:
@@ -198,15 +198,15 @@ class LayerPolicy:
         return num_layers if self.kept_max is None else self.kept_max
 
     @staticmethod
-    def named(name: str) -> LayerPolicy:
+    def from_name(name: str) -> LayerPolicy:
         """``prompts-first``: as ``auto``, but that first tokens come before all; ``layerkv``: LayerKV as published;
         ``layerkv-staggered``: but that requests keep other layers than their neighbours. From OrbitFlow's comparison:
         ``next-layer`` keeps none, the next one comes while one is computed; ``static-N`` keeps N layers, whatever
         happens."""
         if name in ("auto", "prompts-first"):
             return LayerPolicy(bounds_delays=name == "auto")
-        what, _, count = name.partition("-")
-        kept_max = {"layerkv": None, "next": 0}.get(what, int(count) if count.isdecimal() else 0)
+        kind, _, count = name.partition("-")
+        kept_max = {"layerkv": None, "next": 0}.get(kind, int(count) if count.isdecimal() else 0)
         return LayerPolicy(kept_max, is_staggered=count == "staggered", parks=False, bounds_delays=False)
 
 
@@ -220,7 +220,7 @@ def layer_order(num_layers: int, number: int) -> list[int]:
 def _evenly(num_layers: int) -> tuple[int, ...]:
     order = [0]
     while len(order) < num_layers:
-        some = sorted(order)
-        gap, after = max((end - begin, -begin) for begin, end in pairwise([*some, num_layers]))
+        chosen_layers = sorted(order)
+        gap, after = max((end - begin, -begin) for begin, end in pairwise([*chosen_layers, num_layers]))
         order.append(gap // 2 - after)
     return tuple(order)

@@ -17,7 +17,10 @@ first token instead of before it, in the same order, and memory that comes free 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memserve.base.errors import check
@@ -27,10 +30,12 @@ from memserve.base.units import NS_PER_MS, ceil_div
 from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
 from memserve.instance.layerwise.budget import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, Overtaking, layer_order
 from memserve.instance.layerwise.copies import LayerMoves, SwapIns
-from memserve.instance.layerwise.state import LayeredKV
+from memserve.instance.layerwise.placement import WholeBlocks
+from memserve.instance.layerwise.state import LayeredKV, LayerReport
 from memserve.instance.scheduler.sequence import Phase
 
 if TYPE_CHECKING:
+    from memserve.base.config import SchedulerConfig
     from memserve.instance.scheduler.sequence import Sequence
     from memserve.kv.costs import PreemptionModel
     from memserve.kv.pool import BlockPool
@@ -40,36 +45,43 @@ _IDLE_SHARE = 4  # 1 / this of HBM lies idle: rather than leave that to what may
 _RESUMES_SHARE = 3, 4  # of what the link carries may be read back once a sequence resumes: else it is parked again
 
 
-class LayerPlacer:
+class LayerPlacer(WholeBlocks):
     """Admits by layer what does not fit whole, moves pages with each plan, and says what is parked."""
 
     __slots__ = (
-        "_block_tokens", "_budget", "_chunk_max", "_costs", "_moves", "_plan", "_pool", "_steps_in_flight", "_usual",
-        "_wanted", "admitted", "arrivals", "converted", "link", "overtaking", "parked", "policy", "resumed",
+        "_budget",
+        "_chunk_max",
+        "_costs",
+        "_moves",
+        "_plan",
+        "_steps_in_flight",
+        "_usual",
+        "_wanted",
+        "admitted",
+        "converted",
+        "link",
+        "parked",
+        "policy",
+        "resumed",
         "sequences",
+        "swap_ins",
     )  # fmt: skip
 
+    is_by_layer = True
+
     def __init__(
-        self,
-        pool: BlockPool,
-        block_tokens: int,
-        budget: LayerBudget,
-        policy: LayerPolicy,
-        costs: PreemptionModel,
-        chunk_blocks_max: int,
-        steps_in_flight: int,
+        self, pool: BlockPool, budget: LayerBudget, scheduler: SchedulerConfig, costs: PreemptionModel
     ) -> None:
-        """``chunk_blocks_max``: the most that one plan computes of any sequence."""
-        self._pool = pool
-        self._block_tokens = block_tokens
+        super().__init__(pool)
+        block_tokens = pool.block_tokens
         self._budget = budget
-        self.policy = policy
+        self.policy = LayerPolicy.from_name(scheduler.layerwise)
         self._costs = costs
-        self._chunk_max = chunk_blocks_max
-        self._steps_in_flight = steps_in_flight
+        self._chunk_max = ceil_div(scheduler.chunk_tokens, block_tokens)  # blocks of one sequence in a plan
+        self._steps_in_flight = scheduler.steps_in_flight
         #: those that lie by layer, in order of admission
         self.sequences: list[Sequence] = []
-        self.arrivals = SwapIns(pool, budget.num_layers)
+        self.swap_ins = SwapIns(pool, budget.num_layers)
         self._moves = LayerMoves(pool, budget.num_layers, block_tokens)
         self._plan: StepPlan | None = None  # that is being made
         self._wanted = 0  # blocks that a prompt needs which could begin by layer, and lacks
@@ -81,7 +93,12 @@ class LayerPlacer:
     @property
     def is_busy(self) -> bool:
         """Whether anything lies by layer, or comes up."""
-        return bool(self.arrivals or self._lying())
+        return bool(self.swap_ins or self._offloaded())
+
+    @property
+    def parks(self) -> bool:
+        """As its policy has it."""
+        return self.policy.parks
 
     @property
     def num_layers(self) -> int:
@@ -94,22 +111,22 @@ class LayerPlacer:
         return self._budget.link_bytes_s
 
     @property
-    def _window(self) -> int:
+    def _window_blocks(self) -> int:
         """Blocks that a sequence has whole until they have moved: what plans under way, and the next one, compute."""
         return (1 + self._steps_in_flight) * min(CHUNK_BLOCKS, self._chunk_max) + 1
 
     # -- coming
 
-    def bring_up(self, sequence: Sequence) -> bool:
+    def swap_in(self, sequence: Sequence) -> bool:
         """Bring the blocks of a parked sequence up, whole, beside the plan that is being made. False: no room."""
         check(self._plan is not None, "blocks come up, and no plan is being made")
-        return self._plan is not None and self.arrivals.begin(sequence)
+        return self._plan is not None and self.swap_ins.start_swap_in(sequence)
 
     def arrives(self, sequence: Sequence) -> bool:
         """Whether its blocks come up beside the rows of others: it has none yet."""
-        return self.arrivals.has(sequence)
+        return self.swap_ins.is_arriving(sequence)
 
-    def may_lie_by_layer(self, sequence: Sequence) -> bool:
+    def may_offload(self, sequence: Sequence) -> bool:
         """One line of tokens, of which nothing but tokens is reported; where DRAM rounds, one that stays here."""
         group, remote = sequence.group, sequence.group.remote
         leaves = group.tokens_here is not None or (remote is not None and (remote.home is not None or remote.return_kv))
@@ -117,12 +134,12 @@ class LayerPlacer:
             return False
         return group.beam is None and group.request.n == 1 and group.prompt_logprobs is None and not group.muted
 
-    def attach(self, sequence: Sequence, headroom: int, *, reads_cache: bool, crowded: bool) -> bool:
+    def attach_by_layer(self, sequence: Sequence, headroom: int, *, reads_cache: bool, crowded: bool) -> bool:
         """Let a waiting sequence begin that has no room whole. False: it cannot, or that would not help. ``crowded``:
         others are parked; what it takes whole would be theirs."""
-        pool, known = self._pool, sequence.known
-        complete, entries = known // self._block_tokens, ceil_div(known + 1, self._block_tokens)
-        if sequence.dram_blocks or not self.may_lie_by_layer(sequence) or complete > pool.available(Tier.DRAM):
+        pool, token_count = self._pool, sequence.known_length
+        complete, entries = token_count // self._block_tokens, ceil_div(token_count + 1, self._block_tokens)
+        if sequence.dram_blocks or not self.may_offload(sequence) or complete > pool.available(Tier.DRAM):
             return False
         if self.piece_tokens(sequence) > self._chunk_max * self._block_tokens:
             return False  # reading back would take longer than computing
@@ -130,13 +147,15 @@ class LayerPlacer:
         if needed >= entries + headroom and not crowded:
             return False
         self._wanted = needed
-        if not self.give_up_kept(needed):
+        if not self.evict_layers(needed):
             return False
         self._wanted, self._usual = 0, needed
-        hbm, dram = pool.lend(sequence.group.isolation, sequence.known_tokens()[: known - 1 if reads_cache else 0])
+        hbm, dram = pool.export_blocks(
+            sequence.group.isolation, sequence.known_tokens()[: token_count - 1 if reads_cache else 0]
+        )
         first, cached = len(hbm), len(hbm) + len(dram)
         fresh = pool.allocate_dram_ids(complete - cached)
-        frames = self._staging(complete - first) if fresh is not None and needed <= pool.available() else None
+        frames = self._allocate_staging(complete - first) if fresh is not None and needed <= pool.available() else None
         if fresh is None or frames is None:
             pool.release(hbm)
             pool.release_dram(dram)
@@ -145,13 +164,19 @@ class LayerPlacer:
         sequence.blocks = hbm.tolist()
         sequence.layered = LayeredKV(first, cached, 0, [*dram.tolist(), *fresh.tolist()], {}, frames)
         sequence.computed, sequence.writable_until = cached * self._block_tokens, complete * self._block_tokens
-        self._begin_lying(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
+        self._start_offload(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
         self.admitted += 1
         return True
 
+    def least_piece(self, sequence: Sequence) -> int:
+        """Each piece of a prompt that lies by layer reads back those before it."""
+        if sequence.layered is None:
+            return self._block_tokens
+        return min(self.piece_tokens(sequence), sequence.known_length - sequence.computed)
+
     def piece_tokens(self, sequence: Sequence) -> int:
         """The least piece of its prompt whose computing hides reading back, were it to lie by layer."""
-        entries = ceil_div(sequence.known + 1, self._block_tokens)
+        entries = ceil_div(sequence.known_length + 1, self._block_tokens)
         block_ns = self._costs.model.prefill.token_ns * self._block_tokens if self._costs.samples else 0.0
         return min(self._budget.chunk_blocks(entries, block_ns), entries) * self._block_tokens
 
@@ -159,30 +184,32 @@ class LayerPlacer:
         """Tokens of ``budget`` for the next piece of a prompt without room, which reads back what is before it."""
         token_ns, entries = self._costs.model.prefill.token_ns, sequence.computed // self._block_tokens
         link_ns = self._budget.link_ns(entries)
-        least = min(int((link_ns - self._costs.decode_ns) / max(1.0, token_ns)), sequence.known - sequence.computed)
-        return self.overtaking.limit(budget, least)
+        least = min(
+            int((link_ns - self._costs.decode_ns) / max(1.0, token_ns)), sequence.known_length - sequence.computed
+        )
+        return self.overtaking.limit_tokens(budget, least)
 
-    def writes(self, sequence: Sequence, start: int, end: int) -> None:
+    def note_rows(self, sequence: Sequence, start: int, end: int) -> None:
         """The plan that is being made computes tokens ``[start, end)`` of ``sequence``."""
         kv, access = sequence.layered, self._pool.access
-        if sequence.overtakes:
-            self.overtaking.add(end - start)
+        if sequence.is_overtaking:
+            self.overtaking.add_tokens(end - start)
         if kv is not None and access is not None:
             first, last = start // self._block_tokens - kv.first, ceil_div(end, self._block_tokens) - kv.first
-            access.copied(Tier.HBM, (), Tier.DRAM, kv.dram_blocks[max(0, first) : max(0, last)])
+            access.on_copies_recorded(Tier.HBM, (), Tier.DRAM, kv.dram_blocks[max(0, first) : max(0, last)])
 
-    def resume(self, sequence: Sequence, headroom: int) -> bool:
+    def resume_by_layer(self, sequence: Sequence, headroom: int) -> bool:
         """Let a parked sequence go on with all of its layers in DRAM, if steps read them back without waiting. False:
         they would wait, or it has no room."""
         pool, complete = self._pool, sequence.computed // self._block_tokens
         dram, tail = sequence.dram_blocks[:complete], sequence.dram_blocks[complete:]
         needed = 2 * ceil_div(complete, self.num_layers) + 1 + headroom
         pages = self._pages_read_back() + complete * self.num_layers
-        if not complete or not self.may_lie_by_layer(sequence) or needed > pool.available():
+        if not complete or not self.may_offload(sequence) or needed > pool.available():
             return False
-        if not self._budget.allows(pages * _RESUMES_SHARE[1] // _RESUMES_SHARE[0], self._costs.decode_ns):
+        if not self._budget.allows_pages(pages * _RESUMES_SHARE[1] // _RESUMES_SHARE[0], self._costs.decode_ns):
             return False
-        frames = self._staging(complete)
+        frames = self._allocate_staging(complete)
         blocks = pool.swap_in(tail) if frames is not None else None
         if frames is None or blocks is None:
             pool.release([*frames[0], *frames[1]] if frames is not None else [])
@@ -190,159 +217,170 @@ class LayerPlacer:
         sequence.blocks, sequence.dram_blocks = blocks, []
         sequence.layered = LayeredKV(0, 0, 0, dram, {}, frames)
         sequence.writable_until = (complete + len(blocks)) * self._block_tokens
-        self._begin_lying(sequence, ("resumes_by_layer", f"{complete} blocks"))
+        self._start_offload(sequence, ("resumes_by_layer", f"{complete} blocks"))
         self.resumed += 1
         return True
 
-    def _staging(self, entries: int) -> tuple[list[int], list[int]] | None:
-        each = ceil_div(entries, self.num_layers)
-        frames = self._pool.allocate(2 * each)
-        return (frames[:each], frames[each:]) if frames is not None else None
+    def _allocate_staging(self, entries: int) -> tuple[list[int], list[int]] | None:
+        frame_count = ceil_div(entries, self.num_layers)
+        frames = self._pool.allocate(2 * frame_count)
+        return (frames[:frame_count], frames[frame_count:]) if frames is not None else None
 
-    def _begin_lying(self, sequence: Sequence, fact: tuple[str, str]) -> None:
+    def _start_offload(self, sequence: Sequence, fact: tuple[str, str]) -> None:
         # preempted by the plan that is being made, and admitted again by it: it is listed still
-        self.sequences = [other for other in self.sequences if other is not sequence]
+        self.sequences = [candidate for candidate in self.sequences if candidate is not sequence]
         self.sequences.append(sequence)
         sequence.group.facts.append(fact)
 
-    def reserve(self, blocks: int) -> int:
+    def blocks_to_reserve(self, blocks: int) -> int:
         """HBM blocks to leave to prompts where a parked sequence, which needs ``blocks``, may go on: what the next one
         lacks or, if none waits and not much lies idle, a little, so that it need not wait for an end."""
         total = self._pool.config.hbm_blocks
         little = min(self._usual, total // _RESERVE_SHARE) if self._pool.available() < total // _IDLE_SHARE else 0
         return max(0, min(max(self._wanted, little), total - blocks))
 
-    def convert(self, running: Many[Sequence], head: Sequence) -> None:
+    def convert_running(self, running: Many[Sequence], head: Sequence) -> None:
         """``head`` waits for room: let the latest of ``running`` that may lie by layer do so from now on."""
         pool, layers = self._pool, self.num_layers
-        if any(kv.moving is not None for _, kv in self._lying()):
+        if any(kv.moving is not None for _, kv in self._offloaded()):
             return  # room is on its way
         pages = self._pages_read_back()
-        pages += ceil_div(head.known + 1, self._block_tokens) * layers if self.may_lie_by_layer(head) else 0
+        pages += ceil_div(head.known_length + 1, self._block_tokens) * layers if self.may_offload(head) else 0
         for sequence in sorted(running, key=lambda sequence: sequence.rank, reverse=True):
             entries = len(sequence.blocks)
-            if sequence.layered is not None or not self.may_lie_by_layer(sequence) or self.arrives(sequence):
+            if sequence.layered is not None or not self.may_offload(sequence) or self.arrives(sequence):
                 continue
-            if sequence.group.tokens_here is not None or entries < 2 * self._window:
+            if sequence.group.tokens_here is not None or entries < 2 * self._window_blocks:
                 continue  # it is offered where it lies, or too short
             fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available(Tier.DRAM)
-            if fits and self._budget.allows(pages + entries * layers, self._costs.decode_ns):
-                self._begin_by_layer(sequence)
+            if fits and self._budget.allows_pages(pages + entries * layers, self._costs.decode_ns):
+                self._convert_sequence(sequence)
                 return
 
-    def _begin_by_layer(self, sequence: Sequence) -> None:
+    def _convert_sequence(self, sequence: Sequence) -> None:
         chunk_tokens = min(CHUNK_BLOCKS, self._chunk_max) * self._block_tokens
         sequence.layered = LayeredKV(0, sequence.published // self._block_tokens, chunk_tokens)
         if sequence.lease is not None:
             self._pool.unpin(sequence.lease)
         sequence.lease, sequence.published = None, 0
-        self._begin_lying(sequence, ("goes_on_by_layer", f"{len(sequence.blocks)} blocks"))
+        self._start_offload(sequence, ("goes_on_by_layer", f"{len(sequence.blocks)} blocks"))
         self.converted += 1
 
     # -- running
 
-    def begin(self, plan: StepPlan, *, beside: bool) -> None:
+    def begin_plan(self, plan: StepPlan, *, beside: bool) -> None:
         """``plan`` is begun: what the last one has moved is where it should be. ``beside``: others decode in it, and
         shall not wait for what comes up."""
         self._plan, self._wanted = plan, 0
-        self.overtaking.begin(beside=beside and self.policy.bounds_delays)
+        self.overtaking.begin_plan(beside=beside and self.policy.bounds_delays)
         pages_max = self._budget.pages_max(self._costs.decode_ns)
-        self.arrivals.go_on(plan, pages_max // self.num_layers if beside else None)
+        self.swap_ins.continue_copies(plan, pages_max // self.num_layers if beside else None)
         self.sequences = [sequence for sequence in self.sequences if sequence.layered is not None]
-        for sequence, kv in self._lying():
+        for sequence, kv in self._offloaded():
             if kv.moving is not None:
-                self._moves.settle(sequence, kv, kv.moving)
+                self._moves.finish_copies(sequence, kv, kv.moving)
 
-    def to_park(self) -> list[Sequence]:
+    def sequences_to_park(self) -> list[Sequence]:
         """The sequences that decode and give up HBM before the plan that is being made, as the policy has it."""
-        some = sorted(self._lying(), key=lambda lying: lying[0].rank, reverse=True)
-        lying, step_ns = [self._seen(*one) for one in some], self._costs.decode_ns
-        chosen = self.policy.to_park(lying, self._budget, step_ns, self._pool.blocks_free)
-        self.parked += len(chosen)
-        return [some[at][0] for at in chosen]
+        offloaded = sorted(self._offloaded(), key=lambda lying: lying[0].rank, reverse=True)
+        lying, step_ns = [self._policy_view(*pair) for pair in offloaded], self._costs.decode_ns
+        indices = self.policy.indices_to_park(lying, self._budget, step_ns, self._pool.blocks_free)
+        self.parked += len(indices)
+        return [offloaded[index][0] for index in indices]
 
-    def _seen(self, sequence: Sequence, kv: LayeredKV) -> Lying:
+    def _policy_view(self, sequence: Sequence, kv: LayeredKV) -> Lying:
         decodes = sequence.phase is Phase.DECODING
-        settled = bool(kv.dram_blocks) and self._moves.complete(sequence, kv) <= 1  # else the most of it still moves
-        return Lying(sequence.group.arrival, len(kv.dram_blocks), len(kv.kept), decodes, decodes and settled)
+        settled = (
+            bool(kv.dram_blocks) and self._moves.complete_blocks(sequence, kv) <= 1
+        )  # else the most of it still moves
+        return Lying(sequence.group.arrival, len(kv.dram_blocks), len(kv.resident_layers), decodes, decodes and settled)
+
+    def up_again(self, prefilling: Iterable[Sequence]) -> Many[Sequence]:
+        """They lack their last known token alone, and get a row whatever prompts may have."""
+        return [
+            sequence
+            for sequence in prefilling
+            if sequence.out and sequence.computed == sequence.known_length - 1 and sequence.group.beam is None
+            and not self.arrives(sequence)
+        ]  # fmt: skip
 
     def move(self, plan: StepPlan, *, keeps: bool) -> None:
         """Before the rows of ``plan``: what is complete moves. ``keeps``: free HBM may be used to keep layers."""
-        for sequence, kv in self._lying():
+        for sequence, kv in self._offloaded():
             most = self.policy.kept_most(sequence.group.arrival, self.num_layers)
-            while len(kv.kept) > most and self._may_give_up(kv):
-                self._give_up_last(kv)
-            if kv.moving is not None or self._moves.spill(plan, sequence, kv, self.make_room) or not keeps:
+            while len(kv.resident_layers) > most and self._may_evict(kv):
+                self._evict_last_layer(kv)
+            if kv.moving is not None or self._moves.spill_blocks(plan, sequence, kv, self.evict_layer) or not keeps:
                 continue
-            room = self._window + 2 * len(kv.staging[0])
-            if self._moves.complete(sequence, kv) >= 0 and self._pool.blocks_free >= room:
-                self._keep_one_more(plan, sequence, kv)
+            room = self._window_blocks + 2 * len(kv.staging[0])
+            if self._moves.complete_blocks(sequence, kv) >= 0 and self._pool.blocks_free >= room:
+                self._add_resident_layer(plan, sequence, kv)
 
-    def _keep_one_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
+    def _add_resident_layer(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
         number = sequence.group.arrival
-        if len(kv.kept) < self.policy.kept_most(number, self.num_layers):
+        if len(kv.resident_layers) < self.policy.kept_most(number, self.num_layers):
             order = layer_order(self.num_layers, number if self.policy.is_staggered else 0)
-            self._moves.keep(plan, kv, next(layer for layer in order if layer not in kv.kept))
+            self._moves.make_resident(plan, kv, next(layer for layer in order if layer not in kv.resident_layers))
 
-    def place(self, plan: StepPlan) -> None:
+    def place_layers(self, plan: StepPlan) -> None:
         """Behind the rows of a plan: tell the device where everything lies."""
         self._plan = None
-        self.arrivals.made()
-        for sequence, kv in self._lying():
+        self.swap_ins.on_plan_made()
+        for sequence, kv in self._offloaded():
             if kv.changed and sequence.opened and sequence.slot is not None:
                 kv.changed = False
                 if kv.dram_blocks:
-                    kept = {layer: list(frames) for layer, frames in kv.kept.items()}
+                    resident = {layer: list(frames) for layer, frames in kv.resident_layers.items()}
                     staging = list(kv.staging[0]), list(kv.staging[1])
-                    order = PlaceByLayer(sequence.slot, kv.first, list(kv.dram_blocks), kept, staging)
+                    order = PlaceByLayer(sequence.slot, kv.first, list(kv.dram_blocks), resident, staging)
                     plan.place.append(order)
 
-    def stepped(self, link: LinkUse) -> None:
+    def on_step_finished(self, link: LinkUse) -> None:
         """A step has used the link: all that lie by layer have waited as long as it has."""
         self.link.add(link)
-        self._budget.link.learn(link.up_bytes + link.down_bytes, link.busy_ns)
-        for _, kv in self._lying():
+        self._budget.link.learn_copies(link.up_bytes + link.down_bytes, link.busy_ns)
+        for _, kv in self._offloaded():
             kv.waited_ns += link.waited_ns
 
-    def tell(self, sequence: Sequence) -> None:
+    def report_placement(self, sequence: Sequence) -> None:
         """``sequence`` lies by layer no more, or ends: say how it lay, for its client."""
         if (kv := sequence.layered) is not None:
-            kept = f"{len(kv.kept)} of {self.num_layers} layers in HBM"
+            resident = f"{len(kv.resident_layers)} of {self.num_layers} layers in HBM"
             waited = f"waited {kv.waited_ns / NS_PER_MS:.1f} ms for the others"
-            sequence.group.facts.append(("by_layer", f"{kept}, {waited}"))
+            sequence.group.facts.append(("by_layer", f"{resident}, {waited}"))
 
-    def _lying(self) -> list[tuple[Sequence, LayeredKV]]:
+    def _offloaded(self) -> list[tuple[Sequence, LayeredKV]]:
         return [(sequence, kv) for sequence in self.sequences if (kv := sequence.layered) is not None]
 
     def _pages_read_back(self) -> int:
-        decoding = [kv for sequence, kv in self._lying() if sequence.phase is Phase.DECODING]
+        decoding = [kv for sequence, kv in self._offloaded() if sequence.phase is Phase.DECODING]
         return sum(kv.passing_pages(self.num_layers) for kv in decoding)
 
-    def make_room(self) -> bool:
+    def evict_layer(self) -> bool:
         """Give up one kept layer, of the latest request that keeps one. False: none does."""
         for sequence in reversed(self.sequences):
-            if (kv := sequence.layered) is not None and kv.kept and self._may_give_up(kv):
-                self._give_up_last(kv)
+            if (kv := sequence.layered) is not None and kv.resident_layers and self._may_evict(kv):
+                self._evict_last_layer(kv)
                 return True
         return False
 
-    def _give_up_last(self, kv: LayeredKV) -> None:
-        layer = next(reversed(kv.kept))
-        self._pool.release(kv.kept.pop(layer))
+    def _evict_last_layer(self, kv: LayeredKV) -> None:
+        layer = next(reversed(kv.resident_layers))
+        self._pool.release(kv.resident_layers.pop(layer))
         if kv.moving is not None:
             self._pool.release(kv.moving.frames.pop(layer, []))
         kv.changed = True
 
-    def _may_give_up(self, kv: LayeredKV) -> bool:
+    def _may_evict(self, kv: LayeredKV) -> bool:
         return kv.moving is None or kv.moving.plan is not self._plan
 
-    def give_up_kept(self, needed: int) -> bool:
+    def evict_layers(self, needed: int) -> bool:
         """Give up kept layers until ``needed`` blocks are available. False: that would not do, and none is given up."""
-        kvs = [kv for sequence in self.sequences if (kv := sequence.layered) is not None and self._may_give_up(kv)]
-        kept = sum(len(frames) for kv in kvs for frames in kv.kept.values())
-        if needed > self._pool.available() + kept:
+        kvs = [kv for sequence in self.sequences if (kv := sequence.layered) is not None and self._may_evict(kv)]
+        resident_frames = sum(len(frames) for kv in kvs for frames in kv.resident_layers.values())
+        if needed > self._pool.available() + resident_frames:
             return False
-        while needed > self._pool.available() and self.make_room():
+        while needed > self._pool.available() and self.evict_layer():
             pass
         return needed <= self._pool.available()
 
@@ -356,15 +394,15 @@ class LayerPlacer:
         """Give up all HBM of ``sequence``, which lies by layer or is about to come up, for blocks of DRAM. None: DRAM
         has no room for what is not there, and nothing has changed."""
         if self.arrives(sequence):
-            return self.arrivals.call_off(sequence)
+            return self.swap_ins.cancel_swap_in(sequence)
         kv = sequence.layered
         check(kv is not None, "{} does not lie by layer", sequence)
         if kv is None:
             return None
         if kv.moving is not None and kv.moving.plan is self._plan:
-            self._moves.call_off(kv, kv.moving)
+            self._moves.cancel_copies(kv, kv.moving)
         elif kv.moving is not None:
-            self._moves.settle(sequence, kv, kv.moving)
+            self._moves.finish_copies(sequence, kv, kv.moving)
         computed = ceil_div(sequence.computed, self._block_tokens)
         by_layer = max(0, min(computed - kv.first, len(kv.dram_blocks)))
         whole = sequence.blocks[: computed - by_layer]
@@ -372,27 +410,54 @@ class LayerPlacer:
         if below is None:
             return None
         self._pool.release(sequence.blocks[len(whole) :])
-        self._pool.release(kv.frames)
+        self._pool.release(kv.hbm_frames)
         self._pool.release_dram(kv.dram_blocks[by_layer:])
-        self.tell(sequence)
+        self.report_placement(sequence)
         sequence.layered = None
         return [*below[: kv.first], *kv.dram_blocks[:by_layer], *below[kv.first :]]
 
-    def detach(self, sequence: Sequence, *, publishes: bool) -> TokenArray | None:
+    def detach_sequence(self, sequence: Sequence, *, publishes: bool) -> TokenArray | None:
         """Leave what lies in DRAM to the prefix cache, if ``publishes``, and give up everything but whole blocks.
         Returns the tokens that the cache has got."""
-        self.arrivals.forget(sequence)
+        self.swap_ins.forget_sequence(sequence)
         kv, pool, tokens = sequence.layered, self._pool, None
         if kv is None:
             return None
         if kv.moving is not None and kv.moving.plan is self._plan:
-            self._moves.call_off(kv, kv.moving)
+            self._moves.cancel_copies(kv, kv.moving)
         if publishes and kv.dram_blocks:
-            count = len(kv.dram_blocks) + min(0, self._moves.complete(sequence, kv))
+            count = len(kv.dram_blocks) + min(0, self._moves.complete_blocks(sequence, kv))
             tokens = sequence.known_tokens()[: (kv.first + count) * self._block_tokens]
             blocks = [*sequence.blocks[: kv.first], *kv.dram_blocks[:count]]
             pool.insert(sequence.group.isolation, tokens, blocks, kv.first)
         pool.release_dram([*kv.dram_blocks, *(kv.moving.dram_blocks if kv.moving is not None else ())])
-        pool.release(kv.frames)
+        pool.release(kv.hbm_frames)
         sequence.layered = None
         return tokens
+
+    # -- what there is
+
+    def report(self, parked: int) -> LayerReport:
+        """In pages, and totals."""
+        kvs, unit = [kv for _, kv in self._offloaded()], self.num_layers
+        return LayerReport(
+            sequences=len(kvs),
+            parked=parked,
+            dram_pages=unit * sum(len(kv.dram_blocks) for kv in kvs),
+            kept_pages=unit * sum(len(frames) for kv in kvs for frames in kv.resident_layers.values()),
+            staging_pages=unit * sum(len(frames) for kv in kvs for frames in kv.staging),
+            moving_pages=unit * sum(len(kv.moving.dram_blocks) + len(kv.moving.hbm_frames) for kv in kvs if kv.moving),
+            begun=self.admitted,
+            converted=self.converted,
+            parkings=self.parked,
+            resumed=self.resumed,
+            link=replace(self.link),
+        )
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Each of ``sequences`` that lies by layer is listed, once."""
+        listed = Counter(id(sequence) for sequence in self.sequences)
+        lying = {id(sequence) for sequence in sequences if sequence.layered is not None}
+        check(listed.keys() >= lying, "one that lies by layer is not listed")
+        check(all(count == 1 for count in listed.values()), "a sequence is listed twice among those that lie by layer")
+        self.swap_ins.check_invariants()

@@ -73,7 +73,7 @@ class LayeredKV:
     """The most that one plan computes behind what lies by layer: blocks are whole there until they have moved. 0: as
     much as of any prompt."""
     dram_blocks: list[int] = field(default_factory=list)
-    kept: dict[int, list[int]] = field(default_factory=dict)
+    resident_layers: dict[int, list[int]] = field(default_factory=dict)
     staging: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     moving: Moving | None = None
     changed: bool = True
@@ -82,14 +82,14 @@ class LayeredKV:
     """How long its steps have waited for the link."""
 
     @property
-    def frames(self) -> list[int]:
+    def hbm_frames(self) -> list[int]:
         """All HBM blocks that it holds, also those that are being filled."""
-        kept = [frame for frames in self.kept.values() for frame in frames]
-        return [*kept, *self.staging[0], *self.staging[1], *(self.moving.hbm_frames if self.moving else ())]
+        resident = [frame for frames in self.resident_layers.values() for frame in frames]
+        return [*resident, *self.staging[0], *self.staging[1], *(self.moving.hbm_frames if self.moving else ())]
 
     def passing_pages(self, num_layers: int) -> int:
         """Pages that a step reads back: of the layers that are not kept."""
-        return len(self.dram_blocks) * (num_layers - len(self.kept))
+        return len(self.dram_blocks) * (num_layers - len(self.resident_layers))
 
 
 def whole_blocks(layers: int, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> MovePages:

@@ -52,15 +52,15 @@ class SequenceAdmission:
         for no more."""
         ready, turns = self.state.remote_kv_ready, self.state.turns
         while ready:
-            yield ready.line(turns.in_turn(ready.tenants)[0])[0]
+            yield ready.line_of(turns.sort_by_turn(ready.tenants)[0])[0]
 
-    def waiting(self, tenant: str, urgency: int, publishing: list[Sequence]) -> Iterator[Sequence]:
+    def waiting_sequences(self, tenant: str, urgency: int, publishing: list[Sequence]) -> Iterator[Sequence]:
         """Waiting sequences of ``tenant`` and ``urgency`` in rank order, without those that better wait one step.
 
         The caller admits each, or asks for no more. ``publishing``: sequences of which full blocks the plan being
         made publishes; the caller adds to it.
         """
-        waiting = self.state.waiting.line(tenant)
+        waiting = self.state.waiting.line_of(tenant)
         holds = 0
         while holds < min(_HOLDS_PER_PLAN, len(waiting)):  # a line may be long: it is not copied for the few in front
             sequence = waiting[holds]
@@ -101,14 +101,14 @@ class SequenceAdmission:
             return False
         from_dram = -state.memory.dram_tokens_reused
         has_blocks = sequence.phase is Phase.REMOTE_KV_READY
-        if not has_blocks and not self._attach(sequence, headroom_blocks(len(state.decoding))):
+        if not has_blocks and not self._attach_blocks(sequence, headroom_blocks(len(state.decoding))):
             return False
         from_dram += state.memory.dram_tokens_reused
         state.take_slot(sequence)
         state.reserve_slots(group)
         sequence.left = sequence.draws_left
         if group.admitted_ns is None:
-            self._first_time(sequence, now_ns, from_dram)
+            self._count_admission(sequence, now_ns, from_dram)
         if sequence.phase is Phase.PARKED:
             parked_ns = now_ns - sequence.parked_since_ns
             sequence.parked_ns += parked_ns
@@ -116,39 +116,37 @@ class SequenceAdmission:
         state.move(sequence, Cause.ADMITTED)
         return True
 
-    def _attach(self, sequence: Sequence, headroom: int) -> bool:
+    def _attach_blocks(self, sequence: Sequence, headroom: int) -> bool:
         """Whole, or by layer. Memory that comes free is first of all for those that are parked; prompts that may lie by
         layer take only what they need to be computed."""
         memory, layers = self.state.memory, self.state.memory.layers
-        if layers is None:
-            return memory.attach(sequence, headroom)
         is_parked = sequence.phase is Phase.PARKED
-        crowded = not is_parked and bool(self.state.parked) and layers.may_lie_by_layer(sequence)
+        crowded = not is_parked and bool(self.state.parked) and layers.may_offload(sequence)
         crowded = crowded and sequence is not self.due
         if is_parked:
-            headroom += layers.reserve(ceil_div(sequence.known, memory.block_tokens) + headroom)
+            headroom += layers.blocks_to_reserve(ceil_div(sequence.known_length, memory.block_tokens) + headroom)
         if not crowded or sequence.dram_blocks:
             fits = memory.attach(sequence, headroom)
-            if fits or (memory.make_room_for(sequence, headroom) and memory.attach(sequence, headroom)):
+            if fits or (memory.evict_layers_for(sequence, headroom) and memory.attach(sequence, headroom)):
                 return True
         if is_parked:
-            return layers.resume(sequence, headroom)
+            return layers.resume_by_layer(sequence, headroom)
         if layers.overtaking.left_tokens == 0 or (crowded and self._overtakes > _OVERTAKES_MAX):
             return False
         begins = memory.attach_by_layer(sequence, headroom, crowded=crowded)
         self._overtakes += crowded and begins
         return begins
 
-    def parked(self) -> Iterator[Sequence]:
+    def parked_sequences(self) -> Iterator[Sequence]:
         """Parked sequences by turns of their tenants, in rank order within one. The caller admits each, or asks for no
         more."""
         parked, turns, objectives = self.state.parked, self.state.turns, self.state.objectives
         while parked:
-            line = parked.line(turns.in_turn(parked.tenants)[0])
+            line = parked.line_of(turns.sort_by_turn(parked.tenants)[0])
             yield line[0] if objectives is None else objectives.next_in_turn(line, self.state.now)
             self._overtakes = 0  # one has been admitted
 
-    def _first_time(self, sequence: Sequence, now_ns: int, from_dram: int) -> None:
+    def _count_admission(self, sequence: Sequence, now_ns: int, from_dram: int) -> None:
         group, counters = sequence.group, self.state.counters
         group.admitted_ns = now_ns
         group.cached_tokens = min(sequence.computed, sequence.prompt_tokens - 1)  # a resumed one may have more
@@ -179,12 +177,16 @@ class PrefixSharing:
             leaves = sequence.group.tokens_here is not None
             if sequence.left == 0 and sequence.scheduled_step != step_id and sequence.blocks and not leaves:
                 return sequence
-        return self._lowest_ranked(needy, step_id) if len(self._state.turns) == 1 else self._lowest(needy, step_id)
+        return (
+            self._lowest_ranked(needy, step_id)
+            if len(self._state.turns) == 1
+            else self._lowest_standing(needy, step_id)
+        )
 
     def _lowest_ranked(self, needy: Sequence, step_id: int) -> Sequence | None:
         """The last one in rank order, where a single tenant has sequences."""
         lowest = needy
-        for sequences in self._holding():
+        for sequences in self._lists_with_blocks():
             for sequence in reversed(sequences):
                 if sequence.rank <= lowest.rank:
                     break
@@ -193,30 +195,30 @@ class PrefixSharing:
                     break
         return None if lowest is needy else lowest
 
-    def _lowest(self, needy: Sequence, step_id: int) -> Sequence | None:
-        standings = self._standings()
-        lowest, at = None, standings[needy]
+    def _lowest_standing(self, needy: Sequence, step_id: int) -> Sequence | None:
+        standings = self._compute_standings()
+        lowest, lowest_standing = None, standings[needy]
         for sequence, standing in standings.items():
             stays = sequence.scheduled_step == step_id or sequence.group.tokens_here is not None
-            if standing > at and not stays:
-                lowest, at = sequence, standing
+            if standing > lowest_standing and not stays:
+                lowest, lowest_standing = sequence, standing
         return lowest
 
-    def _standings(self) -> dict[Sequence, Standing]:
+    def _compute_standings(self) -> dict[Sequence, Standing]:
         """The standings of all sequences that hold blocks."""
-        held: dict[str, int] = {}
+        blocks_by_tenant: dict[str, int] = {}
         standings: dict[Sequence, Standing] = {}
         turns = self._state.turns
-        holders = [sequence for sequences in self._holding() for sequence in sequences]
+        holders = [sequence for sequences in self._lists_with_blocks() for sequence in sequences]
         for sequence in sorted(holders, key=lambda sequence: sequence.rank):
             group = sequence.group
-            before = held.get(group.tenant, 0)
+            before = blocks_by_tenant.get(group.tenant, 0)
             urgency, _, arrival, index = sequence.rank
-            standings[sequence] = urgency, before * SCALE // turns.weight(group.tenant), arrival, index
-            held[group.tenant] = before + sequence.blocks_held
+            standings[sequence] = urgency, before * SCALE // turns.weight_of(group.tenant), arrival, index
+            blocks_by_tenant[group.tenant] = before + sequence.blocks_held
         return standings
 
-    def _holding(self) -> Iterator[list[Sequence]]:
+    def _lists_with_blocks(self) -> Iterator[list[Sequence]]:
         """All sequences that hold blocks, in lists in rank order."""
         state = self._state
         yield from (state.decoding.items, state.prefilling.items, state.idle.items)
@@ -224,7 +226,7 @@ class PrefixSharing:
 
     # -- the head of the line
 
-    def make_way(self, head: Sequence) -> bool:
+    def preempt_for_head(self, head: Sequence) -> bool:
         """Preempt for ``head``, which did not fit, as far as that is its tenant's due; before a plan is begun.
 
         For those behind it in its tenant's line there are slots as well, as far as they are due: a burst within the
@@ -237,18 +239,18 @@ class PrefixSharing:
         slots = 1 + head.group.forks_pending
         if not self._make_slots(head, slots):
             return False
-        for sequence in state.waiting.line(tenant)[: state.slots]:
+        for sequence in state.waiting.line_of(tenant)[: state.slots]:
             slots += 0 if sequence is head else 1 + sequence.group.forks_pending
             if not self._make_slots(head, slots):
                 break
         if head.phase is Phase.REMOTE_KV_READY:
             return True
-        blocks, total = ceil_div(head.known, state.memory.block_tokens), state.memory.pool.config.hbm_blocks
+        blocks, total = ceil_div(head.known_length, state.memory.block_tokens), state.memory.pool.config.hbm_blocks
         while not state.memory.has_blocks_for(head, headroom_blocks(len(state.decoding))):
-            held = self._blocks_held()
-            if 2 * (held.get(tenant, 0) + blocks) > state.turns.share(tenant, total):
+            blocks_by_tenant = self._blocks_held()
+            if 2 * (blocks_by_tenant.get(tenant, 0) + blocks) > state.turns.share_of(tenant, total):
                 return False
-            if not self._give_way(head, blocks, held, total):
+            if not self._preempt_above_share(head, blocks, blocks_by_tenant, total):
                 return False
         return True
 
@@ -261,53 +263,53 @@ class PrefixSharing:
         state = self._state
         if len(state.turns) == 1:
             return state.slots
-        share, held = state.turns.share(tenant, state.slots), self._slots_held().get(tenant, 0)
-        line = state.waiting.line(tenant)
-        return share - held if held or not line else max(share, 1 + line[0].group.forks_pending)
+        share, slots_held = state.turns.share_of(tenant, state.slots), self._slots_held().get(tenant, 0)
+        line = state.waiting.line_of(tenant)
+        return share - slots_held if slots_held or not line else max(share, 1 + line[0].group.forks_pending)
 
     def _make_slots(self, head: Sequence, count: int) -> bool:
         """Preempt until ``count`` slots are free. False: the tenant of ``head`` is not due as many."""
         state = self._state
         while count > len(state.free_slots):
-            if not self._give_way(head, count, self._slots_held(), state.slots):
+            if not self._preempt_above_share(head, count, self._slots_held(), state.slots):
                 return False
             state.counters.preempted_for_slots += 1
         return True
 
-    def _give_way(self, head: Sequence, wanted: int, held: dict[str, int], total: int) -> bool:
+    def _preempt_above_share(self, head: Sequence, count: int, held_by_tenant: dict[str, int], total: int) -> bool:
         """Preempt the last sequence of the tenant that is furthest above its share. False: none is."""
         turns, tenant = self._state.turns, head.group.tenant
-        if held.get(tenant, 0) + wanted > turns.share(tenant, total):
+        if held_by_tenant.get(tenant, 0) + count > turns.share_of(tenant, total):
             return False
-        most = max(held, key=lambda name: held[name] / turns.share(name, total), default=tenant)
-        is_above = most != tenant and held[most] > turns.share(most, total)
+        most = max(held_by_tenant, key=lambda name: held_by_tenant[name] / turns.share_of(name, total), default=tenant)
+        is_above = most != tenant and held_by_tenant[most] > turns.share_of(most, total)
         victim = self._last_of(most) if is_above else None
         if victim is None or victim.rank[0] < head.rank[0]:
             return False
-        self._state.preempt(victim)
+        self._state.preempt_sequence(victim)
         return True
 
     def _last_of(self, tenant: str) -> Sequence | None:
         state = self._state
         lists = (state.decoding.items, state.prefilling.items, state.idle.items)
-        lasts = [next((s for s in reversed(items) if _may_go(s, tenant)), None) for items in lists]
+        lasts = [next((s for s in reversed(items) if _may_be_preempted(s, tenant)), None) for items in lists]
         return max((s for s in lasts if s is not None), key=lambda sequence: sequence.rank, default=None)
 
     def _slots_held(self) -> dict[str, int]:
-        held: dict[str, int] = {}
+        slots_by_tenant: dict[str, int] = {}
         for ranked in (self._state.decoding, self._state.prefilling, self._state.idle):
             for tenant, count in ranked.tenants.items():
-                held[tenant] = held.get(tenant, 0) + count
-        return held
+                slots_by_tenant[tenant] = slots_by_tenant.get(tenant, 0) + count
+        return slots_by_tenant
 
     def _blocks_held(self) -> dict[str, int]:
-        held: dict[str, int] = {}
-        for sequences in self._holding():
+        blocks_by_tenant: dict[str, int] = {}
+        for sequences in self._lists_with_blocks():
             for sequence in sequences:
                 tenant = sequence.group.tenant
-                held[tenant] = held.get(tenant, 0) + sequence.blocks_held
-        return held
+                blocks_by_tenant[tenant] = blocks_by_tenant.get(tenant, 0) + sequence.blocks_held
+        return blocks_by_tenant
 
 
-def _may_go(sequence: Sequence, tenant: str) -> bool:
+def _may_be_preempted(sequence: Sequence, tenant: str) -> bool:
     return sequence.group.tenant == tenant and sequence.group.tokens_here is None

@@ -40,7 +40,7 @@ class InflightPlan:
         """Slot -> the sequence that had a row or a draw there in this plan; it may have ended since."""
         plan = self.plan
         silent = (slot for slot, slots in zip(plan.slots, plan.sample_slots, strict=True) if not slots)
-        return dict(zip(plan.draws, self.targets, strict=True)) | dict(zip(silent, self.chunks, strict=True))
+        return dict(zip(plan.drawing_slots, self.targets, strict=True)) | dict(zip(silent, self.chunks, strict=True))
 
     def __repr__(self) -> str:
         void = " void" if self.void else ""
@@ -66,7 +66,7 @@ class BatchBuilder:
 
     def append_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
         """New blocks behind the last one."""
-        self.state.memory.append(sequence, blocks)
+        self.state.memory.append_blocks(sequence, blocks)
         if sequence.opened:
             self.plan.grow.append((sequence.slot, blocks))  # type: ignore[arg-type]  # a sequence with a row has a slot
 
@@ -82,16 +82,16 @@ class BatchBuilder:
                 return False
             if sequence.opened and sequence.blocks[place] != before:
                 self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]  # a sequence with a row has a slot
-        missing = ceil_div(end, memory.block_tokens) - sequence.entries
-        if missing <= 0:
+        missing_blocks = ceil_div(end, memory.block_tokens) - sequence.table_entries
+        if missing_blocks <= 0:
             return True
-        blocks = memory.pool.allocate(missing)
+        blocks = memory.pool.allocate(missing_blocks)
         if blocks is None:
             return False
         self.append_blocks(sequence, blocks)
         return True
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget_preempted(self, sequence: Sequence) -> None:
         """Take out the blocks that ``sequence``, which is about to be preempted, got in this plan."""
         self.plan.grow = [entry for entry in self.plan.grow if entry[0] != sequence.slot]
         self.plan.replace = [entry for entry in self.plan.replace if entry[0] != sequence.slot]
@@ -111,8 +111,8 @@ class BatchBuilder:
             targets = [sequence for sequence in targets if sequence.computed < sequence.writable_until]
         plan.decodes = len(targets)
         plan.counts = [1] * len(targets)
-        plan.starts, plan.slots, plan.sample_slots, ended = _core.plan_decodes(targets, step_id)
-        for sequence in ended:
+        plan.starts, plan.slots, plan.sample_slots, exhausted = _core.plan_decodes(targets, step_id)
+        for sequence in exhausted:
             self.state.move(sequence, Cause.ALL_SCHEDULED)
         self.inflight.targets = targets
         self.inflight.decode_rows = len(targets)
@@ -130,39 +130,38 @@ class BatchBuilder:
         Returns the number of tokens."""
         plan, inflight, start = self.plan, self.inflight, sequence.computed
         if not sequence.opened:
-            self._open(sequence)
+            self._open_slot(sequence)
         row = len(plan.slots)
         plan.slots.append(sequence.slot)  # type: ignore[arg-type]  # a sequence with a row has a slot
         plan.starts.append(start)
         plan.counts.append(end - start)
         inflight.prefill_tokens += end - start
         inflight.prefill_pairs += attended_pairs(end - start, start)
-        inflight.overtaking_tokens += end - start if sequence.overtakes else 0
+        inflight.overtaking_tokens += end - start if sequence.is_overtaking else 0
         if self.reports_prompt(sequence):
             self.prompt_logprobs += end - start
             plan.prompt_logprob_rows.append(row)
             inflight.prompt_rows[row] = (sequence, start)
-        if sequence.layered is not None and self.state.memory.layers is not None:
-            self.state.memory.layers.writes(sequence, start, end)
+        self.state.memory.layers.note_rows(sequence, start, end)
         sequence.computed = end
         sequence.scheduled_step = plan.step_id
-        self.state.turns.serve(sequence.group.tenant, end - start)
+        self.state.turns.serve_tenant(sequence.group.tenant, end - start)
         block_tokens = self.state.memory.block_tokens
         if sequence.lease is not None and end // block_tokens * block_tokens > sequence.published:
             self.publishing.append(sequence)
-        if end < sequence.known:
+        if end < sequence.known_length:
             plan.sample_slots.append(())
             inflight.chunks.append(sequence)
         else:
-            self._draw(sequence, row)
+            self._schedule_draw(sequence, row)
         return end - start
 
     def add_late_draws(self) -> None:
         """Let the sequences draw whose masks were late, and are there now. Only rows with drafts may follow."""
-        for sequence in self.state.late_masks.due():
-            self.plan.late_draws.append(LateDraw(sequence.slot, sequence.known))  # type: ignore[arg-type]  # it waits with its slot
+        for sequence in self.state.late_masks.due_sequences():
+            self.plan.late_draws.append(LateDraw(sequence.slot, sequence.known_length))  # type: ignore[arg-type]  # it waits with its slot
             self.inflight.targets.append(sequence)
-            self.state.late_masks.drop(sequence, self.state.now)
+            self.state.late_masks.drop_sequence(sequence, self.state.now)
             sequence.inflight += 1
             sequence.left -= 1
             if sequence.left:
@@ -183,7 +182,7 @@ class BatchBuilder:
         sequence.inflight += 1
         sequence.left -= 1
 
-    def _open(self, sequence: Sequence) -> None:
+    def _open_slot(self, sequence: Sequence) -> None:
         group = sequence.group
         self.plan.open.append(
             OpenSequence(
@@ -202,7 +201,7 @@ class BatchBuilder:
         )
         sequence.opened = True
 
-    def _draw(self, sequence: Sequence, row: int) -> None:
+    def _schedule_draw(self, sequence: Sequence, row: int) -> None:
         """The last known token is computed: the row draws the next one."""
         self.plan.sample_slots.append(sequence.draw)
         self.inflight.targets.append(sequence)
@@ -218,14 +217,14 @@ class BatchBuilder:
 
     # -- the end of the plan
 
-    def finish(self) -> None:
+    def finish_plan(self) -> None:
         """Publish what the plan computes, then fork."""
         for sequence in self.publishing:
             self.state.memory.publish(sequence)
         if self.forking:
-            self._fork()
+            self._fork_sequences()
 
-    def _fork(self) -> None:
+    def _fork_sequences(self) -> None:
         """Parallel sampling: the other sequences of a request draw from the same row and share all blocks so far."""
         for row, first in self.forking:
             group = first.group
@@ -235,7 +234,7 @@ class BatchBuilder:
                 child = group.new_sequence()
                 self.state.take_slot(child)
                 self.state.memory.fork(first, child)
-                self._open(child)
+                self._open_slot(child)
                 child.inflight = 1
                 child.left = first.left
                 child.scheduled_step = self.plan.step_id

@@ -68,25 +68,25 @@ class BeamSearch:
         """Enough that ``width`` beams live on even if every beam's best continuations are all the stop tokens."""
         return self.width * max(2, 1 + len(self.stops))
 
-    def advance(self, beams: Many[BeamState], tokens_max: int) -> list[Survivor]:
+    def next_survivors(self, beams: Many[BeamState], tokens_max: int) -> list[Survivor]:
         """The next generation, best first; empty when the search is over (``finished`` then has the result)."""
-        ranked = self._ranked(beams)[: self.candidates_wanted]
+        ranked = self._rank_continuations(beams)[: self.candidates_wanted]
         survivors: list[Survivor] = []
         for place, survivor in enumerate(ranked):
             beam = beams[survivor.parent]
             if survivor.token in self.stops and len(beam.tokens) + 1 >= self.min_tokens:
                 if place < self.width:
-                    self._finish(beam, survivor, FinishReason.STOP)
+                    self._finish_beam(beam, survivor, FinishReason.STOP)
             elif len(survivors) < self.width:
                 survivors.append(survivor)
         length = len(beams[0].tokens) + 1
         if length >= tokens_max:
             for survivor in survivors:
-                self._finish(beams[survivor.parent], survivor, FinishReason.LENGTH)
+                self._finish_beam(beams[survivor.parent], survivor, FinishReason.LENGTH)
             return []
-        return [] if survivors and self._settled(survivors[0], length) else survivors
+        return [] if survivors and self._is_settled(survivors[0], length) else survivors
 
-    def _ranked(self, beams: Many[BeamState]) -> list[Survivor]:
+    def _rank_continuations(self, beams: Many[BeamState]) -> list[Survivor]:
         """All continuations, best first; ties by beam, then by the candidate's place."""
         everything = [
             Survivor(parent, token, logprob, beam.cumulative_logprob + logprob)
@@ -96,16 +96,16 @@ class BeamSearch:
         everything.sort(key=lambda survivor: -survivor.cumulative_logprob)  # stable
         return everything
 
-    def _score(self, cumulative_logprob: float, length: int) -> float:
+    def _length_score(self, cumulative_logprob: float, length: int) -> float:
         return cumulative_logprob / math.pow(length, self.length_penalty)
 
-    def _settled(self, best: Survivor, length: int) -> bool:
+    def _is_settled(self, best: Survivor, length: int) -> bool:
         if len(self.finished) < self.width:
             return False
-        return self._score(best.cumulative_logprob, length) <= self.finished[-1].score
+        return self._length_score(best.cumulative_logprob, length) <= self.finished[-1].score
 
-    def _finish(self, beam: BeamState, last: Survivor, reason: FinishReason) -> None:
-        score = self._score(last.cumulative_logprob, len(beam.tokens) + 1)
+    def _finish_beam(self, beam: BeamState, last: Survivor, reason: FinishReason) -> None:
+        score = self._length_score(last.cumulative_logprob, len(beam.tokens) + 1)
         self.finished.append(
             Hypothesis(
                 tokens=(*beam.tokens, last.token),

@@ -58,12 +58,12 @@ def context_note(
     shorter."""
     if served_tokens >= model_tokens:
         return ""
-    wanted = min(options.max_model_tokens or model_tokens, model_tokens)
-    if served_tokens >= wanted:
+    wanted_tokens = min(options.max_model_tokens or model_tokens, model_tokens)
+    if served_tokens >= wanted_tokens:
         return f"--max-model-tokens {options.max_model_tokens} limits it; the model itself takes {model_tokens}"
-    room = flag_bytes(ceil_div(wanted - 1, geometry.block_tokens) * geometry.block_bytes)
-    held = human_bytes(hbm_blocks * geometry.block_bytes)
-    return f"{held} of KV memory hold no more; --kv-memory {room} would serve {wanted}"
+    room = flag_bytes(ceil_div(wanted_tokens - 1, geometry.block_tokens) * geometry.block_bytes)
+    memory_text = human_bytes(hbm_blocks * geometry.block_bytes)
+    return f"{memory_text} of KV memory hold no more; --kv-memory {room} would serve {wanted_tokens}"
 
 
 def running_max(config: SchedulerConfig) -> int:
@@ -131,10 +131,10 @@ def choose_shape(machine: Hardware, one_instance_bytes: int | None) -> Shape:
         return Shape(0, 0, 1, f"{cores} here, and prefill and decode go apart from {APART_CORES_MIN} on")
     if one_instance_bytes is None or machine.memory_bytes is None:
         return Shape(0, 0, 1, "it is not known whether two instances fit into memory")
-    both = 2 * one_instance_bytes
-    if both > machine.memory_bytes:
+    both_bytes = 2 * one_instance_bytes
+    if both_bytes > machine.memory_bytes:
         available = human_bytes(machine.memory_bytes)
-        return Shape(0, 0, 1, f"two instances need {human_bytes(both)}, and {available} are available")
+        return Shape(0, 0, 1, f"two instances need {human_bytes(both_bytes)}, and {available} are available")
     return Shape(1, 1, 0, f"{machine.cores} cores, and memory for both")
 
 

@@ -34,7 +34,7 @@ class Draft:
     source: int = LEAST
 
 
-def following(tokens: TokenArray, count: int) -> Draft:
+def repeated_draft(tokens: TokenArray, count: int) -> Draft:
     """The ``count`` tokens that followed the last ones of ``tokens [n]`` where most of those (2 to 8) stood before, the
     latest such place. From a place less than ``count`` back, tokens are taken to repeat. Empty: there is none."""
     end = len(tokens) - 1
@@ -49,8 +49,8 @@ def following(tokens: TokenArray, count: int) -> Draft:
         places, alike = longer, back + 1
     if alike < LEAST:
         return Draft()
-    found = tokens[int(places[-1]) + 1 :][:count].tolist()
-    return Draft([found[at % len(found)] for at in range(count)], alike)
+    continuation = tokens[int(places[-1]) + 1 :][:count].tolist()
+    return Draft([continuation[offset % len(continuation)] for offset in range(count)], alike)
 
 
 EXPECTED = {2: 0.4, 3: 0.5, 4: 0.6, 5: 0.65, 6: 0.7, 7: 0.8, 8: 0.88, CACHED: 0.9}
@@ -68,52 +68,52 @@ CHANCE_MAX = 0.98
 class Chances:
     """How often a drafted token is right behind right ones, by source: of all sequences of an instance, or of one."""
 
-    __slots__ = ("_kept", "_tried", "fade")
+    __slots__ = ("_accepted", "_tried", "fade")
 
     def __init__(self, fade: float) -> None:
         #: what is left of all before with each further draft
         self.fade = fade
         self._tried: dict[int, float] = {}
-        self._kept: dict[int, float] = {}
+        self._accepted: dict[int, float] = {}
 
-    def chance(self, source: int, expected: float) -> float:
+    def chance_of(self, source: int, expected: float) -> float:
         """The chance by what was seen, ``expected`` where that is little."""
-        kept, tried = self._kept.get(source, 0.0), self._tried.get(source, 0.0)
-        return min(CHANCE_MAX, (kept + TRUST * expected) / (tried + TRUST))
+        accepted, tried = self._accepted.get(source, 0.0), self._tried.get(source, 0.0)
+        return min(CHANCE_MAX, (accepted + TRUST * expected) / (tried + TRUST))
 
-    def told(self, source: int, drafted: int, kept: int) -> None:
+    def learn_outcome(self, source: int, drafted: int, accepted: int) -> None:
         """Of a draft's tokens so many were right; those behind the first wrong one say nothing."""
-        self._kept[source] = self._kept.get(source, 0.0) * self.fade + kept
-        self._tried[source] = self._tried.get(source, 0.0) * self.fade + min(drafted, kept + 1)
+        self._accepted[source] = self._accepted.get(source, 0.0) * self.fade + accepted
+        self._tried[source] = self._tried.get(source, 0.0) * self.fade + min(drafted, accepted + 1)
 
-    def forget(self, source: int) -> None:
+    def fade_source(self, source: int) -> None:
         """A draft was not worth its time: what speaks against it counts a little less, or there never is another."""
-        self._kept[source] = self._kept.get(source, 0.0) * FADE_UNUSED
+        self._accepted[source] = self._accepted.get(source, 0.0) * FADE_UNUSED
         self._tried[source] = self._tried.get(source, 0.0) * FADE_UNUSED
 
 
 class Pace:
     """What became of one sequence's drafts."""
 
-    __slots__ = ("drafted", "due", "kept", "misses", "own", "source")
+    __slots__ = ("accepted", "chances", "drafted", "due", "misses", "source")
 
     def __init__(self) -> None:
         #: tokens so far, and those of them that were drawn as well
-        self.drafted = self.kept = 0
-        self.own = Chances(FADE)
+        self.drafted = self.accepted = 0
+        self.chances = Chances(FADE)
         #: drawn tokens from which on it is worth a look, after so many looks in a row that found nothing worth its time
         self.due = self.misses = 0
         #: of the draft that is under way
         self.source = LEAST
 
-    def told(self, drafted: int, kept: int) -> None:
-        """Of ``drafted`` tokens ``kept`` were drawn as well."""
+    def learn_outcome(self, drafted: int, accepted: int) -> None:
+        """Of ``drafted`` tokens ``accepted`` were drawn as well."""
         self.drafted += drafted
-        self.kept += kept
-        self.own.told(self.source, drafted, kept)
+        self.accepted += accepted
+        self.chances.learn_outcome(self.source, drafted, accepted)
 
 
-def length(chance: float, price: Price, most: int) -> int:
+def paying_length(chance: float, price: Price, most: int) -> int:
     """How many tokens of a draft pay, up to ``most``, if each is right with ``chance`` behind right ones."""
     if chance * price.token_ns <= price.draft_ns:
         return 0
@@ -191,22 +191,22 @@ class Worth:
     def __init__(self) -> None:
         self._steps: dict[int, _Steps] = {}
 
-    def _of(self, sequences: int) -> _Steps:
+    def _steps_for(self, sequences: int) -> _Steps:
         return self._steps.setdefault(sequences if sequences <= 8 else 8 + (sequences - 5) // 4, _Steps())
 
-    def pays(self, sequences: int) -> bool:
+    def drafts_pay(self, sequences: int) -> bool:
         """Whether to look for drafts for a step of so many sequences. Changes nothing."""
-        steps = self._of(sequences)
+        steps = self._steps_for(sequences)
         return steps.plain >= 2 and not steps.rest
 
-    def price(self, sequences: int) -> Price:
+    def draft_price(self, sequences: int) -> Price:
         """What drafts save and cost in a step of so many sequences."""
-        steps = self._of(sequences)
+        steps = self._steps_for(sequences)
         return Price(steps.plain_ns, MARGIN * steps.extra_ns)
 
-    def plain(self, sequences: int, device_ns: int) -> None:
+    def learn_plain_step(self, sequences: int, device_ns: int) -> None:
         """A step gave each of ``sequences`` one token."""
-        steps, each_ns = self._of(sequences), device_ns / sequences
+        steps, each_ns = self._steps_for(sequences), device_ns / sequences
         if not steps.plain:
             steps.plain_ns, steps.extra_ns = each_ns, device_ns / WIDE
         else:
@@ -215,9 +215,9 @@ class Worth:
         steps.plain += 1
         steps.rest = max(0, steps.rest - 1)
 
-    def drafted(self, sequences: int, tokens: int, drafts: int, device_ns: int) -> None:
+    def learn_drafted_step(self, sequences: int, tokens: int, drafts: int, device_ns: int) -> None:
         """A step with ``drafts`` drafted tokens gave ``sequences`` together ``tokens``."""
-        steps = self._of(sequences)
+        steps = self._steps_for(sequences)
         if not steps.plain:
             return
         step_ns = steps.plain_ns * sequences

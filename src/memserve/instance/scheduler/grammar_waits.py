@@ -31,10 +31,11 @@ Wanted = tuple[str, str]
 """Tenant and grammar."""
 
 
-def may_have(own: int, taken: int, limit: int) -> bool:
-    """Whether a tenant that has ``own`` of the ``taken`` ones may take another one of ``limit``: it may have as many as
-    are free. The first tenant gets half, the next one half of the rest, and the last place is for one that has none."""
-    return own < limit - taken
+def may_have(own_count: int, taken_count: int, limit: int) -> bool:
+    """Whether a tenant that has ``own_count`` of the ``taken_count`` ones may take another one of ``limit``: it may
+    have as many as are free. The first tenant gets half, the next one half of the rest, and the last place is for one
+    that has none."""
+    return own_count < limit - taken_count
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class _Job:
 class GrammarWaits:
     """All grammars of unfinished requests, by tenant and text."""
 
-    __slots__ = ("_building", "_held", "_jobs", "_numbers", "_places", "_queues", "orders")
+    __slots__ = ("_building", "_held_counts", "_jobs", "_numbers", "_places", "_queues", "commands")
 
     def __init__(self, slots: int) -> None:
         self._places = GRAMMARS_PER_SLOT * slots
@@ -59,120 +60,126 @@ class GrammarWaits:
         #: those that it is yet to build, by tenant, oldest first
         self._queues: dict[str, deque[Wanted]] = {}
         #: those that it builds or has built, by tenant
-        self._held: Counter[str] = Counter()
+        self._held_counts: Counter[str] = Counter()
         self._numbers = 0
         #: for the host, in order; the machine takes them
-        self.orders: list[BuildGrammar | ForgetGrammar] = []
+        self.commands: list[BuildGrammar | ForgetGrammar] = []
 
-    def opened(self, wanted: Wanted, now_ns: int) -> None:
+    def on_request_opened(self, grammar: Wanted, now_ns: int) -> None:
         """A request has come; an empty text: it has no grammar."""
-        if not wanted[1]:
+        if not grammar[1]:
             return
-        if (job := self._jobs.get(wanted)) is not None:
+        if (job := self._jobs.get(grammar)) is not None:
             job.requests += 1
             return
         self._numbers += 1
-        self._jobs[wanted] = _Job(self._numbers, 1)
-        self._queues.setdefault(wanted[0], deque()).append(wanted)
+        self._jobs[grammar] = _Job(self._numbers, 1)
+        self._queues.setdefault(grammar[0], deque()).append(grammar)
         self._build_next(now_ns)
 
-    def closed(self, wanted: Wanted, now_ns: int) -> None:
+    def on_request_ended(self, grammar: Wanted, now_ns: int) -> None:
         """A request has ended."""
-        if not wanted[1]:
+        if not grammar[1]:
             return
-        job = self._jobs[wanted]
+        job = self._jobs[grammar]
         job.requests -= 1
         if job.requests:
             return
-        del self._jobs[wanted]
-        tenant = wanted[0]
+        del self._jobs[grammar]
+        tenant = grammar[0]
         queue = self._queues.get(tenant)
-        if queue is not None and wanted in queue:
-            queue.remove(wanted)
+        if queue is not None and grammar in queue:
+            queue.remove(grammar)
             if not queue:
                 del self._queues[tenant]
             return
-        self._building.pop(wanted, None)
-        self._held[tenant] -= 1
-        if not self._held[tenant]:
-            del self._held[tenant]
-        self.orders.append(ForgetGrammar(job.number, wanted[1]))
+        self._building.pop(grammar, None)
+        self._held_counts[tenant] -= 1
+        if not self._held_counts[tenant]:
+            del self._held_counts[tenant]
+        self.commands.append(ForgetGrammar(job.number, grammar[1]))
         self._build_next(now_ns)
 
     def _build_next(self, now_ns: int) -> None:
         while (tenant := self._next_tenant()) is not None:
             queue = self._queues[tenant]
-            wanted = queue.popleft()
+            grammar = queue.popleft()
             if not queue:
                 del self._queues[tenant]
-            job = self._jobs[wanted]
+            job = self._jobs[grammar]
             job.until_ns = now_ns + BUILD_NS
-            self._building[wanted] = job
-            self._held[tenant] += 1
-            self.orders.append(BuildGrammar(job.number, wanted[1]))
+            self._building[grammar] = job
+            self._held_counts[tenant] += 1
+            self.commands.append(BuildGrammar(job.number, grammar[1]))
 
     def _next_tenant(self) -> str | None:
         """Of those that may have another build, the one with the fewest; among equals the one that waits longest."""
-        builds, held = Counter([tenant for tenant, _ in self._building]), self._held.total()
+        builds, held_total = Counter([tenant for tenant, _ in self._building]), self._held_counts.total()
         able = [
             (builds[tenant], self._jobs[queue[0]].number, tenant)
             for tenant, queue in self._queues.items()
             if may_have(builds[tenant], len(self._building), BUILDS_MAX)
-            and may_have(self._held[tenant], held, self._places)
+            and may_have(self._held_counts[tenant], held_total, self._places)
         ]
         return min(able)[2] if able else None
 
-    def awaited(self, wanted: Wanted) -> bool:
+    def is_awaited(self, grammar: Wanted) -> bool:
         """Whether its requests wait for it."""
-        job = self._jobs.get(wanted)
+        job = self._jobs.get(grammar)
         return job is not None and not job.is_built
 
-    def job_of(self, wanted: Wanted) -> int:
+    def job_of(self, grammar: Wanted) -> int:
         """The number of the job that has built it; 0: there is no grammar."""
-        return self._jobs[wanted].number if wanted[1] else 0
+        return self._jobs[grammar].number if grammar[1] else 0
 
-    def built(self, job_id: int, now_ns: int) -> Wanted | None:
+    def on_grammar_built(self, job_id: int, now_ns: int) -> Wanted | None:
         """A job is done. None: no request waits for it any more."""
-        for wanted, job in self._building.items():
+        for grammar, job in self._building.items():
             if job.number == job_id:
-                self._end(wanted, now_ns)
-                return wanted
+                self._end_build(grammar, now_ns)
+                return grammar
         return None
 
-    def overdue(self, now_ns: int) -> list[Wanted]:
+    def expire_builds(self, now_ns: int) -> list[Wanted]:
         """Grammars that have been built for as long as they may; they count as built from now on."""
-        late = [wanted for wanted, job in self._building.items() if job.until_ns is not None and job.until_ns <= now_ns]
-        for wanted in late:
-            self._end(wanted, now_ns)
+        late = [
+            grammar for grammar, job in self._building.items() if job.until_ns is not None and job.until_ns <= now_ns
+        ]
+        for grammar in late:
+            self._end_build(grammar, now_ns)
         return late
 
-    def _end(self, wanted: Wanted, now_ns: int) -> None:
-        job = self._building.pop(wanted)
+    def _end_build(self, grammar: Wanted, now_ns: int) -> None:
+        job = self._building.pop(grammar)
         job.until_ns, job.is_built = None, True
         self._build_next(now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`overdue` is worth calling. None: nothing is being built."""
+        """When :meth:`expire_builds` is worth calling. None: nothing is being built."""
         return next((job.until_ns for job in self._building.values()), None)
 
-    def take_orders(self) -> list[BuildGrammar | ForgetGrammar]:
+    def take_commands(self) -> list[BuildGrammar | ForgetGrammar]:
         """What the host has to do since the last call."""
-        taken, self.orders = self.orders, []
-        return taken
+        commands, self.commands = self.commands, []
+        return commands
 
-    def users(self) -> dict[Wanted, int]:
+    def requests_by_grammar(self) -> dict[Wanted, int]:
         """Requests by grammar, for checks."""
-        return {wanted: job.requests for wanted, job in self._jobs.items()}
+        return {grammar: job.requests for grammar, job in self._jobs.items()}
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` where the books contradict."""
-        queued = [wanted for queue in self._queues.values() for wanted in queue]
+        queued = [grammar for queue in self._queues.values() for grammar in queue]
         apart = len(set(queued)) == len(queued) and not (self._building.keys() & set(queued))
         check(apart and all(self._queues.values()), "a grammar is queued twice, or an empty queue is kept")
-        held = Counter([wanted[0] for wanted in self._jobs if wanted not in queued])
-        check(held == self._held and held.total() <= self._places, "grammars are not counted right: {}", self._held)
-        waiting = {wanted for wanted, job in self._jobs.items() if not job.is_built}
+        held_counts = Counter([grammar[0] for grammar in self._jobs if grammar not in queued])
+        check(
+            held_counts == self._held_counts and held_counts.total() <= self._places,
+            "grammars are not counted right: {}",
+            self._held_counts,
+        )
+        waiting = {grammar for grammar, job in self._jobs.items() if not job.is_built}
         check(waiting == self._building.keys() | set(queued), "a grammar is neither built nor waits for that")
         check(len(self._building) <= BUILDS_MAX, "too many grammars are being built")
 
@@ -186,58 +193,68 @@ MASKS_NS = 5 * NS_PER_S
 class LateMasks:
     """All sequences that wait for a mask."""
 
-    __slots__ = ("_jobs", "_numbers", "orders")
+    __slots__ = ("_jobs", "_numbers", "commands")
 
     def __init__(self) -> None:
         self._jobs: dict[int, Sequence] = {}
         self._numbers = 0
         #: for the host; the machine takes them
-        self.orders: list[AwaitMask] = []
+        self.commands: list[AwaitMask] = []
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
 
-    def add(self, sequence: Sequence, now_ns: int) -> None:
+    def add_sequence(self, sequence: Sequence, now_ns: int) -> None:
         """``sequence``, which has a slot, waits from now on."""
         self._numbers += 1
         left_ns = max(0, MASKS_NS * sequence.group.request.n - sequence.group.masks_ns)
         sequence.late = LateMask(self._numbers, now_ns, now_ns + min(MASK_NS, left_ns))
         self._jobs[self._numbers] = sequence
-        self.orders.append(AwaitMask(self._numbers, sequence.slot))  # type: ignore[arg-type]  # it has a slot
+        self.commands.append(AwaitMask(self._numbers, sequence.slot))  # type: ignore[arg-type]  # it has a slot
 
-    def computed(self, job_id: int, now_ns: int) -> None:
+    def on_mask_computed(self, job_id: int, now_ns: int) -> None:
         """A mask is there; unknown ones are not wanted any more."""
         sequence = self._jobs.get(job_id)
         if sequence is not None and sequence.late is not None and not sequence.late.is_there:
             sequence.late.is_there = True
             sequence.group.masks_ns += now_ns - sequence.late.since_ns
 
-    def due(self) -> list[Sequence]:
+    def due_sequences(self) -> list[Sequence]:
         """Those that may draw in the next plan: no earlier plan has a row of theirs any more."""
-        return [one for one in self._jobs.values() if one.late is not None and one.late.is_there and not one.inflight]
+        return [
+            sequence
+            for sequence in self._jobs.values()
+            if sequence.late is not None and sequence.late.is_there and not sequence.inflight
+        ]
 
-    def drop(self, sequence: Sequence, now_ns: int) -> None:
+    def drop_sequence(self, sequence: Sequence, now_ns: int) -> None:
         """``sequence`` does not wait any more, if it has waited."""
         if sequence.late is not None:
-            self.computed(sequence.late.job_id, now_ns)
+            self.on_mask_computed(sequence.late.job_id, now_ns)
             del self._jobs[sequence.late.job_id]
             sequence.late = None
 
-    def overdue(self, now_ns: int) -> list[Sequence]:
+    def overdue_sequences(self, now_ns: int) -> list[Sequence]:
         """Those that have waited for as long as they may."""
-        waiting = [one for one in self._jobs.values() if one.late is not None and not one.late.is_there]
-        return [one for one in waiting if one.late is not None and one.late.until_ns <= now_ns]
+        waiting = [
+            sequence for sequence in self._jobs.values() if sequence.late is not None and not sequence.late.is_there
+        ]
+        return [sequence for sequence in waiting if sequence.late is not None and sequence.late.until_ns <= now_ns]
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`overdue` is worth calling. None: nothing waits."""
-        waiting = [one.late.until_ns for one in self._jobs.values() if one.late is not None and not one.late.is_there]
+        """When :meth:`overdue_sequences` is worth calling. None: nothing waits."""
+        waiting = [
+            sequence.late.until_ns
+            for sequence in self._jobs.values()
+            if sequence.late is not None and not sequence.late.is_there
+        ]
         return min(waiting, default=None)
 
-    def take_orders(self) -> list[AwaitMask]:
+    def take_commands(self) -> list[AwaitMask]:
         """What the host has to do since the last call."""
-        taken, self.orders = self.orders, []
-        return taken
+        commands, self.commands = self.commands, []
+        return commands
 
     def sequences(self) -> list[Sequence]:
         """All of them, for checks."""

@@ -15,11 +15,11 @@ from memserve.base.errors import check
 from memserve.base.fairness import TenantStore
 from memserve.base.types import NamedPrefix, TokenArray
 from memserve.base.units import ceil_div
+from memserve.instance.layerwise.placement import WholeBlocks
 from memserve.kv.pool import BlockPool, Lease
 
 if TYPE_CHECKING:
     from memserve.base.types import Request, TokenArray
-    from memserve.instance.layerwise.placer import LayerPlacer
     from memserve.instance.scheduler.sequence import Sequence
     from memserve.kv.costs import PreemptionModel
     from memserve.kv.pool import BlockPool, Lease
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 class PublishListener(Protocol):
     """Hears what sequences put into the prefix cache."""
 
-    def published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
+    def on_published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
         """The cache has got the blocks from ``first_block`` on of ``tokens``; they are the sequence's own now."""
 
-    def left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
+    def on_left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The cache has got ``tokens`` from a sequence that lay by layer, and that lets go of them now."""
 
-    def discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
+    def on_discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
         """What the sequence has published, ``tokens``, is not to be trusted."""
 
 
@@ -58,8 +58,7 @@ class SequenceMemory:
         self.costs = costs
         self.block_tokens = block_tokens
         self.copied_on_write = 0
-        #: None: every block lies whole
-        self.layers: LayerPlacer | None = None
+        self.layers = WholeBlocks(pool)
         #: None: no store keeps what is cached here
         self.listener: PublishListener | None = None
         self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
@@ -84,15 +83,15 @@ class SequenceMemory:
         # fit, the last token is computed in a new block.
         return self._attach_prefix(sequence, tokens, reusable[: len(tokens) - 1])
 
-    def make_room_for(self, sequence: Sequence, headroom: int) -> bool:
+    def evict_layers_for(self, sequence: Sequence, headroom: int) -> bool:
         """Give up layers that others keep in HBM without need, if :meth:`attach` then has the blocks that it needs."""
-        return self.layers is not None and self.layers.give_up_kept(self._needed(sequence) + headroom)
+        return self.layers.is_by_layer and self.layers.evict_layers(self._blocks_needed(sequence) + headroom)
 
     def attach_by_layer(self, sequence: Sequence, headroom: int, *, crowded: bool) -> bool:
         """As :meth:`attach`, for a sequence that has no room whole or, if ``crowded``, shall take none that parked ones
         wait for. False: nothing has changed."""
         reads = self.reads_cache(sequence)
-        if self.layers is None or not self.layers.attach(sequence, headroom, reads_cache=reads, crowded=crowded):
+        if not self.layers.attach_by_layer(sequence, headroom, reads_cache=reads, crowded=crowded):
             return False
         self.dram_tokens_reused += sequence.computed - len(sequence.blocks) * self.block_tokens
         return True
@@ -105,7 +104,7 @@ class SequenceMemory:
         blocks = self.costs.reusable_blocks(len(tokens), self.block_tokens, hbm, dram)
         return len(tokens) if blocks == hbm + dram else blocks * self.block_tokens
 
-    def adopt(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
+    def adopt_blocks(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
         """Take over ``blocks`` with the KV of the first ``tokens`` tokens, their references, and the pin."""
         sequence.blocks, sequence.lease = blocks, lease
         sequence.published = lease.tokens if lease is not None else 0
@@ -114,17 +113,17 @@ class SequenceMemory:
     def reads_cache(self, sequence: Sequence) -> bool:
         """Whether cached KV may stand in for computing. Logprobs of the prompt need every prompt position computed."""
         group = sequence.group
-        return self._shares(group.request) and (group.prompt_logprobs is None or bool(sequence.out))
+        return self._uses_cache(group.request) and (group.prompt_logprobs is None or bool(sequence.out))
 
-    def _shares(self, request: Request) -> bool:
+    def _uses_cache(self, request: Request) -> bool:
         """Whether the request takes part in the cache at all: then, and only then, its sequences have leases."""
         return self._caches and request.use_cache
 
     def has_blocks_for(self, sequence: Sequence, headroom: int) -> bool:
         """Whether :meth:`attach` has the blocks that it needs at least."""
-        return self._needed(sequence) + headroom <= self.pool.available()
+        return self._blocks_needed(sequence) + headroom <= self.pool.available()
 
-    def _needed(self, sequence: Sequence) -> int:
+    def _blocks_needed(self, sequence: Sequence) -> int:
         return len(sequence.dram_blocks) or self._missing_blocks(sequence, sequence.known_tokens())
 
     def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
@@ -133,38 +132,38 @@ class SequenceMemory:
             blocks -= self.pool.match(sequence.group.isolation, tokens) // self.block_tokens
         return blocks
 
-    def _acquire(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
+    def _acquire_prefix(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
         request = sequence.group.request
-        if not self._shares(request):
+        if not self._uses_cache(request):
             return None
         return self.pool.acquire(sequence.group.isolation, tokens if self.reads_cache(sequence) else tokens[:0])
 
     def _attach_prefix(self, sequence: Sequence, tokens: TokenArray, reusable: TokenArray) -> bool:
         """Acquire the cached prefix of ``reusable`` and allocate the rest of ``tokens``."""
-        lease = self._acquire(sequence, reusable)
+        lease = self._acquire_prefix(sequence, reusable)
         blocks = list(lease.blocks) if lease is not None else []
         sequence.lease, sequence.blocks = lease, blocks
         sequence.published = lease.tokens if lease is not None else 0
         sequence.computed = min(sequence.published, len(tokens) - 1)
-        missing = ceil_div(len(tokens), self.block_tokens) - len(blocks)
-        fits = self.make_private(sequence) if missing <= 0 else self._extend(sequence, missing)
+        missing_blocks = ceil_div(len(tokens), self.block_tokens) - len(blocks)
+        fits = self.make_private(sequence) if missing_blocks <= 0 else self._extend_blocks(sequence, missing_blocks)
         if not fits:
-            self._drop(sequence)
+            self._drop_blocks(sequence)
         elif lease is not None:
             self.dram_tokens_reused += lease.dram_tokens
         return fits
 
-    def _extend(self, sequence: Sequence, count: int) -> bool:
-        got = self.pool.allocate(count)
-        if got is None:
+    def _extend_blocks(self, sequence: Sequence, count: int) -> bool:
+        blocks = self.pool.allocate(count)
+        if blocks is None:
             return False
-        self.append(sequence, got)
+        self.append_blocks(sequence, blocks)
         return True
 
-    def append(self, sequence: Sequence, blocks: list[int]) -> None:
+    def append_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
         """Add blocks that were allocated for this sequence."""
         sequence.blocks.extend(blocks)
-        sequence.writable_until = sequence.entries * self.block_tokens
+        sequence.writable_until = sequence.table_entries * self.block_tokens
 
     # -- running
 
@@ -204,14 +203,14 @@ class SequenceMemory:
         """Put the full blocks of the known tokens computed so far into the prefix cache."""
         if sequence.lease is None:
             return
-        full = min(sequence.computed, sequence.known, _trusted(sequence)) // self.block_tokens
+        full = min(sequence.computed, sequence.known_length, _trusted(sequence)) // self.block_tokens
         tokens = full * self.block_tokens
         if tokens > sequence.published:
-            known, blocks = sequence.known_tokens()[:tokens], sequence.blocks[:full]
+            known_tokens, blocks = sequence.known_tokens()[:tokens], sequence.blocks[:full]
             isolation = sequence.group.isolation
-            self.pool.publish(sequence.lease, isolation, known, blocks, written_by=sequence.scheduled_step)
+            self.pool.publish(sequence.lease, isolation, known_tokens, blocks, written_by=sequence.scheduled_step)
             if self.listener is not None:
-                self.listener.published(sequence, known, sequence.published // self.block_tokens)
+                self.listener.on_published(sequence, known_tokens, sequence.published // self.block_tokens)
             sequence.published = tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -235,42 +234,40 @@ class SequenceMemory:
 
     def detach(self, sequence: Sequence) -> None:
         """Publish full blocks, then return every block on every tier."""
-        if self.layers is not None and self.layers.arrives(sequence):
-            self.abandon(sequence)  # its blocks have nothing yet
+        if self.layers.arrives(sequence):
+            self.abandon_blocks(sequence)  # its blocks have nothing yet
             return
         if sequence.dram_blocks:
             self.pool.release_dram(sequence.dram_blocks)
             sequence.dram_blocks = []
         self.publish(sequence)
-        if self.layers is not None:
-            left = self.layers.detach(sequence, publishes=self._shares(sequence.group.request))
-            if left is not None and self.listener is not None:
-                self.listener.left_in_dram(sequence, left)
-        self._drop(sequence)
+        cached_tokens = self.layers.detach_sequence(sequence, publishes=self._uses_cache(sequence.group.request))
+        if cached_tokens is not None and self.listener is not None:
+            self.listener.on_left_in_dram(sequence, cached_tokens)
+        self._drop_blocks(sequence)
 
-    def abandon(self, sequence: Sequence) -> None:
+    def abandon_blocks(self, sequence: Sequence) -> None:
         """Return every block without publishing: its content cannot be relied upon."""
         if sequence.dram_blocks:
             self.pool.release_dram(sequence.dram_blocks)
             sequence.dram_blocks = []
-        self._drop(sequence)
+        self._drop_blocks(sequence)
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard_kv(self, sequence: Sequence) -> None:
         """Return every block, and remove the tokens from the index, except blocks that others hold at this moment: the
         next request with this prefix computes it."""
         by_layer = sequence.layered
         reused = sequence.published if by_layer is None else by_layer.cached * self.block_tokens
         cached = sequence.known_tokens()[:reused]
-        shares = self._shares(sequence.group.request) and len(cached)
-        self.abandon(sequence)
+        shares = self._uses_cache(sequence.group.request) and len(cached)
+        self.abandon_blocks(sequence)
         if shares:
             self.pool.delete(sequence.group.isolation, cached)
             if self.listener is not None:
-                self.listener.discarded(sequence, cached)
+                self.listener.on_discarded(sequence, cached)
 
-    def _drop(self, sequence: Sequence) -> None:
-        if self.layers is not None:
-            self.layers.detach(sequence, publishes=False)
+    def _drop_blocks(self, sequence: Sequence) -> None:
+        self.layers.detach_sequence(sequence, publishes=False)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None
@@ -283,21 +280,17 @@ class SequenceMemory:
 
     def is_swapped_at_no_cost(self, sequence: Sequence) -> bool:
         """Whether DRAM has the KV already, all but the last blocks of it."""
-        return self.layers is not None and self.layers.is_in_dram(sequence)
+        return self.layers.is_in_dram(sequence)
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Move the blocks to DRAM. False: it has no room. ``computed`` stays.
 
         No further block is published: blocks that the index holds, too, would occupy both tiers.
         """
-        if self.layers is not None and self.layers.is_in_dram(sequence):
-            dram_blocks = self.layers.to_dram(sequence)
-        else:
-            dram_blocks = self._copy_out(sequence)
+        has_copy = self.layers.is_in_dram(sequence)
+        dram_blocks = self.layers.to_dram(sequence) if has_copy else self._copy_out(sequence)
         if dram_blocks is None:
             return False
-        if self.layers is not None:
-            self.layers.arrivals.forget(sequence)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None
@@ -314,26 +307,19 @@ class SequenceMemory:
 
     def _swap_in(self, sequence: Sequence, headroom: int) -> bool:
         check(not sequence.blocks, f"{sequence.request_id} is swapped out but has HBM blocks")
-        missing = ceil_div(sequence.known, self.block_tokens)
-        if missing + headroom > self.pool.available():
+        missing_blocks = ceil_div(sequence.known_length, self.block_tokens)
+        if missing_blocks + headroom > self.pool.available():
             return False
-        if not (self._copy_in(sequence) if self.layers is None else self.layers.bring_up(sequence)):
+        if not self.layers.swap_in(sequence):
             return False
         request = sequence.group.request
-        if self._shares(request):
+        if self._uses_cache(request):
             sequence.lease = self.pool.acquire(sequence.group.isolation, request.prompt[:0])
         # Blocks of tokens that are not computed yet: where they are lacking, the step asks for them again.
         sequence.writable_until = len(sequence.blocks) * self.block_tokens
-        extra = missing - len(sequence.blocks)
+        extra = missing_blocks - len(sequence.blocks)
         if extra > 0:
-            self._extend(sequence, extra)
-        return True
-
-    def _copy_in(self, sequence: Sequence) -> bool:
-        blocks = self.pool.swap_in(sequence.dram_blocks)
-        if blocks is None:
-            return False
-        sequence.dram_blocks, sequence.blocks = [], blocks
+            self._extend_blocks(sequence, extra)
         return True
 
 
@@ -342,8 +328,8 @@ def _trusted(sequence: Sequence) -> int:
     step may fail to read them: what it has computed counts when a token is known that was drawn behind it."""
     span = sequence.group.span
     if span is None or not span.segments:
-        return sequence.known
-    return sequence.known - 1 if len(sequence.out) > sequence.resumed else 0
+        return sequence.known_length
+    return sequence.known_length - 1 if len(sequence.out) > sequence.resumed else 0
 
 
 PINNED_TOKENS_MAX = 4 << 20
@@ -378,7 +364,9 @@ class Pins:
         #: names that were given up for memory, or because their KV was lost; the machine empties the list
         self.lost: list[str] = []
 
-    def pin(self, handle: str, isolation: str, tokens: TokenArray, until_ns: int, *, tenant: str | None = None) -> int:
+    def pin_prefix(
+        self, handle: str, isolation: str, tokens: TokenArray, until_ns: int, *, tenant: str | None = None
+    ) -> int:
         """Keep the cached prefix of ``tokens``, brought up from DRAM as far as HBM has room. Returns its tokens.
 
         An earlier pin of this name ends: it is renewed, extended or shortened. ``tenant``: the pin counts in its share
@@ -386,19 +374,19 @@ class Pins:
         """
         lease = self._pool.acquire(isolation, tokens)
         self._pool.release(lease.blocks)
-        self.unpin(handle)
+        self.unpin_prefix(handle)
         if lease.tokens:
             pin = self._pins[handle] = _Pin(handle, lease, until_ns, tenant)
             heapq.heappush(self._times, (until_ns, self._made, pin))
             self._made += 1
             if tenant is not None:
-                for gone in self._quota.put(tenant, handle, handle, len(tokens)):
-                    self.unpin(gone)
+                for dropped_handle in self._quota.put(tenant, handle, handle, len(tokens)):
+                    self.unpin_prefix(dropped_handle)
         else:
             self._pool.unpin(lease)
         return lease.tokens
 
-    def unpin(self, handle: str) -> None:
+    def unpin_prefix(self, handle: str) -> None:
         """Give up a name; unknown ones are ignored."""
         pin = self._pins.pop(handle, None)
         if pin is not None:
@@ -407,32 +395,32 @@ class Pins:
                 self._quota.pop(pin.tenant, handle)
             self._forget_times()
 
-    def tokens(self, handle: str) -> int:
+    def pinned_tokens(self, handle: str) -> int:
         """Tokens kept under the name. 0: the name is unknown."""
         pin = self._pins.get(handle)
         return pin.lease.tokens if pin is not None else 0
 
-    def of(self, tenant: str) -> list[NamedPrefix]:
-        """The prefixes of a tenant that is known here, under the names that :meth:`pin` was given."""
-        pins = [self._pins[handle] for handle in self._quota.of(tenant)]
+    def prefixes_of(self, tenant: str) -> list[NamedPrefix]:
+        """The prefixes of a tenant that is known here, under the names that :meth:`pin_prefix` was given."""
+        pins = [self._pins[handle] for handle in self._quota.values_of(tenant)]
         return [NamedPrefix(pin.handle, pin.lease.tokens, pin.until_ns) for pin in pins]
 
-    def expire(self, now_ns: int) -> None:
+    def expire_pins(self, now_ns: int) -> None:
         """End the pins with no time left."""
         while self._times and self._times[0][0] <= now_ns:
-            self.unpin(self._times[0][2].handle)
+            self.unpin_prefix(self._times[0][2].handle)
 
     def release_all(self) -> bool:
         """Give up every pin. False: there was none."""
         names = list(self._pins)
         for handle in names:
-            self.unpin(handle)
+            self.unpin_prefix(handle)
         self.lost += names
         return bool(names)
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`expire` is worth calling. None: there is no pin."""
+        """When :meth:`expire_pins` is worth calling. None: there is no pin."""
         return self._times[0][0] if self._times else None
 
     def _forget_times(self) -> None:

@@ -49,7 +49,7 @@ class Planner:
         self._no_room_for: Sequence | None = None
         self.next_step_id = 1
 
-    def make(
+    def make_plan(
         self, now_ns: int, begins_ns: int, *, nothing_under_way: bool, copies_only: bool
     ) -> tuple[StepPlan, InflightPlan] | None:
         """The next plan, which the device is expected to begin at ``begins_ns``. None: there is nothing to compute.
@@ -57,11 +57,11 @@ class Planner:
         ``copies_only``: a transfer waits for copies that are recorded already, so a plan without rows is of use.
         """
         state = self.state
-        if self.speculation is not None and not (nothing_under_way or copies_only) and self.speculation.waits():
+        if self.speculation is not None and not (nothing_under_way or copies_only) and self.speculation.should_wait():
             return None
         lines = state.decoding.items, state.prefilling.items, state.waiting, state.remote_kv_ready, state.parked
-        if any(lines) or state.late_masks.due():
-            batch = self._fill(now_ns, begins_ns)
+        if any(lines) or state.late_masks.due_sequences():
+            batch = self._fill_plan(now_ns, begins_ns)
             stands = not (batch.plan.gives_tokens or batch.plan.moves)
             if stands and nothing_under_way and not state.late_masks:  # masks come, or their sequences end
                 batch = self._start_over(batch, now_ns, begins_ns)
@@ -72,7 +72,7 @@ class Planner:
         if not (batch.plan.gives_tokens or batch.plan.moves or copies_only):
             return None
         self.next_step_id += 1
-        return self._seal(batch)
+        return self._finish_plan(batch)
 
     def _start_over(self, batch: BatchBuilder, now_ns: int, begins_ns: int) -> BatchBuilder:
         """No sequence can move: give up all pins, then preempt everything and begin at the head of the queue.
@@ -81,43 +81,42 @@ class Planner:
         """
         state = self.state
         if self.pins is not None and self.pins.release_all():
-            batch = self._fill(now_ns, begins_ns)
+            batch = self._fill_plan(now_ns, begins_ns)
         if not batch.plan.slots and state.holds_blocks:
             state.counters.standstills += 1
             state.preempt_all()
-            batch = self._fill(now_ns, begins_ns)
+            batch = self._fill_plan(now_ns, begins_ns)
         pool = state.memory.pool
         lent = pool.available() < pool.config.hbm_blocks
         check(batch.plan.slots or batch.plan.moves or lent, "standing still with everything free: {}", state)
         return batch
 
-    def _fill(self, now_ns: int, begins_ns: int) -> BatchBuilder:
+    def _fill_plan(self, now_ns: int, begins_ns: int) -> BatchBuilder:
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
-        has_room = head is None or self.sharing.make_way(head)
+        has_room = head is None or self.sharing.preempt_for_head(head)
         self.admission.due = head if has_room else None
         batch = BatchBuilder(self.state, self.next_step_id)
         layers = self.state.memory.layers
-        if layers is not None:
-            layers.begin(batch.plan, beside=bool(self.state.decoding.items))
-            for sequence in layers.to_park():
-                self.state.preempt(sequence)
-            layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
+        layers.begin_plan(batch.plan, beside=bool(self.state.decoding.items))
+        for sequence in layers.sequences_to_park():
+            self.state.preempt_sequence(sequence)
+        layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
         budget = self.config.step_tokens
         stalled, drafts = False, []
         if self.state.decoding.items:
             allowed = self._within_objectives(budget, begins_ns)
             self.state.serve_decodes(1)
             if self.speculation is not None:
-                drafts = self.speculation.choose(batch, budget)
+                drafts = self.speculation.choose_drafts(batch, budget)
                 budget -= sum([1 + len(tokens) for _, tokens in drafts])
-            stalled = self._make_room_for_decodes(batch)
+            stalled = self._grow_decodes(batch)
             budget = min(budget - batch.add_decodes(not stalled), allowed)
-        budget -= self._go_on(batch)
+        budget -= self._add_resumed(batch)
         if self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready:
             opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
-            self._prefill(batch, budget, now_ns, stalled, opens)
+            self._add_prefills(batch, budget, now_ns, stalled, opens)
         if not stalled:
-            for sequence in self.admission.parked():
+            for sequence in self.admission.parked_sequences():
                 if not self.admission.admit(sequence, now_ns):
                     break
         if self.state.late_masks:
@@ -126,20 +125,13 @@ class Planner:
             batch.add_drafts(sequence, tokens)
         return batch
 
-    def _go_on(self, batch: BatchBuilder) -> int:
+    def _add_resumed(self, batch: BatchBuilder) -> int:
         """A row for each sequence that was parked and is up again, whatever prompts may have. Returns their number."""
-        rows, layers = 0, self.state.memory.layers
-        if layers is not None:
-            for sequence in self.state.prefilling.items.copy():
-                end = sequence.known
-                is_next = sequence.out and sequence.computed == end - 1 and sequence.phase is Phase.PREFILLING
-                if (
-                    is_next
-                    and not layers.arrives(sequence)
-                    and sequence.group.beam is None
-                    and self._make_writable(batch, sequence, end)
-                ):
-                    rows += batch.add_chunk(sequence, end)
+        rows = 0
+        for sequence in self.state.memory.layers.up_again(self.state.prefilling.items):
+            end = sequence.known_length  # one may be preempted for another
+            if sequence.phase is Phase.PREFILLING and self._make_writable(batch, sequence, end):
+                rows += batch.add_chunk(sequence, end)
         return rows
 
     def _within_objectives(self, budget: int, begins_ns: int) -> int:
@@ -149,71 +141,69 @@ class Planner:
         first = next((line[0] for line in lines if line), None)
         if state.objectives is None or first is None:
             return budget
-        left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns, list(state.parked))
-        least, layers = state.memory.block_tokens, state.memory.layers
-        if layers is not None and first.layered is not None:
-            least = min(layers.piece_tokens(first), first.known - first.computed)  # each piece reads back the others
-        return left if left >= min(budget, least) else 0  # crumbs cost more than they bring
+        tokens_left = state.objectives.prefill_tokens(
+            state.decoding.items, first, budget, begins_ns, list(state.parked)
+        )
+        return tokens_left if tokens_left >= min(budget, state.memory.layers.least_piece(first)) else 0
 
     def _without_slot(self) -> Sequence | None:
         """The head of the waiting lines, when no slot is free and several tenants want one."""
         state, turns = self.state, self.state.turns
         if state.free_slots or len(turns) == 1 or not state.waiting:
             return None
-        tenant = min(state.waiting.tenants, key=lambda name: (state.first_urgency(name), turns.at(name)))
-        return state.waiting.line(tenant)[0]
+        tenant = min(state.waiting.tenants, key=lambda name: (state.first_urgency(name), turns.clock_of(name)))
+        return state.waiting.line_of(tenant)[0]
 
-    def _prefill(self, batch: BatchBuilder, budget: int, now_ns: int, stalled: bool, opens: bool) -> None:
+    def _add_prefills(self, batch: BatchBuilder, budget: int, now_ns: int, stalled: bool, opens: bool) -> None:
         """Passes 2 and 3. Of several tenants each gets its share of the budget, and what the ones before it leave.
 
         ``opens``: the waiting line is likely to move, so a part of the budget is kept for it.
         """
         state, turns, starved = self.state, self.state.turns, False
         if len(turns) == 1:  # nothing to share
-            left, starved = self._continue_prefills(batch, budget, state.prefilling.items.copy())
+            budget_left, starved = self._continue_prefills(batch, budget, state.prefilling.items.copy())
             if (state.waiting or state.remote_kv_ready) and not (stalled or starved):
-                self._admit(batch, left, [(tenant, 0) for tenant in turns], now_ns)
+                self._admit_waiting(batch, budget_left, [(tenant, 0) for tenant in turns], now_ns)
             return
         tenants = sorted(
             {**state.prefilling.tenants, **dict.fromkeys(state.waiting.tenants)},
-            key=lambda tenant: (state.first_urgency(tenant), turns.at(tenant)),
+            key=lambda tenant: (state.first_urgency(tenant), turns.clock_of(tenant)),
         )
         budget = self._budget_beside_others(tenants, budget, opens)
-        weights = sum([turns.weight(tenant) for tenant in tenants])
-        kept: list[tuple[str, int]] = []  # for the waiting line
+        weights = sum([turns.weight_of(tenant) for tenant in tenants])
+        reserved: list[tuple[str, int]] = []  # for the waiting line
         for tenant in tenants:
-            weight = turns.weight(tenant)
+            weight = turns.weight_of(tenant)
             share = budget if weight == weights else min(budget, max(1, budget * weight // weights))
             weights -= weight
-            left = share
+            budget_left = share
             if tenant in state.prefilling.tenants:
-                left, lacks = self._continue_prefills(batch, share, state.prefilling.of(tenant))
+                budget_left, lacks = self._continue_prefills(batch, share, state.prefilling.of_tenant(tenant))
                 starved |= lacks
-            line = state.waiting.line(tenant) if opens else []
-            keep = min(left, _core.count_tokens(line[:_LOOKS_AHEAD])[1]) if line else 0
-            kept.append((tenant, keep))
-            budget -= share - left + keep
+            line = state.waiting.line_of(tenant) if opens else []
+            keep = min(budget_left, _core.count_tokens(line[:_LOOKS_AHEAD])[1]) if line else 0
+            reserved.append((tenant, keep))
+            budget -= share - budget_left + keep
         if not (stalled or starved):
-            self._admit(batch, budget, kept, now_ns)
+            self._admit_waiting(batch, budget, reserved, now_ns)
 
     def _budget_beside_others(self, tenants: list[str], budget: int, opens: bool) -> int:
         """Where several tenants have prompts to compute, the one with most fills at most half of the step beside the
         others' tokens: a short prompt of another tenant shall not wait for a step of full length."""
         prefilling, waiting = self.state.prefilling, self.state.waiting
-        wanted = [
-            _core.count_tokens(prefilling.of(tenant)[:_LOOKS_AHEAD])[1]
-            + (_core.count_tokens(waiting.line(tenant)[:_LOOKS_AHEAD])[1] if opens else 0)
+        wanted_tokens = [
+            _core.count_tokens(prefilling.of_tenant(tenant)[:_LOOKS_AHEAD])[1]
+            + (_core.count_tokens(waiting.line_of(tenant)[:_LOOKS_AHEAD])[1] if opens else 0)
             for tenant in tenants
         ]
-        others = sum(wanted) - max(wanted, default=0)
-        return min(budget, others + max(1, budget // 2)) if others else budget
+        other_tokens = sum(wanted_tokens) - max(wanted_tokens, default=0)
+        return min(budget, other_tokens + max(1, budget // 2)) if other_tokens else budget
 
-    def _seal(self, batch: BatchBuilder) -> tuple[StepPlan, InflightPlan]:
+    def _finish_plan(self, batch: BatchBuilder) -> tuple[StepPlan, InflightPlan]:
         """Publish, fork, and hand over everything that has to happen on the device before the rows."""
         state, plan = self.state, batch.plan
-        batch.finish()
-        if state.memory.layers is not None:
-            state.memory.layers.place(plan)
+        batch.finish_plan()
+        state.memory.layers.place_layers(plan)
         plan.close, state.closing = state.closing, []
         plan.reset_slots, state.slots_unknown = state.slots_unknown, False
         plan.copies = state.memory.pool.take_copies()
@@ -225,7 +215,7 @@ class Planner:
 
     # -- pass 1
 
-    def _make_room_for_decodes(self, batch: BatchBuilder) -> bool:
+    def _grow_decodes(self, batch: BatchBuilder) -> bool:
         """Give blocks to the decodes that reached the end of theirs. Returns whether one goes without."""
         needy = _core.out_of_room(self.state.decoding.items)
         if not needy:
@@ -247,19 +237,15 @@ class Planner:
     def _make_writable(self, batch: BatchBuilder, sequence: Sequence, end: int) -> bool:
         """Blocks for the tokens up to ``end``, private ones; preempts others for them if that helps."""
         while not batch.make_writable(sequence, end):
-            if self._take_back_lent() or self._give_up_kept_layer():
+            if self._withdraw_exports() or self.state.memory.layers.evict_layer():
                 continue
             victim = self.sharing.victim_for(sequence, batch.plan.step_id)
             if victim is not None:
-                batch.forget(victim)
-                self.state.preempt(victim)
+                batch.forget_preempted(victim)
+                self.state.preempt_sequence(victim)
             elif not self.state.memory.unpin_published(sequence):
                 return False
         return True
-
-    def _give_up_kept_layer(self) -> bool:
-        layers = self.state.memory.layers
-        return layers is not None and layers.make_room()
 
     # -- pass 2
 
@@ -271,7 +257,7 @@ class Planner:
                 break
             if sequence.phase is not Phase.PREFILLING:
                 continue  # preempted for an earlier one
-            count = self._chunk(batch, sequence, budget)
+            count = self._next_chunk_tokens(batch, sequence, budget)
             if not count:
                 continue
             end = sequence.computed + count
@@ -281,31 +267,31 @@ class Planner:
                 starved = True
         return budget, starved
 
-    def _chunk(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
+    def _next_chunk_tokens(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
         """Tokens of ``sequence`` for this plan. 0: it has to wait for the next one."""
         block_tokens, layers = self.state.memory.block_tokens, self.state.memory.layers
-        if layers is not None and layers.arrives(sequence):
+        if layers.arrives(sequence):
             return 0
         chunk_max = self.config.chunk_tokens
         if sequence.layered is not None and sequence.layered.chunk_tokens:
             chunk_max = min(chunk_max, sequence.layered.chunk_tokens)
-        if layers is not None and sequence.overtakes:
+        if sequence.is_overtaking:
             budget = layers.overtaking_tokens(sequence, budget)
         if batch.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
-        return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)
+        return chunk_tokens(sequence.computed, sequence.known_length, chunk_max, budget, block_tokens)
 
     # -- pass 3
 
-    def _admit(self, batch: BatchBuilder, budget: int, kept: list[tuple[str, int]], now_ns: int) -> None:
+    def _admit_waiting(self, batch: BatchBuilder, budget: int, reserved: list[tuple[str, int]], now_ns: int) -> None:
         """Admit from the waiting lines, and give admitted sequences their first rows.
 
-        ``kept``: tenants in turn, and what of the budget is kept for each; ``budget`` is left beside that.
+        ``reserved``: tenants in turn, and what of the budget is kept for each; ``budget`` is left beside that.
         """
-        later = sum([keep for _, keep in kept])
+        later = sum([keep for _, keep in reserved])
         budget += later
         for sequence in self.admission.remote_kv_ready():
-            if budget <= 0 or not self._enter(batch, sequence, now_ns):
+            if budget <= 0 or not self._admit_sequence(batch, sequence, now_ns):
                 return
             spent = self._first_row(batch, sequence, budget)
             if not spent:
@@ -314,31 +300,32 @@ class Planner:
         urgency: int | None = None
         while (level := self.state.waiting.first_urgency()) is not None and level != urgency:
             urgency, behind = level, later
-            for tenant, keep in kept:
+            for tenant, keep in reserved:
                 behind -= keep
-                left = self._admit_line(batch, tenant, level, budget - behind, now_ns, self.sharing.slots_due(tenant))
-                if left is None:
+                budget_left = self._admit_line(
+                    batch, tenant, level, budget - behind, now_ns, self.sharing.slots_due(tenant)
+                )
+                if budget_left is None:
                     return
-                budget = left + behind
-            for tenant, _ in kept if len(kept) > 1 else ():  # slots that the others leave
-                left = self._admit_line(batch, tenant, level, budget, now_ns, self.state.slots)
-                if left is None:
+                budget = budget_left + behind
+            for tenant, _ in reserved if len(reserved) > 1 else ():  # slots that the others leave
+                budget_left = self._admit_line(batch, tenant, level, budget, now_ns, self.state.slots)
+                if budget_left is None:
                     return
-                budget = left
+                budget = budget_left
 
     def _admit_line(
         self, batch: BatchBuilder, tenant: str, urgency: int, budget: int, now_ns: int, slots_max: int
     ) -> int | None:
         """Admit from the line of one tenant, as many sequences as there are slots for it. Returns the budget left.
         None: the plan admits no more."""
-        for sequence in self.admission.waiting(tenant, urgency, batch.publishing):
+        for sequence in self.admission.waiting_sequences(tenant, urgency, batch.publishing):
             slots_max -= 1 + sequence.group.forks_pending
             if budget <= 0 or slots_max < 0:
                 break
-            if not self._enter(batch, sequence, now_ns):
+            if not self._admit_sequence(batch, sequence, now_ns):
                 return None
-            layers = self.state.memory.layers
-            if layers is not None and layers.arrives(sequence):
+            if self.state.memory.layers.arrives(sequence):
                 continue
             spent = self._first_row(batch, sequence, budget)
             if not spent:
@@ -346,24 +333,24 @@ class Planner:
             budget -= spent
         return budget
 
-    def _enter(self, batch: BatchBuilder, sequence: Sequence, now_ns: int) -> bool:
+    def _admit_sequence(self, batch: BatchBuilder, sequence: Sequence, now_ns: int) -> bool:
         """Admit. The first sequence that does not fit is remembered, and none is admitted behind it."""
         if self.admission.admit(sequence, now_ns) or (
-            self._take_back_lent() and self.admission.admit(sequence, now_ns)
+            self._withdraw_exports() and self.admission.admit(sequence, now_ns)
         ):
             return True
         self._no_room_for = sequence
-        layers = self.state.memory.layers
-        if layers is not None and self.state.free_slots:
-            layers.convert([*self.state.decoding.items, *self.state.prefilling.items], sequence)
+        if self.state.free_slots:
+            running = [*self.state.decoding.items, *self.state.prefilling.items]
+            self.state.memory.layers.convert_running(running, sequence)
         return False
 
-    def _take_back_lent(self) -> bool:
+    def _withdraw_exports(self) -> bool:
         """Make room without cost to any sequence. False: there is none to be made."""
-        return self.state.transfers is not None and self.state.transfers.make_room()
+        return self.state.transfers is not None and self.state.transfers.free_blocks()
 
     def _first_row(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
         """A row for an admitted sequence; returns its tokens. 0: the row comes with a later plan."""
-        count = self._chunk(batch, sequence, budget)
+        count = self._next_chunk_tokens(batch, sequence, budget)
         end = sequence.computed + count
         return batch.add_chunk(sequence, end) if count and batch.make_writable(sequence, end) else 0

@@ -28,38 +28,37 @@ class StepResults:
         #: None: no drafts
         self.speculation = speculation
 
-    def _learn(self, plan: InflightPlan, event: StepFinished) -> None:
+    def _learn_times(self, plan: InflightPlan, event: StepFinished) -> None:
         """How long steps and copies of this kind take, and what prompts that overtake take from answers."""
-        state, costs, layers = self.state, self.state.costs, self.state.memory.layers
+        state, costs, overtaking = self.state, self.state.costs, self.state.memory.layers.overtaking
         step_ns = event.device_ns - event.copies_ns
         if event.copies_ns:
             moved = sum([len(copy.src) for copy in plan.plan.copies if copy.src_tier is not copy.dst_tier])
             costs.learn_swap(moved, event.copies_ns)
-        if layers is not None:
-            layers.overtaking.pass_time(step_ns, len(state.groups))
-            if plan.overtaking_tokens and plan.decode_rows and costs.decode_ns:
-                share = plan.overtaking_tokens / plan.prefill_tokens
-                alone_ns = costs.model.prefill.work_ns(plan.prefill_tokens, plan.prefill_pairs)
-                more_ns = round(share * (step_ns - costs.decode_ns))
-                layers.overtaking.learn(plan.overtaking_tokens, more_ns, share * alone_ns, 1 + len(state.parked))
+        overtaking.pass_time(step_ns, len(state.groups))
+        if plan.overtaking_tokens and plan.decode_rows and costs.decode_ns:
+            share = plan.overtaking_tokens / plan.prefill_tokens
+            alone_ns = costs.model.prefill.work_ns(plan.prefill_tokens, plan.prefill_pairs)
+            more_ns = round(share * (step_ns - costs.decode_ns))
+            overtaking.learn_delay(plan.overtaking_tokens, more_ns, share * alone_ns, 1 + len(state.parked))
         if plan.plan.slots and not plan.drafts:
-            costs.learn(plan.prefill_tokens, plan.decode_rows, step_ns, plan.prefill_pairs)
+            costs.learn_step(plan.prefill_tokens, plan.decode_rows, step_ns, plan.prefill_pairs)
             if not (plan.prefill_tokens or costs.is_measured):
                 costs.learn_decode(plan.decode_rows, sum(plan.plan.starts) + plan.decode_rows, step_ns)
 
-    def apply(self, plan: InflightPlan, event: StepFinished) -> None:
+    def apply_step(self, plan: InflightPlan, event: StepFinished) -> None:
         """Deliver the sampled tokens of ``plan``."""
         counters = self.state.counters
         counters.device_ns += event.device_ns
-        if event.link is not None and self.state.memory.layers is not None:
-            self.state.memory.layers.stepped(event.link)
+        if event.link is not None:
+            self.state.memory.layers.on_step_finished(event.link)
         if plan.void:
             return
         targets, tokens = plan.targets, event.tokens
         check(len(tokens) == len(targets), f"step {plan.step_id}: {len(tokens)} tokens for {len(targets)} draws")
         if self.speculation is not None:
-            self.speculation.learn(plan, event)
-        self._learn(plan, event)
+            self.speculation.learn_step(plan, event)
+        self._learn_times(plan, event)
         if event.failed:  # first: further results of sequences that have ended are dropped
             self._end_failed(plan, event.failed)
         if event.prompt_logprobs:
@@ -74,32 +73,32 @@ class StepResults:
             self._apply_plain(plan, tokens)
         if plan.drafts:
             self._take_kept(plan, event)
-        drawn = len(targets) + sum(map(len, event.kept.values()))
-        counters.generated_tokens += drawn - (counters.dropped_tokens - dropped_before)
+        drawn_tokens = len(targets) + sum(map(len, event.accepted_drafts.values()))
+        counters.generated_tokens += drawn_tokens - (counters.dropped_tokens - dropped_before)
 
     def _skip_late(self, plan: InflightPlan, event: StepFinished) -> tuple[InflightPlan, StepFinished]:
         """Note the draws that were late; what is left of both."""
-        there: list[int] = []
-        for place, slot in enumerate(plan.plan.draws):
+        timely_places: list[int] = []
+        for place, slot in enumerate(plan.plan.drawing_slots):
             if slot not in event.late:
-                there.append(place)
+                timely_places.append(place)
             elif plan.targets[place].phase is not Phase.FINISHED:
                 self.state.counters.late_draws += 1
                 self.state.skip_draw(plan.targets[place])
-        places = {place: number for number, place in enumerate(there)}
-        told = replace(
+        places = {place: number for number, place in enumerate(timely_places)}
+        timely_event = replace(
             event,
-            tokens=[event.tokens[place] for place in there],
+            tokens=[event.tokens[place] for place in timely_places],
             logprobs={places[place]: logprobs for place, logprobs in event.logprobs.items()},
             candidates={places[place]: candidates for place, candidates in event.candidates.items()},
         )
-        return replace(plan, targets=[plan.targets[place] for place in there]), told
+        return replace(plan, targets=[plan.targets[place] for place in timely_places]), timely_event
 
     def _apply_plain(self, plan: InflightPlan, tokens: list[int]) -> None:
         """The hot loop: a token for each sequence. Most sequences draw on; first and last tokens need more care."""
         targets, outputs = plan.targets, self.state.outputs
         special = set(_core.take_tokens(targets, tokens, Phase.DECODING, Phase.FINISHED))
-        for place in self.reported(plan, special):
+        for place in self.reported_places(plan, special):
             sequence, token = targets[place], tokens[place]
             if place in special:
                 self._take_special(sequence, token, None)
@@ -107,7 +106,7 @@ class StepResults:
                 offset = len(sequence.out) - 1
                 outputs.append(TokenOutput(sequence.request_id, sequence.index, (token,), offset=offset))
 
-    def reported(self, plan: InflightPlan, special: set[int]) -> Iterable[int]:
+    def reported_places(self, plan: InflightPlan, special: set[int]) -> Iterable[int]:
         """Places in ``plan.targets`` whose tokens are emitted with this step, in order, those in ``special`` among
         them: here all. A host that knows otherwise when tokens are drawn may leave out plain ones."""
         return range(len(plan.targets))
@@ -131,12 +130,12 @@ class StepResults:
         counters = self.state.counters
         for sequence in plan.targets[-len(plan.drafts) :]:
             slot = sequence.draw[0]  # also of one that was preempted: it waits for these tokens
-            drafted, kept = plan.drafts[slot], event.kept.get(slot, [])
+            drafted, accepted = plan.drafts[slot], event.accepted_drafts.get(slot, [])
             counters.drafted_tokens += drafted
-            counters.kept_tokens += len(kept)
+            counters.kept_tokens += len(accepted)
             if self.speculation is not None:
-                self.speculation.told(sequence, drafted, len(kept))
-            for token in kept:
+                self.speculation.learn_outcome(sequence, drafted, len(accepted))
+            for token in accepted:
                 if sequence.phase is not Phase.FINISHED:
                     sequence.out.append(token)
                     sequence.left -= 1
@@ -157,18 +156,18 @@ class StepResults:
         elif generated >= sequence.max_tokens:
             reason = FinishReason.LENGTH
         if self.state.objectives is not None:
-            self.state.objectives.told(sequence, reason, self.state.now)
-        if reason is not None and self.state.memory.layers is not None:
-            self.state.memory.layers.tell(sequence)
-        if reason is not None and sequence.pace is not None and sequence.pace.drafted:
-            sequence.group.facts.append(("drafts_kept", f"{sequence.pace.kept} of {sequence.pace.drafted} tokens"))
-        self.emit(sequence, () if scoring_only else (token,), logprobs, reason)
+            self.state.objectives.on_token_emitted(sequence, reason, self.state.now)
         if reason is not None:
-            self.state.finish(sequence, reason)
+            self.state.memory.layers.report_placement(sequence)
+        if reason is not None and sequence.pace is not None and sequence.pace.drafted:
+            sequence.group.facts.append(("drafts_kept", f"{sequence.pace.accepted} of {sequence.pace.drafted} tokens"))
+        self.emit_token(sequence, () if scoring_only else (token,), logprobs, reason)
+        if reason is not None:
+            self.state.finish_sequence(sequence, reason)
         else:
-            self.state.resume(sequence)
+            self.state.resume_sequence(sequence)
 
-    def emit(
+    def emit_token(
         self, sequence: Sequence, tokens: tuple[int, ...], logprobs: TokenLogprobs | None, reason: FinishReason | None
     ) -> None:
         """Emit the newest token of a sequence, if the client is to have it."""
@@ -205,7 +204,7 @@ class StepResults:
 
     # -- failure
 
-    def fail(self, failed: InflightPlan, later: list[InflightPlan], event: StepFailed) -> None:
+    def fail_step(self, failed: InflightPlan, later: list[InflightPlan], event: StepFailed) -> None:
         """Drop the results of ``failed`` and of the plans behind it: tokens, KV, copies, cache entries.
 
         All KV is forgotten, not only that of the failed rows: copies of others (evictions, swaps) were in those plans
@@ -221,26 +220,26 @@ class StepResults:
         for group in list(state.groups.values()):
             for sequence in list(group.sequences.values()):
                 sequence.failures += id(sequence) in involved
-                state.reset(sequence)
+                state.reset_sequence(sequence)
         state.memory.pool.clear_cache()
         state.closing.clear()
         state.slots_unknown = True
         for group in list(state.groups.values()):
-            self._end_hopeless(group)
+            self._end_after_retries(group)
 
-    def _end_hopeless(self, group: Group) -> None:
+    def _end_after_retries(self, group: Group) -> None:
         for sequence in list(group.sequences.values()):
             if sequence.failures > _RETRIES and sequence.phase is not Phase.FINISHED:
-                self._end(sequence)
+                self._end_sequence(sequence)
 
-    def _end(self, sequence: Sequence, error: str = "") -> None:
+    def _end_sequence(self, sequence: Sequence, error: str = "") -> None:
         """End one sequence with an error, and with it the request where other sequences depend on this one."""
         state, group = self.state, sequence.group
         if group.beam is not None or group.muted or group.forks_pending:
             state.finish_group(group, FinishReason.ERROR, error)
             return
-        state.outputs.append(sequence.ending(FinishReason.ERROR, error))
-        state.finish(sequence, FinishReason.ERROR)
+        state.outputs.append(sequence.final_output(FinishReason.ERROR, error))
+        state.finish_sequence(sequence, FinishReason.ERROR)
 
     def _end_failed(self, plan: InflightPlan, failed: dict[int, RowFailed]) -> None:
         """End the sequences of rows that failed alone, each with its own error. A retry would fail again."""
@@ -255,11 +254,11 @@ class StepResults:
                 continue
             self.state.counters.rows_failed += 1
             if failure.kv_is_suspect:
-                self.state.memory.discard(sequence)
+                self.state.memory.discard_kv(sequence)
             if id(sequence) in reporting:  # prompt logprobs that its whole request waits for are lost
                 self.state.finish_group(sequence.group, FinishReason.ERROR, failure.reason)
             else:
-                self._end(sequence, failure.reason)
+                self._end_sequence(sequence, failure.reason)
 
 
 # -- beams: collecting candidates, forking, dropping, delivering
@@ -281,7 +280,7 @@ def advance_beams(state: SchedulerState, group: Group) -> None:
     if search is None or not beams or any(beam.candidates is None for beam in beams):
         return
     states = [BeamState(b.out, b.logprobs, b.cumulative_logprob, b.candidates or []) for b in beams]
-    survivors = search.advance(states, group.max_tokens)
+    survivors = search.next_survivors(states, group.max_tokens)
     if survivors:
         _next_generation(state, group, beams, survivors)
     else:
@@ -332,7 +331,7 @@ def _extend(state: SchedulerState, beam: Sequence, survivor: Survivor) -> None:
     if beam.phase is Phase.IDLE:
         state.move(beam, Cause.BEAM_EXTENDED)
     else:
-        state.resume(beam)
+        state.resume_sequence(beam)
 
 
 def _deliver(state: SchedulerState, group: Group, search: BeamSearch, beams: list[Sequence]) -> None:

@@ -250,8 +250,8 @@ class Group:
         """The facts since the last output that told them."""
         if not self.facts:
             return ()
-        told, self.facts = tuple(self.facts), []
-        return told
+        facts, self.facts = tuple(self.facts), []
+        return facts
 
     @property
     def wanted_grammar(self) -> tuple[str, str]:
@@ -273,6 +273,7 @@ class Sequence(_core.SequenceRow):
     phase: Phase  # of the base, as are all that are not listed here
 
     __slots__ = (
+        "awaits_tokens",
         "blocks",
         "candidates",
         "cumulative_logprob",
@@ -280,7 +281,6 @@ class Sequence(_core.SequenceRow):
         "expected_tokens",
         "failures",
         "group",
-        "held",
         "index",
         "late",
         "layered",
@@ -339,7 +339,7 @@ class Sequence(_core.SequenceRow):
         self.late: LateMask | None = None
         # speculation only
         #: whether it is idle until its tokens under way are known
-        self.held = False
+        self.awaits_tokens = False
         #: None: it has not been looked at
         self.pace: Pace | None = None
         # scheduling by objectives only
@@ -356,22 +356,22 @@ class Sequence(_core.SequenceRow):
         self.logprobs: list[float] = []
 
     @property
-    def entries(self) -> int:
+    def table_entries(self) -> int:
         """Entries of its block table."""
         return len(self.blocks) if self.layered is None else len(self.blocks) + len(self.layered.dram_blocks)
 
     @property
-    def overtakes(self) -> bool:
+    def is_overtaking(self) -> bool:
         """Whether its prompt is computed although it has no room whole: by its turn it would wait."""
         return self.layered is not None and not self.out
 
     @property
     def blocks_held(self) -> int:
         """HBM blocks, whole ones and frames."""
-        return len(self.blocks) if self.layered is None else len(self.blocks) + len(self.layered.frames)
+        return len(self.blocks) if self.layered is None else len(self.blocks) + len(self.layered.hbm_frames)
 
     @property
-    def known(self) -> int:
+    def known_length(self) -> int:
         """Tokens with a value that the machine knows."""
         return self.prompt_tokens + len(self.out)
 
@@ -404,7 +404,7 @@ class Sequence(_core.SequenceRow):
             return self.group.request.prompt
         return np.concatenate((self.group.request.prompt, np.asarray(self.out, dtype=np.int32)))
 
-    def ending(self, reason: FinishReason, error: str = "") -> TokenOutput:
+    def final_output(self, reason: FinishReason, error: str = "") -> TokenOutput:
         """The final output of a sequence that ends without another token (beams have emitted none)."""
         emitted = 0 if self.group.beam is not None else len(self.out)
         story = self.group.take_facts()
@@ -419,7 +419,7 @@ class Sequence(_core.SequenceRow):
         )
 
 
-def is_kept(sequence: Sequence) -> bool:
+def is_held_segment(sequence: Sequence) -> bool:
     """Whether it is a part of a longer sequence, computed, which other instances ask about."""
     span = sequence.group.span
     return span is not None and span.holds and sequence.phase is Phase.IDLE

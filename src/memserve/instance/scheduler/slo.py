@@ -88,14 +88,14 @@ class _Seen:
         self.counts = [0.0] * len(EDGES)
         self.total = 0.0
 
-    def add(self, tokens: int) -> None:
+    def add_length(self, tokens: int) -> None:
         self.counts[_bin_of(tokens)] += 1.0
         self.total += 1.0
         if self.total > _KEPT:
             self.counts = [count / 2 for count in self.counts]
             self.total = sum(self.counts)
 
-    def beyond(self, tokens: int) -> float:
+    def count_longer(self, tokens: int) -> float:
         """How many answers were longer than ``tokens``; inside a bin lengths are taken to be spread evenly."""
         place = _bin_of(tokens)
         first, end = EDGES[place], _end_of(place)
@@ -103,13 +103,13 @@ class _Seen:
 
     def length_at(self, above: float) -> int:
         """The length that ``above`` of the answers exceed."""
-        left = above
+        remaining = above
         for place in range(len(EDGES) - 1, -1, -1):
             count = self.counts[place]
-            if count > left or (count == left and count):
+            if count > remaining or (count == remaining and count):
                 first, end = EDGES[place], _end_of(place)
-                return max(first, round(end - 1 - left / count * (end - first)))
-            left -= count
+                return max(first, round(end - 1 - remaining / count * (end - first)))
+            remaining -= count
         return 1
 
 
@@ -124,56 +124,58 @@ def _end_of(place: int) -> int:
 class OutputLengths:
     """The lengths of finished answers, by tenant and size of prompt, and what they say of those that run."""
 
-    __slots__ = ("_seen", "classes", "finished")
+    __slots__ = ("_lengths_by_kind", "classes", "finished")
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[Kind, _Seen] = OrderedDict()  # least recently finished first
+        self._lengths_by_kind: OrderedDict[Kind, _Seen] = OrderedDict()  # least recently finished first
         #: finished answers by the class that their length fell into, of the classes that were predicted at the start
         self.classes = dict.fromkeys(CLASSES, 0)
         self.finished = 0
 
-    def learn(self, tenant: str, prompt_tokens: int, generated: int) -> None:
+    def learn_length(self, tenant: str, prompt_tokens: int, generated: int) -> None:
         """An answer has come to its own end after ``generated`` tokens. Not for those that were called off."""
         check(generated >= 0, "{} tokens were generated", generated)
         tokens = max(1, generated)
-        known = self._known(tenant, prompt_tokens)
-        if known is not None:
-            self.classes[CLASSES[self._class_of(known, tokens)]] += 1
+        lengths = self._lengths_like(tenant, prompt_tokens)
+        if lengths is not None:
+            self.classes[CLASSES[self._class_of(lengths, tokens)]] += 1
         self.finished += 1
         for kind in _kinds(tenant, prompt_tokens):
-            self._seen.setdefault(kind, _Seen()).add(tokens)
-            self._seen.move_to_end(kind)
-        while len(self._seen) > _KINDS_MAX:
-            self._seen.popitem(last=False)
+            self._lengths_by_kind.setdefault(kind, _Seen()).add_length(tokens)
+            self._lengths_by_kind.move_to_end(kind)
+        while len(self._lengths_by_kind) > _KINDS_MAX:
+            self._lengths_by_kind.popitem(last=False)
 
-    def predict(self, tenant: str, prompt_tokens: int, generated: int, most: int) -> Prediction:
+    def predict_length(self, tenant: str, prompt_tokens: int, generated: int, most: int) -> Prediction:
         """Of an answer that has ``generated`` tokens, goes on, and ends after ``most`` at the latest."""
         certain = min(generated + 1, most)
-        known = self._known(tenant, prompt_tokens)
-        left = known.beyond(generated) if known is not None else 0.0
-        if known is None or left < 1.0:  # longer than all that were seen
+        lengths = self._lengths_like(tenant, prompt_tokens)
+        longer_count = lengths.count_longer(generated) if lengths is not None else 0.0
+        if lengths is None or longer_count < 1.0:  # longer than all that were seen
             return Prediction(certain, certain, 0)
-        lower = EDGES[_bin_of(known.length_at(left * (1.0 - LOWER)))]  # the bin's first length: a bound, not a guess
-        median = known.length_at(left * (1.0 - MEDIAN))
-        return Prediction(_between(certain, lower, most), _between(certain, median, most), round(left))
+        lower = EDGES[
+            _bin_of(lengths.length_at(longer_count * (1.0 - LOWER)))
+        ]  # the bin's first length: a bound, not a guess
+        median = lengths.length_at(longer_count * (1.0 - MEDIAN))
+        return Prediction(_between(certain, lower, most), _between(certain, median, most), round(longer_count))
 
-    def _known(self, tenant: str, prompt_tokens: int) -> _Seen | None:
+    def _lengths_like(self, tenant: str, prompt_tokens: int) -> _Seen | None:
         for kind in _kinds(tenant, prompt_tokens):
-            seen = self._seen.get(kind)
-            if seen is not None and seen.total >= _SEEN_MIN:
-                return seen
+            lengths = self._lengths_by_kind.get(kind)
+            if lengths is not None and lengths.total >= _SEEN_MIN:
+                return lengths
         return None
 
     @staticmethod
-    def _class_of(known: _Seen, tokens: int) -> int:
-        return sum(tokens > known.length_at(known.total * (1.0 - share)) for share in RANGES)
+    def _class_of(lengths: _Seen, tokens: int) -> int:
+        return sum(tokens > lengths.length_at(lengths.total * (1.0 - share)) for share in RANGES)
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not agree. For tests; slow."""
-        check(len(self._seen) <= _KINDS_MAX, "{} kinds are kept", len(self._seen))
+        check(len(self._lengths_by_kind) <= _KINDS_MAX, "{} kinds are kept", len(self._lengths_by_kind))
         check(sum(self.classes.values()) <= self.finished, "more answers were judged than have finished")
-        for kind, seen in self._seen.items():
-            check(abs(sum(seen.counts) - seen.total) < 1e-6 * _KEPT, "answers of {} are counted wrongly", kind)
+        for kind, lengths in self._lengths_by_kind.items():
+            check(abs(sum(lengths.counts) - lengths.total) < 1e-6 * _KEPT, "answers of {} are counted wrongly", kind)
 
 
 def _kinds(tenant: str, prompt_tokens: int) -> tuple[Kind, Kind, Kind]:
@@ -217,24 +219,24 @@ class Objectives:
         self._costs = costs
         self.lengths = OutputLengths()
         self._limited = 0
-        self._met = {(what, met): 0 for what in ("ttft", "tpot") for met in (True, False)}
+        self._met = {(metric, met): 0 for metric in ("ttft", "tpot") for met in (True, False)}
 
     # -- what is learnt
 
-    def told(self, sequence: Sequence, reason: FinishReason | None, now_ns: int) -> None:
+    def on_token_emitted(self, sequence: Sequence, reason: FinishReason | None, now_ns: int) -> None:
         """A first or last token of ``sequence`` is emitted: was it in time?"""
         group = sequence.group
         if sequence.since_ns is None:
-            self._begin(sequence, now_ns)
+            self._start_clock(sequence, now_ns)
             ttft_ns = self._ttft_of(group)
             if ttft_ns is not None and len(sequence.out) == 1:
                 took_ns = now_ns - group.arrived_ns
                 self._met["ttft", took_ns <= ttft_ns] += 1
                 group.facts.append(("slo_ttft", f"{took_ns // NS_PER_MS} of {ttft_ns // NS_PER_MS} ms"))
-            self._tell_expected(sequence)
+            self._note_expected(sequence)
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        self.lengths.learn(group.tenant, sequence.prompt_tokens, len(sequence.out))
+        self.lengths.learn_length(group.tenant, sequence.prompt_tokens, len(sequence.out))
         steps = len(sequence.out) - sequence.since_tokens
         if steps and sequence.since_ns is not None:
             tpot_ns, took_ns = self._tpot_of(group), now_ns - sequence.since_ns
@@ -242,14 +244,14 @@ class Objectives:
             took_ms = took_ns / steps / NS_PER_MS
             group.facts.append(("slo_tpot", f"{took_ms:.1f} of {tpot_ns // NS_PER_MS} ms"))
 
-    def _tell_expected(self, sequence: Sequence) -> None:
+    def _note_expected(self, sequence: Sequence) -> None:
         expected = self.expected(sequence)
         if expected.answers:
             like = f"{expected.lower} tokens or more, {expected.median} at the median of {expected.answers} answers"
             sequence.group.facts.append(("expected_answer", like))
 
     @staticmethod
-    def _begin(sequence: Sequence, now_ns: int) -> None:
+    def _start_clock(sequence: Sequence, now_ns: int) -> None:
         sequence.since_ns, sequence.since_tokens = now_ns, len(sequence.out)
 
     def _ttft_of(self, group: Group) -> int | None:
@@ -299,12 +301,12 @@ class Objectives:
             if sequence.since_ns is None:
                 if not sequence.out:
                     continue  # its first token is not known: its time has not begun
-                self._begin(sequence, now_ns)
-            tpot_ns, told = self._tpot_of(sequence.group), len(sequence.out) + sequence.inflight
+                self._start_clock(sequence, now_ns)
+            tpot_ns, token_count = self._tpot_of(sequence.group), len(sequence.out) + sequence.inflight
             aim_ns = tpot_ns - tpot_ns // _AIMS_SHARE
-            if sequence.expected_tokens <= told:
+            if sequence.expected_tokens <= token_count:
                 sequence.expected_tokens = self.expected(sequence).lower
-            past, future = told - sequence.since_tokens, max(1, sequence.expected_tokens - told)
+            past, future = token_count - sequence.since_tokens, max(1, sequence.expected_tokens - token_count)
             spent_ns = now_ns - (sequence.since_ns or now_ns)
             left_ns = aim_ns * (past + future) - spent_ns
             if left_ns >= future * decode_ns:
@@ -322,37 +324,39 @@ class Objectives:
         ends_ns = [self._length_left(sequence)[1] * decode_ns for sequence in decoding if sequence.out]
         heapify(ends_ns)
         for sequence in swapped[:_LOOKS_AHEAD]:
-            past, left = self._length_left(sequence)
-            if self._is_late(sequence, past, left, now_ns):
+            past, tokens_left = self._length_left(sequence)
+            if self._is_late(sequence, past, tokens_left, now_ns):
                 continue  # it waits for the others
-            end_ns = (heappop(ends_ns) if ends_ns else 0) + left * decode_ns
+            end_ns = (heappop(ends_ns) if ends_ns else 0) + tokens_left * decode_ns
             heappush(ends_ns, end_ns)
             tpot_ns, spent_ns = self._tpot_of(sequence.group), now_ns - (sequence.since_ns or now_ns) + end_ns
-            if spent_ns <= tpot_ns * (past + left):
-                slacks.append((tpot_ns - tpot_ns // _AIMS_SHARE) * (past + left) - spent_ns)
+            if spent_ns <= tpot_ns * (past + tokens_left):
+                slacks.append((tpot_ns - tpot_ns // _AIMS_SHARE) * (past + tokens_left) - spent_ns)
         return slacks
 
     def next_in_turn(self, swapped: list[Sequence], now_ns: int) -> Sequence:
         """Which of ``swapped``, answers that wait in DRAM in rank order, gets memory next: the first that can still be
         in time. One that cannot waits for them, until it has taken twice its time."""
-        some = swapped[:_LOOKS_AHEAD]
-        in_time = (one for one in some if not self._is_late(one, *self._length_left(one), now_ns))
+        candidates = swapped[:_LOOKS_AHEAD]
+        in_time = (
+            candidate for candidate in candidates if not self._is_late(candidate, *self._length_left(candidate), now_ns)
+        )
         return next(in_time, swapped[0])
 
-    def _is_late(self, sequence: Sequence, past: int, left: int, now_ns: int) -> bool:
+    def _is_late(self, sequence: Sequence, past: int, tokens_left: int, now_ns: int) -> bool:
         since_ns, group = sequence.since_ns, sequence.group
-        if since_ns is None or not left:
+        if since_ns is None or not tokens_left:
             return False
-        given_ns, ttft_ns = self._tpot_of(group) * (past + left), self._ttft_of(group)
-        ends_ns = now_ns - since_ns + left * self._decode_step_ns(1)
+        given_ns, ttft_ns = self._tpot_of(group) * (past + tokens_left), self._ttft_of(group)
+        ends_ns = now_ns - since_ns + tokens_left * self._decode_step_ns(1)
         missed = ends_ns > given_ns or (ttft_ns is not None and since_ns - group.arrived_ns > ttft_ns)
         return missed and now_ns - since_ns < _LATE_WAITS * given_ns
 
     def _length_left(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens that were told since its time began, and those that are expected behind them; 0: nothing is known."""
-        told, expected = len(sequence.out) + sequence.inflight, self.expected(sequence)
-        past = told - sequence.since_tokens
-        return past, expected.median - told if expected.median > told + 1 else 0
+        token_count, expected = len(sequence.out) + sequence.inflight, self.expected(sequence)
+        past = token_count - sequence.since_tokens
+        return past, expected.median - token_count if expected.median > token_count + 1 else 0
 
     def _decode_step_ns(self, rows: int) -> int:
         return self._costs.decode_ns or self._costs.model.decode.ns(rows, 0)
@@ -360,8 +364,10 @@ class Objectives:
     def expected(self, sequence: Sequence) -> Prediction:
         """How long the answer of ``sequence``, which goes on, is expected to be."""
         group = sequence.group
-        told = len(sequence.out) + sequence.inflight
-        return self.lengths.predict(group.tenant, sequence.prompt_tokens, told, max(sequence.max_tokens, told + 1))
+        token_count = len(sequence.out) + sequence.inflight
+        return self.lengths.predict_length(
+            group.tenant, sequence.prompt_tokens, token_count, max(sequence.max_tokens, token_count + 1)
+        )
 
     def report(self) -> ObjectiveReport:
         """What became of them."""

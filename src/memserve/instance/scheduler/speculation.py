@@ -26,9 +26,9 @@ from memserve.instance.scheduler.drafts import (
     Pace,
     Price,
     Worth,
-    following,
     gain_ns,
-    length,
+    paying_length,
+    repeated_draft,
 )
 from memserve.instance.scheduler.sequence import Group, Sequence
 from memserve.instance.scheduler.state import SchedulerState
@@ -61,7 +61,7 @@ class Speculation:
 
     # -- before a step
 
-    def waits(self) -> bool:
+    def should_wait(self) -> bool:
         """Whether to make no plan while tokens are under way: they decide on drafts that are worth more than a plan
         ahead. Prompts are never kept waiting."""
         state = self.state
@@ -69,56 +69,56 @@ class Speculation:
             return False
         if not any(sequence.inflight for sequence in state.decoding.items):
             return False
-        return bool(self._worthwhile(self.length_max * len(state.decoding.items), enough_ns=HANDOVER_NS))
+        return bool(self._paying_drafts(self.length_max * len(state.decoding.items), enough_ns=HANDOVER_NS))
 
-    def choose(self, batch: BatchBuilder, budget: int) -> list[tuple[Sequence, list[int]]]:
+    def choose_drafts(self, batch: BatchBuilder, budget: int) -> list[tuple[Sequence, list[int]]]:
         """The sequences that get a row with drafts in this plan, ``budget`` tokens of rows at most. They are taken out
         of the sequences that decode."""
         budget -= len(self.state.decoding.items) + len(self.state.prefilling.items)  # drafts delay no prompt
-        chosen: list[tuple[Sequence, list[int]]] = []
-        for sequence, draft in self._worthwhile(budget):
+        choices: list[tuple[Sequence, list[int]]] = []
+        for sequence, draft in self._paying_drafts(budget):
             if not sequence.inflight and batch.make_writable(sequence, sequence.computed + 1):
                 drafts = draft.tokens[: sequence.writable_until - sequence.computed - 1]
                 if drafts and sequence.pace is not None:
                     sequence.pace.source = draft.source
-                    self.state.hold(sequence)
+                    self.state.hold_for_tokens(sequence)
                     sequence.scheduled_step = batch.plan.step_id  # its blocks are not for others any more
-                    chosen.append((sequence, drafts))
-        return chosen
+                    choices.append((sequence, drafts))
+        return choices
 
-    def _worthwhile(self, budget: int, enough_ns: float = math.inf) -> list[tuple[Sequence, Draft]]:
+    def _paying_drafts(self, budget: int, enough_ns: float = math.inf) -> list[tuple[Sequence, Draft]]:
         """The drafts that pay in the next step, ``budget`` tokens at most, or as many as save ``enough_ns``; none if
         all together do not pay."""
         decoding = self.state.decoding.items
-        if budget <= 0 or not self.worth.pays(len(decoding)):
+        if budget <= 0 or not self.worth.drafts_pay(len(decoding)):
             return []
-        price, found, saved_ns = self.worth.price(len(decoding)), [], 0.0
+        price, paying, saved_ns = self.worth.draft_price(len(decoding)), [], 0.0
         for sequence in decoding:
-            draft, gain_ns = self._draft(sequence, price, budget)
+            draft, gain_ns = self._draft_for(sequence, price, budget)
             if draft.tokens:
                 budget -= len(draft.tokens)
                 saved_ns += gain_ns
-                found.append((sequence, draft))
+                paying.append((sequence, draft))
                 if saved_ns > enough_ns:
                     break
-        return found if saved_ns > HANDOVER_NS else []
+        return paying if saved_ns > HANDOVER_NS else []
 
-    def _draft(self, sequence: Sequence, price: Price, budget: int) -> tuple[Draft, float]:
+    def _draft_for(self, sequence: Sequence, price: Price, budget: int) -> tuple[Draft, float]:
         """The tokens that pay, and what they save in ns."""
         pace = sequence.pace
         if pace is None:
-            pace = sequence.pace = Pace() if foretellable(sequence.group) else NEVER
+            pace = sequence.pace = Pace() if is_predictable(sequence.group) else NEVER
         room = min(self.length_max, sequence.left - 1, budget)
         if pace is NEVER or room <= 0 or len(sequence.out) < pace.due:
             return Draft(), 0.0
         draft = self.propose(sequence, room)
         count, chance = 0, 0.0
         if draft.tokens:
-            chance = pace.own.chance(draft.source, self.chances.chance(draft.source, EXPECTED[draft.source]))
-            count = length(chance, price, len(draft.tokens))
+            chance = pace.chances.chance_of(draft.source, self.chances.chance_of(draft.source, EXPECTED[draft.source]))
+            count = paying_length(chance, price, len(draft.tokens))
             if not count:
-                pace.own.forget(draft.source)
-                self.chances.forget(draft.source)
+                pace.chances.fade_source(draft.source)
+                self.chances.fade_source(draft.source)
         if not count:
             # looking takes time, too: 10 to 30 us, of a token that takes little where many share a step
             pace.misses = min(pace.misses + 1, MISSES_MAX)
@@ -133,37 +133,39 @@ class Speculation:
         tokens, group, under_way = sequence.known_tokens(), sequence.group, sequence.inflight
         draft = Draft()
         if group.request.use_cache:
-            draft = Draft(self.state.memory.pool.continuation(group.isolation, tokens, count + under_way), CACHED)
+            draft = Draft(
+                self.state.memory.pool.cached_continuation(group.isolation, tokens, count + under_way), CACHED
+            )
         if len(draft.tokens) <= under_way:
-            draft = following(tokens, count + under_way)
+            draft = repeated_draft(tokens, count + under_way)
         return Draft(draft.tokens[under_way:], draft.source)
 
     # -- after it
 
-    def learn(self, plan: InflightPlan, event: StepFinished) -> None:
+    def learn_step(self, plan: InflightPlan, event: StepFinished) -> None:
         """What a step has taken, and given."""
         if plan.prefill_tokens or event.failed:
             return
         if not plan.drafts:
             if plan.decode_rows:
-                self.worth.plain(plan.decode_rows, event.device_ns)
+                self.worth.learn_plain_step(plan.decode_rows, event.device_ns)
             return
-        more = sum(map(len, event.kept.values()))
+        more = sum(map(len, event.accepted_drafts.values()))
         sequences = len(plan.targets)
-        self.worth.drafted(sequences, sequences + more, sum(plan.drafts.values()), event.device_ns)
+        self.worth.learn_drafted_step(sequences, sequences + more, sum(plan.drafts.values()), event.device_ns)
 
-    def told(self, sequence: Sequence, drafted: int, kept: int) -> None:
+    def learn_outcome(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """What became of a sequence's drafts."""
         if sequence.pace is not None:
-            self.chances.told(sequence.pace.source, drafted, kept)
-            sequence.pace.told(drafted, kept)
+            self.chances.learn_outcome(sequence.pace.source, drafted, accepted)
+            sequence.pace.learn_outcome(drafted, accepted)
 
 
 NEVER = Pace()
 """Of a sequence whose draws are not foretold."""
 
 
-def foretellable(group: Group) -> bool:
+def is_predictable(group: Group) -> bool:
     """Whether what the sequences of a request draw depends on nothing but the logits and the position."""
     request = group.request
     sampling, stop = request.sampling, request.stop

@@ -34,7 +34,7 @@ from memserve.base.fairness import Turns
 from memserve.base.types import FinishReason, TokenOutput
 from memserve.instance.scheduler.grammar_waits import GrammarWaits, LateMasks
 from memserve.instance.scheduler.memory import SequenceMemory
-from memserve.instance.scheduler.sequence import SEQUENCE, Cause, Group, Phase, Rank, Sequence, is_kept
+from memserve.instance.scheduler.sequence import SEQUENCE, Cause, Group, Phase, Rank, Sequence, is_held_segment
 from memserve.instance.scheduler.slo import Objectives
 from memserve.protocol.peers import Load
 
@@ -69,13 +69,13 @@ class RankedList:
             raise InvariantError(f"{sequence} is not in this list")
         del self.items[place]
         tenant = sequence.group.tenant
-        left = self.tenants[tenant] - 1
-        if left:
-            self.tenants[tenant] = left
+        count_left = self.tenants[tenant] - 1
+        if count_left:
+            self.tenants[tenant] = count_left
         else:
             del self.tenants[tenant]
 
-    def of(self, tenant: str) -> list[Sequence]:
+    def of_tenant(self, tenant: str) -> list[Sequence]:
         """The sequences of one tenant, in order."""
         if self.tenants.get(tenant, 0) == len(self.items):
             return self.items.copy()
@@ -121,7 +121,7 @@ class WaitingQueue:
         if not line.items:
             del self._lines[tenant]
 
-    def line(self, tenant: str) -> list[Sequence]:
+    def line_of(self, tenant: str) -> list[Sequence]:
         """The line of one tenant itself, not a copy: callers neither change nor keep it."""
         line = self._lines.get(tenant)
         return line.items if line is not None else []
@@ -203,7 +203,7 @@ class Transfers(Protocol):
     def sequence_completed(self, sequence: Sequence) -> None:
         """Another instance wants the KV that ``sequence`` has generated; its blocks are released after this call."""
 
-    def make_room(self) -> bool:
+    def free_blocks(self) -> bool:
         """Take back blocks that are lent without need. False: there are none."""
 
 
@@ -285,16 +285,16 @@ class SchedulerState:
 
     # -- tenants
 
-    def open(self, group: Group) -> None:
+    def open_group(self, group: Group) -> None:
         """Register a new request."""
         self.groups[group.request.request_id] = group
         self.tenants[group.tenant] = self.tenants.get(group.tenant, 0) + 1
-        self.turns.enter(group.tenant, group.request.weight)
-        self.grammars.opened(group.wanted_grammar, self.now)
+        self.turns.add_tenant(group.tenant, group.request.weight)
+        self.grammars.on_request_opened(group.wanted_grammar, self.now)
 
     def first_urgency(self, tenant: str) -> int:
         """The lowest urgency of the tenant's sequences that have prompts to compute."""
-        line = self.waiting.line(tenant)
+        line = self.waiting.line_of(tenant)
         first = next((sequence for sequence in self.prefilling.items if sequence.group.tenant == tenant), None)
         return min([sequence.rank[0] for sequence in (first, *line[:1]) if sequence is not None], default=0)
 
@@ -302,7 +302,7 @@ class SchedulerState:
         """Count a token for each decoding sequence in each of ``steps`` steps in the turns of its tenant."""
         if len(self.turns) > 1:  # a single tenant has no turns
             for tenant, count in self.decoding.tenants.items():
-                self.turns.serve(tenant, count, steps)
+                self.turns.serve_tenant(tenant, count, steps)
 
     # -- slots
 
@@ -330,7 +330,7 @@ class SchedulerState:
             self.closing.append(sequence.slot)  # type: ignore[arg-type]  # checked in the line before
             sequence.opened = False
 
-    def _leave_slot(self, sequence: Sequence) -> None:
+    def _release_slot(self, sequence: Sequence) -> None:
         self.close_slot(sequence)
         if sequence.slot is not None:
             self.free_slots.append(sequence.slot)
@@ -341,9 +341,9 @@ class SchedulerState:
 
     def move(self, sequence: Sequence, cause: Cause) -> None:
         """Change the phase, and the container that goes with it. Raises :class:`InvariantError` for an illegal move."""
-        before, after = sequence.phase, SEQUENCE.step(sequence.phase, cause)
-        if after is Phase.WAITING and self.grammars.awaited(sequence.wanted_grammar):
-            after = SEQUENCE.step(after, Cause.GRAMMAR_EXPECTED)
+        before, after = sequence.phase, SEQUENCE.next_phase(sequence.phase, cause)
+        if after is Phase.WAITING and self.grammars.is_awaited(sequence.wanted_grammar):
+            after = SEQUENCE.next_phase(after, Cause.GRAMMAR_EXPECTED)
         container = self._containers.get(before)
         if container is not None:
             container.remove(sequence)
@@ -353,9 +353,9 @@ class SchedulerState:
         if container is not None:
             container.add(sequence)
 
-    def hold(self, sequence: Sequence) -> None:
+    def hold_for_tokens(self, sequence: Sequence) -> None:
         """It decodes on when its tokens under way are known."""
-        sequence.held = True
+        sequence.awaits_tokens = True
         self.move(sequence, Cause.AWAITS_TOKENS)
 
     def skip_draw(self, sequence: Sequence) -> None:
@@ -363,34 +363,34 @@ class SchedulerState:
         sequence.inflight -= 1
         sequence.left += 1
         if sequence.slot is None:  # it was preempted meanwhile: what it had computed for that token has no meaning
-            sequence.computed = min(sequence.computed, sequence.known - 1 + sequence.inflight)
-            self.resume(sequence)
+            sequence.computed = min(sequence.computed, sequence.known_length - 1 + sequence.inflight)
+            self.resume_sequence(sequence)
         elif sequence.late is not None:
             sequence.computed -= 1
         else:
-            self.late_masks.add(sequence, self.now)
+            self.late_masks.add_sequence(sequence, self.now)
             if sequence.phase is Phase.DECODING:
                 self.move(sequence, Cause.AWAITS_TOKENS)
 
-    def resume(self, sequence: Sequence) -> None:
+    def resume_sequence(self, sequence: Sequence) -> None:
         """A token came. One that was held decodes on; a preempted one waits for admission again, unless tokens or
         candidates of it are still under way."""
-        if sequence.held and not sequence.inflight:
-            sequence.held = False
+        if sequence.awaits_tokens and not sequence.inflight:
+            sequence.awaits_tokens = False
             self.move(sequence, Cause.TOKENS_KNOWN)
         elif sequence.phase is Phase.PREEMPTED and not sequence.inflight and sequence.candidates is None:
-            if self.memory.layers is not None and sequence.out and sequence.dram_blocks:
-                self.park(sequence)
+            if self.memory.layers.is_by_layer and sequence.out and sequence.dram_blocks:
+                self.park_sequence(sequence)
             else:
                 self.move(sequence, Cause.RESUMED)
 
-    def park(self, sequence: Sequence) -> None:
+    def park_sequence(self, sequence: Sequence) -> None:
         """Its client has tokens, and its KV is in DRAM: it waits for room without holding up prompts."""
         self.move(sequence, Cause.PARKED)
         sequence.parked_since_ns = self.now
         sequence.group.facts.append(("parked", f"{len(sequence.dram_blocks)} blocks"))
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt_sequence(self, sequence: Sequence) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""
         memory, counters = self.memory, self.counters
         self._stop_waiting(sequence)
@@ -403,18 +403,18 @@ class SchedulerState:
             memory.detach(sequence)
             counters.preempted_by_recompute += 0 if finished_by_count else 1
         sequence.group.preemptions += 0 if finished_by_count else 1
-        sequence.held = False
-        self._leave_slot(sequence)
+        sequence.awaits_tokens = False
+        self._release_slot(sequence)
         self.move(sequence, Cause.PREEMPTED)
-        self.resume(sequence)
+        self.resume_sequence(sequence)
         if sequence.group.tokens_here is not None and self.transfers is not None:
             self.transfers.request_preempted(sequence.group)
 
     def _stop_waiting(self, sequence: Sequence) -> None:
         """It loses its slot, and with it the logits that it would have drawn from."""
         if sequence.late is not None:
-            self.late_masks.drop(sequence, self.now)
-            sequence.computed = min(sequence.computed, sequence.known - 1)
+            self.late_masks.drop_sequence(sequence, self.now)
+            sequence.computed = min(sequence.computed, sequence.known_length - 1)
 
     def preempt_all(self) -> None:
         """Preempt every sequence that holds blocks, but for segments that are kept for others: the way out of a
@@ -422,19 +422,19 @@ class SchedulerState:
         for container in (self.idle, self.decoding, self.prefilling, self.remote_kv_ready):
             for sequence in list(container):
                 # not in it any more: the request has started over, because a handoff came to nothing
-                if sequence in container and not is_kept(sequence):
-                    self.preempt(sequence)
+                if sequence in container and not is_held_segment(sequence):
+                    self.preempt_sequence(sequence)
 
-    def reset(self, sequence: Sequence) -> None:
+    def reset_sequence(self, sequence: Sequence) -> None:
         """The device failed: drop all KV of the sequence, which starts over from its known tokens."""
         self._stop_waiting(sequence)
-        self.memory.abandon(sequence)
-        self._leave_slot(sequence)
-        sequence.inflight, sequence.held = 0, False
+        self.memory.abandon_blocks(sequence)
+        self._release_slot(sequence)
+        sequence.inflight, sequence.awaits_tokens = 0, False
         sequence.left = sequence.draws_left
-        if SEQUENCE.allows(sequence.phase, Cause.PREEMPTED):
+        if SEQUENCE.allows_move(sequence.phase, Cause.PREEMPTED):
             self.move(sequence, Cause.PREEMPTED)
-        self.resume(sequence)
+        self.resume_sequence(sequence)
 
     # -- views
 
@@ -448,7 +448,7 @@ class SchedulerState:
         running = len(self.prefilling.items) + len(self.decoding.items) + len(self.idle.items)
         return self.sequences - running, running
 
-    def load(self, transfers_open: int, dispatches_heard: int, answers_told: int) -> Load:
+    def current_load(self, transfers_open: int, dispatches_heard: int, answers_told: int) -> Load:
         """For a heartbeat."""
         running = [*self.prefilling.items, *self.decoding.items, *self.idle.items]
         requests_waiting, sequences_running = self.waiting_and_running()
@@ -466,18 +466,18 @@ class SchedulerState:
     @property
     def holds_blocks(self) -> bool:
         """Whether any sequence holds HBM blocks that it may lose."""
-        idle = any(not is_kept(sequence) for sequence in self.idle.items)
+        idle = any(not is_held_segment(sequence) for sequence in self.idle.items)
         return bool(idle or self.decoding.items or self.prefilling.items or self.remote_kv_ready)
 
     # -- endings
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def finish_sequence(self, sequence: Sequence, reason: FinishReason) -> None:
         """End one sequence: slot and blocks go back, results still under way will be dropped."""
         group = sequence.group
         wants_kv = group.remote is not None and group.remote.home is not None
         if wants_kv and reason in (FinishReason.STOP, FinishReason.LENGTH) and self.transfers is not None:
             self.transfers.sequence_completed(sequence)
-        self._retire(sequence)
+        self._retire_sequence(sequence)
         self.counters.count_finish(reason)
         if not group.sequences:
             self.forget_group(group)
@@ -485,41 +485,41 @@ class SchedulerState:
     def forget_group(self, group: Group) -> None:
         """The request has ended, all its outputs are emitted."""
         self.counters.requests_finished += 1
-        self._forget(group)
+        self._remove_group(group)
 
     def finish_silently(self, sequence: Sequence) -> None:
         """End one sequence without an output: the client has its ending already."""
-        self._retire(sequence)
+        self._retire_sequence(sequence)
         if not sequence.group.sequences:
-            self._forget(sequence.group)
+            self._remove_group(sequence.group)
 
     def drop_group(self, group: Group) -> None:
         """Remove the request without emitting output: another instance owns it, or has finished it."""
         for sequence in list(group.sequences.values()):
-            self._retire(sequence)
-        self._forget(group)
+            self._retire_sequence(sequence)
+        self._remove_group(group)
 
-    def _forget(self, group: Group) -> None:
+    def _remove_group(self, group: Group) -> None:
         del self.groups[group.request.request_id]
-        self.grammars.closed(group.wanted_grammar, self.now)
-        left = self.tenants[group.tenant] - 1
-        if left:
-            self.tenants[group.tenant] = left
+        self.grammars.on_request_ended(group.wanted_grammar, self.now)
+        count_left = self.tenants[group.tenant] - 1
+        if count_left:
+            self.tenants[group.tenant] = count_left
         else:
             del self.tenants[group.tenant]
-            self.turns.leave(group.tenant)
+            self.turns.remove_tenant(group.tenant)
         if group.remote is not None and self.transfers is not None:
             self.transfers.request_ended(group)
 
     def drop_beam(self, sequence: Sequence) -> None:
         """End a beam that no hypothesis continues. Its KV behind the prompt is of no use to others, and not cached."""
-        self.memory.abandon(sequence)
-        self._retire(sequence)
+        self.memory.abandon_blocks(sequence)
+        self._retire_sequence(sequence)
 
-    def _retire(self, sequence: Sequence) -> None:
+    def _retire_sequence(self, sequence: Sequence) -> None:
         self._stop_waiting(sequence)
         self.memory.detach(sequence)
-        self._leave_slot(sequence)
+        self._release_slot(sequence)
         self.move(sequence, Cause.FINISHED)
         del sequence.group.sequences[sequence.index]
 
@@ -533,8 +533,8 @@ class SchedulerState:
             forks = range(group.next_index, group.next_index + group.forks_pending)
             indices = [sequence.index for sequence in live] + list(forks)
         for sequence in live:
-            self._retire(sequence)
-        by_index = {s.index: s.ending(reason, error) for s in live if group.beam is None and not group.muted}
+            self._retire_sequence(sequence)
+        by_index = {s.index: s.final_output(reason, error) for s in live if group.beam is None and not group.muted}
         for index in indices:
             unforked = TokenOutput(request.request_id, index, (), finish_reason=reason, error=error)
             self.outputs.append(by_index.get(index, unforked))

@@ -23,7 +23,7 @@ from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import GroupOfKv, Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler import Orders, SchedulerSide
+from memserve.integrations.vllm.scheduler import EngineBlocks, Orders, SchedulerSide
 from memserve.integrations.vllm.shared_kv import (
     Identities,
     KvNames,
@@ -89,8 +89,8 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.kv_load_failure_policy != "recompute":
             hint = '"kv_load_failure_policy": "recompute" in --kv-transfer-config'
             raise UserError("a block that the store has lost would end its request", hint=hint)
-        self._sharing = Sharing.of(transfer.kv_connector_extra_config)
-        self._options = PoolOptions.of(self._sharing.others)
+        self._sharing = Sharing.from_config(transfer.kv_connector_extra_config)
+        self._options = PoolOptions.from_mapping(self._sharing.other_options)
         self._model: KvModel | None = None
         self._parts: list[_Part] = []
         why_not = why_not_kept(vllm_config, kv_cache_config, tells_requests=_RESULTS is not None)
@@ -106,25 +106,24 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         self._tails = tails_of(kv_cache_config.kv_cache_groups)
         if role == KVConnectorRole.SCHEDULER:
             for part in self._parts:
-                self._think(part, self._model if isinstance(part.pool, KvPool) else None)
+                self._open_scheduler_side(part, self._model if isinstance(part.pool, KvPool) else None)
 
-    def _think(self, part: _Part, model: KvModel | None) -> None:
+    def _open_scheduler_side(self, part: _Part, model: KvModel | None) -> None:
         """Give ``part`` its scheduler's side. ``model``: its blocks are those of instances with this model."""
         config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         if model is not None:
-            key = identity_key(secret_in(self._options.secret_file).first)
+            key = identity_key(secret_in(self._options.secret_file).initial_value)
             part.identities = Identities(self._sharing.tenant, model, key)
         part.lookups = Lookups(part.pool, [GroupOfKv(tail) for tail in self._tails])
-        part.scheduler = SchedulerSide(
-            part.lookups,
+        blocks = EngineBlocks(
             tokens,
             tokens // hash_tokens_of(config, self._kv_cache_config),
-            int(self._options.timeout_s * NS_PER_S),
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
-            hashes=part.identities.of if part.identities is not None else None,
         )
+        hashes = part.identities.identities_of if part.identities is not None else None
+        part.scheduler = SchedulerSide(part.lookups, blocks, int(self._options.timeout_s * NS_PER_S), hashes=hashes)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -143,15 +142,17 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
             of_groups = [{name: kv_caches[name] for name in group.layer_names if name in kv_caches} for group in groups]
         for part in self._parts:
             try:
-                part.worker, part.names = self._working(part.pool, of_groups)
+                part.worker, part.names = self._open_worker_side(part.pool, of_groups)
             except UserError as error:
                 if self._model is not None:
                     raise
                 log.warning("memserve keeps no KV here: %s", error)
 
-    def _working(self, pool: BlockCache, of_groups: list[dict[str, Any]]) -> tuple[WorkerSide, tuple[RankNames, ...]]:
+    def _open_worker_side(
+        self, pool: BlockCache, of_groups: list[dict[str, Any]]
+    ) -> tuple[WorkerSide, tuple[RankNames, ...]]:
         """The worker's side, and how it names the blocks of each group."""
-        blocks, given = self._kv_cache_config.num_blocks, self._options.namespace
+        blocks, user_namespace = self._kv_cache_config.num_blocks, self._options.namespace
         gpu = _gpu_of(of_groups)
         memories = [HostMemory(caches, blocks) for caches in of_groups] if gpu is None else []
         on_device = [] if gpu is None else _device_memories(of_groups, blocks, gpu, int(self._options.staging_bytes))
@@ -164,7 +165,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
                 check_layout(caches, blocks, self._model.geometry, _packing(self._model, backends))
                 names.append(KvNames(b"", memory.layout))
             else:
-                prefix = prefix_of(self._vllm_config, given, backends, vllm.__version__, memory.layout)
+                prefix = prefix_of(self._vllm_config, user_namespace, backends, vllm.__version__, memory.layout)
                 names.append(RankNames(prefix, memory.layout))
         mover: Mover = HostMover(pool, memories, names)
         if gpu is not None:
@@ -178,53 +179,53 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         names = tuple(part.names for part in self._parts if part.worker is not None)
         return MemserveHandshake(names) if names else None
 
-    def _workers(self) -> list[WorkerSide]:
+    def _worker_sides(self) -> list[WorkerSide]:
         return [part.worker for part in self._parts if part.worker is not None]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
-        for worker, orders in zip(self._workers(), self._orders(), strict=False):
+        for worker, orders in zip(self._worker_sides(), self._step_commands(), strict=False):
             worker.begin_step(orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads run beside the forward, into blocks that no request of the forward uses."""
-        for worker, orders in zip(self._workers(), self._orders(), strict=False):
+        for worker, orders in zip(self._worker_sides(), self._step_commands(), strict=False):
             worker.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """On a device, copies into this layer for a request that runs for the first time come before its attention. On
         the host no request runs before all of its layers are loaded."""
-        for worker in self._workers():
+        for worker in self._worker_sides():
             worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """The layer is computed: a device begins to copy the step's full blocks of it."""
-        for worker in self._workers():
+        for worker in self._worker_sides():
             worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Copy what no layer has brought. On a device, what vLLM enqueues from now on waits for the copies."""
-        for worker in self._workers():
+        for worker in self._worker_sides():
             worker.finish_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads are over."""
-        received: set[str] = set().union(*(worker.take_received() for worker in self._workers()))
+        received: set[str] = set().union(*(worker.take_received() for worker in self._worker_sides()))
         return None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose loads are over, and those of them that vLLM computes as a whole."""
         received = self.get_finished(finished_req_ids)[1] or set()
-        failed: set[str] = set().union(*(worker.take_failed_requests(received) for worker in self._workers()))
+        failed: set[str] = set().union(*(worker.take_failed_requests(received) for worker in self._worker_sides()))
         assert _RESULTS is not None
         return _RESULTS(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not loaded: vLLM computes them."""
-        return set().union(*(worker.take_failed() for worker in self._workers()))
+        return set().union(*(worker.take_failed() for worker in self._worker_sides()))
 
-    def _orders(self) -> tuple[Orders, ...]:
+    def _step_commands(self) -> tuple[Orders, ...]:
         metadata = self._get_connector_metadata()
         return metadata.orders if isinstance(metadata, MemserveMetadata) else ()
 
@@ -238,15 +239,15 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         """What the workers keep; by pipeline stage and rank."""
         self._set_ranks([metadata[rank] for rank in sorted(metadata)])
 
-    def _set_ranks(self, told: list[Any]) -> None:
-        ranks = [one.names for one in told if isinstance(one, MemserveHandshake)]
+    def _set_ranks(self, handshakes: list[Any]) -> None:
+        ranks = [handshake.names for handshake in handshakes if isinstance(handshake, MemserveHandshake)]
         if len(ranks) != self._vllm_config.parallel_config.world_size:
             return
-        for at, part in enumerate(self._parts):
+        for index, part in enumerate(self._parts):
             if part.lookups is not None:
-                part.lookups.set_ranks([names[at] for names in ranks if at < len(names)])
+                part.lookups.set_ranks([names[index] for names in ranks if index < len(names)])
 
-    def _thinking(self, request: Any) -> SchedulerSide | None:
+    def _scheduler_of(self, request: Any) -> SchedulerSide | None:
         """What cares for the request: it is the same one as long as the request lives."""
         if not self._parts:
             return None
@@ -254,45 +255,47 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that are held for the request, beyond those that vLLM has."""
-        scheduler = self._thinking(request)
+        scheduler = self._scheduler_of(request)
         if scheduler is None:
             return 0, False
-        return scheduler.matched(request, num_computed_tokens, time.monotonic_ns())
+        return scheduler.match_request(request, num_computed_tokens, time.monotonic_ns())
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks."""
-        scheduler = self._thinking(request)
+        scheduler = self._scheduler_of(request)
         if scheduler is not None:
-            scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            scheduler.on_blocks_allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def _schedulers(self) -> list[SchedulerSide]:
+    def _scheduler_sides(self) -> list[SchedulerSide]:
         return [part.scheduler for part in self._parts if part.scheduler is not None]
 
     def build_connector_meta(self, scheduler_output: Any) -> MemserveMetadata:
         """The step's loads and saves."""
         now = time.monotonic_ns()
-        return MemserveMetadata(tuple(scheduler.step(scheduler_output, now) for scheduler in self._schedulers()))
+        return MemserveMetadata(
+            tuple(scheduler.plan_step(scheduler_output, now) for scheduler in self._scheduler_sides())
+        )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Loads are over in all workers."""
         failed = getattr(connector_output, "invalid_block_ids", None) or set()
         requests = getattr(connector_output, "failed_recving", None) or ()
-        for scheduler in self._schedulers():
-            scheduler.received(connector_output.finished_recving or (), failed, requests)
+        for scheduler in self._scheduler_sides():
+            scheduler.on_loads_received(connector_output.finished_recving or (), failed, requests)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """No copy uses the request's blocks: vLLM frees them. Of a prompt that was computed for another engine, what
         that one is to be told."""
-        scheduler = self._thinking(request)
+        scheduler = self._scheduler_of(request)
         if scheduler is None:
             return False, None
         params = getattr(request, "kv_transfer_params", None) or {}
-        kept_tokens = scheduler.kept_tokens(request) if params.get("do_remote_decode") else 0
+        kept_tokens = scheduler.stored_tokens(request) if params.get("do_remote_decode") else 0
         for part in self._parts:
             if part.scheduler is not None:
-                part.scheduler.finished(request.request_id)
+                part.scheduler.on_request_finished(request.request_id)
             if part.identities is not None:
-                part.identities.forget(request.request_id)
+                part.identities.forget_request(request.request_id)
         if not kept_tokens:
             return False, None
         return False, {"do_remote_prefill": True, "do_remote_decode": False, "remote_num_tokens": kept_tokens}
@@ -322,8 +325,8 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
 def _backends(config: Any, layers: dict[str, Any]) -> tuple[str, ...]:
     """Names of the attention backends that these layers use."""
     context = config.compilation_config.static_forward_context
-    found = {getattr(context.get(name), "attn_backend", None) for name in layers}
-    return tuple(sorted(backend.get_name() for backend in found if backend is not None))
+    backend_classes = {getattr(context.get(name), "attn_backend", None) for name in layers}
+    return tuple(sorted(backend.get_name() for backend in backend_classes if backend is not None))
 
 
 def _packing(model: KvModel, backends: tuple[str, ...]) -> str:

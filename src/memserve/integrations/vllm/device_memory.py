@@ -46,12 +46,12 @@ class Slots:
         self._free = list(numbers)
         self._changed = threading.Condition()
 
-    def take(self, most: int, end_s: float = 0.0) -> list[int]:
+    def take_slots(self, most: int, end_s: float = 0.0) -> list[int]:
         """Between one and ``most`` of them, in order; empty: none was free until ``end_s`` of ``time.monotonic()``."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._free), max(0.0, end_s - time.monotonic()))
-            taken, self._free = self._free[:most], self._free[most:]
-            return taken
+            slots, self._free = self._free[:most], self._free[most:]
+            return slots
 
     def give_back(self, numbers: Sequence[int]) -> None:
         """They are free again."""
@@ -75,11 +75,11 @@ class DeviceMemory(BlockMemory):
             hint = f"staging_bytes of {2 * self.layout.nbytes} and more, times the groups of KV"
             raise UserError(message, hint=hint, param="staging_bytes")
         self.saving, self.loading = Slots(range(half)), Slots(range(half, 2 * half))
-        self._save_stream, self._load_stream = gpu.stream(), gpu.stream()
-        self._rows = [row for tensor in self._own(caches) for row in _rows(tensor, num_blocks)]
+        self._save_stream, self._load_stream = gpu.new_stream(), gpu.new_stream()
+        self._rows = [row for tensor in self._own_tensors(caches) for row in _rows(tensor, num_blocks)]
         staging = torch.zeros(2 * half * self.layout.nbytes, dtype=torch.uint8)
         try:
-            gpu.pin(staging)
+            gpu.pin_memory(staging)
         except UserError as error:
             hint = "fewer staging_bytes, or a higher limit of locked memory (ulimit -l)"
             raise UserError(str(error), hint=hint, param="staging_bytes") from error
@@ -88,11 +88,11 @@ class DeviceMemory(BlockMemory):
             self._regions.append(staging[first : first + 2 * half * nbytes].view(2 * half, nbytes))
             first += 2 * half * nbytes
 
-    def _own(self, caches: Mapping[str, Any]) -> list[Any]:
-        seen = dict[tuple[int, tuple[int, ...]], Any]()
+    def _own_tensors(self, caches: Mapping[str, Any]) -> list[Any]:
+        tensors = dict[tuple[int, tuple[int, ...]], Any]()
         for tensor in caches.values():
-            seen.setdefault((tensor.data_ptr(), tuple(tensor.stride())), tensor)
-        return list(seen.values())
+            tensors.setdefault((tensor.data_ptr(), tuple(tensor.stride())), tensor)
+        return list(tensors.values())
 
     def slot_pieces(self, slot: int) -> list[Piece]:
         """Address and length of each piece of the block in this slot, in host memory."""
@@ -100,32 +100,32 @@ class DeviceMemory(BlockMemory):
 
     # -- from the device
 
-    def stage(self, numbers: Sequence[int], slots: Sequence[int], block_ids: Sequence[int]) -> None:
+    def stage_pieces(self, numbers: Sequence[int], slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Copy these pieces of the blocks to the slots, behind all that the stream in use has enqueued by now."""
-        self._save_stream.after(self.gpu.current().mark())
+        self._save_stream.wait_for(self.gpu.current_stream().record_mark())
         for number in numbers:
             self._save_stream.copy_blocks(self._regions[number], self._rows[number], list(slots), list(block_ids))
 
-    def staged(self) -> Mark:
+    def mark_staged(self) -> Mark:
         """All copies so far. What is enqueued in the stream in use from now on comes behind them."""
-        mark = self._save_stream.mark()
-        self.gpu.current().after(mark)
+        mark = self._save_stream.record_mark()
+        self.gpu.current_stream().wait_for(mark)
         return mark
 
     # -- to the device
 
-    def land(self, slots: Sequence[int], block_ids: Sequence[int], behind: Mark) -> Landing:
+    def load_blocks(self, slots: Sequence[int], block_ids: Sequence[int], behind: Mark) -> Landing:
         """Copy the slots into the blocks, behind ``behind``, layer by layer. Called in any thread, by one at a time."""
-        self._load_stream.after(behind)
+        self._load_stream.wait_for(behind)
         of_layers = {number for numbers in self.layers.values() for number in numbers}
-        self._land([number for number in range(len(self._regions)) if number not in of_layers], slots, block_ids)
-        shared, layers = self._load_stream.mark(), dict[str, Mark]()
+        self._copy_pieces([number for number in range(len(self._regions)) if number not in of_layers], slots, block_ids)
+        shared, layers = self._load_stream.record_mark(), dict[str, Mark]()
         for layer, numbers in self.layers.items():
-            self._land(numbers, slots, block_ids)
-            layers[layer] = self._load_stream.mark()
-        return Landing(shared, layers, self._load_stream.mark())
+            self._copy_pieces(numbers, slots, block_ids)
+            layers[layer] = self._load_stream.record_mark()
+        return Landing(shared, layers, self._load_stream.record_mark())
 
-    def _land(self, numbers: Sequence[int], slots: Sequence[int], block_ids: Sequence[int]) -> None:
+    def _copy_pieces(self, numbers: Sequence[int], slots: Sequence[int], block_ids: Sequence[int]) -> None:
         for number in numbers:
             self._load_stream.copy_blocks(self._rows[number], self._regions[number], list(block_ids), list(slots))
 
@@ -135,10 +135,10 @@ def _rows(tensor: Any, num_blocks: int) -> list[Any]:
     item, kernel_blocks = tensor.element_size(), tensor.shape[0] // num_blocks
     offsets, run = runs_of(tensor)
     storage, first, step = tensor.untyped_storage(), tensor.storage_offset() * item, tensor.stride()[0] * item
-    found = list[Any]()
+    rows = list[Any]()
     for kernel_block in range(kernel_blocks):
         for offset in offsets:
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            at = first + kernel_block * step + offset * item
-            found.append(flat.set_(storage, at, (num_blocks, run * item), (kernel_blocks * step, 1)))
-    return found
+            start = first + kernel_block * step + offset * item
+            rows.append(flat.set_(storage, start, (num_blocks, run * item), (kernel_blocks * step, 1)))
+    return rows

@@ -40,17 +40,17 @@ class BlockMemory:
         block. Raises :class:`UserError` for memory that this class does not understand."""
         self.num_blocks = num_blocks
         bases, steps, sizes = list[int](), list[int](), list[int]()
-        told, seen = list[object](), dict[tuple[int, tuple[int, ...]], str]()
+        descriptions, layer_by_place = list[object](), dict[tuple[int, tuple[int, ...]], str]()
         self.layers: dict[str, range] = {}
         """The pieces of a block that are complete when this layer has been computed. Not of layers that share their KV:
         which of them writes it is not known here."""
         for name, tensor in caches.items():
-            self._check(name, tensor)
+            self._check_tensor(name, tensor)
             place = (tensor.data_ptr(), tuple(tensor.stride()))
-            if place in seen:
-                self.layers.pop(seen[place], None)
+            if place in layer_by_place:
+                self.layers.pop(layer_by_place[place], None)
                 continue
-            seen[place] = name
+            layer_by_place[place] = name
             item, first = tensor.element_size(), len(bases)
             offsets, run = runs_of(tensor)
             kernel_blocks = tensor.shape[0] // num_blocks
@@ -60,19 +60,21 @@ class BlockMemory:
                 steps += [kernel_blocks * step] * len(offsets)
                 sizes += [run * item] * len(offsets)
             self.layers[name] = range(first, len(bases))
-            told.append((name, str(tensor.dtype), kernel_blocks, tuple(tensor.shape[1:]), _order(tensor)))
+            descriptions.append(
+                (name, str(tensor.dtype), kernel_blocks, tuple(tensor.shape[1:]), _dimension_order(tensor))
+            )
         if not bases:
             raise UserError("vLLM has registered no KV memory", hint="a model without attention has nothing to keep")
         self._bases, self._steps = np.array(bases, np.int64), np.array(steps, np.int64)
-        self.layout = BlockLayout(tuple(sizes), blake2b(repr(told).encode(), digest_size=16).digest())
+        self.layout = BlockLayout(tuple(sizes), blake2b(repr(descriptions).encode(), digest_size=16).digest())
         self._caches = caches  # what is addressed stays
 
-    def _check(self, name: str, tensor: Any) -> None:
+    def _check_tensor(self, name: str, tensor: Any) -> None:
         if tensor.shape[0] == 0 or tensor.shape[0] % self.num_blocks:
             message = f"the KV of {name} has {tuple(tensor.shape)} for {self.num_blocks} blocks"
             raise UserError(message, hint="this version of vLLM lays KV out in a way that memserve does not know")
 
-    def pieces(self, block_id: int) -> list[Piece]:
+    def block_pieces(self, block_id: int) -> list[Piece]:
         """Address and length of each run of a block. Raises :class:`UserError` for a block that is not there."""
         if not 0 <= block_id < self.num_blocks:
             raise UserError(f"block {block_id} of {self.num_blocks}")
@@ -82,15 +84,15 @@ class BlockMemory:
 class HostMemory(BlockMemory):
     """In memory that this process can address."""
 
-    def _check(self, name: str, tensor: Any) -> None:
+    def _check_tensor(self, name: str, tensor: Any) -> None:
         device = getattr(getattr(tensor, "device", None), "type", None)
         if device != "cpu":
             hint = "KV lies in host memory or on one CUDA device"
             raise UserError(f"the KV of {name} is on {device or type(tensor).__name__}, not in host memory", hint=hint)
-        super()._check(name, tensor)
+        super()._check_tensor(name, tensor)
 
 
-def _order(tensor: Any) -> tuple[int, ...]:
+def _dimension_order(tensor: Any) -> tuple[int, ...]:
     """The dimensions within a block from the widest stride to the closest."""
     strides = tensor.stride()[1:]
     return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))

@@ -80,13 +80,13 @@ class Lookup(Protocol):
     def has_room(self, blocks: int) -> bool:
         """Whether so many can be held beside those of other requests."""
 
-    def begin(self, request_id: str, hashes: Sequence[bytes]) -> bool:
+    def start_lookup(self, request_id: str, hashes: Sequence[bytes]) -> bool:
         """Hold and compare them."""
 
-    def result(self, request_id: str) -> int | None:
+    def lookup_result(self, request_id: str) -> int | None:
         """How many are held."""
 
-    def forget(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """Hold them no longer."""
 
 
@@ -112,9 +112,20 @@ class _Promise:
     block_ids: frozenset[int] = frozenset()
     """Of vLLM's, that are loaded into, where there is one group of KV."""
     has_failed: bool = False
-    awaited: int = 0
+    awaited_end: int = 0
     """Behind the last block that another engine has computed, where the store could not be looked at at once: less is
     looked up again."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBlocks:
+    """An engine's blocks, and what it does with those of others."""
+
+    block_tokens: int
+    hashes_per_block: int
+    """vLLM may hash pieces of blocks."""
+    loads: bool = True
+    saves: bool = True
 
 
 class SchedulerSide:
@@ -123,23 +134,19 @@ class SchedulerSide:
     def __init__(
         self,
         lookups: Lookup,
-        block_tokens: int,
-        hashes_per_block: int,
+        blocks: EngineBlocks,
         wait_ns: int,
         *,
-        loads: bool = True,
-        saves: bool = True,
         hashes: Callable[[Any, int], list[bytes]] | None = None,
     ) -> None:
         """``hashes``: names the first blocks of a request, as many of the wanted ones as are known; None: vLLM's block
-        hashes do. ``wait_ns``: how long a request may wait for a look-up before it computes. ``loads``, ``saves``: this
-        engine does so at all."""
-        self._is_loading = loads
-        self._is_saving = saves
+        hashes do. ``wait_ns``: how long a request may wait for a look-up before it computes."""
+        self._is_loading = blocks.loads
+        self._is_saving = blocks.saves
         self._lookups = lookups
         self._hashes = hashes or self._own_hashes
-        self._block_tokens = block_tokens
-        self._hashes_per_block = hashes_per_block
+        self._block_tokens = blocks.block_tokens
+        self._hashes_per_block = blocks.hashes_per_block
         self._wait_ns = wait_ns
         self._requests: dict[str, Any] = {}  # those with blocks
         self._saved: dict[str, int] = {}  # blocks that were looked at, whether they had to be saved or not
@@ -152,7 +159,7 @@ class SchedulerSide:
 
     # -- before a request has blocks
 
-    def matched(self, request: Any, computed_tokens: int, now_ns: int) -> tuple[int | None, bool]:
+    def match_request(self, request: Any, computed_tokens: int, now_ns: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed_tokens`` that can be loaded, and that they are loaded while others run; None: ask
         again. Called many times."""
         may = self._is_loading and self._lookups.is_known
@@ -161,18 +168,18 @@ class SchedulerSide:
         request_id, begin = request.request_id, computed_tokens // self._block_tokens
         promise = self._promises.get(request_id)
         if promise is None or (begin < promise.first and promise.phase is not _Phase.LOADING):
-            promise = self._looked_up(request, begin, now_ns, now_ns + self._wait_ns)
+            promise = self._start_lookup(request, begin, now_ns, now_ns + self._wait_ns)
         elif promise.phase in (_Phase.AWAITING, _Phase.QUEUED):
-            promise = self._looked_up(request, begin, now_ns, promise.deadline_ns)
+            promise = self._start_lookup(request, begin, now_ns, promise.deadline_ns)
         if promise is None:
             return 0, False
         if promise.phase in (_Phase.AWAITING, _Phase.QUEUED):
             return None, False
         if promise.phase is _Phase.LOOKING:
-            count = self._lookups.result(request_id)
+            count = self._lookups.lookup_result(request_id)
             if count is None and now_ns < promise.deadline_ns:
                 return None, False
-            if count is not None and promise.first + count < promise.awaited and now_ns < promise.deadline_ns:
+            if count is not None and promise.first + count < promise.awaited_end and now_ns < promise.deadline_ns:
                 promise.phase = _Phase.AWAITING
                 return None, False
             promise.phase, promise.end = _Phase.PROMISED, promise.first + (count or 0)
@@ -182,23 +189,23 @@ class SchedulerSide:
         promise.begin = begin
         return (promise.end - begin) * self._block_tokens, True
 
-    def _looked_up(self, request: Any, begin: int, now_ns: int, until_ns: int) -> _Promise | None:
+    def _start_lookup(self, request: Any, begin: int, now_ns: int, until_ns: int) -> _Promise | None:
         """A look-up that was begun, or is put off: since the store still gets what another engine has computed
         (``until_ns`` at the latest), or since other requests hold too much. None: nothing is there."""
         request_id = request.request_id
         hashes = self._hashes(request, (request.num_tokens - 1) // self._block_tokens)[begin:]
-        awaited = min(_computed_elsewhere(request) // self._block_tokens, begin + len(hashes)) if hashes else 0
-        found = self._lookups.prefix_at_once(hashes) if hashes else 0
-        self._lookups.forget(request_id)
-        if found is not None and begin + found < awaited and now_ns < until_ns:
+        awaited_end = min(_computed_elsewhere(request) // self._block_tokens, begin + len(hashes)) if hashes else 0
+        prefix_blocks = self._lookups.prefix_at_once(hashes) if hashes else 0
+        self._lookups.forget_request(request_id)
+        if prefix_blocks is not None and begin + prefix_blocks < awaited_end and now_ns < until_ns:
             promise = _Promise(begin, until_ns, _Phase.AWAITING)
-        elif found and not self._lookups.has_room(found) and now_ns < self._queued_until(now_ns):
+        elif prefix_blocks and not self._lookups.has_room(prefix_blocks) and now_ns < self._queued_until(now_ns):
             promise = _Promise(begin, until_ns, _Phase.QUEUED)
-        elif found != 0 and self._lookups.begin(request_id, hashes[:found]):
+        elif prefix_blocks != 0 and self._lookups.start_lookup(request_id, hashes[:prefix_blocks]):
             is_late = now_ns >= until_ns
-            again = 0 if is_late or found is not None else awaited
-            promise = _Promise(begin, now_ns + self._wait_ns if is_late else until_ns, awaited=again)
-        elif awaited:
+            again = 0 if is_late or prefix_blocks is not None else awaited_end
+            promise = _Promise(begin, now_ns + self._wait_ns if is_late else until_ns, awaited_end=again)
+        elif awaited_end:
             promise = _Promise(0, 0, _Phase.NOTHING)  # it shall not wait again and again
         else:
             self._promises.pop(request_id, None)
@@ -211,18 +218,18 @@ class SchedulerSide:
         self._queued_until_ns = self._queued_until_ns or now_ns + _QUEUED_NS
         return self._queued_until_ns
 
-    def _let_go(self, request_id: str) -> None:
+    def _release_lookup(self, request_id: str) -> None:
         self._queued_until_ns = 0
-        self._lookups.forget(request_id)
+        self._lookups.forget_request(request_id)
 
     def _give_up(self, request_id: str, promise: _Promise) -> None:
         if promise.phase is not _Phase.LOADING:
             promise.phase = _Phase.NOTHING
-            self._let_go(request_id)
+            self._release_lookup(request_id)
 
     # -- blocks
 
-    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
+    def on_blocks_allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The request has blocks: ``tables`` of all groups of KV. ``external_tokens``: it waits for that many to be
         loaded; 0: for none, whatever it was promised, or the load is over."""
         request_id = request.request_id
@@ -235,30 +242,30 @@ class SchedulerSide:
             return
         begin, end = promise.begin, promise.begin + external_tokens // self._block_tokens
         hashes = self._hashes(request, end)[begin:]
-        chosen = [
+        entries = [
             (group, block_hash, block_id)
             for group, table in enumerate(tables)
             for block_hash, block_id in zip(hashes, table[begin:end], strict=True)
             if block_id != _NULL_BLOCK  # beyond a window: the group has no block there
         ]
-        groups, names, block_ids = (tuple(column) for column in zip(*chosen, strict=True))
+        groups, names, block_ids = (tuple(column) for column in zip(*entries, strict=True))
         promise.phase, promise.block_ids = _Phase.LOADING, frozenset(block_ids)
         self._loads.append(KvLoad(request_id, names, block_ids, groups if len(tables) > 1 else ()))
 
-    def step(self, output: Any, now_ns: int) -> Orders:
+    def plan_step(self, output: Any, now_ns: int) -> Orders:
         """What the workers shall do in the step that ``output`` describes. Called once for each."""
         table_of = self._table_of(output)
         saves = [
             save
             for request_id, tokens in output.num_scheduled_tokens.items()
-            if (save := self._save(request_id, tokens, table_of, now_ns)) is not None
+            if (save := self._save_blocks(request_id, tokens, table_of, now_ns)) is not None
         ]
         loads, self._loads = tuple(self._loads), []
-        begun = tuple(request_id for request_id in output.num_scheduled_tokens if request_id in self._loaded)
-        self._loaded.difference_update(begun)
-        return Orders(loads, tuple(saves), begun)
+        started_ids = tuple(request_id for request_id in output.num_scheduled_tokens if request_id in self._loaded)
+        self._loaded.difference_update(started_ids)
+        return Orders(loads, tuple(saves), started_ids)
 
-    def _save(self, request_id: str, tokens: int, table_of: Any, now_ns: int) -> Save | None:
+    def _save_blocks(self, request_id: str, tokens: int, table_of: Any, now_ns: int) -> Save | None:
         """Blocks that are full after a step with ``tokens`` more, and that the store seems not to have.
 
         Tokens that are only guessed (drafts, or placeholders of tokens that are still being computed) are not counted:
@@ -267,28 +274,28 @@ class SchedulerSide:
         request = self._requests.get(request_id)
         if request is None or not (self._is_saving and self._lookups.is_known):
             return None
-        known = min(request.num_computed_tokens + tokens, request.num_tokens) // self._block_tokens
+        full_blocks = min(request.num_computed_tokens + tokens, request.num_tokens) // self._block_tokens
         begin = self._saved.get(request_id, 0)
-        if known <= begin:
+        if full_blocks <= begin:
             return None
-        hashes = self._hashes(request, known)[begin:]
+        hashes = self._hashes(request, full_blocks)[begin:]
         tables = table_of(request_id)
         if tables is None or not hashes:
             return None
         end = begin + len(hashes)
         self._saved[request_id] = end
-        chosen = [
+        entries = [
             (group, block_hash, block_id)
-            for group, (table, missing) in enumerate(zip(tables, self._lookups.missing_at_once(hashes), strict=True))
-            for block_hash, block_id, lacks in zip(hashes, table[begin:end], missing, strict=False)
-            if lacks and block_id != _NULL_BLOCK and self._offer((group, block_hash), now_ns)
+            for group, (table, flags) in enumerate(zip(tables, self._lookups.missing_at_once(hashes), strict=True))
+            for block_hash, block_id, lacks in zip(hashes, table[begin:end], flags, strict=False)
+            if lacks and block_id != _NULL_BLOCK and self._offer_block((group, block_hash), now_ns)
         ]
-        if not chosen:
+        if not entries:
             return None
-        groups, names, block_ids = (tuple(column) for column in zip(*chosen, strict=True))
+        groups, names, block_ids = (tuple(column) for column in zip(*entries, strict=True))
         return Save(names, block_ids, groups if len(tables) > 1 else ())
 
-    def _offer(self, block_hash: tuple[int, bytes], now_ns: int) -> bool:
+    def _offer_block(self, block_hash: tuple[int, bytes], now_ns: int) -> bool:
         """False: it was saved a moment ago."""
         before = self._offered.get(block_hash)
         if before is not None and now_ns - before < _OFFERED_NS:
@@ -301,7 +308,7 @@ class SchedulerSide:
 
     # -- ends
 
-    def received(
+    def on_loads_received(
         self, request_ids: Iterable[str], failed_block_ids: Collection[int], failed_ids: Collection[str] = ()
     ) -> None:
         """Loads are over; ``failed_ids``: of these requests vLLM computes all. A request whose load failed computes,
@@ -311,7 +318,7 @@ class SchedulerSide:
                 if promise.phase is _Phase.LOADING and not promise.block_ids.isdisjoint(failed_block_ids):
                     promise.has_failed = True
         for request_id in request_ids:
-            self._let_go(request_id)
+            self._release_lookup(request_id)
             over = self._promises.pop(request_id, None)
             has_failed = over is not None and (over.has_failed or request_id in failed_ids)
             if over is not None and not has_failed and request_id in self._requests:
@@ -319,19 +326,19 @@ class SchedulerSide:
             if has_failed and request_id in self._requests:
                 self._promises[request_id] = _Promise(0, 0, _Phase.NOTHING)
 
-    def kept_tokens(self, request: Any) -> int:
+    def stored_tokens(self, request: Any) -> int:
         """Tokens, from the first on, whose blocks were given to the store, or were there."""
         return min(self._saved.get(request.request_id, 0) * self._block_tokens, int(request.num_tokens))
 
-    def finished(self, request_id: str) -> None:
+    def on_request_finished(self, request_id: str) -> None:
         """The request is over. A load under way goes on: vLLM keeps its blocks until it is reported."""
-        for known in (self._requests, self._saved, self._tables):
-            known.pop(request_id, None)
+        for table in (self._requests, self._saved, self._tables):
+            table.pop(request_id, None)
         self._loaded.discard(request_id)
         promise = self._promises.get(request_id)
         if promise is not None and promise.phase is not _Phase.LOADING:
             del self._promises[request_id]
-            self._let_go(request_id)
+            self._release_lookup(request_id)
 
     def forget_offers(self) -> None:
         """Save everything again: the store was emptied."""
@@ -348,7 +355,7 @@ class SchedulerSide:
     def _own_hashes(self, request: Any, blocks: int) -> list[bytes]:
         """Of the first ``blocks`` blocks, as many as are known: the hash at a block's end has all of it in it."""
         every = self._hashes_per_block
-        return [bytes(one) for one in request.block_hashes[every - 1 : blocks * every : every]]
+        return [bytes(block_hash) for block_hash in request.block_hashes[every - 1 : blocks * every : every]]
 
     def _table_of(self, output: Any) -> Any:
         """A function from request to its block table; None: there is none. From vLLM itself where it says it (0.30 on),

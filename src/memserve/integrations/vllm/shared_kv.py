@@ -36,8 +36,8 @@ from memserve import _core
 from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry
 from memserve.base.units import ceil_div
-from memserve.integrations.block_cache import AT_ONCE, BlockCache, drop
-from memserve.integrations.store_cache import Piece, Value, address, copied, namespace, places
+from memserve.integrations.block_cache import AT_ONCE, BlockCache, drop_views
+from memserve.integrations.store_cache import Piece, Value, address_of, copy_pieces, namespace, piece_places
 from memserve.integrations.vllm.lookups import RankNames
 from memserve.integrations.vllm.memory import BlockLayout
 from memserve.kv.identity import namespace_id
@@ -56,7 +56,7 @@ class KvBlock(Value):
         """The pages alone."""
         return self.payload_bytes
 
-    def tail(self, seals: NDArray[np.uint64]) -> bytes:
+    def encode_tail(self, seals: NDArray[np.uint64]) -> bytes:
         """None."""
         return b""
 
@@ -64,12 +64,12 @@ class KvBlock(Value):
 class KvNames(RankNames):
     """Blocks by their identities."""
 
-    def name(self, block_hash: bytes) -> bytes:
+    def name_of(self, block_hash: bytes) -> bytes:
         """The identity itself."""
         return block_hash
 
-    def value(self, block_hash: bytes, pieces: Sequence[Piece] | None = None) -> Value:
-        """As :meth:`RankNames.value`."""
+    def value_of(self, block_hash: bytes, pieces: Sequence[Piece] | None = None) -> Value:
+        """As :meth:`RankNames.value_of`."""
         return KvBlock(block_hash, pieces or [(0, nbytes) for nbytes in self.layout.piece_bytes])
 
 
@@ -78,30 +78,30 @@ class KvPool(BlockCache):
 
     def clear(self, *prefixes: bytes) -> bool:
         """Forget all KV blocks. False: the store is away."""
-        return self._ask(lambda client, end_s: client.purge(timeout_s=end_s - time.monotonic()) >= 0, False)
+        return self._call_store(lambda client, end_s: client.purge(timeout_s=end_s - time.monotonic()) >= 0, False)
 
-    def _hold(self, client: StoreClient, values: Sequence[Value], views: list[View], end_s: float) -> int:
+    def _hold_compared(self, client: StoreClient, values: Sequence[Value], views: list[View], end_s: float) -> int:
         if not client.is_mapped:
-            return super()._hold(client, values, views, end_s)
+            return super()._hold_compared(client, values, views, end_s)
         for first in range(0, len(values), AT_ONCE):
-            some = values[first : first + AT_ONCE]
-            sealed = client.bring_sealed([one.name for one in some], timeout_s=max(0.0, end_s - time.monotonic()))
-            for at, (value, (length, seal)) in enumerate(zip(some, sealed, strict=True), first):
+            batch = values[first : first + AT_ONCE]
+            sealed = client.bring_sealed([block.name for block in batch], timeout_s=max(0.0, end_s - time.monotonic()))
+            for index, (value, (length, seal)) in enumerate(zip(batch, sealed, strict=True), first):
                 view = client.get_held(value.name) if length == value.stored_bytes else None
                 if view is None:
-                    return at
+                    return index
                 views.append(view)
-                if self._seal(view.data) != seal:
-                    drop([views.pop()])
-                    self._forget(client, [value.name], end_s)
-                    return at
+                if self._checksum_of(view.data) != seal:
+                    drop_views([views.pop()])
+                    self._delete_damaged(client, [value.name], end_s)
+                    return index
         return len(values)
 
-    def _seal(self, data: memoryview) -> int:
-        return int(_core.seal_ranges(address(data), np.zeros(1, np.int64), len(data), int(self.options.threads))[0])
+    def _checksum_of(self, data: memoryview) -> int:
+        return int(_core.seal_ranges(address_of(data), np.zeros(1, np.int64), len(data), int(self.options.threads))[0])
 
-    def _get_some(
-        self, client: StoreClient, values: Sequence[Value], numbers: list[int], found: list[bool], end_s: float
+    def _get_portion(
+        self, client: StoreClient, values: Sequence[Value], numbers: list[int], hits: list[bool], end_s: float
     ) -> list[bytes]:
         """Copy, and compare what was copied from: a block stays as it is while it is held."""
         names, damaged, views = [value.name for value in values], list[bytes](), list[View]()
@@ -123,15 +123,15 @@ class KvPool(BlockCache):
             moves = [
                 (target, source, nbytes)
                 for _, value, data, _ in read
-                for source, (target, nbytes) in places(value, address(data))
+                for source, (target, nbytes) in piece_places(value, address_of(data))
             ]
-            copied(moves, int(self.options.threads))
-            for number, value, data, wanted in read:
-                found[number] = wanted is None or self._seal(data) == wanted
-                if not found[number]:
+            copy_pieces(moves, int(self.options.threads))
+            for number, value, data, expected in read:
+                hits[number] = expected is None or self._checksum_of(data) == expected
+                if not hits[number]:
                     damaged.append(value.name)
         finally:
-            drop(views)
+            drop_views(views)
         return damaged
 
 
@@ -146,18 +146,18 @@ class Sharing:
     is_on: bool
     tenant: str
     """Of the instances' requests; empty: those without an API key."""
-    others: dict[str, Any]
+    other_options: dict[str, Any]
     """All other options."""
 
     @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> Sharing:
+    def from_config(cls, extra: Mapping[str, Any]) -> Sharing:
         """Raises :class:`UserError` for values that cannot be."""
-        others = dict(extra)
-        is_on, tenant = others.pop("share_with_memserve", False), others.pop("memserve_tenant", "")
+        other_options = dict(extra)
+        is_on, tenant = other_options.pop("share_with_memserve", False), other_options.pop("memserve_tenant", "")
         if not isinstance(is_on, bool) or not isinstance(tenant, str):
             hint = '"share_with_memserve": true, and a name as "memserve_tenant"'
             raise UserError("sharing is on or off, with one tenant of memserve's", hint=hint)
-        return cls(is_on, tenant, others)
+        return cls(is_on, tenant, other_options)
 
 
 def is_plain(request: Any) -> bool:
@@ -202,8 +202,10 @@ def model_of(config: Any, caches: Any) -> KvModel:
 def has_regimes(config: Any) -> bool:
     """Whether a model's positions depend on lengths: instances keep such KV apart by the prompt's, vLLM does not."""
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [one for one in (scaling, *scaling.values()) if isinstance(one, Mapping)]  # of all layers, or by type
-    return any((one.get("rope_type") or one.get("type")) in ("longrope", "dynamic") for one in kinds)
+    kinds = [
+        scheme for scheme in (scaling, *scaling.values()) if isinstance(scheme, Mapping)
+    ]  # of all layers, or by type
+    return any((scheme.get("rope_type") or scheme.get("type")) in ("longrope", "dynamic") for scheme in kinds)
 
 
 def check_layout(caches: Mapping[str, Any], num_blocks: int, geometry: KVGeometry, isa: str) -> None:
@@ -212,7 +214,7 @@ def check_layout(caches: Mapping[str, Any], num_blocks: int, geometry: KVGeometr
     ``caches``: tensors of the layers by name; ``isa``: vLLM's name for the way in which its operation packs them.
     """
     torch, tensors = sys.modules["torch"], list(caches.values())
-    numbers = [int(found[0]) for name in caches if (found := _LAYER.findall(name))]
+    numbers = [int(layer_numbers[0]) for name in caches if (layer_numbers := _LAYER.findall(name))]
     if numbers != sorted(set(numbers)) or len(numbers) != len(tensors):
         raise UserError("the layers of vLLM's KV are in an order of their own", hint=_HINT)
     heads, tokens, width = geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim_k
@@ -220,17 +222,17 @@ def check_layout(caches: Mapping[str, Any], num_blocks: int, geometry: KVGeometr
         whole = tensor[0].is_contiguous() and tensor[0].numel() * tensor.element_size() == geometry.page_bytes
         if tensor.shape[0] != num_blocks or not whole:
             raise UserError("a page of vLLM's KV is not one piece of memory", hint=_HINT)
-    drawn = torch.Generator().manual_seed(1)
-    given = torch.randn(2, tokens, heads, width, generator=drawn).to(tensors[0].dtype)
+    generator = torch.Generator().manual_seed(1)
+    sample = torch.randn(2, tokens, heads, width, generator=generator).to(tensors[0].dtype)
     page = torch.zeros(1, heads, 2 * tokens, width, dtype=tensors[0].dtype)
     key_cache, value_cache = page.chunk(2, dim=2)
     from vllm import _custom_ops as ops
 
-    ops.cpu_attn_reshape_and_cache(given[0], given[1], key_cache, value_cache, torch.arange(tokens), isa)
-    wanted = torch.stack(
-        [given[0].permute(1, 2, 0).reshape(heads, -1), given[1].permute(1, 0, 2).reshape(heads, -1)], 1
+    ops.cpu_attn_reshape_and_cache(sample[0], sample[1], key_cache, value_cache, torch.arange(tokens), isa)
+    expected = torch.stack(
+        [sample[0].permute(1, 2, 0).reshape(heads, -1), sample[1].permute(1, 0, 2).reshape(heads, -1)], 1
     )
-    if geometry.head_dim_v != width or not torch.equal(page.reshape(heads, 2, -1), wanted):
+    if geometry.head_dim_v != width or not torch.equal(page.reshape(heads, 2, -1), expected):
         raise UserError(f"vLLM packs KV for this processor's {isa!r} units, unlike memserve", hint=_HINT)
 
 
@@ -241,25 +243,25 @@ class Identities:
         """``tenant``: of memserve's; ``key``: of the cluster's identities."""
         self._key, self._block_tokens = key, model.geometry.block_tokens
         self._root = namespace_id(tenant, model.namespace, key)
-        self._known: dict[str, list[bytes]] = {}
+        self._by_request: dict[str, list[bytes]] = {}
 
-    def of(self, request: Any, blocks: int) -> list[bytes]:
+    def identities_of(self, request: Any, blocks: int) -> list[bytes]:
         """Of the first ``blocks`` blocks, as many as have all their tokens."""
-        known = self._known.setdefault(request.request_id, [])
+        identities = self._by_request.setdefault(request.request_id, [])
         size = self._block_tokens
         end = min(blocks, request.num_tokens // size)
-        if len(known) < end:
-            tokens = np.array(request.all_token_ids[len(known) * size : end * size], np.int32)
-            packed = _core.block_identities(self._key, known[-1] if known else self._root, tokens, size)
-            known += [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
-        return known[:blocks]
+        if len(identities) < end:
+            tokens = np.array(request.all_token_ids[len(identities) * size : end * size], np.int32)
+            packed = _core.block_identities(self._key, identities[-1] if identities else self._root, tokens, size)
+            identities += [packed[offset : offset + KEY_BYTES] for offset in range(0, len(packed), KEY_BYTES)]
+        return identities[:blocks]
 
-    def forget(self, request_id: str) -> None:
+    def forget_request(self, request_id: str) -> None:
         """The request is over."""
-        self._known.pop(request_id, None)
+        self._by_request.pop(request_id, None)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._by_request)
 
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -267,16 +269,16 @@ _SAMPLES = 16
 _SAMPLE_BYTES = 64 * 1024
 
 
-def prefix_of(config: Any, given: str, backends: tuple[str, ...], version: str, layout: BlockLayout) -> bytes:
+def prefix_of(config: Any, user_namespace: str, backends: tuple[str, ...], version: str, layout: BlockLayout) -> bytes:
     """The begin of the names of one worker's values.
 
-    ``config``: vLLM's; ``given``: what the user adds; ``backends``: names of the attention backends; ``version``: of
-    vLLM, whose releases change how a backend packs KV.
+    ``config``: vLLM's; ``user_namespace``: what the user adds; ``backends``: names of the attention backends;
+    ``version``: of vLLM, whose releases change how a backend packs KV.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     return namespace(
         "vllm",
-        given=given,
+        given=user_namespace,
         version=version,
         weights=weights_fingerprint(str(model.model), getattr(model, "revision", None)),
         model=_model_digest(model),
@@ -318,8 +320,8 @@ def _model_digest(model: Any) -> str:
     facts = dict(model.hf_config.to_dict()) if hasattr(model.hf_config, "to_dict") else {}
     for name in ("_name_or_path", "transformers_version"):
         facts.pop(name, None)
-    told = json.dumps([facts, str(getattr(model, "hf_overrides", None))], sort_keys=True, default=str)
-    return blake2b(told.encode(), digest_size=16).hexdigest()
+    text = json.dumps([facts, str(getattr(model, "hf_overrides", None))], sort_keys=True, default=str)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _host_packing() -> str:
@@ -357,7 +359,7 @@ def why_not_kept(config: Any, caches: Any, *, tells_requests: bool) -> str:
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     strange = [kind for kind in kinds if kind not in (*_FULL, _WINDOWED)]
     if strange:
-        return _why_strange(sorted(set(strange)))
+        return _why_unsupported(sorted(set(strange)))
     if _WINDOWED in kinds or len(groups) > 1:
         if not tells_requests:
             return "this vLLM cannot be told that a load failed whose window is then not there (0.30 can)"
@@ -377,7 +379,7 @@ def why_not_kept(config: Any, caches: Any, *, tells_requests: bool) -> str:
     return ""
 
 
-def _why_strange(kinds: Sequence[str]) -> str:
+def _why_unsupported(kinds: Sequence[str]) -> str:
     if "MambaSpec" in kinds:
         return "a state is all of a prefix and no block of it: vLLM's own copies of states have no hash to be found by"
     return f"KV of {', '.join(kinds)} is not understood"
@@ -385,5 +387,5 @@ def _why_strange(kinds: Sequence[str]) -> str:
 
 def hash_tokens_of(config: Any, caches: Any) -> int:
     """Tokens of one of vLLM's block hashes."""
-    found = getattr(caches, "hash_block_size", None) or getattr(config.cache_config, "hash_block_size", None)
-    return int(found or caches.kv_cache_groups[0].kv_cache_spec.block_size)
+    hash_tokens = getattr(caches, "hash_block_size", None) or getattr(config.cache_config, "hash_block_size", None)
+    return int(hash_tokens or caches.kv_cache_groups[0].kv_cache_spec.block_size)

@@ -34,15 +34,17 @@ class Mover(Protocol):
     def begin_saves(self, blocks: Sequence[Block]) -> Saving | None:
         """Copies of a step's blocks, none of which is complete yet. None: there is room for none."""
 
-    def load(self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]) -> None:
+    def load_blocks(
+        self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]
+    ) -> None:
         """Tell ``over`` whether each block was found: those that were are in place for what a later step computes. It
         is told once, unless this raises. In any thread."""
 
     def before_loads(self) -> None:
         """The step's loads are about to begin. In vLLM's thread."""
 
-    def before_step(self, begun: Sequence[str]) -> None:
-        """A forward is about to begin. ``begun``: as in :class:`Orders`. In vLLM's thread."""
+    def before_step(self, started_ids: Sequence[str]) -> None:
+        """A forward is about to begin. ``started_ids``: as in :class:`Orders`. In vLLM's thread."""
 
     def wait_for_layer(self, layer: str) -> None:
         """What is loaded into this layer is there for what vLLM does next in its thread."""
@@ -58,10 +60,10 @@ class Saving(Protocol):
         """This layer of the blocks is complete, unless it is told again: micro-batches and drafts run a layer several
         times in a step. Unknown ones are left for the end."""
 
-    def finish(self, savers: CacheJobs) -> None:
+    def finish_save(self, savers: CacheJobs) -> None:
         """The step has run: copy the rest, and have ``savers`` give them to the store."""
 
-    def drop(self) -> None:
+    def drop_save(self) -> None:
         """The step has come to no end: its blocks hold anything."""
 
 
@@ -71,22 +73,27 @@ class HostMover:
     def __init__(self, pool: BlockCache, memories: Sequence[HostMemory], names: Sequence[RankNames]) -> None:
         self._pool, self._memories, self._names = pool, memories, names
 
-    def values(self, blocks: Sequence[Block]) -> list[Value]:
+    def block_values(self, blocks: Sequence[Block]) -> list[Value]:
         """Where the blocks lie, and what they are called."""
-        return [self._names[group].value(block, self._memories[group].pieces(at)) for group, block, at in blocks]
+        return [
+            self._names[group].value_of(block, self._memories[group].block_pieces(block_id))
+            for group, block, block_id in blocks
+        ]
 
     def begin_saves(self, blocks: Sequence[Block]) -> _HostSaving | None:
         """See :class:`Mover`."""
-        return _HostSaving(self._pool, self.values(blocks))
+        return _HostSaving(self._pool, self.block_values(blocks))
 
-    def load(self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]) -> None:
+    def load_blocks(
+        self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]
+    ) -> None:
         """See :class:`Mover`."""
-        over(self._pool.get(self.values(blocks)))
+        over(self._pool.get_values(self.block_values(blocks)))
 
     def before_loads(self) -> None:
         """Nothing to do: a block is whole before its load is reported."""
 
-    def before_step(self, begun: Sequence[str]) -> None:
+    def before_step(self, started_ids: Sequence[str]) -> None:
         """As :meth:`before_loads`."""
 
     def wait_for_layer(self, layer: str) -> None:
@@ -106,13 +113,13 @@ class _HostSaving:
     def save_layer(self, layer: str) -> None:
         pass
 
-    def finish(self, savers: CacheJobs) -> None:
-        collected = self._pool.collect(self._values)
+    def finish_save(self, savers: CacheJobs) -> None:
+        collected = self._pool.collect_copies(self._values)
         if collected and not savers.start(partial(self._pool.put_collected, collected)):
             for _, memory in collected:
                 memory.release()
 
-    def drop(self) -> None:
+    def drop_save(self) -> None:
         pass
 
 
@@ -141,26 +148,26 @@ class WorkerSide:
         self._mover.before_loads()
         end_s = time.monotonic() + self._pool.options.timeout_s
         for load in orders.loads:
-            if not self._loaders.start(partial(self._load, load, end_s)):
-                self._over(load, [False] * len(load.hashes))
+            if not self._loaders.start(partial(self._load_request, load, end_s)):
+                self._on_load_over(load, [False] * len(load.hashes))
 
-    def _load(self, load: KvLoad, end_s: float) -> None:
-        told = list[list[bool]]()
+    def _load_request(self, load: KvLoad, end_s: float) -> None:
+        reports = list[list[bool]]()
 
-        def over(found: list[bool]) -> None:
-            told.append(found)
-            self._over(load, found)
+        def over(hits: list[bool]) -> None:
+            reports.append(hits)
+            self._on_load_over(load, hits)
 
         try:
             if time.monotonic() < end_s:
-                self._mover.load(load.request_id, _blocks(load), end_s, over)
+                self._mover.load_blocks(load.request_id, _blocks_of(load), end_s, over)
         finally:
-            if not told:
+            if not reports:
                 over([False] * len(load.hashes))
 
-    def _over(self, load: KvLoad, found: Iterable[bool]) -> None:
+    def _on_load_over(self, load: KvLoad, hits: Iterable[bool]) -> None:
         with self._changed:
-            failed = {block_id for block_id, ok in zip(load.block_ids, found, strict=True) if not ok}
+            failed = {block_id for block_id, ok in zip(load.block_ids, hits, strict=True) if not ok}
             if failed and self._fails_whole:
                 self._failed_requests.add(load.request_id)
             else:
@@ -195,9 +202,9 @@ class WorkerSide:
     def begin_step(self, orders: Orders) -> None:
         """A step begins that fills blocks to be saved."""
         if self._saving is not None:
-            self._saving.drop()
+            self._saving.drop_save()
         self._mover.before_step(orders.begun)
-        blocks = [block for save in orders.saves for block in _blocks(save)]
+        blocks = [block for save in orders.saves for block in _blocks_of(save)]
         self._saving = self._mover.begin_saves(blocks) if blocks else None
 
     def save_layer(self, layer: str) -> None:
@@ -209,7 +216,7 @@ class WorkerSide:
         """Copy what no layer has brought. The step has run; vLLM may use the blocks for others afterwards."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.finish(self._savers)
+            saving.finish_save(self._savers)
         self._mover.after_step()
 
     def close(self) -> None:
@@ -219,6 +226,6 @@ class WorkerSide:
         self._pool.close()
 
 
-def _blocks(told: KvLoad | Save) -> list[Block]:
-    groups = told.groups or (0,) * len(told.hashes)
-    return list(zip(groups, told.hashes, told.block_ids, strict=True))
+def _blocks_of(transfer: KvLoad | Save) -> list[Block]:
+    groups = transfer.groups or (0,) * len(transfer.hashes)
+    return list(zip(groups, transfer.hashes, transfer.block_ids, strict=True))

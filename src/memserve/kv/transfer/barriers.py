@@ -56,29 +56,29 @@ Resume = Callable[[], None]
 class Barriers:
     """What waits for plans to finish, and for which."""
 
-    __slots__ = ("_access", "_held", "_highest", "_order", "_pool")
+    __slots__ = ("_access", "_highest", "_order", "_pool", "_waiting")
 
     def __init__(self, pool: TransferPool) -> None:
         """From now on the pool records which plans touch which blocks."""
         self._pool = pool
         self._access = pool.access = BlockAccessLog()
-        self._held: list[tuple[int, int, Resume]] = []  # heap of (fence, order of arrival, what to do)
+        self._waiting: list[tuple[int, int, Resume]] = []  # heap of (fence, order of arrival, what to do)
         self._order = 0
         self._highest = 0  # of all fences that something waited for
 
     @property
-    def made(self) -> int:
+    def last_made(self) -> int:
         """The last plan made. 0: none."""
-        return self._access.made
+        return self._access.last_made
 
     @property
-    def finished(self) -> int:
+    def last_finished(self) -> int:
         """The last plan that touches memory no more."""
-        return self._access.finished
+        return self._access.last_finished
 
     def all_settled(self) -> int:
         """The plan after which everything decided so far is true in memory."""
-        return self.made + 1 if self._pool.has_copies else self.made
+        return self.last_made + 1 if self._pool.has_copies else self.last_made
 
     def safe_to_overwrite(self, tier: Tier, blocks: Sequence[int]) -> int:
         """The plan after which only their new holder touches ``blocks``, which were allocated for it just now."""
@@ -88,16 +88,16 @@ class Barriers:
         """The plan after which cached blocks hold what the index says."""
         return max([self._access.last_write(tier, blocks) for tier, _, blocks in runs(places)], default=0)
 
-    def passed(self, fence: int) -> bool:
+    def has_passed(self, fence: int) -> bool:
         """Whether plan ``fence`` has finished."""
-        return fence <= self.finished
+        return fence <= self.last_finished
 
     def when_passed(self, fence: int, resume: Resume) -> None:
         """Call ``resume`` once plan ``fence`` has finished: now, when it has."""
-        if self.passed(fence):
+        if self.has_passed(fence):
             resume()
             return
-        heapq.heappush(self._held, (fence, self._order, resume))
+        heapq.heappush(self._waiting, (fence, self._order, resume))
         self._order += 1
         self._highest = max(self._highest, fence)
 
@@ -108,22 +108,33 @@ class Barriers:
     def plan_finished(self, step_id: int) -> None:
         """Plan ``step_id`` and each before it have finished: call what waited for them, in order of their fences."""
         self._access.plan_finished(step_id)
-        while self._held and self._held[0][0] <= step_id:
-            heapq.heappop(self._held)[2]()
+        while self._waiting and self._waiting[0][0] <= step_id:
+            heapq.heappop(self._waiting)[2]()
 
     @property
-    def holds(self) -> bool:
+    def is_holding(self) -> bool:
         """Whether something waits for a plan to finish."""
-        return bool(self._held)
+        return bool(self._waiting)
 
     @property
     def wants_plan(self) -> bool:
         """Whether something waits for a plan that is not made yet."""
-        return self._highest > self.made
+        return self._highest > self.last_made
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when something waits for what has happened."""
-        check(self.finished <= self.made, f"plan {self.finished} has finished, {self.made} was the last one made")
-        for fence, _, resume in self._held:
-            check(not self.passed(fence), "{!r} waits for plan {}, {} has finished", resume, fence, self.finished)
-            check(fence <= self.made + 1, "{!r} waits for plan {}, {} was the last one made", resume, fence, self.made)
+        check(
+            self.last_finished <= self.last_made,
+            f"plan {self.last_finished} has finished, {self.last_made} was the last one made",
+        )
+        for fence, _, resume in self._waiting:
+            check(
+                not self.has_passed(fence), "{!r} waits for plan {}, {} has finished", resume, fence, self.last_finished
+            )
+            check(
+                fence <= self.last_made + 1,
+                "{!r} waits for plan {}, {} was the last one made",
+                resume,
+                fence,
+                self.last_made,
+            )

@@ -75,7 +75,9 @@ class TransferPool(Protocol):
     def unpin(self, lease: Lease) -> None:
         """End a lease's protection from eviction."""
 
-    def lend(self, tenant: str, tokens: TokenArray, first_block: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+    def export_blocks(
+        self, tenant: str, tokens: TokenArray, first_block: int = 0
+    ) -> tuple[Sequence[int], Sequence[int]]:
         """Cached blocks of ``tokens`` from ``first_block`` up to the first gap, where they lie: in HBM, and behind them
         in DRAM; one reference each."""
 
@@ -135,9 +137,9 @@ def runs(places: Sequence[Place]) -> Iterator[tuple[Tier, int, list[int]]]:
         begin += len(blocks)
 
 
-def is_gone(peer: Peer, gone: Peer) -> bool:
-    """Whether the end of ``gone`` is the end of ``peer``, which may be an older generation of it."""
-    return peer.name == gone.name and peer.generation <= gone.generation
+def is_gone(peer: Peer, removed: Peer) -> bool:
+    """Whether the end of ``removed`` is the end of ``peer``, which may be an older generation of it."""
+    return peer.name == removed.name and peer.generation <= removed.generation
 
 
 class Expiring(Protocol):
@@ -195,7 +197,7 @@ class Peers:
         self._members: dict[str, PeerInfo] = {}
         self._gone: dict[str, int] = {}  # name -> the latest generation that is gone
 
-    def join(self, info: PeerInfo) -> Peer | None:
+    def add_member(self, info: PeerInfo) -> Peer | None:
         """``info.peer`` is a member now. Returns the older generation of it that ends. A generation older than the one
         known is ignored; one that had left may come back."""
         name, generation = info.peer.name, info.peer.generation
@@ -209,14 +211,14 @@ class Peers:
         self._gone[name] = older.peer.generation
         return older.peer
 
-    def leave(self, peer: Peer) -> None:
+    def remove_member(self, peer: Peer) -> None:
         """``peer`` and older generations of it are gone."""
         self._gone[peer.name] = max(peer.generation, self._gone.get(peer.name, peer.generation))
         member = self._members.get(peer.name)
         if member is not None and member.peer.generation <= peer.generation:
             del self._members[peer.name]
 
-    def status(self, peer: Peer) -> PeerStatus:
+    def status_of(self, peer: Peer) -> PeerStatus:
         """Whether ``peer``, in this generation, is a member."""
         member = self._members.get(peer.name)
         if member is not None and member.peer.generation >= peer.generation:
@@ -225,9 +227,9 @@ class Peers:
             return PeerStatus.GONE
         return PeerStatus.STRANGER
 
-    def info(self, peer: Peer) -> PeerInfo | None:
+    def info_of(self, peer: Peer) -> PeerInfo | None:
         """What a member told of itself when it joined. None: ``peer`` is no member."""
-        return self._members[peer.name] if self.status(peer) is PeerStatus.MEMBER else None
+        return self._members[peer.name] if self.status_of(peer) is PeerStatus.MEMBER else None
 
     def members(self) -> list[Peer]:
         """All members, in the order in which they joined."""
@@ -254,12 +256,12 @@ class TransferContext:
     """Shared by the parts of one exchange."""
 
     def __init__(
-        self, pool: TransferPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str
+        self, pool: TransferPool, geometry: KVGeometry, config: ExchangeConfig, self_peer: Peer, namespace: str
     ) -> None:
         self.pool = pool
         self.geometry = geometry
         self.config = config
-        self.me = me
+        self.self_peer = self_peer
         self.namespace = namespace
         self.peers = Peers()
         self.counters = ExchangeCounters()
@@ -274,11 +276,11 @@ class TransferContext:
     def new_transfer_id(self) -> str:
         """Unique in the cluster; :meth:`is_mine` knows it again."""
         self._transfers += 1
-        return f"{self.me.name}/{self.me.generation}/{self._transfers}"
+        return f"{self.self_peer.name}/{self.self_peer.generation}/{self._transfers}"
 
     def is_mine(self, transfer_id: str) -> bool:
         """Whether this process, in this generation, made the id."""
-        return transfer_id.startswith(f"{self.me.name}/{self.me.generation}/")
+        return transfer_id.startswith(f"{self.self_peer.name}/{self.self_peer.generation}/")
 
     def new_job_id(self) -> int:
         """Unique in this process."""
@@ -289,9 +291,9 @@ class TransferContext:
         """Send ``message`` to ``to``."""
         self.actions.append(Send(to, message))
 
-    def misfit(self, peer: Peer) -> str | None:
+    def incompatibility(self, peer: Peer) -> str | None:
         """Why KV cannot be shared with ``peer``. None: it can."""
-        info = self.peers.info(peer)
+        info = self.peers.info_of(peer)
         if not self.config.shares_kv:
             return "no other process can reach the KV here"
         if info is None:

@@ -107,14 +107,14 @@ class HandoffArrived:
     first of ``blocks``, without further references. None: the request may not use the cache. An empty lease: nothing is
     cached here."""
     first_tokens: Firsts
-    ended: tuple[int, ...]
+    ended_indices: tuple[int, ...]
     pulled_blocks: int
     """Blocks of which pages were pulled."""
     reused_blocks: int
     """Blocks that were here already."""
     tier: Tier = Tier.HBM
     """DRAM: HBM had no room. None of the blocks is in the index."""
-    told: tuple[TokenOutput, ...] = ()
+    emitted_outputs: tuple[TokenOutput, ...] = ()
     """``Handoff.told``."""
 
 
@@ -130,7 +130,7 @@ class HandoffFailed:
 
 @dataclass(frozen=True, slots=True)
 class FetchEnded:
-    """The KV asked for by :meth:`Exchange.fetch` is in the index, or will not come."""
+    """The KV asked for by :meth:`Exchange.fetch_blocks` is in the index, or will not come."""
 
     transfer_id: str
     ok: bool

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from memserve.base.config import ExchangeConfig
 from memserve.base.errors import check
@@ -48,6 +49,39 @@ from memserve.protocol.messages import (
 from memserve.protocol.peers import Peer, PeerInfo
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedBlocks:
+    """``blocks`` on ``tier``, and behind them ``dram_blocks``. ``blocks[i]`` holds, or will hold, block
+    ``first_block + i`` of ``tokens``."""
+
+    tenant: str
+    tokens: TokenArray
+    blocks: Sequence[int]
+    tier: Tier = Tier.HBM
+    first_block: int = 0
+    dram_blocks: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OfferTerms:
+    """How the receiver is to take it: the fields of :class:`~memserve.protocol.messages.Offer` with these names.
+    ``lease_ns`` 0: as the configuration has it."""
+
+    mode: TransferMode = TransferMode.BY_REQUEST_AGG
+    insert: bool = True
+    request: Request | None = None
+    deadline_in_ns: int | None = None
+    return_kv: bool = False
+    private: bytes = b""
+    dst_blocks: Sequence[int] = ()
+    dst_tier: Tier = Tier.HBM
+    lease_ns: int = 0
+    router: Peer | None = None
+
+
+AS_USUAL = OfferTerms()
+
+
 class Exchange:
     """Gives blocks of one pool to peers and takes theirs; ``memserve.protocol.messages`` tells the order of the
     messages.
@@ -65,14 +99,19 @@ class Exchange:
     """
 
     def __init__(
-        self, pool: TransferPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str | None = None
+        self,
+        pool: TransferPool,
+        geometry: KVGeometry,
+        config: ExchangeConfig,
+        self_peer: Peer,
+        namespace: str | None = None,
     ) -> None:
         """``namespace`` and ``geometry`` are those in the own ``PeerInfo``: peers with others are refused.
         ``namespace`` None: the pool's."""
         self.shares_kv = config.shares_kv
-        context = TransferContext(pool, geometry, config, me, pool.namespace if namespace is None else namespace)
+        context = TransferContext(pool, geometry, config, self_peer, pool.namespace if namespace is None else namespace)
         self._context = context
-        self.misfit = context.misfit
+        self.incompatibility = context.incompatibility
         self._barriers, self._deadlines = Barriers(pool), Deadlines()
         self._sender = Sender(context, self._barriers, self._deadlines)
         self._remote = RemoteAllocation(context, self._deadlines)
@@ -80,68 +119,49 @@ class Exchange:
 
     # -- the owner of blocks
 
-    def offer(
-        self,
-        to: Peer,
-        tenant: str,
-        tokens: TokenArray,
-        blocks: Sequence[int],
-        now_ns: int,
-        *,
-        tier: Tier = Tier.HBM,
-        first_block: int = 0,
-        dram_blocks: Sequence[int] = (),
-        mode: TransferMode = TransferMode.BY_REQUEST_AGG,
-        insert: bool = True,
-        request: Request | None = None,
-        deadline_in_ns: int | None = None,
-        return_kv: bool = False,
-        private: bytes = b"",
-        dst_blocks: Sequence[int] = (),
-        dst_tier: Tier = Tier.HBM,
-        lease_ns: int = 0,
-        router: Peer | None = None,
-    ) -> str:
-        """Offer ``blocks`` (on ``tier``), and behind them ``dram_blocks``, to ``to``; returns the transfer id.
+    def offer_blocks(self, to: Peer, offered: OfferedBlocks, now_ns: int, terms: OfferTerms = AS_USUAL) -> str:
+        """Offer blocks to ``to``; returns the transfer id.
 
-        ``blocks[i]`` holds, or will hold, block ``first_block + i`` of ``tokens``. The exchange takes a reference of
-        its own on each until the receiver's ``Release``, the lease's end, :meth:`withdraw` or the peer's death; the
-        caller's references stay the caller's. :meth:`computed` announces pages to the receiver. With ``request`` the
-        offer is a handoff of all of ``tokens``, whose blocks may come later (:meth:`more_blocks`).
+        The exchange takes a reference of its own on each until the receiver's ``Release``, the lease's end,
+        :meth:`withdraw_offer` or the peer's death; the caller's references stay the caller's.
+        :meth:`announce_computed` announces pages to the receiver. With a request the offer is a handoff of all tokens,
+        whose blocks may come later (:meth:`more_blocks`).
         """
-        context, tokens = self._context, tokens.copy()
-        transfer_id = context.new_transfer_id()
+        context, tokens = self._context, offered.tokens.copy()
+        transfer_id, tier, blocks, dram_blocks = (
+            context.new_transfer_id(), offered.tier, offered.blocks, offered.dram_blocks,
+        )  # fmt: skip
         offer = Offer(
             transfer_id=transfer_id,
-            tenant=tenant,
+            tenant=offered.tenant,
             tokens=tokens,
-            identity=context.pool.identity(tenant, tokens),
+            identity=context.pool.identity(offered.tenant, tokens),
             tier=tier,
-            first_block=first_block,
+            first_block=offered.first_block,
             blocks=tuple(blocks),
-            lease_ns=lease_ns or context.config.lease_ns,
-            mode=mode,
-            insert=insert,
-            request=request,
-            deadline_in_ns=deadline_in_ns,
-            return_kv=return_kv,
-            dst_blocks=tuple(dst_blocks),
-            dst_tier=dst_tier,
-            private=private,
+            lease_ns=terms.lease_ns or context.config.lease_ns,
+            mode=terms.mode,
+            insert=terms.insert,
+            request=terms.request,
+            deadline_in_ns=terms.deadline_in_ns,
+            return_kv=terms.return_kv,
+            dst_blocks=tuple(terms.dst_blocks),
+            dst_tier=terms.dst_tier,
+            private=terms.private,
             dram_blocks=tuple(dram_blocks),
-            router=router,
+            router=terms.router,
         )
         context.retain(tier, blocks)
         context.retain(Tier.DRAM, dram_blocks)
         places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
-        self._sender.begin(to, offer, places, now_ns)
+        self._sender.open_export(to, offer, places, now_ns)
         return transfer_id
 
     def more_blocks(self, transfer_id: str, blocks: Sequence[int]) -> None:
         """Extend a handoff by HBM ``blocks``, with a reference each. Ignored when it has ended."""
-        self._sender.extend(transfer_id, blocks)
+        self._sender.extend_export(transfer_id, blocks)
 
-    def computed(
+    def announce_computed(
         self,
         transfer_id: str,
         first_block: int,
@@ -158,22 +178,26 @@ class Exchange:
         written while the offer lives, and each is named once. Ignored when the offer has ended.
         """
         end_layer = self._context.geometry.num_layers if end_layer is None else end_layer
-        self._sender.computed(transfer_id, (first_block, end_block), (first_layer, end_layer), fence)
+        self._sender.announce_computed(transfer_id, (first_block, end_block), (first_layer, end_layer), fence)
 
     def hand_off(
-        self, transfer_id: str, first_tokens: Firsts, ended: tuple[int, ...] = (), told: tuple[TokenOutput, ...] = ()
+        self,
+        transfer_id: str,
+        first_tokens: Firsts,
+        ended_indices: tuple[int, ...] = (),
+        emitted_outputs: tuple[TokenOutput, ...] = (),
     ) -> None:
-        """The prefill is done, every page of the offer has been named by :meth:`computed`: ``Handoff`` follows the
-        last ``Ready``. Ignored when the offer has ended."""
-        self._sender.hand_off(Handoff(transfer_id, first_tokens, ended, told))
+        """The prefill is done, every page of the offer has been named by :meth:`announce_computed`: ``Handoff``
+        follows the last ``Ready``. Ignored when the offer has ended."""
+        self._sender.hand_off(Handoff(transfer_id, first_tokens, ended_indices, emitted_outputs))
 
-    def withdraw(self, transfer_id: str, reason: str) -> None:
+    def withdraw_offer(self, transfer_id: str, reason: str) -> None:
         """Take an offer back. Ignored when it has ended."""
-        self._sender.withdraw(transfer_id, reason)
+        self._sender.withdraw_export(transfer_id, reason)
 
     # -- the receiver of blocks
 
-    def fetch(
+    def fetch_blocks(
         self,
         holder: Peer,
         tenant: str,
@@ -190,7 +214,9 @@ class Exchange:
         by then without a gap are kept.
         """
         blocks = first_block, end_block
-        return self._receiver.fetches.ask(holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns))
+        return self._receiver.fetches.start_fetch(
+            holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns)
+        )
 
     def give_up(self, transfer_id: str, reason: str) -> None:
         """End an import or a fetch: nothing is held for it any more, no outcome follows. Ignored when it has ended."""
@@ -209,7 +235,7 @@ class Exchange:
 
     def allocate_at(self, peer: Peer, count: int, tier: Tier, now_ns: int, deadline_ns: int) -> str:
         """Ask ``peer`` for ``count`` blocks; one :class:`RemoteAllocated` follows, at ``deadline_ns`` at the latest."""
-        return self._remote.call(peer, count, tier, max(now_ns, deadline_ns))
+        return self._remote.request_blocks(peer, count, tier, max(now_ns, deadline_ns))
 
     def free_at(self, call_id: str) -> None:
         """Give back what :meth:`allocate_at` got, or is yet to get: then no outcome follows."""
@@ -221,59 +247,59 @@ class Exchange:
         """A peer said something, or the host has done a job. Messages that are not for an exchange are ignored, and
         those of peers that are gone."""
         if isinstance(event, PagesSealed):
-            self._sender.sealed(event)
+            self._sender.on_pages_sealed(event)
         elif isinstance(event, PagesPulled):
             self._receiver.pulled(event)
-        elif self._context.peers.status(event.sender) is not PeerStatus.GONE:
-            self._hear(event, now_ns)
-        return self._settle()
+        elif self._context.peers.status_of(event.sender) is not PeerStatus.GONE:
+            self._on_message(event, now_ns)
+        return self._take_outcomes()
 
-    def _hear(self, event: MessageArrived, now_ns: int) -> None:
+    def _on_message(self, event: MessageArrived, now_ns: int) -> None:
         sender, message = event.sender, event.message
         match message:
             case Offer():
-                self._receiver.heard_offer(sender, message, now_ns)
+                self._receiver.on_offer(sender, message, now_ns)
             case MoreBlocks():
-                self._receiver.heard_more(sender, message)
+                self._receiver.on_more_blocks(sender, message)
             case Ready():
-                self._receiver.heard_ready(sender, message)
+                self._receiver.on_ready(sender, message)
             case Handoff():
-                self._receiver.heard_handoff(sender, message)
+                self._receiver.on_handoff(sender, message)
             case Withdraw():
-                self._receiver.heard_withdraw(sender, message)
+                self._receiver.on_withdraw(sender, message)
             case Wanted():
-                self._sender.heard_wanted(sender, message)
+                self._sender.on_wanted(sender, message)
             case Release():
-                self._sender.heard_release(sender, message)
+                self._sender.on_release(sender, message)
             case Fetch():
-                self._sender.answer(sender, message, now_ns)
+                self._sender.answer_fetch(sender, message, now_ns)
             case Alloc():
-                self._remote.heard_alloc(sender, message, now_ns)
+                self._remote.on_alloc(sender, message, now_ns)
             case Allocated():
-                self._remote.heard_allocated(sender, message)
+                self._remote.on_allocated(sender, message)
             case Free():
-                self._remote.heard_free(sender, message)
+                self._remote.on_free(sender, message)
             case _:
                 pass
 
-    def advance(self, now_ns: int) -> list[Outcome]:
+    def advance_transfers(self, now_ns: int) -> list[Outcome]:
         """End what has outlived its lease, and let imports go on that wait for room. Cheap when there is none: call it
         on every event, behind all that may have freed blocks."""
         while (thing := self._deadlines.pop_due(now_ns)) is not None:
             match thing:
                 case Export():
-                    self._sender.expire(thing, "the lease has ended")
+                    self._sender.expire_export(thing, "the lease has ended")
                 case Import():
-                    self._receiver.expire(thing)
+                    self._receiver.expire_import(thing)
                 case Fetching():
-                    self._receiver.fetches.expire(thing)
+                    self._receiver.fetches.expire_fetch(thing)
                 case Allocation():
                     self._remote.take_back(thing)
                 case AllocCall():
                     self._remote.time_out(thing)
                 case _:
                     check(False, f"{thing!r} has a deadline and no way to end")
-        return self._settle()
+        return self._take_outcomes()
 
     def plan_made(self, step_id: int) -> None:
         """Plan ``step_id`` has been made, with all copies that the pool had recorded (``pool.take_copies``)."""
@@ -282,7 +308,7 @@ class Exchange:
     def plan_finished(self, step_id: int, now_ns: int) -> list[Outcome]:
         """Plan ``step_id``, and so each before it, touches no memory any more: it was executed, or it failed."""
         self._barriers.plan_finished(step_id)
-        return self._settle()
+        return self._take_outcomes()
 
     def everything_failed(self, now_ns: int) -> list[Outcome]:
         """A step failed, no KV can be relied upon: all offers are withdrawn, all imports fail. Afterwards the exchange
@@ -290,49 +316,49 @@ class Exchange:
         the blocks that they allocated here."""
         self._sender.withdraw_all("a step failed")
         self._receiver.fail_all("a step failed")
-        return self._settle()
+        return self._take_outcomes()
 
-    def reborn(self, me: Peer) -> None:
-        """The owner was expelled and is ``me`` from now on: all transfers end silently, all peers are forgotten. Pulls
-        under way keep their blocks until they end."""
+    def restart_as(self, self_peer: Peer) -> None:
+        """The owner was expelled and is ``self_peer`` from now on: all transfers end silently, all peers are
+        forgotten. Pulls under way keep their blocks until they end."""
         self._sender.drop_all()
         self._receiver.drop_all()
         self._remote.drop_all()
         self._context.peers.forget_all()
-        self._context.me = me
+        self._context.self_peer = self_peer
 
     def peer_joined(self, info: PeerInfo, now_ns: int) -> list[Outcome]:
         """``info.peer`` is a member. An older generation of it is gone."""
-        older = self._context.peers.join(info)
+        older = self._context.peers.add_member(info)
         if older is not None:
             self._end_peer(older, f"{older.name} has started anew")
         self._receiver.peer_joined(info.peer)
-        return self._settle()
+        return self._take_outcomes()
 
     def set_members(self, members: Sequence[PeerInfo], now_ns: int) -> list[Outcome]:
         """``members`` are all members: peers that are not among them are gone."""
-        me, names = self._context.me.name, {info.peer.name for info in members}
+        own_name, names = self._context.self_peer.name, {info.peer.name for info in members}
         outcomes: list[Outcome] = []
         for peer in self._context.peers.members():
             if peer.name not in names:
-                outcomes += self.peer_gone(peer, now_ns)
+                outcomes += self.peer_removed(peer, now_ns)
         for info in members:
-            if info.peer.name != me:
+            if info.peer.name != own_name:
                 outcomes += self.peer_joined(info, now_ns)
         return outcomes
 
-    def peer_gone(self, peer: Peer, now_ns: int) -> list[Outcome]:
+    def peer_removed(self, peer: Peer, now_ns: int) -> list[Outcome]:
         """``peer`` is dead or has left: everything with it ends."""
-        self._context.peers.leave(peer)
+        self._context.peers.remove_member(peer)
         self._end_peer(peer, f"{peer.name} is gone")
-        return self._settle()
+        return self._take_outcomes()
 
     def _end_peer(self, peer: Peer, reason: str) -> None:
-        self._sender.peer_gone(peer, reason)
-        self._receiver.peer_gone(peer, reason)
-        self._remote.peer_gone(peer)
+        self._sender.peer_removed(peer, reason)
+        self._receiver.peer_removed(peer, reason)
+        self._remote.peer_removed(peer)
 
-    def _settle(self) -> list[Outcome]:
+    def _take_outcomes(self) -> list[Outcome]:
         self._receiver.try_waiting()
         self._receiver.pulls.start()
         outcomes, self._context.outcomes = self._context.outcomes, []
@@ -364,7 +390,7 @@ class Exchange:
         """How many plans a pull into ``blocks`` new HBM blocks is expected to wait for. Plans have mostly finished with
         blocks that are free or can be dropped; a block that has to go down to DRAM goes with the next plan."""
         pool = self._context.pool
-        under_way = self._barriers.made - self._barriers.finished
+        under_way = self._barriers.last_made - self._barriers.last_finished
         return under_way + 1 if under_way and pool.config.dram_blocks and blocks > pool.blocks_free else 0
 
     @property
@@ -375,11 +401,11 @@ class Exchange:
     @property
     def holds_back(self) -> bool:
         """Whether something waits for a plan to finish."""
-        return self._barriers.holds
+        return self._barriers.is_holding
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`advance` is worth calling. None: nothing has a deadline."""
+        """When :meth:`advance_transfers` is worth calling. None: nothing has a deadline."""
         return self._deadlines.next_ns()
 
     @property
@@ -395,8 +421,15 @@ class Exchange:
         """Raise :class:`InvariantError` when the books do not balance. For tests; slow."""
         pool = self._context.pool
         for (tier, block), count in self.references().items():
-            held = pool.ref_count(tier, block)
-            check(held >= count, "{} block {}: {} references of the exchange, {} in all", tier.name, block, count, held)
+            total_references = pool.ref_count(tier, block)
+            check(
+                total_references >= count,
+                "{} block {}: {} references of the exchange, {} in all",
+                tier.name,
+                block,
+                count,
+                total_references,
+            )
         self._barriers.check_invariants()
         self._sender.check_invariants()
         self._receiver.check_invariants()
@@ -404,4 +437,4 @@ class Exchange:
 
     def __repr__(self) -> str:
         exports, imports, fetches = len(self._sender.open), len(self._receiver.open), len(self._receiver.fetches.open)
-        return f"<Exchange {self._context.me.name} exports={exports} imports={imports} fetches={fetches}>"
+        return f"<Exchange {self._context.self_peer.name} exports={exports} imports={imports} fetches={fetches}>"

@@ -13,7 +13,7 @@ from memserve.base.fairness import FairQueue
 from memserve.base.types import Tier, TokenArray, TransferMode, tenant_of
 from memserve.kv.transfer.context import Deadlines, Place, TransferContext, is_gone
 from memserve.kv.transfer.events import CancelPulls, FetchEnded, PagesPulled, PullPages
-from memserve.kv.transfer.imports import Fetching, Import, ImportPlacement, give_up
+from memserve.kv.transfer.imports import Fetching, Import, ImportPlacement, give_up_lease
 from memserve.protocol.messages import Fetch, Offer, Release
 from memserve.protocol.peers import Peer
 
@@ -26,7 +26,7 @@ class PendingFetches:
         self._deadlines = deadlines
         self.open: dict[str, Fetching] = {}
 
-    def ask(
+    def start_fetch(
         self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], now_ns: int, deadline_ns: int
     ) -> str:
         """Ask for blocks ``[begin, end)`` of ``tokens``; what is cached before them is pinned."""
@@ -50,7 +50,7 @@ class PendingFetches:
             return False
         return fetching is None or fetching.holder == sender
 
-    def claim(self, transfer_id: str) -> Fetching | None:
+    def claim_fetch(self, transfer_id: str) -> Fetching | None:
         """Take out the fetch that an offer answers, for its import. None: the offer answers no fetch."""
         fetching = self.open.pop(transfer_id, None)
         if fetching is not None:
@@ -60,57 +60,57 @@ class PendingFetches:
     def give_up(self, transfer_id: str) -> None:
         """End a fetch without an outcome. Ignored when it has ended."""
         if transfer_id in self.open:
-            self._end(self.open[transfer_id])
+            self._end_fetch(self.open[transfer_id])
 
-    def withdrawn(self, sender: Peer, transfer_id: str, reason: str) -> None:
+    def on_withdrawn(self, sender: Peer, transfer_id: str, reason: str) -> None:
         """The holder has none of the blocks."""
         fetching = self.open.get(transfer_id)
         if fetching is not None and fetching.holder == sender:
-            self._fail(fetching, reason)
+            self._fail_fetch(fetching, reason)
 
-    def expire(self, fetching: Fetching) -> None:
+    def expire_fetch(self, fetching: Fetching) -> None:
         """No offer came in time."""
         self._context.counters.fetch_timeouts += 1
-        self._fail(fetching, "no offer in time")
+        self._fail_fetch(fetching, "no offer in time")
 
-    def peer_gone(self, peer: Peer, reason: str) -> None:
+    def peer_removed(self, peer: Peer, reason: str) -> None:
         """``peer`` will not answer."""
-        for fetching in [asked for asked in self.open.values() if is_gone(asked.holder, peer)]:
-            self._fail(fetching, reason)
+        for fetching in [pending for pending in self.open.values() if is_gone(pending.holder, peer)]:
+            self._fail_fetch(fetching, reason)
 
     def fail_all(self, reason: str) -> None:
         """End every fetch, each with an outcome."""
         for fetching in list(self.open.values()):
-            self._fail(fetching, reason)
+            self._fail_fetch(fetching, reason)
 
     def drop_all(self) -> None:
         """End every fetch, silently."""
         for fetching in list(self.open.values()):
-            self._end(fetching)
+            self._end_fetch(fetching)
 
-    def _fail(self, fetching: Fetching, reason: str) -> None:
-        self._end(fetching)
+    def _fail_fetch(self, fetching: Fetching, reason: str) -> None:
+        self._end_fetch(fetching)
         self._context.outcomes.append(FetchEnded(fetching.transfer_id, False, 0, reason))
 
-    def _end(self, fetching: Fetching) -> None:
+    def _end_fetch(self, fetching: Fetching) -> None:
         del self.open[fetching.transfer_id]
         fetching.over = True
-        give_up(self._context, fetching.lease)
+        give_up_lease(self._context, fetching.lease)
 
     def references(self) -> Counter[Place]:
         """Every reference that fetches hold."""
-        return Counter((Tier.HBM, block) for asked in self.open.values() for block in asked.lease.blocks)
+        return Counter((Tier.HBM, block) for fetching in self.open.values() for block in fetching.lease.blocks)
 
 
-def answers(offer: Offer, fetching: Fetching) -> bool:
+def answers_fetch(offer: Offer, fetching: Fetching) -> bool:
     """Whether the offer brings the blocks that were asked for, or the first of them."""
-    asked = fetching.tokens[: len(offer.tokens)]
+    expected_tokens = fetching.tokens[: len(offer.tokens)]
     return (
         (offer.tenant, offer.first_block) == (fetching.tenant, fetching.first_block)
         and offer.insert
         and offer.request is None
         and not offer.dst_blocks
-        and bool(np.array_equal(offer.tokens, asked))
+        and bool(np.array_equal(offer.tokens, expected_tokens))
     )
 
 
@@ -119,7 +119,7 @@ class Pull:
     """Pages of an import that may be copied as soon as a job is free."""
 
     imported: Import
-    placed: ImportPlacement
+    placement: ImportPlacement
     first_row: int
     """The first row of ``placed.announced`` that it brings: a row for each source block."""
     src_tier: Tier
@@ -134,7 +134,7 @@ class Pull:
         return self.first_row + len(self.src_blocks)
 
     @property
-    def pages(self) -> int:
+    def page_count(self) -> int:
         """How many pages it copies."""
         return len(self.src_blocks) * (self.end_layer - self.first_layer)
 
@@ -152,11 +152,11 @@ class Pulls:
         self._added = 0
         self._under_way: dict[int, tuple[Pull, PullPages]] = {}  # by job
 
-    def add(self, pull: Pull) -> None:
+    def enqueue_pull(self, pull: Pull) -> None:
         """Enqueue a pull whose source is ready and whose destination nothing else touches."""
         self._added += 1
         key = str(self._added)
-        self._queue.push(tenant_of(pull.imported.offer.tenant), key, (key, pull), pull.pages)
+        self._queue.push(tenant_of(pull.imported.offer.tenant), key, (key, pull), pull.page_count)
 
     def start(self) -> None:
         """Give jobs to the host, as many as it may have."""
@@ -166,17 +166,17 @@ class Pulls:
                 self._queue.remove(key)  # without counting it in its tenant's turns
             else:
                 self._queue.pop()
-                self._start(pull)
+                self._start_pull(pull)
 
-    def _start(self, pull: Pull) -> None:
-        placed = pull.placed
+    def _start_pull(self, pull: Pull) -> None:
+        placement = pull.placement
         job = PullPages(
             job_id=self._context.new_job_id(),
             peer=pull.imported.sender,
             src_tier=pull.src_tier,
             src_blocks=tuple(pull.src_blocks),
-            dst_tier=placed.tier,
-            dst_blocks=tuple(placed.own[pull.first_row : pull.end_row]),
+            dst_tier=placement.tier,
+            dst_blocks=tuple(placement.target_blocks[pull.first_row : pull.end_row]),
             first_layer=pull.first_layer,
             end_layer=pull.end_layer,
             checksums=pull.checksums,
@@ -187,7 +187,7 @@ class Pulls:
         self._context.counters.pulls += 1
         self._context.actions.append(job)
 
-    def ended(self, event: PagesPulled) -> Pull:
+    def on_pull_ended(self, event: PagesPulled) -> Pull:
         """The host is done with a job; its import may have ended meanwhile."""
         check(event.job_id in self._under_way, f"job {event.job_id} pulls nothing")
         pull, job = self._under_way.pop(event.job_id)
@@ -199,9 +199,9 @@ class Pulls:
         counters.mismatches += event.mismatches
         return pull
 
-    def cancel(self, gone: Peer) -> None:
-        """Pulls from ``gone`` that the host has not begun need not begin."""
-        peers = {job.peer: None for _, job in self._under_way.values() if is_gone(job.peer, gone)}
+    def cancel_from(self, removed_peer: Peer) -> None:
+        """Pulls from ``removed_peer`` that the host has not begun need not begin."""
+        peers = {job.peer: None for _, job in self._under_way.values() if is_gone(job.peer, removed_peer)}
         self._context.actions += [CancelPulls(peer) for peer in peers]
 
     def references(self) -> Counter[Place]:

@@ -110,12 +110,12 @@ class ImportPlacement:
         return self.base + len(self.lease.blocks)
 
     @property
-    def own(self) -> list[int]:
+    def target_blocks(self) -> list[int]:
         """The blocks to pull into."""
         return self.blocks[len(self.lease.blocks) :]
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Every page has come."""
         return bool(self.arrived.all())
 
@@ -140,14 +140,14 @@ class Import:
     sources: list[Place]
     """The peer's blocks ``offer.first_block`` and following, as far as it has named them."""
     phase: ImportPhase = IMPORT.initial
-    placed: ImportPlacement | None = None
+    placement: ImportPlacement | None = None
     early: list[Ready] = field(default_factory=list)
     """Pages that were ready before there was a place for them."""
     handoff: Handoff | None = None
 
-    def move(self, cause: ImportCause) -> None:
+    def advance_phase(self, cause: ImportCause) -> None:
         """Go on, or end. Raises :class:`InvariantError` where ``IMPORT`` has no such move."""
-        self.phase = IMPORT.step(self.phase, cause)
+        self.phase = IMPORT.next_phase(self.phase, cause)
 
     @property
     def over(self) -> bool:
@@ -172,17 +172,19 @@ class Import:
 
     def __repr__(self) -> str:
         kind = "handoff" if self.offer.request is not None else "fetch" if self.fetching is not None else "transfer"
-        pages = "" if self.placed is None else f" {int(self.placed.arrived.sum())} of {self.placed.arrived.size}"
+        pages = (
+            "" if self.placement is None else f" {int(self.placement.arrived.sum())} of {self.placement.arrived.size}"
+        )
         return f"<Import {kind} {self.transfer_id} {self.phase.name.lower()}{pages}>"
 
 
 def end_block_of(offer: Offer, block_tokens: int) -> int:
     """Behind the last block that an offer will bring: all of a handoff's tokens, the whole blocks of an insertion, and
     the named blocks of a raw transfer."""
-    named = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
+    named_end = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
     if offer.request is not None:
         return ceil_div(len(offer.tokens), block_tokens)
-    return min(named, len(offer.tokens) // block_tokens) if offer.insert else named
+    return min(named_end, len(offer.tokens) // block_tokens) if offer.insert else named_end
 
 
 # -- a place: the own cache first, then new blocks
@@ -210,14 +212,14 @@ def objection(context: TransferContext, offer: Offer) -> str | None:
 
 def _malformed(offer: Offer, block_tokens: int, num_blocks: dict[Tier, int]) -> str | None:
     """Why an offer contradicts itself or the sizes of the own tiers. None: it does not."""
-    named, end = len(offer.blocks) + len(offer.dram_blocks), end_block_of(offer, block_tokens)
+    named_count, end = len(offer.blocks) + len(offer.dram_blocks), end_block_of(offer, block_tokens)
     if offer.tier not in num_blocks or offer.dst_tier not in num_blocks:
         return "no such tier"
     if offer.request is not None and (offer.dst_blocks or offer.dst_tier != Tier.HBM or not len(offer.tokens)):
         return "a handoff that names its destination, or has no tokens"
     if offer.request is not None and offer.request.isolation != offer.tenant:
         return "a handoff of one tenant's KV to another one's request"
-    if end <= offer.first_block or (offer.request is not None and offer.first_block + named > end):
+    if end <= offer.first_block or (offer.request is not None and offer.first_block + named_count > end):
         return f"blocks from {offer.first_block} of {end}"
     if offer.dst_blocks and len(offer.dst_blocks) != end - offer.first_block:
         return f"{len(offer.dst_blocks)} destinations for {end - offer.first_block} blocks"
@@ -228,7 +230,7 @@ def _malformed(offer: Offer, block_tokens: int, num_blocks: dict[Tier, int]) -> 
     return None
 
 
-def place(
+def place_import(
     context: TransferContext, remote: RemoteAllocation, barriers: Barriers, imported: Import
 ) -> ImportPlacement | NoPlace | None:
     """A place for an import to which there was no objection. None: no room now, and nothing is held.
@@ -237,11 +239,13 @@ def place(
     allocated, or is ``dst_blocks``. A raw transfer has no use for the cache.
     """
     offer, pool = imported.offer, context.pool
-    reason = context.misfit(imported.sender) or remote.refusal(imported.sender, offer.dst_tier, offer.dst_blocks)
+    reason = context.incompatibility(imported.sender) or remote.refusal_for(
+        imported.sender, offer.dst_tier, offer.dst_blocks
+    )
     if reason is not None:
         return NoPlace(reason)
     if offer.request is None and not offer.insert:
-        return _extend(context, barriers, imported, Lease(), offer.first_block)
+        return _allocate_placement(context, barriers, imported, Lease(), offer.first_block)
     reach = offer.first_block if offer.dst_blocks else imported.end_block
     reusable = offer.tokens[: reach * pool.block_tokens if imported.uses_index else 0]
     in_hbm, in_dram = pool.match_blocks(offer.tenant, reusable)
@@ -251,17 +255,17 @@ def place(
     room = context.room
     fits = imported.end_block - in_hbm + room.headroom_blocks <= pool.available()
     if room.parked is not None and (room.parked or not fits) and _is_one_line(offer) and not offer.first_block:
-        below = _extend(context, barriers, imported, Lease(), 0, Tier.DRAM)
+        below = _allocate_placement(context, barriers, imported, Lease(), 0, Tier.DRAM)
         if below is not None:
             return below
     if allocates and not fits:
         return None  # nothing was touched: this is asked on every event while there is no room
     lease = pool.acquire(offer.tenant, reusable)
     if len(lease.blocks) >= offer.first_block:
-        placed = _extend(context, barriers, imported, lease, 0)
-        if placed is not None:
-            return placed
-    give_up(context, lease)  # no room to bring up from DRAM what comes before the offer, or for the rest of it
+        placement = _allocate_placement(context, barriers, imported, lease, 0)
+        if placement is not None:
+            return placement
+    give_up_lease(context, lease)  # no room to bring up from DRAM what comes before the offer, or for the rest of it
     return None
 
 
@@ -271,13 +275,13 @@ def _is_one_line(offer: Offer) -> bool:
     return request is not None and request.n == 1 and not request.beam_width
 
 
-def give_up(context: TransferContext, lease: Lease) -> None:
+def give_up_lease(context: TransferContext, lease: Lease) -> None:
     """Unpin a prefix and drop the references that came with it."""
     context.pool.unpin(lease)
     context.pool.release(lease.blocks)
 
 
-def _extend(
+def _allocate_placement(
     context: TransferContext, barriers: Barriers, imported: Import, lease: Lease, base: int, tier: Tier | None = None
 ) -> ImportPlacement | None:
     """The lease's blocks, which are block ``base`` and following, and new ones up to the import's end, on ``tier``
@@ -289,10 +293,10 @@ def _extend(
         check(len(new) == count, "{!r}: {} destinations for {} blocks", imported, len(new), count)
         context.retain(tier, new)
     else:
-        got = context.allocate(tier, count)
-        if got is None:
+        allocated = context.allocate(tier, count)
+        if allocated is None:
             return None
-        new = got
+        new = allocated
     pages = (count, context.geometry.num_layers)
     return ImportPlacement(
         base=base,
@@ -308,19 +312,19 @@ def _extend(
 # -- the end
 
 
-def complete(context: TransferContext, imported: Import, placed: ImportPlacement, reason: str = "") -> None:
+def complete_import(context: TransferContext, imported: Import, placement: ImportPlacement, reason: str = "") -> None:
     """Give the blocks that have come to their new holder. Of a fetch they may be the beginning only: ``reason``."""
     counters = context.counters
     counters.imports_done += 1
-    counters.pulled_blocks += placed.unbroken_blocks
-    counters.reused_blocks += len(placed.lease.blocks)
+    counters.pulled_blocks += placement.unbroken_blocks
+    counters.reused_blocks += len(placement.lease.blocks)
     context.send(imported.sender, Release(imported.transfer_id))
     if imported.handoff is not None:
-        _hand_over(context, imported, placed, imported.handoff)
+        _hand_over(context, imported, placement, imported.handoff)
     elif imported.offer.insert:
-        _insert(context, imported, placed, reason)
+        _insert(context, imported, placement, reason)
     else:
-        delivered = Delivered(imported.transfer_id, imported.sender, imported.offer, placed.blocks)
+        delivered = Delivered(imported.transfer_id, imported.sender, imported.offer, placement.blocks)
         context.outcomes.append(delivered)  # with the references
 
 
@@ -333,22 +337,22 @@ def report_failure(context: TransferContext, imported: Import, reason: str) -> N
         context.outcomes.append(FetchEnded(imported.transfer_id, False, 0, reason, was_offered=True))
 
 
-def give_back(context: TransferContext, imported: Import) -> None:
+def release_import(context: TransferContext, imported: Import) -> None:
     """Drop every reference and pin of an import; pulls under way keep their own."""
     if imported.fetching is not None:
-        give_up(context, imported.fetching.lease)
-    if imported.placed is not None:
-        own = imported.placed.own
-        give_up(context, imported.placed.lease)
-        context.release(imported.placed.tier, own)
+        give_up_lease(context, imported.fetching.lease)
+    if imported.placement is not None:
+        target_blocks = imported.placement.target_blocks
+        give_up_lease(context, imported.placement.lease)
+        context.release(imported.placement.tier, target_blocks)
 
 
-def _hand_over(context: TransferContext, imported: Import, placed: ImportPlacement, handoff: Handoff) -> None:
+def _hand_over(context: TransferContext, imported: Import, placement: ImportPlacement, handoff: Handoff) -> None:
     """The blocks go to the sequences that decode; whole ones into the index, if the request may use it."""
     lease: Lease | None = None
-    blocks, pulled, reused = placed.blocks, len(placed.own), len(placed.lease.blocks)
-    if imported.uses_index and placed.tier is Tier.HBM:
-        lease, blocks = _share(context, imported, placed)
+    blocks, pulled, reused = placement.blocks, len(placement.target_blocks), len(placement.lease.blocks)
+    if imported.uses_index and placement.tier is Tier.HBM:
+        lease, blocks = _share(context, imported, placement)
     outcome = HandoffArrived(
         transfer_id=imported.transfer_id,
         sender=imported.sender,
@@ -356,16 +360,16 @@ def _hand_over(context: TransferContext, imported: Import, placed: ImportPlaceme
         blocks=blocks,
         lease=lease,
         first_tokens=handoff.first_tokens,
-        ended=handoff.ended,
+        ended_indices=handoff.ended,
         pulled_blocks=pulled,
         reused_blocks=reused,
-        tier=placed.tier,
-        told=handoff.told,
+        tier=placement.tier,
+        emitted_outputs=handoff.told,
     )
     context.outcomes.append(outcome)
 
 
-def _share(context: TransferContext, imported: Import, placed: ImportPlacement) -> tuple[Lease, list[int]]:
+def _share(context: TransferContext, imported: Import, placement: ImportPlacement) -> tuple[Lease, list[int]]:
     """Publish the whole blocks and take the index's in their stead.
 
     Mostly these are the blocks just published. Where the index has got the KV of these tokens from elsewhere meanwhile,
@@ -374,24 +378,24 @@ def _share(context: TransferContext, imported: Import, placed: ImportPlacement) 
     offer, pool = imported.offer, context.pool
     whole = len(offer.tokens) // pool.block_tokens
     if not pool.config.caching or whole == 0:
-        return placed.lease, placed.blocks
+        return placement.lease, placement.blocks
     tokens = offer.tokens[: whole * pool.block_tokens]
-    pool.publish(placed.lease, offer.tenant, tokens, placed.blocks[:whole], written_by=0)
+    pool.publish(placement.lease, offer.tenant, tokens, placement.blocks[:whole], written_by=0)
     lease = pool.acquire(offer.tenant, tokens)
     check(len(lease.blocks) == whole and not lease.dram_tokens, "what was just published is not all in HBM")
-    pool.unpin(placed.lease)
-    pool.release(placed.blocks[:whole])
-    return lease, lease.blocks + placed.blocks[whole:]
+    pool.unpin(placement.lease)
+    pool.release(placement.blocks[:whole])
+    return lease, lease.blocks + placement.blocks[whole:]
 
 
-def _insert(context: TransferContext, imported: Import, placed: ImportPlacement, reason: str) -> None:
+def _insert(context: TransferContext, imported: Import, placement: ImportPlacement, reason: str) -> None:
     """The blocks go into the index, which alone holds them."""
-    offer, pulled = imported.offer, placed.unbroken_blocks
-    end = placed.pull_from + pulled
-    in_hbm = end if placed.tier == Tier.HBM else placed.pull_from
+    offer, pulled = imported.offer, placement.unbroken_blocks
+    end = placement.pull_from + pulled
+    in_hbm = end if placement.tier == Tier.HBM else placement.pull_from
     tokens = offer.tokens[: end * context.pool.block_tokens]
-    context.pool.insert(offer.tenant, tokens, placed.blocks[:end], in_hbm)
-    give_back(context, imported)
+    context.pool.insert(offer.tenant, tokens, placement.blocks[:end], in_hbm)
+    release_import(context, imported)
     if imported.fetching is None:
         context.outcomes.append(Inserted(imported.transfer_id, imported.sender, offer, len(tokens), pulled))
     else:

@@ -22,17 +22,17 @@ from memserve.base.types import Tier, tenant_of
 from memserve.kv.transfer.barriers import Barriers
 from memserve.kv.transfer.context import Deadlines, PeerStatus, Place, TransferContext, is_gone, runs
 from memserve.kv.transfer.events import HandoffOffered, PagesPulled
-from memserve.kv.transfer.fetches import PendingFetches, Pull, Pulls, answers
+from memserve.kv.transfer.fetches import PendingFetches, Pull, Pulls, answers_fetch
 from memserve.kv.transfer.imports import (
     Fetching,
     Import,
     ImportCause,
     NoPlace,
-    complete,
+    complete_import,
     end_block_of,
-    give_back,
     objection,
-    place,
+    place_import,
+    release_import,
     report_failure,
 )
 from memserve.kv.transfer.remote_allocation import RemoteAllocation
@@ -57,31 +57,31 @@ class Receiver:
         self.fetches = PendingFetches(context, deadlines)
         self.open: dict[str, Import] = {}
         self._waiting: FairQueue[Import] = FairQueue()  # for room
-        self._strangers: list[Import] = []  # for news of their sender; some may have ended
+        self._awaiting_member: list[Import] = []  # for news of their sender; some may have ended
         self._ended: dict[str, None] = {}  # ids, oldest first
 
     # -- what the owner of the blocks says
 
-    def heard_offer(self, sender: Peer, offer: Offer, now_ns: int) -> None:
+    def on_offer(self, sender: Peer, offer: Offer, now_ns: int) -> None:
         """A peer offers blocks, perhaps because it was asked for them."""
         transfer_id = offer.transfer_id
         if transfer_id in self._ended:
             self._context.send(sender, Release(transfer_id, False, "it has ended"))
         if transfer_id in self.open or transfer_id in self._ended or not self.fetches.may_answer(sender, offer):
             return
-        imported = self._begin(sender, offer, self.fetches.claim(transfer_id), now_ns)
+        imported = self._open_import(sender, offer, self.fetches.claim_fetch(transfer_id), now_ns)
         reason = objection(self._context, offer)
-        if imported.fetching is not None and not answers(offer, imported.fetching):
+        if imported.fetching is not None and not answers_fetch(offer, imported.fetching):
             reason = "not what was asked for"
         if reason is not None:
-            self._refuse(imported, reason)
-        elif self._context.peers.status(sender) is PeerStatus.STRANGER:
-            imported.move(ImportCause.SENDER_UNKNOWN)
-            self._strangers = [other for other in self._strangers if not other.over] + [imported]
+            self._refuse_import(imported, reason)
+        elif self._context.peers.status_of(sender) is PeerStatus.STRANGER:
+            imported.advance_phase(ImportCause.SENDER_UNKNOWN)
+            self._awaiting_member = [earlier for earlier in self._awaiting_member if not earlier.over] + [imported]
         else:
-            self._wait(imported)
+            self._wait_for_room(imported)
 
-    def _begin(self, sender: Peer, offer: Offer, fetching: Fetching | None, now_ns: int) -> Import:
+    def _open_import(self, sender: Peer, offer: Offer, fetching: Fetching | None, now_ns: int) -> Import:
         sources = [(offer.tier, block) for block in offer.blocks] + [(Tier.DRAM, block) for block in offer.dram_blocks]
         deadline_ns = now_ns + offer.lease_ns
         if fetching is not None:
@@ -95,49 +95,51 @@ class Receiver:
             self._context.outcomes.append(HandoffOffered(offer.transfer_id, sender, offer))
         return imported
 
-    def heard_more(self, sender: Peer, message: MoreBlocks) -> None:
+    def on_more_blocks(self, sender: Peer, message: MoreBlocks) -> None:
         """The sender of a handoff has got further blocks."""
-        imported = self._from(sender, message.transfer_id)
+        imported = self._import_from(sender, message.transfer_id)
         if imported is None or message.first_block + len(message.blocks) <= imported.sources_end:
             return  # unknown, or heard before
         if message.first_block != imported.sources_end or imported.offer.request is None:
             expected = imported.sources_end
-            self._fail(imported, f"blocks from {message.first_block}, {expected} expected: a message is lost")
+            self._fail_import(imported, f"blocks from {message.first_block}, {expected} expected: a message is lost")
             return
         imported.sources += [(Tier.HBM, block) for block in message.blocks]
         if imported.sources_end > imported.end_block:
-            self._fail(imported, f"{imported.sources_end} blocks for {len(imported.offer.tokens)} tokens")
+            self._fail_import(imported, f"{imported.sources_end} blocks for {len(imported.offer.tokens)} tokens")
 
-    def heard_ready(self, sender: Peer, message: Ready) -> None:
+    def on_ready(self, sender: Peer, message: Ready) -> None:
         """Pages may be pulled."""
-        imported = self._from(sender, message.transfer_id)
+        imported = self._import_from(sender, message.transfer_id)
         if imported is None:
             return
         if not 0 <= message.first_layer < message.end_layer <= self._context.geometry.num_layers:
-            self._fail(imported, f"layers {message.first_layer} to {message.end_layer}")
+            self._fail_import(imported, f"layers {message.first_layer} to {message.end_layer}")
         elif _end(message) > imported.sources_end:
-            self._fail(imported, f"block {_end(message) - 1} is ready, its place is not known: a message is lost")
-        elif imported.placed is None:
+            self._fail_import(
+                imported, f"block {_end(message) - 1} is ready, its place is not known: a message is lost"
+            )
+        elif imported.placement is None:
             imported.early.append(message)
         else:
-            self._announce(imported, message)
-            self._conclude(imported)
+            self._announce_pages(imported, message)
+            self._complete_if_done(imported)
 
-    def heard_handoff(self, sender: Peer, message: Handoff) -> None:
+    def on_handoff(self, sender: Peer, message: Handoff) -> None:
         """The prefill is done; every page has been announced."""
-        imported = self._from(sender, message.transfer_id)
+        imported = self._import_from(sender, message.transfer_id)
         if imported is not None and imported.offer.request is not None:
             imported.handoff = message
-            self._conclude(imported)
+            self._complete_if_done(imported)
 
-    def heard_withdraw(self, sender: Peer, message: Withdraw) -> None:
+    def on_withdraw(self, sender: Peer, message: Withdraw) -> None:
         """The sender takes its offer back, or has none of the blocks that it was asked for."""
-        self.fetches.withdrawn(sender, message.transfer_id, message.reason)
-        imported = self._from(sender, message.transfer_id)
+        self.fetches.on_withdrawn(sender, message.transfer_id, message.reason)
+        imported = self._import_from(sender, message.transfer_id)
         if imported is not None:
-            self._fail(imported, f"withdrawn: {message.reason}")
+            self._fail_import(imported, f"withdrawn: {message.reason}")
 
-    def _from(self, sender: Peer, transfer_id: str) -> Import | None:
+    def _import_from(self, sender: Peer, transfer_id: str) -> Import | None:
         imported = self.open.get(transfer_id)
         return imported if imported is not None and imported.sender == sender else None
 
@@ -145,13 +147,13 @@ class Receiver:
 
     def peer_joined(self, peer: Peer) -> None:
         """Offers of ``peer`` may have come before the news that it is a member."""
-        for imported in self._strangers:
+        for imported in self._awaiting_member:
             if imported.sender.name == peer.name and not imported.over:
-                self._wait(imported)
-        self._strangers = [imported for imported in self._strangers if imported.sender.name != peer.name]
+                self._wait_for_room(imported)
+        self._awaiting_member = [imported for imported in self._awaiting_member if imported.sender.name != peer.name]
 
-    def _wait(self, imported: Import) -> None:
-        imported.move(ImportCause.SENDER_KNOWN)
+    def _wait_for_room(self, imported: Import) -> None:
+        imported.advance_phase(ImportCause.SENDER_KNOWN)
         tenant, blocks = tenant_of(imported.offer.tenant), imported.end_block - imported.offer.first_block
         self._waiting.push(tenant, imported.transfer_id, imported, blocks)
 
@@ -164,73 +166,73 @@ class Receiver:
 
     def _try_place(self, imported: Import) -> bool:
         """False: no room now."""
-        placed = place(self._context, self._remote, self._barriers, imported)
-        if placed is None:
+        placement = place_import(self._context, self._remote, self._barriers, imported)
+        if placement is None:
             return False
-        if isinstance(placed, NoPlace):
-            self._refuse(imported, placed.reason)
+        if isinstance(placement, NoPlace):
+            self._refuse_import(imported, placement.reason)
             return True
-        imported.move(ImportCause.PLACED)
-        imported.placed = placed
-        if placed.pull_from > imported.offer.first_block:
-            self._context.send(imported.sender, Wanted(imported.transfer_id, placed.pull_from))
+        imported.advance_phase(ImportCause.PLACED)
+        imported.placement = placement
+        if placement.pull_from > imported.offer.first_block:
+            self._context.send(imported.sender, Wanted(imported.transfer_id, placement.pull_from))
         early, imported.early = imported.early, []
         for message in early:
-            self._announce(imported, message)
-        self._conclude(imported)
+            self._announce_pages(imported, message)
+        self._complete_if_done(imported)
         return True
 
     # -- pages
 
-    def _announce(self, imported: Import, ready: Ready) -> None:
+    def _announce_pages(self, imported: Import, ready: Ready) -> None:
         """Pull the pages that ``ready`` names and that are not here."""
-        placed = imported.placed
-        if imported.over or placed is None:
+        placement = imported.placement
+        if imported.over or placement is None:
             return
-        first = max(ready.first_block, placed.pull_from)
+        first = max(ready.first_block, placement.pull_from)
         end = min(_end(ready), imported.end_block)
         if first >= end:
             return
-        row = first - placed.pull_from
-        pages = placed.announced[row : row + end - first, ready.first_layer : ready.end_layer]
+        row = first - placement.pull_from
+        pages = placement.announced[row : row + end - first, ready.first_layer : ready.end_layer]
         if pages.any():
             if not pages.all():
-                self._fail(imported, "pages are announced again together with new ones")
+                self._fail_import(imported, "pages are announced again together with new ones")
             return
         pages[...] = True
         checksums = ready.checksums[first - ready.first_block : end - ready.first_block]
         begin = imported.offer.first_block
-        for tier, at, blocks in runs(imported.sources[first - begin : end - begin]):
-            sums = checksums[at : at + len(blocks)]
-            pull = Pull(imported, placed, row + at, tier, blocks, ready.first_layer, ready.end_layer, sums)
-            self._barriers.when_passed(placed.fence, partial(self.pulls.add, pull))
+        for tier, offset, blocks in runs(imported.sources[first - begin : end - begin]):
+            sums = checksums[offset : offset + len(blocks)]
+            pull = Pull(imported, placement, row + offset, tier, blocks, ready.first_layer, ready.end_layer, sums)
+            self._barriers.when_passed(placement.fence, partial(self.pulls.enqueue_pull, pull))
 
     def pulled(self, event: PagesPulled) -> None:
         """The host is done with a pull."""
-        pull = self.pulls.ended(event)
+        pull = self.pulls.on_pull_ended(event)
         imported = pull.imported
         if imported.over:
             return
         if event.error:
-            self._fail(imported, f"pull failed: {event.error}")
+            self._fail_import(imported, f"pull failed: {event.error}")
             return
-        pull.placed.arrived[pull.first_row : pull.end_row, pull.first_layer : pull.end_layer] = True
-        self._conclude(imported)
+        pull.placement.arrived[pull.first_row : pull.end_row, pull.first_layer : pull.end_layer] = True
+        self._complete_if_done(imported)
 
-    def _conclude(self, imported: Import) -> None:
+    def _complete_if_done(self, imported: Import) -> None:
         """End the import if everything is here, or can never be."""
-        placed = imported.placed
-        if imported.over or placed is None:
+        placement = imported.placement
+        if imported.over or placement is None:
             return
         if imported.offer.request is not None:
             if imported.handoff is None:
                 return
-            if not placed.announced.all():
-                self._fail(imported, "handed over, but not every page was announced: a message is lost")
+            if not placement.announced.all():
+                self._fail_import(imported, "handed over, but not every page was announced: a message is lost")
                 return
-        if placed.complete:
-            self._close(imported, ImportCause.COMPLETED)
-            complete(self._context, imported, placed)
+        if placement.is_complete:
+            self._close_import(imported, ImportCause.COMPLETED)
+            complete_import(self._context, imported, placement)
 
     # -- ends
 
@@ -240,57 +242,57 @@ class Receiver:
         imported = self.open.get(transfer_id)
         if imported is not None:
             self._context.counters.imports_given_up += 1
-            self._drop(imported, ImportCause.GIVEN_UP, Release(transfer_id, False, reason))
+            self._drop_import(imported, ImportCause.GIVEN_UP, Release(transfer_id, False, reason))
 
-    def expire(self, imported: Import) -> None:
+    def expire_import(self, imported: Import) -> None:
         """The time is up. Of a fetch, the blocks that have come without a gap are of use."""
         if imported.fetching is None:
-            self._fail(imported, "the lease has ended")
+            self._fail_import(imported, "the lease has ended")
             return
         self._context.counters.fetch_timeouts += 1
-        if imported.placed is not None and imported.placed.unbroken_blocks > 0:
-            self._close(imported, ImportCause.COMPLETED)
-            complete(self._context, imported, imported.placed, "a part, in time")
+        if imported.placement is not None and imported.placement.unbroken_blocks > 0:
+            self._close_import(imported, ImportCause.COMPLETED)
+            complete_import(self._context, imported, imported.placement, "a part, in time")
         else:
-            self._fail(imported, "not in time")
+            self._fail_import(imported, "not in time")
 
-    def peer_gone(self, peer: Peer, reason: str) -> None:
+    def peer_removed(self, peer: Peer, reason: str) -> None:
         """Fail all imports and fetches from ``peer``."""
-        self.fetches.peer_gone(peer, reason)
+        self.fetches.peer_removed(peer, reason)
         for imported in [imported for imported in self.open.values() if is_gone(imported.sender, peer)]:
-            self._fail(imported, reason)
-        self.pulls.cancel(peer)
+            self._fail_import(imported, reason)
+        self.pulls.cancel_from(peer)
 
     def fail_all(self, reason: str) -> None:
         """Fail all imports and fetches."""
         self.fetches.fail_all(reason)
         for imported in list(self.open.values()):
-            self._fail(imported, reason)
+            self._fail_import(imported, reason)
 
     def drop_all(self) -> None:
         """End everything, silently."""
         self.fetches.drop_all()
         for imported in list(self.open.values()):
-            self._drop(imported, ImportCause.GIVEN_UP, None)
+            self._drop_import(imported, ImportCause.GIVEN_UP, None)
 
-    def _refuse(self, imported: Import, reason: str) -> None:
+    def _refuse_import(self, imported: Import, reason: str) -> None:
         self._context.counters.imports_refused += 1
-        self._drop(imported, ImportCause.REFUSED, Release(imported.transfer_id, False, reason))
+        self._drop_import(imported, ImportCause.REFUSED, Release(imported.transfer_id, False, reason))
         report_failure(self._context, imported, reason)
 
-    def _fail(self, imported: Import, reason: str) -> None:
+    def _fail_import(self, imported: Import, reason: str) -> None:
         self._context.counters.imports_failed += 1
-        self._drop(imported, ImportCause.FAILED, Release(imported.transfer_id, False, reason))
+        self._drop_import(imported, ImportCause.FAILED, Release(imported.transfer_id, False, reason))
         report_failure(self._context, imported, reason)
 
-    def _drop(self, imported: Import, cause: ImportCause, message: Release | None) -> None:
-        self._close(imported, cause)
-        give_back(self._context, imported)
+    def _drop_import(self, imported: Import, cause: ImportCause, message: Release | None) -> None:
+        self._close_import(imported, cause)
+        release_import(self._context, imported)
         if message is not None:
             self._context.send(imported.sender, message)
 
-    def _close(self, imported: Import, cause: ImportCause) -> None:
-        imported.move(cause)
+    def _close_import(self, imported: Import, cause: ImportCause) -> None:
+        imported.advance_phase(cause)
         del self.open[imported.transfer_id]
         self._waiting.remove(imported.transfer_id)
         self._ended[imported.transfer_id] = None
@@ -301,36 +303,40 @@ class Receiver:
 
     def references(self) -> Counter[Place]:
         """Every reference that imports, fetches and pulls hold."""
-        held = self.pulls.references() + self.fetches.references()
+        counts = self.pulls.references() + self.fetches.references()
         leases = []
         for imported in self.open.values():
             if imported.fetching is not None:
                 leases.append(imported.fetching.lease)
-            if imported.placed is not None:
-                leases.append(imported.placed.lease)
-                held.update((imported.placed.tier, block) for block in imported.placed.own)
+            if imported.placement is not None:
+                leases.append(imported.placement.lease)
+                counts.update((imported.placement.tier, block) for block in imported.placement.target_blocks)
         for lease in leases:
-            held.update((Tier.HBM, block) for block in lease.blocks)
-        return held
+            counts.update((Tier.HBM, block) for block in lease.blocks)
+        return counts
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when an import contradicts itself."""
         self.pulls.check_invariants()
         self._waiting.check_invariants()
-        lines = {*(other.transfer_id for other in self._strangers if not other.over)}
+        lines = {*(waiting.transfer_id for waiting in self._awaiting_member if not waiting.over)}
         for transfer_id, imported in self.open.items():
-            placed = imported.placed
+            placement = imported.placement
             check(transfer_id == imported.transfer_id and not imported.over, "{!r} has ended, and is open", imported)
             in_line = transfer_id in self._waiting or transfer_id in lines
-            check((placed is None) == in_line, "{!r} has no place, or is in line for a second one", imported)
-            if placed is not None:
-                blocks = imported.end_block - placed.base
-                check(len(placed.blocks) == blocks, "{!r}: {} blocks, not {}", imported, len(placed.blocks), blocks)
+            check((placement is None) == in_line, "{!r} has no place, or is in line for a second one", imported)
+            if placement is not None:
+                blocks = imported.end_block - placement.base
                 check(
-                    not (placed.arrived & ~placed.announced).any(), "{!r} has pages that were not announced", imported
+                    len(placement.blocks) == blocks, "{!r}: {} blocks, not {}", imported, len(placement.blocks), blocks
+                )
+                check(
+                    not (placement.arrived & ~placement.announced).any(),
+                    "{!r} has pages that were not announced",
+                    imported,
                 )
                 check(not imported.early, "{!r} has a place, and messages that wait for one", imported)
-                complete = placed.complete and (imported.offer.request is None or imported.handoff is not None)
+                complete = placement.is_complete and (imported.offer.request is None or imported.handoff is not None)
                 check(not complete, "{!r} is complete, and open", imported)
 
 

@@ -49,7 +49,7 @@ class RemoteAllocation:
         self._context = context
         self._deadlines = deadlines
         #: own blocks that peers hold, by holder and the holder's call id
-        self._lent: dict[tuple[Peer, str], Allocation] = {}
+        self._exported: dict[tuple[Peer, str], Allocation] = {}
         #: calls that wait for an answer
         self._calls: dict[str, AllocCall] = {}
         #: answered calls that were not given back: where the blocks are
@@ -57,42 +57,42 @@ class RemoteAllocation:
 
     # -- as the owner of memory
 
-    def heard_alloc(self, sender: Peer, message: Alloc, now_ns: int) -> None:
+    def on_alloc(self, sender: Peer, message: Alloc, now_ns: int) -> None:
         """Allocate for a member. A message heard twice is answered twice alike."""
         context, key = self._context, (sender, message.call_id)
-        if key not in self._lent:
-            may = context.peers.status(sender) is PeerStatus.MEMBER and message.count > 0
+        if key not in self._exported:
+            may = context.peers.status_of(sender) is PeerStatus.MEMBER and message.count > 0
             may = may and message.tier in (Tier.HBM, Tier.DRAM)
             blocks = context.allocate(message.tier, message.count) if may else None
             if blocks is None:
                 context.send(sender, Allocated(message.call_id, None))
                 return
-            self._lent[key] = Allocation(sender, message.call_id, message.tier, blocks, now_ns + message.lease_ns)
-            self._deadlines.add(self._lent[key])
+            self._exported[key] = Allocation(sender, message.call_id, message.tier, blocks, now_ns + message.lease_ns)
+            self._deadlines.add(self._exported[key])
             context.counters.remote_allocations += len(blocks)
-        context.send(sender, Allocated(message.call_id, tuple(self._lent[key].blocks)))
+        context.send(sender, Allocated(message.call_id, tuple(self._exported[key].blocks)))
 
-    def heard_free(self, sender: Peer, message: Free) -> None:
+    def on_free(self, sender: Peer, message: Free) -> None:
         """The holder gives an allocation back."""
-        allocation = self._lent.get((sender, message.call_id))
+        allocation = self._exported.get((sender, message.call_id))
         if allocation is not None:
             self.take_back(allocation)
 
     def take_back(self, allocation: Allocation) -> None:
         """Free an allocation whose lease or holder has ended."""
-        del self._lent[allocation.peer, allocation.call_id]
+        del self._exported[allocation.peer, allocation.call_id]
         allocation.over = True
         self._context.release(allocation.tier, allocation.blocks)
 
-    def refusal(self, peer: Peer, tier: Tier, blocks: Sequence[int]) -> str | None:
+    def refusal_for(self, peer: Peer, tier: Tier, blocks: Sequence[int]) -> str | None:
         """Why ``peer`` may not have ``blocks`` written to. None: it may.
 
         The blocks must have been allocated for ``peer``, and nothing else may refer to them: no transfer that is under
         way (or was given up while the host still writes), not the index (cached blocks never change), and not the
         receiver of an earlier transfer.
         """
-        lent = [held.blocks for held in self._lent.values() if held.peer == peer and held.tier == tier]
-        if not set(blocks) <= {block for held in lent for block in held}:
+        lent = [holding.blocks for holding in self._exported.values() if holding.peer == peer and holding.tier == tier]
+        if not set(blocks) <= {block for holding in lent for block in holding}:
             return "destinations that were not allocated for the sender"
         if any(self._context.pool.ref_count(tier, block) > 1 for block in blocks):
             return "destinations that are in use: transferred to before, and not given up"
@@ -100,7 +100,7 @@ class RemoteAllocation:
 
     # -- as the one that asks
 
-    def call(self, peer: Peer, count: int, tier: Tier, deadline_ns: int) -> str:
+    def request_blocks(self, peer: Peer, count: int, tier: Tier, deadline_ns: int) -> str:
         """Ask ``peer`` for blocks."""
         call = AllocCall(peer, self._context.new_transfer_id(), tier, deadline_ns)
         self._calls[call.call_id] = call
@@ -108,7 +108,7 @@ class RemoteAllocation:
         self._context.send(peer, Alloc(call.call_id, count, tier, self._context.config.lease_ns))
         return call.call_id
 
-    def heard_allocated(self, sender: Peer, message: Allocated) -> None:
+    def on_allocated(self, sender: Peer, message: Allocated) -> None:
         """An answer. Blocks of a call that has ended go back at once."""
         call = self._calls.get(message.call_id)
         if call is not None and call.peer == sender:
@@ -139,17 +139,17 @@ class RemoteAllocation:
 
     # -- ends
 
-    def peer_gone(self, peer: Peer) -> None:
+    def peer_removed(self, peer: Peer) -> None:
         """Free the blocks that ``peer`` holds here, and forget those that it lent."""
-        for allocation in [lent for lent in self._lent.values() if is_gone(lent.peer, peer)]:
+        for allocation in [lent for lent in self._exported.values() if is_gone(lent.peer, peer)]:
             self.take_back(allocation)
         for call in [call for call in self._calls.values() if is_gone(call.peer, peer)]:
             self._end_call(call, None)
-        self._borrowed = {call_id: at for call_id, at in self._borrowed.items() if not is_gone(at, peer)}
+        self._borrowed = {call_id: owner for call_id, owner in self._borrowed.items() if not is_gone(owner, peer)}
 
     def drop_all(self) -> None:
         """End everything, silently."""
-        for allocation in list(self._lent.values()):
+        for allocation in list(self._exported.values()):
             self.take_back(allocation)
         for call in self._calls.values():
             call.over = True
@@ -158,4 +158,4 @@ class RemoteAllocation:
 
     def references(self) -> Counter[Place]:
         """Every reference that is held for peers."""
-        return Counter((lent.tier, block) for lent in self._lent.values() for block in lent.blocks)
+        return Counter((lent.tier, block) for lent in self._exported.values() for block in lent.blocks)

@@ -82,9 +82,9 @@ class Export:
     """Sent after the last ``Ready``."""
     phase: ExportPhase = EXPORT.initial
 
-    def move(self, cause: ExportCause) -> None:
+    def advance_phase(self, cause: ExportCause) -> None:
         """Go on, or end. Raises :class:`InvariantError` where ``EXPORT`` has no such move."""
-        self.phase = EXPORT.step(self.phase, cause)
+        self.phase = EXPORT.next_phase(self.phase, cause)
 
     @property
     def over(self) -> bool:
@@ -123,7 +123,7 @@ class Sender:
 
     # -- what the owner decides
 
-    def begin(self, to: Peer, offer: Offer, places: list[Place], now_ns: int) -> None:
+    def open_export(self, to: Peer, offer: Offer, places: list[Place], now_ns: int) -> None:
         """Send ``offer``. The export takes over a reference on each of ``places``."""
         context = self._context
         export = Export(offer.transfer_id, to, offer.first_block, places, now_ns + offer.lease_ns)
@@ -132,17 +132,17 @@ class Sender:
         context.counters.offers += 1
         context.send(to, offer)
 
-    def extend(self, transfer_id: str, blocks: Sequence[int]) -> None:
+    def extend_export(self, transfer_id: str, blocks: Sequence[int]) -> None:
         """The owner has got further HBM blocks."""
         export = self.open.get(transfer_id)
         if export is None or not blocks:
             return
-        export.move(ExportCause.EXTENDED)
+        export.advance_phase(ExportCause.EXTENDED)
         self._context.retain(Tier.HBM, blocks)
         self._context.send(export.to, MoreBlocks(transfer_id, export.end_block, tuple(blocks)))
         export.places += [(Tier.HBM, block) for block in blocks]
 
-    def computed(
+    def announce_computed(
         self, transfer_id: str, blocks: tuple[int, int], layers: tuple[int, int], fence: int | None = None
     ) -> None:
         """Pages of ``[begin, end)`` blocks and layers are final once plan ``fence`` has finished. None: once everything
@@ -150,38 +150,40 @@ class Sender:
         export = self.open.get(transfer_id)
         if export is None:
             return
-        export.move(ExportCause.COMPUTED)
+        export.advance_phase(ExportCause.COMPUTED)
         check(export.first_block <= blocks[0] <= blocks[1] <= export.end_block, "{!r} has no blocks {}", export, blocks)
         check(0 <= layers[0] <= layers[1] <= self._context.geometry.num_layers, "{!r} has no layers {}", export, layers)
         if blocks[0] == blocks[1] or layers[0] == layers[1]:
             return
         pages = Pages(export, *blocks, *layers)
         export.unannounced += 1
-        self._barriers.when_passed(self._barriers.all_settled() if fence is None else fence, partial(self._seal, pages))
+        self._barriers.when_passed(
+            self._barriers.all_settled() if fence is None else fence, partial(self._checksum_pages, pages)
+        )
 
     def hand_off(self, handoff: Handoff) -> None:
         """Every page has been named: ``handoff`` follows the last ``Ready``."""
         export = self.open.get(handoff.transfer_id)
         if export is not None:
-            export.move(ExportCause.HANDED_OFF)
+            export.advance_phase(ExportCause.HANDED_OFF)
             export.handoff = handoff
             self._send_handoff_when_ready(export)
 
-    def withdraw(self, transfer_id: str, reason: str) -> None:
+    def withdraw_export(self, transfer_id: str, reason: str) -> None:
         """Take the offer back."""
         export = self.open.get(transfer_id)
         if export is not None:
             self._context.counters.withdrawn += 1
             self._context.send(export.to, Withdraw(transfer_id, reason))
-            self._end(export, ExportCause.WITHDRAWN)
+            self._end_export(export, ExportCause.WITHDRAWN)
 
-    def answer(self, sender: Peer, fetch: Fetch, now_ns: int) -> None:
+    def answer_fetch(self, sender: Peer, fetch: Fetch, now_ns: int) -> None:
         """A peer asks for cached blocks: offer those that are here, on the tier where they lie."""
         context = self._context
         if fetch.transfer_id in self.open:
             return
-        reason = context.misfit(sender)
-        places = self._lend(fetch) if reason is None else []
+        reason = context.incompatibility(sender)
+        places = self._export_cached(fetch) if reason is None else []
         if not places:
             context.send(sender, Withdraw(fetch.transfer_id, reason or "not cached here (any more)"))
             return
@@ -200,21 +202,23 @@ class Sender:
             lease_ns=context.config.lease_ns,
             dram_blocks=tuple(in_dram if in_hbm else ()),
         )
-        self.begin(sender, offer, places, now_ns)
+        self.open_export(sender, offer, places, now_ns)
         layers = 0, context.geometry.num_layers
-        self.computed(fetch.transfer_id, (fetch.first_block, end_block), layers, self._barriers.safe_to_read(places))
+        self.announce_computed(
+            fetch.transfer_id, (fetch.first_block, end_block), layers, self._barriers.safe_to_read(places)
+        )
 
-    def _lend(self, fetch: Fetch) -> list[Place]:
+    def _export_cached(self, fetch: Fetch) -> list[Place]:
         """The cached ones of the wanted blocks ``[first_block, end_block)``, up to the first gap, a reference each."""
         context = self._context
         tokens = fetch.tokens[: fetch.end_block * context.pool.block_tokens]
         if context.hbm_only:
-            return self._lend_from_hbm(fetch.tenant, tokens, fetch.first_block)
-        hbm, dram = context.pool.lend(fetch.tenant, tokens, fetch.first_block)
+            return self._export_from_hbm(fetch.tenant, tokens, fetch.first_block)
+        hbm, dram = context.pool.export_blocks(fetch.tenant, tokens, fetch.first_block)
         return [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
 
-    def _lend_from_hbm(self, tenant: str, tokens: TokenArray, first_block: int) -> list[Place]:
-        """As :meth:`_lend`; what lies in DRAM is brought up, into half of the room that there is at most."""
+    def _export_from_hbm(self, tenant: str, tokens: TokenArray, first_block: int) -> list[Place]:
+        """As :meth:`_export_cached`; what lies in DRAM is brought up, into half of the room that there is at most."""
         pool = self._context.pool
         in_hbm, _ = pool.match_blocks(tenant, tokens)
         end_block = in_hbm + pool.available() // 2
@@ -227,14 +231,14 @@ class Sender:
 
     # -- what the host has done
 
-    def _seal(self, pages: Pages) -> None:
+    def _checksum_pages(self, pages: Pages) -> None:
         """The pages hold their final bytes: have their checksums computed, except of blocks that the receiver has."""
         export = pages.export
         if export.over:
             return
         first = max(pages.first_block, export.wanted_from)
-        wanted = export.places[first - export.first_block : pages.end_block - export.first_block]
-        for tier, position, blocks in runs(wanted):
+        wanted_places = export.places[first - export.first_block : pages.end_block - export.first_block]
+        for tier, position, blocks in runs(wanted_places):
             job_id, begin = self._context.new_job_id(), first + position
             run = Pages(export, begin, begin + len(blocks), pages.first_layer, pages.end_layer)
             self._sealing[job_id] = run
@@ -243,7 +247,7 @@ class Sender:
         export.unannounced -= 1
         self._send_handoff_when_ready(export)
 
-    def sealed(self, event: PagesSealed) -> None:
+    def on_pages_sealed(self, event: PagesSealed) -> None:
         """Checksums have come: tell the receiver."""
         check(event.job_id in self._sealing, "job {} seals nothing", event.job_id)
         pages = self._sealing.pop(event.job_id)
@@ -269,13 +273,13 @@ class Sender:
 
     # -- what the receiver says, or no longer says
 
-    def heard_wanted(self, sender: Peer, message: Wanted) -> None:
+    def on_wanted(self, sender: Peer, message: Wanted) -> None:
         """The receiver has the blocks before ``message.first_block``."""
         export = self.open.get(message.transfer_id)
         if export is not None and export.to == sender:
             export.wanted_from = max(export.wanted_from, message.first_block)
 
-    def heard_release(self, sender: Peer, message: Release) -> None:
+    def on_release(self, sender: Peer, message: Release) -> None:
         """The receiver is done."""
         export = self.open.get(message.transfer_id)
         if export is None or export.to != sender:
@@ -284,36 +288,36 @@ class Sender:
             self._context.counters.released += 1
         else:
             self._context.counters.refused += 1
-        self._finish(export, ExportCause.RELEASED, message.used, message.reason)
+        self._finish_export(export, ExportCause.RELEASED, message.used, message.reason)
 
-    def expire(self, export: Export, reason: str) -> None:
+    def expire_export(self, export: Export, reason: str) -> None:
         """The lease or the peer has ended before a ``Release`` came."""
         self._context.counters.expired += 1
-        self._finish(export, ExportCause.EXPIRED, False, reason)
+        self._finish_export(export, ExportCause.EXPIRED, False, reason)
 
-    def peer_gone(self, peer: Peer, reason: str) -> None:
+    def peer_removed(self, peer: Peer, reason: str) -> None:
         """End everything offered to ``peer``."""
         for export in [export for export in self.open.values() if is_gone(export.to, peer)]:
-            self.expire(export, reason)
+            self.expire_export(export, reason)
 
     def withdraw_all(self, reason: str) -> None:
         """Take everything back, and report it to the owner."""
         for export in list(self.open.values()):
-            self.withdraw(export.transfer_id, reason)
+            self.withdraw_export(export.transfer_id, reason)
             self._context.outcomes.append(Released(export.transfer_id, export.to, False, reason))
 
     def drop_all(self) -> None:
         """End everything, silently."""
         for export in list(self.open.values()):
-            self._end(export, ExportCause.WITHDRAWN)
+            self._end_export(export, ExportCause.WITHDRAWN)
 
-    def _finish(self, export: Export, cause: ExportCause, used: bool, reason: str) -> None:
-        self._end(export, cause)
+    def _finish_export(self, export: Export, cause: ExportCause, used: bool, reason: str) -> None:
+        self._end_export(export, cause)
         self._context.outcomes.append(Released(export.transfer_id, export.to, used, reason))
 
-    def _end(self, export: Export, cause: ExportCause) -> None:
+    def _end_export(self, export: Export, cause: ExportCause) -> None:
         """Release the references. Pages that are being sealed are forgotten: reading a free block does no harm."""
-        export.move(cause)
+        export.advance_phase(cause)
         del self.open[export.transfer_id]
         for tier, _, blocks in runs(export.places):
             self._context.release(tier, blocks)

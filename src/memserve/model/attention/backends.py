@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry
-from memserve.model.attention.context import StepAttention
+from memserve.model.attention.context import StepAttention, StepRows
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 from memserve.model.workers.group import WorkerGroup
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 Int32s = NDArray[np.int32]
 
-AttentionFactory = Callable[[Int32s, Int32s, Int32s, Int32s], StepAttention]
-"""Called once per step: ``(tables [slots, max_blocks], table_rows [rows], q_starts [rows + 1], contexts [rows])``."""
+AttentionFactory = Callable[[StepRows], StepAttention]
+"""Called once per step."""
 
 
 class KernelAttention:
@@ -39,10 +39,7 @@ class KernelAttention:
         base: int,
         geometry: KVGeometry,
         page_heads: int,
-        tables: Int32s,
-        table_rows: Int32s,
-        q_starts: Int32s,
-        contexts: Int32s,
+        rows: StepRows,
         *,
         behind: bool = False,
     ) -> None:
@@ -51,11 +48,13 @@ class KernelAttention:
         kernels = _kernels()
         g = geometry
         shape = (g.num_layers, g.num_kv_heads, g.head_dim_k, g.head_dim_v, g.block_tokens, g.dtype)
-        self.batch = kernels.PagedBatch(base, shape, tables, table_rows, q_starts, contexts, None, page_heads, behind)
+        self.batch = kernels.PagedBatch(
+            base, shape, rows.tables, rows.table_rows, rows.q_starts, rows.contexts, None, page_heads, behind
+        )
         self._attend = kernels.attend
         self._head_dims = g.head_dim_k, g.head_dim_v
 
-    def attend(
+    def run_attention(
         self,
         layer: int,
         q: Tensor,
@@ -67,13 +66,13 @@ class KernelAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
+        """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         _, heads, tokens, _ = q.shape
         out = q.new_empty((1, tokens, heads, self._head_dims[1]))
-        self.attend_into(out, layer, q, (k, v), scale=scale, window=window, softcap=softcap, sinks=sinks)
+        self.run_attention_into(out, layer, q, (k, v), scale=scale, window=window, softcap=softcap, sinks=sinks)
         return out
 
-    def attend_into(
+    def run_attention_into(
         self,
         out: Tensor,
         layer: int,
@@ -85,7 +84,7 @@ class KernelAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> None:
-        """As :meth:`attend`, with the results in ``out [1, T, H, Dv]``, any strides with a dense last dimension.
+        """As :meth:`run_attention`, with the results in ``out [1, T, H, Dv]``, any strides with a dense last dimension.
         ``kv`` None: nothing is written."""
         out[:, self.batch.tokens :] = 0
         # rows with a strided last dimension are copied; the copies must live until the kernel is done
@@ -106,11 +105,11 @@ class KernelAttention:
             kv is not None,
         )
 
-    def attend_part(
+    def run_attention_part(
         self, layer: int, q: Tensor, kv: tuple[Tensor, Tensor] | None, *, scale: float, softcap: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`attend`, for contexts that go on elsewhere: outputs ``[T, H, Dv]``, and the statistics ``[T, H]``
-        with which ``merge_parts`` puts the parts together, both float32. ``kv`` None: nothing is written."""
+        """As :meth:`run_attention`, for contexts that go on elsewhere: outputs ``[T, H, Dv]``, and the statistics
+        ``[T, H]`` with which ``merge_parts`` puts the parts together, both float32. ``kv`` None: nothing is written."""
         _, heads, tokens, dim = q.shape
         if dim != self._head_dims[0]:
             raise ValueError(f"queries have {dim} elements, keys {self._head_dims[0]}")
@@ -133,37 +132,42 @@ class LentHeads:
     What others read is computed first, and announced; what others compute is read last. So no worker waits, as a rule.
     """
 
-    def __init__(self, base: int, geometry: KVGeometry, crew: WorkerGroup, *batch: Int32s) -> None:
-        """``base``: address of the arena; ``geometry``: of whole pages; ``batch``: see :data:`AttentionFactory`."""
+    def __init__(self, base: int, geometry: KVGeometry, crew: WorkerGroup, rows: StepRows) -> None:
+        """``base``: address of the arena; ``geometry``: of whole pages."""
         whole, stage = geometry.num_kv_heads, crew.stage
         of_a_head = geometry.page_bytes // whole
         self._part, self._first = crew.share.part, crew.share.first_head
         self._announce, self._await = stage.announce, stage.await_rank
         self._parts = [
             (
-                one,
-                KernelAttention(base + one.first * of_a_head, replace(geometry, num_kv_heads=one.heads), whole, *batch),
+                head_range,
+                KernelAttention(
+                    base + head_range.first * of_a_head, replace(geometry, num_kv_heads=head_range.heads), whole, rows
+                ),
             )
-            for one in crew.share.ranges()
+            for head_range in crew.share.head_ranges()
         ]
-        self._lent = sum(one.owner == self._part and not one.is_whole for one, _ in self._parts)
+        self._lent = sum(head_range.owner == self._part and not head_range.is_whole for head_range, _ in self._parts)
         self._dim = geometry.head_dim_v
 
-    def attend(
+    def run_attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """See :meth:`memserve.model.attention.context.StepAttention.attend`; ``q``, ``k``, ``v`` and ``sinks`` of this
-        worker's heads."""
+        """See :meth:`memserve.model.attention.context.StepAttention.run_attention`; ``q``, ``k``, ``v`` and ``sinks``
+        of this worker's heads."""
         out = q.new_empty((1, q.shape[2], q.shape[1], self._dim))
-        for at, (one, attention) in enumerate(self._parts):
-            if at == self._lent:
+        for index, (head_range, attention) in enumerate(self._parts):
+            if index == self._lent:
                 self._announce()
-            mine, queries = one.owner == self._part, slice(one.first_query, one.first_query + one.queries)
-            if not mine:
-                self._await(one.owner)
-            heads = slice(one.first - self._first, one.first - self._first + one.heads)
-            attention.attend_into(
-                out[:, :, queries], layer, q[:, queries], (k[:, heads], v[:, heads]) if mine else None,
+            is_own, queries = (
+                head_range.owner == self._part,
+                slice(head_range.first_query, head_range.first_query + head_range.queries),
+            )
+            if not is_own:
+                self._await(head_range.owner)
+            heads = slice(head_range.first - self._first, head_range.first - self._first + head_range.heads)
+            attention.run_attention_into(
+                out[:, :, queries], layer, q[:, queries], (k[:, heads], v[:, heads]) if is_own else None,
                 sinks=None if sinks is None else sinks[queries], **options,
             )  # fmt: skip
         if self._lent == len(self._parts):
@@ -178,22 +182,18 @@ class TritonAttention:
         self,
         arena: Tensor,
         geometry: KVGeometry,
-        tables: Int32s | Tensor,
-        table_rows: Int32s,
-        q_starts: Int32s,
-        contexts: Int32s,
+        rows: StepRows,
         *,
         first_layer: int = 0,
     ) -> None:
-        """``arena``: uint8 ``[bytes]`` on the device, its layers from ``first_layer`` on. ``tables``: a tensor is
-        there already."""
+        """``arena``: uint8 ``[bytes]`` on the device, its layers from ``first_layer`` on."""
         from memserve.model.attention import triton_attention
 
-        rows: Int32s | Tensor = tables
-        if not isinstance(tables, Tensor):  # copy only the rows of this step to the device
-            rows = np.ascontiguousarray(tables[table_rows, : -(-int(contexts.max()) // geometry.block_tokens)])
-            table_rows = np.arange(len(table_rows), dtype=np.int32)
-        self.batch = triton_attention.TritonBatch(arena, geometry, rows, table_rows, q_starts, contexts)
+        if not isinstance(rows.tables, Tensor):  # copy only the rows of this step to the device
+            entries = -(-int(rows.contexts.max()) // geometry.block_tokens)
+            own = np.ascontiguousarray(rows.tables[rows.table_rows, :entries])
+            rows = replace(rows, tables=own, table_rows=np.arange(len(rows.table_rows), dtype=np.int32))
+        self.batch = triton_attention.TritonBatch(arena, geometry, rows)
         self._attend, self._first_layer = triton_attention.attend, first_layer
 
     @classmethod
@@ -215,7 +215,7 @@ class TritonAttention:
         attention._attend, attention._first_layer = triton_attention.attend, first_layer
         return attention
 
-    def attend(
+    def run_attention(
         self,
         layer: int,
         q: Tensor,
@@ -227,11 +227,11 @@ class TritonAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
+        """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         out = q.new_empty((q.shape[2], q.shape[1], v.shape[3]))
         sinks = None if sinks is None else sinks.float()
-        own = self.batch, layer - self._first_layer
-        self._attend(*own, _by_token(q), _by_token(k), _by_token(v), out, scale, window, softcap, sinks)
+        batch_layer = self.batch, layer - self._first_layer
+        self._attend(*batch_layer, _by_token(q), _by_token(k), _by_token(v), out, scale, window, softcap, sinks)
         return out[None]
 
 
@@ -245,11 +245,11 @@ def choose_attention(
     flat, share = arena.view(-1), None if crew is None else crew.share
     if flat.device.type == "cpu" and _kernel_supports(geometry):
         whole = geometry.num_kv_heads
-        first, own = (0, whole) if share is None else (share.first_head, share.heads[share.part])
-        if isinstance(crew, WorkerGroup) and crew.share.lends:
+        first, heads = (0, whole) if share is None else (share.first_head, share.heads[share.part])
+        if isinstance(crew, WorkerGroup) and crew.share.shares_heads:
             return partial(LentHeads, flat.data_ptr(), geometry, crew)
         base = flat.data_ptr() + first * (geometry.page_bytes // whole)
-        return partial(KernelAttention, base, replace(geometry, num_kv_heads=own), whole)
+        return partial(KernelAttention, base, replace(geometry, num_kv_heads=heads), whole)
     if flat.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         first_layer = 0 if share is None else share.own_layers.start
         return partial(TritonAttention, flat, geometry, first_layer=first_layer)

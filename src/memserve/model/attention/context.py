@@ -14,15 +14,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memserve.base.errors import InvariantError, check
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 ATTENTION_NAME = "memserve"
 """Give this as ``attn_implementation`` to ``from_pretrained``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one step, and where their KV lies. All arrays are int32."""
+
+    tables: NDArray[np.int32] | Tensor
+    """``[slots, max_blocks]``: block ids. A tensor lies on the arena's device already."""
+    table_rows: NDArray[np.int32]
+    """``[rows]``: which row of ``tables`` belongs to each."""
+    q_starts: NDArray[np.int32]
+    """``[rows + 1]``: where the queries of each begin, and where those of the last one end."""
+    contexts: NDArray[np.int32]
+    """``[rows]``: tokens of each sequence after this step."""
 
 
 class StepAttention(Protocol):
@@ -33,7 +50,7 @@ class StepAttention(Protocol):
     :class:`ReportingAttention`.
     """
 
-    def attend(
+    def run_attention(
         self,
         layer: int,
         q: Tensor,
@@ -63,7 +80,7 @@ _context = _Context()
 
 
 @contextmanager
-def attending(attention: StepAttention) -> Iterator[None]:
+def step_attention(attention: StepAttention) -> Iterator[None]:
     """Make ``attention`` the current step's for this thread."""
     outer = _context.attention
     _context.attention = attention
@@ -97,13 +114,13 @@ class ReportingAttention:
         self._attention = attention
         self._written = written
         self._every = every
-        self._meet = meet
+        self._barrier = meet
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """See :meth:`StepAttention.attend`."""
-        mixed = self._attention.attend(layer, q, k, v, **options)
+    def run_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """See :meth:`StepAttention.run_attention`."""
+        mixed = self._attention.run_attention(layer, q, k, v, **options)
         if (layer + 1) % self._every == 0:
-            self._meet()
+            self._barrier()
             self._written(layer)
         return mixed
 
@@ -126,7 +143,7 @@ def memserve_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: ``query [1, H, T, Dk]`` -> ``([1, T, H, Dv], None)``."""
     check(attention_mask is None, "transformers built an attention mask although none is registered for memserve")
-    mixed = current_attention().attend(
+    mixed = current_attention().run_attention(
         module.layer_idx,
         query,
         key,

@@ -23,9 +23,9 @@ from memserve.instance.events import DropSegment, HoldSegment
 from memserve.model.attention.sequence_parallel import HeldKv, Parts, Query, SegmentLostError
 from memserve.protocol.messages import Segment
 from memserve.protocol.peers import Peer
-from memserve.system.secrets import Secret, followed
+from memserve.system.secrets import Secret, as_followed
 from memserve.transport.curve import CurveKeys
-from memserve.transport.outbound import LETTERS_QUEUED_MAX, new_context
+from memserve.transport.outbound import SEND_QUEUE_MAX, new_context
 from memserve.transport.request_server import Answering, Line, ListenAddress
 
 if TYPE_CHECKING:
@@ -58,18 +58,18 @@ class SegmentServer:
     Raises :class:`UserError` when it cannot listen.
     """
 
-    def __init__(self, where: ListenAddress, dtype: str, attend: Callable[[Query], Parts | None]) -> None:
+    def __init__(self, listen_address: ListenAddress, dtype: str, attend: Callable[[Query], Parts | None]) -> None:
         """``dtype``: of queries. ``attend`` returns None for a segment that is not here."""
         self._attend, self._dtype = attend, getattr(torch, dtype)
-        sizes = {"bytes_max": _BYTES_MAX, "queued_max": LETTERS_QUEUED_MAX}
-        self._answering = Answering(where, "segments", self._answer, **sizes)
+        sizes = {"bytes_max": _BYTES_MAX, "queued_max": SEND_QUEUE_MAX}
+        self._answering = Answering(listen_address, "segments", self._answer_query, **sizes)
         self.address = self._answering.address
 
     def close(self) -> None:
         """Answer nothing any more."""
         self._answering.close()
 
-    def _answer(self, frames: Sequence[zmq.Frame]) -> list[Any] | None:
+    def _answer_query(self, frames: Sequence[zmq.Frame]) -> list[Any] | None:
         """One query, one answer: the number, then outputs and statistics, or nothing."""
         if len(frames) != 2:
             return None
@@ -94,29 +94,29 @@ class SegmentServer:
 class ZmqSegmentLines:
     """A :class:`memserve.model.attention.sequence_parallel.SegmentLines` to :class:`SegmentServer` processes.
 
-    Used from one thread, but for :meth:`gone`.
+    Used from one thread, but for :meth:`remove_peer`.
     """
 
     def __init__(self, secret: Secret, answer_s: float = ANSWER_S) -> None:
-        self._secret, self._answer_s = followed(secret).then(CurveKeys.all_in, tells=False), answer_s
+        self._secret, self._answer_s = as_followed(secret).derive_value(CurveKeys.all_in, tells=False), answer_s
         self._keys = self._secret.value()
         self._context = new_context()
-        self._lines: dict[tuple[Peer, str], Line] = {}
-        self._gone: set[Peer] = set()
+        self._connections: dict[tuple[Peer, str], Line] = {}
+        self._removed_peers: set[Peer] = set()
         self._numbers = 0
         #: number -> the segment that was asked, and what
-        self._asked: dict[int, tuple[Segment, bytes, memoryview]] = {}
+        self._pending: dict[int, tuple[Segment, bytes, memoryview]] = {}
         #: answers that came before they were waited for
         self._early: dict[int, list[zmq.Frame]] = {}
         #: time in which steps stood still
         self.waited_ns = 0
         self.queries = 0
 
-    def gone(self, peer: Peer) -> None:
+    def remove_peer(self, peer: Peer) -> None:
         """``peer`` will not answer any more. Thread-safe."""
-        self._gone.add(peer)
+        self._removed_peers.add(peer)
 
-    def ask(self, segment: Segment, query: Query) -> int:
+    def send_query(self, segment: Segment, query: Query) -> int:
         """See :class:`~memserve.model.attention.sequence_parallel.SegmentLines`."""
         self._numbers += 1
         self.queries += 1
@@ -124,27 +124,27 @@ class ZmqSegmentLines:
         shape = cast(tuple[int, int, int], tuple(query.q.shape))
         head = _encode(_Head(number, query.name, query.layer, shape, query.scale, query.softcap))
         data = query.q.view(-1).view(torch.uint8).numpy().data
-        line = self._line(segment)
-        self._asked[number] = segment, head, data
-        self._send(line, segment, head, data)
+        line = self._connection_to(segment)
+        self._pending[number] = segment, head, data
+        self._send_frames(line, segment, head, data)
         return number
 
-    def _send(self, line: Line, segment: Segment, head: bytes, data: memoryview) -> None:
+    def _send_frames(self, line: Line, segment: Segment, head: bytes, data: memoryview) -> None:
         try:
             line.socket.send_multipart([head, data], zmq.NOBLOCK)
         except zmq.Again:
-            if line.is_turned_away:  # while nothing was asked
+            if line.is_rejected:  # while nothing was asked
                 self._try_next_key(segment)
             else:
-                self._gone.add(segment.peer)  # it reads nothing
+                self._removed_peers.add(segment.peer)  # it reads nothing
 
-    def answer(self, number: int, outputs: Tensor, statistics: Tensor) -> None:
+    def receive_answer(self, number: int, outputs: Tensor, statistics: Tensor) -> None:
         """See :class:`~memserve.model.attention.sequence_parallel.SegmentLines`."""
-        (segment, *_), began_ns = self._asked[number], time.monotonic_ns()
+        (segment, *_), began_ns = self._pending[number], time.monotonic_ns()
         try:
-            frames = self._early.pop(number, None) or self._wait(segment, number)
+            frames = self._early.pop(number, None) or self._wait_answer(segment, number)
         finally:
-            del self._asked[number]
+            del self._pending[number]
         self.waited_ns += time.monotonic_ns() - began_ns
         places = (outputs, statistics)
         if len(frames) != 2 or any(len(f.buffer) != 4 * p.numel() for f, p in zip(frames, places, strict=True)):
@@ -152,50 +152,50 @@ class ZmqSegmentLines:
         for frame, place in zip(frames, places, strict=True):
             _copy(frame, place)
 
-    def _wait(self, segment: Segment, number: int) -> list[zmq.Frame]:
-        line, until_s = self._line(segment), time.monotonic() + self._answer_s
-        while segment.peer not in self._gone:
+    def _wait_answer(self, segment: Segment, number: int) -> list[zmq.Frame]:
+        line, until_s = self._connection_to(segment), time.monotonic() + self._answer_s
+        while segment.peer not in self._removed_peers:
             if not line.socket.poll(_LOOK_MS):
                 if time.monotonic() > until_s:
                     raise SegmentLostError(f"{segment.peer.name} has not answered within {self._answer_s:g} s")
-                if line.is_turned_away:
+                if line.is_rejected:
                     line = self._try_next_key(segment)
                 continue
             head, *frames = line.socket.recv_multipart(copy=False)
             came = msgspec.msgpack.decode(head.buffer, type=int)
             if came == number:
                 return frames
-            if came in self._asked:
+            if came in self._pending:
                 self._early[came] = frames
-        self._lines.pop(_place(segment)).close()
+        self._connections.pop(_connection_key(segment)).close()
         raise SegmentLostError(f"{segment.peer.name} is gone")
 
-    def _line(self, segment: Segment) -> Line:
-        if not self._asked and (keys := self._secret.value()) != self._keys:  # no line is in use
+    def _connection_to(self, segment: Segment) -> Line:
+        if not self._pending and (keys := self._secret.value()) != self._keys:  # no line is in use
             self._keys = keys
-            self._hang_up()
-        line = self._lines.get(_place(segment))
+            self._disconnect_all()
+        line = self._connections.get(_connection_key(segment))
         if line is None:
             line = Line(self._context, self._keys, segment.address, bytes_max=_BYTES_MAX)
-            self._lines[_place(segment)] = line
+            self._connections[_connection_key(segment)] = line
         return line
 
     def _try_next_key(self, segment: Segment) -> Line:
         """The peer has another secret than its line: dial anew, and ask again what it has not answered."""
-        line = self._lines[_place(segment)] = self._lines[_place(segment)].with_next_key()
-        for number, (of, head, data) in self._asked.items():
-            if _place(of) == _place(segment) and number not in self._early:
-                self._send(line, of, head, data)
+        line = self._connections[_connection_key(segment)] = self._connections[_connection_key(segment)].with_next_key()
+        for number, (of, head, data) in self._pending.items():
+            if _connection_key(of) == _connection_key(segment) and number not in self._early:
+                self._send_frames(line, of, head, data)
         return line
 
-    def _hang_up(self) -> None:
-        for line in self._lines.values():
+    def _disconnect_all(self) -> None:
+        for line in self._connections.values():
             line.close()
-        self._lines.clear()
+        self._connections.clear()
 
     def close(self) -> None:
         """Close all lines."""
-        self._hang_up()
+        self._disconnect_all()
         self._context.term()
 
 
@@ -205,24 +205,24 @@ class SegmentPort:
     Raises :class:`UserError` when it cannot listen.
     """
 
-    def __init__(self, device: ModelDevice, where: ListenAddress, dtype: str) -> None:
+    def __init__(self, device: ModelDevice, listen_address: ListenAddress, dtype: str) -> None:
         check(device.held_kv is not None, "this device holds no segments")
-        self.held: HeldKv = device.held_kv  # type: ignore[assignment]  # checked in the line before
-        self._server = SegmentServer(where, dtype, self.held.attend)
-        self._lines = ZmqSegmentLines(where.secret)
+        self.held_kv: HeldKv = device.held_kv  # type: ignore[assignment]  # checked in the line before
+        self._server = SegmentServer(listen_address, dtype, self.held_kv.answer_query)
+        self._lines = ZmqSegmentLines(listen_address.secret)
         device.segment_lines = self._lines
         self.address = self._server.address
 
-    def perform(self, order: HoldSegment | DropSegment) -> None:
+    def update_segment(self, order: HoldSegment | DropSegment) -> None:
         """Answer queries about a segment, or no more. Thread-safe."""
         if isinstance(order, HoldSegment):
-            self.held.hold(order.name, order.blocks, order.tokens)
+            self.held_kv.hold_segment(order.name, order.blocks, order.tokens)
         else:
-            self.held.drop(order.name)
+            self.held_kv.drop_segment(order.name)
 
-    def gone(self, peer: Peer) -> None:
+    def remove_peer(self, peer: Peer) -> None:
         """``peer`` is no member any more: nothing waits for it. Thread-safe."""
-        self._lines.gone(peer)
+        self._lines.remove_peer(peer)
 
     def close(self) -> None:
         """Answer nothing any more. The device closes its lines."""
@@ -234,5 +234,5 @@ def _copy(frame: zmq.Frame, to: Tensor) -> None:
     to.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(frame.buffer, np.uint8)
 
 
-def _place(segment: Segment) -> tuple[Peer, str]:
+def _connection_key(segment: Segment) -> tuple[Peer, str]:
     return segment.peer, segment.address

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve.base.types import KVGeometry
+from memserve.model.attention.context import StepRows
 
 
 class ReferencePages:
@@ -27,12 +27,12 @@ class ReferencePages:
         self.k = heads[..., :split].view(*heads.shape[:3], g.head_dim_k, g.block_tokens)
         self.v = heads[..., split:].view(*heads.shape[:3], g.block_tokens, g.head_dim_v)
 
-    def write(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+    def write_kv(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k [T, Hkv, Dk]`` and ``v [T, Hkv, Dv]`` at ``offsets [T]`` inside ``blocks [T]``."""
         self.k[:, layer].permute(0, 3, 1, 2)[blocks, offsets] = k
         self.v[:, layer].permute(0, 2, 1, 3)[blocks, offsets] = v
 
-    def read(self, layer: int, blocks: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    def read_kv(self, layer: int, blocks: Tensor, context: int) -> tuple[Tensor, Tensor]:
         """Dense ``k [Hkv, context, Dk]`` and ``v [Hkv, context, Dv]`` of the sequence in ``blocks``."""
         k = self.k[blocks, layer].permute(1, 0, 3, 2).flatten(1, 2)
         v = self.v[blocks, layer].permute(1, 0, 2, 3).flatten(1, 2)
@@ -42,15 +42,8 @@ class ReferencePages:
 class ReferenceAttention:
     """A :class:`~memserve.model.attention.context.StepAttention` over :class:`ReferencePages`."""
 
-    def __init__(
-        self,
-        pages: ReferencePages,
-        tables: NDArray[np.int32],
-        table_rows: NDArray[np.int32],
-        q_starts: NDArray[np.int32],
-        contexts: NDArray[np.int32],
-    ) -> None:
-        """``tables [slots, max_blocks]``, ``table_rows [rows]``, ``q_starts [rows + 1]``, ``contexts [rows]``."""
+    def __init__(self, pages: ReferencePages, rows: StepRows) -> None:
+        tables, table_rows, q_starts, contexts = np.asarray(rows.tables), rows.table_rows, rows.q_starts, rows.contexts
         self._pages = pages
         self._starts = q_starts.tolist()
         self._contexts = contexts.tolist()
@@ -65,7 +58,7 @@ class ReferenceAttention:
             for row, context in zip(table_rows.tolist(), self._contexts, strict=True)
         ]
 
-    def attend(
+    def run_attention(
         self,
         layer: int,
         q: Tensor,
@@ -77,13 +70,13 @@ class ReferenceAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
+        """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         new = slice(self._starts[-1])
-        self._pages.write(layer, self._blocks, self._offsets, k[0].transpose(0, 1)[new], v[0].transpose(0, 1)[new])
+        self._pages.write_kv(layer, self._blocks, self._offsets, k[0].transpose(0, 1)[new], v[0].transpose(0, 1)[new])
         out = torch.zeros((1, q.shape[2], q.shape[1], v.shape[3]), dtype=q.dtype, device=q.device)
         for row, (table, context) in enumerate(zip(self._tables, self._contexts, strict=True)):
             first, last = self._starts[row], self._starts[row + 1]
-            keys, values = self._pages.read(layer, table, context)
+            keys, values = self._pages.read_kv(layer, table, context)
             mixed = attend_dense(q[0, :, first:last], keys, values, scale, window, softcap, sinks)
             out[0, first:last] = mixed.transpose(0, 1)
         return out

@@ -21,6 +21,7 @@ from memserve.base.errors import MemserveError, UserError
 from memserve.base.types import KVGeometry
 from memserve.instance.events import Before
 from memserve.model.attention.backends import KernelAttention
+from memserve.model.attention.context import StepRows
 from memserve.protocol.messages import Segment
 
 Parts = tuple[Tensor, Tensor]
@@ -45,10 +46,10 @@ class Query:
 class SegmentLines(Protocol):
     """The way to holders. Used from the device's thread."""
 
-    def ask(self, segment: Segment, query: Query) -> int:
+    def send_query(self, segment: Segment, query: Query) -> int:
         """Send a query; returns its number. Does not wait."""
 
-    def answer(self, number: int, outputs: Tensor, statistics: Tensor) -> None:
+    def receive_answer(self, number: int, outputs: Tensor, statistics: Tensor) -> None:
         """Wait for the answer to a query, and put it there: see :data:`Parts`. Raises :class:`SegmentLostError`."""
 
     def close(self) -> None:
@@ -61,40 +62,38 @@ class HeldKv:
     def __init__(self, base: int, geometry: KVGeometry) -> None:
         """``base``: address of the arena."""
         self._base, self._geometry = base, geometry
-        self._held: dict[str, tuple[NDArray[np.int32], int]] = {}
+        self._segments: dict[str, tuple[NDArray[np.int32], int]] = {}
         self._lock = threading.Lock()
         #: queries answered
         self.answered = 0
 
-    def hold(self, name: str, blocks: Sequence[int], tokens: int) -> None:
+    def hold_segment(self, name: str, blocks: Sequence[int], tokens: int) -> None:
         """Answer queries about ``name``: its ``tokens`` lie in ``blocks``."""
         with self._lock:
-            self._held[name] = np.array([blocks], np.int32), tokens
+            self._segments[name] = np.array([blocks], np.int32), tokens
 
-    def drop(self, name: str) -> None:
+    def drop_segment(self, name: str) -> None:
         """Its blocks may be written when this returns. Queries under way get no answer."""
         with self._lock:
-            self._held.pop(name, None)
+            self._segments.pop(name, None)
 
-    def attend(self, query: Query) -> Parts | None:
+    def answer_query(self, query: Query) -> Parts | None:
         """What the queries find here. None: the segment is not here, or was dropped meanwhile.
 
         Raises ``ValueError`` for a query that does not fit the model.
         """
-        held = self._held.get(query.name)
-        if held is None:
+        segment = self._segments.get(query.name)
+        if segment is None:
             return None
-        table, tokens = held
+        table, tokens = segment
         count = len(query.q)
-        ends = np.array([0, count], np.int32), np.array([tokens], np.int32)
-        first = np.zeros(1, np.int32)
-        attention = KernelAttention(
-            self._base, self._geometry, self._geometry.num_kv_heads, table, first, *ends, behind=True
-        )
+        ends, contexts = np.array([0, count], np.int32), np.array([tokens], np.int32)
+        rows = StepRows(table, np.zeros(1, np.int32), ends, contexts)
+        attention = KernelAttention(self._base, self._geometry, self._geometry.num_kv_heads, rows, behind=True)
         q = query.q.transpose(0, 1)[None]
-        parts = attention.attend_part(query.layer, q, None, scale=query.scale, softcap=query.softcap)
+        parts = attention.run_attention_part(query.layer, q, None, scale=query.scale, softcap=query.softcap)
         with self._lock:
-            if self._held.get(query.name) is not held:
+            if self._segments.get(query.name) is not segment:
                 return None  # what was read may be another sequence's
             self.answered += 1
         return parts
@@ -115,16 +114,16 @@ class SpannedAttention:
 
     def __init__(
         self,
-        own: KernelAttention,
+        attention: KernelAttention,
         lines: SegmentLines,
         rows: Sequence[SpannedRow],
         lost: Callable[[int, str], None],
     ) -> None:
         """``lost``: a slot has no answer, and why; its row goes on without meaning."""
-        self._own, self._lines, self._lost = own, lines, lost
+        self._attention, self._lines, self._on_lost = attention, lines, lost
         self._rows = list(rows)
 
-    def attend(
+    def run_attention(
         self,
         layer: int,
         q: Tensor,
@@ -136,35 +135,35 @@ class SpannedAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
+        """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         if window or sinks is not None:
             raise UserError("a model with windows or sinks does not run in parts", hint="use --sequence-parallel off")
-        asked = {row.slot: self._ask(row, layer, q, scale, softcap) for row in self._rows}
-        outputs, statistics = self._own.attend_part(layer, q, (k, v), scale=scale, softcap=softcap)
+        query_numbers = {row.slot: self._send_queries(row, layer, q, scale, softcap) for row in self._rows}
+        outputs, statistics = self._attention.run_attention_part(layer, q, (k, v), scale=scale, softcap=softcap)
         for row in self._rows.copy():
             try:
-                self._merge(row, asked[row.slot], outputs, statistics)
+                self._merge_parts(row, query_numbers[row.slot], outputs, statistics)
             except SegmentLostError as error:
                 self._rows.remove(row)
-                self._lost(row.slot, str(error))
+                self._on_lost(row.slot, str(error))
         return outputs[None].to(q.dtype)
 
-    def _ask(self, row: SpannedRow, layer: int, q: Tensor, scale: float, softcap: float) -> list[int]:
-        own = q[0, :, row.first : row.end].transpose(0, 1).contiguous()
-        query = Query(row.before.name, layer, own, scale, softcap)
-        return [self._lines.ask(segment, query) for segment in row.before.segments]
+    def _send_queries(self, row: SpannedRow, layer: int, q: Tensor, scale: float, softcap: float) -> list[int]:
+        row_queries = q[0, :, row.first : row.end].transpose(0, 1).contiguous()
+        query = Query(row.before.name, layer, row_queries, scale, softcap)
+        return [self._lines.send_query(segment, query) for segment in row.before.segments]
 
-    def _merge(self, row: SpannedRow, asked: list[int], outputs: Tensor, statistics: Tensor) -> None:
+    def _merge_parts(self, row: SpannedRow, query_numbers: list[int], outputs: Tensor, statistics: Tensor) -> None:
         """Put together what all parts found, in the order of the sequence."""
-        own = outputs[row.first : row.end]
-        count, heads, dim = own.shape
-        found = own.new_empty((len(asked) + 1, count, heads, dim))
-        weights = own.new_empty((len(asked) + 1, count, heads))
-        for place, number in enumerate(asked):
-            self._lines.answer(number, found[place], weights[place])
-        found[-1], weights[-1] = own, statistics[row.first : row.end]
+        row_outputs = outputs[row.first : row.end]
+        count, heads, dim = row_outputs.shape
+        parts = row_outputs.new_empty((len(query_numbers) + 1, count, heads, dim))
+        weights = row_outputs.new_empty((len(query_numbers) + 1, count, heads))
+        for place, number in enumerate(query_numbers):
+            self._lines.receive_answer(number, parts[place], weights[place])
+        parts[-1], weights[-1] = row_outputs, statistics[row.first : row.end]
         merged = torch.empty((count * heads, dim))
-        flat = found.view(len(found), -1, dim).numpy(), weights.view(len(found), -1).numpy()
+        flat = parts.view(len(parts), -1, dim).numpy(), weights.view(len(parts), -1).numpy()
         _kernels().merge_parts(*flat, merged.numpy())
         outputs[row.first : row.end] = merged.view(count, heads, dim)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from memserve.base.errors import UserError, check
 from memserve.base.types import KVGeometry
 from memserve.base.units import ceil_div
+from memserve.model.attention.context import StepRows
 
 _DECODE_ROWS = 16  # query rows of a tile: the least that a tensor core takes
 _PREFILL_ROWS = 64
@@ -58,23 +59,18 @@ def _power_of_two(least: int, count: int) -> int:
 class TritonBatch:
     """One step's ragged batch on the device. Built once per step, used by every layer.
 
-    ``arena``: flat uint8 tensor, the whole KV arena. ``tables``: int32 ``[slots, max_blocks]``, block ids; a tensor on
-    the arena's device, or an array that is copied there. ``table_rows`` int32 ``[rows]``: which row of ``tables``
-    belongs to each sequence. ``q_starts`` int32 ``[rows + 1]``: the rows of q that belong to each sequence.
-    ``contexts`` int32 ``[rows]``: tokens of each sequence after this step. ``splits``: pieces into which a row's blocks
-    are divided among programs; ``None``: enough to fill the device.
+    ``arena``: flat uint8 tensor, the whole KV arena. ``splits``: pieces into which a row's blocks are divided among
+    programs; ``None``: enough to fill the device.
     """
 
     def __init__(
         self,
         arena: Tensor,
         geometry: KVGeometry,
-        tables: Tensor | NDArray[np.int32],
-        table_rows: NDArray[np.int32],
-        q_starts: NDArray[np.int32],
-        contexts: NDArray[np.int32],
+        rows: StepRows,
         splits: int | None = None,
     ) -> None:
+        tables, table_rows, q_starts, contexts = rows.tables, rows.table_rows, rows.q_starts, rows.contexts
         check(arena.dtype == torch.uint8 and arena.dim() == 1, "the arena is a flat uint8 tensor")
         counts = np.diff(q_starts)
         check(bool((counts >= 1).all() and (counts <= contexts).all()), "every row computes 1 to `context` tokens")
@@ -87,7 +83,7 @@ class TritonBatch:
         self._context_max = int(contexts.max())
         self._splits = splits
         token_rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        self.table_rows, self.q_starts, self.contexts, self.token_rows = self._upload(
+        self.table_rows, self.q_starts, self.contexts, self.token_rows = self._upload_arrays(
             table_rows, q_starts, contexts, token_rows
         )
         self._tiles: dict[int, tuple[int, int, Tensor, Tensor]] = {}
@@ -112,14 +108,14 @@ class TritonBatch:
         batch._decodes = numbers[:rows]
         return batch
 
-    def _upload(self, *arrays: NDArray[np.int32]) -> tuple[Tensor, ...]:
+    def _upload_arrays(self, *arrays: NDArray[np.int32]) -> tuple[Tensor, ...]:
         """The arrays on the device, sent as one copy: a launch is cheaper than a transfer."""
         joined = torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
         if self.device.type == "cuda":
             joined = joined.pin_memory()
         return tuple(torch.split(joined.to(self.device, non_blocking=True), [len(a) for a in arrays]))
 
-    def tiles(self, group: int) -> tuple[int, int, Tensor, Tensor]:
+    def tile_layout(self, group: int) -> tuple[int, int, Tensor, Tensor]:
         """``(query rows of a tile, tiles, row of each, first token of each)`` for ``group`` heads per KV head."""
         if group not in self._tiles:
             decode = int(self._counts.max()) == 1
@@ -131,26 +127,26 @@ class TritonBatch:
             rows = np.repeat(np.arange(len(per_row), dtype=np.int32), per_row)
             nth = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
             firsts = self._q_starts[rows] + nth * (m // group)
-            tile_rows, tile_firsts = self._upload(rows, firsts.astype(np.int32))
+            tile_rows, tile_firsts = self._upload_arrays(rows, firsts.astype(np.int32))
             self._tiles[group] = (m, len(rows), tile_rows, tile_firsts)
         return self._tiles[group]
 
-    def splits(self, programs: int) -> int:
+    def choose_splits(self, programs: int) -> int:
         """Pieces per row, so that ``programs`` times the pieces fill the device; 1 where the queries fill it alone."""
         if self._splits is not None:
             return self._splits
         if self.device.type != "cuda":
             return 1
-        wanted = ceil_div(2 * torch.cuda.get_device_properties(self.device).multi_processor_count, programs)
+        filling = ceil_div(2 * torch.cuda.get_device_properties(self.device).multi_processor_count, programs)
         useful = ceil_div(self._context_max, self.geometry.block_tokens * _BLOCKS_A_SPLIT)
-        most = max(1, min(wanted, useful, _SPLITS_MAX))
+        most = max(1, min(filling, useful, _SPLITS_MAX))
         return 1 << (most.bit_length() - 1)  # each number needs its own compilation: use few
 
-    def common(self) -> tuple[Tensor | int, ...]:
+    def kernel_arguments(self) -> tuple[Tensor | int, ...]:
         """The arguments that every kernel starts with."""
         return (self.arena, self.tables, self.tables.stride(0), self.table_rows, self.q_starts, self.contexts)
 
-    def shape(self) -> dict[str, int]:
+    def shape_constants(self) -> dict[str, int]:
         """The compile-time constants of this geometry."""
         g = self.geometry
         return {
@@ -184,14 +180,15 @@ def attend(
     kernels = _kernels()
     check(q.shape[0] == batch.tokens, f"q has {q.shape[0]} rows, the batch {batch.tokens}")
     check(all(x.stride(-1) == 1 for x in (q, k, v, out)), "the last dimension must be contiguous")
-    g, shape = batch.geometry, batch.shape()
+    g, shape = batch.geometry, batch.shape_constants()
     if write:
         kernels.write_kv[(batch.tokens, g.num_kv_heads)](
-            *batch.common(), batch.token_rows, k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), layer, **shape
-        )
+            *batch.kernel_arguments(), batch.token_rows, k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1),
+            layer, **shape,
+        )  # fmt: skip
     heads = q.shape[1]
-    m, tiles, tile_rows, tile_firsts = batch.tiles(heads // g.num_kv_heads)
-    splits = batch.splits(tiles * g.num_kv_heads)
+    m, tiles, tile_rows, tile_firsts = batch.tile_layout(heads // g.num_kv_heads)
+    splits = batch.choose_splits(tiles * g.num_kv_heads)
     pieces, stats = out, out  # not touched unless the row is split
     if splits > 1:
         pieces = torch.empty((batch.tokens, heads, splits, g.head_dim_v), dtype=torch.float32, device=q.device)
@@ -202,8 +199,9 @@ def attend(
     stage_bytes = blocks * block_pad * (shape["DK_PAD"] + shape["DV_PAD"]) * q.element_size()
     stages = max(2, min(stages, _shared_bytes(batch.device) // stage_bytes))
     kernels.attend_tile[(tiles, g.num_kv_heads, splits)](
-        *batch.common(), tile_rows, tile_firsts, q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1),
-        pieces, stats, out if sinks is None else sinks, layer, scale, window, softcap, **shape,
+        *batch.kernel_arguments(), tile_rows, tile_firsts, q, q.stride(0), q.stride(1),
+        out, out.stride(0), out.stride(1), pieces, stats,
+        out if sinks is None else sinks, layer, scale, window, softcap, **shape,
         BLOCK_PAD=block_pad, BLOCKS=blocks, GROUP=heads // g.num_kv_heads, M=m, SPLITS=splits,
         WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None,
         WIDE=q.device.type == "cpu", num_warps=warps, num_stages=stages,

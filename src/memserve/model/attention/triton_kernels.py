@@ -96,10 +96,10 @@ def block_scores(
     score = tl.dot(queries, k, input_precision="ieee") * scale
     if SOFTCAP:  # tanh(x) = 2 sigmoid(2x) - 1
         score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-    seen = live[:, None] & (keys[None, :] <= positions[:, None]) & inside[None, :]
+    visible = live[:, None] & (keys[None, :] <= positions[:, None]) & inside[None, :]
     if WINDOW:
-        seen = seen & (keys[None, :] > positions[:, None] - window)
-    return tl.where(seen, score * LOG2_E, NEVER), seen
+        visible = visible & (keys[None, :] > positions[:, None] - window)
+    return tl.where(visible, score * LOG2_E, NEVER), visible
 
 
 @triton.jit
@@ -155,10 +155,10 @@ def attend_tile(
         page, number = pages_from(table, index, stop, layer, kv_head, LAYERS, KV_HEADS, BLOCK * (DK + DV),
                                   BLOCK_PAD, BLOCKS)  # fmt: skip
         inside, keys = (number < stop) & (t < BLOCK), number * BLOCK + t
-        score, seen = block_scores(queries, arena + page + t, keys, inside, positions, live, scale, window, softcap,
+        score, visible = block_scores(queries, arena + page + t, keys, inside, positions, live, scale, window, softcap,
                                    DK, BLOCK, DK_PAD, WINDOW, SOFTCAP, WIDE)  # fmt: skip
         higher = tl.maximum(top, tl.max(score, 1))
-        weight = tl.where(seen, tl.exp2(score - higher[:, None]), 0.0)
+        weight = tl.where(visible, tl.exp2(score - higher[:, None]), 0.0)
         fade = tl.exp2(top - higher)
         v = block_values(arena + page + (BLOCK * DK + t * DV), inside & (keys <= last), DV, DV_PAD, WIDE)
         acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
@@ -184,11 +184,11 @@ def combine_splits(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     piece = (token * HEADS + head) * SPLITS + tl.arange(0, SPLITS_PAD)
-    known = tl.arange(0, SPLITS_PAD) < SPLITS
+    valid = tl.arange(0, SPLITS_PAD) < SPLITS
     dv = tl.arange(0, DV_PAD)
-    top = tl.load(piece_stats + piece * 2, mask=known, other=NEVER)
-    total = tl.load(piece_stats + piece * 2 + 1, mask=known, other=0.0)
+    top = tl.load(piece_stats + piece * 2, mask=valid, other=NEVER)
+    total = tl.load(piece_stats + piece * 2 + 1, mask=valid, other=0.0)
     weight = tl.exp2(top - tl.max(top, 0))
-    parts = tl.load(pieces + piece[:, None] * DV + dv[None, :], mask=known[:, None] & (dv < DV)[None, :], other=0.0)
+    parts = tl.load(pieces + piece[:, None] * DV + dv[None, :], mask=valid[:, None] & (dv < DV)[None, :], other=0.0)
     mixed = tl.sum(parts * weight[:, None], 0) / tl.sum(total * weight, 0)
     tl.store(out + token * out_token + head * out_head + dv, mixed, mask=dv < DV)

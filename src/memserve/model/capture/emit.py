@@ -47,14 +47,14 @@ class Names:
     def __init__(self) -> None:
         self.namespace: dict[str, Any] = {}
         self.rename: dict[fx.Node, str] = {}  # values that are not in a variable with their node's name
-        self._known: dict[int, str] = {}
+        self._names: dict[int, str] = {}
 
-    def of(self, thing: Any, prefix: str) -> str:
+    def name_of(self, thing: Any, prefix: str) -> str:
         """The name of ``thing``; a new name begins with ``prefix``."""
-        if id(thing) not in self._known:
-            self._known[id(thing)] = f"{prefix}{len(self._known)}"
-            self.namespace[self._known[id(thing)]] = thing
-        return self._known[id(thing)]
+        if id(thing) not in self._names:
+            self._names[id(thing)] = f"{prefix}{len(self._names)}"
+            self.namespace[self._names[id(thing)]] = thing
+        return self._names[id(thing)]
 
 
 def emit(graph: fx.Graph) -> Program:
@@ -90,10 +90,10 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def call_text(node: fx.Node, names: Names) -> str:
     """The call that a node stands for."""
     if node.target is fused.linear:
-        return f"{names.of(node.args[1], 'linear')}({value_text(node.args[0], names)})"
+        return f"{names.name_of(node.args[1], 'linear')}({value_text(node.args[0], names)})"
     positional = [value_text(arg, names) for arg in node.args]
-    named = [f"{key}={value_text(arg, names)}" for key, arg in node.kwargs.items()]
-    return f"{names.of(node.target, 'op')}({', '.join(positional + named)})"
+    keywords = [f"{key}={value_text(arg, names)}" for key, arg in node.kwargs.items()]
+    return f"{names.name_of(node.target, 'op')}({', '.join(positional + keywords)})"
 
 
 def value_text(arg: Any, names: Names) -> str:
@@ -107,7 +107,7 @@ def value_text(arg: Any, names: Names) -> str:
         return "{" + ", ".join(f"{key!r}: {value_text(value, names)}" for key, value in arg.items()) + "}"
     if type(arg) in _LITERALS and arg == arg and arg not in (float("inf"), float("-inf")):
         return repr(arg)
-    return names.of(arg, "arg")
+    return names.name_of(arg, "arg")
 
 
 # -- native steps
@@ -125,12 +125,12 @@ class NativeStep:
         self._workspace = torch.empty(workspace.elements, dtype=lowered.dtype)
         self._program = _kernels.Program()
         writer = _Writer(graph, lowered, self._program, self._workspace)
-        self._step, self.source = writer.write()
+        self._step, self.source = writer.write_step()
         self._viewed = writer.viewed
         self._alive = lowered  # the program knows weights by address only
         self._views: dict[tuple[int, int], list[Tensor]] = {}
 
-    def join(self, collective: _kernels.Collective) -> None:
+    def use_collective(self, collective: _kernels.Collective) -> None:
         """Take sums over the workers of ``collective`` from now on."""
         self._program.join(collective)
 
@@ -141,7 +141,7 @@ class NativeStep:
         if views is None:
             if len(self._views) >= _VIEW_SETS_MAX:
                 self._views.clear()
-            views = [place.tensor(self._workspace, sizes[place.count != TOKENS]) for place in self._viewed]
+            views = [place.as_tensor(self._workspace, sizes[place.count != TOKENS]) for place in self._viewed]
             self._views[sizes] = views
         self._program.start(*sizes)
         logits: Tensor = self._step(views, input_ids, positions, logits_rows)
@@ -167,7 +167,7 @@ def _assign_room(lowered: Lowered, workspace: Workspace) -> None:
     for node, now in lowered.order.items():
         if node in lowered.ops:
             for place in lowered.ops[node].writes:
-                workspace.place(place.buffer)
+                workspace.assign_room(place.buffer)
         workspace.release_dead(now)
 
 
@@ -186,22 +186,22 @@ class _Writer:
         self._torch_views: set[Node] = set()
         self.viewed: list[StoragePlace] = []
 
-    def write(self) -> tuple[Callable[..., Tensor], str]:
+    def write_step(self) -> tuple[Callable[..., Tensor], str]:
         """The compiled function ``step(views, *inputs)`` and its text."""
         inputs = [node.name for node in self._graph.nodes if node.op == "placeholder"]
         for node in self._lowered.order:
             if node.op == "get_attr":
                 self._names.namespace[node.name] = node.meta["value"]
             elif node in self._lowered.ops:
-                self._lowered.ops[node].add(self._program, self._address)
+                self._lowered.ops[node].add(self._program, self._address_of)
             elif node.op == "output" or (node.op == "call_function" and node not in self._lowered.places):
-                self._foreign(node)
+                self._write_foreign(node)
         text = "".join(f"    {line}\n" for line in self._with_deletions())
         source = f"def step(views, {', '.join(inputs)}):\n{text}"
         exec(compile(source, "<captured forward>", "exec"), self._names.namespace)
         return self._names.namespace["step"], source
 
-    def _address(self, place: StoragePlace | None) -> int:
+    def _address_of(self, place: StoragePlace | None) -> int:
         if place is None:
             return 0
         if isinstance(place.buffer, Buffer):
@@ -212,10 +212,10 @@ class _Writer:
             self._externals.append(place.buffer)
         return -1 - int(place.buffer.index)
 
-    def _foreign(self, node: Node) -> None:
+    def _write_foreign(self, node: Node) -> None:
         inputs = node.all_input_nodes
         if any(i in self._lowered.places and isinstance(self._lowered.places[i].buffer, Buffer) for i in inputs):
-            self._flush()
+            self._write_run()
         for source in inputs:
             self._make_torch_view(source)
         reads = [i for i in inputs if i not in self._names.rename]
@@ -232,9 +232,9 @@ class _Writer:
             self.viewed.append(place)
         else:
             self._torch_views.add(node)
-            self._foreign(node)
+            self._write_foreign(node)
 
-    def _flush(self) -> None:
+    def _write_run(self) -> None:
         """Run the operations added since the last run."""
         end = len(self._program)
         if end == self._written:
@@ -243,12 +243,12 @@ class _Writer:
         for external in new:
             self._lines.append((f"{external.node.name} = {external.node.name}.contiguous()", []))
         addresses = ", ".join(f"{external.node.name}.data_ptr()" for external in new)
-        read = {place.buffer for op in self._ops(self._written, end) for place in op.reads}
+        read = {place.buffer for op in self._ops_between(self._written, end) for place in op.reads}
         nodes = [buffer.node for buffer in read if isinstance(buffer, External)]
         self._lines.append((f"run({self._written}, {end}, {self._announced}, [{addresses}])", nodes))
         self._written, self._announced = end, len(self._externals)
 
-    def _ops(self, begin: int, end: int) -> list[Any]:
+    def _ops_between(self, begin: int, end: int) -> list[Any]:
         return list(self._lowered.ops.values())[begin:end]
 
     def _with_deletions(self) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import pad
 
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import step_attention
 from memserve.model.capture import operations as fused
 from memserve.model.capture.emit import NativeStep, emit
 from memserve.model.capture.lower import Lowering
@@ -39,7 +39,7 @@ from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.loading.pages import NO_PAGES, WeightPages, pages_of
 from memserve.model.loading.probe import DenseAttention
 from memserve.model.loading.stored import NOT_STORED, StoredWeights, stored_of
-from memserve.model.lora import RowsOf, adapting, are_adapting
+from memserve.model.lora import RowsOf, has_lora_rows, lora_adapters
 from memserve.model.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ class CapturedForward:
         self.native = None if on_gpu else _native_step(graph, dtype)
         self._linears = linears = [node.args[1] for node in graph.nodes if node.target is fused.linear]
         #: up to this many tokens rows are not padded
-        self.fills_up = _ANY_ROWS if on_gpu else ROWS_NATIVE_MAX if all(one.is_ours for one in linears) else 0
+        self.fills_up = _ANY_ROWS if on_gpu else ROWS_NATIVE_MAX if all(layer.is_ours for layer in linears) else 0
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
         _forget_values(graph.nodes)
 
     @property
-    def adapts(self) -> bool:
+    def has_adapters(self) -> bool:
         """Whether steps may have rows with adapters."""
         return self._adapted is not None
 
@@ -83,27 +83,29 @@ class CapturedForward:
         from memserve.model.gpu.linears import choose_kernels, graph_seconds  # needs triton
 
         began_s = time.monotonic()
-        chosen = choose_kernels(list(dict.fromkeys(self._linears)), graph_seconds)
-        log.info("%d linears of few rows by kernels of our own, found in %.1f s", chosen, time.monotonic() - began_s)
+        quicker_count = choose_kernels(list(dict.fromkeys(self._linears)), graph_seconds)
+        log.info(
+            "%d linears of few rows by kernels of our own, found in %.1f s", quicker_count, time.monotonic() - began_s
+        )
 
-    def join(self, crew: WorkerGroup) -> None:
+    def use_worker_group(self, crew: WorkerGroup) -> None:
         """Take sums over the workers of ``crew`` from now on."""
         if self.native is not None:
-            self.native.join(crew.stage)
+            self.native.use_collective(crew.stage)
         if self._adapted is not None:
-            self._adapted.join(crew)
+            self._adapted.use_worker_group(crew)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """``input_ids, positions [T]``, ``logits_rows [R]``, int64 -> logits ``[R, vocab]`` float32."""
-        if self._adapted is not None and are_adapting():
+        if self._adapted is not None and has_lora_rows():
             return self._adapted(input_ids, positions, logits_rows)
         native = self.native
         with torch.inference_mode():
             # Padded once here, so that no linear has to copy its input. Rows mix only in attention, which computes
             # those of its batch.
-            missing = bucket_rows(len(input_ids)) - len(input_ids) if len(input_ids) > self.fills_up else 0
-            if missing:
-                input_ids, positions = pad(input_ids, (0, missing)), pad(positions, (0, missing))
+            padding = bucket_rows(len(input_ids)) - len(input_ids) if len(input_ids) > self.fills_up else 0
+            if padding:
+                input_ids, positions = pad(input_ids, (0, padding)), pad(positions, (0, padding))
             if native is not None and len(input_ids) <= native.rows_max and len(logits_rows) <= native.rows_max:
                 return native(input_ids, positions, logits_rows)
             return self._run(input_ids, positions, logits_rows)
@@ -114,11 +116,11 @@ def best_forward(module: Any, crew: WorkerGroup | GpuWorkerGroup | None = None) 
 
     ``crew``: the workers of the instance, all of which must compute the same rows, padding included."""
     captured = capture_forward(module)
-    agreed = crew is None or crew.agree(0 if captured is None else 1 + captured.fills_up)
+    agreed = crew is None or crew.all_agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)
     if isinstance(crew, WorkerGroup):
-        captured.join(crew)
+        captured.use_worker_group(crew)
     release_weights(module)
     return captured
 
@@ -141,14 +143,14 @@ def capture_forward(module: Any) -> CapturedForward | None:
         limit = _TOLERANCE_STORED if len(stored_of(module)) else _TOLERANCE[module.dtype]
         for trial, logits in zip(trials, expected, strict=True):
             _compare(_logits(captured, trial), logits, limit)
-            if captured.adapts:
-                with adapting(RowsOf()):
+            if captured.has_adapters:
+                with lora_adapters(RowsOf()):
                     _compare(_logits(captured, trial), logits, limit)
         if device.type == "cuda":
             captured.choose_kernels()
     except Exception as error:  # whatever fails here, the module itself still works
         log.warning("the model's forward is not captured, it runs module by module: %s", error)
-        pages.restore()
+        pages.restore_dropped()
         return None
     return captured
 
@@ -160,13 +162,13 @@ def _captured(
     Both have the same weights. ``pages``: of the module's weights, which are dropped."""
     plain = without_adapters(graph)
     graphs = [graph] if plain is None else [graph, plain]
-    recorded = [node for one in graphs for node in one.nodes]
+    recorded = [node for variant in graphs for node in variant.nodes]
     packs: Packs = {}
     owned: dict[int, Tensor] = {}
-    for one in graphs:
-        optimise(one, packs, pages, stored)
-    for one in graphs:
-        _own_constants(one, owned, pages)
+    for variant in graphs:
+        optimise(variant, packs, pages, stored)
+    for variant in graphs:
+        _own_constants(variant, owned, pages)
     captured = CapturedForward(graph, dtype)
     if plain is not None:
         captured = CapturedForward(plain, dtype, captured)
@@ -174,9 +176,7 @@ def _captured(
     return captured
 
 
-def optimise(
-    graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES, stored: StoredWeights = NOT_STORED
-) -> None:
+def optimise(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES, stored: StoredWeights = NOT_STORED) -> None:
     """Run all graph passes, in order. In a graph that mutates values, only linears are packed; ``packs``: those of
     other graphs of the module; ``pages``: of its weights, which are dropped as they are packed;
     ``stored``: those that stay quantised."""
@@ -202,7 +202,7 @@ def _is_on_gpu(graph: fx.Graph) -> bool:
 
 def use_gpu_kernels(graph: fx.Graph) -> None:
     """Let fused operations run on the GPU."""
-    from memserve.model.capture.fused_gpu import OPERATIONS  # needs triton
+    from memserve.model.gpu.linears import OPERATIONS  # needs triton
 
     for node in graph.nodes:
         node.target = OPERATIONS.get(node.target, node.target) if node.op == "call_function" else node.target
@@ -212,7 +212,7 @@ def _native_step(graph: fx.Graph, dtype: torch.dtype) -> NativeStep | None:
     """The graph for few tokens; None when it mutates values or holds nothing native."""
     if has_mutation(graph):
         return None
-    lowered = Lowering(graph, _SIZES[0], dtype).run()
+    lowered = Lowering(graph, _SIZES[0], dtype).classify_nodes()
     return NativeStep(graph, lowered, ROWS_NATIVE_MAX) if lowered.ops else None
 
 
@@ -228,7 +228,7 @@ def _own_constants(graph: fx.Graph, owned: dict[int, Tensor], pages: WeightPages
             if id(value) not in owned:
                 owned[id(value)] = value.detach() if value.is_cuda else value.detach().clone()
                 if pages.is_mapped(value):
-                    pages.release(value)
+                    pages.release_values(value)
             node.meta["value"] = owned[id(value)]
 
 
@@ -236,7 +236,7 @@ def release_weights(module: Any) -> None:
     """Free all weights of ``module`` once a captured forward replaces it; it cannot compute afterwards."""
     for parameter in module.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
-    pages_of(module).forget()
+    pages_of(module).stop_tracking()
 
 
 def _inputs(tokens: int, rows: int, vocab: int, device: torch.device | None = None, first_position: int = 0) -> Inputs:
@@ -252,8 +252,8 @@ def _inputs(tokens: int, rows: int, vocab: int, device: torch.device | None = No
 def _record_graph(forward: Callable[..., Tensor], vocab: int, device: torch.device) -> fx.Graph:
     traces = [record(forward, _inputs(tokens, rows, vocab, device)) for tokens, rows in _SIZES]
     (tokens, rows), (other_tokens, other_rows) = _SIZES
-    ids, _, kept = traces[0].inputs
-    graph = generalise(traces[0], traces[1], {(tokens, other_tokens): (ids, 0), (rows, other_rows): (kept, 0)})
+    ids, _, row_ids = traces[0].inputs
+    graph = generalise(traces[0], traces[1], {(tokens, other_tokens): (ids, 0), (rows, other_rows): (row_ids, 0)})
     _forget_values(traces[1].graph.nodes)
     return graph
 
@@ -265,7 +265,7 @@ def _forget_values(nodes: Iterable[fx.Node]) -> None:
 
 
 def _logits(forward: Callable[..., Tensor], inputs: Inputs) -> Tensor:
-    with attending(DenseAttention()):
+    with step_attention(DenseAttention()):
         return forward(**inputs)
 
 

@@ -53,29 +53,29 @@ class Lowering:
         self._sizes = sizes
         self._result = Lowered(dtype, {node: i for i, node in enumerate(graph.nodes)})
         self._views: dict[Any, Callable[[Node, StoragePlace], StoragePlace | None]] = {
-            fused.columns: self._columns,
-            aten.view.default: self._reshaped,
-            aten.reshape.default: self._reshaped,
-            aten.transpose.int: self._transposed,
-            aten.unsqueeze.default: self._unsqueezed,
+            fused.columns: self._columns_view,
+            aten.view.default: self._reshaped_view,
+            aten.reshape.default: self._reshaped_view,
+            aten.transpose.int: self._transposed_view,
+            aten.unsqueeze.default: self._unsqueezed_view,
         }
         self._natives: dict[Any, Callable[[Node], NativeOp | None]] = {
-            fused.linear: self._linear,
-            fused.rms_norm: self._rms_norm,
-            fused.add_rms_norm: self._add_rms_norm,
-            fused.gated: self._gated,
-            fused.rotary: self._rotary,
-            crew.all_reduce: self._reduce,
+            fused.linear: self._lower_linear,
+            fused.rms_norm: self._lower_rms_norm,
+            fused.add_rms_norm: self._lower_add_rms_norm,
+            fused.gated: self._lower_gated,
+            fused.rotary: self._lower_rotary,
+            crew.all_reduce: self._lower_reduce,
         }
 
-    def run(self) -> Lowered:
+    def classify_nodes(self) -> Lowered:
         """Classify every node, in order."""
         for node in self._result.order:
             if node.op == "call_function":
-                self._sort(node)
+                self._classify_node(node)
         return self._result
 
-    def _sort(self, node: Node) -> None:
+    def _classify_node(self, node: Node) -> None:
         places = self._result.places
         if node.target in self._natives:
             op = self._natives[node.target](node)
@@ -91,22 +91,22 @@ class Lowering:
             if place is not None:
                 places[node] = place
         elif node.target is attend:
-            self._external(node)
+            self._external_place(node)
 
-    def _reshaped(self, node: Node, place: StoragePlace) -> StoragePlace | None:
+    def _reshaped_view(self, node: Node, place: StoragePlace) -> StoragePlace | None:
         shape = row_shape(value_of(node), self._sizes)
-        return place.view(shape[0]) if shape is not None and shape[1] == place.count else None
+        return place.view_as(shape[0]) if shape is not None and shape[1] == place.count else None
 
-    def _transposed(self, node: Node, place: StoragePlace) -> StoragePlace:
+    def _transposed_view(self, node: Node, place: StoragePlace) -> StoragePlace:
         return place.transposed(*node.args[1:])
 
-    def _columns(self, node: Node, place: StoragePlace) -> StoragePlace:
+    def _columns_view(self, node: Node, place: StoragePlace) -> StoragePlace:
         return place.columns(*node.args[1:])
 
-    def _unsqueezed(self, node: Node, place: StoragePlace) -> StoragePlace:
+    def _unsqueezed_view(self, node: Node, place: StoragePlace) -> StoragePlace:
         return place.unsqueezed(node.args[1])
 
-    def _external(self, node: Node) -> StoragePlace | None:
+    def _external_place(self, node: Node) -> StoragePlace | None:
         value = value_of(node)
         if not isinstance(value, Tensor) or value.dtype != self._result.dtype:
             return None
@@ -116,13 +116,13 @@ class Lowering:
             self._result.externals[node] = place
         return place
 
-    def _input(self, node: Any) -> StoragePlace | None:
+    def _input_place(self, node: Any) -> StoragePlace | None:
         """Where an argument lies: natively, or in a foreign tensor (then it is made dense before the program runs)."""
         if not isinstance(node, fx.Node) or node.op == "get_attr":
             return None
-        return self._result.places.get(node) or self._result.externals.get(node) or self._external(node)
+        return self._result.places.get(node) or self._result.externals.get(node) or self._external_place(node)
 
-    def _output(self, value: Tensor, like: StoragePlace) -> StoragePlace | None:
+    def _output_place(self, value: Tensor, like: StoragePlace) -> StoragePlace | None:
         shape = row_shape(value, self._sizes)
         if shape is None or shape[1] != like.count or value.dtype != self._result.dtype:
             return None
@@ -131,105 +131,114 @@ class Lowering:
 
     def _rows_of(self, place: StoragePlace | None, inner: int = 0) -> tuple[Dim, ...] | None:
         """``(rows, [inner,] width)`` if rows come first and the last dimension is dense, else None."""
-        core = () if place is None else place.core()
+        core = () if place is None else place.core_dims()
         good = len(core) in (2, 2 + inner) and core[0].size is None and core[-1].stride == 1
         return core if good and None not in [dim.size for dim in core[1:]] else None
 
-    def _linear(self, node: Node) -> NativeOp | None:
-        x, layer = self._input(node.args[0]), node.args[1]
+    def _lower_linear(self, node: Node) -> NativeOp | None:
+        x, layer = self._input_place(node.args[0]), node.args[1]
         rows = self._rows_of(x)
-        y = None if x is None else self._output(value_of(node), x)
+        y = None if x is None else self._output_place(value_of(node), x)
         if x is None or y is None or rows is None or not layer.is_native:
             return None
 
-        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
+        def add(program: Any, address_of: Callable[[StoragePlace | None], int]) -> None:
             if isinstance(layer, QuantisedLinear):
-                layer.append_to(program, at(x), rows[0].stride, at(y), self._result.dtype, x.count)
+                layer.append_to(program, address_of(x), rows[0].stride, address_of(y), self._result.dtype, x.count)
                 return
             program.linear(
-                at(x), rows[0].stride, *layer.native_weights, at(y), *layer.native_sizes, layer.code, x.count
+                address_of(x),
+                rows[0].stride,
+                *layer.native_weights,
+                address_of(y),
+                *layer.native_sizes,
+                layer.code,
+                x.count,
             )
 
         return NativeOp(node, [x], [y], add)
 
-    def _rms_norm(self, node: Node) -> NativeOp | None:
-        return self._norm(node, self._input(node.args[0]), None, value_of(node), node.args[1:])
+    def _lower_rms_norm(self, node: Node) -> NativeOp | None:
+        return self._lower_norm(node, self._input_place(node.args[0]), None, value_of(node), node.args[1:])
 
-    def _add_rms_norm(self, node: Node) -> NativeOp | None:
-        x, residual = (self._input(arg) for arg in node.args[:2])
-        if residual is None or self._rows_of(residual) is None or x is None or len(x.core()) != 2:
+    def _lower_add_rms_norm(self, node: Node) -> NativeOp | None:
+        x, residual = (self._input_place(arg) for arg in node.args[:2])
+        if residual is None or self._rows_of(residual) is None or x is None or len(x.core_dims()) != 2:
             return None
-        if residual.core()[0].stride != residual.core()[1].size:
+        if residual.core_dims()[0].stride != residual.core_dims()[1].size:
             return None
-        return self._norm(node, x, residual, value_of(node)[0], node.args[2:])
+        return self._lower_norm(node, x, residual, value_of(node)[0], node.args[2:])
 
-    def _norm(
+    def _lower_norm(
         self, node: Node, x: StoragePlace | None, residual: StoragePlace | None, value: Tensor, rest: Any
     ) -> NativeOp | None:
         rows, (weight, eps, round_first) = self._rows_of(x, inner=1), rest
-        y = None if x is None else self._output(value, x)
-        total = self._output(value, x) if x is not None and residual is not None else None
+        y = None if x is None else self._output_place(value, x)
+        total = self._output_place(value, x) if x is not None and residual is not None else None
         gain = constant_of(weight)
         if x is None or y is None or rows is None or gain is None:
             return None
         inner, stride_inner = (rows[1].size, rows[1].stride) if len(rows) == 3 else (1, 0)
         code = fused.DTYPE_CODES[self._result.dtype]
 
-        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
+        def add(program: Any, address_of: Callable[[StoragePlace | None], int]) -> None:
             program.rms_norm(
-                at(x), at(residual), at(total), at(y), gain.data_ptr(), eps, round_first,
+                address_of(x), address_of(residual), address_of(total), address_of(y), gain.data_ptr(), eps,
+                round_first,
                 inner, rows[0].stride, stride_inner, rows[-1].size, code, x.count,
             )  # fmt: skip
 
         reads = [x] if residual is None else [x, residual]
         return NativeOp(node, reads, [y] if total is None else [total, y], add)
 
-    def _gated(self, node: Node) -> NativeOp | None:
-        gate, up, kind = self._input(node.args[0]), self._input(node.args[1]), node.args[2]
+    def _lower_gated(self, node: Node) -> NativeOp | None:
+        gate, up, kind = self._input_place(node.args[0]), self._input_place(node.args[1]), node.args[2]
         gate_rows, up_rows = self._rows_of(gate), self._rows_of(up)
-        y = None if gate is None else self._output(value_of(node), gate)
+        y = None if gate is None else self._output_place(value_of(node), gate)
         if gate is None or up is None or y is None or gate_rows is None or up_rows is None:
             return None
         code = fused.DTYPE_CODES[self._result.dtype]
 
-        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
+        def add(program: Any, address_of: Callable[[StoragePlace | None], int]) -> None:
             program.gated(
-                at(gate), gate_rows[0].stride, at(up), up_rows[0].stride, at(y), gate_rows[1].size,
+                address_of(gate), gate_rows[0].stride, address_of(up), up_rows[0].stride, address_of(y),
+                gate_rows[1].size,
                 fused.GATE_CODES[kind], code, gate.count,
             )  # fmt: skip
 
         return NativeOp(node, [gate, up], [y], add)
 
-    def _reduce(self, node: Node) -> NativeOp | None:
-        x = self._input(node.args[0])
+    def _lower_reduce(self, node: Node) -> NativeOp | None:
+        x = self._input_place(node.args[0])
         rows = self._rows_of(x)
-        y = None if x is None else self._output(value_of(node), x)
+        y = None if x is None else self._output_place(value_of(node), x)
         if x is None or y is None or rows is None or rows[0].stride != rows[1].size:
             return None
         width, code = rows[1].size, fused.DTYPE_CODES[self._result.dtype]
 
-        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
-            program.reduce(at(x), at(y), width, code, x.count)
+        def add(program: Any, address_of: Callable[[StoragePlace | None], int]) -> None:
+            program.reduce(address_of(x), address_of(y), width, code, x.count)
 
         return NativeOp(node, [x], [y], add)
 
-    def _rotary(self, node: Node) -> NativeOp | None:
-        x, cosine, sine = (self._input(arg) for arg in node.args[:3])
+    def _lower_rotary(self, node: Node) -> NativeOp | None:
+        x, cosine, sine = (self._input_place(arg) for arg in node.args[:3])
         token_dim = node.args[3]
-        table, other = self._rows_of(cosine), self._rows_of(sine)
+        table, sine_table = self._rows_of(cosine), self._rows_of(sine)
         if x is None or cosine is None or sine is None or table is None or x.dims[token_dim].size is not None:
             return None
         tokens, heads, last = x.dims[token_dim], x.dims[3 - token_dim], x.dims[3]
-        if last.stride != 1 or x.dims[0].size != 1 or heads.size is None or table != other:
+        if last.stride != 1 or x.dims[0].size != 1 or heads.size is None or table != sine_table:
             return None
         y = dense_place(Buffer(heads.size * last.size), (1, None, heads.size, last.size), x.count)
         if y is None:
             return None
         code = fused.DTYPE_CODES[self._result.dtype]
 
-        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
+        def add(program: Any, address_of: Callable[[StoragePlace | None], int]) -> None:
             program.rotary(
-                at(x), tokens.stride, heads.stride, at(cosine), at(sine), table[0].stride, at(y),
+                address_of(x), tokens.stride, heads.stride, address_of(cosine), address_of(sine), table[0].stride,
+                address_of(y),
                 heads.size, last.size, code, x.count,
             )  # fmt: skip
 

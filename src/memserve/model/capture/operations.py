@@ -83,8 +83,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_
     """``(x + residual, rms_norm(x + residual))`` in one pass; the sum is rounded before it is normalised."""
     x, outer, inner, stride_outer, stride_inner = rows_of(x)
     residual = residual.contiguous()
-    both = torch.empty((2, *x.shape), dtype=x.dtype)
-    total, y = both.unbind(0)
+    buffer = torch.empty((2, *x.shape), dtype=x.dtype)
+    total, y = buffer.unbind(0)
     _kernels.rms_norm(
         x.data_ptr(), residual.data_ptr(), total.data_ptr(), y.data_ptr(), weight.data_ptr(), eps, round_first,
         outer, inner, stride_outer, stride_inner, x.shape[-1], DTYPE_CODES[x.dtype],

@@ -103,12 +103,12 @@ def _is_identity(node: Node) -> bool:
 
 def share_equal_work(graph: fx.Graph) -> None:
     """Pure nodes with the same operation and arguments become one (``cos.unsqueeze(1)`` of every layer)."""
-    seen: dict[Any, Node] = {}
+    first_nodes: dict[Any, Node] = {}
     for node in nodes_of(graph):
         if node.op != "call_function" or not is_pure(node) or node.target is size_of:
             continue
         key = (node.target, repr(node.args), repr(node.kwargs))
-        earlier = seen.setdefault(key, node)
+        earlier = first_nodes.setdefault(key, node)
         if earlier is not node:
             node.replace_all_uses_with(earlier)
 
@@ -304,14 +304,14 @@ def match_residuals(graph: fx.Graph) -> None:
 
 def _fuse_residual(graph: fx.Graph, total: Node, norm: Node) -> None:
     values = (value_of(total), value_of(norm))
-    both = replace(graph, total, fused.add_rms_norm, (*total.args, *norm.args[1:]))
-    both.meta["value"] = values
-    with graph.inserting_after(both):
-        second = graph.call_function(fused.item, (both, 1))
-        first = graph.call_function(fused.item, (both, 0))
+    fused_node = replace(graph, total, fused.add_rms_norm, (*total.args, *norm.args[1:]))
+    fused_node.meta["value"] = values
+    with graph.inserting_after(fused_node):
+        second = graph.call_function(fused.item, (fused_node, 1))
+        first = graph.call_function(fused.item, (fused_node, 0))
     first.meta["value"], second.meta["value"] = values
     norm.replace_all_uses_with(second)
-    both.replace_all_uses_with(first, delete_user_cb=lambda user: user not in (first, second))
+    fused_node.replace_all_uses_with(first, delete_user_cb=lambda user: user not in (first, second))
 
 
 # -- linears
@@ -336,14 +336,14 @@ def widen_logits(graph: fx.Graph) -> None:
     for node in nodes_of(graph):
         if not calls(node, aten.to.dtype) or node.args[1] != torch.float32 or not _ends_the_graph(node):
             continue
-        between, at = [], node.args[0]
-        while calls(at, *_KEEPS_NUMBERS, *_POINTWISE) and len(at.users) == 1 and _reads_one(at):
-            between.append(at)
-            at = at.args[0]
-        if calls(at, aten.linear.default) and len(at.users) == 1 and value_of(at).dtype != torch.float32:
-            for changed in (*between, at):
+        between, source = [], node.args[0]
+        while calls(source, *_KEEPS_NUMBERS, *_POINTWISE) and len(source.users) == 1 and _reads_one(source):
+            between.append(source)
+            source = source.args[0]
+        if calls(source, aten.linear.default) and len(source.users) == 1 and value_of(source).dtype != torch.float32:
+            for changed in (*between, source):
                 changed.meta["value"] = value_of(changed).float()
-            at.meta["wide"] = True
+            source.meta["wide"] = True
             node.replace_all_uses_with(node.args[0])
     drop_dead(graph)
 
@@ -354,8 +354,8 @@ def _ends_the_graph(node: Node) -> bool:
 
 def _reads_one(node: Node) -> bool:
     """Whether the first argument is the only floating-point tensor: no other one can force the model's dtype."""
-    others = [value_of(other) for other in node.all_input_nodes if other is not node.args[0]]
-    return not any(isinstance(other, Tensor) and other.is_floating_point() for other in others)
+    operands = [value_of(operand) for operand in node.all_input_nodes if operand is not node.args[0]]
+    return not any(isinstance(operand, Tensor) and operand.is_floating_point() for operand in operands)
 
 
 Packs = dict[tuple[Any, ...], tuple[PackedLinear | JoinedLinear | QuantisedLinear, list[Tensor]]]
@@ -384,9 +384,9 @@ def pack_linears(
         spare = [weight for weight in weights if pages.is_mapped(weight) or uses[weight.data_ptr()] == 1]
         if len(spare) < len(weights):
             share_tied_embedding(graph)  # it may be all else that reads them
-            left = _uses(graph)
-            spare = [weight for weight in weights if pages.is_mapped(weight) or not left[weight.data_ptr()]]
-        pages.release(*spare)
+            remaining = _uses(graph)
+            spare = [weight for weight in weights if pages.is_mapped(weight) or not remaining[weight.data_ptr()]]
+        pages.release_values(*spare)
     drop_dead(graph)
 
 
@@ -411,7 +411,7 @@ def share_tied_embedding(graph: fx.Graph) -> None:
         layer = tied.get(table.data_ptr()) if table is not None else None
         if table is None or layer is None or table.shape != (layer.n, layer.k):
             continue
-        blocks = layer.blocks() if isinstance(layer, PackedLinear) else None
+        blocks = layer.packed_blocks() if isinstance(layer, PackedLinear) else None
         if isinstance(layer, QuantisedLinear):
             replace(graph, node, fused.embed, (node.args[1], QuantisedEmbedding(layer, table.dtype)))
         elif blocks is not None:

@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memserve.model import lora as adapting
-from memserve.model.attention.context import attending, current_attention
+from memserve.model.attention.context import current_attention, step_attention
 from memserve.model.workers import group as crew
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ class CaptureRefused(Exception):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, options: dict[str, Any]) -> Tensor:
     """The opaque attention node: ``q [1, H, T, Dk]`` -> ``[1, T, H, Dv]``, by the running step's attention."""
-    return current_attention().attend(layer, q, k, v, **options)
+    return current_attention().run_attention(layer, q, k, v, **options)
 
 
 def size_of(x: Tensor, dim: int) -> int:
@@ -61,18 +61,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._constants = 0
         self._fixed: set[fx.Node] = set()  # they do not depend on the inputs
         self._random = torch.Generator(next(iter(inputs.values())).device).manual_seed(0)
-        self.inputs = tuple(self._learn(self.graph.placeholder(name), value) for name, value in inputs.items())
+        self.inputs = tuple(self._remember_value(self.graph.placeholder(name), value) for name, value in inputs.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.linear.default and not self._is_fixed(args[0]):
-            result = self._linear(*args)
+            result = self._fake_linear(*args)
         else:
             result = func(*args, **(kwargs or {}))
         if not self._paused:
-            self._record(func, args, kwargs or {}, result)
+            self._record_call(func, args, kwargs or {}, result)
         return result
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _fake_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Stands in for the product, most of a forward's time: random numbers, because only shapes matter here."""
         shape = *x.shape[:-1], weight.shape[0]
         return torch.randn(shape, generator=self._random, device=x.device).to(x.dtype)
@@ -81,39 +81,39 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         node = self._nodes.get(id(value))
         return node is None or node.op == "get_attr" or node in self._fixed
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def run_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Stands in for the step's attention: one node, and zeros, because only shapes matter here."""
         self._paused = True
         mixed = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
         self._paused = False
-        self._record(attend, (q, k, v, layer, options), {}, mixed)
+        self._record_call(attend, (q, k, v, layer, options), {}, mixed)
         return mixed
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Stands in for the other workers of the instance, as the next two do: one node, and a value of that shape."""
-        return self._exchanged(crew.all_reduce, x)
+        return self._record_exchange(crew.all_reduce, x)
 
     def receive(self, x: Tensor) -> Tensor:
         """See :meth:`all_reduce`."""
-        return self._exchanged(crew.receive, x)
+        return self._record_exchange(crew.receive, x)
 
     def send(self, x: Tensor) -> Tensor:
         """See :meth:`all_reduce`."""
-        return self._exchanged(crew.send, x)
+        return self._record_exchange(crew.send, x)
 
-    def adapt(self, y: Tensor, x: Tensor, site: int) -> Tensor:
+    def adapt_output(self, y: Tensor, x: Tensor, site: int) -> Tensor:
         """Stands in for the adapters of a step: one node, which :func:`without_adapters` leaves out."""
         self._paused = True
         result = y.clone()
         self._paused = False
-        self._record(adapting.adapt, (y, x, site), {}, result)
+        self._record_call(adapting.adapt, (y, x, site), {}, result)
         return result
 
-    def _exchanged(self, target: Any, x: Tensor) -> Tensor:
+    def _record_exchange(self, target: Any, x: Tensor) -> Tensor:
         self._paused = True
         result = x.clone()
         self._paused = False
-        self._record(target, (x,), {}, result)
+        self._record_call(target, (x,), {}, result)
         return result
 
     def node_of(self, value: Any) -> Any:
@@ -123,28 +123,28 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         if id(value) not in self._nodes:
             node = self.graph.create_node("get_attr", f"c{self._constants}")
             self._constants += 1
-            self._learn(node, value)
+            self._remember_value(node, value)
         return self._nodes[id(value)]
 
-    def _learn(self, node: fx.Node, value: Any) -> fx.Node:
+    def _remember_value(self, node: fx.Node, value: Any) -> fx.Node:
         node.meta["value"] = value
         self._nodes[id(value)] = node
         self._alive.append(value)
         return node
 
-    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        node = self._call(func, map_aggregate(args, self.node_of), map_aggregate(kwargs, self.node_of))
+    def _record_call(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        node = self._add_call(func, map_aggregate(args, self.node_of), map_aggregate(kwargs, self.node_of))
         node.meta["value"] = result
         if isinstance(result, Tensor):
-            self._learn(node, result)
+            self._remember_value(node, result)
         elif isinstance(result, tuple | list) and all(isinstance(part, Tensor) for part in result):
             for index, part in enumerate(result):
-                self._learn(self._call(_item, (node, index), {}), part)
+                self._remember_value(self._add_call(_item, (node, index), {}), part)
             self._alive.append(result)
         elif result is not None:
             raise CaptureRefused(f"{func} turns tensor values into Python values, and what follows may depend on them")
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
+    def _add_call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
         node = self.graph.call_function(func, args, kwargs)
         if all(origin.op == "get_attr" or origin in self._fixed for origin in node.all_input_nodes):
             self._fixed.add(node)
@@ -159,7 +159,7 @@ def record(forward: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Trace:
     """Run ``forward(**inputs)`` and record it. Raises :class:`CaptureRefused`."""
     with torch.inference_mode():
         recorder = _Recorder(inputs)
-        with attending(recorder), crew.exchanging(recorder), adapting.adapting(recorder), recorder:
+        with step_attention(recorder), crew.collectives(recorder), adapting.lora_adapters(recorder), recorder:
             result = forward(**inputs)
         recorder.graph.output(recorder.node_of(result))
     return Trace(recorder.graph, recorder.inputs)
@@ -176,12 +176,12 @@ def generalise(first: Trace, second: Trace, sizes: dict[tuple[int, int], tuple[f
         raise CaptureRefused("the number of operations depends on the number of tokens")
     with first.graph.inserting_after(first.inputs[-1]):
         carriers = {pair: first.graph.call_function(size_of, origin) for pair, origin in sizes.items()}
-    for other, node in twins.items():
-        if (node.op, node.target) != (other.op, other.target) or not _same_constant(node, other):
+    for second_node, node in twins.items():
+        if (node.op, node.target) != (second_node.op, second_node.target) or not _same_constant(node, second_node):
             raise CaptureRefused(f"{node} differs between two runs")
         merge = _Merge(first.graph, node, twins, carriers)
-        node.args = merge(node.args, other.args)
-        node.kwargs = merge(node.kwargs, other.kwargs)
+        node.args = merge(node.args, second_node.args)
+        node.kwargs = merge(node.kwargs, second_node.kwargs)
     first.graph.lint()
     return first.graph
 
@@ -203,7 +203,7 @@ class _Merge:
 
     def __call__(self, first: Any, second: Any) -> Any:
         if not isinstance(first, tuple | list | dict):
-            return self._leaf(first, second)
+            return self._merge_leaf(first, second)
         if type(first) is not type(second) or len(first) != len(second):
             raise self._other_form()
         if not (isinstance(first, dict) and isinstance(second, dict)):
@@ -216,7 +216,7 @@ class _Merge:
     def _other_form(self) -> CaptureRefused:
         return CaptureRefused(f"the arguments of {self._node} change their form with the number of tokens")
 
-    def _leaf(self, a: Any, b: Any) -> Any:
+    def _merge_leaf(self, a: Any, b: Any) -> Any:
         if isinstance(b, fx.Node):
             b = self._twins[b]
         if type(a) is type(b) and (a is b or a == b or a != a):
@@ -224,10 +224,10 @@ class _Merge:
         if type(a) is int and type(b) is int:
             for (size, other_size), carrier in self._carriers.items():
                 if a % size == 0 and a // size * other_size == b:
-                    return self._scaled(carrier, a // size)
+                    return self._scale_node(carrier, a // size)
         raise CaptureRefused(f"{self._node} has the argument {a} at one size and {b} at another")
 
-    def _scaled(self, carrier: fx.Node, factor: int) -> fx.Node:
+    def _scale_node(self, carrier: fx.Node, factor: int) -> fx.Node:
         if factor == 1:
             return carrier
         with self._graph.inserting_before(self._node):

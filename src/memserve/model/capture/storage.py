@@ -32,11 +32,11 @@ class StoragePlace:
     dims: tuple[Dim, ...]
     count: int  # TOKENS or LOGITS_ROWS
 
-    def core(self) -> tuple[Dim, ...]:
+    def core_dims(self) -> tuple[Dim, ...]:
         """The dimensions with a size other than 1."""
         return tuple(dim for dim in self.dims if dim.size != 1)
 
-    def view(self, shape: tuple[int | None, ...]) -> StoragePlace | None:
+    def view_as(self, shape: tuple[int | None, ...]) -> StoragePlace | None:
         """The place under another shape (None: rows), if rows stay rows and the rest is dense or only regrouped."""
         tail, new_tail = _after_rows(self.shape()), _after_rows(shape)
         head = [size for size in shape[: len(shape) - len(new_tail) - 1] if size != 1]
@@ -58,10 +58,10 @@ class StoragePlace:
         dims[a], dims[b] = dims[b], dims[a]
         return replace(self, dims=tuple(dims))
 
-    def unsqueezed(self, at: int) -> StoragePlace:
-        """A dimension of size 1 put in at ``at``."""
+    def unsqueezed(self, dim: int) -> StoragePlace:
+        """A dimension of size 1 put in at ``dim``."""
         dims = list(self.dims)
-        dims.insert(at if at >= 0 else len(dims) + 1 + at, Dim(1, 0))
+        dims.insert(dim if dim >= 0 else len(dims) + 1 + dim, Dim(1, 0))
         return replace(self, dims=tuple(dims))
 
     def columns(self, start: int, width: int) -> StoragePlace:
@@ -69,7 +69,7 @@ class StoragePlace:
         last = self.dims[-1]
         return replace(self, offset=self.offset + start * last.stride, dims=(*self.dims[:-1], Dim(width, last.stride)))
 
-    def tensor(self, workspace: Tensor, rows: int) -> Tensor:
+    def as_tensor(self, workspace: Tensor, rows: int) -> Tensor:
         """The value as a tensor of ``workspace`` (flat, of the value's dtype), for operations that are not native."""
         sizes = [rows if dim.size is None else dim.size for dim in self.dims]
         return workspace.as_strided(sizes, [dim.stride for dim in self.dims], self.buffer.offset + self.offset)
@@ -101,7 +101,7 @@ class Workspace:
         self._free: list[tuple[int, int]] = []  # (elements, offset)
         self._taken: dict[Buffer, tuple[int, int]] = {}
 
-    def place(self, buffer: Buffer) -> None:
+    def assign_room(self, buffer: Buffer) -> None:
         """Give ``buffer`` the smallest free room that is large enough, else new room."""
         need = -(-buffer.elements_per_row * self.rows_max // 64) * 64
         room = min((free for free in self._free if free[0] >= need), default=None)

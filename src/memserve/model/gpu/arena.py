@@ -25,6 +25,7 @@ from memserve import _core
 from memserve.base.errors import check
 from memserve.base.types import CopyBlocks, Tier
 from memserve.instance.events import LinkUse
+from memserve.model.arena import ArenaSizes
 from memserve.model.copier import Copy
 from memserve.model.gpu.streams import Gpu, Mark, Stream
 from memserve.transport.ranges import Shard
@@ -38,9 +39,7 @@ class GpuArenas:
     def __init__(
         self,
         gpu: Gpu,
-        block_bytes: int,
-        hbm_blocks: int,
-        dram_blocks: int,
+        sizes: ArenaSizes,
         *,
         shared: bool = False,
         part: Shard | None = None,
@@ -49,7 +48,8 @@ class GpuArenas:
         """``shared``: other processes may read both. ``part``: what blocks of HBM have of those of the model, which lie
         in ``dram``, memory of all workers. Raises :class:`UserError` where there is no room."""
         self._gpu = gpu
-        self.block_bytes = block_bytes
+        self.block_bytes = block_bytes = sizes.block_bytes
+        hbm_blocks, dram_blocks = sizes.hbm_blocks, sizes.dram_blocks
         self.part = part
         whole = gpu.zeros(hbm_blocks + 1, block_bytes, dtype=torch.uint8)
         self.hbm = whole[:hbm_blocks]
@@ -65,84 +65,84 @@ class GpuArenas:
             arena = dram or (_core.SharedArena if shared else _core.Arena)(dram_blocks * lower_bytes)
             self.shared_dram = arena if isinstance(arena, _core.SharedArena) else None
             self.dram = torch.frombuffer(arena, dtype=torch.uint8).view(dram_blocks, lower_bytes)
-            gpu.pin(self.dram)
-        self._up, self._down = gpu.stream(urgent=True), gpu.stream()
+            gpu.pin_memory(self.dram)
+        self._up, self._down = gpu.new_stream(urgent=True), gpu.new_stream()
         self._leaving: dict[int, Mark] = {}  # HBM blocks that ``down`` still reads
-        self._left: Mark | None = None  # behind all that went down
+        self._down_mark: Mark | None = None  # behind all that went down
 
     @property
-    def base(self) -> int:
+    def hbm_address(self) -> int:
         """Address of the HBM arena."""
         return self.hbm.data_ptr()
 
-    def follow(self, stream: Stream) -> None:
+    def order_after_compute(self, stream: Stream) -> None:
         """What ``stream`` does from now on comes behind what is computed, and behind what went down."""
-        stream.after(self._gpu.compute.mark())
-        if self._left is not None:
-            stream.after(self._left)
+        stream.wait_for(self._gpu.compute.record_mark())
+        if self._down_mark is not None:
+            stream.wait_for(self._down_mark)
 
     def will_use(self, blocks: Sequence[int]) -> None:
         """HBM blocks are given to a sequence, or a frame: what is computed from now on may write them."""
         for block in blocks if self._leaving else ():
             mark = self._leaving.pop(block, None)
             if mark is not None:
-                self._gpu.compute.after(mark)
+                self._gpu.compute.wait_for(mark)
 
-    def copy(self, order: CopyBlocks) -> None:
+    def copy_blocks(self, order: CopyBlocks) -> None:
         """Copy whole blocks, in the order given (an earlier destination may be a later source)."""
-        source, target = self._tier(order.src_tier), self._tier(order.dst_tier)
+        source, target = self._arena_of(order.src_tier), self._arena_of(order.dst_tier)
         self.check_blocks(order.src_tier, np.array(order.src, np.int32))
         self.check_blocks(order.dst_tier, np.array(order.dst, np.int32))
         compute = self._gpu.compute
         if order.dst_tier is Tier.DRAM:
-            self._down.after(compute.mark())
-            self._copy(self._down, order)
-            self._left = self._down.mark()
+            self._down.wait_for(compute.record_mark())
+            self._copy_dram(self._down, order)
+            self._down_mark = self._down.record_mark()
             if order.src_tier is Tier.HBM:
-                self._leaving.update(dict.fromkeys(order.src, self._left))
+                self._leaving.update(dict.fromkeys(order.src, self._down_mark))
             else:
-                compute.after(self._left)
+                compute.wait_for(self._down_mark)
             return
         self.will_use(order.dst)
         if order.src_tier is Tier.HBM:
             compute.copy_blocks(target, source, order.dst, order.src)
             return
-        self.follow(self._up)
-        self._copy(self._up, order)
-        compute.after(self._up.mark())
+        self.order_after_compute(self._up)
+        self._copy_dram(self._up, order)
+        compute.wait_for(self._up.record_mark())
 
-    def _copy(self, stream: Stream, order: CopyBlocks) -> None:
+    def _copy_dram(self, stream: Stream, order: CopyBlocks) -> None:
         """From or to DRAM."""
         part, tiers = self.part, (order.dst_tier, order.src_tier)
         if part is None:
-            stream.copy_blocks(self._tier(tiers[0]), self._tier(tiers[1]), order.dst, order.src)
+            stream.copy_blocks(self._arena_of(tiers[0]), self._arena_of(tiers[1]), order.dst, order.src)
             return
-        layers = np.arange(part.local.num_layers, dtype=np.int32)
+        layers = np.arange(part.local_geometry.num_layers, dtype=np.int32)
         for dst, src in _unchained(order):
             pages = [(np.array(blocks, np.int32)[:, None] * len(layers) + layers).ravel() for blocks in (dst, src)]
-            rows = [self.rows(tier, some, part.run_bytes) for tier, some in zip(tiers, pages, strict=True)]
+            rows = [self.page_rows(tier, page_ids, part.run_bytes) for tier, page_ids in zip(tiers, pages, strict=True)]
             stream.copy_pages(rows[0][0], rows[1][0], rows[0][1], rows[1][1])
 
-    def rows(self, tier: Tier, pages: Int32s, row_bytes: int) -> tuple[Tensor, Tensor]:
+    def page_rows(self, tier: Tier, pages: Int32s, row_bytes: int) -> tuple[Tensor, Tensor]:
         """A tier as rows of bytes, and which of them are ``pages``: int32 on the host. ``row_bytes``: of a page, or of
         one head's run where DRAM has whole blocks."""
         if self.part is not None:
-            pages = self.part.runs(pages, of_model=tier is Tier.DRAM)
-        return self._tier(tier).view(-1, row_bytes), torch.from_numpy(pages)
+            pages = self.part.run_numbers(pages, of_model=tier is Tier.DRAM)
+        return self._arena_of(tier).view(-1, row_bytes), torch.from_numpy(pages)
 
-    def copied(self) -> Mark | None:
+    def copies_mark(self) -> Mark | None:
         """What must be past before all copies so far are done, beside what is computed; None: nothing."""
         for block in [block for block, mark in self._leaving.items() if mark.is_past()]:
             del self._leaving[block]
-        return self._left
+        return self._down_mark
 
     def check_blocks(self, tier: Tier, blocks: Int32s) -> None:
         """Raise :class:`IndexError` unless ``tier`` has all of ``blocks``."""
-        count = len(self._tier(tier))
+        count = len(self._arena_of(tier))
         if len(blocks) and not (blocks.min() >= 0 and blocks.max() < count):
             raise IndexError(f"blocks {blocks.min()} to {blocks.max()} are not all in a tier of {count} blocks")
 
-    def _tier(self, tier: Tier) -> Tensor:
+    def _arena_of(self, tier: Tier) -> Tensor:
         return self.hbm if tier is Tier.HBM else self.dram
 
 
@@ -166,52 +166,52 @@ class StreamCopier:
         tiers = {Tier.HBM: arenas.hbm, Tier.DRAM: arenas.dram}
         self._tiers = {memory.data_ptr(): tier for tier, memory in tiers.items() if len(memory)}
         self._row_bytes = page_bytes if arenas.part is None else arenas.part.run_bytes
-        self._streams = gpu.stream(urgent=True), gpu.stream(urgent=True), gpu.stream()
-        self._left: Mark | None = None
+        self._streams = gpu.new_stream(urgent=True), gpu.new_stream(urgent=True), gpu.new_stream()
+        self._down_mark: Mark | None = None
         self._ends: dict[int, Mark] = {}
         self._spans: list[tuple[Copy, Mark, Mark]] = []
         self._waits: list[tuple[Mark, Mark]] = []
 
-    def begin(self, copy: Copy, *, urgent: bool) -> None:
+    def start_copy(self, copy: Copy, *, urgent: bool) -> None:
         """Enqueue a copy behind what is computed so far."""
         up, down, aside = self._streams
         stream = aside if not urgent else up if copy.direction is Tier.HBM else down
-        self._arenas.follow(stream)
-        if self._left is not None:
-            stream.after(self._left)  # a buffer is filled again behind what leaves it
-        began = stream.mark(timed=True)
-        target, dst = self._arenas.rows(self._tiers[copy.target], copy.dst, self._row_bytes)
-        source, src = self._arenas.rows(self._tiers[copy.source], copy.src, self._row_bytes)
+        self._arenas.order_after_compute(stream)
+        if self._down_mark is not None:
+            stream.wait_for(self._down_mark)  # a buffer is filled again behind what leaves it
+        began = stream.record_mark(timed=True)
+        target, dst = self._arenas.page_rows(self._tiers[copy.target], copy.dst, self._row_bytes)
+        source, src = self._arenas.page_rows(self._tiers[copy.source], copy.src, self._row_bytes)
         stream.copy_pages(target, source, dst, src)
-        end = self._ends[id(copy)] = stream.mark(timed=True)
+        end = self._ends[id(copy)] = stream.record_mark(timed=True)
         if urgent and stream is down:
-            self._left = end
+            self._down_mark = end
         self._spans.append((copy, began, end))
 
-    def wait(self, copy: Copy) -> None:
+    def wait_for(self, copy: Copy) -> None:
         """What is computed from now on comes behind ``copy``."""
         compute, end = self._gpu.compute, self._ends.pop(id(copy))
-        before = compute.mark(timed=True)
-        compute.after(end)
-        self._waits.append((before, compute.mark(timed=True)))
+        before = compute.record_mark(timed=True)
+        compute.wait_for(end)
+        self._waits.append((before, compute.record_mark(timed=True)))
 
-    def cut(self) -> CopyTimes:
+    def take_copy_times(self) -> CopyTimes:
         """The copies since the last cut: all have been waited for."""
         check(not self._ends, "a step ends with copies that it has not waited for")
         times = CopyTimes(self._spans, self._waits)
         self._spans, self._waits = [], []
         return times
 
-    def call_off(self) -> None:
+    def cancel_copies(self) -> None:
         """A step has failed: wait for what was begun, and forget it."""
         for stream in self._streams:
             stream.wait()
-        self._spans, self._waits, self._left = [], [], None
+        self._spans, self._waits, self._down_mark = [], [], None
         self._ends.clear()
 
     def close(self) -> None:
         """Wait for what was begun."""
-        self.call_off()
+        self.cancel_copies()
 
 
 class CopyTimes:
@@ -220,7 +220,7 @@ class CopyTimes:
     def __init__(self, spans: list[tuple[Copy, Mark, Mark]], waits: list[tuple[Mark, Mark]]) -> None:
         self._spans, self._waits = spans, waits
 
-    def used(self) -> LinkUse | None:
+    def link_use(self) -> LinkUse | None:
         """None: nothing was copied."""
         if not self._spans:
             return None

@@ -23,11 +23,11 @@ from memserve.model.sampling import (
     Truncation,
     adjust_logits,
     best_logits,
-    draw_unseen,
+    draw_without_sync,
     log_normalisers,
     uniforms,
 )
-from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int32s, Int64s, SlotTable, stage
+from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int32s, Int64s, SlotTable, isolate_row
 
 
 class SlotMirror:
@@ -53,35 +53,35 @@ class SlotMirror:
         """The host has put entries ``[first, end)`` into the table of ``slot``."""
         self._stale_tables.append((slot, first, end))
 
-    def update(self) -> None:
+    def send_changes(self) -> None:
         """Send what the host has changed, in the stream in use."""
         for stale, device, host in (
             (self._stale_tokens, self.tokens, self._slots.tokens),
             (self._stale_tables, self.tables, self._slots.tables),
         ):
             if stale:
-                self._send(list(dict.fromkeys(stale)), device, host)
+                self._send_stale(list(dict.fromkeys(stale)), device, host)
                 stale.clear()
 
-    def _send(self, stale: list[tuple[int, int, int]], device: Tensor, host: Int32s) -> None:
+    def _send_stale(self, stale: list[tuple[int, int, int]], device: Tensor, host: Int32s) -> None:
         width = host.shape[1]
         places = np.concatenate([np.arange(slot * width + first, slot * width + end) for slot, first, end in stale])
         places = np.unique(places)  # an entry that is named twice has one value: the host's of now
-        both = self._gpu.send(torch.from_numpy(np.stack((places, host.reshape(-1)[places]))))
-        device.view(-1)[both[0]] = both[1].int()
+        pairs = self._gpu.send(torch.from_numpy(np.stack((places, host.reshape(-1)[places]))))
+        device.view(-1)[pairs[0]] = pairs[1].int()
 
-    def write_drawn(self, slots: Tensor, positions: Tensor, drawn: Tensor) -> None:
+    def write_sampled(self, slots: Tensor, positions: Tensor, sampled: Tensor) -> None:
         """Put ``drawn [n]`` at ``positions [n]`` of ``slots [n]``, all int64 on the device."""
-        self.tokens[slots, positions] = drawn.int()
+        self.tokens[slots, positions] = sampled.int()
 
     def given_positions(self, slots: Int64s, positions: Int64s) -> Int64s:
         """See :meth:`SlotTable.given_positions`."""
         return self._slots.given_positions(slots, positions)
 
-    def inputs(self, owners: Int64s, positions: Int64s) -> tuple[Tensor, Tensor]:
+    def gather_inputs(self, owners: Int64s, positions: Int64s) -> tuple[Tensor, Tensor]:
         """Token ids and positions of a batch as the forward takes them, both ``[T]`` int64 on the device."""
-        given = self._slots.given_positions(owners, positions)
-        rows = self._gpu.send(torch.from_numpy(np.stack((owners, positions, given))))
+        forward_positions = self._slots.given_positions(owners, positions)
+        rows = self._gpu.send(torch.from_numpy(np.stack((owners, positions, forward_positions))))
         return self.tokens[rows[0], rows[1]].long(), rows[2]
 
 
@@ -90,14 +90,14 @@ class _Report:
     """Logprobs of draws that ask for the same, to be read by the host."""
 
     draws: list[int]
-    own: Tensor  # [n]
+    logprobs: Tensor  # [n]
     values: Tensor  # [n, alternatives]
     ids: Tensor
 
 
 @dataclass(slots=True)
 class BegunDraw:
-    """Draws that the device has begun: :meth:`finish` when it is done."""
+    """Draws that the device has begun: :meth:`collect_sampled` when it is done."""
 
     slots: Int64s
     positions: Int64s
@@ -108,19 +108,21 @@ class BegunDraw:
     reports: list[_Report] = field(default_factory=list)
     failed: Failures = field(default_factory=dict)
 
-    def finish(self) -> Sampled:
+    def collect_sampled(self) -> Sampled:
         """What was drawn."""
-        drawn = Sampled(self.tokens.numpy().copy(), failed=self.failed)
+        sampled = Sampled(self.tokens.numpy().copy(), failed=self.failed)
         before, behind = self.sound.numpy()
         for draw in np.flatnonzero(~(before & behind)).tolist():
-            drawn.failed.setdefault(int(self.slots[draw]), NOTHING_LEFT if before[draw] else NOT_NUMBERS)
+            sampled.failed.setdefault(int(self.slots[draw]), NOTHING_LEFT if before[draw] else NOT_NUMBERS)
         for report in self.reports:
-            columns = report.own.tolist(), report.values.tolist(), report.ids.tolist()
-            for draw, own, values, ids in zip(report.draws, *columns, strict=True):
-                if int(self.slots[draw]) not in drawn.failed:
-                    others = tuple((token, value) for token, value in zip(ids, values, strict=True) if value > -np.inf)
-                    drawn.logprobs[draw] = TokenLogprobs(int(drawn.tokens[draw]), own, others)
-        return drawn
+            columns = report.logprobs.tolist(), report.values.tolist(), report.ids.tolist()
+            for draw, logprob, values, ids in zip(report.draws, *columns, strict=True):
+                if int(self.slots[draw]) not in sampled.failed:
+                    alternatives = tuple(
+                        (token, value) for token, value in zip(ids, values, strict=True) if value > -np.inf
+                    )
+                    sampled.logprobs[draw] = TokenLogprobs(int(sampled.tokens[draw]), logprob, alternatives)
+        return sampled
 
 
 def begin_draw(
@@ -134,20 +136,20 @@ def begin_draw(
     before, failed = _are_numbers(logits), Failures()
     for draw in np.flatnonzero(table.adjusts[slots]).tolist():
         slot = int(slots[draw])
-        with stage(failed, slot, "changing its logits"):
-            known, prompt_tokens = mirror.tokens[slot, : int(positions[draw])], int(table.prompt_tokens[slot])
-            how = table.sampling(slot), table.stop(slot), table.lists(slot)
-            adjust_logits(logits[draw], known, prompt_tokens, *how)
+        with isolate_row(failed, slot, "changing its logits"):
+            slot_tokens, prompt_tokens = mirror.tokens[slot, : int(positions[draw])], int(table.prompt_tokens[slot])
+            how = table.sampling_of(slot), table.stop_of(slot), table.lists_of(slot)
+            adjust_logits(logits[draw], slot_tokens, prompt_tokens, *how)
     behind, tokens = _are_numbers(logits), logits.argmax(-1)
     random = table.temperature[slots] > 0
     if random.any():
-        drawn = _draw(gpu, torch.where(behind[:, None], logits, 0.0), slots, positions, table)
-        tokens = drawn if random.all() else torch.where(gpu.send(torch.from_numpy(random)), drawn, tokens)
+        sampled = _draw(gpu, torch.where(behind[:, None], logits, 0.0), slots, positions, table)
+        tokens = sampled if random.all() else torch.where(gpu.send(torch.from_numpy(random)), sampled, tokens)
     places = gpu.send(torch.from_numpy(np.stack((slots, positions))))
-    mirror.write_drawn(places[0], places[1], tokens)
+    mirror.write_sampled(places[0], places[1], tokens)
     reports = _reports(gpu, logits, tokens, slots, table)
     return BegunDraw(
-        slots, positions, gpu.fetch(tokens), gpu.fetch(torch.stack((before, behind))), reports, failed
+        slots, positions, gpu.fetch_to_host(tokens), gpu.fetch_to_host(torch.stack((before, behind))), reports, failed
     )  # fmt: skip
 
 
@@ -162,26 +164,31 @@ def _draw(gpu: Gpu, logits: Tensor, slots: Int64s, positions: Int64s, table: Slo
     top_k, top_p = table.top_k[slots], table.top_p[slots]
     columns = (warm, top_k, top_p, table.min_p[slots], uniform)
     how = Truncation(*(gpu.send(torch.from_numpy(column)) for column in columns))
-    return draw_unseen(logits, how, top_k, top_p)
+    return draw_without_sync(logits, how, top_k, top_p)
 
 
 def _reports(gpu: Gpu, logits: Tensor, tokens: Tensor, slots: Int64s, table: SlotTable) -> list[_Report]:
-    asked = defaultdict(list)
+    groups = defaultdict(list)
     for draw in np.flatnonzero(table.reports[slots]).tolist():
-        sampling = table.sampling(int(slots[draw]))
-        asked[sampling.logprobs or 0, sampling.logprob_token_ids].append(draw)
+        sampling = table.sampling_of(int(slots[draw]))
+        groups[sampling.logprobs or 0, sampling.logprob_token_ids].append(draw)
     reports = []
-    for (top, named), draws in asked.items():
-        chosen = gpu.send(torch.tensor(draws))
-        rows, own = logits[chosen], tokens[chosen]
+    for (top, token_ids), draws in groups.items():
+        draw_ids = gpu.send(torch.tensor(draws))
+        rows, row_tokens = logits[draw_ids], tokens[draw_ids]
         normalisers = log_normalisers(rows)
-        if named:
-            ids = gpu.send(torch.tensor(named)).expand(len(draws), -1)
+        if token_ids:
+            ids = gpu.send(torch.tensor(token_ids)).expand(len(draws), -1)
             values = rows.gather(1, ids)
         else:
             values, ids = best_logits(rows, min(top, rows.shape[-1]))
-        logprobs = rows.gather(1, own[:, None])[:, 0] - normalisers
+        logprobs = rows.gather(1, row_tokens[:, None])[:, 0] - normalisers
         reports.append(
-            _Report(draws, gpu.fetch(logprobs), gpu.fetch(values - normalisers[:, None]), gpu.fetch(ids.contiguous()))
+            _Report(
+                draws,
+                gpu.fetch_to_host(logprobs),
+                gpu.fetch_to_host(values - normalisers[:, None]),
+                gpu.fetch_to_host(ids.contiguous()),
+            )
         )
     return reports

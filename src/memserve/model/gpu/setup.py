@@ -38,21 +38,23 @@ def on_gpus(engine: EngineOptions, number: int, workers: Sequence[int], gpus: in
     Raises :class:`UserError` where there are too few."""
     if not gpus:
         return engine
-    first, fullest = _turns(workers, gpus)
+    first, fullest = _assign_gpus(workers, gpus)
     device = f"cuda:{first[number]}" if gpus > 1 else engine.device
     return _with_share(dataclasses.replace(engine, device=device), 1 / fullest)
 
 
-def _turns(workers: Sequence[int], gpus: int) -> tuple[list[int], int]:
+def _assign_gpus(workers: Sequence[int], gpus: int) -> tuple[list[int], int]:
     """The first GPU of each instance, and how many instances the fullest GPU has."""
-    held, first = [0] * gpus, []
+    instances, first = [0] * gpus, []
     for count in workers:
         check_gpu_count(count, gpus)
-        least = min(range(gpus - count + 1), key=lambda at: (max(held[at : at + count]), at % count > 0, at))
+        least = min(
+            range(gpus - count + 1), key=lambda index: (max(instances[index : index + count]), index % count > 0, index)
+        )
         first.append(least)
-        for at in range(least, least + count):
-            held[at] += 1
-    return first, max(held)
+        for index in range(least, least + count):
+            instances[index] += 1
+    return first, max(instances)
 
 
 def _with_share(engine: EngineOptions, part: float) -> EngineOptions:
@@ -69,7 +71,7 @@ def as_reserved(
     a GPU where one is reserved, else the CPU; ``cuda`` reserves one for each worker.
 
     Raises :class:`UserError` for GPUs that do not suit the instance."""
-    workers = engine.parallel.of(role).workers
+    workers = engine.parallel.for_role(role).worker_count
     check_device_name(engine.device)
     if ":" in engine.device:
         hint = "use --device auto, cpu or cuda; --ray-resources says how many"
@@ -85,26 +87,28 @@ def as_reserved(
         raise UserError(text, hint=hint, param="ray_resources")
     refuse_on_gpu(engine)
     check_gpu_shares(engine.gpu_memory_share, [1] * int(1 / min(gpus, 1)), 1)
-    own = _with_share(dataclasses.replace(engine, device="cuda"), min(gpus, 1))
-    return own, {**reserved, "GPU": float(gpus)}
+    options = _with_share(dataclasses.replace(engine, device="cuda"), min(gpus, 1))
+    return options, {**reserved, "GPU": float(gpus)}
 
 
 def check_gpu_count(workers: int, gpus: int) -> None:
     """Raise :class:`UserError` for an instance of more workers than there are GPUs."""
     if workers > gpus:
-        found = "one GPU is" if gpus == 1 else f"{gpus} GPUs are"
+        available = "one GPU is" if gpus == 1 else f"{gpus} GPUs are"
         hint = f"lower --tensor-parallel times --pipeline-parallel to {gpus}, or use --device cpu"
-        text = f"an instance of {workers} workers needs {workers} GPUs of this host, and {found} here"
+        text = f"an instance of {workers} workers needs {workers} GPUs of this host, and {available} here"
         raise UserError(text, hint=hint, param="tensor")
 
 
 def check_gpu_shares(share: float | None, workers: Sequence[int], gpus: int) -> None:
     """Raise :class:`UserError` for instances, of so many ``workers`` each, that ask for more than their GPUs have, all
     together."""
-    each = _turns(workers, gpus)[1] if gpus else 0
-    if share is not None and share * each > 1:
-        hint = f"give --gpu-memory-share {GPU_SHARE / each:.2f}"
-        raise UserError(f"{each} instances cannot have {share:g} of one GPU each", hint=hint, param="gpu_memory_share")
+    instances = _assign_gpus(workers, gpus)[1] if gpus else 0
+    if share is not None and share * instances > 1:
+        hint = f"give --gpu-memory-share {GPU_SHARE / instances:.2f}"
+        raise UserError(
+            f"{instances} instances cannot have {share:g} of one GPU each", hint=hint, param="gpu_memory_share"
+        )
 
 
 def refuse_on_gpu(options: EngineOptions) -> None:
@@ -133,27 +137,27 @@ def shares_gpu_kv(why_not: str, role: Role) -> bool:
     return not why_not
 
 
-def gpu_kv_bytes(options: EngineOptions, total: int, free: int, held: int, step: int) -> int:
-    """Memory for KV on a GPU with ``total`` bytes, of which ``free`` are; ``held``: what this process has of it,
+def gpu_kv_bytes(options: EngineOptions, total: int, free: int, held_bytes: int, step: int) -> int:
+    """Memory for KV on a GPU with ``total`` bytes, of which ``free`` are; ``held_bytes``: what this process has of it,
     ``step``: what a step needs.
 
     Raises :class:`UserError` where ``--kv-memory`` does not fit.
     """
     room = free - step - GRAPHS_BYTES
     if options.gpu_memory_share is not None:
-        own = int(options.gpu_memory_share * total) - held - CONTEXT_BYTES - step - GRAPHS_BYTES
-        if own <= 0:
-            need = (held + CONTEXT_BYTES + step + GRAPHS_BYTES) / total
+        share_bytes = int(options.gpu_memory_share * total) - held_bytes - CONTEXT_BYTES - step - GRAPHS_BYTES
+        if share_bytes <= 0:
+            need = (held_bytes + CONTEXT_BYTES + step + GRAPHS_BYTES) / total
             raise UserError(
                 f"{options.gpu_memory_share:.0%} of the GPU's {human_bytes(total)} hold weights and steps, and no KV",
                 hint=f"give more than --gpu-memory-share {min(need, 1.0):.2f}, or lower --max-step-tokens",
                 param="gpu_memory_share",
             )
-        return min(own, room)
+        return min(share_bytes, room)
     if options.kv_memory_bytes > room:
-        left, asked = human_bytes(max(room, 0)), human_bytes(options.kv_memory_bytes)
+        remaining, requested = human_bytes(max(room, 0)), human_bytes(options.kv_memory_bytes)
         raise UserError(
-            f"the GPU has {left} left for KV, and {asked} are asked for",
+            f"the GPU has {remaining} left for KV, and {requested} are asked for",
             hint="give less with --kv-memory, or end what else runs on the GPU",
             param="kv_memory",
         )
@@ -171,9 +175,9 @@ def kv_bytes_here(options: EngineOptions, sizes: ModelSizes) -> int:
     free, total = torch.cuda.mem_get_info()
     tokens = options.scheduler.max_step_tokens or STEP_TOKENS_GPU
     needed = step_bytes(sizes, tokens, options.scheduler.max_running)
-    found = gpu_kv_bytes(options, total, free, torch.cuda.memory_reserved(), needed)
-    log.info("GPU: %s for KV, %s free of %s", human_bytes(found), human_bytes(free), human_bytes(total))
-    return found
+    kv_bytes = gpu_kv_bytes(options, total, free, torch.cuda.memory_reserved(), needed)
+    log.info("GPU: %s for KV, %s free of %s", human_bytes(kv_bytes), human_bytes(free), human_bytes(total))
+    return kv_bytes
 
 
 def build_gpu_device(
@@ -197,4 +201,6 @@ def check_pages(nbytes: int) -> None:
 
 def device_with_graphs(device: GpuDevice) -> None:
     """Capture the graphs of its decode steps."""
-    device.capture(lambda done, of: log.info("capturing CUDA graphs of decode steps: %d of %d", done, of))
+    device.capture_graphs(
+        lambda captured_count, of: log.info("capturing CUDA graphs of decode steps: %d of %d", captured_count, of)
+    )

@@ -39,10 +39,10 @@ class Mark(Protocol):
 class Stream(Protocol):
     """Work in order. Calls enqueue it, and do not wait for it."""
 
-    def mark(self, *, timed: bool = False) -> Mark:
+    def record_mark(self, *, timed: bool = False) -> Mark:
         """Behind all that was enqueued so far."""
 
-    def after(self, mark: Any) -> None:
+    def wait_for(self, mark: Any) -> None:
         """What is enqueued from now on runs when the work before ``mark`` is done."""
 
     def copy_blocks(self, target: Tensor, source: Tensor, dst: list[int], src: list[int]) -> None:
@@ -70,25 +70,25 @@ class Gpu(Protocol):
 
     compute: Stream
 
-    def stream(self, *, urgent: bool = False) -> Stream:
+    def new_stream(self, *, urgent: bool = False) -> Stream:
         """A further stream. ``urgent``: its work goes before that of others."""
 
-    def current(self) -> Stream:
+    def current_stream(self) -> Stream:
         """The stream in use in this thread, also one of another library."""
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory of the device."""
 
-    def pin(self, tensor: Tensor) -> None:
+    def pin_memory(self, tensor: Tensor) -> None:
         """Let copies reach ``tensor``, which is host memory and lives as long as the device is used."""
 
     def send(self, tensor: Tensor) -> Tensor:
         """``tensor`` on the device, in the stream in use; does not wait."""
 
-    def fetch(self, tensor: Tensor) -> Tensor:
+    def fetch_to_host(self, tensor: Tensor) -> Tensor:
         """A tensor of the host that holds ``tensor``'s values once a later mark of the stream in use is past."""
 
-    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+    def capture_graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
         """Record what ``run`` enqueues, after it ran twice to get ready. Its results are written by each replay."""
 
     def free_bytes(self) -> int:
@@ -113,12 +113,12 @@ class _CudaStream:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
-    def mark(self, *, timed: bool = False) -> _CudaMark:
+    def record_mark(self, *, timed: bool = False) -> _CudaMark:
         event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]  # torch does not type it
         event.record(self._stream)
         return _CudaMark(event)
 
-    def after(self, mark: _CudaMark) -> None:
+    def wait_for(self, mark: _CudaMark) -> None:
         self._stream.wait_event(mark.event)
 
     def copy_blocks(self, target: Tensor, source: Tensor, dst: list[int], src: list[int]) -> None:
@@ -157,18 +157,18 @@ class Cuda:
         self.compute: Stream = _CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch does not type it
         self._pool: Any = None
 
-    def stream(self, *, urgent: bool = False) -> Stream:
+    def new_stream(self, *, urgent: bool = False) -> Stream:
         """See :class:`Gpu`."""
         return _CudaStream(torch.cuda.Stream(self.device, priority=-1 if urgent else 0))  # type: ignore[no-untyped-call]  # torch does not type it
 
-    def current(self) -> Stream:
+    def current_stream(self) -> Stream:
         """See :class:`Gpu`."""
         return _CudaStream(torch.cuda.current_stream(self.device))
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Gpu`. Raises :class:`UserError` where the device has no room."""
         try:
-            made = torch.zeros(shape, dtype=dtype, device=self.device)
+            memory = torch.zeros(shape, dtype=dtype, device=self.device)
         except torch.OutOfMemoryError as error:
             size = human_bytes(torch.Size(shape).numel() * dtype.itemsize)
             raise UserError(
@@ -177,9 +177,9 @@ class Cuda:
                 param="kv_memory",
             ) from error
         torch.cuda.synchronize(self.device)  # other streams use it without waiting for this one
-        return made
+        return memory
 
-    def pin(self, tensor: Tensor) -> None:
+    def pin_memory(self, tensor: Tensor) -> None:
         """See :class:`Gpu`. Raises :class:`UserError` where the system refuses."""
         if not tensor.numel():
             return
@@ -193,13 +193,13 @@ class Cuda:
         """See :class:`Gpu`."""
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def fetch(self, tensor: Tensor) -> Tensor:
+    def fetch_to_host(self, tensor: Tensor) -> Tensor:
         """See :class:`Gpu`."""
         landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         landing.copy_(tensor, non_blocking=True)
         return landing
 
-    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+    def capture_graph(self, run: Callable[[], T]) -> tuple[Graph, T]:
         """See :class:`Gpu`."""
         with self.compute.use():
             for _ in range(2):  # kernels are compiled, workspaces allocated
@@ -209,8 +209,8 @@ class Cuda:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # graphs never run at once: they share their memory
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            made = run()
-        return graph, made
+            result = run()
+        return graph, result
 
     def free_bytes(self) -> int:
         """See :class:`Gpu`."""
@@ -220,10 +220,10 @@ class Cuda:
 def runs(dst: list[int], src: list[int]) -> Iterator[tuple[int, int, int]]:
     """``(first of dst, first of src, count)`` of pieces in which both count up; order is kept."""
     begin = 0
-    for at in range(1, len(dst) + 1):
-        if at == len(dst) or dst[at] != dst[at - 1] + 1 or src[at] != src[at - 1] + 1:
-            yield dst[begin], src[begin], at - begin
-            begin = at
+    for index in range(1, len(dst) + 1):
+        if index == len(dst) or dst[index] != dst[index - 1] + 1 or src[index] != src[index - 1] + 1:
+            yield dst[begin], src[begin], index - begin
+            begin = index
 
 
 def open_gpu(device: torch.device, share: float | None = None) -> Gpu | None:

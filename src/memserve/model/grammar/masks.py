@@ -43,7 +43,7 @@ class Grammars:
         self._processes: GrammarProcesses | None = None
         self._built: dict[int, GrammarProcess] = {}
         self._slots: dict[int, GrammarProcess | None] = {}
-        self._told: dict[int, GrammarProcess] = {}  # those with something to be sent, by number
+        self._unflushed: dict[int, GrammarProcess] = {}  # those with something to be sent, by number
         self._left_s = WAIT_S
 
     # -- building
@@ -56,32 +56,32 @@ class Grammars:
                 self._tokenizer = None
             return self._vocabulary
 
-    def build(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
+    def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
         """Slots may be opened with ``job_id`` once ``on_built`` has been called."""
         if self._processes is None:
             words = self.keep_vocabulary, self._vocab_size, self._eos
             self._processes = GrammarProcesses(*words, cells=self._count)
         self._built[job_id] = self._processes.start(grammar, on_built)
 
-    def forget(self, job_id: int) -> None:
+    def forget_grammar(self, job_id: int) -> None:
         """No request has it any more: what is built is ended, and what is being built, too."""
         if process := self._built.pop(job_id, None):
-            process.end()
+            process.end_process()
 
-    def end(self) -> None:
+    def end_processes(self) -> None:
         """End all processes."""
         if self._processes is not None:
             self._processes.close()
 
     # -- slots
 
-    def open(self, slot: int, job_id: int, tokens: Sequence[int]) -> None:
+    def open_slot(self, slot: int, job_id: int, tokens: Sequence[int]) -> None:
         """Begin with the ``tokens`` that the sequence has drawn before. A grammar that is not there fails the slot when
         it draws: its request has ended meanwhile."""
         process = self._slots[slot] = self._built.get(job_id)
         if process is not None:
-            process.open(slot, tokens)
-            process.flush()
+            process.open_cell(slot, tokens)
+            process.send_pending()
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._slots
@@ -89,7 +89,7 @@ class Grammars:
     def __bool__(self) -> bool:
         return bool(self._slots)
 
-    def mask(self, slot: int) -> Mask | None:
+    def next_mask(self, slot: int) -> Mask | None:
         """What may come next. None: it is not known yet. Raises ``ValueError`` where nothing may come, or the grammar's
         process has ended."""
         process = self._slots[slot]
@@ -97,39 +97,39 @@ class Grammars:
             raise ValueError("it is not built")
         begun_s = time.monotonic()
         is_slow = process.yields or process.masks_late * LATE_OF > process.masks
-        mask = process.mask(slot, begun_s if is_slow else begun_s + self._left_s)
+        mask = process.wait_mask(slot, begun_s if is_slow else begun_s + self._left_s)
         process.masks += 1
         process.masks_late += mask is None
         self._left_s -= time.monotonic() - begun_s
         return mask
 
-    def drawn(self, slot: int, token: int) -> None:
-        """A token was drawn, and its sequence may go on. It is sent by :meth:`flush`."""
+    def take_token(self, slot: int, token: int) -> None:
+        """A token was drawn, and its sequence may go on. It is sent by :meth:`flush_tokens`."""
         if (process := self._slots[slot]) is not None:
-            process.take(slot, (token,))
-            self._told[process.number] = process
+            process.take_tokens(slot, (token,))
+            self._unflushed[process.number] = process
 
-    def flush(self) -> None:
+    def flush_tokens(self) -> None:
         """All tokens of a step were named: masks for the next one can be computed."""
-        told, self._told, self._left_s = self._told, {}, WAIT_S
-        for process in told.values():
-            process.flush()
+        processes, self._unflushed, self._left_s = self._unflushed, {}, WAIT_S
+        for process in processes.values():
+            process.send_pending()
 
     def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
-        """``on_mask`` is called, from any thread, once :meth:`mask` has something to say about ``slot``."""
+        """``on_mask`` is called, from any thread, once :meth:`next_mask` has something to say about ``slot``."""
         process = self._slots.get(slot)
         if process is None:
             on_mask()
         else:
             process.await_mask(slot, on_mask)
 
-    def close(self, slot: int) -> None:
+    def close_slot(self, slot: int) -> None:
         """The slot is free."""
         if process := self._slots.pop(slot, None):
-            process.close(slot)
-            process.flush()
+            process.close_cell(slot)
+            process.send_pending()
 
     def close_all(self) -> None:
         """All slots are free."""
         for slot in list(self._slots):
-            self.close(slot)
+            self.close_slot(slot)

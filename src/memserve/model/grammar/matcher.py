@@ -37,22 +37,22 @@ class Owner(Protocol):
 
     vocab_size: int
 
-    def order(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
+    def send_command(self, command: bytes, number: int, fds: Sequence[int] = ()) -> None:
         """Tell the source."""
 
-    def kill(self, number: int) -> None:
+    def kill_process(self, number: int) -> None:
         """End a process."""
 
-    def watch(self, process: GrammarProcess) -> None:
+    def watch_process(self, process: GrammarProcess) -> None:
         """Read as soon as there is something, and send the rest of what is to be sent."""
 
-    def time(self, process: GrammarProcess) -> None:
+    def start_timer(self, process: GrammarProcess) -> None:
         """It is waited for."""
 
-    def grown(self) -> None:
+    def on_memory_grown(self) -> None:
         """A process has more memory than before."""
 
-    def forget(self, process: GrammarProcess) -> None:
+    def forget_process(self, process: GrammarProcess) -> None:
         """It has ended."""
 
 
@@ -69,9 +69,9 @@ class GrammarProcess:
         self._line: socket.socket | None = None
         self._memory: mmap.mmap | None = None
         self._on_built: Callable[[str], None] | None = on_built
-        self._sent, self._serial = bytearray(), 0
-        self._wanted: dict[int, int] = {}  # cell -> serial number of its last mask
-        self._there: dict[int, tuple[int, int]] = {}  # cell -> kind, serial number of its last reply
+        self._outgoing, self._serial = bytearray(), 0
+        self._wanted_serials: dict[int, int] = {}  # cell -> serial number of its last mask
+        self._replies: dict[int, tuple[int, int]] = {}  # cell -> kind, serial number of its last reply
         self._waiting: dict[int, Callable[[], None]] = {}  # cell -> what is called when its mask is there
         self._received = b""
         #: why it has ended. Empty: it has not
@@ -83,16 +83,16 @@ class GrammarProcess:
         #: how many masks were asked for, and how many of those were not there
         self.masks = self.masks_late = 0
         #: when it has said something (of ``time.monotonic``)
-        self.heard_s = 0.0
+        self.last_reply_s = 0.0
 
     # -- its life
 
-    def begin(self) -> None:
+    def start_process(self) -> None:
         """Start it. Only its owner's thread calls this."""
-        ours, theirs = socket.socketpair()
+        ours, child_socket = socket.socketpair()
         size = max(wire.HEAD_BYTES + 2 * len(self._text), self._cells * self._cell_bytes)
         memory = os.memfd_create("memserve-grammar")
-        with theirs:
+        with child_socket:
             try:
                 os.ftruncate(memory, size)
                 mapped = mmap.mmap(memory, size)
@@ -104,17 +104,17 @@ class GrammarProcess:
                         return
                     ours.setblocking(False)
                     self._line, self._memory, self._text = ours, mapped, b""
-                self._owner.order(wire.FORK, self.number, [theirs.fileno(), memory])
+                self._owner.send_command(wire.FORK, self.number, [child_socket.fileno(), memory])
             finally:
                 os.close(memory)
-        self._owner.watch(self)
+        self._owner.watch_process(self)
 
-    def end(self, why: str = STOPPED) -> None:
+    def end_process(self, why: str = STOPPED) -> None:
         """Kill it. What waits for it is told ``why``."""
-        self._lost(why)
-        self._owner.kill(self.number)
+        self._on_lost(why)
+        self._owner.kill_process(self.number)
 
-    def _lost(self, why: str) -> None:
+    def _on_lost(self, why: str) -> None:
         with self._lock:
             if self.ended:
                 return
@@ -124,67 +124,67 @@ class GrammarProcess:
             if self._line is not None:
                 self._line.close()
                 self._line = None
-        self._owner.forget(self)
+        self._owner.forget_process(self)
         if on_built is not None:
             on_built(why)
         for call in calls:
             call()
 
-    def give_way(self) -> None:
+    def lower_priority(self) -> None:
         """It works at the lowest priority from now on."""
         if not self.yields:
             self.yields = True
-            self._owner.order(wire.YIELD, self.number)
+            self._owner.send_command(wire.YIELD, self.number)
 
     # -- cells
 
-    def open(self, cell: int, tokens: Sequence[int]) -> None:
+    def open_cell(self, cell: int, tokens: Sequence[int]) -> None:
         """A matcher in a free cell, which takes in ``tokens``."""
-        self._want(wire.OPEN, cell, tokens)
+        self._request_mask(wire.OPEN, cell, tokens)
 
-    def take(self, cell: int, tokens: Sequence[int]) -> None:
+    def take_tokens(self, cell: int, tokens: Sequence[int]) -> None:
         """The matcher of a cell takes in further ``tokens``."""
-        self._want(wire.TOKENS, cell, tokens)
+        self._request_mask(wire.TOKENS, cell, tokens)
 
-    def close(self, cell: int) -> None:
+    def close_cell(self, cell: int) -> None:
         """The cell is free again."""
         with self._lock:
-            self._wanted.pop(cell, None)
-            self._there.pop(cell, None)
+            self._wanted_serials.pop(cell, None)
+            self._replies.pop(cell, None)
             self._waiting.pop(cell, None)
-            self._sent += wire.ENTRY.pack(wire.CLOSE, cell, 0, 0)
+            self._outgoing += wire.ENTRY.pack(wire.CLOSE, cell, 0, 0)
 
-    def _want(self, kind: int, cell: int, tokens: Sequence[int]) -> None:
+    def _request_mask(self, kind: int, cell: int, tokens: Sequence[int]) -> None:
         with self._lock:
             self._serial = self._serial % 0xFFFFFFFF + 1
-            self._wanted[cell] = self._serial
-            self._sent += wire.ENTRY.pack(kind, cell, self._serial, len(tokens))
-            self._sent += np.asarray(tokens, np.int32).tobytes()
+            self._wanted_serials[cell] = self._serial
+            self._outgoing += wire.ENTRY.pack(kind, cell, self._serial, len(tokens))
+            self._outgoing += np.asarray(tokens, np.int32).tobytes()
 
-    def flush(self) -> None:
+    def send_pending(self) -> None:
         """Send what cells were told since the last call; of a long text, the rest when there is room."""
         with self._lock:
-            if self._line is None or not self._sent:
+            if self._line is None or not self._outgoing:
                 return
             try:
-                sent = self._line.send(self._sent)
+                sent_bytes = self._line.send(self._outgoing)
             except BlockingIOError:
-                sent = 0
+                sent_bytes = 0
             except OSError:
-                sent = len(self._sent)  # it has ended: that is found when it is read
-            del self._sent[:sent]
-            rest = bool(self._sent)
+                sent_bytes = len(self._outgoing)  # it has ended: that is found when it is read
+            del self._outgoing[:sent_bytes]
+            rest = bool(self._outgoing)
         if rest:
-            self._owner.watch(self)
+            self._owner.watch_process(self)
 
-    def mask(self, cell: int, until_s: float) -> Mask | None:
+    def wait_mask(self, cell: int, until_s: float) -> Mask | None:
         """What may come next in ``cell``. Waits until ``until_s`` (of ``time.monotonic``); None: it is not known by
         then. Raises ``ValueError`` with the reason where there is no mask."""
         while True:
             with self._lock:
-                self.read()
+                self.read_replies()
                 if self._is_there(cell):
-                    return self._mask(cell)
+                    return self._read_mask(cell)
                 line = self._line
             left_s = until_s - time.monotonic()
             if line is None or left_s <= 0:
@@ -197,36 +197,36 @@ class GrammarProcess:
     def await_mask(self, cell: int, on_mask: Callable[[], None]) -> None:
         """``on_mask`` is called once there is a mask, or will never be one; at once, if that is so already."""
         with self._lock:
-            self.read()
-            ready = self._is_there(cell) or cell not in self._wanted
+            self.read_replies()
+            ready = self._is_there(cell) or cell not in self._wanted_serials
             if not ready:
                 self._waiting[cell] = on_mask
         if ready:
             on_mask()
         else:
-            self._owner.time(self)
-            self._owner.watch(self)
+            self._owner.start_timer(self)
+            self._owner.watch_process(self)
 
     def _is_there(self, cell: int) -> bool:
-        return bool(self.ended) or self._there.get(cell, (0, 0))[1] == self._wanted.get(cell, 0)
+        return bool(self.ended) or self._replies.get(cell, (0, 0))[1] == self._wanted_serials.get(cell, 0)
 
-    def _mask(self, cell: int) -> Mask:
-        kind = self._there.get(cell, (0, 0))[0]
+    def _read_mask(self, cell: int) -> Mask:
+        kind = self._replies.get(cell, (0, 0))[0]
         if self.ended:
             raise ValueError(self.ended)
         first = cell * self._cell_bytes
         if kind != wire.MASK or self._memory is None:
-            raise ValueError(self._fault(first))
+            raise ValueError(self._read_fault(first))
         bits = np.frombuffer(self._memory, np.uint8, (self._owner.vocab_size + 7) // 8, first)
         mask: Mask = np.unpackbits(bits, count=self._owner.vocab_size, bitorder="little").view(np.bool_)
         return mask
 
-    def _fault(self, first: int) -> str:
+    def _read_fault(self, first: int) -> str:
         if self._memory is None:
             return STOPPED
         return self._memory[first : first + wire.FAULT_BYTES].split(b"\0", 1)[0].decode(errors="replace")
 
-    def text(self) -> str:
+    def converted_text(self) -> str:
         """What has taken the place of its text (:data:`memserve.model.grammar.process.GBNF`)."""
         with self._lock:
             if self._memory is None:
@@ -239,37 +239,37 @@ class GrammarProcess:
     @property
     def is_awaited(self) -> bool:
         """Whether something happens when it says something."""
-        return self._on_built is not None or bool(self._waiting) or bool(self._sent)
+        return self._on_built is not None or bool(self._waiting) or bool(self._outgoing)
 
     @property
     def has_to_send(self) -> bool:
         """Whether more is to be sent."""
-        return bool(self._sent)
+        return bool(self._outgoing)
 
     def fileno(self) -> int:
         """Of its line; -1: there is none."""
         return -1 if self._line is None else self._line.fileno()
 
-    def read(self) -> None:
+    def read_replies(self) -> None:
         """Take in what it has said."""
         calls: list[Callable[[], None]] = []
-        while (data := self._receive()) is not None:
+        while (data := self._receive_bytes()) is not None:
             if not data:
-                self._lost(TOO_MUCH)
+                self._on_lost(TOO_MUCH)
                 return
             with self._lock:
-                self.heard_s = time.monotonic()
+                self.last_reply_s = time.monotonic()
                 self._received += data
                 whole = len(self._received) // wire.REPLY.size * wire.REPLY.size
                 replies, self._received = self._received[:whole], self._received[whole:]
                 for reply in wire.REPLY.iter_unpack(replies):
-                    calls += self._hear(*reply)
+                    calls += self._on_reply(*reply)
             if len(data) < _READ_BYTES:
                 break
         for call in calls:
             call()
 
-    def _receive(self) -> bytes | None:
+    def _receive_bytes(self) -> bytes | None:
         with self._lock:
             if self._line is None:
                 return None
@@ -280,17 +280,17 @@ class GrammarProcess:
             except OSError:
                 return b""
 
-    def _hear(self, kind: int, cell: int, serial: int, spent_ns: int, taken: int) -> list[Callable[[], None]]:
+    def _on_reply(self, kind: int, cell: int, serial: int, spent_ns: int, taken_bytes: int) -> list[Callable[[], None]]:
         if serial and spent_ns > YIELD_S * 1e9:
-            self.give_way()
-        if taken != self.taken_bytes:
-            self.taken_bytes = taken
-            self._owner.grown()
+            self.lower_priority()
+        if taken_bytes != self.taken_bytes:
+            self.taken_bytes = taken_bytes
+            self._owner.on_memory_grown()
         if not serial:
             on_built, self._on_built = self._on_built, None
-            why = self._fault(0) if kind == wire.FAULT else ""
+            why = self._read_fault(0) if kind == wire.FAULT else ""
             return [] if on_built is None else [lambda: on_built(why)]
-        self._there[cell] = kind, serial
-        if serial == self._wanted.get(cell) and cell in self._waiting:
+        self._replies[cell] = kind, serial
+        if serial == self._wanted_serials.get(cell) and cell in self._waiting:
             return [self._waiting.pop(cell)]
         return []

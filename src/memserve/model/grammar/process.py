@@ -78,32 +78,32 @@ class _Source:
         self._processes: dict[int, int] = {}  # grammar -> process
         self._die_with = _death_with_parent()
 
-    def run(self) -> None:
+    def serve_commands(self) -> None:
         """Until the other end of the control line is closed."""
         while True:
             self._control.settimeout(1.0 if self._processes else None)
             try:
                 order, fds, _, _ = socket.recv_fds(self._control, ORDER.size, 2)
             except TimeoutError:
-                self._reap()
+                self._reap_children()
                 continue
             if not order:
                 break
-            what, number = ORDER.unpack(order)
-            if what == FORK:
-                self._fork(number, fds)
+            command, number = ORDER.unpack(order)
+            if command == FORK:
+                self._fork_process(number, fds)
             elif (process := self._processes.get(number)) is not None:
                 with suppress(ProcessLookupError):
-                    if what == KILL:
+                    if command == KILL:
                         os.kill(process, signal.SIGKILL)
                     else:
                         os.setpriority(os.PRIO_PROCESS, process, 19)
-            self._reap()
+            self._reap_children()
         for process in self._processes.values():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
-    def _fork(self, number: int, fds: list[int]) -> None:
+    def _fork_process(self, number: int, fds: list[int]) -> None:
         parent = os.getpid()
         try:
             process = os.fork()
@@ -121,16 +121,16 @@ class _Source:
         with suppress(BaseException):  # whatever it is: this process ends here, and never goes on as another source
             self._die_with(parent)
             self._control.close()
-            Grammar(socket.socket(fileno=fds[0]), fds[1], self._tokenizer, self._vocab_size).run()
+            Grammar(socket.socket(fileno=fds[0]), fds[1], self._tokenizer, self._vocab_size).serve_cells()
             status = 0
         os._exit(status)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         while self._processes:
             process, _ = os.waitpid(-1, os.WNOHANG)
             if not process:
                 return
-            self._processes = {number: one for number, one in self._processes.items() if one != process}
+            self._processes = {number: pid for number, pid in self._processes.items() if pid != process}
 
 
 def _death_with_parent() -> Any:
@@ -164,16 +164,16 @@ class Grammar:
         self._space_before = _address_space()
         self._taken = self._masks = 0
 
-    def run(self) -> None:
+    def serve_cells(self) -> None:
         """Until the other end closes the line."""
         _expect_death()
-        self._limit(BUILD_BYTES)
+        self._set_limits(BUILD_BYTES)
         length = int.from_bytes(self._memory[:HEAD_BYTES], "little")
         text = self._memory[HEAD_BYTES : HEAD_BYTES + length].decode()
         begun_ns = time.process_time_ns()
         why = self._build_gently(text)
-        self._limit(MASK_BYTES)
-        self._answer(FAULT if why else BUILT, 0, 0, begun_ns, why)
+        self._set_limits(MASK_BYTES)
+        self._send_reply(FAULT if why else BUILT, 0, 0, begun_ns, why)
         if why or self._tokenizer is None:
             return
         waiting = b""
@@ -186,28 +186,28 @@ class Grammar:
                     break
                 tokens = struct.unpack_from(f"<{count}i", waiting, ENTRY.size)
                 waiting = waiting[end:]
-                self._obey(kind, cell, serial, tokens)
+                self._handle_entry(kind, cell, serial, tokens)
 
     def _build_gently(self, text: str) -> str:
-        """As :meth:`_build`, in a thread of low priority: steps need the cores. Masks are then computed at the usual
-        one."""
-        found: list[str] = []
+        """As :meth:`_build_matcher`, in a thread of low priority: steps need the cores. Masks are then computed at the
+        usual one."""
+        reasons: list[str] = []
 
         def build() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BUILD_NICE)
-            found.append(self._build(text))
+            reasons.append(self._build_matcher(text))
 
         thread = threading.Thread(target=build)
         thread.start()
         thread.join()
-        return found[0]
+        return reasons[0]
 
-    def _build(self, text: str) -> str:
+    def _build_matcher(self, text: str) -> str:
         """Returns why there is no such grammar; "": it is there."""
         from llguidance import LLMatcher
 
         if text.startswith(GBNF):
-            return self._convert(text.removeprefix(GBNF))
+            return self._convert_gbnf(text.removeprefix(GBNF))
         if self._tokenizer is None:
             is_error, messages = LLMatcher.validate_grammar_with_warnings(text, None)
             return _in_words(str(messages[0])) if is_error else ""
@@ -216,20 +216,20 @@ class Grammar:
         self._first = matcher, mask
         return why
 
-    def _convert(self, text: str) -> str:
+    def _convert_gbnf(self, text: str) -> str:
         """GBNF as a grammar in Lark's form, which takes the place of the text."""
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
         try:
-            made = str(gbnf_to_lark(text)).encode()
+            lark = str(gbnf_to_lark(text)).encode()
         except Exception as error:  # its parser raises what it meets
             return _in_words(str(error)) if str(error) else type(error).__name__
-        if len(made) > len(self._memory) - HEAD_BYTES:
+        if len(lark) > len(self._memory) - HEAD_BYTES:
             return "it is too long in Lark's form"
-        self._memory[: HEAD_BYTES + len(made)] = len(made).to_bytes(HEAD_BYTES, "little") + made
+        self._memory[: HEAD_BYTES + len(lark)] = len(lark).to_bytes(HEAD_BYTES, "little") + lark
         return ""
 
-    def _obey(self, kind: int, cell: int, serial: int, tokens: tuple[int, ...]) -> None:
+    def _handle_entry(self, kind: int, cell: int, serial: int, tokens: tuple[int, ...]) -> None:
         if kind == CLOSE:
             self._matchers.pop(cell, None)
             return
@@ -237,8 +237,8 @@ class Grammar:
         if kind == OPEN and self._first is not None:
             self._matchers[cell] = self._first[0].deep_copy()
             if serial and not tokens:
-                self._put(cell, self._first[1])
-                self._answer(MASK, cell, serial, begun_ns)
+                self._write_cell(cell, self._first[1])
+                self._send_reply(MASK, cell, serial, begun_ns)
                 return
         matcher = self._matchers[cell]
         for token in tokens:
@@ -247,22 +247,22 @@ class Grammar:
             return
         mask, why = _mask_of(matcher)
         if not why:
-            self._put(cell, mask)
+            self._write_cell(cell, mask)
         self._masks += 1
         if time.process_time_ns() - begun_ns > NOTICED_NS or not self._masks % NOTICED_MASKS:
-            self._limit(MASK_BYTES)
-        self._answer(FAULT if why else MASK, cell, serial, begun_ns, why)
+            self._set_limits(MASK_BYTES)
+        self._send_reply(FAULT if why else MASK, cell, serial, begun_ns, why)
 
-    def _put(self, cell: int, data: bytes) -> None:
+    def _write_cell(self, cell: int, data: bytes) -> None:
         first = cell * self._cell_bytes
         self._memory[first : first + len(data)] = data
 
-    def _answer(self, kind: int, cell: int, serial: int, begun_ns: int, why: str = "") -> None:
+    def _send_reply(self, kind: int, cell: int, serial: int, begun_ns: int, why: str = "") -> None:
         if why:
-            self._put(cell, why.encode()[: FAULT_BYTES - 1] + b"\0")
+            self._write_cell(cell, why.encode()[: FAULT_BYTES - 1] + b"\0")
         self._line.sendall(REPLY.pack(kind, cell, serial, time.process_time_ns() - begun_ns, self._taken))
 
-    def _limit(self, more_bytes: int) -> None:
+    def _set_limits(self, more_bytes: int) -> None:
         """From now on ``more_bytes`` of address space, and :data:`CPU_S` of processor time, beside those that are
         taken already."""
         space = _address_space()
@@ -339,7 +339,7 @@ def main() -> None:
         pass
     gc.collect()
     gc.freeze()  # pages of what is there stay shared with the processes
-    _Source(socket.socket(fileno=control), tokenizer, vocab_size).run()
+    _Source(socket.socket(fileno=control), tokenizer, vocab_size).serve_commands()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 (:mod:`memserve.model.grammar.process` is what runs there).
 
 One source for all, which starts with the first grammar, and one process for each grammar. A process that takes too much
-memory or processor time ends alone, by its own limits; one that takes too long is ended by :meth:`GrammarProcess.end`.
+memory or processor time ends alone, by its own limits; one that takes too long is ended by
+:meth:`GrammarProcess.end_process`.
 """
 
 from __future__ import annotations
@@ -69,17 +70,17 @@ class GrammarProcesses:
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._wake, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name="memserve-grammars", daemon=True)
+        self._thread = threading.Thread(target=self._poll_processes, name="memserve-grammars", daemon=True)
         self._thread.start()
 
     def wait_built(self, text: str, seconds: float) -> tuple[str, GrammarProcess]:
         """Build a grammar, and wait for that: why there is none, or "", and its process. Raises ``TimeoutError``."""
-        done: queue.SimpleQueue[str] = queue.SimpleQueue()
-        process = self.start(text, done.put)
+        results: queue.SimpleQueue[str] = queue.SimpleQueue()
+        process = self.start(text, results.put)
         try:
-            return done.get(timeout=seconds), process
+            return results.get(timeout=seconds), process
         except queue.Empty:
-            process.end()
+            process.end_process()
             raise TimeoutError(f"it was not built within {seconds:g} s") from None
 
     def close(self) -> None:
@@ -89,7 +90,7 @@ class GrammarProcesses:
             alive, control, source = list(self._alive.values()), self._control, self._source
             self._control = self._source = None
         for process in alive:
-            process.end()
+            process.end_process()
         if control is not None:
             control.close()
         if source is not None:
@@ -99,39 +100,39 @@ class GrammarProcesses:
 
     # -- for its processes
 
-    def order(self, what: bytes, number: int, fds: Sequence[int] = ()) -> None:
+    def send_command(self, command: bytes, number: int, fds: Sequence[int] = ()) -> None:
         """Tell the source, which starts with the first grammar."""
         with self._lock:
             for _ in range(2):  # a source that has ended is started again
                 if self._control is None:
-                    if what != wire.FORK or self._closed:
+                    if command != wire.FORK or self._closed:
                         return
                     self._start_source()
                 try:
                     control = self._control
                     check(control is not None, "the source has not started")
-                    socket.send_fds(control, [wire.ORDER.pack(what, number)], fds)  # type: ignore[arg-type]  # checked in the line before
+                    socket.send_fds(control, [wire.ORDER.pack(command, number)], fds)  # type: ignore[arg-type]  # checked in the line before
                     return
                 except OSError:
                     self._control, self._source = None, None
 
-    def kill(self, number: int) -> None:
+    def kill_process(self, number: int) -> None:
         """End a process."""
-        self.order(wire.KILL, number)
+        self.send_command(wire.KILL, number)
 
-    def forget(self, process: GrammarProcess) -> None:
+    def forget_process(self, process: GrammarProcess) -> None:
         """It has ended."""
         with self._lock:
             self._alive.pop(process.number, None)
             self._timed.pop(process.number, None)
 
-    def time(self, process: GrammarProcess) -> None:
+    def start_timer(self, process: GrammarProcess) -> None:
         """It is waited for: it gives way once that takes long."""
         if not process.yields:
             self._timed.setdefault(process.number, time.monotonic() + YIELD_S)
             os.eventfd_write(self._wake, 1)
 
-    def grown(self) -> None:
+    def on_memory_grown(self) -> None:
         """A process has more memory than before: end the largest one where all have too much."""
         with self._lock:
             alive = list(self._alive.values())
@@ -139,9 +140,9 @@ class GrammarProcesses:
                 return
             largest = max(alive, key=lambda process: process.taken_bytes)
         log.warning("grammars take more than %d MiB: the largest one ends", TOTAL_BYTES // MIB)
-        threading.Thread(target=largest.end, args=(TOGETHER,), daemon=True).start()  # locks are held here
+        threading.Thread(target=largest.end_process, args=(TOGETHER,), daemon=True).start()  # locks are held here
 
-    def watch(self, process: GrammarProcess) -> None:
+    def watch_process(self, process: GrammarProcess) -> None:
         """Read what it says as soon as it says something, and send the rest of what it is told."""
         events = select.EPOLLIN | select.EPOLLONESHOT | (select.EPOLLOUT if process.has_to_send else 0)
         fd = process.fileno()
@@ -154,7 +155,7 @@ class GrammarProcesses:
 
     # -- the thread
 
-    def _run(self) -> None:
+    def _poll_processes(self) -> None:
         while not self._closed:
             due_s = min(self._timed.values(), default=None)
             for fd, _ in self._poll.poll(None if due_s is None else max(0.0, due_s - time.monotonic())):
@@ -162,42 +163,42 @@ class GrammarProcesses:
                     os.eventfd_read(self._wake)
             self._begin_waiting()
             for process in list(self._alive.values()):
-                process.flush()
-                process.read()
+                process.send_pending()
+                process.read_replies()
                 if process.is_awaited:
-                    self.watch(process)
-            self._make_way()
+                    self.watch_process(process)
+            self._lower_priorities()
 
     def _begin_waiting(self) -> None:
         while not self._begun.empty():
             process = self._begun.get()
             try:
-                process.begin()
+                process.start_process()
             except OSError as error:
-                process.end(f"no process can be started for it: {error}")
+                process.end_process(f"no process can be started for it: {error}")
 
-    def _make_way(self) -> None:
+    def _lower_priorities(self) -> None:
         now_s = time.monotonic()
         for number, due_s in list(self._timed.items()):
             process = self._alive.get(number)
             if process is None or not process.is_awaited:
                 self._timed.pop(number, None)
-            elif due_s <= now_s and process.heard_s > now_s - YIELD_S:
-                self._timed[number] = process.heard_s + YIELD_S  # many masks, and each takes little
+            elif due_s <= now_s and process.last_reply_s > now_s - YIELD_S:
+                self._timed[number] = process.last_reply_s + YIELD_S  # many masks, and each takes little
             elif due_s <= now_s:
                 del self._timed[number]
-                process.give_way()
+                process.lower_priority()
 
     def _start_source(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         vocabulary = -1
-        with theirs:
+        with child_socket:
             if self._tokenizer is not None:
                 vocabulary = os.memfd_create("memserve-vocabulary")
                 with os.fdopen(vocabulary, "wb", closefd=False) as file:
                     file.write(self._tokenizer())
-            inherited = [theirs.fileno(), *([vocabulary] if vocabulary >= 0 else [])]
-            arguments = [theirs.fileno(), vocabulary, self.vocab_size, *self._eos]
+            inherited = [child_socket.fileno(), *([vocabulary] if vocabulary >= 0 else [])]
+            arguments = [child_socket.fileno(), vocabulary, self.vocab_size, *self._eos]
             command = module_command(wire.__name__, *map(str, arguments))
             one_heap = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # else each thread's counts against the limits
             self._source = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=one_heap)

@@ -29,8 +29,8 @@ _HINT = "set MEMSERVE_CACHE_DIR to a writable folder with enough space"
 
 def cache_root() -> Path:
     """``$MEMSERVE_CACHE_DIR``, else ``$XDG_CACHE_HOME/memserve``, else ``~/.cache/memserve``."""
-    if chosen := os.environ.get("MEMSERVE_CACHE_DIR"):
-        return Path(chosen).expanduser()
+    if configured := os.environ.get("MEMSERVE_CACHE_DIR"):
+        return Path(configured).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "memserve"
 
@@ -105,11 +105,11 @@ def fingerprint(folder: Path) -> str:
     return _fingerprint(folder, {file: whole_digest(file) for file in folder.glob("*.safetensors")})
 
 
-def known_fingerprint(folder: Path) -> str | None:
+def cached_fingerprint(folder: Path) -> str | None:
     """As :func:`fingerprint`, without reading weights; None: they were not read since they changed."""
-    digests = {file: _kept_digest(*_place_of(file.resolve())) for file in folder.glob("*.safetensors")}
-    known = {file: digest for file, digest in digests.items() if digest is not None}
-    return _fingerprint(folder, known) if len(known) == len(digests) else None
+    digests = {file: _cached_digest(*_digest_place(file.resolve())) for file in folder.glob("*.safetensors")}
+    cached_digests = {file: digest for file, digest in digests.items() if digest is not None}
+    return _fingerprint(folder, cached_digests) if len(cached_digests) == len(digests) else None
 
 
 def _fingerprint(folder: Path, digests: dict[Path, bytes]) -> str:
@@ -119,11 +119,11 @@ def _fingerprint(folder: Path, digests: dict[Path, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _place_of(path: Path) -> tuple[Path, list[str | int]]:
+def _digest_place(path: Path) -> tuple[Path, list[str | int]]:
     """Where the digest of a file is kept, and what of the file must be as it was."""
     now = path.stat()
-    known = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
-    return known, [str(path), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+    digest_file = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    return digest_file, [str(path), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def whole_digest(path: Path) -> bytes:
@@ -135,33 +135,33 @@ def whole_digest(path: Path) -> bytes:
     """
     path = path.resolve()
     before = path.stat()
-    known, seen = _place_of(path)
-    kept = _kept_digest(known, seen)
-    if kept is not None:
-        return kept
+    digest_file, identity = _digest_place(path)
+    cached = _cached_digest(digest_file, identity)
+    if cached is not None:
+        return cached
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()
     after = path.stat()
     is_same = (after.st_size, after.st_ctime_ns) == (before.st_size, before.st_ctime_ns)
     if is_same and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > _RECENT_NS:
-        _keep_digest(known, {"file": seen, "sha256": digest.hex()})
+        _cache_digest(digest_file, {"file": identity, "sha256": digest.hex()})
     return digest
 
 
-def _kept_digest(known: Path, seen: list[str | int]) -> bytes | None:
+def _cached_digest(digest_file: Path, identity: list[str | int]) -> bytes | None:
     try:
-        kept = json.loads(known.read_text())
-        digest = bytes.fromhex(kept["sha256"])
-        return digest if kept["file"] == seen and len(digest) == 32 else None
+        entry = json.loads(digest_file.read_text())
+        digest = bytes.fromhex(entry["sha256"])
+        return digest if entry["file"] == identity and len(digest) == 32 else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def _keep_digest(known: Path, digest: dict[str, object]) -> None:
+def _cache_digest(digest_file: Path, digest: dict[str, object]) -> None:
     try:
-        known.parent.mkdir(parents=True, exist_ok=True)
-        fresh = known.with_suffix(f".{os.getpid()}")
+        digest_file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = digest_file.with_suffix(f".{os.getpid()}")
         fresh.write_text(json.dumps(digest))
-        fresh.rename(known)
+        fresh.rename(digest_file)
     except OSError as error:
         log.info("the digest of a model's file is computed at each start: %s", error)

@@ -44,7 +44,7 @@ class ModelCard:
     position_regimes: PositionRegimes = NO_REGIMES
 
     @classmethod
-    def of(cls, model: LoadedModel) -> ModelCard:
+    def of_model(cls, model: LoadedModel) -> ModelCard:
         """The card of a loaded model."""
         return cls(
             model.name,
@@ -80,7 +80,7 @@ class Context:
     note: str = ""
     """Why it is less than the model's own; empty: it is not."""
 
-    def grow(self, card: ModelCard) -> None:
+    def grow_to(self, card: ModelCard) -> None:
         """As ``card`` says, if that is more."""
         if card.max_model_tokens > self.tokens:
             self.tokens, self.note = card.max_model_tokens, card.context_note

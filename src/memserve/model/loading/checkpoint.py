@@ -54,8 +54,8 @@ _SAVED_BUFFERS = re.compile(r"(attn|attention)\.(bias|masked_bias)$|rotary_emb\.
 
 
 @contextmanager
-def errors_named(what: str, hint: str) -> Iterator[None]:
-    """Whatever a library raises inside becomes a :class:`UserError` that begins with ``what``. It may be no
+def errors_named(failure: str, hint: str) -> Iterator[None]:
+    """Whatever a library raises inside becomes a :class:`UserError` that begins with ``failure``. It may be no
     ``Exception``: extensions written in Rust panic with a ``BaseException``."""
     try:
         yield
@@ -65,7 +65,7 @@ def errors_named(what: str, hint: str) -> Iterator[None]:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = lines[0] if lines else "no reason given"
         kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: "
-        raise UserError(f"{what}: {kind}{reason}"[: 2 * _CHARS], hint=hint, param="model") from error
+        raise UserError(f"{failure}: {kind}{reason}"[: 2 * _CHARS], hint=hint, param="model") from error
 
 
 def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
@@ -77,7 +77,7 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     transformers_logging: Any = logging  # transformers types little of this
     auto_model: Any = transformers.AutoModelForCausalLM
     transformers_logging.disable_progress_bar()
-    what = f"transformers cannot load {name} as a causal language model"
+    failure = f"transformers cannot load {name} as a causal language model"
     source: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if gguf_file is not None:
         source["gguf_file"] = gguf_file
@@ -88,7 +88,7 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the checks below refuse in one line what it warns about in tables
     try:
-        with errors_named(what, "give a complete model folder with config.json, tokenizer and safetensors weights"):
+        with errors_named(failure, "give a complete model folder with config.json, tokenizer and safetensors weights"):
             if gguf_file is None:
                 _check_files(folder, name, _described_weights(folder))
             with _read_and_dropped(dtype):
@@ -119,7 +119,7 @@ def _read_and_dropped(dtype: torch.dtype) -> Iterator[None]:
         if opens is None:
             yield
             return
-        place.safe_open = lambda *where, **how: _Opened(opens(*where, **how), dtype)
+        place.safe_open = lambda *args, **how: _Opened(opens(*args, **how), dtype)
         try:
             yield
         finally:
@@ -160,9 +160,9 @@ class _Slice:
         value: torch.Tensor = self._inner[index]
         if value.dtype == self._dtype or not value.is_floating_point():
             return value  # it stays mapped
-        own = value.clone()
+        resident = value.clone()
         drop_file_pages(value)
-        return own
+        return resident
 
 
 def is_finite(value: torch.Tensor) -> bool:
@@ -170,7 +170,7 @@ def is_finite(value: torch.Tensor) -> bool:
     import torch
 
     rows = value.reshape(1) if value.dim() == 0 else value
-    return all(bool(torch.isfinite(rows[at : at + _ROWS]).all()) for at in range(0, len(rows), _ROWS))
+    return all(bool(torch.isfinite(rows[first : first + _ROWS]).all()) for first in range(0, len(rows), _ROWS))
 
 
 def _first_and_last(module: Any) -> list[Any]:
@@ -181,21 +181,21 @@ def _first_and_last(module: Any) -> list[Any]:
 
 def _check_tensors(info: Any, name: str) -> None:
     """Raises :class:`UserError` for tensors that are missing, have another shape, or have no place."""
-    missing = sorted(info["missing_keys"])
-    misshapen = sorted(f"{key} ({_shape(here)}, the model has {_shape(there)})"
-                       for key, here, there in info["mismatched_keys"])  # fmt: skip
+    absent = sorted(info["missing_keys"])
+    misshapen = sorted(f"{key} ({_shape(file_shape)}, the model has {_shape(model_shape)})"
+                       for key, file_shape, model_shape in info["mismatched_keys"])  # fmt: skip
     surplus = sorted(
         key for key in info["unexpected_keys"] if not _BESIDE.search(key) and not _SAVED_BUFFERS.search(key)
     )
-    for found, what, hint in (
-        (missing, "tensors are missing", _COMPLETE),
+    for keys, problem, hint in (
+        (absent, "tensors are missing", _COMPLETE),
         (misshapen, "tensors have another shape", "config.json and weights must be of the same model"),
         (surplus, "tensors have no place in the model", "config.json and weights must be of the same model"),
     ):
-        if found:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            shown = ", ".join(key[:_CHARS] for key in found[:_SHOWN])
-            raise UserError(f"{name}: {len(found)} {what}: {shown}{more}", hint=hint, param="model")
+        if keys:
+            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+            shown = ", ".join(key[:_CHARS] for key in keys[:_SHOWN])
+            raise UserError(f"{name}: {len(keys)} {problem}: {shown}{more}", hint=hint, param="model")
     if info.get("error_msgs"):
         raise UserError(f"{name}: {str(info['error_msgs'][0]).splitlines()[0][:_CHARS]}", hint=_COMPLETE, param="model")
 
@@ -239,9 +239,9 @@ def _described_weights(folder: Path) -> int:
         return sum(value.numel() for value in auto_model.from_config(config).parameters())
 
 
-def _check_files(folder: Path, name: str, wanted: int) -> None:
+def _check_files(folder: Path, name: str, described: int) -> None:
     """Raises :class:`UserError` when there are no safetensors, a file of them is damaged, or they are far too small for
-    the ``wanted`` values: a config may describe a model that would fill the memory before it is noticed."""
+    the ``described`` values: a config may describe a model that would fill the memory before it is noticed."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
@@ -251,9 +251,9 @@ def _check_files(folder: Path, name: str, wanted: int) -> None:
             raise UserError(message, hint=hint, param="model")
         message = f"cannot load {name} as a causal language model: it has no weights, no .safetensors file"
         raise UserError(message, hint=_COMPLETE, param="model")
-    held = sum(sum(_tensors_of(file).values()) for file in files)
-    if wanted > _TIMES_MAX * held:
-        message = f"config.json of {name} describes {wanted} weights, and its files hold {held}"
+    stored = sum(sum(_tensors_of(file).values()) for file in files)
+    if described > _TIMES_MAX * stored:
+        message = f"config.json of {name} describes {described} weights, and its files hold {stored}"
         raise UserError(message, hint="config.json and weights must be of the same model", param="model")
 
 

@@ -26,9 +26,9 @@ import torch
 from memserve import __version__
 from memserve.base.errors import UserError
 from memserve.base.units import MIB
-from memserve.model.attention.context import ATTENTION_NAME, attending
+from memserve.model.attention.context import ATTENTION_NAME, step_attention
 from memserve.model.attention.reference import attend_dense
-from memserve.model.loading.cache import cache_root, known_fingerprint
+from memserve.model.loading.cache import cache_root, cached_fingerprint
 from memserve.model.loading.checkpoint import errors_named
 from memserve.model.loading.pages import WeightPages, pages_of
 from memserve.model.loading.probe import HINT, ProbedLayer
@@ -66,16 +66,16 @@ class _CarriedAttention:
     """A ``StepAttention`` for one sequence that comes in pieces: keys and values are all that it keeps."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._carried: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def attend(
+    def run_attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
-        if layer in self._kept:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self._kept[layer], (k, v), strict=True))
-        self._kept[layer] = k, v
+        """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
+        if layer in self._carried:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self._carried[layer], (k, v), strict=True))
+        self._carried[layer] = k, v
         return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
 
 
@@ -100,22 +100,23 @@ def compare_in_pieces(module: Any, layers: list[ProbedLayer], dtype: str, longes
     ids = (torch.arange(tokens, device=module.device) * 7919 + 13) % vocab
     first = max(1, tokens // 3)
     pieces = [0, first, first + 1, first + 2, first + 2 + (tokens - first - 2) // 2, tokens]
-    kept = _spread(first, tokens)
-    what = f"a {family} model cannot be served: its forward refused a plain step"
-    with errors_named(what, HINT), torch.inference_mode():
+    positions = _spread(first, tokens)
+    failure = f"a {family} model cannot be served: its forward refused a plain step"
+    with errors_named(failure, HINT), torch.inference_mode():
         module.set_attn_implementation("eager")
         try:
-            expected = _logits(module, ids, None, kept)
+            expected = _logits(module, ids, None, positions)
         finally:
             module.set_attn_implementation(ATTENTION_NAME)
-        with attending(_CarriedAttention()):
-            whole = _logits(module, ids, 0, kept)
-        got = []
-        with attending(_CarriedAttention()):
+        with step_attention(_CarriedAttention()):
+            whole = _logits(module, ids, 0, positions)
+        piece_logits = []
+        with step_attention(_CarriedAttention()):
             for begin, end in itertools.pairwise(pieces):
                 if begin < end:
-                    got.append(_logits(module, ids[begin:end], begin, [at for at in kept if begin <= at < end]))
-    errors, rounding = (_errors(logits, expected) for logits in (torch.cat(got), whole))
+                    compared = [position for position in positions if begin <= position < end]
+                    piece_logits.append(_logits(module, ids[begin:end], begin, compared))
+    errors, rounding = (_errors(logits, expected) for logits in (torch.cat(piece_logits), whole))
     right, wrong_from = TOLERANCE[dtype]
     if not float(rounding.median()) <= wrong_from:
         raise UserError(
@@ -149,21 +150,21 @@ def _in_float32(module: Any) -> Iterator[None]:
     layers = [layer for part in module.modules() if large and isinstance(part, torch.nn.ModuleList) for layer in part]
     pages = pages_of(module)
     wide = {id(layer): _Widened(layer, pages) for layer in layers}
-    inside = {id(one) for part in wide.values() for one in part.narrow}
+    inside = {id(weight) for part in wide.values() for weight in part.narrow}
     rest = _Widened(module, pages, inside)
     handles = []
     for layer in layers:
         part = wide[id(layer)]
-        handles.append(layer.register_forward_pre_hook(lambda *_, part=part: part.widen()))
-        handles.append(layer.register_forward_hook(lambda *_, part=part: part.restore(), always_call=True))
-    rest.widen()
+        handles.append(layer.register_forward_pre_hook(lambda *_, part=part: part.widen_weights()))
+        handles.append(layer.register_forward_hook(lambda *_, part=part: part.restore_weights(), always_call=True))
+    rest.widen_weights()
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
         for part in (rest, *wide.values()):
-            part.restore()
+            part.restore_weights()
 
 
 class _Widened:
@@ -172,23 +173,23 @@ class _Widened:
     def __init__(self, module: Any, pages: WeightPages, without: Collection[int] = ()) -> None:
         """``without``: the ids of weights that are left alone."""
         values = (*module.parameters(), *module.buffers())
-        self.narrow = [one for one in values if one.dtype in _NARROW and id(one) not in without]
-        self._own: list[Tensor] = []
+        self.narrow = [weight for weight in values if weight.dtype in _NARROW and id(weight) not in without]
+        self._originals: list[Tensor] = []
         self._pages = pages
 
-    def widen(self) -> None:
+    def widen_weights(self) -> None:
         """Put float32 copies in the place of the weights."""
-        if not self._own:
-            self._own = [one.data for one in self.narrow]
-            for one, own in zip(self.narrow, self._own, strict=True):
-                one.data = own.float()
-            self._pages.release(*(own for own in self._own if self._pages.is_mapped(own)))
+        if not self._originals:
+            self._originals = [weight.data for weight in self.narrow]
+            for weight, original in zip(self.narrow, self._originals, strict=True):
+                weight.data = original.float()
+            self._pages.release_values(*(original for original in self._originals if self._pages.is_mapped(original)))
 
-    def restore(self) -> None:
+    def restore_weights(self) -> None:
         """Put the weights themselves back."""
-        for one, own in zip(self.narrow, self._own, strict=False):
-            one.data = own
-        self._own = []
+        for weight, original in zip(self.narrow, self._originals, strict=False):
+            weight.data = original
+        self._originals = []
 
 
 def _errors(logits: Tensor, expected: Tensor) -> Tensor:
@@ -200,8 +201,8 @@ def _tokens(module: Any, layers: list[ProbedLayer], longest: int | None) -> int:
     """How many to try: past every window, as far as that is affordable."""
     weights = sum(parameter.numel() for parameter in module.parameters())
     affordable = int(OPERATIONS_MAX / max(1, 2 * weights))
-    wanted = max([TOKENS_USUAL, *(layer.window + BEYOND_WINDOW_TOKENS for layer in layers if layer.window)])
-    limits = [wanted, max(TOKENS_LEAST, affordable)]
+    window_tokens = max([TOKENS_USUAL, *(layer.window + BEYOND_WINDOW_TOKENS for layer in layers if layer.window)])
+    limits = [window_tokens, max(TOKENS_LEAST, affordable)]
     text = module.config.get_text_config()
     limits += [size for size in (longest, getattr(text, "max_position_embeddings", None)) if size]
     return int(min(limits))
@@ -213,14 +214,14 @@ def _spread(first: int, tokens: int) -> list[int]:
     return sorted({*range(first, tokens, step), tokens - 1})
 
 
-def _logits(module: Any, ids: Tensor, begin: int | None, kept: list[int]) -> Tensor:
+def _logits(module: Any, ids: Tensor, begin: int | None, compared: list[int]) -> Tensor:
     """Float32 logits ``[kept, vocab]`` of tokens that begin at position ``begin``; None: at 0, in the module's own
     count, which may differ from ours (RoBERTa's begins behind the id of its padding)."""
     positions = {}
     if begin is not None:
         positions["position_ids"] = torch.arange(begin, begin + len(ids), device=ids.device)[None]
     out = module(input_ids=ids[None], use_cache=False, **positions)
-    logits: Tensor = out.logits[0, [at - (begin or 0) for at in kept]].float()
+    logits: Tensor = out.logits[0, [position - (begin or 0) for position in compared]].float()
     return logits
 
 
@@ -236,7 +237,7 @@ def verdict_file(fingerprint: str, dtype: str) -> Path:
 
 def verdicts_on(folder: Path) -> dict[str, str]:
     """The verdicts on a model folder by dtype, as far as there are any (:func:`read_verdict`); reads no weights."""
-    identity = known_fingerprint(folder)
+    identity = cached_fingerprint(folder)
     files = {dtype: verdict_file(identity, dtype) for dtype in TOLERANCE} if identity is not None else {}
     read = {dtype: read_verdict(file) for dtype, file in files.items()}
     return {dtype: refused for dtype, refused in read.items() if refused is not None}

@@ -110,19 +110,19 @@ class _Folders:
         self._written: set[str] = set()
         self.odd = ""  # a weight that is not finite
 
-    def take(self, module: Any, name: str) -> None:
+    def take_weight(self, module: Any, name: str) -> None:
         """Write the weight ``name`` of ``module``, and free it."""
         value = _value_of(module, name)
         if value is not None and not value.is_meta:
-            self._write(module, name, value.detach())
+            self._write_value(module, name, value.detach())
             value.data = value.new_zeros(()).expand(value.shape)
 
     def take_rest(self, module: Any) -> None:
         """Write what transformers did not put in itself: buffers that the module computes."""
         for name, value in module.state_dict().items():
-            self._write(module, name, value)
+            self._write_value(module, name, value)
 
-    def _write(self, module: Any, name: str, value: Tensor) -> None:
+    def _write_value(self, module: Any, name: str, value: Tensor) -> None:
         import torch
 
         tied = module.config.get_text_config().tie_word_embeddings
@@ -150,7 +150,7 @@ def convert(path: Path, folder: Path) -> None:
     rounded.mkdir()
     with ExitStack() as stack:
         folders = _Folders(folder, stack)
-        with _each_weight(folders.take), _read_late():
+        with _each_weight(folders.take_weight), _read_late():
             model = load_module(path.parent, path.name, torch.float32, path.name)
         folders.take_rest(model)
         if folders.odd:
@@ -175,8 +175,8 @@ def _each_weight(take: Callable[[Any, str], None]) -> Iterator[None]:
         yield
         return
 
-    def put_and_take(module: Any, name: str, *rest: Any, **named: Any) -> Any:
-        result = put(module, name, *rest, **named)
+    def put_and_take(module: Any, name: str, *rest: Any, **options: Any) -> Any:
+        result = put(module, name, *rest, **options)
         take(module, name)
         return result
 
@@ -214,9 +214,9 @@ def _read_late() -> Iterator[None]:
         yield
         return
 
-    def load_late(path: Any, return_tensors: bool = False, model_to_load: Any = None, **named: Any) -> Any:
+    def load_late(path: Any, return_tensors: bool = False, model_to_load: Any = None, **options: Any) -> Any:
         late = _late_weights(place, load(path), path, model_to_load) if return_tensors else None
-        return late or load(path, return_tensors=return_tensors, model_to_load=model_to_load, **named)
+        return late or load(path, return_tensors=return_tensors, model_to_load=model_to_load, **options)
 
     place.load_gguf_checkpoint = load_late
     try:
@@ -243,8 +243,8 @@ def _late_weights(place: Any, parsed: dict[str, Any], path: Any, module: Any) ->
 
     def read(tensor: Any) -> Tensor:
         weights = gguf.dequantize(tensor.data, tensor.tensor_type)
-        known = {"tensor_key_mapping": names, "parsed_parameters": parsed}
-        weights = processor.process(weights=weights, name=tensor.name, **known).weights
+        context = {"tensor_key_mapping": names, "parsed_parameters": parsed}
+        weights = processor.process(weights=weights, name=tensor.name, **context).weights
         value = torch.from_numpy(weights if weights.flags.writeable else np.copy(weights))
         mapped._mmap.madvise(mmap.MADV_DONTNEED)  # what was read of the file is no longer needed
         return value
@@ -258,8 +258,8 @@ def _late_weights(place: Any, parsed: dict[str, Any], path: Any, module: Any) ->
 
 
 def _value_of(module: Any, name: str) -> Tensor | None:
-    parent, _, own = name.rpartition(".")
-    value: Tensor | None = getattr(module.get_submodule(parent), own, None)
+    parent, _, attribute = name.rpartition(".")
+    value: Tensor | None = getattr(module.get_submodule(parent), attribute, None)
     return value
 
 

@@ -178,16 +178,18 @@ def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None) -> ModelFo
     return folder
 
 
-def _compare(module: Any, layers: list[ProbedLayer], folder: ModelFolder, dtype: str, known: tuple[str, int]) -> None:
-    """Compare ``module`` with transformers' forward; ``known``: its fingerprint, and up to how many tokens its
+def _compare(
+    module: Any, layers: list[ProbedLayer], folder: ModelFolder, dtype: str, identity: tuple[str, int]
+) -> None:
+    """Compare ``module`` with transformers' forward; ``identity``: its fingerprint, and up to how many tokens its
     positions do not depend on a sequence's length. Raises :class:`UserError`."""
     from memserve.model.loading.comparison import compare_once
     from memserve.model.loading.pages import pages_of
 
     with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
-        plain_tokens = _max_model_tokens(module.config, layers, known[1])
+        plain_tokens = _max_model_tokens(module.config, layers, identity[1])
     with pages_of(module).one_layer_at_a_time(module):
-        compare_once(module, layers, dtype, known[0], plain_tokens)
+        compare_once(module, layers, dtype, identity[0], plain_tokens)
 
 
 def _keep_stored(module: Any, folder: ModelFolder, dtype: str, identity: str) -> str:
@@ -336,12 +338,12 @@ def _generation_defaults(folder: ModelFolder) -> dict[str, float]:
 
 def _eos_token_ids(module: Any, tokenizer: Any, folder: ModelFolder, vocab_size: int) -> tuple[int, ...]:
     """Every token that ends a sequence: by the generation config, the config, the tokenizer, and the chat template."""
-    named = [
+    entries = [
         _generation_config(folder).get("eos_token_id"),
         module.config.get_text_config().__dict__.get("eos_token_id"),
     ]
-    named.append(tokenizer.eos_token_id)
-    ids = [token for entry in named for token in (entry if isinstance(entry, (list, tuple)) else [entry])]
+    entries.append(tokenizer.eos_token_id)
+    ids = [token for entry in entries for token in (entry if isinstance(entry, (list, tuple)) else [entry])]
     template, vocab = tokenizer.chat_template or "", tokenizer.get_added_vocab()
     ids += [vocab[token] for token in _TURN_ENDS if token in vocab and token in str(template)]
     ids += [vocab[_TEXT_END]] if _TEXT_END in vocab else []

@@ -58,7 +58,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     layers_to_transform: _Layer | list[_Layer] | None = None
     layers_pattern: _Names | None = None
 
-    def patterns(self) -> Iterator[tuple[str, str]]:
+    def regex_fields(self) -> Iterator[tuple[str, str]]:
         """Each regular expression, after the field where it stands."""
         for field in ("rank_pattern", "alpha_pattern", "layers_pattern"):
             yield from ((field, pattern) for pattern in _listed(getattr(self, field)))
@@ -66,13 +66,13 @@ class AdapterConfig(msgspec.Struct, frozen=True):
             if isinstance(pattern := getattr(self, field), str):
                 yield field, pattern
 
-    def rank(self, path: str) -> int:
+    def rank_of(self, path: str) -> int:
         """Columns of ``B`` in the module at ``path``."""
         return _of_pattern(self.rank_pattern, path, self.r)
 
-    def scale(self, path: str) -> float:
+    def scale_of(self, path: str) -> float:
         """By what ``B A x`` is multiplied in the module at ``path``."""
-        rank = self.rank(path)
+        rank = self.rank_of(path)
         return _of_pattern(self.alpha_pattern, path, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def leaves_out(self, path: str) -> str | None:
@@ -82,17 +82,17 @@ class AdapterConfig(msgspec.Struct, frozen=True):
             return "target_modules"
         if left_out and _are_named(left_out, path):
             return "exclude_modules"
-        layers = self.layers()
-        return "layers_to_transform" if layers and self.layer(path) not in layers else None
+        layers = self.named_layers()
+        return "layers_to_transform" if layers and self.layer_of(path) not in layers else None
 
-    def layer(self, path: str) -> int | None:
+    def layer_of(self, path: str) -> int | None:
         """The number of the layer that the module at ``path`` is in."""
         for pattern in _listed(self.layers_pattern) or [r"[^.]*"]:
-            if found := re.match(rf".*\.{pattern}\.(\d+)\.", path):
-                return int(found.group(found.lastindex or 0))
+            if path_match := re.match(rf".*\.{pattern}\.(\d+)\.", path):
+                return int(path_match.group(path_match.lastindex or 0))
         return None
 
-    def layers(self) -> frozenset[int]:
+    def named_layers(self) -> frozenset[int]:
         """The layers that it names; none: all."""
         return frozenset(_listed(self.layers_to_transform))
 
@@ -109,8 +109,8 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _of_pattern(values: Mapping[str, _Number] | None, path: str, default: _Number) -> _Number:
-    found = (value for key, value in (values or {}).items() if re.fullmatch(rf"(.*\.)?({key})", path))
-    return next(found, default)
+    matches = (value for key, value in (values or {}).items() if re.fullmatch(rf"(.*\.)?({key})", path))
+    return next(matches, default)
 
 
 def _are_named(names: _Names, path: str) -> bool:
@@ -184,15 +184,17 @@ def _config(name: str, fields: dict[str, Any]) -> AdapterConfig:
     try:
         config = msgspec.convert(fields, AdapterConfig)
     except msgspec.ValidationError as error:
-        raise _odd(name, str(error)) from None
-    for field, pattern in config.patterns():
+        raise _config_error(name, str(error)) from None
+    for field, pattern in config.regex_fields():
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise _odd(name, f"{field} has {pattern[:60]!r}, which is no regular expression ({error})") from None
+            raise _config_error(
+                name, f"{field} has {pattern[:60]!r}, which is no regular expression ({error})"
+            ) from None
     return config
 
 
-def _odd(name: str, what: str) -> UserError:
+def _config_error(name: str, reason: str) -> UserError:
     hint = "restore the file: save the adapter again, or download it again"
-    return UserError(f"the adapter {name!r} has a {CONFIG} that cannot be used: {what}", hint=hint, param="lora")
+    return UserError(f"the adapter {name!r} has a {CONFIG} that cannot be used: {reason}", hint=hint, param="lora")

@@ -3,12 +3,12 @@
 Weights are mapped from their files: whatever reads them makes their pages resident. Pages of such a map that nothing
 has written to can be dropped at any time, and come again from the file when they are read. So a forward before the
 weights are packed has only the layers resident that it computes (:meth:`WeightPages.one_layer_at_a_time`), and packing
-drops each weight behind itself (:meth:`WeightPages.release`).
+drops each weight behind itself (:meth:`WeightPages.release_values`).
 
 Weights that were computed at load (of another dtype than their file's, or joined from several tensors) lie in memory
 of this process alone. Their pages are dropped as well once they are packed, and are zeros then;
-:meth:`WeightPages.restore` reads them again, for the rare module that turns out not to be captured after its weights
-were packed.
+:meth:`WeightPages.restore_dropped` reads them again, for the rare module that turns out not to be captured after its
+weights were packed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WeightPages:
         """Whether ``value`` lies in a map of one of the files."""
         return self._map_of(value) is not None
 
-    def release(self, *values: Tensor) -> None:
+    def release_values(self, *values: Tensor) -> None:
         """Drop the pages of ``values``, as far as they are weights of this module."""
         for value in values:
             place, start = self._map_of(value), value.data_ptr()
@@ -81,14 +81,14 @@ class WeightPages:
         for start, end in self._maps:
             _drop(start, end)
 
-    def forget(self) -> None:
+    def stop_tracking(self) -> None:
         """Leave the weights alone from now on, and let go of their files."""
         self._maps, self._starts, self._alive, self.mapped_bytes = [], [], [], 0
         self._owned.clear()
         self._dropped.clear()
 
-    def restore(self) -> None:
-        """Give weights that are zeros since :meth:`release` their values again."""
+    def restore_dropped(self) -> None:
+        """Give weights that are zeros since :meth:`release_values` their values again."""
         if self._dropped and self._reload is not None:
             fresh = dict(self._reload().named_parameters())
             for name, value in self._dropped.items():
@@ -105,9 +105,9 @@ class WeightPages:
         self.release_maps()
         handles = []
         for part in module.modules():
-            own = [value for value in part.parameters(recurse=False) if self.is_mapped(value)]
-            if own:
-                handles.append(part.register_forward_hook(_releasing(self, own)))
+            weights = [value for value in part.parameters(recurse=False) if self.is_mapped(value)]
+            if weights:
+                handles.append(part.register_forward_hook(_releasing(self, weights)))
         try:
             yield
         finally:
@@ -141,9 +141,9 @@ def drop_file_pages(value: Tensor) -> None:
     _drop(-(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE)
 
 
-def _releasing(pages: WeightPages, own: list[Any]) -> Callable[..., None]:
+def _releasing(pages: WeightPages, weights: list[Any]) -> Callable[..., None]:
     def hook(*_: object) -> None:
-        pages.release(*own)
+        pages.release_values(*weights)
 
     return hook
 
@@ -168,8 +168,8 @@ def _clean_maps(files: set[str]) -> Iterator[tuple[int, int]]:
         return
     place: tuple[int, int] | None = None
     for line in lines:
-        if found := _MAP.match(line):
-            start, end, mode, path = found.groups()
+        if header := _MAP.match(line):
+            start, end, mode, path = header.groups()
             place = (int(start, 16), int(end, 16)) if path in files and mode.endswith("p") else None
         elif place is not None and line.startswith("Anonymous:") and line.split()[1] == "0":
             yield place

@@ -14,7 +14,7 @@ import torch
 
 from memserve.base.errors import UserError, check
 from memserve.base.types import KVGeometry
-from memserve.model.attention.context import ATTENTION_NAME, attending, register_attention
+from memserve.model.attention.context import ATTENTION_NAME, register_attention, step_attention
 from memserve.model.attention.reference import attend_dense
 from memserve.model.loading.checkpoint import errors_named
 
@@ -44,7 +44,7 @@ class DenseAttention:
     def __init__(self) -> None:
         self.layers: list[ProbedLayer] = []
 
-    def attend(
+    def run_attention(
         self,
         layer: int,
         q: Tensor,
@@ -56,7 +56,7 @@ class DenseAttention:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
+        """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         sizes = k.shape[1], k.shape[3], v.shape[3]
         self.layers.append(ProbedLayer(layer, *sizes, window, sinks is not None, q.shape[1]))
         return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
@@ -74,7 +74,7 @@ def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry,
     register_attention()
     module.set_attn_implementation(ATTENTION_NAME)
     attention = DenseAttention()
-    with attending(attention):
+    with step_attention(attention):
         logits = _last_logits(module, ids, family)
     layers = attention.layers
     _check_layers(layers, module.config.get_text_config().num_hidden_layers, family)
@@ -87,22 +87,26 @@ def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry,
 
 def _last_logits(module: Any, ids: Tensor, family: str) -> Tensor:
     positions = torch.arange(len(ids), device=ids.device)
-    what = f"a {family} model cannot be served: its forward refused a plain step"
-    with errors_named(what, HINT), torch.inference_mode():
+    failure = f"a {family} model cannot be served: its forward refused a plain step"
+    with errors_named(failure, HINT), torch.inference_mode():
         out = module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     last: Tensor = out.logits[0, -1].float()
     return last
 
 
 def _check_layers(layers: list[ProbedLayer], expected: int, family: str) -> None:
-    seen = [layer.layer for layer in layers]
-    if not seen:
+    layer_numbers = [layer.layer for layer in layers]
+    if not layer_numbers:
         raise UserError(
             f"a {family} model cannot be served: its attention does not use transformers' interface", hint=HINT
         )
-    if seen != list(range(expected)):
-        missing = sorted(set(range(expected)) - set(seen))
-        story = f"layers {missing} have no attention of this kind" if missing else f"its layers attend in order {seen}"
+    if layer_numbers != list(range(expected)):
+        absent = sorted(set(range(expected)) - set(layer_numbers))
+        story = (
+            f"layers {absent} have no attention of this kind"
+            if absent
+            else f"its layers attend in order {layer_numbers}"
+        )
         raise UserError(f"a {family} model cannot be served: {story}", hint=HINT)
     shapes = sorted({(layer.kv_heads, layer.head_dim_k, layer.head_dim_v) for layer in layers})
     if len(shapes) > 1:

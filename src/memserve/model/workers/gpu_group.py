@@ -67,37 +67,37 @@ class TorchCommunicator:
             self._group = c10d.ProcessGroupNCCL(store, *place, options)
         else:
             self._group = c10d.ProcessGroupGloo(store, *place, limit)
-        self._leads = place[0] == 0
+        self._is_first = place[0] == 0
 
     def all_reduce(self, x: Tensor) -> None:
         """See :class:`Communicator`."""
-        self._done(self._group.allreduce([x], self._options("Allreduce")))
+        self._wait_work(self._group.allreduce([x], self._new_options("Allreduce")))
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """See :class:`Communicator`."""
-        options = self._options("Broadcast")
+        options = self._new_options("Broadcast")
         options.rootRank, options.rootTensor = source, 0
-        self._done(self._group.broadcast([x], options))
+        self._wait_work(self._group.broadcast([x], options))
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """See :class:`Communicator`."""
-        found = [torch.empty_like(x) for _ in range(self._size)] if self._leads else []
-        options = self._options("Gather")
+        parts = [torch.empty_like(x) for _ in range(self._size)] if self._is_first else []
+        options = self._new_options("Gather")
         options.rootRank = 0
-        self._done(self._group.gather([found] if self._leads else [], [x], options))
-        return found
+        self._wait_work(self._group.gather([parts] if self._is_first else [], [x], options))
+        return parts
 
     def abort(self) -> None:
         """See :class:`Communicator`."""
         self._group.abort()
 
-    def _options(self, operation: str) -> Any:
+    def _new_options(self, operation: str) -> Any:
         options = getattr(self._c10d, f"{operation}Options")()
         options.asyncOp = False  # in the stream in use, not in one of NCCL's own
         return options
 
     @staticmethod
-    def _done(work: Any) -> None:
+    def _wait_work(work: Any) -> None:
         if work is not None:  # gloo computes on the host
             work.wait()
 
@@ -105,7 +105,7 @@ class TorchCommunicator:
 class GpuWorkerGroup:
     """One worker's connection to the others; an :class:`memserve.model.workers.group.GroupExchange`."""
 
-    copies = True
+    makes_copies = True
     """Every worker makes the copies of its part: each has a memory of its own."""
     waited_ns = 0
     """How long the host has waited for other workers: it does not."""
@@ -127,9 +127,11 @@ class GpuWorkerGroup:
         last = tuple(range(ranks - parts, ranks))
         before, behind, drawing = (rank - parts, rank), (rank, rank + parts), tuple(sorted({0, *last}))
         whole = tuple(range(ranks))
-        wanted = {stage, drawing, whole, *([before] * (share.stage > 0)), *([behind] * (not share.is_last_stage))}
+        rank_sets = {stage, drawing, whole, *([before] * (share.stage > 0)), *([behind] * (not share.is_last_stage))}
         #: in one order of all groups, so that no two workers wait for each other in two of them
-        self._groups = {one: connect(one) for one in sorted(wanted) if rank in one and len(one) > 1}
+        self._groups = {
+            members: connect(members) for members in sorted(rank_sets) if rank in members and len(members) > 1
+        }
         for group in self._groups.values():
             group.all_reduce(torch.zeros(1, device=device))  # they connect at their first operation: not in a graph
         self._stage, self._whole = self._groups.get(stage), self._groups[whole]
@@ -137,11 +139,11 @@ class GpuWorkerGroup:
         self._drawing = self._groups.get(drawing)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker draws the tokens."""
         return self.share.rank == 0
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Nothing is shared that workers would have to meet for: the order of each device's own work is enough."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -153,10 +155,10 @@ class GpuWorkerGroup:
 
     def receive(self, x: Tensor) -> Tensor:
         """See :class:`memserve.model.workers.group.GroupExchange`."""
-        got = torch.empty_like(x, memory_format=torch.contiguous_format)
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
         if self._before is not None:
-            self._before.broadcast(got, 0)
-        return got
+            self._before.broadcast(received, 0)
+        return received
 
     def send(self, x: Tensor) -> Tensor:
         """See :class:`memserve.model.workers.group.GroupExchange`."""
@@ -165,35 +167,35 @@ class GpuWorkerGroup:
             self._behind.broadcast(x, 0)
         return x
 
-    def gather(self, logits: Tensor) -> Tensor:
+    def gather_logits(self, logits: Tensor) -> Tensor:
         """The whole logits ``[R, vocab]`` float32 for rank 0; for the others their own."""
         if not len(logits):
-            return logits.new_empty((0, sum(self._vocabularies))) if self.leads else logits
+            return logits.new_empty((0, sum(self._vocabularies))) if self.is_leader else logits
         if self._drawing is None:
             return logits
         width = max(self._vocabularies)
         if self.share.is_last_stage:
-            mine = pad(logits, (0, width - logits.shape[1])).contiguous()
+            padded = pad(logits, (0, width - logits.shape[1])).contiguous()
         else:
-            mine = logits.new_zeros((len(logits), width))  # its own are not the model's
-        slices = self._drawing.gather(mine)
-        if not self.leads:
+            padded = logits.new_zeros((len(logits), width))  # its own are not the model's
+        slices = self._drawing.gather(padded)
+        if not self.is_leader:
             return logits
         slices = slices[-self.share.parts :]  # those of the last stage
-        return torch.cat([one[:, :count] for one, count in zip(slices, self._vocabularies, strict=True)], 1)
+        return torch.cat([piece[:, :count] for piece, count in zip(slices, self._vocabularies, strict=True)], 1)
 
-    def hand_out(self, drawn: Tensor) -> None:
+    def broadcast_tokens(self, tokens: Tensor) -> None:
         """Make ``drawn [n]`` the leader's, for all workers."""
-        self._whole.broadcast(drawn, 0)
+        self._whole.broadcast(tokens, 0)
 
-    def agree(self, mine: int) -> bool:
+    def all_agree(self, value: int) -> bool:
         """Whether all workers say the same small number. Waits for the device."""
-        sums = torch.tensor([float(mine), float(mine) ** 2], device=self._device)
+        sums = torch.tensor([float(value), float(value) ** 2], device=self._device)
         self._whole.all_reduce(sums)
         first, second = sums.tolist()
-        return bool(first == mine * self.share.ranks and second == mine**2 * self.share.ranks)
+        return bool(first == value * self.share.ranks and second == value**2 * self.share.ranks)
 
-    def abandon(self, why: str) -> None:
+    def mark_broken(self, why: str) -> None:
         """No step can be computed any more: all waits of this worker's device end."""
         self.broken = self.broken or why
         for group in self._groups.values():

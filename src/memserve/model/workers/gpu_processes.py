@@ -32,7 +32,14 @@ from memserve.base.units import MIB
 from memserve.model.gpu.setup import check_pages, device_with_graphs, kv_bytes_here
 from memserve.model.workers.gpu_group import GpuWorkerGroup, Ranks, TorchCommunicator
 from memserve.model.workers.gpu_steps import DividedGpu, follow_leader
-from memserve.model.workers.processes import LOAD_S, STEP_S, Processes, begin_worker, refuse_stages_by_layer, say_why
+from memserve.model.workers.processes import (
+    LOAD_S,
+    STEP_S,
+    Processes,
+    begin_worker,
+    refuse_stages_by_layer,
+    send_failure,
+)
 from memserve.protocol.peers import ShardPlace
 from memserve.system.gpus import Driver, DriverError, gpu_count, show_first
 from memserve.system.imports import leave_compiler_out
@@ -111,47 +118,47 @@ class GpuWorkers(Processes):
         #: why other processes cannot read the KV; empty: they can
         self.why_unshared = "" if shared else "it is not asked for"
         refuse_stages_by_layer(options.parallel, options.scheduler.layerwise)
-        found = shares(options.parallel, model.geometry)
-        check_pages(shard_of(found[0], model.geometry).run_bytes)
-        self._options, self._model, self._gpu, self._share = options, model, gpu, found[0]
+        worker_shares = shares(options.parallel, model.geometry)
+        check_pages(shard_of(worker_shares[0], model.geometry).run_bytes)
+        self._options, self._model, self._gpu, self._share = options, model, gpu, worker_shares[0]
         self._meeting = Path(tempfile.mkdtemp(prefix="memserve-workers-"))
         size = options.dram_memory_bytes // model.geometry.block_bytes * model.geometry.block_bytes
         self._dram = _core.SharedArena(size, sealed=False) if size else None
         described = None if self._dram is None else (self._dram.fd, size)
         gpus = gpu_count()
         try:
-            for share in found[1:]:
+            for share in worker_shares[1:]:
                 order = _Order(share, options, os.getpid(), self._meeting / "store", described, nixl_at)
                 shown = {"CUDA_VISIBLE_DEVICES": show_first(share.rank, os.environ, gpus), _HANDLING: _ENDS}
-                self._start(self.module, order, [] if described is None else [described[0]], shown)
+                self._start_process(self.module, order, [] if described is None else [described[0]], shown)
             os.environ.setdefault(_HANDLING, _KEEPS)
-            self._crew = self._together(lambda: _connected(self._share, model, gpu, self._meeting / "store"))
+            self._crew = self._run_together(lambda: _connected(self._share, model, gpu, self._meeting / "store"))
         except BaseException:
             self.close()
             raise
 
     def kv_bytes(self) -> int:
         """Memory for KV of the whole instance: as many blocks as fit on every GPU. Raises :class:`UserError`."""
-        own = _blocks_here(self._share, self._options, self._model)
-        rooms = [_known(said, _Room) for said in self.hear()]
+        own_blocks = _blocks_here(self._share, self._options, self._model)
+        rooms = [_check_kind(message, _Room) for message in self.receive_all()]
         if self._dram is not None:
             self._dram.seal()
         for rank, room in enumerate(rooms, 1):
             if self._shared and not self.why_unshared and (why := room.why or _why_unmapped(room.exported)):
                 self.why_unshared = f"GPU 0 of this instance cannot read the memory of GPU {rank}: {why}"
-        return min([own, *(room.blocks for room in rooms)]) * self._model.geometry.block_bytes
+        return min([own_blocks, *(room.blocks for room in rooms)]) * self._model.geometry.block_bytes
 
-    def device(self, model: LoadedModel, config: InstanceConfig) -> DividedGpu:
+    def build_device(self, model: LoadedModel, config: InstanceConfig) -> DividedGpu:
         """The device of all workers. ``model``: the leader's, as it is served. Raises :class:`UserError`; the caller
         closes the workers then."""
-        for line in self._lines:
+        for line in self._connections:
             line.send(config)
-        part = self._together(lambda: _part(model, config, self._gpu, self._crew, self._dram))
-        places = [_known(said, ShardPlace) for said in self.hear()]
-        memory = None if self.why_unshared else self._memory(part, model, places)
+        part = self._run_together(lambda: _part(model, config, self._gpu, self._crew, self._dram))
+        places = [_check_kind(message, ShardPlace) for message in self.receive_all()]
+        memory = None if self.why_unshared else self._export_memory(part, model, places)
         return DividedGpu(part, self, self._crew, memory=memory)
 
-    def _memory(self, part: GpuPart, model: LoadedModel, places: list[ShardPlace]) -> GpuMemory:
+    def _export_memory(self, part: GpuPart, model: LoadedModel, places: list[ShardPlace]) -> GpuMemory:
         """The KV of all workers, as other processes read it."""
         every = tuple(shard_of(share, model.geometry) for share in shares(self._options.parallel, model.geometry))
         driver = Driver()
@@ -159,8 +166,8 @@ class GpuWorkers(Processes):
             maps = [MappedMemory(driver, place.exported, place.arena_bytes) for place in places]
         except DriverError as error:
             raise UserError(f"the GPUs of this instance cannot read one another's memory: {error}") from error
-        others = [WorkerMemory(*pair) for pair in zip(places, maps, strict=True)]
-        memory = GpuMemory(part.hbm, driver, shards=every, others=others)
+        worker_memories = [WorkerMemory(*pair) for pair in zip(places, maps, strict=True)]
+        memory = GpuMemory(part.hbm, driver, shards=every, worker_memories=worker_memories)
         if self._nixl_at is not None:
             memory.on_expected = self.expect_reads
         return memory
@@ -168,22 +175,22 @@ class GpuWorkers(Processes):
     def expect_reads(self) -> None:
         """Peers will read the workers' KV in a moment."""
         with suppress(OSError):  # they have ended
-            self.tell()
+            self.send_all()
 
     def close(self) -> None:
         """End them."""
         super().close()
         shutil.rmtree(self._meeting, ignore_errors=True)
 
-    def _together(self, work: Callable[[], T]) -> T:
+    def _run_together(self, work: Callable[[], T]) -> T:
         """What ``work`` gives, in which all workers wait for one another. Raises :class:`UserError` where one has ended
         meanwhile, or it takes too long: then a thread stays behind, until this process ends."""
-        found: list[T] = []
+        results: list[T] = []
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
-                found.append(work())
+                results.append(work())
             except BaseException as error:
                 errors.append(error)
 
@@ -193,18 +200,20 @@ class GpuWorkers(Processes):
         while thread.is_alive():
             thread.join(_LOOK_S)
             late = time.monotonic() - began > LOAD_S
-            ended = next((rank for rank, one in enumerate(self._processes, 1) if one.poll() is not None), 0)
-            if thread.is_alive() and (ended or late):
-                if ended:
-                    self._hear(ended, self._lines[ended - 1])  # raises with what it has said, if it did
-                why = f"worker {ended} has ended" if ended else f"they are not ready after {LOAD_S:.0f} s"
+            dead_rank = next((rank for rank, process in enumerate(self._processes, 1) if process.poll() is not None), 0)
+            if thread.is_alive() and (dead_rank or late):
+                if dead_rank:
+                    self._receive_from(
+                        dead_rank, self._connections[dead_rank - 1]
+                    )  # raises with what it has said, if it did
+                why = f"worker {dead_rank} has ended" if dead_rank else f"they are not ready after {LOAD_S:.0f} s"
                 raise UserError(f"the workers of this instance cannot start: {why}", hint="their logs say more")
         if errors:
-            for rank, line in enumerate(self._lines, 1):
+            for rank, line in enumerate(self._connections, 1):
                 if line.poll(_LOOK_S):  # the reason may be there, and the own error nothing but its consequence
-                    self._hear(rank, line)
+                    self._receive_from(rank, line)
             raise errors[0]
-        return found[0]
+        return results[0]
 
 
 def _connected(share: Share, model: LoadedModel, gpu: Gpu, meeting: Path) -> GpuWorkerGroup:
@@ -214,7 +223,7 @@ def _connected(share: Share, model: LoadedModel, gpu: Gpu, meeting: Path) -> Gpu
     vocabularies = shard(model.module, share, model.geometry, model.adapters)
     model.module.to(model.device)
     if model.adapters is not None:
-        model.adapters.move(model.device)
+        model.adapters.move_to(model.device)
 
     def connect(ranks: Ranks) -> TorchCommunicator:
         return TorchCommunicator(meeting, ranks, share.rank, 2 * STEP_S)  # later than the leader gives up
@@ -229,9 +238,9 @@ def _blocks_here(share: Share, options: EngineOptions, model: LoadedModel) -> in
     """Blocks that this GPU has room for. Raises :class:`UserError` where those asked for do not fit."""
     from memserve.model.loading.loader import model_sizes
 
-    own, whole = shard_of(share, model.geometry).local.block_bytes, model.geometry.block_bytes
+    share_bytes, whole = shard_of(share, model.geometry).local_geometry.block_bytes, model.geometry.block_bytes
     blocks = options.kv_memory_bytes // whole
-    return kv_bytes_here(replace(options, kv_memory_bytes=blocks * own), model_sizes(model)) // own
+    return kv_bytes_here(replace(options, kv_memory_bytes=blocks * share_bytes), model_sizes(model)) // share_bytes
 
 
 def _part(
@@ -247,9 +256,9 @@ def _part(
     return part
 
 
-def _known(said: object, kind: type[T]) -> T:
-    check(isinstance(said, kind), "a worker says something else than it is asked for")
-    return cast("T", said)
+def _check_kind(message: object, kind: type[T]) -> T:
+    check(isinstance(message, kind), "a worker says something else than it is asked for")
+    return cast("T", message)
 
 
 def _why_unmapped(exported: bytes) -> str:
@@ -273,11 +282,11 @@ def main(descriptor: int) -> None:
             leave_compiler_out(order.options.device)
             part, agent = _loaded_part(order, line)
     except UserError as error:
-        say_why(line, error.message)
+        send_failure(line, error.message)
         return
     except Exception as error:
         log.exception("worker %d cannot start", order.share.rank)
-        say_why(line, f"{type(error).__name__}: {error}")
+        send_failure(line, f"{type(error).__name__}: {error}")
         return
     status = 1
     try:
@@ -310,8 +319,10 @@ def _loaded_part(order: _Order, line: Connection) -> tuple[GpuPart, ServingAgent
     part = _part(model, config, gpu, crew, dram)
     agent = _agent(part, order.nixl_at)
     shard, memory = shard_of(share, model.geometry), part.hbm
-    own = shard_place(shard, memory.data_ptr(), memory.numel(), _exported(memory)[0], agent.metadata if agent else b"")
-    line.send(own)
+    place = shard_place(
+        shard, memory.data_ptr(), memory.numel(), _exported(memory)[0], agent.metadata if agent else b""
+    )
+    line.send(place)
     return part, agent
 
 

@@ -43,6 +43,7 @@ from memserve.base.config import InstanceConfig
 from memserve.base.errors import check
 from memserve.base.types import Tier
 from memserve.instance.events import StepFinished, StepPlan
+from memserve.model.arena import ArenaSizes
 from memserve.model.attention.context import StepAttention
 from memserve.model.device import Drawing
 from memserve.model.forward import Forward
@@ -53,7 +54,7 @@ from memserve.model.gpu.streams import Gpu
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.slots import Int64s
 from memserve.model.workers.gpu_group import GpuWorkerGroup
-from memserve.model.workers.processes import STEP_S, Divided, Processes, WorkersBroken, hang_up
+from memserve.model.workers.processes import STEP_S, Divided, Processes, WorkersBroken, disconnect
 from memserve.transport.ports import Arenas
 from memserve.transport.ranges import shard_of
 
@@ -69,38 +70,40 @@ class Reports:
 
     def __init__(self, lines: list[Connection], lost: Callable[[str], None]) -> None:
         """``lost``: called with the reason when a worker says no more."""
-        self._lines, self._lost = lines, lost
+        self._lines, self._on_lost = lines, lost
         self._done = [0] * len(lines)
         self._changed = threading.Condition()
         self._over = ""
 
-    def listen(self) -> None:
+    def start_listening(self) -> None:
         """Begin."""
-        for at, line in enumerate(self._lines):
-            threading.Thread(target=self._hear, args=(at, line), name=f"memserve-reports-{at + 1}", daemon=True).start()
+        for index, line in enumerate(self._lines):
+            threading.Thread(
+                target=self._read_reports, args=(index, line), name=f"memserve-reports-{index + 1}", daemon=True
+            ).start()
 
-    def wait(self, number: int) -> None:
+    def wait_finished(self, number: int) -> None:
         """Return when step ``number`` has finished on all. Raises :class:`WorkersBroken` where it will not."""
         with self._changed:
             in_time = self._changed.wait_for(lambda: self._over or min(self._done) >= number, STEP_S)
         if self._over or not in_time:
             raise WorkersBroken(self._over or f"a step takes more than {STEP_S:.0f} s on another worker")
 
-    def end(self, why: str) -> None:
+    def end_waits(self, why: str) -> None:
         """No step will finish any more."""
         with self._changed:
             self._over = self._over or why
             self._changed.notify_all()
 
-    def _hear(self, at: int, line: Connection) -> None:
+    def _read_reports(self, index: int, line: Connection) -> None:
         try:
             while True:
                 number = int.from_bytes(line.recv_bytes(), "little")
                 with self._changed:
-                    self._done[at] = number
+                    self._done[index] = number
                     self._changed.notify_all()
         except (EOFError, OSError):
-            self._lost(f"worker {at + 1} reports no more")
+            self._on_lost(f"worker {index + 1} reports no more")
 
 
 class StepGuard:
@@ -110,23 +113,23 @@ class StepGuard:
         self._limit_s, self._late = limit_s, late
         self._began: dict[object, float] = {}
         self._closed = threading.Event()
-        threading.Thread(target=self._run, name="memserve-guard", daemon=True).start()
+        threading.Thread(target=self._watch_steps, name="memserve-guard", daemon=True).start()
 
     @contextmanager
-    def over(self) -> Iterator[None]:
+    def limit_step(self) -> Iterator[None]:
         """What is done inside may not take longer. Thread-safe."""
-        mine = object()
-        self._began[mine] = time.monotonic()
+        key = object()
+        self._began[key] = time.monotonic()
         try:
             yield
         finally:
-            del self._began[mine]
+            del self._began[key]
 
     def close(self) -> None:
         """End."""
         self._closed.set()
 
-    def _run(self) -> None:
+    def _watch_steps(self) -> None:
         while not self._closed.wait(min(1.0, self._limit_s / 4)):
             first = min(list(self._began.values()), default=time.monotonic())
             if time.monotonic() - first > self._limit_s:
@@ -139,21 +142,21 @@ class DividedGpu(Divided):
 
     def __init__(
         self,
-        own: GpuPart,
+        leader: GpuPart,
         workers: Processes,
         crew: GpuWorkerGroup,
         *,
         limit_s: float = STEP_S,
         memory: GpuMemory | None = None,
     ) -> None:
-        """``own``: the leader's part. ``limit_s``: how long a step may take. ``memory``: the KV of all workers, where
-        other processes read it."""
+        """``leader``: the leader's part. ``limit_s``: how long a step may take. ``memory``: the KV of all workers,
+        where other processes read it."""
         self._memory = memory
-        self._reports = Reports(workers.lines, self._give_up)
-        super().__init__(own, workers, crew)
-        self._part, self._told = own, 0
+        self._reports = Reports(workers.connections, self._give_up)
+        super().__init__(leader, workers, crew)
+        self._part, self._steps_sent = leader, 0
         self._guard = StepGuard(limit_s, self._give_up)
-        self._reports.listen()
+        self._reports.start_listening()
 
     @property
     def shared_arenas(self) -> Arenas:
@@ -173,51 +176,51 @@ class DividedGpu(Divided):
         if self._crew.broken:
             raise WorkersBroken(self._crew.broken)
         try:
-            with self._guard.over():
+            with self._guard.limit_step():
                 waits_for_host = self._part.needs_host(plan)
-                self._workers.tell(self._part.take_drawn(), plan, waits_for_host)
+                self._workers.send_all(self._part.take_sampled(), plan, waits_for_host)
                 finish = self._part.begin_part([], plan, waits_for_host)
         except BaseException as error:
-            raise self._lost(error) from error
-        self._told += 1
-        return partial(self._finish, self._told, finish)
+            raise self._mark_broken(error) from error
+        self._steps_sent += 1
+        return partial(self._finish_step, self._steps_sent, finish)
 
-    def _finish(self, number: int, finish: Callable[[], StepFinished]) -> StepFinished:
+    def _finish_step(self, number: int, finish: Callable[[], StepFinished]) -> StepFinished:
         try:
-            with self._guard.over():
+            with self._guard.limit_step():
                 finished = finish()
                 if not self._crew.broken:  # else what the device gave may be anything: its waits were called off
-                    self._reports.wait(number)
+                    self._reports.wait_finished(number)
         except BaseException as error:
-            raise self._lost(error) from error
+            raise self._mark_broken(error) from error
         if self._crew.broken:
             raise WorkersBroken(self._crew.broken)
         return finished
 
     def _give_up(self, why: str) -> None:
         if not self._workers.ending:
-            self._crew.abandon(why)
-            self.broke()
+            self._crew.mark_broken(why)
+            self.report_broken()
 
-    def broke(self) -> None:
+    def report_broken(self) -> None:
         """Say so, once. What peers read just now may be of a worker that has ended: no generation has it."""
         if self._memory is not None:
             self._memory.generation = 0
-        self._reports.end(self._crew.broken)
-        super().broke()
+        self._reports.end_waits(self._crew.broken)
+        super().report_broken()
 
     def close(self) -> None:
         """End the workers; release the arenas with the last reference."""
         self._guard.close()
         super().close()
-        self._crew.abandon("it is closed")  # only so do torch's groups end without waiting for one another
+        self._crew.mark_broken("it is closed")  # only so do torch's groups end without waiting for one another
 
 
 def follow_leader(line: Connection, part: GpuPart, expect_reads: Callable[[], object] = lambda: None) -> None:
     """Do what the leader says, until the line is closed; report each step that has finished here. ``expect_reads``:
     called when peers will read this worker's KV in a moment."""
-    begun: queue.SimpleQueue[Callable[[], StepFinished] | None] = queue.SimpleQueue()
-    finishing = threading.Thread(target=_finish_steps, args=(line, begun), name="memserve-finishing", daemon=True)
+    running: queue.SimpleQueue[Callable[[], StepFinished] | None] = queue.SimpleQueue()
+    finishing = threading.Thread(target=_finish_steps, args=(line, running), name="memserve-finishing", daemon=True)
     finishing.start()
     try:
         while finishing.is_alive():
@@ -226,21 +229,21 @@ def follow_leader(line: Connection, part: GpuPart, expect_reads: Callable[[], ob
             except (EOFError, OSError):
                 return
             if letter:
-                begun.put(part.begin_part(*letter))
+                running.put(part.begin_part(*letter))
             else:
                 expect_reads()
     except BaseException:
-        hang_up(line)  # the leader hears that at once
+        disconnect(line)  # the leader hears that at once
         raise
     finally:
-        begun.put(None)
+        running.put(None)
         finishing.join(STEP_S)
 
 
-def _finish_steps(line: Connection, begun: queue.SimpleQueue[Callable[[], StepFinished] | None]) -> None:
+def _finish_steps(line: Connection, running: queue.SimpleQueue[Callable[[], StepFinished] | None]) -> None:
     number = 0
     try:
-        while (finish := begun.get()) is not None:
+        while (finish := running.get()) is not None:
             finish()
             number += 1
             line.send_bytes(number.to_bytes(8, "little"))
@@ -248,7 +251,7 @@ def _finish_steps(line: Connection, begun: queue.SimpleQueue[Callable[[], StepFi
         return  # the leader has gone
     except Exception:
         log.exception("step %d failed on this worker", number + 1)
-        hang_up(line)  # the leader hears that
+        disconnect(line)  # the leader hears that
 
 
 class GpuPart(GpuDevice):
@@ -268,59 +271,60 @@ class GpuPart(GpuDevice):
         """``model``: cut, with the geometry of the whole. ``dram``: the second tier of all workers."""
         self._shard, self._dram = shard_of(crew.share, model.geometry), dram
         self._gpu_crew = crew
-        super().__init__(replace(model, geometry=self._shard.local), config, gpu, forward, crew=crew, **options)
+        super().__init__(
+            replace(model, geometry=self._shard.local_geometry), config, gpu, forward, crew=crew, **options
+        )
 
     def _make_arenas(
         self,
-        sizes: tuple[int, int, int],
+        sizes: ArenaSizes,
         *,
         shared: bool,
         lower: _core.LowerPages | None,
-        hbm: _core.SharedArena | None,
     ) -> Any:
-        check(lower is None and hbm is None and not shared, "on GPUs KV lies as it was computed, in several memories")
-        return GpuArenas(self._gpu, *sizes, part=self._shard, dram=self._dram)
+        check(lower is None and not shared, "on GPUs KV lies as it was computed, in several memories")
+        return GpuArenas(self._gpu, sizes, part=self._shard, dram=self._dram)
 
     @property
     def hbm(self) -> Tensor:
         """This worker's heads and layers of every block, ``[blocks, bytes]`` uint8."""
-        found: Tensor = self._arenas.hbm
-        return found
+        memory: Tensor = self._arenas.hbm
+        return memory
 
     @property
     def shared_dram(self) -> _core.SharedArena | None:
         """The second tier of all workers. None: there is none."""
         return self._dram
 
-    def begin_part(self, drawn: Drawing, plan: StepPlan, waits_for_host: bool) -> Callable[[], StepFinished]:
-        """Enqueue this worker's part of a step; what is returned waits for its end. ``drawn``: what the leader
+    def begin_part(self, sampled: Drawing, plan: StepPlan, waits_for_host: bool) -> Callable[[], StepFinished]:
+        """Enqueue this worker's part of a step; what is returned waits for its end. ``sampled``: what the leader
         has drawn in plans that waited for the host, since the last step; for itself nothing."""
         with self._lock:
-            for slots, tokens in drawn:
+            for slots, tokens in sampled:
                 for slot, length in zip(slots.tolist(), self._slots.lengths[slots].tolist(), strict=True):
                     self._mirror.tokens_changed(slot, length, length + 1)
-                self._slots.append(slots, tokens)
-        return self._begin(plan, waits_for_host=waits_for_host)
+                self._slots.append_tokens(slots, tokens)
+        return self._begin_plan(plan, waits_for_host=waits_for_host)
 
-    def _compute(self, plan: StepPlan) -> StepFinished:
-        if self._leads:
-            return super()._compute(plan)
+    def _compute_step(self, plan: StepPlan) -> StepFinished:
+        if self._is_leader:
+            return super()._compute_step(plan)
         if plan.slots:
-            self._logits(plan)
+            self._compute_logits(plan)
         return StepFinished(plan.step_id, [], 0)
 
     def _begin_draw(self, logits: Tensor, rows: Int64s, slots: Int64s) -> BegunDraw:
         positions = self._slots.lengths[slots].copy()
         places = self._gpu.send(torch.stack((torch.from_numpy(slots), torch.from_numpy(positions))))
-        if self._leads:
+        if self._is_leader:
             draw = super()._begin_draw(logits, rows, slots)
-            self._gpu_crew.hand_out(self._mirror.tokens[places[0], places[1]])
+            self._gpu_crew.broadcast_tokens(self._mirror.tokens[places[0], places[1]])
             return draw
-        drawn = torch.empty(len(slots), dtype=torch.int32, device=self._mirror.tokens.device)
-        self._gpu_crew.hand_out(drawn)
-        self._mirror.write_drawn(places[0], places[1], drawn)
+        sampled = torch.empty(len(slots), dtype=torch.int32, device=self._mirror.tokens.device)
+        self._gpu_crew.broadcast_tokens(sampled)
+        self._mirror.write_sampled(places[0], places[1], sampled)
         sound = torch.ones((2, len(slots)), dtype=torch.bool)  # the leader has judged that
-        return BegunDraw(slots, positions, self._gpu.fetch(drawn.long()), sound)
+        return BegunDraw(slots, positions, self._gpu.fetch_to_host(sampled.long()), sound)
 
-    def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
+    def _reporting_attention(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
         return attention  # no worker sees when all have written a layer

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memserve import _kernels
+from memserve import _core, _kernels
 from memserve.base.kv_layout import Share
 from memserve.model.capture.operations import DTYPE_CODES
 
@@ -41,7 +41,7 @@ _current = _Current()
 
 
 @contextmanager
-def exchanging(exchange: GroupExchange | None) -> Iterator[None]:
+def collectives(exchange: GroupExchange | None) -> Iterator[None]:
     """Make ``exchange`` the current one of this thread."""
     outer, _current.exchange = _current.exchange, exchange
     try:
@@ -52,12 +52,12 @@ def exchanging(exchange: GroupExchange | None) -> Iterator[None]:
 
 def all_reduce(x: Tensor) -> Tensor:
     """See :class:`GroupExchange`."""
-    return x + _made_up(x) if _current.exchange is None else _current.exchange.all_reduce(x)
+    return x + _stand_in(x) if _current.exchange is None else _current.exchange.all_reduce(x)
 
 
 def receive(x: Tensor) -> Tensor:
     """See :class:`GroupExchange`."""
-    return _made_up(x) if _current.exchange is None else _current.exchange.receive(x)
+    return _stand_in(x) if _current.exchange is None else _current.exchange.receive(x)
 
 
 def send(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def send(x: Tensor) -> Tensor:
     return x if _current.exchange is None else _current.exchange.send(x)
 
 
-def _made_up(x: Tensor) -> Tensor:
+def _stand_in(x: Tensor) -> Tensor:
     """Values that differ by token and column, in the shape of ``x [1, T, hidden]``; as ``Reduce`` in
     ``src/kernels/fused_program.cpp`` has them."""
     tokens, columns = (torch.arange(size, device=x.device) for size in x.shape[1:])
@@ -78,10 +78,16 @@ class WorkerGroup:
     GPUs."""
 
     def __init__(
-        self, share: Share, stage: _kernels.Collective, whole: _kernels.Collective, vocabularies: tuple[int, ...]
+        self,
+        share: Share,
+        stage: _kernels.Collective,
+        whole: _kernels.Collective,
+        vocabularies: tuple[int, ...],
+        hbm: _core.SharedArena | None = None,
     ) -> None:
-        """``stage``: the workers of its stage; ``whole``: all. ``vocabularies``: tokens whose logits each part has."""
-        self.share = share
+        """``stage``: the workers of its stage; ``whole``: all. ``vocabularies``: tokens whose logits each part has.
+        ``hbm``: memory of all workers, with the KV of the first tier."""
+        self.share, self.hbm = share, hbm
         self.stage, self.whole = stage, whole
         before = [0] * (share.ranks - share.parts)
         self._widths = [*before, *(4 * count for count in vocabularies)]
@@ -90,16 +96,16 @@ class WorkerGroup:
         self.broken = ""
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker draws the tokens."""
         return self.share.rank == 0
 
     @property
-    def copies(self) -> bool:
+    def makes_copies(self) -> bool:
         """Whether this worker makes the copies: one does, in the memory of all."""
-        return self.leads
+        return self.is_leader
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when all workers have come here."""
         self.whole.meet()
 
@@ -117,29 +123,29 @@ class WorkerGroup:
 
     def receive(self, x: Tensor) -> Tensor:
         """See :class:`GroupExchange`."""
-        got = torch.empty(x.shape, dtype=x.dtype)
+        received = torch.empty(x.shape, dtype=x.dtype)
         for stage in range(self.share.stage):
-            self._hand_on(got, stage)
-        return got
+            self._broadcast_from(received, stage)
+        return received
 
     def send(self, x: Tensor) -> Tensor:
         """See :class:`GroupExchange`."""
         x = x.contiguous()
-        self._hand_on(x, self.share.stage)
+        self._broadcast_from(x, self.share.stage)
         rest = torch.empty_like(x)
         for stage in range(self.share.stage + 1, self.share.stages - 1):
-            self._hand_on(rest, stage)
+            self._broadcast_from(rest, stage)
         return x
 
-    def _hand_on(self, x: Tensor, stage: int) -> None:
+    def _broadcast_from(self, x: Tensor, stage: int) -> None:
         """All workers take part, each with its own buffer: operations of a collective are the same for all."""
         self.whole.broadcast(x.data_ptr(), x.numel() * x.element_size(), stage * self.share.parts)
 
-    def gather(self, logits: Tensor) -> Tensor:
+    def gather_logits(self, logits: Tensor) -> Tensor:
         """The whole logits ``[R, vocab]`` float32 for rank 0; for the others their own."""
         logits = logits.contiguous()
         whole = logits
-        if self.leads:
+        if self.is_leader:
             whole = torch.empty((len(logits), self._vocab_size), dtype=torch.float32)
         if not len(logits):
             if self.share.stages > 1:
@@ -148,15 +154,15 @@ class WorkerGroup:
             self.whole.gather(logits.data_ptr(), len(logits), self._widths, whole.data_ptr())
         return whole
 
-    def agree(self, mine: int) -> bool:
+    def all_agree(self, value: int) -> bool:
         """Whether all workers say the same number, below 2**20."""
-        sums = torch.tensor([float(mine), float(mine) ** 2], dtype=torch.float32)
+        sums = torch.tensor([float(value), float(value) ** 2], dtype=torch.float32)
         out = torch.empty_like(sums)
         self.whole.all_reduce(sums.data_ptr(), out.data_ptr(), 2, 0)
         count = self.share.ranks
-        return bool(out[0] == mine * count) and bool(out[1] == float(mine) ** 2 * count)
+        return bool(out[0] == value * count) and bool(out[1] == float(value) ** 2 * count)
 
-    def abandon(self, why: str) -> None:
+    def mark_broken(self, why: str) -> None:
         """No step can be computed any more: all waits of all workers end."""
         self.broken = self.broken or why
         self.stage.abort()

@@ -41,7 +41,7 @@ from memserve.model.workers.sharding import shard
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, usable_cores
 from memserve.system.process import die_with, ignore_terminal, module_command, set_thread_environment
-from memserve.transport.ports import Arenas, OnLayer
+from memserve.transport.ports import Arenas, Device, OnLayer
 
 log = logging.getLogger(__name__)
 
@@ -81,48 +81,48 @@ class Processes:
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._lines: list[Connection] = []
-        self._telling = threading.Lock()
+        self._connections: list[Connection] = []
+        self._send_lock = threading.Lock()
         self.ending = False
         """Whether they are being ended, in good order."""
 
     @property
-    def lines(self) -> list[Connection]:
+    def connections(self) -> list[Connection]:
         """To each of them, by rank."""
-        return self._lines
+        return self._connections
 
-    def _start(self, module: str, order: object, inherited: list[int], environment: Mapping[str, str]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = module_command(module, str(theirs.fileno()))
+    def _start_process(self, module: str, order: object, inherited: list[int], environment: Mapping[str, str]) -> None:
+        ours, child_socket = socket.socketpair()
+        with child_socket:
+            command = module_command(module, str(child_socket.fileno()))
             together = {**os.environ, **environment}
-            process = subprocess.Popen(command, pass_fds=[*inherited, theirs.fileno()], env=together)
+            process = subprocess.Popen(command, pass_fds=[*inherited, child_socket.fileno()], env=together)
         line = Connection(ours.detach())
         self._processes.append(process)
-        self._lines.append(line)
+        self._connections.append(line)
         line.send(order)
 
-    def hear(self) -> list[object]:
+    def receive_all(self) -> list[object]:
         """What each of them says about its start. Raises :class:`UserError` where one cannot, or says nothing."""
-        return [self._hear(rank, line) for rank, line in enumerate(self._lines, 1)]
+        return [self._receive_from(rank, line) for rank, line in enumerate(self._connections, 1)]
 
-    def _hear(self, rank: int, line: Connection) -> object:
+    def _receive_from(self, rank: int, line: Connection) -> object:
         try:
-            said = line.recv() if line.poll(LOAD_S) else f"it did not load its part within {LOAD_S:.0f} s"
+            message = line.recv() if line.poll(LOAD_S) else f"it did not load its part within {LOAD_S:.0f} s"
         except (EOFError, OSError):
-            said = f"it has ended with status {self._processes[rank - 1].wait(_END_S)}"
-        if said and isinstance(said, str):
+            message = f"it has ended with status {self._processes[rank - 1].wait(_END_S)}"
+        if message and isinstance(message, str):
             self.close()
-            raise UserError(f"worker {rank} of this instance cannot start: {said}", hint="its log says more")
-        return said
+            raise UserError(f"worker {rank} of this instance cannot start: {message}", hint="its log says more")
+        return message
 
-    def watch(self, crew: WorkerGroup | GpuWorkerGroup, device: Divided) -> None:
+    def watch_processes(self, crew: WorkerGroup | GpuWorkerGroup, device: Divided) -> None:
         """From now on a worker that ends ends the waits of all."""
         for rank, process in enumerate(self._processes, 1):
             args = (rank, process, crew, device)
-            threading.Thread(target=self._watch, args=args, name=f"memserve-worker-{rank}", daemon=True).start()
+            threading.Thread(target=self._watch_process, args=args, name=f"memserve-worker-{rank}", daemon=True).start()
 
-    def _watch(
+    def _watch_process(
         self, rank: int, process: subprocess.Popen[bytes], crew: WorkerGroup | GpuWorkerGroup, device: Divided
     ) -> None:
         status = process.wait()
@@ -130,21 +130,21 @@ class Processes:
             return
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"has ended with status {status}"
         log.error("worker %d of this instance %s: the instance cannot go on", rank, how)
-        crew.abandon(f"worker {rank} {how}")
-        device.broke()
+        crew.mark_broken(f"worker {rank} {how}")
+        device.report_broken()
 
-    def tell(self, *letter: object) -> None:
+    def send_all(self, *letter: object) -> None:
         """Say something to all of them. From any thread."""
-        told = pickle.dumps(letter, pickle.HIGHEST_PROTOCOL)
-        with self._telling:
-            for line in self._lines:
-                line.send_bytes(told)
+        data = pickle.dumps(letter, pickle.HIGHEST_PROTOCOL)
+        with self._send_lock:
+            for line in self._connections:
+                line.send_bytes(data)
 
     def close(self) -> None:
         """End them."""
         self.ending = True
-        for line in self._lines:
-            hang_up(line)  # the end of its orders
+        for line in self._connections:
+            disconnect(line)  # the end of its orders
         for process in self._processes:
             try:
                 process.wait(_END_S)
@@ -153,10 +153,10 @@ class Processes:
                 process.wait()
 
 
-def hang_up(line: Connection) -> None:
+def disconnect(line: Connection) -> None:
     """Close a line, also for a thread that waits for what comes over it."""
-    with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as both:
-        both.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as duplicate:
+        duplicate.shutdown(socket.SHUT_RDWR)
     with suppress(OSError):
         line.close()
 
@@ -180,43 +180,41 @@ class Workers(Processes):
         for share in self.shares[1:]:
             order = _Order(share, options, config, threads, os.getpid(), hbm, described)
             inherited = [hbm[0], *(fd for fd, _ in described)]
-            self._start("memserve.model.workers.processes", order, inherited, {"OMP_NUM_THREADS": str(threads)})
+            self._start_process("memserve.model.workers.processes", order, inherited, {"OMP_NUM_THREADS": str(threads)})
 
     def wait_loaded(self) -> None:
         """Return when all have loaded their parts. Raises :class:`UserError` with what went wrong in one of them."""
-        self.hear()
+        self.receive_all()
         self.hbm.seal()
 
-    def crew(self, vocabularies: tuple[int, ...]) -> WorkerGroup:
+    def connect_group(self, vocabularies: tuple[int, ...]) -> WorkerGroup:
         """The leader's connection to them."""
         stage, whole = self._regions[0], self._regions[-1]
-        return _crew(self.shares[0], stage.address, whole.address, vocabularies)
+        return _connect_group(self.shares[0], stage, whole, vocabularies, self.hbm)
 
 
-class Divided:
+class Divided(Device):
     """The device of an instance with workers (:class:`memserve.transport.ports.Device`)."""
 
-    def __init__(self, own: ModelDevice, workers: Processes, crew: WorkerGroup | GpuWorkerGroup) -> None:
-        """``own``: the leader's part."""
-        self._own, self._workers, self._crew = own, workers, crew
-        self.on_broken: Callable[[], object] = lambda: None
-        """Called once when no further step can be computed."""
-        self.bound_bytes = own.bound_bytes
-        workers.watch(crew, self)
+    def __init__(self, leader: ModelDevice, workers: Processes, crew: WorkerGroup | GpuWorkerGroup) -> None:
+        """``leader``: the leader's part."""
+        self._leader, self._workers, self._crew = leader, workers, crew
+        self.bound_bytes = leader.bound_bytes
+        workers.watch_processes(crew, self)
 
     @property
     def on_layer(self) -> OnLayer | None:
         """See :class:`memserve.transport.ports.Device`."""
-        return self._own.on_layer
+        return self._leader.on_layer
 
     @on_layer.setter
     def on_layer(self, on_layer: OnLayer | None) -> None:
-        self._own.on_layer = on_layer
+        self._leader.on_layer = on_layer
 
     @property
     def shared_arenas(self) -> Arenas:
         """What peers can read, tier by tier."""
-        return self._own.shared_arenas
+        return self._leader.shared_arenas
 
     @property
     def waited_ns(self) -> int:
@@ -228,43 +226,44 @@ class Divided:
         if self._crew.broken:
             raise WorkersBroken(self._crew.broken)
         try:
-            self._workers.tell(self._own.take_drawn(), plan)
-            return self._own.execute(plan)
+            self._workers.send_all(self._leader.take_sampled(), plan)
+            return self._leader.execute(plan)
         except BaseException as error:
-            raise self._lost(error) from error
+            raise self._mark_broken(error) from error
 
-    def _lost(self, error: BaseException) -> WorkersBroken:
+    def _mark_broken(self, error: BaseException) -> WorkersBroken:
         """The workers may be at different operations now, and could not be brought together again."""
-        self._crew.abandon(f"a step failed: {type(error).__name__}: {error}")
-        self.broke()
+        self._crew.mark_broken(f"a step failed: {type(error).__name__}: {error}")
+        self.report_broken()
         return WorkersBroken(self._crew.broken)
 
     def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
         """See :class:`memserve.transport.ports.Device`."""
-        self._own.build_grammar(job_id, grammar, on_built)
+        self._leader.build_grammar(job_id, grammar, on_built)
 
     def forget_grammar(self, job_id: int) -> None:
         """See :class:`memserve.transport.ports.Device`."""
-        self._own.forget_grammar(job_id)
+        self._leader.forget_grammar(job_id)
 
     def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
         """See :class:`memserve.transport.ports.Device`."""
-        self._own.await_mask(slot, on_mask)
+        self._leader.await_mask(slot, on_mask)
 
     @property
     def grammars(self) -> Grammars | None:
         """Of the worker that draws."""
-        return self._own.grammars
+        return self._leader.grammars
 
-    def broke(self) -> None:
+    def report_broken(self) -> None:
         """Say so, once."""
-        tell, self.on_broken = self.on_broken, lambda: None
-        tell()
+        tell, self.on_broken = self.on_broken, None
+        if tell is not None:
+            tell()
 
     def close(self) -> None:
         """End the workers; release the arenas with the last reference."""
         self._workers.close()
-        self._own.close()
+        self._leader.close()
 
 
 def refuse_stages_by_layer(parallel: Parallel, layerwise: str) -> None:
@@ -274,29 +273,34 @@ def refuse_stages_by_layer(parallel: Parallel, layerwise: str) -> None:
         raise UserError("layers of several stages cannot be placed by layer", hint=hint, param="layerwise")
 
 
-def build_divided(
-    model: LoadedModel, options: EngineOptions, config: InstanceConfig, *, shared: bool, link_bytes_s: float | None
-) -> Divided:
+def build_divided(model: LoadedModel, options: EngineOptions, config: InstanceConfig, *, shared: bool) -> Divided:
     """A device of several workers on a CPU. Raises :class:`UserError` for what cannot be divided."""
     workers = Workers(options, config, model.geometry, model.query_heads)
     try:
         vocabularies = shard(model.module, workers.shares[0], model.geometry, model.adapters)
         workers.wait_loaded()
-        crew = workers.crew(vocabularies)
+        crew = workers.connect_group(vocabularies)
         forward = best_forward(model.module, crew)
-        own = ModelDevice(model, config, forward, shared=shared, link_bytes_s=link_bytes_s, crew=crew, hbm=workers.hbm)
+        leader = ModelDevice(model, config, forward, shared=shared, crew=crew)
     except BaseException:
         workers.close()
         raise
-    return Divided(own, workers, crew)
+    return Divided(leader, workers, crew)
 
 
-def _crew(share: Share, stage: int, whole: int, vocabularies: tuple[int, ...]) -> WorkerGroup:
+def _connect_group(
+    share: Share,
+    stage: _core.SharedArena,
+    whole: _core.SharedArena,
+    vocabularies: tuple[int, ...],
+    hbm: _core.SharedArena | None,
+) -> WorkerGroup:
     return WorkerGroup(
         share,
-        _kernels.Collective(stage, share.part, share.parts, SLOT_BYTES, STEP_S),
-        _kernels.Collective(whole, share.rank, share.ranks, SLOT_BYTES, STEP_S),
+        _kernels.Collective(stage.address, share.part, share.parts, SLOT_BYTES, STEP_S),
+        _kernels.Collective(whole.address, share.rank, share.ranks, SLOT_BYTES, STEP_S),
         vocabularies,
+        hbm,
     )
 
 
@@ -314,7 +318,7 @@ def begin_worker(descriptor: int) -> tuple[Connection, Any]:
     return line, order
 
 
-def say_why(line: Connection, message: str) -> None:
+def send_failure(line: Connection, message: str) -> None:
     """To the leader, why this worker cannot start; the leader may have ended for the same reason."""
     with suppress(OSError):
         line.send(message)
@@ -329,14 +333,14 @@ def main(descriptor: int) -> None:
             leave_compiler_out(order.options.device)
             device = _load(order, line)
     except UserError as error:
-        say_why(line, error.message)
+        send_failure(line, error.message)
         return
     while True:
         try:
-            drawn, plan = pickle.loads(line.recv_bytes())
+            sampled, plan = pickle.loads(line.recv_bytes())
         except (EOFError, OSError):
             return
-        device.follow(drawn, plan)
+        device.follow_step(sampled, plan)
 
 
 def _load(order: _Order, line: Connection) -> ModelDevice:
@@ -344,19 +348,19 @@ def _load(order: _Order, line: Connection) -> ModelDevice:
     tokens, threads = options.block_tokens, order.threads
     model = load_model(options.model, options.dtype, "cpu", block_tokens=tokens, threads=threads, lora=options.lora)
     vocabularies = shard(model.module, share, model.geometry, model.adapters)
-    stage, whole = (_core.SharedArena.attach(*order.regions[at]) for at in (share.stage, -1))
+    stage, whole = (_core.SharedArena.attach(*order.regions[index]) for index in (share.stage, -1))
     hbm = _core.SharedArena.attach(*order.hbm)
     check(hbm.nbytes == order.config.pool.hbm_blocks * model.geometry.block_bytes, "the arena has another size")
     line.send("")
-    crew = _crew(share, stage.address, whole.address, vocabularies)
+    crew = _connect_group(share, stage, whole, vocabularies, hbm)
     forward = best_forward(model.module, crew)
     config = replace(order.config, pool=replace(order.config.pool, dram_blocks=0))
-    device = ModelDevice(model, config, forward, crew=crew, hbm=hbm)
-    _kept.append((stage, whole, hbm))
+    device = ModelDevice(model, config, forward, crew=crew)
+    _mapped_memory.append((stage, whole, hbm))
     return device
 
 
-_kept: list[object] = []
+_mapped_memory: list[object] = []
 """Memory that the crew knows by address."""
 
 

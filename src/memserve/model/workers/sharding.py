@@ -46,7 +46,7 @@ def shard(module: Any, share: Share, geometry: KVGeometry, adapters: Adapters | 
         if not share.is_last_stage:
             module.set_output_embeddings(_NoLogits())
     if adapters is not None:
-        adapters.keep({part.site for part in module.modules() if isinstance(part, AdaptedLinear)})
+        adapters.keep_sites({part.site for part in module.modules() if isinstance(part, AdaptedLinear)})
     return vocabularies
 
 
@@ -69,9 +69,9 @@ def _plan_of(module: Any, layers: nn.ModuleList) -> dict[str, str]:
     styles = {name.removeprefix(prefix): style for name, style in plan.items() if name.startswith(prefix)}
     if not styles:
         raise _refuse(module, "transformers has no plan for it")
-    other = sorted({style for style in styles.values() if style not in (*_SIMPLE, *_HARMLESS)})
-    if other:
-        raise _refuse(module, f"its plan asks for {', '.join(other)}")
+    unsupported = sorted({style for style in styles.values() if style not in (*_SIMPLE, *_HARMLESS)})
+    if unsupported:
+        raise _refuse(module, f"its plan asks for {', '.join(unsupported)}")
     unknown = [name for name in _linears(layers[0]) if _style(styles, name) not in _SIMPLE]
     if unknown:
         raise _refuse(module, f"its plan leaves out {', '.join(unknown)}")
@@ -102,22 +102,22 @@ def _cut_layer(
     for name, linear in _linears(layer).items():
         base = linear.linear if isinstance(linear, AdaptedLinear) else linear
         first, count = _range_of(name, base, styles, share, geometry)
-        parent, _, own = name.rpartition(".")
+        parent, _, attribute = name.rpartition(".")
         columns = _style(styles, name) == "colwise"
         keeps_bias = share.part == 0
         plain = _columns(base, first, count) if columns else _rows(base, first, count, keeps_bias=keeps_bias)
         cut: nn.Module = plain
         if isinstance(linear, AdaptedLinear) and adapters is not None:
-            adapters.cut(linear.site, first, count, columns=columns)
+            adapters.cut_site(linear.site, first, count, columns=columns)
             cut = AdaptedLinear(plain, linear.site)
-        setattr(layer.get_submodule(parent), own, cut if columns else _Summed(cut))
+        setattr(layer.get_submodule(parent), attribute, cut if columns else _Summed(cut))
 
 
 def _range_of(name: str, linear: nn.Linear, styles: dict[str, str], share: Share, g: KVGeometry) -> tuple[int, int]:
     """Which columns (or rows, of a ``rowwise`` linear) this worker has: first and count."""
     size = linear.out_features if _style(styles, name) == "colwise" else linear.in_features
     kind = _HEADS_OF.get(name.rpartition(".")[2])
-    if kind == "queries" and share.lends:
+    if kind == "queries" and share.shares_heads:
         of_a_query = size // sum(share.queries)
         return sum(share.queries[: share.part]) * of_a_query, share.queries[share.part] * of_a_query
     if kind is not None:
@@ -138,11 +138,11 @@ def _rows(linear: nn.Linear, first: int, count: int, *, keeps_bias: bool) -> nn.
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
-    made.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
     if bias is not None:
-        made.bias = nn.Parameter(bias.clone(), requires_grad=False)
-    return made
+        linear.bias = nn.Parameter(bias.clone(), requires_grad=False)
+    return linear
 
 
 class _Summed(nn.Module):
@@ -166,13 +166,13 @@ def _cut_vocabulary(module: Any, share: Share) -> tuple[int, ...]:
     counts = even(head.out_features, share.parts, COLUMN_UNIT)
     if share.parts > 1:
         first, count = sum(counts[: share.part]), counts[share.part]
-        own = _columns(head, first, count)
+        cut_head = _columns(head, first, count)
         is_tied = embedding.weight.data_ptr() == head.weight.data_ptr()
-        rows = own.weight if is_tied else nn.Parameter(
+        rows = cut_head.weight if is_tied else nn.Parameter(
             embedding.weight.detach()[first : first + count].clone(), requires_grad=False
         )  # fmt: skip
         embedding.weight, embedding.padding_idx = rows, None
-        module.set_output_embeddings(own)
+        module.set_output_embeddings(cut_head)
         if share.stage == 0:
             module.set_input_embeddings(_SomeTokens(embedding, first, count))
     if share.stage > 0:
@@ -193,9 +193,9 @@ class _SomeTokens(nn.Module):
         return self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        own = ids - self._first
-        inside = (own >= 0) & (own < self._count)
-        rows = self.embedding(own.clamp(0, self._count - 1))
+        local_ids = ids - self._first
+        inside = (local_ids >= 0) & (local_ids < self._count)
+        rows = self.embedding(local_ids.clamp(0, self._count - 1))
         return crew.all_reduce(rows * inside[..., None].to(rows.dtype))
 
 
@@ -249,11 +249,11 @@ class _Sending(_Passing):
 
 
 def _leave_out(layers: nn.ModuleList, share: Share) -> None:
-    own = share.own_layers
+    stage_layers = share.own_layers
     for index in range(len(layers)):
-        if index == own.start - 1:
+        if index == stage_layers.start - 1:
             layers[index] = _Receiving(layers[index])
-        elif index == own.stop:
+        elif index == stage_layers.stop:
             layers[index] = _Sending(layers[index])
-        elif index not in own:
+        elif index not in stage_layers:
             layers[index] = _Passing(layers[index])

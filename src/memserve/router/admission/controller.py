@@ -19,6 +19,7 @@ With several routers the owner has the queue and the ledger: requests of followe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,41 +56,124 @@ class Rejection(NamedTuple):
         return self.cause in ("wait", "pressure")
 
 
-class AdmissionController:
-    """Counts active requests and keeps waiting ones. Sends nothing: its answers say what is to be done."""
+class RequestAdmission(ABC):
+    """Which requests wait and which are active. Sends nothing: its answers say what is to be done. The owner decides
+    (:class:`AdmissionController`), a follower asks it (:class:`~memserve.router.admission.follower.RemoteAdmission`).
+    """
 
-    __slots__ = (
-        "_active", "_active_most", "_config", "_queue", "_returning", "_times", "_waits_since", "is_closed", "memory",
-        "stats",
-    )  # fmt: skip
+    __slots__ = ("_active_since_ns", "_config", "_wait_ns", "_waiting_since_ns", "is_closed", "memory", "stats")
 
-    def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
+    def __init__(self, config: AdmissionConfig, memory: MemoryBudget) -> None:
         self._config = config
-        self._queue: FairQueue[RequestState] = FairQueue(dict(config.weights))
-        #: since when, of all and only those in the queue
-        self._waits_since: dict[str, int] = {}
+        #: how long a request may wait
+        self._wait_ns = config.wait_ns
+        #: since when, of all and only those that wait
+        self._waiting_since_ns: dict[str, int] = {}
         #: since when, of all and only admitted requests that have not ended
-        self._active: dict[str, int] = {}
-        #: what an earlier router had admitted counts, however much it is
-        self._active_most = config.active_max or 0
-        #: requests that were admitted before their follower was expelled: they go before the queue
-        self._returning: deque[RequestState] = deque()
+        self._active_since_ns: dict[str, int] = {}
         #: nothing is admitted: what an earlier router has admitted is not known yet
         self.is_closed = False
-        self._times = ServiceTimes()
         self.stats = AdmissionStats()
-        self.memory = MemoryBudget(config, policy, registry, loads)
+        self.memory = memory
 
-    def enqueue(self, req: RequestState, now_ns: int) -> Rejection | None:
+    @abstractmethod
+    def enqueue_request(self, req: RequestState, now_ns: int) -> Rejection | None:
+        """``req`` waits from now on, unless it could never run."""
+
+    @abstractmethod
+    def admit_next(self, now_ns: int) -> RequestState | None:
+        """The next request, which is active from now on. ``None``: there is no room, or nothing waits."""
+
+    @abstractmethod
+    def release_request(self, req: RequestState, now_ns: int) -> None:
+        """``req`` has ended in whatever way: it was active, waited, or was rejected on arrival."""
+
+    @abstractmethod
+    def reject_overflow(self, newcomer: RequestState) -> Rejection | None:
+        """Whether too many wait with ``newcomer``, which does."""
+
+    @abstractmethod
+    def reject_timed_out(self, req: RequestState, now_ns: int) -> Rejection | None:
+        """The timer of a request that waits: rejected if it does so still."""
+
+    @abstractmethod
+    def waiting_by_tenant(self) -> dict[str, int]:
+        """Requests that wait, by tenant."""
+
+    @abstractmethod
+    def check_invariants(self, requests: Mapping[str, RequestState]) -> None:
+        """Raise :class:`InvariantError` unless every live request waits or is active. ``requests``: all that are live,
+        by name, remote requests included."""
+
+    def is_idle(self, now_ns: int) -> bool:
+        """Whether no request waits, as most events find it: nothing is to be admitted or rejected."""
+        return not self._waiting_since_ns
+
+    def is_waiting(self, req: RequestState) -> bool:
+        """Whether ``req`` was not admitted yet."""
+        return req.request_id in self._waiting_since_ns
+
+    def may_place(self, req: RequestState, now_ns: int) -> bool:
+        """Whether ``req``, which was admitted, may be dispatched now."""
+        return True
+
+    def reject_over_limit(self) -> Rejection | None:
+        """More wait than may, since admission was closed for a while."""
+        return None
+
+    def reject_unservable(self, now_ns: int) -> Rejection | None:
+        """The next request has no room although none is active: only time will make room for it."""
+        return None
+
+    def wait_until_ns(self, req: RequestState) -> int | None:
+        """When ``req`` has waited too long; ``None``: it does not wait."""
+        since_ns = self._waiting_since_ns.get(req.request_id)
+        return None if since_ns is None else since_ns + self._wait_ns
+
+    def snapshot(self) -> AdmissionStats:
+        """Totals and gauges."""
+        stats = self.stats
+        return replace(
+            stats,
+            rejected=dict(stats.rejected),
+            active=len(self._active_since_ns),
+            waiting=self.waiting_by_tenant(),
+            evictions=self.memory.ledger.evictions,
+        )
+
+    def _mark_active(self, req: RequestState, now_ns: int) -> None:
+        self._active_since_ns[req.request_id] = now_ns
+        self.stats.admitted += 1
+
+    def _make_rejection(self, req: RequestState, cause: str, reason: str, retry_after_s: float | None) -> Rejection:
+        self.stats.rejected[cause] = self.stats.rejected.get(cause, 0) + 1
+        return Rejection(req, cause, reason, retry_after_s)
+
+
+class AdmissionController(RequestAdmission):
+    """The owner's: has the queue, and counts what instances have room for."""
+
+    __slots__ = ("_active_count_max", "_queue", "_returning", "_service_times")
+
+    def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
+        super().__init__(config, MemoryBudget(config, policy, registry, loads))
+        self._queue: FairQueue[RequestState] = FairQueue(dict(config.weights))
+        #: what an earlier router had admitted counts, however much it is
+        self._active_count_max = config.active_max or 0
+        #: requests that were admitted before their follower was expelled: they go before the queue
+        self._returning: deque[RequestState] = deque()
+        self._service_times = ServiceTimes()
+
+    def enqueue_request(self, req: RequestState, now_ns: int) -> Rejection | None:
         """``req`` joins the queue, unless it could never run."""
         never = self.memory.never_fits(req)
         if never is not None:
-            return self._reject(req, "memory", never, None)
+            return self._make_rejection(req, "memory", never, None)
         request = req.request
         cost = cost_tokens(request, self._config.output_tokens_max)
         self._queue.push(request.tenant, request.request_id, req, cost, request.priority, request.urgency)
-        self._waits_since[request.request_id] = now_ns
-        self.memory.hold(req, now_ns + self._config.wait_ns // 2)
+        self._waiting_since_ns[request.request_id] = now_ns
+        self.memory.hold_for_request(req, now_ns + self._config.wait_ns // 2)
         self.memory.changed = True
         return None
 
@@ -99,138 +183,130 @@ class AdmissionController:
         To be called with every event; heartbeats are frequent enough to notice in time what has expired.
         """
         if self.memory.is_counting:
-            self.memory.expire(now_ns)
-        return not self._waits_since and not self._returning
+            self.memory.expire_kept(now_ns)
+        return not self._waiting_since_ns and not self._returning
 
-    def admit(self, now_ns: int) -> RequestState | None:
+    def admit_next(self, now_ns: int) -> RequestState | None:
         """Admit the head of the queue: it is active from now on. ``None``: there is no room, or nothing waits."""
         if self.is_closed:
             return None
-        may_fit = self.memory.changed and not self._crowd().is_full
+        may_fit = self.memory.changed and not self._queue_state().is_full
         if self._returning and may_fit:
-            return self._readmit(now_ns)
+            return self._readmit_returning(now_ns)
         req = self._queue.head() if may_fit else None
         if req is not None and self.memory.fits(req, leaves_growth=True):
             self._queue.pop()
         elif req is not None:
-            req = self._follower(req, now_ns) or self._pressed(req, now_ns)  # or none of them
+            req = self._pop_continuation(req, now_ns) or self._pop_under_pressure(req, now_ns)  # or none of them
         if req is None:
             self.memory.changed = False
             return None
-        self.memory.admitted(req)
-        self._activate(req, now_ns)
-        self.stats.waited_ns += now_ns - self._waits_since.pop(req.request_id)
+        self.memory.on_admitted(req)
+        self._mark_active(req, now_ns)
+        self.stats.waited_ns += now_ns - self._waiting_since_ns.pop(req.request_id)
         return req
 
-    def may_place(self, req: RequestState, now_ns: int) -> bool:
-        """Whether ``req``, which was admitted, may be dispatched now."""
-        return True
-
-    def _readmit(self, now_ns: int) -> RequestState | None:
+    def _readmit_returning(self, now_ns: int) -> RequestState | None:
         """The next one that returns. Where nothing runs it need not fit: it goes on somewhere, as after a failure."""
-        if self._active and not self.memory.fits(self._returning[0], gives_up_held=True):
+        if self._active_since_ns and not self.memory.fits(self._returning[0], gives_up_held=True):
             self.memory.changed = False
             return None
         req = self._returning.popleft()
-        self._activate(req, now_ns)
+        self._mark_active(req, now_ns)
         return req
 
-    def _activate(self, req: RequestState, now_ns: int) -> None:
-        self._active[req.request_id] = now_ns
-        self.stats.admitted += 1
-
-    def recover(self, req: RequestState, now_ns: int) -> None:
+    def restore_active(self, req: RequestState, now_ns: int) -> None:
         """``req`` is active, as an earlier router has decided, be there room or not."""
-        self._activate(req, now_ns)
-        self._active_most = max(self._active_most, len(self._active))
+        self._mark_active(req, now_ns)
+        self._active_count_max = max(self._active_count_max, len(self._active_since_ns))
 
-    def let_return(self, req: RequestState) -> None:
+    def queue_for_readmission(self, req: RequestState) -> None:
         """``req`` was admitted once, and counts no more: it is the next one."""
         self._returning.append(req)
         self.memory.changed = True
 
-    def _follower(self, head: RequestState, now_ns: int) -> RequestState | None:
+    def _pop_continuation(self, head: RequestState, now_ns: int) -> RequestState | None:
         """A request behind ``head``, which has no room, that goes on where its KV still is, and takes the head's turn.
         It is out of the queue then."""
         if not self.memory.holds or self._has_waited_long(head, now_ns):
             return None
         memory, behind = self.memory, self._queue.behind_head(FOLLOWERS_MAX)
-        going_on = [req for req in behind if memory.goes_on(req)]
+        going_on = [req for req in behind if memory.continues_prefix(req)]
         for req in going_on:
             if memory.fits(req):
-                return self._queue.overtake(req.request_id)
+                return self._queue.serve_ahead(req.request_id)
         # All that run together have grown beyond the memory: one of them goes on at the expense of the others.
-        if going_on and not self._active and not memory.goes_on(head) and memory.fits_but_for_pins(going_on[0]):
-            return self._queue.overtake(going_on[0].request_id)
+        if (
+            going_on
+            and not self._active_since_ns
+            and not memory.continues_prefix(head)
+            and memory.fits_without_pins(going_on[0])
+        ):
+            return self._queue.serve_ahead(going_on[0].request_id)
         return None
 
     def _has_waited_long(self, req: RequestState, now_ns: int) -> bool:
-        return now_ns - self._waits_since[req.request_id] >= self._config.wait_ns // 2
+        return now_ns - self._waiting_since_ns[req.request_id] >= self._config.wait_ns // 2
 
-    def release(self, req: RequestState, now_ns: int) -> None:
+    def release_request(self, req: RequestState, now_ns: int) -> None:
         """``req`` has ended in whatever way: it was active, in the queue, or rejected on arrival."""
         request_id = req.request_id
         self.memory.changed = True
         if self._queue.remove(request_id):
-            del self._waits_since[request_id]
+            del self._waiting_since_ns[request_id]
         elif req in self._returning:
             self._returning.remove(req)
-        since_ns = self._active.pop(request_id, None)
+        since_ns = self._active_since_ns.pop(request_id, None)
         if since_ns is not None:
-            self.stats.left += 1
+            self.stats.released += 1
             if req.has_begun:  # else nothing was done for it
-                self._times.learn(now_ns - since_ns)
+                self._service_times.add_sample(now_ns - since_ns)
 
     # -- rejecting
 
-    def overflow(self, newcomer: RequestState) -> Rejection | None:
+    def reject_overflow(self, newcomer: RequestState) -> Rejection | None:
         """Too many wait, with ``newcomer``, which does: the last request of the tenant with most waiting is
         rejected."""
-        victim = self._victim(newcomer.request.tenant)
+        victim = self._overflow_victim(newcomer.request.tenant)
         self.stats.queued += victim is not newcomer
-        return None if victim is None else self._overflowing(victim)
+        return None if victim is None else self._reject_overflowing(victim)
 
-    def excess(self) -> Rejection | None:
+    def reject_over_limit(self) -> Rejection | None:
         """More wait than may, since admission was closed for a while."""
-        victim = self._victim("")
-        return None if victim is None else self._overflowing(victim)
+        victim = self._overflow_victim("")
+        return None if victim is None else self._reject_overflowing(victim)
 
-    def _victim(self, newcomer: str) -> RequestState | None:
+    def _overflow_victim(self, newcomer: str) -> RequestState | None:
         may_overflow = len(self._queue) > self._config.waiting_max
-        return self._queue.most_crowded(newcomer) if may_overflow and self._crowd().overflows else None
+        return self._queue.most_crowded(newcomer) if may_overflow and self._queue_state().is_over_limit else None
 
-    def _overflowing(self, victim: RequestState) -> Rejection:
-        return self._reject(victim, "queue", self._crowd().reason(self._no_room()), self._retry_after_s())
+    def _reject_overflowing(self, victim: RequestState) -> Rejection:
+        return self._make_rejection(
+            victim, "queue", self._queue_state().describe_wait(self._no_room_reason()), self._retry_after_s()
+        )
 
-    def hopeless(self, now_ns: int) -> Rejection | None:
+    def reject_unservable(self, now_ns: int) -> Rejection | None:
         """The head of the queue has no room although no request is active: only time will make room for it."""
-        if self._active or self.is_closed or not self.memory.is_counting or not self._queue:
+        if self._active_since_ns or self.is_closed or not self.memory.is_counting or not self._queue:
             return None
         req = self._queue.head()
         if req is None:
             return None
         retry_after_s = bounded_retry_s(self.memory.room_in_ns(req, now_ns) / NS_PER_S)
-        return self._reject(req, "pressure", f"{self._no_room()}, and no request is running", retry_after_s)
+        return self._make_rejection(
+            req, "pressure", f"{self._no_room_reason()}, and no request is running", retry_after_s
+        )
 
-    def wait_until_ns(self, req: RequestState) -> int | None:
-        """When ``req`` has waited too long; ``None``: it is not in the queue."""
-        since_ns = self._waits_since.get(req.request_id)
-        return None if since_ns is None else since_ns + self._config.wait_ns
-
-    def waited(self, req: RequestState, now_ns: int) -> Rejection | None:
+    def reject_timed_out(self, req: RequestState, now_ns: int) -> Rejection | None:
         """The timer of a queued request: rejected if it is still in the queue."""
         until_ns = self.wait_until_ns(req)
         if until_ns is None or now_ns < until_ns:
             return None
         waited_s = self._config.wait_ns / 1e9
-        reason = f"not admitted within {waited_s:g} s: {self._crowd().reason(self._no_room())}"
-        return self._reject(req, "wait", reason, self._retry_after_s())
+        reason = f"not admitted within {waited_s:g} s: {self._queue_state().describe_wait(self._no_room_reason())}"
+        return self._make_rejection(req, "wait", reason, self._retry_after_s())
 
-    def _reject(self, req: RequestState, cause: str, reason: str, retry_after_s: float | None) -> Rejection:
-        self.stats.rejected[cause] = self.stats.rejected.get(cause, 0) + 1
-        return Rejection(req, cause, reason, retry_after_s)
-
-    def _no_room(self) -> str:
+    def _no_room_reason(self) -> str:
         """Why the head of the queue waits although fewer than ``active_max`` are active."""
         if self.is_closed:
             return "this router has just started, and asks the others what they run"
@@ -241,42 +317,27 @@ class AdmissionController:
         return f"no instance has enough free KV memory for the next one{evicted}"
 
     def _retry_after_s(self) -> float:
-        at_once = self._config.active_max or max(1, len(self._active))
-        return self._times.retry_after_s(len(self._queue), at_once)
+        at_once = self._config.active_max or max(1, len(self._active_since_ns))
+        return self._service_times.retry_after_s(len(self._queue), at_once)
 
     # -- looking
 
-    def is_waiting(self, req: RequestState) -> bool:
-        """Whether ``req`` is in the queue."""
-        return req.request_id in self._queue
-
-    def waiting(self) -> dict[str, int]:
+    def waiting_by_tenant(self) -> dict[str, int]:
         """Requests in the queue, by tenant."""
-        return self._queue.waiting()
+        return self._queue.waiting_by_tenant()
 
-    def snapshot(self) -> AdmissionStats:
-        """Totals and gauges."""
-        stats = self.stats
-        return replace(
-            stats,
-            rejected=dict(stats.rejected),
-            active=len(self._active),
-            waiting=self.waiting(),
-            evictions=self.memory.ledger.evictions,
-        )
-
-    def _crowd(self) -> Crowd:
+    def _queue_state(self) -> Crowd:
         config = self._config
         waiting_max = config.waiting_max + (config.active_max or FOLLOWERS_MAX if self.is_closed else 0)
-        return Crowd(len(self._active), config.active_max, len(self._queue), waiting_max)
+        return Crowd(len(self._active_since_ns), config.active_max, len(self._queue), waiting_max)
 
-    def _pressed(self, head: RequestState, now_ns: int) -> RequestState | None:
+    def _pop_under_pressure(self, head: RequestState, now_ns: int) -> RequestState | None:
         """``head``, if there is room for it without what is held for others, or without pins. It is out of the queue
         then."""
         memory = self.memory
         has_room = memory.holds and self._has_waited_long(head, now_ns) and memory.fits(head, gives_up_held=True)
         # Pins keep a request out only while another one is running, whose end may help as well.
-        if has_room or (not self._active and memory.fits_but_for_pins(head)):
+        if has_room or (not self._active_since_ns and memory.fits_without_pins(head)):
             return self._queue.pop()
         return None
 
@@ -287,11 +348,18 @@ class AdmissionController:
         self._queue.check_invariants()
         returning = {req.request_id for req in self._returning}
         queued = [name for name, req in requests.items() if req.phase is RequestPhase.QUEUED and name not in returning]
-        check(sorted(self._waits_since) == sorted(queued), "{} wait, not {}", self._waits_since, queued)
+        check(sorted(self._waiting_since_ns) == sorted(queued), "{} wait, not {}", self._waiting_since_ns, queued)
         check(all(name in self._queue for name in queued), "{} are not all in the queue", queued)
-        active = [name for name in requests if name not in self._waits_since and name not in returning]
-        check(sorted(self._active) == sorted(active), "{} are active, not {}", self._active, active)
-        check(config.active_max is None or len(self._active) <= self._active_most, "{} are active", len(self._active))
-        check(len(self._queue) == len(queued) <= self._crowd().waiting_max, "{} wait", len(self._queue))
-        check(self.stats.admitted == self.stats.left + len(self._active), "an admitted request was not released once")
+        active = [name for name in requests if name not in self._waiting_since_ns and name not in returning]
+        check(sorted(self._active_since_ns) == sorted(active), "{} are active, not {}", self._active_since_ns, active)
+        check(
+            config.active_max is None or len(self._active_since_ns) <= self._active_count_max,
+            "{} are active",
+            len(self._active_since_ns),
+        )
+        check(len(self._queue) == len(queued) <= self._queue_state().waiting_max, "{} wait", len(self._queue))
+        check(
+            self.stats.admitted == self.stats.released + len(self._active_since_ns),
+            "an admitted request was not released once",
+        )
         self.memory.check_invariants(requests)

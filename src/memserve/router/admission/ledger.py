@@ -14,8 +14,8 @@ A request that has ended may stay in the ledger as *inactive*: its blocks count 
       -> is there room now?   yes: the request gets the node
                               no:  rejected, and nothing was evicted in vain
 
-Inactive requests are kept for a limited time (:meth:`BlockLedger.expire`). Otherwise blocks that no request asks for
-again would block, for ever, a request that needs more than may be evicted for it.
+Inactive requests are kept for a limited time (:meth:`BlockLedger.expire_retired`). Otherwise blocks that no request
+asks for again would block, for ever, a request that needs more than may be evicted for it.
 
 Blocks that no attempt holds and no instance may evict: pinned prefixes, and prefixes that may be fetched.
 """
@@ -51,7 +51,7 @@ def required_blocks(kv_size: int, block_size: int) -> int:
 
 def block_names(identities: bytes) -> tuple[bytes, ...]:
     """The names of blocks, from their concatenated identities."""
-    return tuple(identities[at : at + IDENTITY_BYTES] for at in range(0, len(identities), IDENTITY_BYTES))
+    return tuple(identities[offset : offset + IDENTITY_BYTES] for offset in range(0, len(identities), IDENTITY_BYTES))
 
 
 class Need(NamedTuple):
@@ -88,18 +88,18 @@ def best_fit(nodes: Ints, blocks_left: Ints, load: Ints) -> Ints:
 def best_fit_route(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
     """The least room left over, for the prompt and for decoding; the most room where no candidate has enough."""
 
-    def left(candidate: Candidate) -> int:
+    def tokens_left(candidate: Candidate) -> int:
         return candidate.room_tokens - ask.prompt_tokens
 
-    def choose(some: Sequence[Candidate]) -> Candidate:
-        fitting = [c for c in some if left(c) >= 0]
+    def choose(candidates: Sequence[Candidate]) -> Candidate:
+        fitting = [c for c in candidates if tokens_left(c) >= 0]
         if not fitting:
-            return min(some, key=lambda c: (-left(c), *load_rank(ask, c)))
-        return min(fitting, key=lambda c: (left(c), *load_rank(ask, c)))
+            return min(candidates, key=lambda c: (-tokens_left(c), *load_rank(ask, c)))
+        return min(fitting, key=lambda c: (tokens_left(c), *load_rank(ask, c)))
 
-    chosen = choose(first)
-    why = f"best fit: {chosen.name} has room for {chosen.room_tokens} tokens, {left(chosen)} left over"
-    return with_decoder(chosen, why, decoders, choose)
+    best = choose(first)
+    why = f"best fit: {best.name} has room for {best.room_tokens} tokens, {tokens_left(best)} left over"
+    return with_decoder(best, why, decoders, choose)
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class _Node:
     inactive: list[Entry] = field(default_factory=list)
     """The requests of ``needs`` that have ended, oldest first."""
 
-    def known(self, names: tuple[bytes, ...]) -> int:
+    def count_known(self, names: tuple[bytes, ...]) -> int:
         """How many of ``names``, a chain, are held here, by binary search."""
         return bisect_left(names, True, key=lambda name: name not in self.shared)
 
@@ -135,13 +135,13 @@ class BlockLedger:
         self._expiring: deque[tuple[int, int, Entry]] = deque()
         #: (node, entry) -> until, of those in ``_expiring`` that shall stay for longer than it says
         self._renewed: dict[tuple[int, Entry], int] = {}
-        #: (node, entry) of requests that have ended since the last :meth:`expire`
+        #: (node, entry) of requests that have ended since the last :meth:`expire_retired`
         self._ended: list[tuple[int, Entry]] = []
         self.evictions = 0
 
     # -- nodes
 
-    def enter(self, node: int, blocks_total: int) -> None:
+    def add_node(self, node: int, blocks_total: int) -> None:
         """A new node with nothing on it."""
         check(node not in self._nodes, f"node {node} is known")
         while node >= len(self._total):
@@ -149,38 +149,38 @@ class BlockLedger:
         self._nodes[node] = _Node()
         self._total[node] = self._free[node] = blocks_total
 
-    def leave(self, node: int) -> None:
+    def remove_node(self, node: int) -> None:
         """The node is gone, with all that it held."""
-        for request_id in self.holders(node):
-            self.free(request_id, node)
+        for request_id in self.holders_of(node):
+            self.free_blocks(request_id, node)
         del self._nodes[node]
 
     # -- requests
 
-    def allocate(self, request_id: str, node: int, need: Need) -> None:
+    def allocate_blocks(self, request_id: str, node: int, need: Need) -> None:
         """``request_id`` holds ``need`` on ``node`` from now on. It must hold nothing there yet."""
-        held = self._nodes[node]
-        check(request_id not in held.needs, f"{request_id} holds blocks on node {node} already")
-        self._free[node] -= need.total - held.known(need.names)
-        held.needs[request_id] = need
-        held.shared.update(need.names)
+        state = self._nodes[node]
+        check(request_id not in state.needs, f"{request_id} holds blocks on node {node} already")
+        self._free[node] -= need.total - state.count_known(need.names)
+        state.needs[request_id] = need
+        state.shared.update(need.names)
         if need.names:
             self._roots.setdefault(need.names[0], {})[node] = None
 
-    def free(self, request_id: str, node: int) -> int:
+    def free_blocks(self, request_id: str, node: int) -> int:
         """Free what ``request_id`` holds on ``node``. Returns the number of blocks that became free; the rest is
         shared."""
-        held = self._nodes[node]
-        need = held.needs.pop(request_id)
-        if held.inactive:
-            held.inactive = [entry for entry in held.inactive if entry[1] != request_id]
+        state = self._nodes[node]
+        need = state.needs.pop(request_id)
+        if state.inactive:
+            state.inactive = [entry for entry in state.inactive if entry[1] != request_id]
         freed = need.blocks
         for name in need.names:
-            held.shared[name] -= 1
-            if not held.shared[name]:
-                del held.shared[name]
+            state.shared[name] -= 1
+            if not state.shared[name]:
+                del state.shared[name]
                 freed += 1
-        if need.names and need.names[0] not in held.shared:
+        if need.names and need.names[0] not in state.shared:
             nodes = self._roots[need.names[0]]
             del nodes[node]
             if not nodes:
@@ -188,22 +188,22 @@ class BlockLedger:
         self._free[node] += freed
         return freed
 
-    def retire(self, request_id: str, node: int, age: int) -> None:
+    def retire_request(self, request_id: str, node: int, age: int) -> None:
         """``request_id`` has ended: its blocks stay counted, and may be evicted. A higher ``age`` is younger."""
-        held = self._nodes[node]
-        check(request_id in held.needs, f"{request_id} holds nothing on node {node}")
-        insort(held.inactive, (age, request_id))
+        state = self._nodes[node]
+        check(request_id in state.needs, f"{request_id} holds nothing on node {node}")
+        insort(state.inactive, (age, request_id))
         self._ended.append((node, (age, request_id)))
 
-    def restore(self, request_id: str, node: int, blocks: int, age: int, until_ns: int) -> None:
+    def restore_retired(self, request_id: str, node: int, blocks: int, age: int, until_ns: int) -> None:
         """Add blocks of ended requests that an earlier router knew: inactive, and expiring at ``until_ns``."""
-        self.allocate(request_id, node, Need(blocks))
+        self.allocate_blocks(request_id, node, Need(blocks))
         insort(self._nodes[node].inactive, (age, request_id))
         self._expiring = deque(sorted([*self._expiring, (until_ns, node, (age, request_id))]))
 
     # -- eviction
 
-    def expire(self, now_ns: int, kept_ns: int) -> int:
+    def expire_retired(self, now_ns: int, kept_ns: int) -> int:
         """Free the blocks of requests that ended at least ``kept_ns`` ago. Returns their number; they do not count as
         evictions.
 
@@ -219,26 +219,26 @@ class BlockLedger:
             if until_ns > now_ns and self._is_inactive(node, entry):
                 insort(self._expiring, (until_ns, node, entry))
             elif self._is_inactive(node, entry):
-                self.free(entry[1], node)
+                self.free_blocks(entry[1], node)
                 expired += 1
         return expired
 
-    def renew(self, need: Need, nodes: Sequence[int], until_ns: int) -> None:
+    def extend_expiry(self, need: Need, nodes: Sequence[int], until_ns: int) -> None:
         """Inactive requests whose blocks all are among those of ``need``, which goes on where they ended, expire at
         ``until_ns`` instead, if that is later."""
         for node in nodes:
-            for entry in self._continued(need, node):
+            for entry in self._continued_entries(need, node):
                 self._renewed[node, entry] = max(until_ns, self._renewed.get((node, entry), 0))
 
-    def succeed(self, need: Need, nodes: Sequence[int]) -> bool:
+    def inherit_blocks(self, need: Need, nodes: Sequence[int]) -> bool:
         """Make room for ``need`` on one of ``nodes`` by freeing inactive requests whose blocks all are among its own:
         it goes on where they ended. False: that is not enough, and nothing was changed."""
-        kept = set(need.names)
+        kept_names = set(need.names)
         for node in nodes:
-            wanted = -int(self.blocks_left(np.array([node]), need)[0])
-            before, dropped = self._continued(need, node), Counter[bytes]()
-            wanted -= sum([self._freed(request_id, node, dropped, kept) for _, request_id in before])
-            if wanted <= 0:
+            blocks_short = -int(self.blocks_left(np.array([node]), need)[0])
+            before, dropped = self._continued_entries(need, node), Counter[bytes]()
+            blocks_short -= sum([self._count_freed(request_id, node, dropped, kept_names) for _, request_id in before])
+            if blocks_short <= 0:
                 self.free_continued(need, [node])
                 return True
         return False
@@ -246,88 +246,88 @@ class BlockLedger:
     def free_continued(self, need: Need, nodes: Sequence[int]) -> None:
         """Free inactive requests whose blocks all are among those of ``need``, which is about to be allocated."""
         for node in nodes:
-            for _, request_id in self._continued(need, node):
-                self.free(request_id, node)
+            for _, request_id in self._continued_entries(need, node):
+                self.free_blocks(request_id, node)
 
-    def _continued(self, need: Need, node: int) -> list[Entry]:
+    def _continued_entries(self, need: Need, node: int) -> list[Entry]:
         """Inactive requests that ended where ``need`` goes on."""
-        names, held = set(need.names), self._nodes[node]
-        return [entry for entry in held.inactive if (mine := held.needs[entry[1]].names) and mine[-1] in names]
+        names, state = set(need.names), self._nodes[node]
+        return [entry for entry in state.inactive if (chain := state.needs[entry[1]].names) and chain[-1] in names]
 
-    def relieve(self, need: Need, nodes: Sequence[int], evictions_max: int) -> Relief | None:
+    def evict_for(self, need: Need, nodes: Sequence[int], evictions_max: int) -> Relief | None:
         """Make room for ``need`` on one of ``nodes`` with at most ``evictions_max`` evictions: on the node that needs
         the fewest, among equals the one with the oldest victim. ``None``: no node has enough to evict, and nothing was
         changed."""
         plans = [(len(victims), victims[0][0], node, victims)
-                 for node in nodes if (victims := self._victims(need, node, evictions_max))]  # fmt: skip
+                 for node in nodes if (victims := self._pick_victims(need, node, evictions_max))]  # fmt: skip
         if not plans:
             return None
         _, _, node, victims = min(plans)
         for _, request_id in victims:
-            self.free(request_id, node)
+            self.free_blocks(request_id, node)
         self.evictions += len(victims)
         return Relief(node, tuple(request_id for _, request_id in victims))
 
     def room_at_ns(self, need: Need, node: int) -> int | None:
         """When ``node`` has room for ``need`` if no other request comes or goes, as inactive ones expire. 0: it has
-        room now. ``None``: that is not enough, or :meth:`expire` must be called first."""
-        wanted = -int(self.blocks_left(np.array([node]), need)[0])
+        room now. ``None``: that is not enough, or :meth:`expire_retired` must be called first."""
+        blocks_short = -int(self.blocks_left(np.array([node]), need)[0])
         dropped: Counter[bytes] = Counter()
-        kept, until_ns = set(need.names), 0
-        for end_ns, at, entry in self._expiring:
-            if wanted <= 0:
+        kept_names, until_ns = set(need.names), 0
+        for end_ns, expiring_node, entry in self._expiring:
+            if blocks_short <= 0:
                 break
-            if at == node and self._is_inactive(node, entry):
-                wanted, until_ns = wanted - self._freed(entry[1], node, dropped, kept), end_ns
-        return until_ns if wanted <= 0 else None
+            if expiring_node == node and self._is_inactive(node, entry):
+                blocks_short, until_ns = blocks_short - self._count_freed(entry[1], node, dropped, kept_names), end_ns
+        return until_ns if blocks_short <= 0 else None
 
-    def _victims(self, need: Need, node: int, evictions_max: int) -> list[Entry]:
+    def _pick_victims(self, need: Need, node: int, evictions_max: int) -> list[Entry]:
         """The oldest inactive requests to evict so that ``need`` fits; empty: ``evictions_max`` are not enough."""
-        wanted = -int(self.blocks_left(np.array([node]), need)[0])
-        chosen: list[Entry] = []
+        blocks_short = -int(self.blocks_left(np.array([node]), need)[0])
+        victims: list[Entry] = []
         dropped: Counter[bytes] = Counter()
-        kept = set(need.names)
+        kept_names = set(need.names)
         for entry in self._nodes[node].inactive:
-            if wanted <= 0 or len(chosen) == evictions_max:
+            if blocks_short <= 0 or len(victims) == evictions_max:
                 break
-            chosen.append(entry)
-            wanted -= self._freed(entry[1], node, dropped, kept)
-        return chosen if wanted <= 0 else []
+            victims.append(entry)
+            blocks_short -= self._count_freed(entry[1], node, dropped, kept_names)
+        return victims if blocks_short <= 0 else []
 
-    def _freed(self, request_id: str, node: int, dropped: Counter[bytes], kept: set[bytes]) -> int:
+    def _count_freed(self, request_id: str, node: int, dropped: Counter[bytes], kept_names: set[bytes]) -> int:
         """Blocks that one more eviction frees for the new request, without those that it shares."""
-        held = self._nodes[node]
-        need = held.needs[request_id]
+        state = self._nodes[node]
+        need = state.needs[request_id]
         dropped.update(need.names)
-        gone = [name for name in need.names if dropped[name] == held.shared[name]]
-        return need.blocks + sum(name not in kept for name in gone)
+        freed_names = [name for name in need.names if dropped[name] == state.shared[name]]
+        return need.blocks + sum(name not in kept_names for name in freed_names)
 
     def _is_inactive(self, node: int, entry: Entry) -> bool:
         return node in self._nodes and entry in self._nodes[node].inactive
 
     # -- looking
 
-    def holders(self, node: int) -> Sequence[str]:
+    def holders_of(self, node: int) -> Sequence[str]:
         """Requests that hold blocks there, in order of allocation."""
         return list(self._nodes[node].needs)
 
-    def inactive(self, node: int) -> Sequence[str]:
+    def inactive_requests(self, node: int) -> Sequence[str]:
         """Requests whose blocks may be evicted there, oldest first."""
         return [request_id for _, request_id in self._nodes[node].inactive]
 
-    def needs(self, node: int, request_id: str) -> Need | None:
+    def need_of(self, node: int, request_id: str) -> Need | None:
         """What a request holds there; ``None``: nothing, or the node is gone."""
-        held = self._nodes.get(node)
-        return held.needs.get(request_id) if held is not None else None
+        state = self._nodes.get(node)
+        return state.needs.get(request_id) if state is not None else None
 
-    def known(self, node: int, names: tuple[bytes, ...]) -> int:
+    def count_known(self, node: int, names: tuple[bytes, ...]) -> int:
         """How many of ``names``, a chain, are held there; always the first ones."""
-        return self._nodes[node].known(names)
+        return self._nodes[node].count_known(names)
 
     def blocks_inactive(self, node: int) -> int:
         """Blocks of inactive requests; one that several share counts for each."""
-        held = self._nodes[node]
-        return sum([held.needs[request_id].total for _, request_id in held.inactive])
+        state = self._nodes[node]
+        return sum([state.needs[request_id].total for _, request_id in state.inactive])
 
     def blocks_total(self, nodes: Ints) -> Ints:
         """All blocks of each node."""
@@ -339,30 +339,30 @@ class BlockLedger:
 
     def blocks_left(self, nodes: Ints, need: Need) -> Ints:
         """What would be free on each of ``nodes`` (ascending) with ``need`` allocated; negative: there is no room."""
-        left: Ints = self._free[nodes] - need.total
+        counts: Ints = self._free[nodes] - need.total
         for node in self._roots.get(need.names[0], ()) if need.names else ():
-            at = int(nodes.searchsorted(node))
-            if at < len(nodes) and nodes[at] == node:
-                left[at] += self._nodes[node].known(need.names)
-        return left
+            index = int(nodes.searchsorted(node))
+            if index < len(nodes) and nodes[index] == node:
+                counts[index] += self._nodes[node].count_known(need.names)
+        return counts
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if counts, names or the order of inactive requests are wrong."""
         waiting = {(node, entry) for _, node, entry in self._expiring} | set(self._ended)
-        for node, held in self._nodes.items():
-            names = Counter(name for need in held.needs.values() for name in need.names)
-            check(held.shared == names, "node {}: names are held {}, not {}", node, held.shared, names)
-            used = sum(need.blocks for need in held.needs.values()) + len(names)
+        for node, state in self._nodes.items():
+            names = Counter(name for need in state.needs.values() for name in need.names)
+            check(state.shared == names, "node {}: names are held {}, not {}", node, state.shared, names)
+            used = sum(need.blocks for need in state.needs.values()) + len(names)
             free = int(self._total[node]) - used
             check(self.blocks_free(node) == free, f"node {node}: {self.blocks_free(node)} blocks are free, not {free}")
-            roots = {need.names[0] for need in held.needs.values() if need.names}
+            roots = {need.names[0] for need in state.needs.values() if need.names}
             listed = {name for name, nodes in self._roots.items() if node in nodes}
             check(roots == listed, f"node {node}: chains begin with {roots}, listed are {listed}")
-            inactive = self.inactive(node)
-            check(held.inactive == sorted(held.inactive), f"node {node}: {held.inactive} are out of order")
+            inactive = self.inactive_requests(node)
+            check(state.inactive == sorted(state.inactive), f"node {node}: {state.inactive} are out of order")
             check(len(set(inactive)) == len(inactive), f"node {node}: twice in {inactive}")
-            check(all(request_id in held.needs for request_id in inactive), f"node {node}: {inactive} hold nothing")
-            check(all((node, entry) in waiting for entry in held.inactive), f"node {node}: an entry never expires")
+            check(all(request_id in state.needs for request_id in inactive), f"node {node}: {inactive} hold nothing")
+            check(all((node, entry) in waiting for entry in state.inactive), f"node {node}: an entry never expires")
 
     def __repr__(self) -> str:
         nodes = ", ".join(f"{n}: {self.blocks_free(n)}/{self._total[n]} free" for n in self._nodes)
@@ -381,7 +381,7 @@ class Reservations:
     Messages to one instance arrive in order: a request that is dispatched after an ``Unpin`` finds its blocks free.
     """
 
-    __slots__ = ("_ledger", "_lent", "_names", "_pins")
+    __slots__ = ("_exports", "_ledger", "_names", "_pins")
 
     def __init__(self, ledger: BlockLedger) -> None:
         self._ledger = ledger
@@ -390,7 +390,7 @@ class Reservations:
         #: for each name of their blocks, the number of pins that have it
         self._names: Counter[bytes] = Counter()
         #: for each attempt that may still fetch, the nodes that it may fetch from
-        self._lent: dict[str, list[int]] = {}
+        self._exports: dict[str, list[int]] = {}
 
     def pin(self, name: str, node: int, need: Need) -> None:
         """``name`` holds ``need`` on ``node`` from now on, and nothing else."""
@@ -398,7 +398,7 @@ class Reservations:
         if need.total:
             self._pins[name] = node, need
             self._names.update(need.names)
-            self._ledger.allocate(_pinned(name), node, need)
+            self._ledger.allocate_blocks(_pin_key(name), node, need)
 
     def may_pin(self, name: str, node: int, need: Need) -> bool:
         """:meth:`pin`, if that takes no room from admitted requests. False: there is no room, and nothing was
@@ -414,13 +414,15 @@ class Reservations:
         """``name`` holds nothing; an unknown one is ignored."""
         node, need = self._pins.pop(name, (0, Need(0)))
         if need.total:
-            self._ledger.free(_pinned(name), node)
+            self._ledger.free_blocks(_pin_key(name), node)
             self._names -= Counter(need.names)
 
-    def pinned_part(self, identities: bytes) -> bytes:
+    def pinned_prefix(self, identities: bytes) -> bytes:
         """The first of ``identities``, as many as are pinned anywhere."""
         starts = range(0, len(identities), IDENTITY_BYTES)
-        count = bisect_left(starts, True, key=lambda at: identities[at : at + IDENTITY_BYTES] not in self._names)
+        count = bisect_left(
+            starts, True, key=lambda offset: identities[offset : offset + IDENTITY_BYTES] not in self._names
+        )
         return identities[: count * IDENTITY_BYTES]
 
     @property
@@ -428,9 +430,9 @@ class Reservations:
         """Whether anything is pinned."""
         return bool(self._pins)
 
-    def give_way(self, node: int) -> list[str]:
+    def evict_pins(self, node: int) -> list[str]:
         """Drop pins on ``node`` while more is held there than it has, least recently renewed first; their names."""
-        names = [name for name, (at, _) in self._pins.items() if at == node]
+        names = [name for name, (pin_node, _) in self._pins.items() if pin_node == node]
         dropped = []
         while names and self._ledger.blocks_free(node) < 0:
             dropped.append(names.pop(0))
@@ -438,56 +440,56 @@ class Reservations:
         return dropped
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def without_pins(self) -> Iterator[None]:
         """Look at the ledger without pins: instances drop pins rather than stand still."""
         for name, (node, _) in self._pins.items():
-            self._ledger.free(_pinned(name), node)
+            self._ledger.free_blocks(_pin_key(name), node)
         try:
             yield
         finally:
             for name, (node, need) in self._pins.items():
-                self._ledger.allocate(_pinned(name), node, need)
+                self._ledger.allocate_blocks(_pin_key(name), node, need)
 
-    def lend(self, attempt_id: str, node: int, need: Need) -> None:
+    def export_blocks(self, attempt_id: str, node: int, need: Need) -> None:
         """``attempt_id`` may fetch these blocks from ``node``: meanwhile they cannot be evicted."""
         if need.total:
-            self._lent.setdefault(attempt_id, []).append(node)
-            self._ledger.allocate(_lent(attempt_id), node, need)
+            self._exports.setdefault(attempt_id, []).append(node)
+            self._ledger.allocate_blocks(_export_key(attempt_id), node, need)
 
-    def returned(self, attempt_id: str) -> bool:
+    def end_exports(self, attempt_id: str) -> bool:
         """``attempt_id`` fetches nothing any more. Returns whether anything was lent to it."""
-        nodes = self._lent.pop(attempt_id, ())
+        nodes = self._exports.pop(attempt_id, ())
         for node in nodes:
-            self._ledger.free(_lent(attempt_id), node)
+            self._ledger.free_blocks(_export_key(attempt_id), node)
         return bool(nodes)
 
-    def leave(self, node: int) -> None:
+    def remove_node(self, node: int) -> None:
         """``node`` is about to leave, with all that is held there."""
-        for name in [name for name, (at, _) in self._pins.items() if at == node]:
+        for name in [name for name, (pin_node, _) in self._pins.items() if pin_node == node]:
             self.unpin(name)
-        for attempt_id, nodes in self._lent.items():
+        for attempt_id, nodes in self._exports.items():
             if node in nodes:
                 nodes.remove(node)
-                self._ledger.free(_lent(attempt_id), node)
+                self._ledger.free_blocks(_export_key(attempt_id), node)
 
-    def holders(self, node: int) -> set[str]:
+    def holders_of(self, node: int) -> set[str]:
         """The ledger's names of what is reserved there."""
-        pins = {_pinned(name) for name, (at, _) in self._pins.items() if at == node}
-        return pins | {_lent(attempt_id) for attempt_id, nodes in self._lent.items() if node in nodes}
+        pins = {_pin_key(name) for name, (pin_node, _) in self._pins.items() if pin_node == node}
+        return pins | {_export_key(attempt_id) for attempt_id, nodes in self._exports.items() if node in nodes}
 
     def check_invariants(self, prefilling: set[str]) -> None:
         """Raise :class:`InvariantError` unless names are counted, and only attempts in prefill may fetch."""
         names = Counter(block for _, need in self._pins.values() for block in need.names)
         check(self._names == names, "pins have {}, counted are {}", names, self._names)
-        for attempt_id, nodes in self._lent.items():
+        for attempt_id, nodes in self._exports.items():
             check(attempt_id in prefilling, f"{attempt_id} has computed its prompt, and blocks are lent to it")
             check(len(set(nodes)) == len(nodes), f"{attempt_id} may fetch twice from one of {nodes}")
 
 
-def _pinned(name: str) -> str:
+def _pin_key(name: str) -> str:
     """The pin's name in the ledger; names of attempts end with a number, so it differs from all of them."""
     return f"{name} pinned"
 
 
-def _lent(attempt_id: str) -> str:
+def _export_key(attempt_id: str) -> str:
     return f"{attempt_id} lent"

@@ -49,7 +49,7 @@ class MemoryBudget:
         self.is_counting = config.mode in (Admission.MEMORY, Admission.CACHE)
         #: whether KV of finished requests is held for their clients
         self.holds = config.hold
-        #: how long, for the requests that have finished since the last :meth:`expire`
+        #: how long, for the requests that have finished since the last :meth:`expire_kept`
         self._held_ns = HELD_NS_MIN
         self._registry, self._loads = registry, loads
         self.ledger = BlockLedger()
@@ -65,12 +65,12 @@ class MemoryBudget:
 
     def need_of(self, req: RequestState) -> MemoryNeed:
         """What ``req`` needs now. It carries the answer until something changes."""
-        basis = self._basis(req)
+        basis = self._need_basis(req)
         if req.need is None or req.need.basis != basis:
             req.need = self._compute_need(req, basis)
         return req.need
 
-    def _basis(self, req: RequestState) -> tuple[int, int, bool]:
+    def _need_basis(self, req: RequestState) -> tuple[int, int, bool]:
         return self._state, max(len(tokens) for tokens in req.emitted), req.identities is None
 
     def _compute_need(self, req: RequestState, basis: tuple[int, int, bool]) -> MemoryNeed:
@@ -82,13 +82,13 @@ class MemoryBudget:
         largest = {role: self.ledger.blocks_total(self._loads.open_numbers(role)).max(initial=0) for role in _ROLES}
         by_role = {role: max(prompt, min(whole, int(most))) for role, most in largest.items()}
         names = block_names(self._counted_once(req.identities or b""))[:prompt]
-        return MemoryNeed(prompt, by_role, names, self._teams(len(request.prompt)), basis)
+        return MemoryNeed(prompt, by_role, names, self._teams_for(len(request.prompt)), basis)
 
     def _counted_once(self, identities: bytes) -> bytes:
         """Blocks that count once for all requests: every one with cache-aware admission, else those that are pinned."""
         if self._config.mode is Admission.CACHE:
             return identities
-        return self.reservations.pinned_part(identities) if self._config.unit_tokens is None else b""
+        return self.reservations.pinned_prefix(identities) if self._config.unit_tokens is None else b""
 
     @property
     def wants_identities(self) -> bool:
@@ -107,7 +107,7 @@ class MemoryBudget:
         geometry = self._registry.geometry
         return self._config.unit_tokens or (geometry.block_tokens if geometry is not None else 1)
 
-    def _teams(self, prompt_tokens: int) -> list[Team]:
+    def _teams_for(self, prompt_tokens: int) -> list[Team]:
         """Open instances that compute such prompts, and those that decode where others do that. An instance takes part
         if the prompt fits into its context, as in placement."""
         able = {}
@@ -126,51 +126,53 @@ class MemoryBudget:
         go. ``leaves_growth``: a request that goes on from nothing leaves room for the others' next turns."""
         if not self.is_counting:
             return True
-        if leaves_growth and self.holds and not self.goes_on(req):
+        if leaves_growth and self.holds and not self.continues_prefix(req):
             return all(self._leaves_growth(needs) for needs in self.need_of(req).by_team())
         limit = sys.maxsize if gives_up_held and self.holds else self._config.evictions_max
         return all(self._has_room(needs, limit) for needs in self.need_of(req).by_team())
 
-    def fits_but_for_pins(self, req: RequestState) -> bool:
+    def fits_without_pins(self, req: RequestState) -> bool:
         """:meth:`fits` if all pins were dropped, and nothing were held for others."""
-        with self.reservations.lifted():
+        with self.reservations.without_pins():
             return self.fits(req, gives_up_held=True)
 
     def _has_room(self, needs: list[tuple[Need, Ints]], limit: int | None) -> bool:
         if any((self.ledger.blocks_left(numbers, need) >= 0).any() for need, numbers in needs):
             return True
-        if self.holds and any(self.ledger.succeed(need, numbers.tolist()) for need, numbers in needs):
+        if self.holds and any(self.ledger.inherit_blocks(need, numbers.tolist()) for need, numbers in needs):
             return True
-        return any(limit and self.ledger.relieve(need, numbers.tolist(), limit) for need, numbers in needs)
+        return any(limit and self.ledger.evict_for(need, numbers.tolist(), limit) for need, numbers in needs)
 
     def _leaves_growth(self, needs: list[tuple[Need, Ints]]) -> bool:
         for need, numbers in needs:
-            for number, left in zip(numbers.tolist(), self.ledger.blocks_left(numbers, need).tolist(), strict=True):
-                if left >= self.ledger.blocks_inactive(number) // GROWTH_SHARE:
+            for number, blocks_left in zip(
+                numbers.tolist(), self.ledger.blocks_left(numbers, need).tolist(), strict=True
+            ):
+                if blocks_left >= self.ledger.blocks_inactive(number) // GROWTH_SHARE:
                     return True
         return False
 
-    def goes_on(self, req: RequestState) -> bool:
+    def continues_prefix(self, req: RequestState) -> bool:
         """Whether an instance holds KV of most of the prompt of ``req``: of what it continues, or shares."""
         need = self.need_of(req)
-        numbers = [number for team in need.teams for _, some in team for number in some.tolist()]
-        return any(2 * self.ledger.known(number, need.names) > need.prompt for number in numbers)
+        numbers = [number for team in need.teams for _, role_numbers in team for number in role_numbers.tolist()]
+        return any(2 * self.ledger.count_known(number, need.names) > need.prompt for number in numbers)
 
-    def hold(self, req: RequestState, until_ns: int) -> None:
+    def hold_for_request(self, req: RequestState, until_ns: int) -> None:
         """What ``req``, which waits, goes on from is held until then."""
         if self.holds:
-            for need, numbers in (one for team in self.need_of(req).by_team() for one in team):
-                self.ledger.renew(need, numbers.tolist(), until_ns)
+            for need, numbers in (pair for team in self.need_of(req).by_team() for pair in team):
+                self.ledger.extend_expiry(need, numbers.tolist(), until_ns)
 
-    def admitted(self, req: RequestState) -> None:
+    def on_admitted(self, req: RequestState) -> None:
         """``req`` is about to be placed: what it goes on from is its own."""
         if self.holds:
-            for need, numbers in (one for team in self.need_of(req).by_team() for one in team):
+            for need, numbers in (pair for team in self.need_of(req).by_team() for pair in team):
                 self.ledger.free_continued(need, numbers.tolist())
 
-    def expire(self, now_ns: int) -> None:
+    def expire_kept(self, now_ns: int) -> None:
         """Count no longer what was kept for ``kept_ns``, or held for long enough."""
-        if self.ledger.expire(now_ns, self._held_ns if self.holds else self._config.kept_ns):
+        if self.ledger.expire_retired(now_ns, self._held_ns if self.holds else self._config.kept_ns):
             self.changed = True
         self._held_ns = HELD_NS_MIN
 
@@ -179,7 +181,7 @@ class MemoryBudget:
         most."""
         at_most_ns = now_ns + self._config.kept_ns
         until_ns = now_ns
-        with self.reservations.lifted():
+        with self.reservations.without_pins():
             for needs in self.need_of(req).by_team():
                 ends = [self.ledger.room_at_ns(need, node) for need, numbers in needs for node in numbers.tolist()]
                 until_ns = max(until_ns, min([end for end in ends if end is not None], default=at_most_ns))
@@ -191,27 +193,31 @@ class MemoryBudget:
             return None
         need = self.need_of(req)
         if not need.teams:
-            need = need._replace(teams=self._teams(0))
+            need = need._replace(teams=self._teams_for(0))
         for team in need.by_team():
-            needs = [each.total for each, _ in team]
+            needs = [role_need.total for role_need, _ in team]
             totals = [int(self.ledger.blocks_total(numbers).max()) for _, numbers in team]
-            if all(wanted > total for wanted, total in zip(needs, totals, strict=True)):
+            if all(blocks > total for blocks, total in zip(needs, totals, strict=True)):
                 return f"it needs {min(needs)} blocks of KV memory, no instance has more than {max(totals)}"
         return None
 
-    def narrow(self, req: RequestState, role: Role, numbers: Ints) -> Ints:
+    def filter_by_room(self, req: RequestState, role: Role, numbers: Ints) -> Ints:
         """Those of ``numbers`` that have room, be it without pins; by policy ``best-fit`` the one with the least left
         over. All of them where none has room: an admitted request goes somewhere."""
         if not self.is_counting or not len(numbers):
             return numbers
         need = self.need_of(req).before_handover(role)
-        left = self.ledger.blocks_left(numbers, need)
-        if not (left >= 0).any():
-            with self.reservations.lifted():
-                left = self.ledger.blocks_left(numbers, need)
-        if not (left >= 0).any():
+        blocks_left = self.ledger.blocks_left(numbers, need)
+        if not (blocks_left >= 0).any():
+            with self.reservations.without_pins():
+                blocks_left = self.ledger.blocks_left(numbers, need)
+        if not (blocks_left >= 0).any():
             return numbers
-        return best_fit(numbers, left, self._loads.tokens(numbers)) if self._takes_best_fit else numbers[left >= 0]
+        return (
+            best_fit(numbers, blocks_left, self._loads.work_tokens(numbers))
+            if self._takes_best_fit
+            else numbers[blocks_left >= 0]
+        )
 
     # -- attempts
 
@@ -219,10 +225,10 @@ class MemoryBudget:
         """Whether ``member`` has room for all of ``req``."""
         if not self.is_counting:
             return True
-        need = self.need_of(req).at(member.info.role, decodes=True)
+        need = self.need_of(req).need_at(member.info.role, decodes=True)
         return bool(self.ledger.blocks_left(np.array([member.number], np.int64), need)[0] >= 0)
 
-    def reserve(self, req: RequestState, attempt: Attempt) -> list[str]:
+    def reserve_for_attempt(self, req: RequestState, attempt: Attempt) -> list[str]:
         """``attempt`` holds what it needs from now on. Returns the pins that are dropped for it: there is no other
         room."""
         if not self.is_counting:
@@ -230,124 +236,124 @@ class MemoryBudget:
         need, dropped = self.need_of(req), []
         for member in attempt.involved:
             decodes = attempt.decode_at is None or member is attempt.decode_at
-            here = need.at(member.info.role, decodes=decodes)
+            member_need = need.need_at(member.info.role, decodes=decodes)
             if member is attempt.decode_at:
-                here = self._as_it_arrives(attempt, member, here)
-            if self.ledger.needs(member.number, attempt.attempt_id) is not None:
-                self.ledger.free(attempt.attempt_id, member.number)  # it had ended here, and is taken up again
-            self.ledger.allocate(attempt.attempt_id, member.number, here)
-            dropped += self.reservations.give_way(member.number)
+                member_need = self._need_on_arrival(attempt, member, member_need)
+            if self.ledger.need_of(member.number, attempt.attempt_id) is not None:
+                self.ledger.free_blocks(attempt.attempt_id, member.number)  # it had ended here, and is taken up again
+            self.ledger.allocate_blocks(attempt.attempt_id, member.number, member_need)
+            dropped += self.reservations.evict_pins(member.number)
         for holder in attempt.holders:
-            lender = self._registry.get(holder.peer)
-            if lender is not None and not lender.is_store:
+            exporter = self._registry.get(holder.peer)
+            if exporter is not None and not exporter.is_store:
                 prefix = self._kept_need(req.identities or b"", holder.prefix_tokens)
-                self.reservations.lend(attempt.attempt_id, lender.number, prefix)
+                self.reservations.export_blocks(attempt.attempt_id, exporter.number, prefix)
         self._state += bool(dropped)
         return dropped
 
-    def _as_it_arrives(self, attempt: Attempt, member: Member, need: Need) -> Need:
+    def _need_on_arrival(self, attempt: Attempt, member: Member, need: Need) -> Need:
         """``need`` where blocks that are on their way have no names yet: two requests that arrive with one prefix bring
         it twice. Only blocks that are there when the transfer begins are shared."""
-        known = self.ledger.known(member.number, need.names)
-        if member.info.caching and known < len(need.names):
+        known_blocks = self.ledger.count_known(member.number, need.names)
+        if member.info.caching and known_blocks < len(need.names):
             self._incoming[attempt.attempt_id] = need.names
-        return Need(need.total - known, need.names[:known])
+        return Need(need.total - known_blocks, need.names[:known_blocks])
 
-    def _has_arrived(self, attempt: Attempt, member: Member) -> None:
+    def _on_blocks_arrived(self, attempt: Attempt, member: Member) -> None:
         """Its blocks are in the decode instance's index; those that another request has brought meanwhile are there
         twice."""
         names = self._incoming.pop(attempt.attempt_id, ())
-        had = self.ledger.needs(member.number, attempt.attempt_id)
+        had = self.ledger.need_of(member.number, attempt.attempt_id)
         if names and had is not None:
-            twice = self.ledger.known(member.number, names) - len(had.names)
-            self.ledger.free(attempt.attempt_id, member.number)
+            twice = self.ledger.count_known(member.number, names) - len(had.names)
+            self.ledger.free_blocks(attempt.attempt_id, member.number)
             need = Need(had.total - len(names) + twice, names)
-            self.ledger.allocate(attempt.attempt_id, member.number, need)
+            self.ledger.allocate_blocks(attempt.attempt_id, member.number, need)
 
-    def prefilled(self, attempt: Attempt) -> None:
+    def on_prefilled(self, attempt: Attempt) -> None:
         """The prompt of ``attempt`` is computed: it fetches nothing any more."""
-        if self.reservations.returned(attempt.attempt_id):
+        if self.reservations.end_exports(attempt.attempt_id):
             self.changed = True
 
-    def handed_over(self, attempt: Attempt) -> None:
+    def on_handed_over(self, attempt: Attempt) -> None:
         """The decode instance has all KV of ``attempt``; the prefill instance, still involved, is about to be done."""
         if self.is_counting:
             self.changed = True
             if attempt.decode_at is not None:
-                self._has_arrived(attempt, attempt.decode_at)
-            self._free(attempt, attempt.first, keeps=not self.holds)
+                self._on_blocks_arrived(attempt, attempt.decode_at)
+            self._free_attempt(attempt, attempt.first, keeps=not self.holds)
 
-    def release(self, attempt: Attempt, *, completed: bool) -> int:
+    def release_attempt(self, attempt: Attempt, *, completed: bool) -> int:
         """``attempt`` is over. ``completed``: the KV that it has computed stays in the cache. Returns for how long it
         is held for the client; 0: it is not."""
         if self.is_counting:
             self.changed = True
             for member in attempt.involved:
-                self._free(attempt, member, keeps=completed)
-            self.reservations.returned(attempt.attempt_id)
+                self._free_attempt(attempt, member, keeps=completed)
+            self.reservations.end_exports(attempt.attempt_id)
             self._incoming.pop(attempt.attempt_id, None)
         return self._held_ns if self.holds and completed else 0
 
-    def _free(self, attempt: Attempt, member: Member, *, keeps: bool) -> None:
+    def _free_attempt(self, attempt: Attempt, member: Member, *, keeps: bool) -> None:
         if keeps and member.info.caching and (self.holds or self._config.evictions_max is not None):
-            need = self.ledger.needs(member.number, attempt.attempt_id)
+            need = self.ledger.need_of(member.number, attempt.attempt_id)
             if self.holds and need is not None:
                 again_ns = member.costs.prefill_ns(need.total * self._unit_tokens())
                 self._held_ns = min(max(self._held_ns, again_ns), HELD_NS_MAX)
-            self.ledger.retire(attempt.attempt_id, member.number, attempt.number)
+            self.ledger.retire_request(attempt.attempt_id, member.number, attempt.number)
         else:
-            self.ledger.free(attempt.attempt_id, member.number)
+            self.ledger.free_blocks(attempt.attempt_id, member.number)
 
     # -- pins
 
     def may_pin(self, name: str, member: Member, identities: bytes, tokens: int) -> bool:
         """Whether the first ``tokens`` of a prefix may be pinned at ``member``, beside admitted requests; then they
         count. ``identities``: of its whole blocks."""
-        self.reconsider()
+        self.invalidate_needs()
         need = self._kept_need(identities, tokens)
         return not self.is_counting or self.reservations.may_pin(name, member.number, need)
 
-    def pinned(self, name: str, member: Member, identities: bytes, tokens: int) -> None:
+    def on_pinned(self, name: str, member: Member, identities: bytes, tokens: int) -> None:
         """The first ``tokens`` of a prefix are pinned at ``member`` under ``name``, and nothing elsewhere."""
         if self.is_counting:
-            self.reconsider()
+            self.invalidate_needs()
             self.reservations.pin(name, member.number, self._kept_need(identities, tokens))
 
-    def unpinned(self, name: str) -> None:
+    def on_unpinned(self, name: str) -> None:
         """Nothing is pinned under ``name``."""
-        self.reconsider()
+        self.invalidate_needs()
         self.reservations.unpin(name)
 
     # -- members
 
-    def enter(self, member: Member) -> None:
+    def add_instance(self, member: Member) -> None:
         """A new instance, empty as far as is known."""
-        self.reconsider()
+        self.invalidate_needs()
         if self.is_counting:
             info = member.info
-            self.ledger.enter(member.number, info.hbm_blocks * info.geometry.block_tokens // self._unit_tokens())
+            self.ledger.add_node(member.number, info.hbm_blocks * info.geometry.block_tokens // self._unit_tokens())
 
-    def recover(self, member: Member, used: Sequence[tuple[int, int]], now_ns: int) -> None:
+    def restore_used(self, member: Member, used: Sequence[tuple[int, int]], now_ns: int) -> None:
         """KV that requests of the last router used less than ``kept_ns`` ago still counts, and is evicted in the order
         of its last use. ``used``: times and numbers of blocks, least recently used first."""
         if not self.is_counting or self._config.evictions_max is None or not member.info.caching:
             return
         unit, block_tokens = self._unit_tokens(), member.info.geometry.block_tokens
-        for at, (used_ns, blocks) in enumerate(used):
+        for index, (used_ns, blocks) in enumerate(used):
             used_ns = min(used_ns, now_ns)  # the last router's clock may have been ahead
             until_ns, age = used_ns + self._config.kept_ns, used_ns - now_ns - 1  # older than every attempt
             if until_ns > now_ns:
-                name, blocks = f"{member.name} recovered {at:09}", required_blocks(blocks * block_tokens, unit)
-                self.ledger.restore(name, member.number, blocks, age, until_ns)
+                name, blocks = f"{member.name} recovered {index:09}", required_blocks(blocks * block_tokens, unit)
+                self.ledger.restore_retired(name, member.number, blocks, age, until_ns)
 
-    def leave(self, member: Member) -> None:
+    def remove_instance(self, member: Member) -> None:
         """An instance is gone; attempts there must be over."""
-        self.reconsider()
+        self.invalidate_needs()
         if self.is_counting:
-            self.reservations.leave(member.number)
-            self.ledger.leave(member.number)
+            self.reservations.remove_node(member.number)
+            self.ledger.remove_node(member.number)
 
-    def reconsider(self) -> None:
+    def invalidate_needs(self) -> None:
         """Needs may have changed, and there may be more room: pins changed, or an instance takes requests from now on,
         or takes none any more and others do its work."""
         self._state += 1
@@ -357,25 +363,25 @@ class MemoryBudget:
         """Raise :class:`InvariantError` unless exactly the live attempts, kept blocks and reservations hold memory."""
         if not self.is_counting:
             return
-        placed = [(req, req.attempt) for req in requests.values() if req.attempt is not None]
+        running = [(req, req.attempt) for req in requests.values() if req.attempt is not None]
         self.ledger.check_invariants()
-        self.reservations.check_invariants({a.attempt_id for r, a in placed if r.phase is RequestPhase.PREFILLING})
+        self.reservations.check_invariants({a.attempt_id for r, a in running if r.phase is RequestPhase.PREFILLING})
         for member in self._registry:
-            active = {attempt.attempt_id for _, attempt in placed if member in attempt.involved}
-            kept = set(self.ledger.inactive(member.number))
-            held = set(self.ledger.holders(member.number))
-            check(not active & kept, "of {}, {} may be evicted", active, kept)
-            reserved = self.reservations.holders(member.number)
+            active = {attempt.attempt_id for _, attempt in running if member in attempt.involved}
+            inactive = set(self.ledger.inactive_requests(member.number))
+            holders = set(self.ledger.holders_of(member.number))
+            check(not active & inactive, "of {}, {} may be evicted", active, inactive)
+            reserved = self.reservations.holders_of(member.number)
             check(
-                held == active | kept | reserved,
+                holders == active | inactive | reserved,
                 "{}: {} hold memory, not {}, {}, {}",
                 member,
-                held,
+                holders,
                 active,
-                kept,
+                inactive,
                 reserved,
             )
-        for req, _ in placed:
+        for req, _ in running:
             need = req.need
-            if need is not None and need.basis == self._basis(req):
+            if need is not None and need.basis == self._need_basis(req):
                 check(need[:3] == self._compute_need(req, need.basis)[:3], f"{req.request_id} carries a wrong need")

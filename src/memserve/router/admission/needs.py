@@ -34,14 +34,14 @@ class Crowd(NamedTuple):
         return self.active_max is not None and self.active >= self.active_max
 
     @property
-    def overflows(self) -> bool:
+    def is_over_limit(self) -> bool:
         """Whether more requests wait than are allowed."""
         return self.waiting > self.waiting_max
 
-    def reason(self, room: str = "") -> str:
+    def describe_wait(self, room: str = "") -> str:
         """Why a request waits, or is rejected. ``room``: why there is no memory for it."""
         why = f"{self.active} requests are active, the most allowed" if self.is_full else room or "others are before it"
-        return f"{why}; {self.waiting} wait, at most {self.waiting_max} may" if self.overflows else why
+        return f"{why}; {self.waiting} wait, at most {self.waiting_max} may" if self.is_over_limit else why
 
 
 def tokens_needed(request: Request, output_tokens_max: int, generated: int = 0) -> tuple[int, int]:
@@ -56,10 +56,10 @@ def tokens_needed(request: Request, output_tokens_max: int, generated: int = 0) 
 
 def whole_blocks(request: Request, output_tokens_max: int, unit_tokens: int, generated: int = 0) -> int:
     """Blocks of ``unit_tokens`` tokens for prompt and output. Sequences share the prompt's whole blocks (``n > 1``)."""
-    shared, own = tokens_needed(request, output_tokens_max, generated)
+    shared, own_tokens = tokens_needed(request, output_tokens_max, generated)
     width = max(request.n, request.beam_width)
     whole = shared // unit_tokens if width > 1 else 0
-    return whole + width * required_blocks(shared - whole * unit_tokens + own, unit_tokens)
+    return whole + width * required_blocks(shared - whole * unit_tokens + own_tokens, unit_tokens)
 
 
 def prompt_blocks(request: Request, unit_tokens: int, generated: int = 0) -> int:
@@ -86,14 +86,14 @@ class MemoryNeed(NamedTuple):
     basis: tuple[int, int, bool]
     """The state from which the need was computed."""
 
-    def at(self, role: Role, *, decodes: bool) -> Need:
+    def need_at(self, role: Role, *, decodes: bool) -> Need:
         """The need on an instance of ``role``. ``decodes``: the instance also generates the output."""
         blocks = self.whole[role] if decodes else self.prompt
         return Need(blocks - len(self.names), self.names)
 
     def before_handover(self, role: Role) -> Need:
         """The need on an instance of ``role`` that computes the prompt, and decodes unless another team does."""
-        return self.at(role, decodes=role is not Role.PREFILL or len(self.teams) < 2)
+        return self.need_at(role, decodes=role is not Role.PREFILL or len(self.teams) < 2)
 
     def by_team(self) -> list[list[tuple[Need, Ints]]]:
         """For each team the needs by role, with the instances of that role."""
@@ -102,11 +102,11 @@ class MemoryNeed(NamedTuple):
 
 def cost_tokens(request: Request, output_tokens_max: int) -> int:
     """What ``request`` costs its tenant's share of service: every token that is read or written."""
-    shared, own = tokens_needed(request, output_tokens_max)
-    return max(1, shared + max(request.n, request.beam_width) * own)
+    shared, own_tokens = tokens_needed(request, output_tokens_max)
+    return max(1, shared + max(request.n, request.beam_width) * own_tokens)
 
 
-def on_terms(request: Request, config: AdmissionConfig) -> Request:
+def with_operator_settings(request: Request, config: AdmissionConfig) -> Request:
     """``request`` with the operator's settings: its tenant's weight and objectives, and whether its priority counts
     across tenants."""
     weight = dict(config.weights).get(request.tenant, 1) if config.weights else 1
@@ -133,7 +133,7 @@ class ServiceTimes:
         self.mean_ns = 0
         self.samples = 0
 
-    def learn(self, active_ns: int) -> None:
+    def add_sample(self, active_ns: int) -> None:
         """A request has ended that was active for ``active_ns``."""
         self.samples += 1
         share = min(self.samples, _SMOOTHING)  # the first samples are averaged

@@ -28,8 +28,8 @@ from memserve.protocol.admission import (
     AttemptPlacement,
 )
 from memserve.protocol.peers import Holder, Peer
-from memserve.router.admission.controller import Rejection
-from memserve.router.admission.needs import on_terms
+from memserve.router.admission.controller import AdmissionController, Rejection
+from memserve.router.admission.needs import with_operator_settings
 from memserve.router.members.registry import Member, MemberState
 from memserve.router.parts import RequestFlow, RouterParts
 from memserve.router.placement.candidates import Candidate, Route
@@ -68,13 +68,15 @@ class RemoteRequests:
     """All and only the remote requests that have not ended."""
 
     def __init__(self, parts: RouterParts, requests: RequestTable, flow: RequestFlow) -> None:
-        self._config, self._registry, self._requests = parts.config, parts.registry, requests
+        self._config, self._registry, self._requests = parts.config, parts.tables.registry, requests
         self._admission, self._placer, self._flow = parts.admission, parts.placer, flow
-        self._sessions, self._handles = parts.sessions, parts.handles
+        self._sessions, self._named_prefixes = parts.sessions, parts.named_prefixes
         self._timers, self._outbox = parts.timers, parts.outbox
         self._followers: dict[Peer, _Follower] = {}
         self._by_id: dict[str, _RemoteRequest] = {}
-        self._untold: dict[Peer, None] = {}  # followers of the last owner that have not told what they have
+        self._unreported_followers: dict[
+            Peer, None
+        ] = {}  # followers of the last owner that have not told what they have
 
     @property
     def by_id(self) -> dict[str, RequestState]:
@@ -83,29 +85,29 @@ class RemoteRequests:
 
     # -- followers
 
-    def wait_for(self, follower: Peer) -> None:
+    def wait_for_follower(self, follower: Peer) -> None:
         """``follower`` was one of the last owner's: until it has told what it has, nothing is admitted."""
-        self._untold[follower] = None
+        self._unreported_followers[follower] = None
         self._admission.is_closed = True
 
-    def member_gone(self, member: Member, now_ns: int) -> None:
+    def on_member_removed(self, member: Member, now_ns: int) -> None:
         """An instance, and with it the attempts that depend on it; or a follower, and with it its remote requests."""
         for remote in list(self._by_id.values()):
             attempt = remote.req.attempt
             if remote.peer == member.peer:
-                self._end(remote, completed=False, now_ns=now_ns)
+                self._end_request(remote, completed=False, now_ns=now_ns)
             elif attempt is not None and member in attempt.involved:
-                self._give_up(remote, attempt)
+                self._abandon_attempt(remote, attempt)
         self._followers.pop(member.peer, None)
-        self._has_told(member.peer)
+        self._on_follower_reported(member.peer)
 
-    def _has_told(self, follower: Peer) -> None:
-        self._untold.pop(follower, None)
-        self._admission.is_closed = bool(self._untold)
+    def _on_follower_reported(self, follower: Peer) -> None:
+        self._unreported_followers.pop(follower, None)
+        self._admission.is_closed = bool(self._unreported_followers)
 
     # -- what they tell
 
-    def hear(self, member: Member, news: AdmissionRequests, now_ns: int) -> None:
+    def on_requests(self, member: Member, news: AdmissionRequests, now_ns: int) -> None:
         """``member``, a follower, tells of its requests."""
         if member.info.role is not Role.ROUTER:
             return
@@ -114,135 +116,141 @@ class RemoteRequests:
             return  # late, or twice: the next news tell all again
         follower.serial = news.serial
         for number, completed in news.over:
-            self._end(follower.remote_requests.get(number), completed=completed, now_ns=now_ns)
+            self._end_request(follower.remote_requests.get(number), completed=completed, now_ns=now_ns)
         if news.open is not None:
             follower.is_answered = False
-            there = set(news.open)
-            for number in [number for number in follower.remote_requests if number not in there]:
-                self._end(follower.remote_requests[number], completed=False, now_ns=now_ns)
+            open_numbers = set(news.open)
+            for number in [number for number in follower.remote_requests if number not in open_numbers]:
+                self._end_request(follower.remote_requests[number], completed=False, now_ns=now_ns)
         for ask in news.asks:
-            known = follower.remote_requests.get(ask.number)
-            if known is None:
-                self._ask(member.peer, follower, ask, now_ns)
-            elif known.req.phase is not RequestPhase.QUEUED and not ask.is_admitted:
-                follower.grants.append(self._grant(known))  # it was lost
+            earlier = follower.remote_requests.get(ask.number)
+            if earlier is None:
+                self._add_request(member.peer, follower, ask, now_ns)
+            elif earlier.req.phase is not RequestPhase.QUEUED and not ask.is_admitted:
+                follower.grants.append(self._make_grant(earlier))  # it was lost
         for place in news.places:
             remote = follower.remote_requests.get(place.number)
             if remote is not None and remote.req.phase is not RequestPhase.QUEUED:
-                self._placed(remote, place, now_ns)
+                self._on_placement(remote, place, now_ns)
         follower.is_known |= news.is_whole
-        told_all = news.is_whole or news.open is not None
-        if follower.is_known and told_all and not any(self._is_back_soon(place) for place in news.places):
-            self._has_told(member.peer)
+        reported_all = news.is_whole or news.open is not None
+        if follower.is_known and reported_all and not any(self._is_back_soon(place) for place in news.places):
+            self._on_follower_reported(member.peer)
 
     def _is_back_soon(self, place: AttemptPlacement) -> bool:
         """Whether an instance of ``place`` has not answered this owner yet: how much fits there is not known."""
         members = [self._registry.get(peer) for peer in place.at]
         return any(member is not None and member.state is MemberState.REJOINING for member in members)
 
-    def _ask(self, peer: Peer, follower: _Follower, ask: AdmissionRequest, now_ns: int) -> None:
+    def _add_request(self, peer: Peer, follower: _Follower, ask: AdmissionRequest, now_ns: int) -> None:
         name = f"{peer.name}.{peer.generation}/{ask.number}"
         request = structs.replace(ask.request, request_id=name, deadline_ns=None, key="")
-        req = RequestState(on_terms(request, self._config.admission), now_ns, is_remote=True)
+        req = RequestState(with_operator_settings(request, self._config.admission), now_ns, is_remote=True)
         req.emitted[0] = [0] * ask.emitted
         remote = self._by_id[name] = follower.remote_requests[ask.number] = _RemoteRequest(peer, ask.number, req)
+        admission = self._admission
+        assert isinstance(admission, AdmissionController)  # the owner's: no follower has remote requests
         if ask.is_admitted:
-            req.move(RequestCause.ADMITTED)
-            self._admission.recover(remote.req, now_ns)
+            req.change_phase(RequestCause.ADMITTED)
+            admission.restore_active(remote.req, now_ns)
         elif ask.returns:
-            self._admission.let_return(req)
+            admission.queue_for_readmission(req)
         else:
-            self._flow.enqueue(req, now_ns)
+            self._flow.enqueue_request(req, now_ns)
 
-    def _placed(self, remote: _RemoteRequest, place: AttemptPlacement, now_ns: int) -> None:
+    def _on_placement(self, remote: _RemoteRequest, place: AttemptPlacement, now_ns: int) -> None:
         req, attempt = remote.req, remote.req.attempt
-        there = () if attempt is None else tuple(member.peer for member in attempt.involved)
+        current_peers = () if attempt is None else tuple(member.peer for member in attempt.involved)
         is_same = remote.attempt in (0, place.attempt)
-        if attempt is not None and is_same and attempt.decode_at is not None and place.at == there[1:]:
-            self._prefilled(req, attempt)
-            self._admission.memory.handed_over(attempt)
+        if attempt is not None and is_same and attempt.decode_at is not None and place.at == current_peers[1:]:
+            self._on_prefilled(req, attempt)
+            self._admission.memory.on_handed_over(attempt)
             attempt.involved.remove(attempt.first)
-            req.move(RequestCause.HANDED_OVER)
-        elif attempt is None or not is_same or place.at != there or place.holders != attempt.holders:
+            req.change_phase(RequestCause.HANDED_OVER)
+        elif attempt is None or not is_same or place.at != current_peers or place.holders != attempt.holders:
             if attempt is not None:
-                self._give_up(remote, attempt)
+                self._abandon_attempt(remote, attempt)
             members = [self._registry.get(peer) for peer in place.at]
-            known = [member for member in members if member is not None and member.has_model]
-            if known and len(known) == len(members) and not self._is_back_soon(place):
+            present_members = [member for member in members if member is not None and member.has_model]
+            if present_members and len(present_members) == len(members) and not self._is_back_soon(place):
                 req.emitted[0] = [0] * place.emitted
-                self._begin(req, known, place.holders, now_ns)
+                self._start_attempt(req, present_members, place.holders, now_ns)
         remote.attempt = place.attempt
         if place.prefilled and req.attempt is not None:
-            self._prefilled(req, req.attempt)
+            self._on_prefilled(req, req.attempt)
 
-    def _prefilled(self, req: RequestState, attempt: Attempt) -> None:
+    def _on_prefilled(self, req: RequestState, attempt: Attempt) -> None:
         if req.phase is RequestPhase.PREFILLING:
-            req.move(RequestCause.PREFILLED)
-            self._admission.memory.prefilled(attempt)
+            req.change_phase(RequestCause.PREFILLED)
+            self._admission.memory.on_prefilled(attempt)
 
     # -- what becomes of them
 
-    def admitted(self, req: RequestState, now_ns: int) -> None:
+    def on_admitted(self, req: RequestState, now_ns: int) -> None:
         """``req`` is admitted: instances with room are kept for it until its follower tells where it is."""
         remote = self._by_id[req.request_id]
-        chosen = self._placer.place(req) if self._admission.memory.is_counting else None
-        if chosen is not None:
-            self._begin(req, chosen.members, chosen.holders, now_ns)
-        self._followers[remote.peer].grants.append(self._grant(remote))
+        placement = self._placer.choose_placement(req) if self._admission.memory.is_counting else None
+        if placement is not None:
+            self._start_attempt(req, placement.members, placement.holders, now_ns)
+        self._followers[remote.peer].grants.append(self._make_grant(remote))
 
-    def _grant(self, remote: _RemoteRequest) -> AdmissionGrant:
+    def _make_grant(self, remote: _RemoteRequest) -> AdmissionGrant:
         attempt = remote.req.attempt
-        return AdmissionGrant(remote.number, () if attempt is None else tuple(one.peer for one in attempt.involved))
+        return AdmissionGrant(
+            remote.number, () if attempt is None else tuple(member.peer for member in attempt.involved)
+        )
 
-    def turned_away(self, rejection: Rejection, now_ns: int) -> None:
+    def on_rejected(self, rejection: Rejection, now_ns: int) -> None:
         """A remote request is rejected."""
         remote = self._by_id[rejection.req.request_id]
         grant = AdmissionGrant(remote.number, (), rejection.cause, rejection.reason, rejection.retry_after_s)
         self._followers[remote.peer].grants.append(grant)
-        self._leave(remote, RequestCause.REJECTED, now_ns)
+        self._remove_request(remote, RequestCause.REJECTED, now_ns)
 
-    def _end(self, remote: _RemoteRequest | None, *, completed: bool, now_ns: int) -> None:
+    def _end_request(self, remote: _RemoteRequest | None, *, completed: bool, now_ns: int) -> None:
         """``None``: it has ended already."""
         if remote is None:
             return
         attempt = remote.req.attempt
         if attempt is not None:
             remote.req.introduced[0] = completed
-            held_ns = self._admission.memory.release(attempt, completed=completed)
+            held_ns = self._admission.memory.release_attempt(attempt, completed=completed)
             if held_ns:
-                self._timers.arm(now_ns + held_ns, self._not_held_any_more, None)
-        self._leave(remote, RequestCause.FINISHED, now_ns)
+                self._timers.arm(now_ns + held_ns, self._on_hold_ended, None)
+        self._remove_request(remote, RequestCause.FINISHED, now_ns)
 
-    def _leave(self, remote: _RemoteRequest, cause: RequestCause, now_ns: int) -> None:
-        remote.req.move(cause)
+    def _remove_request(self, remote: _RemoteRequest, cause: RequestCause, now_ns: int) -> None:
+        remote.req.change_phase(cause)
         del self._by_id[remote.req.request_id], self._followers[remote.peer].remote_requests[remote.number]
-        self._admission.release(remote.req, now_ns)
+        self._admission.release_request(remote.req, now_ns)
 
-    def _not_held_any_more(self, _: None, now_ns: int) -> None:
+    def _on_hold_ended(self, _: None, now_ns: int) -> None:
         self._flow.admit_waiting(now_ns)
 
-    def _begin(self, req: RequestState, members: Sequence[Member], holders: tuple[Holder, ...], now_ns: int) -> None:
+    def _start_attempt(
+        self, req: RequestState, members: Sequence[Member], holders: tuple[Holder, ...], now_ns: int
+    ) -> None:
         first, decode_at = members[0], members[1] if len(members) > 1 else None
         number = self._requests.next_number()
-        there = Candidate(first.number, first.name, first.info.role, first.info.host_id)
-        route = Route(there, None, "its follower decides")
+        candidate = Candidate(first.number, first.name, first.info.role, first.info.host_id)
+        route = Route(candidate, None, "its follower decides")
         name = f"{req.request_id}#{number}"
         req.attempt = attempt = Attempt(
             name, number, first, decode_at, holders, route, now_ns, now_ns, list(members), []
         )
-        req.move(RequestCause.DISPATCHED)
-        for handle in self._admission.memory.reserve(req, attempt):
-            self._handles.give_way(handle)
-        self._sessions.route(req.request.tenant, req.request.session, attempt.involved)
+        req.change_phase(RequestCause.DISPATCHED)
+        for handle in self._admission.memory.reserve_for_attempt(req, attempt):
+            self._named_prefixes.evict_pin(handle)
+        self._sessions.record_route(req.request.tenant, req.request.session, attempt.involved)
 
-    def _give_up(self, remote: _RemoteRequest, attempt: Attempt) -> None:
-        self._admission.memory.release(attempt, completed=False)
-        remote.req.move(RequestCause.ATTEMPT_FAILED)
+    def _abandon_attempt(self, remote: _RemoteRequest, attempt: Attempt) -> None:
+        self._admission.memory.release_attempt(attempt, completed=False)
+        remote.req.change_phase(RequestCause.ATTEMPT_FAILED)
         remote.req.attempt = None
 
     # -- speaking
 
-    def speak(self) -> None:
+    def send_grants(self) -> None:
         """Tell followers what was decided in this event, and that they are members still."""
         for peer, follower in self._followers.items():
             if follower.grants or not follower.is_answered:
@@ -252,10 +260,16 @@ class RemoteRequests:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` unless all are those of members, and stand where their phase says."""
-        listed = {remote.req.request_id for one in self._followers.values() for remote in one.remote_requests.values()}
+        listed = {
+            remote.req.request_id
+            for follower in self._followers.values()
+            for remote in follower.remote_requests.values()
+        }
         check(listed == self._by_id.keys(), "{} are remote requests, listed are {}", list(self._by_id), listed)
-        check(self._admission.is_closed == bool(self._untold), "admission is closed, or open, for nothing")
-        for peer in (*self._followers, *self._untold):
+        check(
+            self._admission.is_closed == bool(self._unreported_followers), "admission is closed, or open, for nothing"
+        )
+        for peer in (*self._followers, *self._unreported_followers):
             check(self._registry.get(peer) is not None, "{} has remote requests, and is no member", peer)
         for name, remote in self._by_id.items():
             phase, attempt = remote.req.phase, remote.req.attempt

@@ -84,7 +84,7 @@ class InstancesWanted:
 
     instances: int
     """Counted when it was made."""
-    wanted: int
+    target: int
     why: str
     """A reason in words, with its numbers."""
 
@@ -102,16 +102,30 @@ class RoleScaling:
     """Decides for one role, look by look."""
 
     __slots__ = (
-        "_answers", "_asked", "_asked_ns", "_calm_ns", "_down_ns", "_failed", "_full_ns", "_full_tokens", "_last_ns",
-        "_late", "_lost", "_prompts", "_range", "_settle_ns", "_tokens_s", "_up_ns",
+        "_answers",
+        "_calm_ns",
+        "_down_ns",
+        "_failed",
+        "_full_ns",
+        "_full_tokens",
+        "_last_ns",
+        "_late",
+        "_lost",
+        "_prompts",
+        "_range",
+        "_requested",
+        "_requested_ns",
+        "_settle_ns",
+        "_tokens_s",
+        "_up_ns",
     )  # fmt: skip
 
     def __init__(self, allowed: Range, up_ns: int, down_ns: int, settle_ns: int) -> None:
         """``settle_ns``: how long instances that were asked for may take to come, or to go; then the decision counts
         as not carried out."""
         self._range, self._up_ns, self._down_ns, self._settle_ns = allowed, up_ns, down_ns, settle_ns
-        self._asked: int | None = None
-        self._asked_ns = 0
+        self._requested: int | None = None
+        self._requested_ns = 0
         self._full_ns: int | None = None  # since when there is too much to do
         self._full_tokens = 0.0  # served since then
         self._calm_ns: int | None = None  # since when fewer could do it
@@ -120,26 +134,26 @@ class RoleScaling:
         self._last_ns: int | None = None
         self._tokens_s = self._answers = self._late = self._prompts = self._lost = 0.0
 
-    def look(self, load: RoleLoad, now_ns: int) -> InstancesWanted | None:
+    def observe_load(self, load: RoleLoad, now_ns: int) -> InstancesWanted | None:
         """Take a look into account. None: the count stays."""
-        self._count(load, now_ns)
+        self._count_load(load, now_ns)
         count = load.instances
-        if self._asked is not None:
-            if count != self._asked and now_ns - self._asked_ns < self._settle_ns:
+        if self._requested is not None:
+            if count != self._requested and now_ns - self._requested_ns < self._settle_ns:
                 return None
-            self._asked = self._full_ns = self._calm_ns = None
+            self._requested = self._full_ns = self._calm_ns = None
             self._answers = self._late = self._prompts = self._lost = 0.0  # what fewer or more instances did
         if count > self._range.most:
-            return self._ask(count, self._range.most, f"at most {self._range.most} are allowed", now_ns)
+            return self._request_count(count, self._range.most, f"at most {self._range.most} are allowed", now_ns)
         if count < self._range.least:  # what has died is started again by its supervisor
             return None
-        worst = max(self._excesses(load), key=lambda one: one.times, default=None)
+        worst = max(self._excesses_of(load), key=lambda excess: excess.times, default=None)
         if worst is not None and count < self._range.most:
-            return self._grow(load, worst, now_ns)
+            return self._decide_growth(load, worst, now_ns)
         self._full_ns = None
-        return self._shrink(load, now_ns) if worst is None else None
+        return self._decide_shrink(load, now_ns) if worst is None else None
 
-    def _count(self, load: RoleLoad, now_ns: int) -> None:
+    def _count_load(self, load: RoleLoad, now_ns: int) -> None:
         if self._last_ns is not None and now_ns > self._last_ns:
             rate = load.served_tokens * NS_PER_S / (now_ns - self._last_ns)
             self._tokens_s += (rate - self._tokens_s) * (1 - FADES)
@@ -147,7 +161,7 @@ class RoleScaling:
         self._answers, self._late = FADES * self._answers + load.answers, FADES * self._late + load.late
         self._prompts, self._lost = FADES * self._prompts + load.prompt_tokens, FADES * self._lost + load.lost_tokens
 
-    def _grow(self, load: RoleLoad, worst: _Excess, now_ns: int) -> InstancesWanted | None:
+    def _decide_growth(self, load: RoleLoad, worst: _Excess, now_ns: int) -> InstancesWanted | None:
         self._calm_ns, count = None, load.instances
         if self._full_ns is None:
             self._full_ns, self._full_tokens = now_ns, 0.0
@@ -156,11 +170,11 @@ class RoleScaling:
         full_ns = now_ns - self._full_ns
         if full_ns < self._up_ns:
             return None
-        wanted = min(self._range.most, count * 2 if worst.times >= 2 else count + 1)
+        target = min(self._range.most, count * 2 if worst.times >= 2 else count + 1)
         self._failed[count] = max(self._tokens_s, self._full_tokens * NS_PER_S / full_ns if full_ns else 0.0)
-        return self._ask(count, wanted, worst.why, now_ns)
+        return self._request_count(count, target, worst.why, now_ns)
 
-    def _shrink(self, load: RoleLoad, now_ns: int) -> InstancesWanted | None:
+    def _decide_shrink(self, load: RoleLoad, now_ns: int) -> InstancesWanted | None:
         if load.instances <= self._range.least or not self._could_be_fewer(load):
             self._calm_ns = None
             return None
@@ -169,14 +183,16 @@ class RoleScaling:
             return None
         count = load.instances
         seconds = f"{self._down_ns / NS_PER_S:g} s"
-        return self._ask(count, count - 1, f"{count - 1} could have done what came in the last {seconds}", now_ns)
+        return self._request_count(
+            count, count - 1, f"{count - 1} could have done what came in the last {seconds}", now_ns
+        )
 
-    def _ask(self, count: int, wanted: int, why: str, now_ns: int) -> InstancesWanted:
-        self._asked, self._asked_ns = wanted, now_ns
+    def _request_count(self, count: int, target: int, why: str, now_ns: int) -> InstancesWanted:
+        self._requested, self._requested_ns = target, now_ns
         self._full_ns = self._calm_ns = None
-        return InstancesWanted(count, wanted, why)
+        return InstancesWanted(count, target, why)
 
-    def _excesses(self, load: RoleLoad) -> Iterator[_Excess]:
+    def _excesses_of(self, load: RoleLoad) -> Iterator[_Excess]:
         count = load.instances
         waiting = load.waiting / (WAITING_MAX * max(1, count))
         yield from _above(waiting, f"{load.waiting} requests wait, {WAITING_MAX} for each instance are allowed")
@@ -238,7 +254,7 @@ class Totals:
     tpot_met: int = 0
     tpot_missed: int = 0
 
-    def since(self, earlier: Totals) -> Totals:
+    def increase_since(self, earlier: Totals) -> Totals:
         """The difference."""
         names = self.__dataclass_fields__
         return Totals(**{name: max(0, getattr(self, name) - getattr(earlier, name)) for name in names})
@@ -264,9 +280,9 @@ class MemberLook:
     """None: it has not told them yet."""
 
     @classmethod
-    def of(cls, view: InstanceView, device_ns: int, stats: Any | None) -> MemberLook:
+    def from_view(cls, view: InstanceView, device_ns: int, stats: Any | None) -> MemberLook:
         """From what the router knows. ``stats``: an ``InstanceStats``; None: the instance has not told any."""
-        held = 1.0 - view.load.hbm_blocks_available / view.hbm_blocks if view.hbm_blocks else 0.0
+        held_share = 1.0 - view.load.hbm_blocks_available / view.hbm_blocks if view.hbm_blocks else 0.0
         plain = (view.peer, view.role, view.state == "live", view.requests, view.load.requests_waiting)
         if stats is None:
             return cls(*plain)
@@ -275,7 +291,7 @@ class MemberLook:
         return cls(
             *plain,
             view.prefill_tokens * stats.prefill_ns_per_token,
-            max(0.0, held),
+            max(0.0, held_share),
             sum(tier.blocks_free for tier in tiers) / blocks if blocks else 1.0,
             Totals(
                 device_ns, stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens,
@@ -304,13 +320,13 @@ class ScaleRole:
     role: Role
     instances: int
     """Counted."""
-    wanted: int
+    target: int
     why: str
 
     @property
     def text(self) -> str:
         """For people."""
-        return f"{self.role.value}: {self.instances} -> {self.wanted}, because {self.why}"
+        return f"{self.role.value}: {self.instances} -> {self.target}, because {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +336,7 @@ class RoleCount:
     role: Role
     least: int
     most: int
-    wanted: int
+    target: int
     """By the last decision; before the first one the least."""
     more: int
     """Decisions for more instances so far."""
@@ -347,10 +363,10 @@ class _Reuse:
     attainable: float = 0.0
     """Share."""
 
-    def look(self, look: ClusterLook) -> None:
-        seen = look.prompt_tokens - self.prompt_tokens
-        if seen > 0:
-            self.attainable = min(1.0, max(0.0, 1.0 - (look.new_tokens - self.new_tokens) / seen))
+    def update_share(self, look: ClusterLook) -> None:
+        tokens = look.prompt_tokens - self.prompt_tokens
+        if tokens > 0:
+            self.attainable = min(1.0, max(0.0, 1.0 - (look.new_tokens - self.new_tokens) / tokens))
         self.prompt_tokens, self.new_tokens = look.prompt_tokens, look.new_tokens
 
 
@@ -364,7 +380,7 @@ class Scaling:
             for role, allowed in options.by_role().items()
         }
         self._wait_max_ns = WAIT_NS if slo_ttft_ns is None else max(1, slo_ttft_ns // 2)
-        self._known: dict[Peer, _Known] = {}
+        self._earlier: dict[Peer, _Known] = {}
         self._reuse = _Reuse()
         self._counts = {
             role: RoleCount(role, *allowed, allowed.least, 0, 0) for role, allowed in options.by_role().items()
@@ -372,62 +388,64 @@ class Scaling:
 
     def handle(self, look: ClusterLook, now_ns: int) -> list[ScaleRole]:
         """Take a look at time ``now_ns`` (ns) into account."""
-        self._reuse.look(look)
-        fresh = {member.peer: self._news(member, now_ns) for member in look.members}
-        self._known = {peer: known for peer, known in self._known.items() if peer in fresh}
+        self._reuse.update_share(look)
+        fresh = {member.peer: self._new_totals(member, now_ns) for member in look.members}
+        self._earlier = {peer: earlier for peer, earlier in self._earlier.items() if peer in fresh}
         unplaced, orders = look.unplaced, []
         for role, policy in self._roles.items():
             members = [member for member in look.members if member.role is role]
-            load = self._load(role, members, fresh, unplaced if role in READS_PROMPTS else 0)
+            load = self._role_load(role, members, fresh, unplaced if role in READS_PROMPTS else 0)
             unplaced = 0 if role in READS_PROMPTS else unplaced
-            found = policy.look(load, now_ns)
-            if found is not None:
-                self._decided(role, found)
-                orders.append(ScaleRole(role, found.instances, found.wanted, found.why))
+            decision = policy.observe_load(load, now_ns)
+            if decision is not None:
+                self._record_decision(role, decision)
+                orders.append(ScaleRole(role, decision.instances, decision.target, decision.why))
         return orders
 
-    def _decided(self, role: Role, found: InstancesWanted) -> None:
-        count, is_more = self._counts[role], found.wanted > found.instances
+    def _record_decision(self, role: Role, decision: InstancesWanted) -> None:
+        count, is_more = self._counts[role], decision.target > decision.instances
         more, fewer = count.more + is_more, count.fewer + (not is_more)
-        self._counts[role] = replace(count, wanted=found.wanted, more=more, fewer=fewer)
+        self._counts[role] = replace(count, target=decision.target, more=more, fewer=fewer)
 
-    def counts(self) -> tuple[RoleCount, ...]:
+    def role_counts(self) -> tuple[RoleCount, ...]:
         """What was decided so far, by role."""
         return tuple(self._counts.values())
 
-    def _news(self, member: MemberLook, now_ns: int) -> Totals:
+    def _new_totals(self, member: MemberLook, now_ns: int) -> Totals:
         """What it has counted since the last look."""
-        totals, known = member.totals, self._known.get(member.peer)
+        totals, earlier = member.totals, self._earlier.get(member.peer)
         if totals is None:
             return Totals()
-        if known is None:
-            self._known[member.peer] = _Known(totals, now_ns, totals.device_ns)
+        if earlier is None:
+            self._earlier[member.peer] = _Known(totals, now_ns, totals.device_ns)
             return Totals()
-        news, known.totals = totals.since(known.totals), totals
-        if now_ns - known.busy_from_ns >= BUSY_NS:
-            known.busy = min(1.0, (totals.device_ns - known.device_ns) / (now_ns - known.busy_from_ns))
-            known.busy_from_ns, known.device_ns = now_ns, totals.device_ns
-        return news
+        increase, earlier.totals = totals.increase_since(earlier.totals), totals
+        if now_ns - earlier.busy_from_ns >= BUSY_NS:
+            earlier.busy = min(1.0, (totals.device_ns - earlier.device_ns) / (now_ns - earlier.busy_from_ns))
+            earlier.busy_from_ns, earlier.device_ns = now_ns, totals.device_ns
+        return increase
 
-    def _load(self, role: Role, members: Iterable[MemberLook], fresh: Mapping[Peer, Totals], unplaced: int) -> RoleLoad:
+    def _role_load(
+        self, role: Role, members: Iterable[MemberLook], fresh: Mapping[Peer, Totals], unplaced: int
+    ) -> RoleLoad:
         able = [member for member in members if member.is_open]
-        news, count = [fresh[member.peer] for member in able], len(able)
-        prompts = sum(one.prompt_tokens for one in news)
-        late = sum(one.ttft_missed for one in news) if role in READS_PROMPTS else 0
-        late += sum(one.tpot_missed for one in news) if role is not Role.PREFILL else 0
-        met = sum(one.ttft_met for one in news) if role in READS_PROMPTS else 0
-        met += sum(one.tpot_met for one in news) if role is not Role.PREFILL else 0
+        increases, count = [fresh[member.peer] for member in able], len(able)
+        prompts = sum(entry.prompt_tokens for entry in increases)
+        late = sum(entry.ttft_missed for entry in increases) if role in READS_PROMPTS else 0
+        late += sum(entry.tpot_missed for entry in increases) if role is not Role.PREFILL else 0
+        met = sum(entry.ttft_met for entry in increases) if role in READS_PROMPTS else 0
+        met += sum(entry.tpot_met for entry in increases) if role is not Role.PREFILL else 0
         queues = sum(member.requests for member in able) > count  # else nothing waits but for its own prompt
-        lost = self._reuse.attainable * prompts - sum(one.cached_tokens for one in news)
-        known = [self._known[member.peer] for member in able if member.peer in self._known]
+        lost = self._reuse.attainable * prompts - sum(entry.cached_tokens for entry in increases)
+        earlier = [self._earlier[member.peer] for member in able if member.peer in self._earlier]
         return RoleLoad(
             count,
             waiting=unplaced + sum(member.waiting for member in able),
             prompt_wait_ns=sum(member.prompt_ns for member in able) // count if queues and count else 0,
             wait_max_ns=self._wait_max_ns,
-            busy=sum(one.busy for one in known) if role is Role.PREFILL else 0.0,
+            busy=sum(entry.busy for entry in earlier) if role is Role.PREFILL else 0.0,
             kv_held=sum(member.kv_held for member in able),
-            served_tokens=sum(one.prompt_tokens + one.generated_tokens for one in news),
+            served_tokens=sum(entry.prompt_tokens + entry.generated_tokens for entry in increases),
             answers=late + met,
             late=late,
             prompt_tokens=prompts if role in READS_PROMPTS else 0,
@@ -438,5 +456,8 @@ class Scaling:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if a decision is outside of what is allowed."""
         for role, count in self._counts.items():
-            check(count.least <= count.wanted <= count.most, "{} of {} are not allowed", count.wanted, role.value)
-        check(all(0 <= known.busy <= 1 for known in self._known.values()), "a device was busy for longer than it was")
+            check(count.least <= count.target <= count.most, "{} of {} are not allowed", count.target, role.value)
+        check(
+            all(0 <= earlier.busy <= 1 for earlier in self._earlier.values()),
+            "a device was busy for longer than it was",
+        )

@@ -44,7 +44,7 @@ class Charge(NamedTuple):
     """Work that an attempt put on an instance, to be taken off again."""
 
     number: int
-    beat: int
+    heartbeats: int
     """The instance's heartbeats before it: tells whether a heartbeat may know of it."""
     work: Work
 
@@ -53,7 +53,7 @@ class LoadTable:
     """Rows of :class:`Work` by instance number; unused numbers have role -1 and are closed."""
 
     __slots__ = (
-        "_beats",
+        "_heartbeats",
         "_host_codes",
         "_numbers",
         "_own",
@@ -76,7 +76,7 @@ class LoadTable:
         #: own, reported, since; by kind of work; by number
         self.tables: Ints = np.zeros((3, 3, 8), np.int64)
         self._name_tables()
-        self._beats = [0] * 8
+        self._heartbeats = [0] * 8
         #: code of the role in ``ROLES``
         self.role = np.full(8, _UNUSED, np.int8)
         #: whether it takes new requests
@@ -101,7 +101,7 @@ class LoadTable:
         """Rows, unused numbers included."""
         return len(self.role)
 
-    def enter(
+    def add_member(
         self,
         number: int,
         role: Role,
@@ -112,7 +112,7 @@ class LoadTable:
     ) -> None:
         """A member without work. ``host_id`` empty: it may be anywhere."""
         while number >= len(self):
-            self._grow()
+            self._grow_tables()
         self.role[number] = ROLE_CODE[role]
         self.is_open[number] = True
         self.context_limit[number] = context_tokens
@@ -125,16 +125,16 @@ class LoadTable:
         """What computing and moving KV costs the member."""
         if costs not in self._profile_codes:
             _code_of(costs, self._profile_codes, self.profiles, 0)
-            by_code = {code: known for known, code in self._profile_codes.items()}
+            by_code = {code: profile for profile, code in self._profile_codes.items()}
             self.prices = native_prices(by_code.get(code, costs) for code in range(max(by_code) + 1))
         self.profiles[number] = self._profile_codes[costs]
 
-    def close(self, number: int) -> None:
+    def close_member(self, number: int) -> None:
         """The member takes no new requests."""
         self.is_open[number] = False
         self._members_changed()
 
-    def leave(self, number: int) -> None:
+    def remove_member(self, number: int) -> None:
         """The member is gone. All of its work must have been discharged."""
         check(not any(self.own_of(number)), "instance {} left with {}", number, self.own_of(number))
         self.role[number] = _UNUSED
@@ -159,46 +159,48 @@ class LoadTable:
         able = self.is_open & (self.role < ROLE_CODE[Role.STORE])
         return int(self.context_limit[able].max(initial=0))
 
-    def heartbeat(self, number: int, load: Load) -> None:
+    def apply_heartbeat(self, number: int, load: Load) -> None:
         """``load`` came with a heartbeat: the member knows of nearly all that was sent before."""
-        said = Work(load.prefill_tokens_queued, load.sequences_running, load.context_tokens_running)
-        for amount, reported, since in zip(said, self._reported, self._since, strict=True):
+        reported_work = Work(load.prefill_tokens_queued, load.sequences_running, load.context_tokens_running)
+        for amount, reported, since in zip(reported_work, self._reported, self._since, strict=True):
             reported[number], since[number] = amount, 0
-        self._beats[number] += 1
+        self._heartbeats[number] += 1
         self.room_blocks[number] = load.hbm_blocks_available
 
-    def charge(self, number: int, work: Work) -> Charge:
+    def charge_work(self, number: int, work: Work) -> Charge:
         """``work`` was sent to a member."""
-        for amount, own, since in zip(work, self._own, self._since, strict=True):
+        for amount, own_row, since in zip(work, self._own, self._since, strict=True):
             if amount:
-                own[number] += amount
+                own_row[number] += amount
                 since[number] += amount
-        return Charge(number, self._beats[number], work)
+        return Charge(number, self._heartbeats[number], work)
 
-    def discharge(self, charge: Charge) -> None:
+    def discharge_work(self, charge: Charge) -> None:
         """Work has ended, or will not be done there."""
-        number, beat, work = charge
-        counted = self._since if beat == self._beats[number] else self._reported
-        for amount, own, known in zip(work, self._own, counted, strict=True):
+        number, heartbeats, work = charge
+        counted = self._since if heartbeats == self._heartbeats[number] else self._reported
+        for amount, own_row, counted_row in zip(work, self._own, counted, strict=True):
             if amount:
-                own[number] -= amount
-                known[number] = max(0, known[number] - amount)  # the instance may have reported that it has ended
+                own_row[number] -= amount
+                counted_row[number] = max(
+                    0, counted_row[number] - amount
+                )  # the instance may have reported that it has ended
 
     def work_of(self, number: int) -> Work:
         """Outstanding work of an instance, as far as is known."""
-        own, reported, since = self.tables[:, :, number]
-        return Work(*np.maximum(own, reported + since).tolist())
+        own_work, reported, since = self.tables[:, :, number]
+        return Work(*np.maximum(own_work, reported + since).tolist())
 
     def prefill_tokens_of(self, number: int) -> int:
         """Of that, tokens of prompts: quicker, for each request."""
-        own, reported, since = self._own[0], self._reported[0], self._since[0]
-        tokens: int = max(own[number], reported[number] + since[number])
+        own_row, reported, since = self._own[0], self._reported[0], self._since[0]
+        tokens: int = max(own_row[number], reported[number] + since[number])
         return tokens
 
-    def tokens(self, numbers: Ints) -> Ints:
+    def work_tokens(self, numbers: Ints) -> Ints:
         """Outstanding work of each: tokens to be computed, and tokens to be read in each step."""
-        own, reported, since = self.tables[:, :, numbers]
-        prefill, _, context = np.maximum(own, reported + since)
+        own_work, reported, since = self.tables[:, :, numbers]
+        prefill, _, context = np.maximum(own_work, reported + since)
         tokens: Ints = prefill + context
         return tokens
 
@@ -219,8 +221,14 @@ class LoadTable:
             sums.setdefault(charge.number, Counter()).update(charge.work._asdict())
         for number, (role, is_open) in members.items():
             expected = Work(**sums.pop(number, Counter()))
-            own = self.own_of(number)
-            check(own == expected, "instance {} is charged {}, its attempts make {}", number, own, expected)
+            charged_work = self.own_of(number)
+            check(
+                charged_work == expected,
+                "instance {} is charged {}, its attempts make {}",
+                number,
+                charged_work,
+                expected,
+            )
             check(self.role[number] == ROLE_CODE[role], "instance {} has another role in the arrays", number)
             check(bool(self.is_open[number]) == is_open, "instance {} is open: {}", number, not is_open)
         check(not sums, "instances that are gone are charged: {}", sums)
@@ -231,11 +239,11 @@ class LoadTable:
         """Views in which a single number is changed ten times as quickly as in an array."""
         self._own, self._reported, self._since = [[memoryview(kind) for kind in table] for table in self.tables]
 
-    def _grow(self) -> None:
+    def _grow_tables(self) -> None:
         old = len(self)
         self.tables = np.concatenate((self.tables, np.zeros((3, 3, old), np.int64)), axis=2)
         self._name_tables()
-        self._beats += [0] * old
+        self._heartbeats += [0] * old
         self.role = np.concatenate((self.role, np.full(old, _UNUSED, np.int8)))
         self.is_open = np.concatenate((self.is_open, np.zeros(old, np.bool_)))
         self.context_limit = np.concatenate((self.context_limit, np.zeros(old, np.int64)))
@@ -255,7 +263,7 @@ def _code_of(value: _Value, codes: dict[_Value, int], column: Ints, first: int) 
     code = codes.get(value)
     if code is None:
         used = set(column.tolist())
-        for gone in [known for known, code in codes.items() if code not in used]:
-            del codes[gone]
+        for unused in [key for key, code in codes.items() if code not in used]:
+            del codes[unused]
         code = codes[value] = min(set(range(first, len(column) + 1)) - used)
     return code

@@ -57,7 +57,7 @@ class Member:
     number: int
     """Smallest that was free: index of its row in every array, and its name in the trees."""
     joined_ns: int
-    heard_ns: int
+    last_seen_ns: int
     state: MemberState = MemberState.LIVE
     load: Load = field(default_factory=Load)
     stats: bytes = b""
@@ -76,31 +76,31 @@ class Member:
 
     costs: CostModel = field(init=False)
     """Its own: by its profile, then as it has learnt them; or the conservative defaults."""
-    _costs_told: bytes = field(init=False)
+    _reported_costs: bytes = field(init=False)
     costs_note: str = field(init=False)
     """Why its profile is not used; empty: it is, or there is none."""
 
     def __post_init__(self) -> None:
-        self.costs, self._costs_told = CostModel(), b""
-        self.introduce(self.info)
+        self.costs, self._reported_costs = CostModel(), b""
+        self.update_info(self.info)
 
-    def introduce(self, info: PeerInfo) -> None:
+    def update_info(self, info: PeerInfo) -> None:
         """What it says of itself when it joins, or joins again."""
         self.info, self.costs_note = info, ""
         self.learn_costs(info.costs)
 
     @property
-    def has_told_costs(self) -> bool:
+    def has_own_costs(self) -> bool:
         """Whether its costs are its own: what was not understood tells nothing."""
-        return bool(self._costs_told) and not self.costs_note
+        return bool(self._reported_costs) and not self.costs_note
 
-    def learn_costs(self, told: bytes) -> bool:
+    def learn_costs(self, encoded: bytes) -> bool:
         """What it says of its costs; empty: nothing. Returns whether they are others than before."""
-        if not told or told == self._costs_told:
+        if not encoded or encoded == self._reported_costs:
             return False
-        self._costs_told = told
+        self._reported_costs = encoded
         try:
-            self.costs = CostModel.decoded(told)
+            self.costs = CostModel.from_json(encoded)
         except UserError as error:
             self.costs_note = f"its costs are not used: {error}"
             return False
@@ -117,7 +117,7 @@ class Member:
         """Equal for all incarnations."""
         return self.info.peer.name
 
-    def excludes(self, info: PeerInfo) -> bool:
+    def conflicts_with(self, info: PeerInfo) -> bool:
         """Whether ``info`` is of another process that cannot have the same name: one of another role, or the one that
         is replaced. That one lives, so it was no restart: the two would expel each other for ever."""
         if self.state is MemberState.REJOINING or info.peer.name != self.name:
@@ -126,12 +126,12 @@ class Member:
         return is_replaced or info.role is not self.info.role
 
     @property
-    def why_not_its_name(self) -> str:
+    def name_conflict(self) -> str:
         """Why another process cannot have its name."""
         has_it = f"the {self.info.role.value} at {self.info.address} has it"
         return f"two processes cannot both be called {self.name!r}, and {has_it}: take another --name"
 
-    def contest(self, rival: Peer, now_ns: int) -> int:
+    def contest_name(self, rival: Peer, now_ns: int) -> int:
         """``rival`` asks for its name again. Returns when it did so first."""
         if self.rival != rival:
             self.rival, self.rival_since_ns = rival, now_ns
@@ -176,12 +176,12 @@ class Registry:
         "_dead_order",
         "_free",
         "_members",
-        "_newest_dead",
+        "_newest_dead_generations",
         "_order",
-        "awaited",
         "geometry",
         "members_digest",
         "namespace",
+        "unheard_members",
     )
 
     def __init__(self, order: int = 0) -> None:
@@ -192,11 +192,11 @@ class Registry:
         self._free: list[int] = []  # places below the highest one that are free again
         self._dead: dict[Peer, None] = {}
         self._dead_order: deque[Peer] = deque()
-        self._newest_dead: dict[str, int] = {}
+        self._newest_dead_generations: dict[str, int] = {}
         #: :func:`members_digest` of the members
         self.members_digest = 0
         #: members that the owner has named and that this follower has not heard yet
-        self.awaited: dict[str, None] = {}
+        self.unheard_members: dict[str, None] = {}
         #: of the members with a model, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
@@ -213,11 +213,11 @@ class Registry:
         member = self._members.get(peer.name)
         return member if member is not None and member.peer == peer else None
 
-    def named(self, name: str) -> Member | None:
+    def member_by_name(self, name: str) -> Member | None:
         """The member of this name."""
         return self._members.get(name)
 
-    def numbered(self, number: int) -> Member:
+    def member_by_number(self, number: int) -> Member:
         """The member with this number."""
         member = self._by_number.get(number)
         if member is None:
@@ -232,26 +232,26 @@ class Registry:
         """Whether ``peer`` was a member, and is no more."""
         return peer in self._dead
 
-    def newest(self, name: str) -> int:
+    def newest_generation(self, name: str) -> int:
         """The highest generation of ``name`` that is or was a member; 0: there was none."""
         member = self._members.get(name)
-        return max(self._newest_dead.get(name, 0), member.peer.generation if member is not None else 0)
+        return max(self._newest_dead_generations.get(name, 0), member.peer.generation if member is not None else 0)
 
-    def newest_dead(self, name: str) -> int | None:
+    def newest_dead_generation(self, name: str) -> int | None:
         """The highest generation of ``name`` that was a member once, and is no more."""
-        return self._newest_dead.get(name)
+        return self._newest_dead_generations.get(name)
 
-    def why_not(self, info: PeerInfo) -> str | None:
+    def refusal_reason(self, info: PeerInfo) -> str | None:
         """Why ``info`` cannot be a member; ``None``: it can."""
         if info.context_tokens < 1 and info.role.has_model:
             return f"its context makes no sense: {info.context_tokens} tokens"
         same_name = self._members.get(info.peer.name)
         if same_name is not None and info.peer.generation < same_name.peer.generation:
             return f"a newer incarnation of {info.peer.name!r} is a member"
-        if same_name is not None and same_name.excludes(info):
-            return same_name.why_not_its_name
-        others = any(member.has_model and member is not same_name for member in self)
-        if not info.role.has_model or not others:
+        if same_name is not None and same_name.conflicts_with(info):
+            return same_name.name_conflict
+        has_others = any(member.has_model and member is not same_name for member in self)
+        if not info.role.has_model or not has_others:
             return None
         if info.namespace != self.namespace:
             differ = f"{info.namespace!r}, the cluster's are {self.namespace!r}"
@@ -260,39 +260,39 @@ class Registry:
             return f"its KV geometry differs: {info.geometry}, the cluster's is {self.geometry}"
         return None
 
-    def enter(self, info: PeerInfo, now_ns: int) -> Member:
-        """A new member. Its name must be free, and :meth:`why_not` content."""
+    def add_member(self, info: PeerInfo, now_ns: int) -> Member:
+        """A new member. Its name must be free, and :meth:`refusal_reason` content."""
         check(info.peer.name not in self._members, "{} is a member already", info.peer.name)
         place = heapq.heappop(self._free) if self._free else len(self._members)
-        member = Member(info, place ^ self._order, joined_ns=now_ns, heard_ns=now_ns)
+        member = Member(info, place ^ self._order, joined_ns=now_ns, last_seen_ns=now_ns)
         self._by_number[member.number] = member
-        if member.has_model and not any(other.has_model for other in self):
+        if member.has_model and not any(present_member.has_model for present_member in self):
             self.namespace, self.geometry = info.namespace, info.geometry
         self._members[member.name] = member
         self.members_digest ^= members_digest([member.peer])
-        if member.has_model and member.has_told_costs:
+        if member.has_model and member.has_own_costs:
             self._costs = member.costs
         elif member.has_model and self._costs is not None:
             member.costs = self._costs
         return member
 
-    def learn_costs(self, member: Member, told: bytes) -> list[Member]:
-        """``member`` says what it has learnt of its costs (``told``; empty: nothing). Returns the members whose costs
-        are others now: those that have told nothing take the same ones, since with assumed costs they would get no
-        request to learn from. Costs that hardly differ from those of another member become the same: else all would
+    def learn_costs(self, member: Member, encoded: bytes) -> list[Member]:
+        """``member`` says what it has learnt of its costs (``encoded``; empty: nothing). Returns the members whose
+        costs are others now: those that have told nothing take the same ones, since with assumed costs they would get
+        no request to learn from. Costs that hardly differ from those of another member become the same: else all would
         be placed on the one that has measured a little less."""
-        if not member.learn_costs(told):
+        if not member.learn_costs(encoded):
             return []
-        others = [other for other in self if other is not member and other.has_model]
-        alike = [other.costs for other in others if other.has_told_costs]
+        model_members = [model_member for model_member in self if model_member is not member and model_member.has_model]
+        alike = [model_member.costs for model_member in model_members if model_member.has_own_costs]
         alike = [costs for costs in alike if are_alike(member.costs, costs, _ALIKE_SHARE)]
         self._costs = member.costs = alike[0] if alike else member.costs
-        unsure = [other for other in others if not other.has_told_costs]
-        for other in unsure:
-            other.costs = self._costs
+        unsure = [model_member for model_member in model_members if not model_member.has_own_costs]
+        for model_member in unsure:
+            model_member.costs = self._costs
         return [member, *unsure]
 
-    def leave(self, member: Member, *, is_final: bool = True) -> None:
+    def remove_member(self, member: Member, *, is_final: bool = True) -> None:
         """``member`` is gone; its number may be given to another. ``is_final``: this incarnation never comes again."""
         check(self._members.pop(member.name, None) is member, "{} is not a member", member)
         check(not member.attempts, "{} left while attempts depend on it", member)
@@ -300,27 +300,27 @@ class Registry:
         heapq.heappush(self._free, member.number ^ self._order)
         self.members_digest ^= members_digest([member.peer])
         if is_final:
-            self._bury(member.peer)
+            self._mark_dead(member.peer)
 
-    def _bury(self, peer: Peer) -> None:
+    def _mark_dead(self, peer: Peer) -> None:
         self._dead[peer] = None
         self._dead_order.append(peer)
-        self._newest_dead[peer.name] = max(peer.generation, self._newest_dead.get(peer.name, 0))
+        self._newest_dead_generations[peer.name] = max(peer.generation, self._newest_dead_generations.get(peer.name, 0))
         if len(self._dead_order) > _REMEMBERED:
             oldest = self._dead_order.popleft()
             del self._dead[oldest]
-            if self._newest_dead.get(oldest.name) == oldest.generation:
-                del self._newest_dead[oldest.name]
+            if self._newest_dead_generations.get(oldest.name) == oldest.generation:
+                del self._newest_dead_generations[oldest.name]
 
     def remember_dead(self, peers: Iterable[Peer]) -> None:
         """``peers`` were members of an earlier router, and are no more."""
         for peer in peers:
-            self._bury(peer)
+            self._mark_dead(peer)
 
-    def forgive(self, now_ns: int) -> None:
+    def forgive_silence(self, now_ns: int) -> None:
         """The router itself was not running: no member's silence until now counts."""
         for member in self:
-            member.heard_ns = now_ns
+            member.last_seen_ns = now_ns
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if names, numbers and the digest do not agree."""

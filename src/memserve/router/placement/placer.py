@@ -17,15 +17,14 @@ from memserve import _core
 from memserve.base.config import ClusterConfig
 from memserve.base.types import Caching, Role, Tier, TransferMode
 from memserve.protocol.peers import Holder
-from memserve.router.admission.memory_budget import MemoryBudget
 from memserve.router.admission.needs import Team
-from memserve.router.members.loads import ROLE_CODE, Ints, LoadTable, Work, sides_of
-from memserve.router.members.registry import Member, Registry
+from memserve.router.members.loads import ROLE_CODE, Ints, Work, sides_of
+from memserve.router.members.registry import Member
 from memserve.router.placement.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding, Route
-from memserve.router.placement.prefix_directory import Matches, Trees, tiers_of
+from memserve.router.placement.prefix_directory import Matches, tiers_of
 from memserve.router.placement.routing import DECODE_WINDOW, policy_named
 from memserve.router.requests.requests import Parts, RequestState
-from memserve.router.requests.sessions import NamedPrefixes, Sessions
+from memserve.router.requests.sessions import MemberTables, NamedPrefixes, Sessions
 
 ALL_OF = 6
 """Up to N instances of a role are all looked at; of more, the best in each respect."""
@@ -72,7 +71,7 @@ class Placement(NamedTuple):
             return [part.member for part in self.parts]
         return [self.first] if self.decode_at is None else [self.first, self.decode_at]
 
-    def work(self, width: int) -> tuple[tuple[Member, Work], ...]:
+    def work_by_member(self, width: int) -> tuple[tuple[Member, Work], ...]:
         """The prompt's first, then that of decoding ``width`` sequences."""
         uncached = max(1, self.prompt_tokens - self.route.first.matched_tokens)
         decoding = Work(0, width, width * self.prompt_tokens)
@@ -82,55 +81,46 @@ class Placement(NamedTuple):
 class Placer:
     """Decides; changes nothing."""
 
-    __slots__ = ("_config", "_decide", "_handles", "_loads", "_memory", "_registry", "_sessions", "_trees")
+    __slots__ = ("_config", "_decide", "_loads", "_memory", "_named_prefixes", "_registry", "_sessions", "_trees")
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        registry: Registry,
-        trees: Trees,
-        loads: LoadTable,
-        sessions: Sessions,
-        handles: NamedPrefixes,
-        memory: MemoryBudget,
-    ) -> None:
-        self._config, self._memory = config, memory
+    def __init__(self, config: ClusterConfig, tables: MemberTables, sessions: Sessions, handles: NamedPrefixes) -> None:
+        self._config, self._memory = config, tables.memory
         self._decide = policy_named(config.policy)
-        self._registry, self._trees, self._loads = registry, trees, loads
-        self._sessions, self._handles = sessions, handles
+        self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
+        self._sessions, self._named_prefixes = sessions, handles
 
-    def place(self, req: RequestState) -> Placement | None:
+    def choose_placement(self, req: RequestState) -> Placement | None:
         """Which instances run ``req``; ``None``: no untried instance takes requests and has room for the prompt.
 
         A request that goes on needs room for what was generated, too; an instance without that room can only end it.
         """
         prompt_tokens = max(1, len(req.request.prompt))
         emitted_tokens = max(len(tokens) for tokens in req.emitted)
-        sides = self._sides(req, prompt_tokens + emitted_tokens)
+        sides = self._usable_sides(req, prompt_tokens + emitted_tokens)
         if not sides and emitted_tokens:
-            sides = self._sides(req, prompt_tokens)
+            sides = self._usable_sides(req, prompt_tokens)
         if not sides:
             return None
-        matches = self._trees.match(self.identities(req), len(self._loads))
+        matches = self._trees.match_prompt(self.prompt_identities(req), len(self._loads))
         prompt_tokens += emitted_tokens
-        most = self._most(matches)
-        ask = self._ask(req, prompt_tokens, most)
-        first_of, *decoders = self._candidates(ask, sides, matches)
+        most = self._longest_holders(matches)
+        ask = self._build_ask(req, prompt_tokens, most)
+        first_of, *decoders = self._candidates_by_side(ask, sides, matches)
         decided = self._decide(ask, first_of, decoders[0] if decoders else ())
-        first = self._registry.numbered(decided.first.number)
-        decode_at = decided.decode_at and self._registry.numbered(decided.decode_at.number)
-        holders = self._holders(ask, decided.first, most) if first.info.caching else ()
+        first = self._registry.member_by_number(decided.first.number)
+        decode_at = decided.decode_at and self._registry.member_by_number(decided.decode_at.number)
+        holders = self._fetch_holders(ask, decided.first, most) if first.info.caching else ()
         return Placement(decided, first, decode_at or None, holders, prompt_tokens)
 
-    def _sides(self, req: RequestState, prompt_tokens: int) -> list[Team]:
+    def _usable_sides(self, req: RequestState, prompt_tokens: int) -> list[Team]:
         """Instances that may compute the prompt, and those that may decode where others do that."""
         if not req.avoid and not self._memory.is_counting and prompt_tokens < self._loads.context_limit_min:
             return self._loads.sides  # each of them may
         roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
-        able = {role: numbers for role in roles if len(numbers := self._usable(req, role, prompt_tokens))}
+        able = {role: numbers for role in roles if len(numbers := self._usable_numbers(req, role, prompt_tokens))}
         return sides_of(able)
 
-    def _usable(self, req: RequestState, role: Role, prompt_tokens: int) -> Ints:
+    def _usable_numbers(self, req: RequestState, role: Role, prompt_tokens: int) -> Ints:
         """Numbers of the instances that ``req`` may be dispatched to."""
         loads = self._loads
         numbers = loads.open_numbers(role)
@@ -141,9 +131,9 @@ class Placer:
         if req.avoid:
             tried = [member.number for peer in req.avoid if (member := self._registry.get(peer)) is not None]
             numbers = numbers[~np.isin(numbers, tried)]
-        return self._memory.narrow(req, role, numbers)
+        return self._memory.filter_by_room(req, role, numbers)
 
-    def identities(self, req: RequestState) -> bytes:
+    def prompt_identities(self, req: RequestState) -> bytes:
         """Identities of the whole blocks of the prompt, computed when they are needed first: before any member has
         joined, their model is not known."""
         if req.identities is None:
@@ -151,27 +141,31 @@ class Placer:
             if self._config.caching is Caching.OFF or not request.use_cache or geometry is None:
                 return b""
             namespace = self._registry.namespace
-            req.identities = self._trees.identities(request.isolation, namespace, request.prompt, geometry.block_tokens)
+            req.identities = self._trees.prompt_identities(
+                request.isolation, namespace, request.prompt, geometry.block_tokens
+            )
         return req.identities
 
     def answer_identities(self, req: RequestState, tokens: Sequence[int]) -> bytes:
         """Identities of the blocks behind the prompt's whole ones that an answer of ``tokens`` has filled."""
-        request, known = req.request, req.identities or b""
+        request, prompt_blocks = req.request, req.identities or b""
         whole = len(request.prompt) + len(tokens)
         if not tokens or whole // self._block_tokens() == len(request.prompt) // self._block_tokens():
             return b""
         text = np.concatenate((request.prompt, np.array(tokens, np.int32)))
         namespace = self._registry.namespace
-        return self._trees.identities(request.isolation, namespace, text, self._block_tokens())[len(known) :]
+        return self._trees.prompt_identities(request.isolation, namespace, text, self._block_tokens())[
+            len(prompt_blocks) :
+        ]
 
     def _block_tokens(self) -> int:
         geometry = self._registry.geometry
         return geometry.block_tokens if geometry is not None else 1
 
-    def _ask(self, req: RequestState, prompt_tokens: int, most: list[Most]) -> Ask:
+    def _build_ask(self, req: RequestState, prompt_tokens: int, most: list[Most]) -> Ask:
         request, geometry = req.request, self._registry.geometry
-        favourites = self._sessions.numbers(request.tenant, request.session)
-        pinned = self._handles.place_of(request.tenant, request.session)
+        favourites = self._sessions.member_numbers(request.tenant, request.session)
+        pinned = self._named_prefixes.place_of(request.tenant, request.session)
         if pinned is not None and pinned.number not in favourites:
             favourites = (pinned.number, *favourites)
         return Ask(
@@ -180,12 +174,12 @@ class Placer:
             max(request.n, request.beam_width),
             geometry.token_bytes if geometry is not None else 0,
             favourites,
-            self._longest(most),
+            self._best_holding(most),
             self._block_tokens(),
             1 if geometry is None or self._config.transfer is TransferMode.BY_REQUEST_AGG else geometry.num_layers,
         )
 
-    def _most(self, matches: Matches) -> list[Most]:
+    def _longest_holders(self, matches: Matches) -> list[Most]:
         """Instances and stores that have most of the prompt and may be asked for it: decode instances lend theirs in
         PD-Caching-3 only (MemServe 5.1)."""
         if not matches.holders:
@@ -193,58 +187,58 @@ class Placer:
         without = _NO_ROLE if self._config.caching is Caching.PD_CACHING_3 else ROLE_CODE[Role.DECODE]
         return _core.most_of(matches.columns, self._loads.role, without, ROLE_CODE[Role.STORE], HOLDERS_MAX)
 
-    def _longest(self, most: list[Most]) -> tuple[Holding, ...]:
+    def _best_holding(self, most: list[Most]) -> tuple[Holding, ...]:
         """The holder of most of the prompt. No other matters: an instance that has as much itself fetches nothing."""
-        return tuple(self._holding(*found) for found in most[:1])
+        return tuple(self._make_holding(*row) for row in most[:1])
 
-    def _holding(self, number: int, blocks: int, lower: int) -> Holding:
-        member, block_tokens = self._registry.numbered(number), self._block_tokens()
+    def _make_holding(self, number: int, blocks: int, lower: int) -> Holding:
+        member, block_tokens = self._registry.member_by_number(number), self._block_tokens()
         on_disk = lower * block_tokens if member.is_store else 0
         return Holding(number, blocks * block_tokens, member.info.host_id, on_disk, member.costs.disk)
 
-    def _candidates(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
+    def _candidates_by_side(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
         """Those worth a look, of each team."""
         if self._config.policy == "cost":
-            return self._cheapest(ask, sides, matches)
+            return self._cheapest_pair(ask, sides, matches)
         respects, loads = _RESPECTS.get(self._config.policy, _ANY_RESPECT), self._loads
         overload = OVERLOAD_FACTOR, OVERLOAD_TOKENS
-        found = []
+        candidates = []
         for side in sides:
             numbers = [numbers for _, numbers in side]
             if self._config.policy == "best-fit":
-                numbers = self._best_fitting(numbers, ask)
+                numbers = self._best_fitting_numbers(numbers, ask)
             rows = _core.shortlist(
                 numbers, loads.tables, loads.room_blocks, matches.columns, ask.favourites, respects, overload, ALL_OF
             )
-            found.append([self._candidate(ask.block_tokens, *row) for row in rows])
-        return found
+            candidates.append([self._make_candidate(ask.block_tokens, *row) for row in rows])
+        return candidates
 
-    def _best_fitting(self, numbers: list[Ints], ask: Ask) -> list[Ints]:
+    def _best_fitting_numbers(self, numbers: list[Ints], ask: Ask) -> list[Ints]:
         """Those with the least room left over; the most room where none has enough for the prompt."""
-        left = [self._loads.room_tokens(some, ask.block_tokens) - ask.prompt_tokens for some in numbers]
-        every = np.concatenate(left)
+        rooms = [self._loads.room_tokens(group, ask.block_tokens) - ask.prompt_tokens for group in numbers]
+        every = np.concatenate(rooms)
         fitting = every[every >= 0]
         best = fitting.min() if len(fitting) else every.max()
-        return [some[here == best] for some, here in zip(numbers, left, strict=True) if (here == best).any()]
+        return [group[room == best] for group, room in zip(numbers, rooms, strict=True) if (room == best).any()]
 
-    def _cheapest(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
+    def _cheapest_pair(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
         """The best pair, or the best one that does all of it."""
-        loads, (first, *others) = self._loads, sides
-        held = ask.holdings[0] if ask.holdings else Holding(-1, 0)
+        loads, (first, *decoder_sides) = self._loads, sides
+        holding = ask.holdings[0] if ask.holdings else Holding(-1, 0)
         rows = _core.cheapest(
-            [(numbers, role is not Role.PREFILL or not others) for role, numbers in first],
-            [numbers for side in others for _, numbers in side],
+            [(numbers, role is not Role.PREFILL or not decoder_sides) for role, numbers in first],
+            [numbers for side in decoder_sides for _, numbers in side],
             loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, loads.prices,
             loads.profiles,
             (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens, ask.handoff_pieces),
-            (held.number, held.tokens, held.disk_tokens), DECODE_WINDOW,
+            (holding.number, holding.tokens, holding.disk_tokens), DECODE_WINDOW,
         )  # fmt: skip
-        return [[self._candidate(ask.block_tokens, *row)] for row in rows if row is not None]
+        return [[self._make_candidate(ask.block_tokens, *row)] for row in rows if row is not None]
 
-    def _candidate(self, block_tokens: int, number: int, *row: int) -> Candidate:
+    def _make_candidate(self, block_tokens: int, number: int, *row: int) -> Candidate:
         """From a row of the core, where room and matches are in blocks."""
-        prefill, sequences, context, room, sent, matched, dram = row
-        member = self._registry.numbered(number)
+        prefill, sequences, context, room, sent_tokens, matched, dram = row
+        member = self._registry.member_by_number(number)
         info = member.info
         return Candidate(
             number,
@@ -254,23 +248,23 @@ class Placer:
             prefill_tokens=prefill,
             sequences=sequences,
             context_tokens=context,
-            room_tokens=room * block_tokens - sent,  # the last heartbeat did not know of what was sent since
+            room_tokens=room * block_tokens - sent_tokens,  # the last heartbeat did not know of what was sent since
             matched_tokens=matched * block_tokens,
             dram_tokens=dram * block_tokens,
             costs=member.costs,
         )
 
-    def _holders(self, ask: Ask, first: Candidate, most: list[Most]) -> tuple[Holder, ...]:
+    def _fetch_holders(self, ask: Ask, first: Candidate, most: list[Most]) -> tuple[Holder, ...]:
         """Instances and stores that have more of the prompt than ``first``: most of it first, of equal ones HBM before
         DRAM before a store's DRAM before its disks."""
         return tuple(
-            self._holder(number, blocks * ask.block_tokens, lower * ask.block_tokens)
+            self._make_holder(number, blocks * ask.block_tokens, lower * ask.block_tokens)
             for number, blocks, lower in most
             if blocks * ask.block_tokens > first.matched_tokens
         )
 
-    def _holder(self, number: int, tokens: int, lower_tokens: int) -> Holder:
-        member = self._registry.numbered(number)
+    def _make_holder(self, number: int, tokens: int, lower_tokens: int) -> Holder:
+        member = self._registry.member_by_number(number)
         upper, lower = tiers_of(member.info.role)
         tier = lower if lower_tokens else upper
         return Holder(member.peer, tokens, tier, lower_tokens if tier is Tier.SSD else 0)

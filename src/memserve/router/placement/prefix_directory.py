@@ -77,7 +77,7 @@ class MemberFeed:
     """All changes before this one have been applied."""
     aside: dict[int, tuple[KvChange, ...]] = field(default_factory=dict)
     """Batches behind a gap, by their first number."""
-    asked_ns: int | None = None
+    queried_ns: int | None = None
 
     @property
     def aside_changes(self) -> int:
@@ -90,15 +90,15 @@ def tiers_of(role: Role) -> tuple[Tier, Tier]:
     return (Tier.DRAM, Tier.SSD) if role is Role.STORE else (Tier.HBM, Tier.DRAM)
 
 
-def is_sane(news: KvEvents | KvSnapshot, role: Role) -> bool:
+def is_sane(update: KvEvents | KvSnapshot, role: Role) -> bool:
     """Whether these can be news of the index of a member with ``role``."""
-    if isinstance(news, KvSnapshot):
-        runs = {Tier.HBM: news.hbm, Tier.DRAM: news.dram, Tier.SSD: news.ssd}
+    if isinstance(update, KvSnapshot):
+        runs = {Tier.HBM: update.hbm, Tier.DRAM: update.dram, Tier.SSD: update.ssd}
         return all(len(run) % IDENTITY_BYTES == 0 and (tier in tiers_of(role) or not run) for tier, run in runs.items())
     kinds, tiers = tuple(KvEventKind), tiers_of(role)
     return all(
         change.kind in kinds and len(change.identities) % IDENTITY_BYTES == 0 and change.tier in tiers
-        for change in news.changes
+        for change in update.changes
     )
 
 
@@ -119,80 +119,87 @@ class Trees:
 
     # -- members
 
-    def enter(self, number: int, *, publishes: bool, role: Role = Role.COLOCATED) -> None:
+    def add_member(self, number: int, *, publishes: bool, role: Role = Role.COLOCATED) -> None:
         """A new member. What it has cached it says itself, or its first heartbeat shows."""
         check(number not in self._feeds, f"instance {number} has a feed already")
         self._feeds[number] = MemberFeed(publishes, role)
 
-    def recover(self, number: int, next_event: int, hbm: bytes, dram: bytes, ssd: bytes = b"") -> None:
+    def recover_member(self, number: int, next_event: int, hbm: bytes, dram: bytes, ssd: bytes = b"") -> None:
         """What the last router knew of a member right before its change ``next_event``; it has just entered."""
-        self._store(number, hbm, dram, ssd)
+        self._store_tiers(number, hbm, dram, ssd)
         self._feeds[number].next_event = next_event
 
-    def _store(self, number: int, hbm: bytes, dram: bytes, ssd: bytes) -> None:
+    def _store_tiers(self, number: int, hbm: bytes, dram: bytes, ssd: bytes) -> None:
         by_tier = {Tier.HBM: hbm, Tier.DRAM: dram, Tier.SSD: ssd}
         for place, tier in enumerate(tiers_of(self._feeds[number].role)):
             self.directory.store(number, place, by_tier[tier])
 
-    def leave(self, number: int) -> None:
+    def remove_member(self, number: int) -> None:
         """A member is gone, with all that it had."""
         del self._feeds[number]
         self.directory.clear(number)
 
-    def feed(self, number: int) -> MemberFeed:
+    def feed_of(self, number: int) -> MemberFeed:
         """How far a member's events are applied; to look at."""
         return self._feeds[number]
 
     # -- events
 
-    def apply(self, number: int, batch: KvEvents, now_ns: int) -> QueryKvEvents | None:
+    def apply_events(self, number: int, batch: KvEvents, now_ns: int) -> QueryKvEvents | None:
         """Take a batch into account; ``QueryKvEvents`` when some before it are missing. It must be sane."""
         feed = self._feeds[number]
         if not feed.publishes or batch.first + len(batch.changes) <= feed.next_event:
             return None
         if batch.first > feed.next_event:
             self._put_aside(feed, batch)
-            return self._ask(feed, now_ns)
+            return self._query_events(feed, now_ns)
         self._apply_from(number, feed, batch.first, batch.changes)
         return self._fill_from_aside(number, feed, now_ns)
 
-    def replace(self, number: int, snapshot: KvSnapshot, now_ns: int) -> QueryKvEvents | None:
+    def apply_snapshot(self, number: int, snapshot: KvSnapshot, now_ns: int) -> QueryKvEvents | None:
         """Everything that its index holds, right before change ``next_event``. Older than what is known: ignored."""
         feed = self._feeds[number]
         if not feed.publishes or snapshot.next_event < feed.next_event:
             return None
         self._counters.kv_snapshots += 1
         self.directory.clear(number)
-        self._store(number, snapshot.hbm, snapshot.dram, snapshot.ssd)
-        feed.next_event, feed.asked_ns = snapshot.next_event, None
+        self._store_tiers(number, snapshot.hbm, snapshot.dram, snapshot.ssd)
+        feed.next_event, feed.queried_ns = snapshot.next_event, None
         return self._fill_from_aside(number, feed, now_ns)
 
-    def heartbeat(self, number: int, next_event: int, now_ns: int) -> QueryKvEvents | None:
+    def query_if_behind(self, number: int, next_event: int, now_ns: int) -> QueryKvEvents | None:
         """A member has numbered its changes up to ``next_event``: were all of them heard?"""
         feed = self._feeds[number]
-        return self._ask(feed, now_ns) if feed.publishes and next_event > feed.next_event else None
+        return self._query_events(feed, now_ns) if feed.publishes and next_event > feed.next_event else None
 
-    def record(self, peer: Peer, number: int, news: KvEvents | KvSnapshot, known: int, now_ns: int) -> Entries:
-        """What ``news`` of ``peer`` has changed, now that it is applied; before, changes up to ``known`` were.
+    def make_record(
+        self, peer: Peer, number: int, update: KvEvents | KvSnapshot, applied_before: int, now_ns: int
+    ) -> Entries:
+        """What ``update`` of ``peer`` has changed, now that it is applied; before, changes up to ``applied_before``
+        were.
 
         Mostly that is the news itself. Where it has closed a gap, and changes that waited behind it were applied as
         well, it is everything that the member has.
         """
         next_event = self._feeds[number].next_event
-        if isinstance(news, KvEvents) and news.first <= known and next_event <= news.first + len(news.changes):
-            return EntriesChanged(peer, news.first, news.changes, now_ns)
-        if isinstance(news, KvSnapshot) and next_event == news.next_event:
-            return EntriesReplaced(peer, next_event, news.hbm, news.dram, now_ns, news.ssd)
-        held = dict(zip(tiers_of(self._feeds[number].role), self.holdings(number), strict=True))
-        hbm, dram, ssd = (held.get(tier, b"") for tier in Tier)
+        if (
+            isinstance(update, KvEvents)
+            and update.first <= applied_before
+            and next_event <= update.first + len(update.changes)
+        ):
+            return EntriesChanged(peer, update.first, update.changes, now_ns)
+        if isinstance(update, KvSnapshot) and next_event == update.next_event:
+            return EntriesReplaced(peer, next_event, update.hbm, update.dram, now_ns, update.ssd)
+        by_tier = dict(zip(tiers_of(self._feeds[number].role), self.holdings_of(number), strict=True))
+        hbm, dram, ssd = (by_tier.get(tier, b"") for tier in Tier)
         return EntriesReplaced(peer, next_event, hbm, dram, now_ns, ssd)
 
-    def holdings(self, number: int) -> tuple[bytes, bytes]:
+    def holdings_of(self, number: int) -> tuple[bytes, bytes]:
         """Identities of all that the member is known to have, in its upper tier and in its lower one alone, 16 bytes
         each."""
-        known = self.directory.dump(number)
-        upper = b"".join(identity for identity, above, _ in known if above)
-        return upper, b"".join(identity for identity, above, below in known if below and not above)
+        entries = self.directory.dump(number)
+        upper = b"".join(identity for identity, above, _ in entries if above)
+        return upper, b"".join(identity for identity, above, below in entries if below and not above)
 
     def _apply_from(self, number: int, feed: MemberFeed, first: int, changes: tuple[KvChange, ...]) -> None:
         for change in changes[feed.next_event - first :]:
@@ -205,12 +212,12 @@ class Trees:
             else:
                 self.directory.store(number, change.tier - tiers_of(feed.role)[0], change.identities)
             feed.next_event += 1
-            feed.asked_ns = None  # a gap behind this one is another gap
+            feed.queried_ns = None  # a gap behind this one is another gap
             self._counters.kv_changes += 1
 
     def _put_aside(self, feed: MemberFeed, batch: KvEvents) -> None:
-        known = feed.aside.get(batch.first, ())
-        more = len(batch.changes) - len(known)
+        stored_changes = feed.aside.get(batch.first, ())
+        more = len(batch.changes) - len(stored_changes)
         if more > 0 and feed.aside_changes + more <= ASIDE_CHANGES_MAX:
             feed.aside[batch.first] = batch.changes
 
@@ -218,21 +225,21 @@ class Trees:
         """Apply what was kept aside as far as it follows; ask when there is yet another gap."""
         for first in sorted(feed.aside):
             if first > feed.next_event:
-                return self._ask(feed, now_ns)
+                return self._query_events(feed, now_ns)
             changes = feed.aside.pop(first)
             self._apply_from(number, feed, first, changes)
         return None
 
-    def _ask(self, feed: MemberFeed, now_ns: int) -> QueryKvEvents | None:
-        if feed.asked_ns is not None and now_ns - feed.asked_ns < ASK_AGAIN_NS:
+    def _query_events(self, feed: MemberFeed, now_ns: int) -> QueryKvEvents | None:
+        if feed.queried_ns is not None and now_ns - feed.queried_ns < ASK_AGAIN_NS:
             return None
-        self._counters.kv_gaps += feed.asked_ns is None
-        feed.asked_ns = now_ns
+        self._counters.kv_gaps += feed.queried_ns is None
+        feed.queried_ns = now_ns
         return QueryKvEvents(feed.next_event)
 
     # -- prompts
 
-    def identities(self, tenant: str, fingerprint: str, tokens: TokenArray, block_tokens: int) -> bytes:
+    def prompt_identities(self, tenant: str, fingerprint: str, tokens: TokenArray, block_tokens: int) -> bytes:
         """Identities of the whole blocks of ``tokens``, 16 bytes each, one behind the other."""
         name = self._names.get((tenant, fingerprint))
         if name is None:
@@ -241,18 +248,18 @@ class Trees:
             name = self._names[tenant, fingerprint] = namespace_id(tenant, fingerprint, self._key)
         return _core.block_identities(self._key, name, tokens, block_tokens)
 
-    def match(self, identities: bytes, numbers: int) -> Matches:
+    def match_prompt(self, identities: bytes, numbers: int) -> Matches:
         """How much of a prompt each member has; ``numbers``: length of the arrays."""
         return Matches(*self.directory.match_columns(identities, numbers))
 
-    def expect(self, number: int, identities: bytes, now_ns: int, *, by_events: bool = True) -> None:
+    def expect_blocks(self, number: int, identities: bytes, now_ns: int, *, by_events: bool = True) -> None:
         """These blocks were sent there to be computed or decoded. ``by_events``: KV events name them so, too."""
         config = self._config
         ttl_ns = config.speculative_ttl_ns if by_events and self._feeds[number].publishes else config.tree_ttl_ns
         self.directory.speculate(number, identities, now_ns + ttl_ns)
         self._wake_for_expiry()
 
-    def expire(self, _: None, now_ns: int) -> None:
+    def expire_expected(self, _: None, now_ns: int) -> None:
         """The timer of all that is expected: forget what was expected and has not been confirmed in time."""
         self._expires = False
         self.directory.expire(now_ns)
@@ -263,17 +270,17 @@ class Trees:
         due_ns = self.directory.next_expiry_ns
         if due_ns is not None and not self._expires:
             self._expires = True
-            self._timers.arm(ceil_div(due_ns, NS_PER_S) * NS_PER_S, self.expire, None)
+            self._timers.arm(ceil_div(due_ns, NS_PER_S) * NS_PER_S, self.expire_expected, None)
 
-    def blocks(self, number: int) -> int:
+    def block_count(self, number: int) -> int:
         """Blocks that an instance is taken to have, those that are only expected included."""
         return self.directory.blocks(number) + self.directory.speculative_blocks(number)
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the directory names members that are gone, or a gap could be closed."""
         self.directory.check_invariants()
-        strangers = [holder for holder in self.directory.holders() if holder not in self._feeds]
-        check(not strangers, f"the trees name instances that are gone: {strangers}")
+        unknown_numbers = [holder for holder in self.directory.holders() if holder not in self._feeds]
+        check(not unknown_numbers, f"the trees name instances that are gone: {unknown_numbers}")
         for number, feed in self._feeds.items():
             behind = [first for first in feed.aside if first <= feed.next_event]
             check(not behind, f"instance {number} has events aside that could be applied: {behind}")
@@ -317,9 +324,9 @@ class _Prompt(NamedTuple):
     identities: bytes
     placed_ns: int
 
-    def block(self, at: int) -> bytes:
-        """The identity of block ``at``; ``b""`` behind the end."""
-        return self.identities[at * IDENTITY_BYTES : (at + 1) * IDENTITY_BYTES]
+    def block_at(self, index: int) -> bytes:
+        """The identity of block ``index``; ``b""`` behind the end."""
+        return self.identities[index * IDENTITY_BYTES : (index + 1) * IDENTITY_BYTES]
 
 
 Match = Callable[[bytes], Iterable[tuple[str, int, int]]]
@@ -335,52 +342,52 @@ class RecentPrompts:
         self._prompts: deque[_Prompt] = deque()
         self._nbytes = 0
 
-    def note(self, tenant: str, identities: bytes, now_ns: int) -> None:
+    def add_prompt(self, tenant: str, identities: bytes, now_ns: int) -> None:
         """A prompt was placed; ``identities`` of its whole blocks."""
         self._prompts.append(_Prompt(tenant, identities, now_ns))
         self._nbytes += len(identities)
         while len(self._prompts) > PROMPTS_MAX or (self._nbytes > BYTES_MAX and len(self._prompts) > 1):
             self._nbytes -= len(self._prompts.popleft().identities)
 
-    def trees(self, tenant: str | None, match: Match) -> dict[str, tuple[PrefixNode, ...]]:
+    def build_trees(self, tenant: str | None, match: Match) -> dict[str, tuple[PrefixNode, ...]]:
         """By tenant, the most used prefixes first; ``tenant`` None: of all."""
         by_tenant: dict[str, list[_Prompt]] = {}
         for prompt in self._prompts:
             if tenant is None or prompt.tenant == tenant:
                 by_tenant.setdefault(prompt.tenant, []).append(prompt)
-        return {name: _below(prompts, 0, match) for name, prompts in by_tenant.items()}
+        return {name: _nodes_below(prompts, 0, match) for name, prompts in by_tenant.items()}
 
 
-def _below(prompts: Sequence[_Prompt], depth: int, match: Match) -> tuple[PrefixNode, ...]:
+def _nodes_below(prompts: Sequence[_Prompt], depth: int, match: Match) -> tuple[PrefixNode, ...]:
     """The nodes behind ``depth`` blocks that all ``prompts`` share."""
     groups: dict[bytes, list[_Prompt]] = {}
     for prompt in prompts:
-        if block := prompt.block(depth):
+        if block := prompt.block_at(depth):
             groups.setdefault(block, []).append(prompt)
-    nodes = (_node(group, depth, match) for group in groups.values())
+    nodes = (_make_node(group, depth, match) for group in groups.values())
     return tuple(sorted(nodes, key=lambda node: (-node.uses, -node.used_ns)))
 
 
-def _node(group: Sequence[_Prompt], depth: int, match: Match) -> PrefixNode:
+def _make_node(group: Sequence[_Prompt], depth: int, match: Match) -> PrefixNode:
     end, first = depth + 1, group[0]
-    while (block := first.block(end)) and all(prompt.block(end) == block for prompt in group):
+    while (block := first.block_at(end)) and all(prompt.block_at(end) == block for prompt in group):
         end += 1
     path = first.identities[: end * IDENTITY_BYTES]
-    holders = (_held(found, depth) for found in match(path))
+    holders = (_held_blocks(member_match, depth) for member_match in match(path))
     return PrefixNode(
         path[-IDENTITY_BYTES:][:8].hex(),
         end - depth,
         len(group),
         max(prompt.placed_ns for prompt in group),
-        tuple(held for held in holders if held.upper_blocks or held.lower_blocks),
-        _below(group, end, match),
+        tuple(holding for holding in holders if holding.upper_blocks or holding.lower_blocks),
+        _nodes_below(group, end, match),
     )
 
 
-def _held(found: tuple[str, int, int], depth: int) -> HeldBlocks:
+def _held_blocks(member_match: tuple[str, int, int], depth: int) -> HeldBlocks:
     """Of a prefix with ``blocks``, what lies behind ``depth``. What a member has in its lower tier alone is its end:
     blocks leave the upper tier from the leaves."""
-    member, blocks, lower = found
+    member, blocks, lower = member_match
     behind = max(0, blocks - depth)
     lower = min(lower, behind)
     return HeldBlocks(member, behind - lower, lower)

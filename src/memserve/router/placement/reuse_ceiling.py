@@ -37,7 +37,7 @@ class DistinctBlocks:
         self.total = 0.0
         """Estimate of the different identities so far."""
 
-    def add(self, identities: bytes, counted: int = sys.maxsize) -> float:
+    def add_identities(self, identities: bytes, counted: int = sys.maxsize) -> float:
         """Add ``identities``, 16 uniformly distributed bytes each. Returns the estimate of how many of the first
         ``counted`` are new."""
         if not identities:
@@ -64,14 +64,14 @@ class DistinctBlocks:
 class PromptTokens:
     """Prompt tokens, and how many of them a cache could have had."""
 
-    seen: int = 0
+    total: int = 0
     new: float = 0.0
     """Estimate of those in no whole block of an earlier prompt or answer of the tenant: no cache has their KV."""
 
     @property
     def attainable(self) -> float:
         """Share (0 to 1) that an unlimited cache would have had: the ceiling of the hit rate."""
-        return max(0.0, 1.0 - self.new / self.seen) if self.seen else 0.0
+        return max(0.0, 1.0 - self.new / self.total) if self.total else 0.0
 
 
 class ReuseCeiling:
@@ -84,32 +84,32 @@ class ReuseCeiling:
         self._tenants: dict[str, tuple[DistinctBlocks, PromptTokens]] = {}
         self._rest: tuple[DistinctBlocks, PromptTokens] | None = None
 
-    def prompt(self, tenant: str, identities: bytes, tokens: int, block_tokens: int) -> None:
+    def count_prompt(self, tenant: str, identities: bytes, tokens: int, block_tokens: int) -> None:
         """A prompt of ``tokens``, with the ``identities`` of its whole blocks. At least one token is always computed: a
         block that ends with the prompt is not reused."""
-        sketch, count = self._of(tenant)
+        sketch, count = self._sketch_of(tenant)
         blocks = (tokens - 1) // block_tokens
-        count.seen += tokens
-        count.new += tokens - blocks * block_tokens + sketch.add(identities, blocks) * block_tokens
+        count.total += tokens
+        count.new += tokens - blocks * block_tokens + sketch.add_identities(identities, blocks) * block_tokens
 
-    def answer(self, tenant: str, identities: bytes) -> None:
+    def count_answer(self, tenant: str, identities: bytes) -> None:
         """Whole blocks that an answer has filled: later prompts may begin with them."""
-        self._of(tenant)[0].add(identities)
+        self._sketch_of(tenant)[0].add_identities(identities)
 
-    def counts(self) -> dict[str, PromptTokens]:
+    def counts_by_tenant(self) -> dict[str, PromptTokens]:
         """By tenant, without those that share a sketch."""
-        return {tenant: PromptTokens(count.seen, count.new) for tenant, (_, count) in self._tenants.items()}
+        return {tenant: PromptTokens(count.total, count.new) for tenant, (_, count) in self._tenants.items()}
 
-    def whole(self) -> PromptTokens:
+    def total_counts(self) -> PromptTokens:
         """Of all tenants. They never share KV, so the sum is that of different blocks, too."""
         counts = [count for _, count in self._tenants.values()]
         counts += [self._rest[1]] if self._rest is not None else []
-        return PromptTokens(sum(count.seen for count in counts), sum(count.new for count in counts))
+        return PromptTokens(sum(count.total for count in counts), sum(count.new for count in counts))
 
-    def _of(self, tenant: str) -> tuple[DistinctBlocks, PromptTokens]:
-        known = self._tenants.get(tenant)
-        if known is not None:
-            return known
+    def _sketch_of(self, tenant: str) -> tuple[DistinctBlocks, PromptTokens]:
+        entry = self._tenants.get(tenant)
+        if entry is not None:
+            return entry
         if len(self._tenants) < TENANTS_MAX:
             self._tenants[tenant] = DistinctBlocks(), PromptTokens()
             return self._tenants[tenant]

@@ -80,39 +80,39 @@ def route(policy: str, ask: Ask, candidates: Sequence[Candidate]) -> Route | Non
 
 def least_load(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
     """Fewest outstanding tokens, for the prompt and for decoding."""
-    chosen = least_loaded(ask, first)
-    why = f"least load: {chosen.name} has {chosen.work_tokens} tokens of work"
-    return with_decoder(chosen, why, decoders, lambda some: least_loaded(ask, some))
+    best = least_loaded(ask, first)
+    why = f"least load: {best.name} has {best.work_tokens} tokens of work"
+    return with_decoder(best, why, decoders, lambda candidates: least_loaded(ask, candidates))
 
 
 def session(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
     """An instance that knows the session, unless it is overloaded; else by load."""
 
-    def choose(some: Sequence[Candidate]) -> Candidate:
-        least = least_loaded(ask, some)
-        known = [c for c in not_overloaded(some, least) if c.number in ask.favourites]
-        return least_loaded(ask, known) if known else least
+    def choose(candidates: Sequence[Candidate]) -> Candidate:
+        least = least_loaded(ask, candidates)
+        familiar = [c for c in not_overloaded(candidates, least) if c.number in ask.favourites]
+        return least_loaded(ask, familiar) if familiar else least
 
-    chosen = choose(first)
-    if chosen.number in ask.favourites:
-        why = f"session: {chosen.name} knows it"
+    best = choose(first)
+    if best.number in ask.favourites:
+        why = f"session: {best.name} knows it"
     else:
-        why = f"session: none that knows it is free enough, {chosen.name} has {chosen.work_tokens} tokens of work"
-    return with_decoder(chosen, why, decoders, choose)
+        why = f"session: none that knows it is free enough, {best.name} has {best.work_tokens} tokens of work"
+    return with_decoder(best, why, decoders, choose)
 
 
 def prompt_tree(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
     """The longest cached prefix among those that are not overloaded; ties by load."""
-    chosen = _longest_prefix(ask, first)
+    best = _longest_prefix(ask, first)
     longest = max(first, key=lambda c: (c.matched_tokens, -c.number))
-    why = f"prompt tree: {chosen.name} has {chosen.matched_tokens} of {ask.prompt_tokens} tokens"
-    if longest.matched_tokens > chosen.matched_tokens:
+    why = f"prompt tree: {best.name} has {best.matched_tokens} of {ask.prompt_tokens} tokens"
+    if longest.matched_tokens > best.matched_tokens:
         why += f" ({longest.name} has {longest.matched_tokens}, but {longest.work_tokens} tokens of work)"
-    return with_decoder(chosen, why, decoders, lambda some: _longest_prefix(ask, some))
+    return with_decoder(best, why, decoders, lambda candidates: _longest_prefix(ask, candidates))
 
 
-def _longest_prefix(ask: Ask, some: Sequence[Candidate]) -> Candidate:
-    fair = not_overloaded(some, least_loaded(ask, some))
+def _longest_prefix(ask: Ask, candidates: Sequence[Candidate]) -> Candidate:
+    fair = not_overloaded(candidates, least_loaded(ask, candidates))
     return min(fair, key=lambda c: (-c.matched_tokens, *load_rank(ask, c)))
 
 
@@ -126,22 +126,22 @@ def affinity(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]
 
     An overloaded instance is no answer to 1 to 3: a cache does not make up for a queue of other prompts.
     """
-    chosen, why = _first_rule(ask, first)
-    return with_decoder(chosen, f"affinity: {why}", decoders, lambda some: _first_rule(ask, some)[0])
+    best, why = _first_rule(ask, first)
+    return with_decoder(best, f"affinity: {why}", decoders, lambda candidates: _first_rule(ask, candidates)[0])
 
 
-def _first_rule(ask: Ask, some: Sequence[Candidate]) -> tuple[Candidate, str]:
-    least = least_loaded(ask, some)
-    known = [c for c in not_overloaded(some, least) if c.number in ask.favourites]
-    if known:
-        chosen = least_loaded(ask, known)
-        return chosen, f"session: {chosen.name} knows it"
-    chosen = _longest_prefix(ask, some)
-    if not chosen.matched_tokens:
+def _first_rule(ask: Ask, candidates: Sequence[Candidate]) -> tuple[Candidate, str]:
+    least = least_loaded(ask, candidates)
+    familiar = [c for c in not_overloaded(candidates, least) if c.number in ask.favourites]
+    if familiar:
+        best = least_loaded(ask, familiar)
+        return best, f"session: {best.name} knows it"
+    best = _longest_prefix(ask, candidates)
+    if not best.matched_tokens:
         return least, f"miss: {least.name} has {least.work_tokens} tokens of work, and fills its cache"
-    if ask.prompt_tokens - chosen.matched_tokens < ask.block_tokens:
-        return chosen, f"exact hit: {chosen.name} has the whole prompt"
-    return chosen, f"longest prefix: {chosen.name} has {chosen.matched_tokens} of {ask.prompt_tokens} tokens"
+    if ask.prompt_tokens - best.matched_tokens < ask.block_tokens:
+        return best, f"exact hit: {best.name} has the whole prompt"
+    return best, f"longest prefix: {best.name} has {best.matched_tokens} of {ask.prompt_tokens} tokens"
 
 
 # -- by cost
@@ -170,29 +170,29 @@ def first_cost(ask: Ask, candidate: Candidate) -> FirstCost:
     prompts_ns = _prompts_ns(ask, candidate)
     step_ns = costs.decode_step_ns(candidate.sequences, candidate.context_tokens)  # of the sequences that decode there
     queue_ns = prompts_ns + step_ns
-    own = min(candidate.matched_tokens, last)
+    own_tokens = min(candidate.matched_tokens, last)
     hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
     prefill_ns = costs.prefill_ns(prompt - hbm, hbm)
     best = FirstCost(queue_ns + prefill_ns, queue_ns, 0, 0, prefill_ns, hbm)
     swap_ns = 0
-    if own > hbm:
-        swap_ns = _kv_ns(ask, costs.swap_in, own - hbm)
-        prefill_ns = costs.prefill_ns(prompt - own, own)
-        best = min(best, FirstCost(queue_ns + swap_ns + prefill_ns, queue_ns, 0, swap_ns, prefill_ns, own))
+    if own_tokens > hbm:
+        swap_ns = _kv_ns(ask, costs.swap_in, own_tokens - hbm)
+        prefill_ns = costs.prefill_ns(prompt - own_tokens, own_tokens)
+        best = min(best, FirstCost(queue_ns + swap_ns + prefill_ns, queue_ns, 0, swap_ns, prefill_ns, own_tokens))
     for holding in ask.holdings:
-        there = min(holding.tokens, last)
-        if there > own and holding.number != candidate.number:
-            link = costs.link(_same_host(holding.host_id, candidate.host_id))
-            read_ns = _kv_ns(ask, holding.disk, min(holding.disk_tokens, there - own))
-            fetch_ns = _kv_ns(ask, link, there - own) + read_ns
-            prefill_ns = costs.prefill_ns(prompt - there, there)
+        held_tokens = min(holding.tokens, last)
+        if held_tokens > own_tokens and holding.number != candidate.number:
+            link = costs.link_curve(_same_host(holding.host_id, candidate.host_id))
+            read_ns = _kv_ns(ask, holding.disk, min(holding.disk_tokens, held_tokens - own_tokens))
+            fetch_ns = _kv_ns(ask, link, held_tokens - own_tokens) + read_ns
+            prefill_ns = costs.prefill_ns(prompt - held_tokens, held_tokens)
             total_ns = max(prompts_ns, fetch_ns) + step_ns + swap_ns + prefill_ns
-            best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, there))
+            best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, held_tokens))
     return best
 
 
-def _same_host(one: str, other: str) -> bool:
-    return one == other and one != ""
+def _same_host(first_host: str, second_host: str) -> bool:
+    return first_host == second_host and first_host != ""
 
 
 def _kv_ns(ask: Ask, curve: CopyCurve, tokens: int, block_pieces: int = 1) -> int:
@@ -222,7 +222,7 @@ def _decoder_ns(ask: Ask, candidate: Candidate) -> int:
 
 def handoff_ns(ask: Ask, first: Candidate, decoder: Candidate) -> int:
     """Time in which the decoder pulls what it lacks of the prompt."""
-    link = decoder.costs.link(_same_host(first.host_id, decoder.host_id))
+    link = decoder.costs.link_curve(_same_host(first.host_id, decoder.host_id))
     return _kv_ns(ask, link, max(0, ask.prompt_tokens - decoder.matched_tokens), ask.handoff_pieces)
 
 
@@ -263,15 +263,15 @@ def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) ->
 
     def rank(entry: Weighed) -> tuple[int, int, int]:
         decoder = entry.decode_at.number if entry.decode_at else -1
-        known = (entry.first.number in ask.favourites) + (decoder in ask.favourites)
-        return -known, entry.first.number, decoder
+        familiar = (entry.first.number in ask.favourites) + (decoder in ask.favourites)
+        return -familiar, entry.first.number, decoder
 
-    one, other = first[0], decoders[0] if decoders and first[0].role is Role.PREFILL else None
+    best_first, best_decoder = first[0], decoders[0] if decoders and first[0].role is Role.PREFILL else None
     if len(first) > 1 or len(decoders) > 1:
         weighed = weigh(ask, first, decoders)
         least_ns = min([entry.total_ns for entry in weighed])
-        _, one, other = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
-    return Route(one, other, _cost_reason(ask, one, other))
+        _, best_first, best_decoder = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
+    return Route(best_first, best_decoder, _cost_reason(ask, best_first, best_decoder))
 
 
 def _cost_reason(ask: Ask, first: Candidate, decoder: Candidate | None) -> str:
@@ -279,8 +279,8 @@ def _cost_reason(ask: Ask, first: Candidate, decoder: Candidate | None) -> str:
     transfer_ns = 0 if decoder is None else handoff_ns(ask, first, decoder)
     spent = ("queue", queue_ns), ("fetch", fetch_ns), ("swap in", swap_ns), ("prefill", prefill_ns)
     listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in (*spent, ("transfer", transfer_ns)) if ns])
-    where = f"{first.name} to {decoder.name}" if decoder is not None else first.name
-    return f"cost: {where} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
+    places = f"{first.name} to {decoder.name}" if decoder is not None else first.name
+    return f"cost: {places} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
 
 
 POLICY: dict[str, Policy] = {

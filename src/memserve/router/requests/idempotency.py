@@ -103,7 +103,7 @@ class Answer:
     """One answer."""
 
     key: str
-    asked: str
+    request_digest: str
     created_s: int
     phase: AnswerPhase = ANSWER.initial
     request_id: str = ""
@@ -114,15 +114,15 @@ class Answer:
     until_ns: int = 0
     """When it is dropped, while no client waits for it."""
     log: AnswerLog = field(default_factory=AnswerLog)
-    held: list[HeldAnswer] = field(default_factory=list)
+    held_answers: list[HeldAnswer] = field(default_factory=list)
     """What instances have told, as long as the request was not placed."""
-    awaited: dict[Peer, None] = field(default_factory=dict)
+    queried_peers: dict[Peer, None] = field(default_factory=dict)
     """Instances that were asked for it, and have not told yet."""
 
     @property
     def nbytes(self) -> int:
         """Approximate memory."""
-        return self.log.nbytes + sum(held.log.nbytes for held in self.held)
+        return self.log.nbytes + sum(entry.log.nbytes for entry in self.held_answers)
 
 
 OTHER_REQUEST = "this Idempotency-Key was used for another request: take a new key, or send the same body again"
@@ -134,91 +134,110 @@ class ReplayLog:
     """All answers with a key, within a bounded time and memory."""
 
     __slots__ = (
-        "_asking", "_awaited", "_by_attempt", "_by_key", "_by_reader", "_by_request", "_config", "_counters", "_flow",
-        "_idle", "_outbox", "_registry", "_timers", "asks", "nbytes",
+        "_by_attempt",
+        "_by_key",
+        "_by_reader",
+        "_by_request",
+        "_config",
+        "_counters",
+        "_flow",
+        "_idle",
+        "_outbox",
+        "_queried",
+        "_registry",
+        "_timers",
+        "_unreported_members",
+        "nbytes",
+        "queries_instances",
     )  # fmt: skip
 
     def __init__(self, parts: RouterParts, flow: RequestFlow) -> None:
-        self._config, self._registry, self._counters = parts.config, parts.registry, parts.counters
+        self._config, self._registry, self._counters = parts.config, parts.tables.registry, parts.counters
         self._timers, self._outbox, self._flow = parts.timers, parts.outbox, flow
         self._by_key: dict[str, Answer] = {}
         self._by_request: dict[str, Answer] = {}  # of live requests
         self._by_reader: dict[str, Answer] = {}
         self._by_attempt: dict[tuple[Peer, str], HeldAnswer] = {}  # of a handover both instances have some
         self._idle: dict[str, Answer] = {}  # those that no client reads, by key, in the order in which that began
-        self._awaited: dict[Peer, None] = {}  # members of the last router that have not told what they have
-        self._asking: dict[str, Answer] = {}  # those of which instances have not told yet what they have, by key
+        self._unreported_members: dict[Peer, None] = {}  # members of the last router that have not told what they have
+        self._queried: dict[str, Answer] = {}  # those of which instances have not told yet what they have, by key
         #: whether there are other routers, at which a client may have begun
-        self.asks = parts.follower is not None
+        self.queries_instances = parts.follower is not None
         #: approximate memory of all
         self.nbytes = 0
-        parts.outbox.relay_keyed(self._by_request, self._relay)
+        parts.outbox.relay_keyed(self._by_request, self._relay_output)
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     # -- clients
 
-    def serve(self, request: Request, now_ns: int) -> bool:
+    def serve_known(self, request: Request, now_ns: int) -> bool:
         """A client has sent ``request``. Whether that is all: its answer is known here, or its key is another
         request's."""
         answer = self._by_key.get(request.key)
         if answer is None:
             return False
-        if answer.asked != request.asked:
-            self._outbox.reject(request.request_id, OTHER_REQUEST, None, conflict=KeyConflict.OTHER_REQUEST)
+        if answer.request_digest != request.asked:
+            self._outbox.reject_request(request.request_id, OTHER_REQUEST, None, conflict=KeyConflict.OTHER_REQUEST)
             return True
         if answer.phase is AnswerPhase.REPORTED:
             return False
         if answer.reader:
-            self._outbox.reject(answer.reader, TAKEN_OVER, None, conflict=KeyConflict.TAKEN_OVER, is_reader=True)
+            self._outbox.reject_request(
+                answer.reader, TAKEN_OVER, None, conflict=KeyConflict.TAKEN_OVER, is_reader=True
+            )
         self._counters.answers_continued += 1
-        self._move(answer, AnswerCause.CLIENT_CAME, now_ns)
+        self._change_phase(answer, AnswerCause.CLIENT_CAME, now_ns)
         if answer.phase is AnswerPhase.ATTENDED:
-            self._read(answer, request.request_id)
-        for output in answer.log.outputs(request.request_id):
-            self._outbox.emit(structs.replace(output, story=(*output.story, ("created", answer.created_s))))
+            self._set_reader(answer, request.request_id)
+        for output in answer.log.outputs_for(request.request_id):
+            self._outbox.emit_output(structs.replace(output, story=(*output.story, ("created", answer.created_s))))
         return True
 
-    def begin(self, request: Request, now_ns: int) -> Request:
-        """A client has sent ``request``, which :meth:`serve` has not served: a new one, or one that instances know.
-        Returns it as it is to be run."""
+    def begin_answer(self, request: Request, now_ns: int) -> Request:
+        """A client has sent ``request``, which :meth:`serve_known` has not served: a new one, or one that instances
+        know. Returns it as it is to be run."""
         answer = self._by_key.get(request.key)
         if answer is None:
             answer = self._by_key[request.key] = Answer(request.key, request.asked, request.created_s)
             self.nbytes += answer.nbytes
         answer.request_id, answer.sequences = request.request_id, request.n
         self._by_request[request.request_id] = answer
-        self._move(answer, AnswerCause.CLIENT_CAME, now_ns)
-        self._read(answer, request.request_id)
-        if self.asks:
-            self._ask(answer, now_ns)
+        self._change_phase(answer, AnswerCause.CLIENT_CAME, now_ns)
+        self._set_reader(answer, request.request_id)
+        if self.queries_instances:
+            self._query_instances(answer, now_ns)
         return structs.replace(request, created_s=answer.created_s)
 
-    def _ask(self, answer: Answer, now_ns: int) -> None:
+    def _query_instances(self, answer: Answer, now_ns: int) -> None:
         """Another router may have begun this answer: instances know."""
-        able = [one.peer for one in self._registry if one.has_model and one.state is not MemberState.REJOINING]
-        for peer in able:
-            self._outbox.send(peer, QueryAnswers(answer.key, answer.asked))
-        if able:
-            answer.awaited, self._asking[answer.key] = dict.fromkeys(able), answer
-            self._timers.arm(now_ns + self._config.dead_after_ns, self._asked_long_ago, (answer, answer.awaited))
+        peers = [
+            member.peer for member in self._registry if member.has_model and member.state is not MemberState.REJOINING
+        ]
+        for peer in peers:
+            self._outbox.send(peer, QueryAnswers(answer.key, answer.request_digest))
+        if peers:
+            answer.queried_peers, self._queried[answer.key] = dict.fromkeys(peers), answer
+            self._timers.arm(
+                now_ns + self._config.dead_after_ns, self._on_query_timeout, (answer, answer.queried_peers)
+            )
 
-    def _asked_long_ago(self, asked: tuple[Answer, dict[Peer, None]], now_ns: int) -> None:
+    def _on_query_timeout(self, query: tuple[Answer, dict[Peer, None]], now_ns: int) -> None:
         """Those that have not told are silent, or a message was lost."""
-        answer, awaited = asked
-        if answer.awaited is awaited:
-            for peer in list(awaited):
-                self._has_told_of(answer, peer, now_ns)
+        answer, queried_peers = query
+        if answer.queried_peers is queried_peers:
+            for peer in list(queried_peers):
+                self._on_instance_answered(answer, peer, now_ns)
 
-    def _has_told_of(self, answer: Answer, peer: Peer, now_ns: int) -> None:
-        if peer in answer.awaited:
-            del answer.awaited[peer]
-            if not answer.awaited:
-                del self._asking[answer.key]
+    def _on_instance_answered(self, answer: Answer, peer: Peer, now_ns: int) -> None:
+        if peer in answer.queried_peers:
+            del answer.queried_peers[peer]
+            if not answer.queried_peers:
+                del self._queried[answer.key]
                 self._flow.place_waiting(now_ns)
 
-    def _read(self, answer: Answer, reader: str) -> None:
+    def _set_reader(self, answer: Answer, reader: str) -> None:
         self._by_reader.pop(answer.reader, None)
         answer.reader = reader
         self._by_reader[reader] = answer
@@ -232,194 +251,194 @@ class ReplayLog:
         """Whether a connection gets an answer with a key."""
         return reader in self._by_reader
 
-    def leaves(self, reader: str, now_ns: int) -> bool:
+    def on_reader_left(self, reader: str, now_ns: int) -> bool:
         """A connection is gone. Whether its request goes on without."""
         answer = self._by_reader.pop(reader, None)
         if answer is None:
             return reader in self._by_request  # another connection has taken it over
         answer.reader = ""
-        self._outbox.reject(reader, CLIENT_LEFT, None, is_reader=True)  # the host waits for nothing more for it
-        self._move(answer, AnswerCause.CLIENT_LEFT, now_ns)
+        self._outbox.reject_request(reader, CLIENT_LEFT, None, is_reader=True)  # the host waits for nothing more for it
+        self._change_phase(answer, AnswerCause.CLIENT_LEFT, now_ns)
         return True
 
-    def taken(self, request_id: str, now_ns: int) -> None:
+    def on_taken_over(self, request_id: str, now_ns: int) -> None:
         """A client asks another router for the answer of a live request, and an instance goes on for that one."""
-        self._turn_away(request_id, TAKEN_OVER, KeyConflict.TAKEN_OVER, now_ns)
+        self._reject_live(request_id, TAKEN_OVER, KeyConflict.TAKEN_OVER, now_ns)
 
-    def _turn_away(self, request_id: str, reason: str, conflict: KeyConflict, now_ns: int) -> None:
+    def _reject_live(self, request_id: str, reason: str, conflict: KeyConflict, now_ns: int) -> None:
         """End a live request for what other routers do with its key."""
         answer = self._by_request[request_id]
         if answer.reader:
-            self._outbox.reject(answer.reader, reason, None, conflict=conflict, is_reader=True)
+            self._outbox.reject_request(answer.reader, reason, None, conflict=conflict, is_reader=True)
             del self._by_reader[answer.reader]
             answer.reader = ""
-            self._move(answer, AnswerCause.CLIENT_LEFT, now_ns)
-        self._flow.give_up(request_id, now_ns)
+            self._change_phase(answer, AnswerCause.CLIENT_LEFT, now_ns)
+        self._flow.give_up_request(request_id, now_ns)
 
-    def taken_before(self, sender: Peer, attempt_id: str, now_ns: int) -> None:
-        """As :meth:`taken`, of what ``sender`` has told of and no request here goes on with yet: its request may still
-        wait to be admitted, or for what other instances tell."""
-        held = self._by_attempt.get((sender, attempt_id))
-        if held is None:
+    def on_attempt_taken(self, sender: Peer, attempt_id: str, now_ns: int) -> None:
+        """As :meth:`on_taken_over`, of what ``sender`` has told of and no request here goes on with yet: its request
+        may still wait to be admitted, or for what other instances tell."""
+        entry = self._by_attempt.get((sender, attempt_id))
+        if entry is None:
             return
-        answer = held.answer
-        answer.held.remove(held)
-        self._forget(held)
+        answer = entry.answer
+        answer.held_answers.remove(entry)
+        self._forget_held(entry)
         if answer.request_id:
-            self.taken(answer.request_id, now_ns)
-        elif not answer.held:
-            self._drop(answer, now_ns)
+            self.on_taken_over(answer.request_id, now_ns)
+        elif not answer.held_answers:
+            self._drop_answer(answer, now_ns)
 
     # -- the request
 
-    def _relay(self, output: TokenOutput) -> TokenOutput | None:
+    def _relay_output(self, output: TokenOutput) -> TokenOutput | None:
         """What a live request emits, as its reader gets it; ``None``: there is no reader."""
         answer = self._by_request[output.request_id]
-        self.nbytes += max(0, answer.log.take(output))
+        self.nbytes += max(0, answer.log.append_output(output))
         if not answer.reader:
             return None
         story = output.story if output.offset else (*output.story, ("created", answer.created_s))
         return structs.replace(output, request_id=answer.reader, story=story)
 
-    def over(self, request_id: str, now_ns: int) -> None:
+    def on_request_end(self, request_id: str, now_ns: int) -> None:
         """The request has ended in whatever way, and has emitted everything."""
         answer = self._by_request.pop(request_id)
         self._by_reader.pop(answer.reader, None)
-        self._asking.pop(answer.key, None)
-        answer.awaited = {}
+        self._queried.pop(answer.key, None)
+        answer.queried_peers = {}
         answer.reader = answer.request_id = ""
         if answer.log.is_complete(answer.sequences):
-            self._give_up(answer)
-            self._move(answer, AnswerCause.COMPLETED, now_ns)
-        elif answer.held:
+            self._drop_held(answer)
+            self._change_phase(answer, AnswerCause.COMPLETED, now_ns)
+        elif answer.held_answers:
             self.nbytes -= answer.log.nbytes
             answer.log = AnswerLog()
             self.nbytes += answer.log.nbytes
-            self._move(answer, AnswerCause.TURNED_AWAY, now_ns)
+            self._change_phase(answer, AnswerCause.TURNED_AWAY, now_ns)
         else:
-            self._drop(answer, now_ns)
-        self._make_room(now_ns)
+            self._drop_answer(answer, now_ns)
+        self._evict_idle(now_ns)
 
-    def told(self, request_id: str) -> tuple[TokenOutput, ...]:
+    def emitted_outputs(self, request_id: str) -> tuple[TokenOutput, ...]:
         """All that was emitted of a live request."""
         answer = self._by_request.get(request_id)
-        return tuple(answer.log.outputs(request_id)) if answer is not None else ()
+        return tuple(answer.log.outputs_for(request_id)) if answer is not None else ()
 
     # -- what instances have
 
-    def wait_for(self, member: Member, now_ns: int) -> None:
+    def wait_for_member(self, member: Member, now_ns: int) -> None:
         """``member`` was one of the last router's: requests with keys are placed when it has told what it has."""
-        self._awaited[member.peer] = None
-        self._timers.arm(now_ns + self._config.dead_after_ns, self.has_told, member.peer)
+        self._unreported_members[member.peer] = None
+        self._timers.arm(now_ns + self._config.dead_after_ns, self.on_member_reported, member.peer)
 
-    def has_told(self, peer: Peer, now_ns: int) -> None:
+    def on_member_reported(self, peer: Peer, now_ns: int) -> None:
         """A member has told what it has, is gone, or has had its time for that."""
-        for answer in list(self._asking.values()):
-            self._has_told_of(answer, peer, now_ns)
-        if peer in self._awaited:
-            del self._awaited[peer]
-            if not self._awaited:
+        for answer in list(self._queried.values()):
+            self._on_instance_answered(answer, peer, now_ns)
+        if peer in self._unreported_members:
+            del self._unreported_members[peer]
+            if not self._unreported_members:
                 self._flow.place_waiting(now_ns)
 
-    def awaits(self, req: RequestState) -> bool:
+    def awaits_reports(self, req: RequestState) -> bool:
         """Whether an instance that has not told yet may have the answer of ``req``."""
         answer = self._by_request.get(req.request_id)
         return answer is not None and not req.has_begun and self._is_awaited(answer)
 
     def _is_awaited(self, answer: Answer) -> bool:
-        return bool(self._awaited) or bool(answer.awaited)
+        return bool(self._unreported_members) or bool(answer.queried_peers)
 
-    def heard(self, member: Member, message: AnswersHeld, now_ns: int) -> None:
+    def on_answers_held(self, member: Member, message: AnswersHeld, now_ns: int) -> None:
         """``member`` tells what it has."""
-        for held in message.answers:
-            self._hear(member, held, now_ns)
-        if message.key and (answer := self._asking.get(message.key)) is not None:
-            if message.refused == answer.asked:  # an earlier question may have been for another request
-                self._turn_away(answer.request_id, OTHER_REQUEST, KeyConflict.OTHER_REQUEST, now_ns)
+        for report in message.answers:
+            self._add_held_answer(member, report, now_ns)
+        if message.key and (answer := self._queried.get(message.key)) is not None:
+            if message.refused == answer.request_digest:  # an earlier question may have been for another request
+                self._reject_live(answer.request_id, OTHER_REQUEST, KeyConflict.OTHER_REQUEST, now_ns)
             else:
-                self._has_told_of(answer, member.peer, now_ns)
+                self._on_instance_answered(answer, member.peer, now_ns)
         elif message.is_last and not message.key:
-            self.has_told(member.peer, now_ns)
-        self._make_room(now_ns)
+            self.on_member_reported(member.peer, now_ns)
+        self._evict_idle(now_ns)
 
-    def _hear(self, member: Member, told: AnswerHeld, now_ns: int) -> None:
-        answer = self._by_key.get(told.key)
+    def _add_held_answer(self, member: Member, report: AnswerHeld, now_ns: int) -> None:
+        answer = self._by_key.get(report.key)
         if answer is None:
-            answer = self._by_key[told.key] = Answer(told.key, told.asked, told.created_s)
+            answer = self._by_key[report.key] = Answer(report.key, report.asked, report.created_s)
             self.nbytes += answer.nbytes
-            self._move(answer, AnswerCause.INSTANCE_TOLD, now_ns)
+            self._change_phase(answer, AnswerCause.INSTANCE_TOLD, now_ns)
         is_open = answer.phase is AnswerPhase.REPORTED or (self._is_awaited(answer) and not answer.log)
-        is_known = (member.peer, told.attempt_id) in self._by_attempt
-        if answer.asked != told.asked or not is_open or is_known:
-            if told.runs and not is_known:
-                self._outbox.send(member.peer, Cancel(told.attempt_id))
+        is_known = (member.peer, report.attempt_id) in self._by_attempt
+        if answer.request_digest != report.asked or not is_open or is_known:
+            if report.runs and not is_known:
+                self._outbox.send(member.peer, Cancel(report.attempt_id))
             return
-        outputs = [structs.replace(output, request_id=told.attempt_id) for output in told.told]
-        held = HeldAnswer(answer, member.peer, told.attempt_id, told.runs, told.created_s, AnswerLog(outputs))
-        answer.held.append(held)
-        self._by_attempt[held.name] = held
-        self.nbytes += held.log.nbytes
+        outputs = [structs.replace(output, request_id=report.attempt_id) for output in report.told]
+        entry = HeldAnswer(answer, member.peer, report.attempt_id, report.runs, report.created_s, AnswerLog(outputs))
+        answer.held_answers.append(entry)
+        self._by_attempt[entry.name] = entry
+        self.nbytes += entry.log.nbytes
 
-    def hear_output(self, sender: Peer, output: TokenOutput) -> bool:
+    def on_output(self, sender: Peer, output: TokenOutput) -> bool:
         """Whether ``output`` is one of a reported attempt, which goes on at ``sender``."""
-        held = self._by_attempt.get((sender, output.request_id))
-        if held is None:
+        entry = self._by_attempt.get((sender, output.request_id))
+        if entry is None:
             return False
-        added = held.log.take(output)
+        added = entry.log.append_output(output)
         self.nbytes += max(0, added)
         if added < 0:  # a message was lost: what follows is of no use
-            self._stop(held)
+            self._stop_attempt(entry)
         return True
 
-    def refused(self, sender: Peer, attempt_id: str) -> None:
+    def on_refused(self, sender: Peer, attempt_id: str) -> None:
         """An instance does not run a reported attempt any more."""
-        held = self._by_attempt.get((sender, attempt_id))
-        if held is not None:
-            held.runs = False
+        entry = self._by_attempt.get((sender, attempt_id))
+        if entry is not None:
+            entry.runs = False
 
-    def take_held(self, req: RequestState) -> HeldAnswer | None:
+    def take_best_held(self, req: RequestState) -> HeldAnswer | None:
         """The best that instances have for ``req``, which is about to be placed; others are given up."""
         answer = self._by_request.get(req.request_id)
-        if answer is None or not answer.held:
+        if answer is None or not answer.held_answers:
             return None
-        usable = [held for held in answer.held if not req.has_begun and _agrees(req, held)]
-        best = max(usable, key=lambda held: self._worth(req, held), default=None)
-        for held in answer.held:
-            self._forget(held)
-            if held is not best:
-                self._stop(held)
-        answer.held.clear()
+        usable = [entry for entry in answer.held_answers if not req.has_begun and _agrees(req, entry)]
+        best = max(usable, key=lambda entry: self._rank_held(req, entry), default=None)
+        for entry in answer.held_answers:
+            self._forget_held(entry)
+            if entry is not best:
+                self._stop_attempt(entry)
+        answer.held_answers.clear()
         if best is not None:
             answer.created_s = best.created_s
         return best
 
-    def _worth(self, req: RequestState, held: HeldAnswer) -> tuple[bool, bool, int]:
-        alive = held.runs and self._registry.get(held.peer) is not None
-        return held.log.is_complete(req.request.n), alive, held.log.tokens
+    def _rank_held(self, req: RequestState, entry: HeldAnswer) -> tuple[bool, bool, int]:
+        alive = entry.runs and self._registry.get(entry.peer) is not None
+        return entry.log.is_complete(req.request.n), alive, entry.log.token_count
 
-    def give_up(self, held: HeldAnswer) -> None:
-        """What :meth:`take_held` has returned goes no further than it is."""
-        self._stop(held)
+    def release_held(self, entry: HeldAnswer) -> None:
+        """What :meth:`take_best_held` has returned goes no further than it is."""
+        self._stop_attempt(entry)
 
-    def _stop(self, held: HeldAnswer) -> None:
-        if held.runs and self._registry.get(held.peer) is not None:
-            self._outbox.send(held.peer, Cancel(held.attempt_id))
-        held.runs = False
+    def _stop_attempt(self, entry: HeldAnswer) -> None:
+        if entry.runs and self._registry.get(entry.peer) is not None:
+            self._outbox.send(entry.peer, Cancel(entry.attempt_id))
+        entry.runs = False
 
-    def _forget(self, held: HeldAnswer) -> None:
-        del self._by_attempt[held.name]
-        self.nbytes -= held.log.nbytes
+    def _forget_held(self, entry: HeldAnswer) -> None:
+        del self._by_attempt[entry.name]
+        self.nbytes -= entry.log.nbytes
 
-    def _give_up(self, answer: Answer) -> None:
-        for held in answer.held:
-            self._forget(held)
-            self._stop(held)
-        answer.held.clear()
+    def _drop_held(self, answer: Answer) -> None:
+        for entry in answer.held_answers:
+            self._forget_held(entry)
+            self._stop_attempt(entry)
+        answer.held_answers.clear()
 
     # -- time and room
 
-    def _move(self, answer: Answer, cause: AnswerCause, now_ns: int) -> None:
-        answer.phase = ANSWER.step(answer.phase, cause)
+    def _change_phase(self, answer: Answer, cause: AnswerCause, now_ns: int) -> None:
+        answer.phase = ANSWER.next_phase(answer.phase, cause)
         if answer.phase in (AnswerPhase.GONE, AnswerPhase.ATTENDED):
             self._idle.pop(answer.key, None)
         elif cause is not AnswerCause.CLIENT_CAME:  # a client that reads what is kept changes nothing
@@ -430,24 +449,24 @@ class ReplayLog:
 
     def _is_due(self, answer: Answer, now_ns: int) -> None:
         if self._idle.get(answer.key) is answer and answer.until_ns <= now_ns:
-            self._end(answer, now_ns)
+            self._end_answer(answer, now_ns)
 
-    def _end(self, answer: Answer, now_ns: int) -> None:
+    def _end_answer(self, answer: Answer, now_ns: int) -> None:
         if answer.request_id:
-            self._flow.give_up(answer.request_id, now_ns)  # which leads to over()
+            self._flow.give_up_request(answer.request_id, now_ns)  # which leads to over()
         if self._by_key.get(answer.key) is answer and not answer.request_id:
-            self._drop(answer, now_ns)
+            self._drop_answer(answer, now_ns)
 
-    def _drop(self, answer: Answer, now_ns: int) -> None:
-        self._give_up(answer)
+    def _drop_answer(self, answer: Answer, now_ns: int) -> None:
+        self._drop_held(answer)
         self.nbytes -= answer.nbytes
         del self._by_key[answer.key]
-        self._move(answer, AnswerCause.DROPPED, now_ns)
+        self._change_phase(answer, AnswerCause.DROPPED, now_ns)
 
-    def _make_room(self, now_ns: int) -> None:
+    def _evict_idle(self, now_ns: int) -> None:
         """What clients read stays: its memory ends with their requests."""
         while self.nbytes > self._config.answer_bytes and self._idle:
-            self._end(next(iter(self._idle.values())), now_ns)
+            self._end_answer(next(iter(self._idle.values())), now_ns)
 
     def check_invariants(self, live: dict[str, RequestState]) -> None:
         """Raise :class:`InvariantError` if the books do not agree. For tests; slow."""
@@ -460,19 +479,23 @@ class ReplayLog:
             check(not reads or self._by_reader.get(answer.reader) is answer, "{} is not known by its reader", answer)
             check(not runs or self._by_request.get(answer.request_id) is answer, "{} is not known by name", answer)
             check(reads == (key not in self._idle), "{} is idle, and should not be, or the reverse", answer)
-            check(all(self._by_attempt.get(held.name) is held for held in answer.held), "{} is mixed up", answer)
-        asking = {key: answer for key, answer in self._by_key.items() if answer.awaited}
-        check(asking == self._asking, "instances are asked for {}, listed are {}", asking, self._asking)
+            check(
+                all(self._by_attempt.get(entry.name) is entry for entry in answer.held_answers),
+                "{} is mixed up",
+                answer,
+            )
+        asking = {key: answer for key, answer in self._by_key.items() if answer.queried_peers}
+        check(asking == self._queried, "instances are asked for {}, listed are {}", asking, self._queried)
         readers = sum(bool(answer.reader) for answer in self._by_key.values())
         check(len(self._by_reader) == readers, "connections read nothing")
-        check(len(self._by_attempt) == sum(len(a.held) for a in self._by_key.values()), "attempts of no answer")
+        check(len(self._by_attempt) == sum(len(a.held_answers) for a in self._by_key.values()), "attempts of no answer")
         keyed = [name for name, req in live.items() if req.request.key]
         check(sorted(keyed) == sorted(self._by_request), "{} have keys, not {}", keyed, self._by_request)
         nbytes = sum(answer.nbytes for answer in self._by_key.values())
         check(nbytes == self.nbytes, "{} bytes were counted, there are {}", self.nbytes, nbytes)
 
 
-def _agrees(req: RequestState, held: HeldAnswer) -> bool:
+def _agrees(req: RequestState, entry: HeldAnswer) -> bool:
     """Whether what an instance has told can be the beginning of the answer."""
-    outputs, request = held.log.outputs(req.request_id), req.request
+    outputs, request = entry.log.outputs_for(req.request_id), req.request
     return all(0 <= o.index < request.n and o.offset + len(o.tokens) <= request.stop.max_tokens for o in outputs)

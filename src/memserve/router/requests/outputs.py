@@ -34,32 +34,32 @@ class OutputMerger:
     def __init__(self, lifecycle: Lifecycle, timers: Timers, outbox: Outbox, counters: Counters) -> None:
         self._lifecycle, self._timers, self._outbox, self._counters = lifecycle, timers, outbox, counters
 
-    def take(self, sender: Member, message: Tokens, now_ns: int) -> None:
+    def merge_outputs(self, sender: Member, message: Tokens, now_ns: int) -> None:
         """Outputs from ``sender``."""
-        strangers: dict[str, None] = {}
+        unknown_attempts: dict[str, None] = {}
         by_attempt = self._lifecycle.requests.by_attempt
         for output in message.outputs:
             req = by_attempt.get(output.request_id)
             if req is None or req.attempt is None or not req.attempt.is_from(sender.peer):
-                if self._lifecycle.answers.hear_output(sender.peer, output):
+                if self._lifecycle.answers.on_output(sender.peer, output):
                     continue
                 self._counters.outputs_late += 1
                 if output.finish_reason is None:
-                    strangers[output.request_id] = None
+                    unknown_attempts[output.request_id] = None
                 continue
             if not self._pass_on(req, req.attempt, output, now_ns):
-                self._take(req, req.attempt, sender, output, now_ns)
-        for attempt_id in strangers:  # it has not heard that these are over
+                self._merge_output(req, req.attempt, sender, output, now_ns)
+        for attempt_id in unknown_attempts:  # it has not heard that these are over
             self._outbox.send(sender.peer, Cancel(attempt_id))
 
-    def gap_lasted(self, attempt_id: str, now_ns: int) -> None:
+    def on_gap_timer(self, attempt_id: str, now_ns: int) -> None:
         """The timer of an attempt with early outputs."""
         req = self._lifecycle.requests.by_attempt.get(attempt_id)
         if req is None or req.attempt is None or req.attempt.gap_ns is None:
             return
         due_ns = req.attempt.gap_ns + GAP_NS
         if due_ns > now_ns:
-            self._timers.arm(due_ns, self.gap_lasted, attempt_id)
+            self._timers.arm(due_ns, self.on_gap_timer, attempt_id)
         else:
             self._lifecycle.attempt_failed(req, "gap", now_ns)
 
@@ -81,7 +81,7 @@ class OutputMerger:
             return False
         attempt.news_ns, req.unplaced_ns = now_ns, None
         logprobs, story = output.logprobs, output.story
-        self._outbox.emit(
+        self._outbox.emit_output(
             TokenOutput(
                 request.request_id, index, tokens, logprobs=logprobs, story=story, offset=offset,
                 cumulative_logprob=output.cumulative_logprob,
@@ -91,16 +91,18 @@ class OutputMerger:
         self._counters.tokens += len(tokens)
         return True
 
-    def _take(self, req: RequestState, attempt: Attempt, sender: Member, output: TokenOutput, now_ns: int) -> None:
+    def _merge_output(
+        self, req: RequestState, attempt: Attempt, sender: Member, output: TokenOutput, now_ns: int
+    ) -> None:
         if not attempt.is_generated_by(sender):
             if output.finish_reason is not None:  # its part is lost
                 self._lifecycle.attempt_failed(req, "error", now_ns)
             return
-        if self._contradicts(req, output, now_ns):
+        if self._is_contradictory(req, output, now_ns):
             self._lifecycle.attempt_failed(req, "contradiction", now_ns, blamed=[sender])
             return
         attempt.news_ns, req.unplaced_ns = now_ns, None
-        self._lifecycle.prefilled(req, attempt)
+        self._lifecycle.on_prefilled(req, attempt)
         if output.finish_reason in _BROKEN and not output.error:  # else it would fail anywhere: the client is told
             if sender in attempt.involved and req.finished[output.index] is None:
                 self._lifecycle.attempt_failed(req, "error", now_ns, blamed=[sender])
@@ -113,7 +115,7 @@ class OutputMerger:
             self._deliver_early(req, attempt, now_ns)
 
     @staticmethod
-    def _contradicts(req: RequestState, output: TokenOutput, now_ns: int) -> bool:
+    def _is_contradictory(req: RequestState, output: TokenOutput, now_ns: int) -> bool:
         """Whether no honest instance could say this: its memory is broken, or its clock runs ahead."""
         request = req.request
         if not 0 <= output.index < request.n:
@@ -133,7 +135,7 @@ class OutputMerger:
         attempt.early.append(output)
         if attempt.gap_ns is None:
             attempt.gap_ns = now_ns
-            self._timers.arm(now_ns + GAP_NS, self.gap_lasted, attempt.attempt_id)
+            self._timers.arm(now_ns + GAP_NS, self.on_gap_timer, attempt.attempt_id)
         if len(attempt.early) > EARLY_OUTPUTS_MAX:
             self._lifecycle.attempt_failed(req, "gap", now_ns)
 
@@ -154,40 +156,40 @@ class OutputMerger:
     def _deliver_new(self, req: RequestState, attempt: Attempt, output: TokenOutput, now_ns: int) -> None:
         """Deliver what of ``output`` the client does not have. Its offset is not beyond what it has."""
         index = output.index
-        known = len(req.emitted[index]) - output.offset
+        known_tokens = len(req.emitted[index]) - output.offset
         reason = output.finish_reason
-        nothing_new = known > len(output.tokens) or (known == len(output.tokens) and reason is None)
+        nothing_new = known_tokens > len(output.tokens) or (known_tokens == len(output.tokens) and reason is None)
         if req.finished[index] is not None or nothing_new:
             self._counters.outputs_late += 1
             return
-        self._outbox.emit(self._for_client(req, attempt, output, known))
-        req.emitted[index].extend(output.tokens[known:])
+        self._outbox.emit_output(self._for_client(req, attempt, output, known_tokens))
+        req.emitted[index].extend(output.tokens[known_tokens:])
         req.introduced[index] = True
-        self._counters.tokens += len(output.tokens) - known
+        self._counters.tokens += len(output.tokens) - known_tokens
         if reason is not None:
             req.finished[index] = reason
             self._counters.finished[reason.value] += 1
             if all(req.finished):
-                self._lifecycle.leave(req, now_ns)
+                self._lifecycle.finish_request(req, now_ns)
 
     @staticmethod
-    def _for_client(req: RequestState, attempt: Attempt, output: TokenOutput, known: int) -> TokenOutput:
+    def _for_client(req: RequestState, attempt: Attempt, output: TokenOutput, known_tokens: int) -> TokenOutput:
         """Under the client's name, without what it has had, and with what was decided."""
         index = output.index
         first = not req.introduced[index]
         queue_ns = output.queue_ns if first else None
-        told = req.told() if first or output.finish_reason is not None else ()
+        story = req.routing_story() if first or output.finish_reason is not None else ()
         return TokenOutput(
             req.request_id,
             index,
-            output.tokens[known:],
-            logprobs=output.logprobs[known:],
+            output.tokens[known_tokens:],
+            logprobs=output.logprobs[known_tokens:],
             finish_reason=output.finish_reason,
             error=output.error,
             cached_tokens=output.cached_tokens if first else 0,
             prompt_logprobs=output.prompt_logprobs if first else None,
             cumulative_logprob=output.cumulative_logprob,
             queue_ns=None if queue_ns is None else queue_ns + attempt.dispatched_ns - req.arrived_ns,
-            story=told + output.story,  # a decode instance tells its part with its first output, the client's second
+            story=story + output.story,  # a decode instance tells its part with its first output, the client's second
             offset=len(req.emitted[index]),
         )

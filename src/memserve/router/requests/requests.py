@@ -50,7 +50,7 @@ class Part(NamedTuple):
 Parts = tuple[Part, ...]
 
 
-def order_for(parts: Parts, place: int, whole: Dispatch) -> Dispatch:
+def dispatch_for(parts: Parts, place: int, whole: Dispatch) -> Dispatch:
     """What the member of part ``place`` is told, where ``whole`` is the order for a member that would do all."""
     part, prompt = parts[place], whole.request.prompt
     segments = tuple(Segment(p.member.peer, p.member.info.segments_at, p.end - p.first) for p in parts[:place])
@@ -77,14 +77,14 @@ def _salt(salt: str, before: TokenArray) -> str:
     """KV of a part is that of its tokens behind those ``before``: of others' only with the same ones."""
     if not len(before):
         return salt
-    own = hashlib.blake2b(salt.encode() + b"\0" + before.tobytes(), digest_size=16).hexdigest()
-    return salt_of(own, adapter_of(salt))
+    digest = hashlib.blake2b(salt.encode() + b"\0" + before.tobytes(), digest_size=16).hexdigest()
+    return salt_of(digest, adapter_of(salt))
 
 
 def describe_places(parts: Parts) -> str:
     """The parts, for people."""
-    named = [f"{part.member.name}: tokens {part.first} to {part.end}" for part in parts[:-1]]
-    return ", ".join([*named, f"{parts[-1].member.name}: from {parts[-1].first} on"])
+    texts = [f"{part.member.name}: tokens {part.first} to {part.end}" for part in parts[:-1]]
+    return ", ".join([*texts, f"{parts[-1].member.name}: from {parts[-1].first} on"])
 
 
 _STALL_DOUBLINGS_MAX = 6
@@ -150,7 +150,7 @@ class AttemptStory:
     dispatched_ns: int
     why: str
     """The policy's reason."""
-    ended: str = ""
+    failure: str = ""
     """Why it failed; empty while it lasts."""
 
 
@@ -162,7 +162,7 @@ class RouteStory:
     arrived_ns: int
     emitted_tokens: tuple[int, ...]
     """For each sequence the number of tokens that the client has."""
-    ended: tuple[int, ...]
+    ended_sequences: tuple[int, ...]
     """Sequences that have ended."""
     attempts: tuple[AttemptStory, ...]
 
@@ -220,7 +220,7 @@ class Attempt:
         """Whether clients get what ``member`` draws."""
         return not self.parts or self.parts[-1].member is member
 
-    def story(self, ended: str) -> AttemptStory:
+    def make_story(self, failure: str) -> AttemptStory:
         """What is kept of it."""
         return AttemptStory(
             self.attempt_id,
@@ -229,7 +229,7 @@ class Attempt:
             tuple(holder.peer for holder in self.holders),
             self.dispatched_ns,
             self.route.reason,
-            ended,
+            failure,
         )
 
 
@@ -267,7 +267,7 @@ class RequestState:
     """Since when no instance could take it; until news come."""
     parts: Parts = ()
     """Those of its last attempt, if instances shared it."""
-    outrun: int = 0
+    stale_retries: int = 0
     """Attempts that came to an instance behind many tokens of others' requests, and were not run."""
     is_stopped: bool = False
     """The client ended a sequence: instances may not have heard of it."""
@@ -280,9 +280,9 @@ class RequestState:
         self.request_id, n = self.request.request_id, self.request.n
         self.emitted, self.finished, self.introduced = [[] for _ in range(n)], [None] * n, [False] * n
 
-    def move(self, cause: RequestCause) -> None:
+    def change_phase(self, cause: RequestCause) -> None:
         """To the next phase. Raises :class:`InvariantError` for an illegal move."""
-        self.phase = REQUEST_PHASES.step(self.phase, cause)
+        self.phase = REQUEST_PHASES.next_phase(self.phase, cause)
 
     @property
     def has_begun(self) -> bool:
@@ -294,57 +294,63 @@ class RequestState:
         """Sequences that go on."""
         return (index for index, reason in enumerate(self.finished) if reason is None)
 
-    def message(self, attempt: Attempt, config: ClusterConfig, told: tuple[TokenOutput, ...], now_ns: int) -> Dispatch:
-        """What the first instance is told, or the one that computes the present part. ``told``: what the client was, of
-        a request with a key."""
+    def make_dispatch(
+        self, attempt: Attempt, config: ClusterConfig, outputs: tuple[TokenOutput, ...], now_ns: int
+    ) -> Dispatch:
+        """What the first instance is told, or the one that computes the present part. ``outputs``: what the client
+        was, of a request with a key."""
         request = self.request
         generated: tuple[tuple[int, ...], ...] = ()
-        ended: tuple[int, ...] = ()
+        ended_sequences: tuple[int, ...] = ()
         if request.beam_width == 0 and self.has_begun:
             generated = tuple(tuple(tokens) for tokens in self.emitted)
-            ended = tuple(index for index, reason in enumerate(self.finished) if reason is not None)
+            ended_sequences = tuple(index for index, reason in enumerate(self.finished) if reason is not None)
         plain = request.n == 1 and request.beam_width == 0 and request.use_cache
         returns_kv = config.caching is Caching.PD_CACHING_3 and attempt.decode_at is not None
         deadline_ns = request.deadline_ns
-        order = Dispatch(
+        dispatch = Dispatch(
             structs.replace(request, request_id=attempt.attempt_id, deadline_ns=None),
             deadline_in_ns=None if deadline_ns is None else max(0, deadline_ns - now_ns),
             generated=generated,
-            ended=ended,
+            ended=ended_sequences,
             decode_at=attempt.decode_at.peer if attempt.decode_at is not None else None,
             transfer=config.transfer,
             holders=attempt.holders,
             return_kv=returns_kv and plain and attempt.first.info.caching,
-            told=told if generated else (),
+            told=outputs if generated else (),
             known_tokens=attempt.known_tokens,
         )
-        return order_for(attempt.parts, attempt.part, order) if attempt.parts else order
+        return dispatch_for(attempt.parts, attempt.part, dispatch) if attempt.parts else dispatch
 
     def stalled_after_ns(self, config: ClusterConfig) -> int:
         """Longer each time: a long queue looks like a stalled instance, and must not be started over for ever."""
         return config.stalled_after_ns << min(self.stalls, _STALL_DOUBLINGS_MAX)
 
-    def told(self) -> tuple[tuple[str, str | int | float], ...]:
+    def routing_story(self) -> tuple[tuple[str, str | int | float], ...]:
         """What the router decided, and what went wrong, for the client (``TokenOutput.story``)."""
         attempt = self.attempt
         if attempt is None:
-            return (("attempts", len(self.past)), ("last_failure", self.past[-1].ended)) if self.past else ()
-        where = attempt.first.name + (f" to {attempt.decode_at.name}" if attempt.decode_at is not None else "")
+            return (("attempts", len(self.past)), ("last_failure", self.past[-1].failure)) if self.past else ()
+        places = attempt.first.name + (f" to {attempt.decode_at.name}" if attempt.decode_at is not None else "")
         if attempt.parts:
-            where = " and ".join(part.member.name for part in attempt.parts)
-        told: tuple[tuple[str, str | int | float], ...]
-        told = ("route", where), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
+            places = " and ".join(part.member.name for part in attempt.parts)
+        story: tuple[tuple[str, str | int | float], ...]
+        story = ("route", places), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
         if attempt.parts:
-            told = *told, ("segments", describe_places(attempt.parts))
+            story = *story, ("segments", describe_places(attempt.parts))
         moments = ("route_ms", attempt.dispatched_ns), ("handed_over_ms", attempt.handed_over_ns)
-        return *told, *((name, round((at - self.arrived_ns) / NS_PER_MS, 3)) for name, at in moments if at is not None)
+        return *story, *(
+            (name, round((moment_ns - self.arrived_ns) / NS_PER_MS, 3))
+            for name, moment_ns in moments
+            if moment_ns is not None
+        )
 
-    def story(self) -> RouteStory:
+    def make_story(self) -> RouteStory:
         """All attempts and what the client has, for people."""
-        now = (self.attempt.story(""),) if self.attempt is not None else ()
-        ended = tuple(index for index, reason in enumerate(self.finished) if reason is not None)
+        current = (self.attempt.make_story(""),) if self.attempt is not None else ()
+        ended_sequences = tuple(index for index, reason in enumerate(self.finished) if reason is not None)
         counts = tuple(len(tokens) for tokens in self.emitted)
-        return RouteStory(self.request_id, self.arrived_ns, counts, ended, (*self.past, *now))
+        return RouteStory(self.request_id, self.arrived_ns, counts, ended_sequences, (*self.past, *current))
 
 
 class RequestTable:
@@ -365,18 +371,18 @@ class RequestTable:
         self._numbers += 1
         return self._numbers
 
-    def name(self, req: RequestState, number: int) -> str:
+    def attempt_name(self, req: RequestState, number: int) -> str:
         """That of attempt ``number`` of this router."""
         return f"{req.request_id}#{self._mark}{number}"
 
-    def enter(self, req: RequestState) -> None:
+    def add_request(self, req: RequestState) -> None:
         """A new request, queued."""
         check(req.request_id not in self.by_id, "{} is known", req.request_id)
         self.by_id[req.request_id] = self.unplaced[req.request_id] = req
 
-    def begin(self, req: RequestState, attempt: Attempt) -> None:
+    def start_attempt(self, req: RequestState, attempt: Attempt) -> None:
         """``attempt`` is under way for ``req``."""
-        req.move(RequestCause.DISPATCHED)
+        req.change_phase(RequestCause.DISPATCHED)
         del self.unplaced[req.request_id]
         req.attempt, req.parts = attempt, attempt.parts
         self.by_attempt[attempt.attempt_id] = req
@@ -385,26 +391,26 @@ class RequestTable:
 
     def hand_over(self, req: RequestState, attempt: Attempt) -> None:
         """The instance that computed the prompt no longer matters."""
-        req.move(RequestCause.HANDED_OVER)
+        req.change_phase(RequestCause.HANDED_OVER)
         attempt.involved.remove(attempt.first)
         del attempt.first.attempts[attempt.attempt_id]
 
-    def fail(self, req: RequestState, attempt: Attempt) -> None:
+    def fail_attempt(self, req: RequestState, attempt: Attempt) -> None:
         """``req`` has lost its attempt."""
-        req.move(RequestCause.ATTEMPT_FAILED)
-        self._detach(req, attempt)
+        req.change_phase(RequestCause.ATTEMPT_FAILED)
+        self._detach_attempt(req, attempt)
         self.unplaced[req.request_id] = req
 
-    def leave(self, req: RequestState, cause: RequestCause) -> None:
+    def remove_request(self, req: RequestState, cause: RequestCause) -> None:
         """``req`` was rejected, or has finished."""
-        req.move(cause)
+        req.change_phase(cause)
         if req.attempt is not None:
-            self._detach(req, req.attempt)
+            self._detach_attempt(req, req.attempt)
         else:
             del self.unplaced[req.request_id]
         del self.by_id[req.request_id]
 
-    def _detach(self, req: RequestState, attempt: Attempt) -> None:
+    def _detach_attempt(self, req: RequestState, attempt: Attempt) -> None:
         for member in attempt.involved:
             del member.attempts[attempt.attempt_id]
         del self.by_attempt[attempt.attempt_id]

@@ -51,24 +51,24 @@ class Sessions:
         self._registry, self._outbox = registry, outbox
         self._places: TenantStore[tuple[Peer, ...]] = TenantStore(SESSIONS_MAX)
 
-    def route(self, tenant: str, session: str, members: list[Member]) -> None:
+    def record_route(self, tenant: str, session: str, members: list[Member]) -> None:
         """The session runs at ``members`` now. ``session`` empty: a request without one, nothing is kept."""
         if not session:
             return
         peers = tuple(member.peer for member in members)
-        self._outbox.note(SessionRouted(tenant, session, peers))
-        self.recover(tenant, session, peers)
+        self._outbox.record_later(SessionRouted(tenant, session, peers))
+        self.restore_route(tenant, session, peers)
 
-    def recover(self, tenant: str, session: str, peers: tuple[Peer, ...]) -> None:
+    def restore_route(self, tenant: str, session: str, peers: tuple[Peer, ...]) -> None:
         """The session ran at ``peers``, which need not be members (any more)."""
         self._places.put(tenant, session, peers)
 
-    def numbers(self, tenant: str, session: str) -> tuple[int, ...]:
+    def member_numbers(self, tenant: str, session: str) -> tuple[int, ...]:
         """The members that ran it last."""
         if not session:
             return ()
-        found = (self._registry.get(peer) for peer in self._places.get(tenant, session) or ())
-        return tuple(member.number for member in found if member is not None)
+        members = (self._registry.get(peer) for peer in self._places.get(tenant, session) or ())
+        return tuple(member.number for member in members if member is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,24 @@ class Handle:
         """Its name among instances, where tenants share one space; the length first, so that no two are alike."""
         return f"{len(self.tenant)}:{self.tenant}:{self.name}"
 
-    def view(self) -> HandleView:
+    def make_view(self) -> HandleView:
         """A snapshot."""
         peer = self.place.peer if self.place is not None else None
         return HandleView(self.name, self.tenant, len(self.tokens), self.pinned_tokens, peer, self.expires_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberTables:
+    """What a router knows of its members, each in columns by a member's number."""
+
+    registry: Registry
+    """Names, incarnations, states."""
+    trees: Trees
+    """What they have cached."""
+    loads: LoadTable
+    """How busy they are."""
+    memory: MemoryBudget
+    """What room requests hold there."""
 
 
 class NamedPrefixes:
@@ -129,11 +143,9 @@ class NamedPrefixes:
 
     __slots__ = ("_by_wire", "_caches", "_loads", "_memory", "_named", "_outbox", "_registry", "_timers", "_trees")
 
-    def __init__(
-        self, registry: Registry, trees: Trees, loads: LoadTable, memory: MemoryBudget, timers: Timers, outbox: Outbox,
-        config: ClusterConfig,
-    ) -> None:  # fmt: skip
-        self._registry, self._trees, self._loads, self._memory = registry, trees, loads, memory
+    def __init__(self, config: ClusterConfig, tables: MemberTables, timers: Timers, outbox: Outbox) -> None:
+        self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
+        self._memory = tables.memory
         self._timers, self._outbox = timers, outbox
         self._named: TenantStore[Handle] = TenantStore(config.handle_tokens_max)
         self._caches = config.caching is not Caching.OFF
@@ -142,7 +154,7 @@ class NamedPrefixes:
     def __len__(self) -> int:
         return len(self._by_wire)
 
-    def pin(self, event: PrefixPinned, now_ns: int) -> None:
+    def pin_prefix(self, event: PrefixPinned, now_ns: int) -> None:
         """Keep a prefix, or keep it longer."""
         handle = self._named.get(event.tenant, event.handle)
         expires_ns = now_ns + event.ttl_ns
@@ -151,38 +163,38 @@ class NamedPrefixes:
         handle.tokens, handle.identities, handle.expires_ns = event.tokens, b"", expires_ns
         handle.salt = event.salt
         handle.pinned_tokens, handle.misses = None, 0
-        self._keep(handle)
+        self._store_handle(handle)
         tokens = event.tokens.astype("<i4", copy=False).tobytes() if self._outbox.remembers else b""
-        self._outbox.remember(HandlePinned(event.tenant, event.handle, tokens, expires_ns, event.salt))
-        self._settle(handle, now_ns)
+        self._outbox.record_ahead(HandlePinned(event.tenant, event.handle, tokens, expires_ns, event.salt))
+        self._place_pin(handle, now_ns)
 
-    def recover(self, pin: HandlePinned, now_ns: int) -> None:
+    def recover_pin(self, pin: HandlePinned, now_ns: int) -> None:
         """An earlier router had the handle. Its place is looked for when members have answered."""
         if pin.expires_ns > now_ns:
             tokens = np.frombuffer(pin.tokens, "<i4").astype(np.int32)
             handle = Handle(pin.handle, pin.tenant, tokens, b"", pin.expires_ns, pin.salt)
-            self._keep(handle)
-            self._wake(handle, now_ns + REJOIN_NS)
+            self._store_handle(handle)
+            self._arm_timer(handle, now_ns + REJOIN_NS)
         else:
-            self._outbox.note(HandleDropped(pin.tenant, pin.handle))
+            self._outbox.record_later(HandleDropped(pin.tenant, pin.handle))
 
-    def unpin(self, event: PrefixUnpinned) -> None:
+    def unpin_prefix(self, event: PrefixUnpinned) -> None:
         """Drop a handle; an unknown one is ignored."""
         handle = self._named.pop(event.tenant, event.handle)
         if handle is not None:
-            self._outbox.remember(HandleDropped(handle.tenant, handle.name))
-            self._drop(handle)
+            self._outbox.record_ahead(HandleDropped(handle.tenant, handle.name))
+            self._drop_handle(handle)
 
-    def pinned(self, sender: Member, answer: Pinned, now_ns: int) -> None:
+    def on_pinned(self, sender: Member, answer: Pinned, now_ns: int) -> None:
         """``sender`` says how much of a prefix it keeps."""
         handle = self._by_wire.get(answer.handle)
         if handle is not None and handle.place is sender:
             handle.pinned_tokens = answer.tokens
             if not answer.tokens or (handle.is_asked and handle.unanswered <= 1):  # else it answers an earlier one
-                self._memory.pinned(handle.wire_name, sender, handle.identities, answer.tokens)
+                self._memory.on_pinned(handle.wire_name, sender, handle.identities, answer.tokens)
             handle.unanswered = max(0, handle.unanswered - 1)
 
-    def give_way(self, wire_name: str) -> None:
+    def evict_pin(self, wire_name: str) -> None:
         """Admission no longer counts the handle: a request needs the room, and nothing else makes any. Instances unpin
         by themselves where they can see that they stand still; a request that waits for a handover cannot be seen."""
         handle = self._by_wire[wire_name]
@@ -195,14 +207,14 @@ class NamedPrefixes:
         handle = self._named.get(tenant, name) if name else None
         return handle.place if handle is not None else None
 
-    def extend(self, tenant: str, name: str, now_ns: int) -> None:
+    def extend_pin(self, tenant: str, name: str, now_ns: int) -> None:
         """A request of this session has ended: the missing part of the prefix may have been computed."""
         handle = self._named.get(tenant, name) if name else None
         if handle is not None and (handle.pinned_tokens or 0) < self._whole_tokens(handle):
             handle.pinned_tokens, handle.misses = None, 0
-            self._settle(handle, now_ns)
+            self._place_pin(handle, now_ns)
 
-    def member_gone(self, member: Member, now_ns: int) -> None:
+    def on_member_removed(self, member: Member, now_ns: int) -> None:
         """Prefixes that lay at ``member`` are looked for elsewhere. It has left the registry and the trees."""
         for handle in self._by_wire.values():
             if not len(self._registry):
@@ -210,36 +222,39 @@ class NamedPrefixes:
             if handle.place is member:
                 handle.place = handle.pinned_tokens = None
                 handle.unanswered = handle.misses = 0
-                self._settle(handle, now_ns)
+                self._place_pin(handle, now_ns)
 
-    def due(self, wire_name: str, now_ns: int) -> None:
+    def on_timer(self, wire_name: str, now_ns: int) -> None:
         """The handle's timer: repeat an unanswered ``Pin``, look again for a missing prefix, drop what has expired."""
         handle = self._by_wire.get(wire_name)
         if handle is None or handle.wake_ns is None or handle.wake_ns > now_ns:
             return
         handle.wake_ns = None
         if handle.expires_ns <= now_ns:
-            self._outbox.note(HandleDropped(handle.tenant, handle.name))
+            self._outbox.record_later(HandleDropped(handle.tenant, handle.name))
             self._named.pop(handle.tenant, handle.name)
-            self._drop(handle)  # the instance's own time for it is over a little later
+            self._drop_handle(handle)  # the instance's own time for it is over a little later
         elif handle.pinned_tokens is None:
             handle.unanswered = 0  # they were lost, or their answers
-            self._settle(handle, now_ns)
+            self._place_pin(handle, now_ns)
         else:
-            self._wake(handle, handle.expires_ns)
+            self._arm_timer(handle, handle.expires_ns)
 
-    def views(self) -> tuple[HandleView, ...]:
+    def handle_views(self) -> tuple[HandleView, ...]:
         """All of them."""
-        return tuple(handle.view() for handle in self._by_wire.values())
+        return tuple(handle.make_view() for handle in self._by_wire.values())
 
     def pinned_tokens(self, tenant: str, names: Sequence[str]) -> list[int | None]:
         """How much of each of a tenant's handles is pinned; ``None``: unknown, or no instance has answered yet."""
         handles = (self._named.get(tenant, name) for name in names)
         return [handle.pinned_tokens if handle is not None else None for handle in handles]
 
-    def of(self, tenant: str) -> list[NamedPrefix]:
+    def prefixes_of(self, tenant: str) -> list[NamedPrefix]:
         """A tenant's handles, least recently renewed first."""
-        return [NamedPrefix(handle.name, handle.pinned_tokens, handle.expires_ns) for handle in self._named.of(tenant)]
+        return [
+            NamedPrefix(handle.name, handle.pinned_tokens, handle.expires_ns)
+            for handle in self._named.values_of(tenant)
+        ]
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if a handle has a wrong name, or lies at an instance that is gone."""
@@ -253,15 +268,15 @@ class NamedPrefixes:
 
     # -- inside
 
-    def _settle(self, handle: Handle, now_ns: int) -> None:
+    def _place_pin(self, handle: Handle, now_ns: int) -> None:
         """Pin the prefix where most of it lies, if there is room; else try again later. A prefix without whole blocks
         has nothing to pin."""
         tokens = self._whole_tokens(handle)
-        self._move(handle, self._find(handle) if tokens else None)
+        self._move_pin(handle, self._find_place(handle) if tokens else None)
         place = handle.place
         if not tokens:
             handle.pinned_tokens = 0
-            self._wake(handle, handle.expires_ns)
+            self._arm_timer(handle, handle.expires_ns)
             return
         if place is not None and self._memory.may_pin(handle.wire_name, place, handle.identities, tokens):
             ttl_ns = max(1, handle.expires_ns - now_ns)
@@ -270,36 +285,36 @@ class NamedPrefixes:
             handle.unanswered += 1
         else:
             handle.misses = min(handle.misses + 1, MISSES_MAX)
-        self._wake(handle, min(now_ns + (REPEAT_NS << max(0, handle.misses - 1)), handle.expires_ns))
+        self._arm_timer(handle, min(now_ns + (REPEAT_NS << max(0, handle.misses - 1)), handle.expires_ns))
 
-    def _wake(self, handle: Handle, when_ns: int) -> None:
+    def _arm_timer(self, handle: Handle, when_ns: int) -> None:
         if handle.wake_ns is None or when_ns < handle.wake_ns:
             handle.wake_ns = when_ns
-            self._timers.arm(when_ns, self.due, handle.wire_name)
+            self._timers.arm(when_ns, self.on_timer, handle.wire_name)
 
-    def _move(self, handle: Handle, place: Member | None) -> None:
+    def _move_pin(self, handle: Handle, place: Member | None) -> None:
         if handle.place is not None and handle.place is not place:
             self._outbox.send(handle.place.peer, Unpin(handle.wire_name))
-            self._memory.unpinned(handle.wire_name)
+            self._memory.on_unpinned(handle.wire_name)
             handle.pinned_tokens, handle.unanswered = None, 0
         handle.place = place
 
-    def _find(self, handle: Handle) -> Member | None:
+    def _find_place(self, handle: Handle) -> Member | None:
         geometry = self._registry.geometry
         if geometry is None:
             return None
         if not handle.identities:
-            handle.identities = self._trees.identities(
+            handle.identities = self._trees.prompt_identities(
                 handle.isolation, self._registry.namespace, handle.tokens, geometry.block_tokens
             )
-        matches = self._trees.match(handle.identities, len(self._loads))
+        matches = self._trees.match_prompt(handle.identities, len(self._loads))
         if not matches.holders:
             return handle.place
         blocks = np.where(self._loads.role == ROLE_CODE[Role.STORE], 0, matches.blocks)  # a store pins by itself
         longest = int(blocks.max())
         if not longest:
             return handle.place
-        longest_at = (self._registry.numbered(int(number)) for number in np.flatnonzero(blocks == longest))
+        longest_at = (self._registry.member_by_number(int(number)) for number in np.flatnonzero(blocks == longest))
         among = [member for member in longest_at if member.state is not MemberState.REJOINING]
         rank = _ROLE_RANK
         return min(among, key=lambda m: (m is not handle.place, rank[m.info.role], m.number), default=handle.place)
@@ -309,13 +324,13 @@ class NamedPrefixes:
         block_tokens = self._registry.geometry.block_tokens if self._registry.geometry is not None else 1
         return len(handle.tokens) // block_tokens * block_tokens if self._caches else 0
 
-    def _keep(self, handle: Handle) -> None:
+    def _store_handle(self, handle: Handle) -> None:
         """Make room for ``handle``: others of its tenant may be dropped."""
         self._by_wire[handle.wire_name] = handle
         for dropped in self._named.put(handle.tenant, handle.name, handle, len(handle.tokens) + HANDLE_TOKENS):
-            self._outbox.note(HandleDropped(dropped.tenant, dropped.name))
-            self._drop(dropped)
+            self._outbox.record_later(HandleDropped(dropped.tenant, dropped.name))
+            self._drop_handle(dropped)
 
-    def _drop(self, handle: Handle) -> None:
-        self._move(handle, None)
+    def _drop_handle(self, handle: Handle) -> None:
+        self._move_pin(handle, None)
         del self._by_wire[handle.wire_name]

@@ -75,9 +75,9 @@ def checked_address(address: str) -> str:
 def own_host(address: str) -> str:
     """The address of this host that a store at ``address`` can answer to; nothing is sent to find it."""
     host = address.rpartition(":")[0].strip("[]")
-    found = own_address(host)
-    if found is not None:
-        return found
+    local_address = own_address(host)
+    if local_address is not None:
+        return local_address
     try:
         return address_towards(host)
     except OSError as error:
@@ -90,20 +90,20 @@ def secret_in(secret_file: str | os.PathLike[str] | None) -> Followed[str]:
 
     Raises :class:`UserError` when there is none; it says where servers of this user keep theirs.
     """
-    named = secret_file if secret_file is not None else os.environ.get(SECRET_FILE_VARIABLE)
-    if named:
-        return follow_secret(Path(named))
+    secret_path = secret_file if secret_file is not None else os.environ.get(SECRET_FILE_VARIABLE)
+    if secret_path:
+        return follow_secret(Path(secret_path))
     hint = f"secret_file=PATH, or {SECRET_FILE_VARIABLE}=PATH: the file that the store was given, or {STORE_SECRET} in"
     hint += " its first --ssd folder"
-    if found := _kept_secrets():
-        hint = f"secret_file=PATH; servers of this user keep theirs in {', '.join(map(str, found))}"
+    if secret_files := _stored_secrets():
+        hint = f"secret_file=PATH; servers of this user keep theirs in {', '.join(map(str, secret_files))}"
     raise UserError("a store speaks only to clients that know the cluster's secret", hint=hint, param="secret_file")
 
 
-def _kept_secrets() -> list[Path]:
+def _stored_secrets() -> list[Path]:
     """Files with secrets that were made because none was given, the newest first."""
     try:
-        found = list(default_folder(0).parent.glob(f"*/{SECRET}"))
-        return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:_FOUND_MAX]
+        secret_files = list(default_folder(0).parent.glob(f"*/{SECRET}"))
+        return sorted(secret_files, key=lambda path: path.stat().st_mtime, reverse=True)[:_FOUND_MAX]
     except OSError:
         return []

@@ -60,21 +60,21 @@ class AsyncStoreClient:
             kv=kv,
         )
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="memserve-store-client")
-        self._made: StoreClient | None = None
+        self._store_client: StoreClient | None = None
 
     async def start(self) -> None:
         """Find the store. Raises as :class:`StoreClient`."""
-        if self._made is None:
-            self._made = await self._in_thread(self._make)
+        if self._store_client is None:
+            self._store_client = await self._in_thread(self._make)
 
     @property
     def client(self) -> StoreClient:
         """The client that does the work. Raises :class:`memserve.base.errors.UserError` before :meth:`start`, and as
         :meth:`StoreClient.check`."""
-        if self._made is None:
+        if self._store_client is None:
             raise UserError("this client has not been started", hint="`async with client:`, or await client.start()")
-        self._made.check()
-        return self._made
+        self._store_client.check()
+        return self._store_client
 
     async def put(
         self, key: bytes, value: Buffer | Staged, *, overwrite: bool = True, timeout_s: float = TIMEOUT_S
@@ -113,11 +113,11 @@ class AsyncStoreClient:
 
     async def exists(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> list[bool]:
         """See :meth:`StoreClient.exists`."""
-        return await self._look(self.client.exists, list(keys), timeout_s)
+        return await self._look_up_keys(self.client.exists, list(keys), timeout_s)
 
     async def match_last_index(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> int:
         """See :meth:`StoreClient.match_last_index`."""
-        return await self._look(self.client.match_last_index, list(keys), timeout_s)
+        return await self._look_up_keys(self.client.match_last_index, list(keys), timeout_s)
 
     async def delete(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> int:
         """See :meth:`StoreClient.delete`."""
@@ -133,8 +133,8 @@ class AsyncStoreClient:
 
     async def close(self) -> None:
         """See :meth:`StoreClient.close`."""
-        if self._made is not None:
-            await asyncio.to_thread(self._made.close)
+        if self._store_client is not None:
+            await asyncio.to_thread(self._store_client.close)
         self._threads.shutdown(wait=False)
 
     async def __aenter__(self) -> AsyncStoreClient:
@@ -142,14 +142,14 @@ class AsyncStoreClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
 
-    async def _look(self, look: Callable[..., Result], keys: list[bytes], timeout_s: float) -> Result:
+    async def _look_up_keys(self, look: Callable[..., Result], keys: list[bytes], timeout_s: float) -> Result:
         if len(keys) <= _AT_ONCE_KEYS and self.client.is_mapped:
             return look(keys, timeout_s=timeout_s)
         return await self._in_thread(look, keys, timeout_s=timeout_s)
 
-    async def _in_thread(self, do: Callable[..., Result], *given: Any, **named: Any) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(do, *given, **named))
+    async def _in_thread(self, do: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(do, *args, **kwargs))

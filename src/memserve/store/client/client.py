@@ -85,11 +85,13 @@ class StoreClient:
         if staging_bytes < 1:
             raise UserError(f"staging memory of {staging_bytes} bytes", hint="at least 1", param="staging_bytes")
         secret = arguments.secret_in(secret_file)
-        self._line = StoreConnection(address, tenant, secret, staging_bytes, listen or arguments.own_host(address), kv)
+        self._connection = StoreConnection(
+            address, tenant, secret, staging_bytes, listen or arguments.own_host(address), kv
+        )
         try:
-            self._line.session(time.monotonic() + timeout_s)
+            self._connection.wait_for_session(time.monotonic() + timeout_s)
         except BaseException:
-            self._line.close()
+            self._connection.close()
             raise
 
     # -- values
@@ -117,7 +119,7 @@ class StoreClient:
         for key, value in pairs:
             names.append(arguments.checked_key(key))
             values.append(value if isinstance(value, Staged) else arguments.readable(value))
-        return put_values(self._line, names, values, overwrite, time.monotonic() + timeout_s)
+        return put_values(self._connection, names, values, overwrite, time.monotonic() + timeout_s)
 
     def allocate(self, nbytes: int, *, timeout_s: float = TIMEOUT_S) -> Staged:
         """Memory to build a value in: ``put`` takes it from there without another copy. Fill ``data``, put, release.
@@ -126,11 +128,11 @@ class StoreClient:
         when others held the memory until the deadline.
         """
         self.check()
-        staging = self._line.staging
+        staging = self._connection.staging
         if not 1 <= nbytes <= staging.nbytes:
             message = f"{nbytes} bytes of staging memory of {staging.nbytes}"
             raise UserError(message, hint="StoreClient(..., staging_bytes=N)", param="nbytes")
-        offset = staging.take(nbytes, time.monotonic() + timeout_s)
+        offset = staging.take_piece(nbytes, time.monotonic() + timeout_s)
         if offset is None:
             hint = "release what was allocated, or give the client more staging_bytes"
             raise StoreUnavailable("no room in the client's staging memory", hint=hint)
@@ -145,23 +147,23 @@ class StoreClient:
         :class:`memserve.base.errors.StoreUnavailable`.
         """
         self.check()
-        return get_value(self._line, arguments.checked_key(key), time.monotonic() + timeout_s)
+        return get_value(self._connection, arguments.checked_key(key), time.monotonic() + timeout_s)
 
     def get_held(self, key: bytes) -> View | None:
         """As :meth:`get`, without a word to the store. None: its memory does not have the value, or is not mapped."""
         self.check()
-        return get_held_value(self._line, arguments.checked_key(key))
+        return get_held_value(self._connection, arguments.checked_key(key))
 
     def bring(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> list[int]:
         """Have the store read values from its disks into its memory, side by side; the bytes of each, -1: there is
         none. Raises :class:`memserve.base.errors.StoreUnavailable`, also when they do not fit there in time."""
         self.check()
-        return bring(self._line, arguments.checked_keys(keys), time.monotonic() + timeout_s)[1]
+        return bring(self._connection, arguments.checked_keys(keys), time.monotonic() + timeout_s)[1]
 
     def bring_sealed(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> list[tuple[int, int]]:
         """As :meth:`bring`, of KV blocks: the bytes of each, -1: there is none; and its seal, as the store has it."""
         self.check()
-        return bring_sealed(self._line, arguments.checked_keys(keys), time.monotonic() + timeout_s)
+        return bring_sealed(self._connection, arguments.checked_keys(keys), time.monotonic() + timeout_s)
 
     def get_into(
         self, pairs: Iterable[tuple[bytes, Buffer]], *, threads: int = 1, timeout_s: float = TIMEOUT_S
@@ -176,19 +178,19 @@ class StoreClient:
         for key, buffer in pairs:
             names.append(arguments.checked_key(key))
             buffers.append(arguments.writable(buffer))
-        return get_values_into(self._line, names, buffers, threads, time.monotonic() + timeout_s)
+        return get_values_into(self._connection, names, buffers, threads, time.monotonic() + timeout_s)
 
     def get_copies(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> list[memoryview | None]:
         """Copies of values, read-only, which come in messages, also on the store's host. None: there is none."""
         self.check()
-        return fetch_values(self._line, arguments.checked_keys(keys), time.monotonic() + timeout_s)
+        return fetch_values(self._connection, arguments.checked_keys(keys), time.monotonic() + timeout_s)
 
     # -- keys
 
     def exists(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> list[bool]:
         """Whether there is a value of each key, in memory or on a disk."""
         self.check()
-        return [place > 0 for place in self._places(arguments.checked_keys(keys), time.monotonic() + timeout_s)]
+        return [place > 0 for place in self._locate_keys(arguments.checked_keys(keys), time.monotonic() + timeout_s)]
 
     def match_last_index(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> int:
         """The index of the last key before the first one without a value; -1: the first one has none.
@@ -197,19 +199,19 @@ class StoreClient:
         """
         self.check()
         names, deadline_s = arguments.checked_keys(keys), time.monotonic() + timeout_s
-        session = self._line.session(deadline_s)
+        session = self._connection.wait_for_session(deadline_s)
         if session.reader is not None:
-            return session.reader.prefix(session.keys(names)) - 1
-        found = self._places(names, deadline_s).find(b"\0")
-        return (len(names) if found < 0 else found) - 1
+            return session.reader.prefix(session.store_keys(names)) - 1
+        first_absent = self._locate_keys(names, deadline_s).find(b"\0")
+        return (len(names) if first_absent < 0 else first_absent) - 1
 
     def delete(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> int:
         """Forget values; how many there were. Views of them stay as they are until they are released."""
         self.check()
         names, deadline_s, deleted = arguments.checked_keys(keys), time.monotonic() + timeout_s, 0
         for first in range(0, len(names), _KEYS_A_CALL):
-            some = names[first : first + _KEYS_A_CALL]
-            answer = self._ask(deadline_s, partial(self._deletion, some, deadline_s), StoreDone)
+            batch = names[first : first + _KEYS_A_CALL]
+            answer = self._query_store(deadline_s, partial(self._delete_message, batch, deadline_s), StoreDone)
             deleted += answer.codes.count(StoreCode.DONE)
         return deleted
 
@@ -217,37 +219,37 @@ class StoreClient:
         """Forget all values of the tenant; how many there were. ``everything``: of all tenants, and all KV."""
         self.check()
         deadline_s = time.monotonic() + timeout_s
-        return self._ask(deadline_s, partial(StorePurge, everything=everything), StoreDone).count
+        return self._query_store(deadline_s, partial(StorePurge, everything=everything), StoreDone).count
 
     # -- the store
 
     @property
     def address(self) -> str:
         """``HOST:PORT`` of the store."""
-        return self._line.address
+        return self._connection.address
 
     @property
     def is_mapped(self) -> bool:
         """Whether values are read in the store's own memory at this moment."""
-        session = self._line.known_session
+        session = self._connection.known_session
         return session is not None and session.reader is not None
 
     @property
     def holds_max(self) -> tuple[int, int] | None:
         """How many values, and bytes, this client may hold in the store's memory at once. None: it holds none there."""
-        session = self._line.known_session
+        session = self._connection.known_session
         reader = None if session is None else session.reader
         return None if reader is None else (reader.values_max, reader.bytes_max)
 
     def value_bytes_max(self, *, timeout_s: float = TIMEOUT_S) -> int:
         """The longest value that the store takes."""
         self.check()
-        return self._line.session(time.monotonic() + timeout_s).welcome.value_bytes_max
+        return self._connection.wait_for_session(time.monotonic() + timeout_s).welcome.value_bytes_max
 
     def statistics(self, *, timeout_s: float = TIMEOUT_S) -> dict[str, int]:
         """Sizes and totals of the store by name; the same as ``memserve store stat`` prints."""
         self.check()
-        return self._ask(time.monotonic() + timeout_s, StoreStat, StoreStatus).numbers
+        return self._query_store(time.monotonic() + timeout_s, StoreStat, StoreStatus).numbers
 
     def entries(self, *, everything: bool = False, timeout_s: float = TIMEOUT_S) -> Iterator[StoreEntry]:
         """All values of the tenant, in no order; ``everything``: of all tenants, and KV blocks. The deadline is that of
@@ -257,7 +259,7 @@ class StoreClient:
             self.check()
             deadline_s = time.monotonic() + timeout_s
             ask = partial(StoreList, after=after, count=LIST_MAX, everything=everything)
-            listing = self._ask(deadline_s, ask, StoreListing)
+            listing = self._query_store(deadline_s, ask, StoreListing)
             yield from listing.entries
             after = listing.after
             if not after:
@@ -269,49 +271,53 @@ class StoreClient:
         It runs on in the store: ask again with ``start`` False, until ``verify_running`` is 0.
         """
         self.check()
-        return self._ask(time.monotonic() + timeout_s, partial(StoreVerify, start=start), StoreStatus).numbers
+        return self._query_store(time.monotonic() + timeout_s, partial(StoreVerify, start=start), StoreStatus).numbers
 
     def check(self) -> None:
         """Raise :class:`UserError` when this client was closed, or belongs to the process that was forked."""
-        self._line.check()
+        self._connection.check_usable()
 
     def close(self) -> None:
         """Release all views and leave the store. Arrays that were made of views stay as they are."""
-        self._line.drop_views()
-        self._line.close()
+        self._connection.drop_views()
+        self._connection.close()
 
     def __enter__(self) -> StoreClient:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<StoreClient {self._line.address}{' closed' if self._line.is_closed else ''}>"
+        return f"<StoreClient {self._connection.address}{' closed' if self._connection.is_closed else ''}>"
 
     # -- inside
 
-    def _places(self, names: Sequence[bytes], deadline_s: float) -> bytes:
+    def _locate_keys(self, names: Sequence[bytes], deadline_s: float) -> bytes:
         """A byte a key: 0 absent, 1 in memory, 2 on a disk."""
-        session = self._line.session(deadline_s)
+        session = self._connection.wait_for_session(deadline_s)
         if session.reader is not None:
-            return session.reader.where(session.keys(names))
-        found = []
+            return session.reader.where(session.store_keys(names))
+        chunks = []
         for first in range(0, len(names), _LOOKS_A_CALL):
-            some = names[first : first + _LOOKS_A_CALL]
-            found.append(self._ask(deadline_s, partial(self._look, some, deadline_s), StorePlaces).where)
-        return b"".join(found)
+            batch = names[first : first + _LOOKS_A_CALL]
+            chunks.append(
+                self._query_store(deadline_s, partial(self._look_message, batch, deadline_s), StorePlaces).where
+            )
+        return b"".join(chunks)
 
-    def _look(self, names: Sequence[bytes], deadline_s: float, call: int) -> StoreLook:
-        return StoreLook(call, self._line.session(deadline_s).keys(names))
+    def _look_message(self, names: Sequence[bytes], deadline_s: float, call: int) -> StoreLook:
+        return StoreLook(call, self._connection.wait_for_session(deadline_s).store_keys(names))
 
-    def _deletion(self, names: Sequence[bytes], deadline_s: float, call: int) -> StoreDelete:
-        session = self._line.session(deadline_s)
-        return StoreDelete(call, session.keys(names), tuple(session.told(names)))
+    def _delete_message(self, names: Sequence[bytes], deadline_s: float, call: int) -> StoreDelete:
+        session = self._connection.wait_for_session(deadline_s)
+        return StoreDelete(call, session.store_keys(names), tuple(session.stored_names(names)))
 
-    def _ask(self, deadline_s: float, ask: Callable[[int], AnyMessage], kind: type[AnAnswer]) -> AnAnswer:
-        _, answer = self._line.call(lambda call, left_ns: ask(call), deadline_s)
+    def _query_store(self, deadline_s: float, ask: Callable[[int], AnyMessage], kind: type[AnAnswer]) -> AnAnswer:
+        _, answer = self._connection.call_store(lambda call, left_ns: ask(call), deadline_s)
         if not isinstance(answer, kind):
-            message = f"the store at {self._line.address} answered something else"
+            message = f"the store at {self._connection.address} answered something else"
             raise StoreUnavailable(message, hint="are both of one version of memserve?")
         return answer

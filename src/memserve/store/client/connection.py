@@ -39,17 +39,18 @@ from memserve.store.client.memory import Staging, View
 from memserve.system.secrets import Secret
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.probe import ProbeResult, knock
+from memserve.transport.probe import ProbeResult, probe_address
+from memserve.transport.request_server import ListenAddress
 
 log = logging.getLogger(__name__)
 
 GREETING_S = 1.0
 """Between two greetings of a client that is known."""
-_ASKING_S = 0.1
+_HELLO_RETRY_S = 0.1
 """Between two greetings of a client that is not."""
-_KNOCK_S = 0.5
+_PROBE_S = 0.5
 _CLOSE_S = 5.0
-_TOLD = 0.9
+_DEADLINE_SHARE = 0.9
 """Of the time that a call has left, the store is told this much: it answers what it has by then."""
 _CALLS_MAX = 4096
 """Calls whose answers are awaited, those included that are late."""
@@ -66,7 +67,7 @@ class Session:
     welcome: StoreWelcome
     reader: _core.TierReader | None
     """None: the store is on another host, or its memory cannot be mapped."""
-    ended: bool = False
+    is_over: bool = False
     """Another session has begun, or has to. What is pinned stays where it is as long as the store does not say
     otherwise in the shared memory: one that was restarted goes on with the memory, and with its clients' pins."""
     pins: dict[int, weakref.ref[View] | None] = field(default_factory=dict)
@@ -75,7 +76,7 @@ class Session:
     is_kv: bool = False
     """The values are KV blocks: their keys are the names themselves, and they have no names."""
 
-    def keys(self, names: Sequence[bytes]) -> bytes:
+    def store_keys(self, names: Sequence[bytes]) -> bytes:
         """By which the store finds these values: 16 bytes each. Raises :class:`UserError` for a name that cannot be."""
         if not self.is_kv:
             return _core.value_keys(self.welcome.key, b"", list(names))
@@ -83,17 +84,17 @@ class Session:
             raise UserError("the key of a KV block has 16 bytes", hint="memserve.kv.identity", param="key")
         return b"".join(names)
 
-    def told(self, names: Sequence[bytes]) -> list[bytes]:
+    def stored_names(self, names: Sequence[bytes]) -> list[bytes]:
         """What the store keeps as the names of these values."""
         return [b""] * len(names) if self.is_kv else list(names)
 
-    def let_go(self, pin: int) -> None:
+    def release_pin(self, pin: int) -> None:
         """The value may be moved, or make room for another. Any thread, any time: also from the garbage collector."""
         self.pins.pop(pin, None)
         if self.reader is not None:
             self.reader.let_go(pin)
 
-    def still(self) -> bool:
+    def are_pins_valid(self) -> bool:
         """Whether all that is pinned is where it was."""
         return self.reader is None or not self.reader.closed
 
@@ -118,18 +119,18 @@ class StoreConnection:
         self.address = address
         self._secret = secret
         self._pid = os.getpid()
-        self._me = Peer(f"client-{socket.gethostname()}-{self._pid}-{next(_numbers)}", time.time_ns())
+        self._self_peer = Peer(f"client-{socket.gethostname()}-{self._pid}-{next(_numbers)}", time.time_ns())
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._refused: Refused | None = None
-        self._heard_s = time.monotonic()
+        self._last_seen_s = time.monotonic()
         self._calls: dict[int, _Call] = {}
         self._next_call = count(1)
         self._closed = False
         self._tick = threading.Event()
-        self._maps = True
-        self.staging = Staging(staging_bytes, self._me.generation)
-        self._mailbox = ZmqMailbox(self._me, secret, listen, 0, self._message_arrived)
+        self._may_map = True
+        self.staging = Staging(staging_bytes, self._self_peer.generation)
+        self._mailbox = ZmqMailbox(self._self_peer, ListenAddress(secret, listen), self._on_message)
         self._mailbox.connect(STORE, f"tcp://{address}")
         self._hello = StoreHello(
             address=self._mailbox.address,
@@ -139,12 +140,12 @@ class StoreConnection:
             arena=ArenaPlace(Tier.DRAM, self.staging.arena.address, self.staging.nbytes, self.staging.arena.fd),
             kv=kv,
         )
-        self._thread = threading.Thread(target=self._keep, name="memserve-store-client", daemon=True)
+        self._thread = threading.Thread(target=self._run_hellos, name="memserve-store-client", daemon=True)
         self._thread.start()
 
     # -- calls, from any thread
 
-    def check(self) -> None:
+    def check_usable(self) -> None:
         """Raise :class:`UserError` where the client cannot be used any more, or not in this process."""
         if self._closed:
             raise UserError("this client is closed", hint="make another one")
@@ -157,7 +158,7 @@ class StoreConnection:
         """The session, if there is one at this moment."""
         return self._session
 
-    def session(self, deadline_s: float) -> Session:
+    def wait_for_session(self, deadline_s: float) -> Session:
         """The session, once the store has answered. Raises :class:`StoreUnavailable` when it has not by then, and
         :class:`UserError` when it refuses this client."""
         session = self._session
@@ -170,18 +171,18 @@ class StoreConnection:
             if self._session is not None:
                 return self._session
             refused = self._refused
-        self.check()
+        self.check_usable()
         if refused is not None:
             raise UserError(f"the store at {self.address} refuses this client: {refused.reason}")
-        raise self._unreachable()
+        raise self._unreachable_error()
 
-    def renew(self, session: Session) -> None:
+    def renew_session(self, session: Session) -> None:
         """``session`` was found to be over before the store said so: greet the store again."""
         if self._session is session:
-            self._begin(None)
+            self._change_session(None)
             self._tick.set()
 
-    def call(
+    def call_store(
         self,
         ask: Callable[[int, int], AnyMessage],
         deadline_s: float,
@@ -196,9 +197,9 @@ class StoreConnection:
         number = None
         try:
             while True:
-                session = self.session(deadline_s)
-                number, call = self._expect(session)
-                left_ns = max(0, int((deadline_s - time.monotonic()) * _TOLD * NS_PER_S))
+                session = self.wait_for_session(deadline_s)
+                number, call = self._register_call(session)
+                left_ns = max(0, int((deadline_s - time.monotonic()) * _DEADLINE_SHARE * NS_PER_S))
                 self._mailbox.send(STORE, ask(number, left_ns))
                 answer = call.answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
                 if answer is not None:
@@ -206,18 +207,18 @@ class StoreConnection:
                     return session, answer
         except queue.Empty:
             self._give_up(number, after)
-            raise self._no_answer("did not answer in time") from None
+            raise self._no_answer_error("did not answer in time") from None
         except BaseException:
             self._give_up(number, after)
             raise
 
-    def _expect(self, session: Session) -> tuple[int, _Call]:
+    def _register_call(self, session: Session) -> tuple[int, _Call]:
         """A number for a call, whose answer is awaited from now on."""
         number, call = next(self._next_call), _Call(session)
         with self._changed:
             if len(self._calls) >= _CALLS_MAX:
-                raise self._no_answer(f"has not answered {_CALLS_MAX} calls")
-            if session.ended:
+                raise self._no_answer_error(f"has not answered {_CALLS_MAX} calls")
+            if session.is_over:
                 call.answers.put(None)
             else:
                 self._calls[number] = call
@@ -232,101 +233,101 @@ class StoreConnection:
                 return
         after()
 
-    def _no_answer(self, what: str) -> StoreUnavailable:
-        silent_s = time.monotonic() - self._heard_s
+    def _no_answer_error(self, problem: str) -> StoreUnavailable:
+        silent_s = time.monotonic() - self._last_seen_s
         hint = "is it overloaded? try again, or with a longer timeout_s"
         if silent_s > 3 * GREETING_S:
             hint = f"nothing was heard of it for {silent_s:.0f} s: is it running?"
-        return StoreUnavailable(f"the store at {self.address} {what}", hint=hint)
+        return StoreUnavailable(f"the store at {self.address} {problem}", hint=hint)
 
-    def _unreachable(self) -> StoreUnavailable:
-        match knock(f"tcp://{self.address}", self._secret, _KNOCK_S):
+    def _unreachable_error(self) -> StoreUnavailable:
+        match probe_address(f"tcp://{self.address}", self._secret, _PROBE_S):
             case ProbeResult.SILENT:
-                what, hint = "nothing answers there", "start it (`memserve store`), or correct the address"
+                problem, hint = "nothing answers there", "start it (`memserve store`), or correct the address"
             case ProbeResult.TURNED_AWAY:
-                what, hint = "it has another secret", "give secret_file the file that the store was given"
+                problem, hint = "it has another secret", "give secret_file the file that the store was given"
             case ProbeResult.LET_IN:
-                what = "it takes the secret, and does not answer as a store"
+                problem = "it takes the secret, and does not answer as a store"
                 hint = "give the address that `memserve store` listens at; if it is right, try a longer timeout_s"
-        return StoreUnavailable(f"no store at {self.address}: {what}", hint=hint)
+        return StoreUnavailable(f"no store at {self.address}: {problem}", hint=hint)
 
     # -- the mailbox's thread
 
-    def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
-        self._heard_s = time.monotonic()
+    def _on_message(self, sender: Peer, message: AnyMessage) -> None:
+        self._last_seen_s = time.monotonic()
         match message:
             case StoreWelcome():
-                self._welcomed(sender, message)
+                self._on_welcome(sender, message)
             case StoreDone() | StorePlaces() | StoreStatus() | StoreListing():
-                self._answered(sender, message)
+                self._on_answer(sender, message)
             case Refused():
                 with self._changed:
                     self._refused = message
                     self._changed.notify_all()
             case Expelled() | Leave():  # it does not know this client, or ends: it may be started again
-                self._begin(None)
+                self._change_session(None)
                 self._tick.set()
 
-    def _welcomed(self, sender: Peer, welcome: StoreWelcome) -> None:
+    def _on_welcome(self, sender: Peer, welcome: StoreWelcome) -> None:
         session = self._session
         if session is not None and session.peer == sender and session.welcome.number == welcome.number:
             return
         if self._closed:
             return
-        self._begin(Session(sender, welcome, self._open(welcome), is_kv=self._hello.kv is not None))
+        self._change_session(Session(sender, welcome, self._map_memory(welcome), is_kv=self._hello.kv is not None))
 
-    def _open(self, welcome: StoreWelcome) -> _core.TierReader | None:
-        if not welcome.client_path or not self._maps:
+    def _map_memory(self, welcome: StoreWelcome) -> _core.TierReader | None:
+        if not welcome.client_path or not self._may_map:
             return None
         try:
             return _core.TierReader(welcome.data_path, welcome.index_path, welcome.client_path)
         except OSError as error:
-            self._maps = False  # another user's, or a mount namespace of its own: values come by message
+            self._may_map = False  # another user's, or a mount namespace of its own: values come by message
             log.warning("cannot map the memory of the store at %s: %s; values are copied", self.address, error)
             return None
 
-    def _begin(self, session: Session | None) -> None:
+    def _change_session(self, session: Session | None) -> None:
         """Another session from now on, or none."""
         with self._changed:
             before, self._session = self._session, session
             if before is not None:
-                before.ended = True
+                before.is_over = True
             if session is not None:
                 self._refused = None
-            ended = [number for number, call in self._calls.items() if call.session is before]
-            calls = [self._calls.pop(number) for number in ended]
+            call_numbers = [number for number, call in self._calls.items() if call.session is before]
+            calls = [self._calls.pop(number) for number in call_numbers]
             self._changed.notify_all()
         for call in calls:
-            self._settle(call, None)
+            self._resolve_call(call, None)
 
-    def _answered(self, sender: Peer, answer: Answer) -> None:
+    def _on_answer(self, sender: Peer, answer: Answer) -> None:
         with self._changed:
             call = self._calls.get(answer.call)
             if call is None or call.session.peer != sender:
                 return
             del self._calls[answer.call]
-        self._settle(call, answer)
+        self._resolve_call(call, answer)
 
     @staticmethod
-    def _settle(call: _Call, answer: Answer | None) -> None:
+    def _resolve_call(call: _Call, answer: Answer | None) -> None:
         call.answers.put(answer)
         if call.afterwards is not None:
             call.afterwards()
 
     # -- the client's own thread
 
-    def _keep(self) -> None:
+    def _run_hellos(self) -> None:
         """Greet the store until the client is closed and no memory of the store is in use, then leave."""
-        while not (self._closed and not self._is_held()):
-            hello = self._hello if self._maps else _without_memory(self._hello)
+        while not (self._closed and not self._has_pins()):
+            hello = self._hello if self._may_map else _without_memory(self._hello)
             self._mailbox.send(STORE, hello)
-            self._tick.wait(GREETING_S if self._session is not None else _ASKING_S)
+            self._tick.wait(GREETING_S if self._session is not None else _HELLO_RETRY_S)
             self._tick.clear()
         self._mailbox.send(STORE, Leave())
         self._mailbox.close()
-        self._begin(None)
+        self._change_session(None)
 
-    def _is_held(self) -> bool:
+    def _has_pins(self) -> bool:
         session = self._session
         return session is not None and bool(session.pins)
 
@@ -338,14 +339,14 @@ class StoreConnection:
             self._closed = True
             self._changed.notify_all()
         self._tick.set()
-        if not self._is_held():
+        if not self._has_pins():
             self._thread.join(_CLOSE_S)
 
     def drop_views(self) -> None:
         """Release all views, so that they raise when they are used; arrays that were made of them hold their pins."""
         session = self._session
-        for known in list(session.pins.values()) if session is not None and os.getpid() == self._pid else ():
-            view = known() if known is not None else None
+        for view_ref in list(session.pins.values()) if session is not None and os.getpid() == self._pid else ():
+            view = view_ref() if view_ref is not None else None
             if view is not None:
                 view.drop()
 

@@ -34,7 +34,7 @@ class MemoryHolder(Protocol):
 
     pins: dict[int, Any]
 
-    def let_go(self, pin: int) -> None:
+    def release_pin(self, pin: int) -> None:
         """One of them is not needed any more."""
 
 
@@ -55,7 +55,7 @@ class ClientPin:
 
     def __del__(self) -> None:
         if os.getpid() == self._pid:  # a child of fork has a copy of this object, and not of the pin
-            self._holder.let_go(self._number)
+            self._holder.release_pin(self._number)
 
 
 def mapped(address: int, nbytes: int, pin: ClientPin) -> memoryview:
@@ -72,12 +72,12 @@ class View:
     ...     array = numpy.frombuffer(view.data, numpy.float32).copy()
     """
 
-    __slots__ = ("__weakref__", "_data", "_still", "in_place")
+    __slots__ = ("__weakref__", "_data", "_is_valid", "in_place")
 
     def __init__(self, data: memoryview, still: Callable[[], bool] | None) -> None:
         """``still``: whether the value is still where it was; None: these bytes are the client's own."""
         self._data: memoryview | None = data
-        self._still = still
+        self._is_valid = still
         self.in_place = still is not None
         """Whether this is the store's own memory, and no copy."""
 
@@ -97,7 +97,7 @@ class View:
     @property
     def valid(self) -> bool:
         """Whether everything read so far was the value."""
-        return self._still is None or self._still()
+        return self._is_valid is None or self._is_valid()
 
     def release(self) -> None:
         """The store may use the memory again, as soon as nothing that was made of ``data`` lives; again: nothing.
@@ -131,7 +131,9 @@ class View:
     def __enter__(self) -> View:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is None:
             self.release()
         else:
@@ -168,49 +170,51 @@ class Staging:
         """Size of the arena."""
         return self.arena.nbytes
 
-    def take(self, nbytes: int, deadline_s: float) -> int | None:
-        """The offset of ``nbytes`` that are the caller's until :meth:`give_back`. None: there was no room until
+    def take_piece(self, nbytes: int, deadline_s: float) -> int | None:
+        """The offset of ``nbytes`` that are the caller's until :meth:`return_piece`. None: there was no room until
         ``deadline_s`` of ``time.monotonic()``, or never is."""
-        wanted = max(1, ceil_div(nbytes, _ALIGNMENT)) * _ALIGNMENT
-        if wanted > self.arena.nbytes:
+        piece_bytes = max(1, ceil_div(nbytes, _ALIGNMENT)) * _ALIGNMENT
+        if piece_bytes > self.arena.nbytes:
             return None
         with self._room:
-            while (offset := self._cut(wanted)) is None:
+            while (offset := self._cut_piece(piece_bytes)) is None:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     return None
                 self._room.wait(min(left_s, _LOOK_S))
             return offset
 
-    def _cut(self, wanted: int) -> int | None:
+    def _cut_piece(self, piece_bytes: int) -> int | None:
         while self._returned:
-            self._put_back(self._returned.popleft())
-        for at, (offset, length) in enumerate(self._free):
-            if length >= wanted:
-                self._free[at : at + 1] = [(offset + wanted, length - wanted)] if length > wanted else []
-                self._taken[offset] = wanted
+            self._free_piece(self._returned.popleft())
+        for index, (offset, length) in enumerate(self._free):
+            if length >= piece_bytes:
+                self._free[index : index + 1] = (
+                    [(offset + piece_bytes, length - piece_bytes)] if length > piece_bytes else []
+                )
+                self._taken[offset] = piece_bytes
                 return offset
         return None
 
-    def give_back(self, offset: int) -> None:
+    def return_piece(self, offset: int) -> None:
         """The piece that begins there is free again."""
         with self._room:
-            self._put_back(offset)
+            self._free_piece(offset)
             self._room.notify_all()
 
-    def give_back_later(self, offset: int) -> None:
-        """As :meth:`give_back`, from the garbage collector: it may have interrupted any line of this class."""
+    def return_piece_later(self, offset: int) -> None:
+        """As :meth:`return_piece`, from the garbage collector: it may have interrupted any line of this class."""
         self._returned.append(offset)
 
-    def _put_back(self, offset: int) -> None:
+    def _free_piece(self, offset: int) -> None:
         length = self._taken.pop(offset)
-        at = bisect.bisect(self._free, (offset, 0))
-        if at < len(self._free) and self._free[at][0] == offset + length:
-            length += self._free.pop(at)[1]
-        if at and sum(self._free[at - 1]) == offset:
-            offset, before = self._free.pop(at - 1)
-            length, at = length + before, at - 1
-        self._free.insert(at, (offset, length))
+        index = bisect.bisect(self._free, (offset, 0))
+        if index < len(self._free) and self._free[index][0] == offset + length:
+            length += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == offset:
+            offset, before = self._free.pop(index - 1)
+            length, index = length + before, index - 1
+        self._free.insert(index, (offset, length))
 
     @property
     def bytes_free(self) -> int:
@@ -228,7 +232,7 @@ class Staging:
                 end = offset + length
             check(end == self.arena.nbytes, "pieces do not fill the arena")
             sides = zip(self._free, self._free[1:], strict=False)
-            check(all(sum(one) < other[0] for one, other in sides), "free pieces lie side by side")
+            check(all(sum(before) < after[0] for before, after in sides), "free pieces lie side by side")
 
 
 class _Piece:
@@ -241,7 +245,7 @@ class _Piece:
         self._offset = offset
 
     def __del__(self) -> None:
-        self._staging.give_back_later(self._offset)
+        self._staging.return_piece_later(self._offset)
 
 
 class Staged:
@@ -263,7 +267,7 @@ class Staged:
             raise UserError("this memory was released", hint="allocate again")
         return self._data
 
-    def place(self, staging: Staging) -> int | None:
+    def offset_in(self, staging: Staging) -> int | None:
         """The offset in ``staging``; None: it belongs to another client, or was released."""
         return self._offset if self._data is not None and staging is self._staging else None
 
@@ -280,5 +284,7 @@ class Staged:
     def __enter__(self) -> Staged:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.release()

@@ -35,14 +35,14 @@ class _Batch:
     pairs: list[StorePair] = field(default_factory=list)
     pieces: list[int] = field(default_factory=list)
     nbytes: int = 0
-    letter_bytes: int = 0
+    message_bytes: int = 0
 
-    def add(self, number: int, pair: StorePair) -> None:
+    def add_pair(self, number: int, pair: StorePair) -> None:
         """One more."""
         self.numbers.append(number)
         self.pairs.append(pair)
         self.nbytes += pair.length
-        self.letter_bytes += len(pair.name) + len(pair.data or b"")
+        self.message_bytes += len(pair.name) + len(pair.data or b"")
 
     @property
     def is_full(self) -> bool:
@@ -51,40 +51,42 @@ class _Batch:
 
 
 def put_values(
-    line: StoreConnection, names: Sequence[bytes], values: Sequence[Value], overwrite: bool, deadline_s: float
+    connection: StoreConnection, names: Sequence[bytes], values: Sequence[Value], overwrite: bool, deadline_s: float
 ) -> list[bool]:
     """Whether the store has taken each value. Raises :class:`UserError`, :class:`StoreUnavailable`."""
-    taken = [False] * len(names)
-    session = line.session(deadline_s)
+    accepted = [False] * len(names)
+    session = connection.wait_for_session(deadline_s)
     for value in values:
-        _check_fits(line, session, value)
-    keys, names = session.keys(names), session.told(names)
-    for batch in _batches(line, session, names, keys, values, deadline_s):
-        codes = _send(line, batch, overwrite, deadline_s)
+        _check_fits(connection, session, value)
+    keys, names = session.store_keys(names), session.stored_names(names)
+    for batch in _batches(connection, session, names, keys, values, deadline_s):
+        codes = _send_batch(connection, batch, overwrite, deadline_s)
         again = []
         for number, code in zip(batch.numbers, codes, strict=True):
-            taken[number] = code == StoreCode.DONE
+            accepted[number] = code == StoreCode.DONE
             if code == StoreCode.UNREADABLE:
                 again.append(number)
             elif code not in _TAKEN:
-                raise _failed(line, code)
+                raise _put_error(connection, code)
         for number in again:  # the store cannot read this process's memory: inside of messages, then
             key = keys[16 * number : 16 * number + 16]
-            taken[number] = _put_inline(line, names[number], key, values[number], overwrite, deadline_s)
-    return taken
+            accepted[number] = _put_inline(connection, names[number], key, values[number], overwrite, deadline_s)
+    return accepted
 
 
-def _check_fits(line: StoreConnection, session: Session, value: Value) -> None:
+def _check_fits(connection: StoreConnection, session: Session, value: Value) -> None:
     if isinstance(value, Staged):
-        if value.place(line.staging) is None:
+        if value.offset_in(connection.staging) is None:
             raise UserError("this memory is not of this client, or was released", hint="client.allocate(nbytes)")
-    elif session.reader is not None and line.staging.nbytes < value.nbytes <= session.welcome.value_bytes_max:
-        message = f"a value of {human_bytes(value.nbytes)} in staging memory of {human_bytes(line.staging.nbytes)}"
+    elif session.reader is not None and connection.staging.nbytes < value.nbytes <= session.welcome.value_bytes_max:
+        message = (
+            f"a value of {human_bytes(value.nbytes)} in staging memory of {human_bytes(connection.staging.nbytes)}"
+        )
         raise UserError(message, hint="StoreClient(..., staging_bytes=N) with room for the largest", param="value")
 
 
 def _batches(
-    line: StoreConnection,
+    connection: StoreConnection,
     session: Session,
     names: Sequence[bytes],
     keys: bytes,
@@ -102,40 +104,40 @@ def _batches(
             if nbytes > longest:
                 continue
             inside = 0 if in_arena and nbytes > INLINE_BYTES else nbytes
-            if batch.pairs and (batch.is_full or batch.letter_bytes + inside > INLINE_BYTES_MAX):
+            if batch.pairs and (batch.is_full or batch.message_bytes + inside > INLINE_BYTES_MAX):
                 full, batch = batch, _Batch()
                 yield full
             offset, data = 0, None
             if isinstance(value, Staged) and in_arena:
-                offset = value.place(line.staging) or 0
+                offset = value.offset_in(connection.staging) or 0
             elif in_arena and nbytes > INLINE_BYTES:
-                piece = line.staging.take(nbytes, 0.0 if batch.pairs else deadline_s)
+                piece = connection.staging.take_piece(nbytes, 0.0 if batch.pairs else deadline_s)
                 if piece is None and batch.pairs:
                     full, batch = batch, _Batch()
                     yield full
-                    piece = line.staging.take(nbytes, deadline_s)
+                    piece = connection.staging.take_piece(nbytes, deadline_s)
                 if piece is None:
                     hint = "many threads put at once, or the store is slow: try again, or with more staging_bytes"
                     raise StoreUnavailable("no room in the client's staging memory", hint=hint)
                 offset = piece
                 batch.pieces.append(offset)
-                line.staging.bytes[offset : offset + nbytes] = np.frombuffer(_bytes_of(value), np.uint8)
+                connection.staging.bytes[offset : offset + nbytes] = np.frombuffer(_bytes_of(value), np.uint8)
             else:
                 data = bytes(_bytes_of(value))
-            batch.add(number, StorePair(keys[16 * number : 16 * number + 16], name, nbytes, offset, data))
+            batch.add_pair(number, StorePair(keys[16 * number : 16 * number + 16], name, nbytes, offset, data))
         if batch.pairs:
             full, batch = batch, _Batch()
             yield full
     finally:
         for offset in batch.pieces:
-            line.staging.give_back(offset)
+            connection.staging.return_piece(offset)
 
 
 def _bytes_of(value: Value) -> memoryview:
     return value.data if isinstance(value, Staged) else value
 
 
-def _send(line: StoreConnection, batch: _Batch, overwrite: bool, deadline_s: float) -> bytes:
+def _send_batch(connection: StoreConnection, batch: _Batch, overwrite: bool, deadline_s: float) -> bytes:
     """A code for each pair; the pieces go back when the store is done with them, whatever happens."""
     pairs, pieces = tuple(batch.pairs), batch.pieces
 
@@ -144,27 +146,31 @@ def _send(line: StoreConnection, batch: _Batch, overwrite: bool, deadline_s: flo
 
     def give_back() -> None:
         for offset in pieces:
-            line.staging.give_back(offset)
+            connection.staging.return_piece(offset)
 
-    _, answer = line.call(ask, deadline_s, give_back)
+    _, answer = connection.call_store(ask, deadline_s, give_back)
     if not isinstance(answer, StoreDone) or len(answer.codes) != len(pairs):
-        raise StoreUnavailable(f"the store at {line.address} answered something else", hint="is it of this version?")
+        raise StoreUnavailable(
+            f"the store at {connection.address} answered something else", hint="is it of this version?"
+        )
     return answer.codes
 
 
 def _put_inline(
-    line: StoreConnection, name: bytes, key: bytes, value: Value, overwrite: bool, deadline_s: float
+    connection: StoreConnection, name: bytes, key: bytes, value: Value, overwrite: bool, deadline_s: float
 ) -> bool:
     data = _bytes_of(value)
     if data.nbytes > _ALONE_BYTES_MAX:
         return False
     batch = _Batch()
-    batch.add(0, StorePair(key, name, data.nbytes, data=bytes(data)))
-    return _send(line, batch, overwrite, deadline_s)[0] == StoreCode.DONE
+    batch.add_pair(0, StorePair(key, name, data.nbytes, data=bytes(data)))
+    return _send_batch(connection, batch, overwrite, deadline_s)[0] == StoreCode.DONE
 
 
-def _failed(line: StoreConnection, code: int) -> StoreUnavailable:
+def _put_error(connection: StoreConnection, code: int) -> StoreUnavailable:
     if code == StoreCode.LATE:
         hint = "it is overloaded: try again, or with a longer timeout_s"
-        return StoreUnavailable(f"the store at {line.address} did not finish in time", hint=hint)
-    return StoreUnavailable(f"the store at {line.address} refused a value (code {code})", hint="is it of this version?")
+        return StoreUnavailable(f"the store at {connection.address} did not finish in time", hint=hint)
+    return StoreUnavailable(
+        f"the store at {connection.address} refused a value (code {code})", hint="is it of this version?"
+    )

@@ -65,23 +65,23 @@ class ReadsUnderWay:
     def __len__(self) -> int:
         return len(self._reads)
 
-    def add(self, step: ReadStep, deadline_ns: int) -> None:
+    def add_read(self, step: ReadStep, deadline_ns: int) -> None:
         """A read has begun."""
         self._reads[step.id] = step
         heapq.heappush(self._deadlines, (deadline_ns, step.id))
 
-    def pop(self, step: ReadStep) -> None:
+    def remove_read(self, step: ReadStep) -> None:
         """The device is done with a read."""
         del self._reads[step.id]
-        self.late -= step.ended
+        self.late -= step.has_ended
 
     def take_late(self, now_ns: int) -> list[int]:
         """Ids of reads whose deadline has passed now; they have ended."""
         late: list[int] = []
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             step = self._reads.get(heapq.heappop(self._deadlines)[1])
-            if step is not None and not step.ended:
-                step.ended = True
+            if step is not None and not step.has_ended:
+                step.has_ended = True
                 late.append(step.id)
         self.late += len(late)
         return late
@@ -89,9 +89,9 @@ class ReadsUnderWay:
     def end_all(self) -> list[int]:
         """Ids of reads that had not ended; they have now."""
         self._deadlines.clear()
-        ids = [step.id for step in self._reads.values() if not step.ended]
+        ids = [step.id for step in self._reads.values() if not step.has_ended]
         for step in self._reads.values():
-            step.ended = True
+            step.has_ended = True
         self.late = len(self._reads)
         return ids
 
@@ -105,7 +105,7 @@ class ReadsUnderWay:
     def check_invariants(self, steps: list[ReadStep]) -> None:
         """``steps``: those that have a job."""
         check({step.id: step for step in steps} == self._reads, "reads and their jobs differ")
-        check(sum(step.ended for step in steps) == self.late, "late reads are miscounted")
+        check(sum(step.has_ended for step in steps) == self.late, "late reads are miscounted")
 
 
 NO_ROOM = frozenset({"ENOSPC", "EDQUOT"})
@@ -120,7 +120,7 @@ class DiskRoom:
         self._refused = 0  # writes in a row
         self._waiting: deque[CommandStep] = deque()
         self._due: list[CommandStep] = []
-        self._looks_at_ns: int | None = None  # None: it is not full, or a try is under way or allowed
+        self._retry_at_ns: int | None = None  # None: it is not full, or a try is under way or allowed
         self._may_try = False  # a caller's write may be the next try
 
     @property
@@ -132,51 +132,51 @@ class DiskRoom:
         """A caller's write begins: on a full disk, as the one that tries."""
         self._may_try = False
 
-    def add(self, step: CommandStep) -> None:
+    def add_command(self, step: CommandStep) -> None:
         """A command of the log: it is due, or waits for room."""
         if self.is_full:
             self._waiting.append(step)
         else:
             self._due.append(step)
 
-    def ended(self, step: Step, done: DiskDone, now_ns: int) -> bool:
+    def on_job_end(self, step: Step, result: DiskDone, now_ns: int) -> bool:
         """Take the end of a job into account. True: there was no room for what it writes; a command of the log is done
         again then, and the log does not hear of it."""
         if not isinstance(step, CommandStep | WriteStep | MoveWrite):
             return False
         is_sync = isinstance(step, CommandStep) and step.data is None
-        if done.ok and not is_sync:
-            self._wrote()
-        elif self.is_full and (is_sync or done.why not in NO_ROOM):
-            self._looks_at_ns = now_ns + (
-                0 if done.ok else self._shared.config.full_pause_ns
+        if result.ok and not is_sync:
+            self._on_write_ok()
+        elif self.is_full and (is_sync or result.why not in NO_ROOM):
+            self._retry_at_ns = now_ns + (
+                0 if result.ok else self._shared.config.full_pause_ns
             )  # nothing of room is known
-        if done.ok or done.why not in NO_ROOM:
+        if result.ok or result.why not in NO_ROOM:
             return False
         self._refused += 1
         if not self.is_full and self._refused >= self._shared.config.failures_max:
             self.is_full = True
             self._shared.counters.disks_filled += 1
-            self._shared.outcomes.append(DiskFull(self._number, done.why))
+            self._shared.outcomes.append(DiskFull(self._number, result.why))
         if self.is_full:
-            self._looks_at_ns, self._may_try = now_ns + self._shared.config.full_pause_ns, False
+            self._retry_at_ns, self._may_try = now_ns + self._shared.config.full_pause_ns, False
         if isinstance(step, CommandStep):
-            self.add(step)
+            self.add_command(step)
         return True
 
-    def _wrote(self) -> None:
+    def _on_write_ok(self) -> None:
         self._refused = 0
         if self.is_full:
-            self.is_full, self._may_try, self._looks_at_ns = False, False, None
+            self.is_full, self._may_try, self._retry_at_ns = False, False, None
             self._due += self._waiting
             self._waiting.clear()
             self._shared.outcomes.append(DiskHasRoom(self._number))
 
-    def tick(self, now_ns: int) -> None:
+    def retry_due(self, now_ns: int) -> None:
         """Try one write when the time has come."""
-        if self._looks_at_ns is None or now_ns < self._looks_at_ns:
+        if self._retry_at_ns is None or now_ns < self._retry_at_ns:
             return
-        self._looks_at_ns = None
+        self._retry_at_ns = None
         if self._waiting:
             self._due.append(self._waiting.popleft())
         else:
@@ -189,12 +189,12 @@ class DiskRoom:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`tick` has something to do."""
-        return self._looks_at_ns
+        """When :meth:`retry_due` has something to do."""
+        return self._retry_at_ns
 
-    def forget(self) -> None:
+    def drop_commands(self) -> None:
         """The disk is lost."""
-        self.is_full, self._looks_at_ns = False, None
+        self.is_full, self._retry_at_ns = False, None
         self._waiting.clear()
         self._due.clear()
 
@@ -224,7 +224,7 @@ class Disk:
         self._failures = 0
         self._room = DiskRoom(number, shared)
         self._check = RecordsToCheck(self._config.check_pause_ns)
-        self.pump(0)
+        self.pump_log(0)
 
     # -- callers
 
@@ -244,12 +244,12 @@ class Disk:
         return self.log is not None and self.log.segments_free > 3
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Nothing is under way; what waits for room is not."""
         return not self._jobs and (self.log is None or self.log.idle or self.is_full)
 
     @property
-    def verifying(self) -> bool:
+    def is_verifying(self) -> bool:
         """A verification has not come to its end here."""
         return self._check.verification is not None
 
@@ -257,224 +257,228 @@ class Disk:
         """A write of this key has no end yet."""
         return key in self._writing
 
-    def write(self, key: bytes, extent: int, length: int, now_ns: int, scope: int, seal: int, name: bytes) -> bool:
+    def write_record(
+        self, key: bytes, extent: int, length: int, now_ns: int, scope: int, seal: int, name: bytes
+    ) -> bool:
         """Begin to write a record. False: no segment is ready."""
         log = self.log
         ticket = log.place(key, length, name, scope, seal) if log is not None else None
         if log is None or ticket is None:
-            self.pump(now_ns)
+            self.pump_log(now_ns)
             return False
         step = WriteStep(ticket.id, key)
         inside = SegmentLog.HEAD_BYTES + len(name) if ticket.pages == 1 else 0
         head = log.head(ticket.id, name, bytes(length) if inside else b"")
-        job = self._begin(step)
+        job = self._begin_job(step)
         self._shared.actions.append(ev.WriteExtent(job, self.number, ticket.offset, head, extent, length, inside))
         self._tickets[ticket.id] = step
         self._room.write_begins()
         self._writing[key] = self._writing.get(key, 0) + 1
         self._counters.writes += 1
         self._counters.payload_bytes_written += length
-        self._shared.charge(ticket.pages * PAGE_BYTES, now_ns)
-        self.pump(now_ns)
+        self._shared.charge_bytes(ticket.pages * PAGE_BYTES, now_ns)
+        self.pump_log(now_ns)
         return True
 
-    def read(self, read_id: int, key: bytes, extent: int, now_ns: int, deadline_ns: int) -> bool:
+    def read_record(self, read_id: int, key: bytes, extent: int, now_ns: int, deadline_ns: int) -> bool:
         """Begin to read a record that is here. False: too many reads are under way, or one of them is late."""
         if self._reads.late or len(self._reads) >= self._config.reads_max:
             self._counters.reads_refused += 1
             return False
-        found = self.log.hold(key) if self.log is not None else None
-        if found is None:
+        record = self.log.hold(key) if self.log is not None else None
+        if record is None:
             return False
-        step = ReadStep(read_id, key, found)
-        job = self._begin(step)
-        offset, inside = place_of(found)
-        self._shared.actions.append(ev.ReadExtent(job, self.number, offset, extent, found.length, inside))
-        self._reads.add(step, deadline_ns)
+        step = ReadStep(read_id, key, record)
+        job = self._begin_job(step)
+        offset, inside = place_of(record)
+        self._shared.actions.append(ev.ReadExtent(job, self.number, offset, extent, record.length, inside))
+        self._reads.add_read(step, deadline_ns)
         self._counters.reads += 1
         return True
 
-    def remove(self, key: bytes, now_ns: int) -> bool:
+    def remove_record(self, key: bytes, now_ns: int) -> bool:
         """Forget a record."""
         if self.log is None or not self.log.remove(key):
             return False
-        self.pump(now_ns)
+        self.pump_log(now_ns)
         return True
 
-    def purge(self, now_ns: int) -> None:
+    def remove_all(self, now_ns: int) -> None:
         """Forget everything."""
-        self.pump(now_ns)
+        self.pump_log(now_ns)
         if self.log is not None:
             self.log.purge()
             self.log.take_evicted()  # the caller knows
-            self.pump(now_ns)
+            self.pump_log(now_ns)
 
-    def close(self, now_ns: int) -> None:
+    def close_log(self, now_ns: int) -> None:
         """Write the open segment's footer: a restart need not read all of it."""
         if self.log is not None:
             self.log.close_open()
-            self.pump(now_ns)
+            self.pump_log(now_ns)
 
     # -- what ends
 
-    def handle(self, done: DiskDone, now_ns: int) -> None:
+    def handle(self, result: DiskDone, now_ns: int) -> None:
         """A job has come to its end."""
-        check(done.job in self._jobs, "no such job is under way")
-        step = self._jobs.pop(done.job)
-        self._counters.device_errors += not done.ok
+        check(result.job in self._jobs, "no such job is under way")
+        step = self._jobs.pop(result.job)
+        self._counters.device_errors += not result.ok
         if self.log is None:
-            self._ended_after_loss(step, done)
+            self._ended_after_loss(step, result)
             return
-        had_no_room = self._room.ended(step, done, now_ns)
+        had_no_room = self._room.on_job_end(step, result, now_ns)
         if not had_no_room:
-            self._failures = 0 if done.ok else self._failures + 1
+            self._failures = 0 if result.ok else self._failures + 1
         match step:
             case CommandStep(command) if not had_no_room:
-                self.log.finish_command(command, done.ok)
+                self.log.finish_command(command, result.ok)
             case WriteStep(ticket) | MoveWrite(ticket):
-                self.log.finish_record(ticket, done.ok)
+                self.log.finish_record(ticket, result.ok)
             case ReadStep():
-                self._read_ended(self.log, step, done)
+                self._on_read_end(self.log, step, result)
             case MoveRead():
-                self._move_read(self.log, step, done, now_ns)
+                self._move_read(self.log, step, result, now_ns)
             case CheckStep():
-                self._checked(self.log, step, done, now_ns)
-        self.pump(now_ns)
+                self._on_check_read(self.log, step, result, now_ns)
+        self.pump_log(now_ns)
         if self._failures >= self._config.failures_max or self.log.broken:
-            self._lose(done.why)
+            self._lose_disk(result.why)
 
-    def tick(self, now_ns: int) -> None:
+    def advance_time(self, now_ns: int) -> None:
         """Time has passed."""
         for read_id in self._reads.take_late(now_ns):
             self._counters.reads_late += 1
             self._shared.outcomes.append(ev.ReadEnded(read_id, False, "late", extent_free=False))
-        self._room.tick(now_ns)
+        self._room.retry_due(now_ns)
         if self.log is not None:
             self._begin_due(now_ns)
             self._check_next(self.log, now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`tick` has something to do."""
+        """When :meth:`advance_time` has something to do."""
         times = [self._reads.next_deadline_ns, self._room.next_deadline_ns]
         if self._check.verification is not None and self._check.job is None:
             times.append(self._check.after_ns)
-        return min((at for at in times if at is not None), default=None)
+        return min((due_ns for due_ns in times if due_ns is not None), default=None)
 
-    def _read_ended(self, log: SegmentLog, step: ReadStep, done: DiskDone) -> None:
-        self._reads.pop(step)
-        log.let_go(step.found.segment)
-        name = name_if_same(log, step.key, step.found, done)
+    def _on_read_end(self, log: SegmentLog, step: ReadStep, result: DiskDone) -> None:
+        self._reads.remove_read(step)
+        log.let_go(step.record.segment)
+        name = name_if_same(log, step.key, step.record, result)
         if name is None:
-            self._forget(log, step.key, step.found)
-        if step.ended:
+            self._forget_record(log, step.key, step.record)
+        if step.has_ended:
             self._shared.outcomes.append(ev.ExtentFree(step.id))
         elif name is not None:
             self._counters.reads_ok += 1
-            self._counters.read_bytes += step.found.length
+            self._counters.read_bytes += step.record.length
             self._shared.outcomes.append(ev.ReadEnded(step.id, True, name=name))
         else:
-            self._counters.reads_failed += not done.ok
-            self._counters.reads_damaged += done.ok
-            self._shared.outcomes.append(ev.ReadEnded(step.id, False, "damaged" if done.ok else done.why or "failed"))
+            self._counters.reads_failed += not result.ok
+            self._counters.reads_damaged += result.ok
+            self._shared.outcomes.append(
+                ev.ReadEnded(step.id, False, "damaged" if result.ok else result.why or "failed")
+            )
 
-    def _forget(self, log: SegmentLog, key: bytes, found: Found) -> None:
+    def _forget_record(self, log: SegmentLog, key: bytes, record: Found) -> None:
         """The record can't be read, or is not what was written: unless another has taken its place, it goes."""
-        there = log.look(key)
-        if there is not None and there.head_offset == found.head_offset and log.remove(key):
+        current = log.look(key)
+        if current is not None and current.head_offset == record.head_offset and log.remove(key):
             self._shared.outcomes.append(ev.Dropped(key))
 
     # -- moves
 
     def _start_move(self, log: SegmentLog, now_ns: int) -> None:
         command, key = self._moves.popleft()
-        found = log.hold(key, False)
-        if found is None or not self._shared.budget.has(record_bytes(found.length), now_ns):
-            if found is not None:
-                log.let_go(found.segment)
+        record = log.hold(key, False)
+        if record is None or not self._shared.budget.allows_bytes(record_bytes(record.length), now_ns):
+            if record is not None:
+                log.let_go(record.segment)
             self._counters.moves_refused += 1
             log.finish_command(command, False)
             return
         self._moving += 1
-        job = self._begin(MoveRead(command, key, found))
-        offset, inside = place_of(found)
-        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, found.length, inside, keep=True))
+        job = self._begin_job(MoveRead(command, key, record))
+        offset, inside = place_of(record)
+        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, record.length, inside, keep=True))
 
-    def _move_read(self, log: SegmentLog, step: MoveRead, done: DiskDone, now_ns: int) -> None:
-        log.let_go(step.found.segment)
-        name = name_if_same(log, step.key, step.found, done)
+    def _move_read(self, log: SegmentLog, step: MoveRead, result: DiskDone, now_ns: int) -> None:
+        log.let_go(step.record.segment)
+        name = name_if_same(log, step.key, step.record, result)
         ticket = log.place_moved(step.command, name) if name is not None else None
         if name is None or ticket is None:
             self._moving -= 1
             self._counters.moves_refused += 1
-            self._shared.actions.append(ev.DropRecord(self.number, done.job))
+            self._shared.actions.append(ev.DropRecord(self.number, result.job))
             if name is None:
-                self._forget(log, step.key, step.found)
+                self._forget_record(log, step.key, step.record)
             log.finish_command(step.command, False)
             return
         move = MoveWrite(ticket.id, step.command)
         self._tickets[ticket.id] = move
-        job = self._begin(move)
-        self._shared.actions += actions_of_move(log, self.number, job, ticket, name, done, step.found.length)
-        self._shared.charge(ticket.pages * PAGE_BYTES, now_ns)
+        job = self._begin_job(move)
+        self._shared.actions += actions_of_move(log, self.number, job, ticket, name, result, step.record.length)
+        self._shared.charge_bytes(ticket.pages * PAGE_BYTES, now_ns)
 
     # -- verification
 
-    def verify(self, verification: Verification, now_ns: int) -> None:
+    def verify_records(self, verification: Verification, now_ns: int) -> None:
         """Read every record that is here now, one at a time, and compare."""
         if self.log is not None:
-            self._check.start(verification, self.log, now_ns)
+            self._check.start_check(verification, self.log, now_ns)
             self._check_next(self.log, now_ns)
 
     def _check_next(self, log: SegmentLog, now_ns: int) -> None:
         if not self._check.is_due(now_ns, callers_read=bool(self._reads)):
             return
-        held = self._check.hold_next(log)
-        if held is None:
+        next_record = self._check.hold_next(log)
+        if next_record is None:
             return
-        key, found = held
-        self._check.job = job = self._begin(CheckStep(key, found))
-        offset, inside = place_of(found)
-        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, found.length, inside, keep=False))
+        key, record = next_record
+        self._check.job = job = self._begin_job(CheckStep(key, record))
+        offset, inside = place_of(record)
+        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, record.length, inside, keep=False))
 
-    def _checked(self, log: SegmentLog, step: CheckStep, done: DiskDone, now_ns: int) -> None:
-        log.let_go(step.found.segment)
-        verification = self._check.ended(now_ns)
+    def _on_check_read(self, log: SegmentLog, step: CheckStep, result: DiskDone, now_ns: int) -> None:
+        log.let_go(step.record.segment)
+        verification = self._check.finish_record(now_ns)
         self._counters.checked += 1
-        if name_if_same(log, step.key, step.found, done) is not None:
-            verification.note_good(step.found.length)
+        if name_if_same(log, step.key, step.record, result) is not None:
+            verification.note_good(step.record.length)
         else:
-            verification.note_bad(step.key, step.found.length, readable=done.ok)
-            self._forget(log, step.key, step.found)
+            verification.note_bad(step.key, step.record.length, readable=result.ok)
+            self._forget_record(log, step.key, step.record)
         self._check_next(log, now_ns)
 
     # -- the log
 
-    def pump(self, now_ns: int) -> None:
+    def pump_log(self, now_ns: int) -> None:
         """Take what the log has to say, until it has nothing more."""
         log = self.log
         while log is not None:
-            commands, ended = log.take_commands(), log.take_ended()
+            commands, ended_tickets = log.take_commands(), log.take_ended()
             for command, kind, offset, data in commands:
                 if kind == _MOVE:
                     self._moves.append((command, data))
                     continue
-                self._room.add(CommandStep(command, offset, data if kind == _WRITE else None))
+                self._room.add_command(CommandStep(command, offset, data if kind == _WRITE else None))
             self._begin_due(now_ns)
-            for ticket, published in ended:
+            for ticket, published in ended_tickets:
                 self._ticket_ended(log, ticket, published)
             moved = bool(self._moves) and self._moving < self._config.moves_max and not self.is_full
             if moved:
                 self._start_move(log, now_ns)
-            if not (commands or ended or moved):
+            if not (commands or ended_tickets or moved):
                 break
         if log is not None and (evicted := log.take_evicted()):
             self._shared.outcomes.append(ev.Dropped(evicted))
 
     def _begin_due(self, now_ns: int) -> None:
         for step in self._room.take_due():
-            self._shared.actions.append(step.action(self._begin(step), self.number))
-            self._shared.charge(len(step.data or b""), now_ns)
+            self._shared.actions.append(step.disk_action(self._begin_job(step), self.number))
+            self._shared.charge_bytes(len(step.data or b""), now_ns)
 
     def _ticket_ended(self, log: SegmentLog, ticket: int, published: bool) -> None:
         step = self._tickets.pop(ticket)
@@ -496,7 +500,7 @@ class Disk:
 
     # -- the loss of the disk
 
-    def _lose(self, why: str) -> None:
+    def _lose_disk(self, why: str) -> None:
         log = self.log
         assert log is not None
         keys, self.log = log.keys(), None
@@ -517,13 +521,13 @@ class Disk:
                 if isinstance(step, WriteStep):
                     self._write_ended(step.key, False)
         self._moves.clear()
-        self._room.forget()
-        self._check.stop()
+        self._room.drop_commands()
+        self._check.stop_check()
 
-    def _ended_after_loss(self, step: object, done: DiskDone) -> None:
+    def _ended_after_loss(self, step: object, result: DiskDone) -> None:
         match step:
             case ReadStep():
-                self._reads.pop(step)
+                self._reads.remove_read(step)
                 self._shared.outcomes.append(ev.ExtentFree(step.id))
             case WriteStep(ticket, key):
                 del self._tickets[ticket]
@@ -531,11 +535,11 @@ class Disk:
             case MoveWrite(ticket):
                 del self._tickets[ticket]
             case MoveRead():
-                self._shared.actions.append(ev.DropRecord(self.number, done.job))
+                self._shared.actions.append(ev.DropRecord(self.number, result.job))
 
     # -- the rest
 
-    def _begin(self, step: Step) -> int:
+    def _begin_job(self, step: Step) -> int:
         job = self._shared.next_job(self.number)
         self._jobs[job] = step
         return job

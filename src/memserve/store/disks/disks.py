@@ -57,46 +57,46 @@ class Disks:
         return any(disk.log is not None and key in disk.log for disk in self._live)
 
     def __len__(self) -> int:
-        return sum(len(log) for log in self._logs())
+        return sum(len(log) for log in self._live_logs())
 
-    def prefix(self, keys: bytes) -> int:
+    def prefix_length(self, keys: bytes) -> int:
         """How many of the keys, 16 bytes each, are here from the first on."""
-        logs = self._logs()
+        logs = self._live_logs()
         return logs[0].prefix(keys) if len(logs) == 1 else SegmentLog.prefix_of_any(logs, keys)
 
-    def keys(self) -> bytes:
+    def all_keys(self) -> bytes:
         """All of them, one behind the other, in no order."""
-        return b"".join(log.keys() for log in self._logs())
+        return b"".join(log.keys() for log in self._live_logs())
 
-    def find(self, key: bytes) -> DiskRecord | None:
+    def find_record(self, key: bytes) -> DiskRecord | None:
         """What is known of a value without reading it. No hit."""
-        for log in self._logs():
-            found = log.look(key)
-            if found is not None:
-                return DiskRecord(found.length, found.scope, found.seal, found.name_bytes)
+        for log in self._live_logs():
+            record = log.look(key)
+            if record is not None:
+                return DiskRecord(record.length, record.scope, record.seal, record.name_bytes)
         return None
 
     # -- writing
 
-    def wants(self, key: bytes, nbytes: int, now_ns: int, *, bypass: bool = False) -> bool:
+    def wants_value(self, key: bytes, nbytes: int, now_ns: int, *, bypass: bool = False) -> bool:
         """Whether a value should be written. Counts as one request of this key: call it whenever the value was put or
         asked for.
 
         Admitted are keys that were asked for before; all keys with ``bypass``, with ``admission="all"``, and while
         there is space on the disk that nothing lies on. The day's budget and back pressure hold for all of them.
         """
-        known = self._frequency.note(key) > 0
+        was_requested = self._frequency.note(key) > 0
         disk = self._disk_for(key)
         if disk is None or key in self or self._is_writing(key):
             return False
         if not self._has_room(disk, nbytes, now_ns, name_bytes=0):
             return False
-        if known or bypass or self.config.admission == "all" or disk.has_unused_space:
+        if was_requested or bypass or self.config.admission == "all" or disk.has_unused_space:
             return True
         self._shared.counters.refused_seldom += 1
         return False
 
-    def write(
+    def write_value(
         self, key: bytes, offset: int, length: int, now_ns: int, *, scope: int = 0, seal: int = 0, name: bytes = b""
     ) -> bool:
         """Begin to write the extent at ``offset``. False: not taken. True: the extent stays as it is, and referenced,
@@ -110,7 +110,7 @@ class Disks:
             return False
         if not self._has_room(disk, length, now_ns, name_bytes=len(name)):
             return False
-        if not disk.write(key, offset, length, now_ns, scope, seal, name):
+        if not disk.write_record(key, offset, length, now_ns, scope, seal, name):
             self._shared.counters.refused_room += 1
             return False
         return True
@@ -125,7 +125,7 @@ class Disks:
             counters.refused_room += 1
         elif disk.is_busy:
             counters.refused_busy += 1
-        elif not self._shared.budget.has(record_bytes(nbytes, name_bytes), now_ns):
+        elif not self._shared.budget.allows_bytes(record_bytes(nbytes, name_bytes), now_ns):
             counters.refused_budget += 1
         else:
             return True
@@ -133,7 +133,7 @@ class Disks:
 
     # -- reading
 
-    def read(self, key: bytes, offset: int, now_ns: int, deadline_ns: int | None = None) -> int | None:
+    def read_value(self, key: bytes, offset: int, now_ns: int, deadline_ns: int | None = None) -> int | None:
         """Begin to read a value into the extent at ``offset``; returns the read's id. None: it is not here, or too
         much is under way, or the disk is late with another read.
 
@@ -145,26 +145,26 @@ class Disks:
             return None
         read_id = self._next_id
         deadline_ns = now_ns + self.config.read_deadline_ns if deadline_ns is None else deadline_ns
-        if not disk.read(read_id, key, offset, now_ns, deadline_ns):
+        if not disk.read_record(read_id, key, offset, now_ns, deadline_ns):
             return None
         self._next_id += 1
         return read_id
 
     # -- forgetting
 
-    def remove(self, key: bytes, now_ns: int = 0) -> bool:
+    def remove_value(self, key: bytes, now_ns: int = 0) -> bool:
         """Forget a value, also one that is being written. False: there is none. See :attr:`removals_written`."""
-        return sum(disk.remove(key, now_ns) for disk in self._live) > 0
+        return sum(disk.remove_record(key, now_ns) for disk in self._live) > 0
 
-    def purge(self, now_ns: int = 0) -> None:
-        """Forget everything, for good once :attr:`idle`."""
+    def remove_all(self, now_ns: int = 0) -> None:
+        """Forget everything, for good once :attr:`is_idle`."""
         for disk in self._live:
-            disk.purge(now_ns)
+            disk.remove_all(now_ns)
 
     @property
     def removals_written(self) -> bool:
         """A restart knows of all removals, and of all that was dropped for its space."""
-        return all(log.removals_written for log in self._logs())
+        return all(log.removals_written for log in self._live_logs())
 
     @property
     def removals_wait_for_room(self) -> bool:
@@ -173,7 +173,7 @@ class Disks:
 
     # -- verification
 
-    def verify(self, now_ns: int) -> int:
+    def start_verification(self, now_ns: int) -> int:
         """Read every record that is here now and compare it, one at a time on each disk, while callers read only now
         and then; returns the id of the ``Verified`` to come. What does not match is forgotten. One runs at a time: a
         second call returns the id of the first."""
@@ -181,7 +181,7 @@ class Disks:
             self._verification = Verification(self._next_id)
             self._next_id += 1
             for disk in self._live:
-                disk.verify(self._verification, now_ns)
+                disk.verify_records(self._verification, now_ns)
         verification_id = self._verification.id
         self._end_verification()
         return verification_id
@@ -192,12 +192,19 @@ class Disks:
         return self._verification.records if self._verification is not None else 0
 
     def _end_verification(self) -> None:
-        done = self._verification
-        if done is None or any(disk.verifying for disk in self._disks):
+        verification = self._verification
+        if verification is None or any(disk.is_verifying for disk in self._disks):
             return
         self._verification = None
-        keys = b"".join(done.keys)
-        outcome = Verified(done.id, done.records, done.payload_bytes, done.damaged, done.unread, keys)
+        keys = b"".join(verification.keys)
+        outcome = Verified(
+            verification.id,
+            verification.records,
+            verification.payload_bytes,
+            verification.damaged,
+            verification.unread,
+            keys,
+        )
         self._shared.outcomes.append(outcome)
 
     # -- the host
@@ -211,16 +218,16 @@ class Disks:
             self._find_live()
         self._end_verification()
 
-    def tick(self, now_ns: int) -> None:
+    def advance_time(self, now_ns: int) -> None:
         """Time has passed: late reads end."""
         for disk in self._disks:
-            disk.tick(now_ns)
+            disk.advance_time(now_ns)
         self._end_verification()
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`tick` has something to do."""
-        return min((at for disk in self._disks if (at := disk.next_deadline_ns) is not None), default=None)
+        """When :meth:`advance_time` has something to do."""
+        return min((due_ns for disk in self._disks if (due_ns := disk.next_deadline_ns) is not None), default=None)
 
     def take_actions(self) -> list[DiskAction]:
         """What the host has to do, in this order."""
@@ -233,14 +240,14 @@ class Disks:
         return outcomes
 
     def close(self, now_ns: int) -> None:
-        """An orderly end: footers are written. It is over when :attr:`idle`."""
+        """An orderly end: footers are written. It is over when :attr:`is_idle`."""
         for disk in self._live:
-            disk.close(now_ns)
+            disk.close_log(now_ns)
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """No job is under way."""
-        return all(disk.idle for disk in self._disks)
+        return all(disk.is_idle for disk in self._disks)
 
     # -- facts
 
@@ -252,7 +259,7 @@ class Disks:
     @property
     def nbytes(self) -> int:
         """Memory of indexes and sketch."""
-        return sum(log.nbytes for log in self._logs()) + self._frequency.nbytes
+        return sum(log.nbytes for log in self._live_logs()) + self._frequency.nbytes
 
     @property
     def write_amplification(self) -> float:
@@ -267,7 +274,7 @@ class Disks:
         counts["records"], counts["disks"] = len(self), len(self._live)
         counts["disks_full"] = sum(disk.is_full for disk in self._live)
         for name in ("records_evicted", "records_recovered", "records_torn"):
-            counts[name] = sum(log.counters()[name] for log in self._logs())
+            counts[name] = sum(log.counters()[name] for log in self._live_logs())
         return counts
 
     def check_invariants(self) -> None:
@@ -275,7 +282,7 @@ class Disks:
         for disk in self._disks:
             disk.check_invariants()
         check(self._live == [disk for disk in self._disks if disk.log is not None], "a lost disk is asked")
-        check(self._verification is not None or not any(disk.verifying for disk in self._disks), "two verifications")
+        check(self._verification is not None or not any(disk.is_verifying for disk in self._disks), "two verifications")
 
     # -- disks that are not lost
 
@@ -283,12 +290,12 @@ class Disks:
         self._live = [disk for disk in self._disks if disk.log is not None]
         self._ends = list(accumulate(disk.disk_bytes for disk in self._live))
 
-    def _logs(self) -> list[SegmentLog]:
+    def _live_logs(self) -> list[SegmentLog]:
         return [disk.log for disk in self._live if disk.log is not None]
 
     def _disk_for(self, key: bytes) -> Disk | None:
         """The disk that a new value goes to: each has a part of the keys' range as large as itself."""
         if not self._live:
             return None
-        at = int.from_bytes(key[:8], "little") * self._ends[-1] >> 64
-        return self._live[bisect_right(self._ends, at)]
+        position = int.from_bytes(key[:8], "little") * self._ends[-1] >> 64
+        return self._live[bisect_right(self._ends, position)]

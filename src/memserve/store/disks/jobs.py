@@ -67,13 +67,13 @@ class RecordsToCheck:
         self.after_ns = 0
         self._pause_ns = pause_ns
         self._keys = b""
-        self._at = 0
+        self._offset = 0
 
-    def start(self, verification: Verification, log: SegmentLog, now_ns: int) -> None:
+    def start_check(self, verification: Verification, log: SegmentLog, now_ns: int) -> None:
         """All records that are here now are to be checked."""
-        self.verification, self._keys, self._at, self.after_ns = verification, log.keys(), 0, now_ns
+        self.verification, self._keys, self._offset, self.after_ns = verification, log.keys(), 0, now_ns
 
-    def stop(self) -> None:
+    def stop_check(self) -> None:
         """The disk is lost, or all is done."""
         self.verification, self.job, self._keys = None, None, b""
 
@@ -83,16 +83,16 @@ class RecordsToCheck:
 
     def hold_next(self, log: SegmentLog) -> tuple[bytes, Found] | None:
         """The next record that is here still, held. None: that was all."""
-        while self._at < len(self._keys):
-            key = self._keys[self._at : self._at + KEY_BYTES]
-            self._at += KEY_BYTES
-            found = log.hold(key, False)
-            if found is not None:
-                return key, found
-        self.stop()
+        while self._offset < len(self._keys):
+            key = self._keys[self._offset : self._offset + KEY_BYTES]
+            self._offset += KEY_BYTES
+            record = log.hold(key, False)
+            if record is not None:
+                return key, record
+        self.stop_check()
         return None
 
-    def ended(self, now_ns: int) -> Verification:
+    def finish_record(self, now_ns: int) -> Verification:
         """The record under way has been read; returns where to note it."""
         assert self.verification is not None
         self.job, self.after_ns = None, now_ns + self._pause_ns
@@ -113,26 +113,21 @@ class WriteBudget:
         self._level = self.burst_bytes * DAY_NS  # in bytes times DAY_NS: nothing is lost to rounding
         self._at_ns: int | None = None
 
-    def has(self, nbytes: int, now_ns: int) -> bool:
+    def allows_bytes(self, nbytes: int, now_ns: int) -> bool:
         """Whether ``nbytes`` may be written now."""
         if self.bytes_per_day == 0:
             return True
-        self._fill(now_ns)
+        self._refill_bucket(now_ns)
         return self._level >= nbytes * DAY_NS
 
-    def charge(self, nbytes: int, now_ns: int) -> None:
+    def charge_bytes(self, nbytes: int, now_ns: int) -> None:
         """``nbytes`` are written, allowed or not: heads and footers can't be refused, and are owed."""
         if self.bytes_per_day == 0:
             return
-        self._fill(now_ns)
+        self._refill_bucket(now_ns)
         self._level -= nbytes * DAY_NS
 
-    def bytes_left(self, now_ns: int) -> int:
-        """What may be written now; below 0: owed."""
-        self._fill(now_ns)
-        return self._level // DAY_NS
-
-    def _fill(self, now_ns: int) -> None:
+    def _refill_bucket(self, now_ns: int) -> None:
         if self._at_ns is not None and now_ns > self._at_ns:
             gained = (now_ns - self._at_ns) * (self.bytes_per_day - self.burst_bytes)
             self._level = min(self.burst_bytes * DAY_NS, self._level + gained)
@@ -160,10 +155,10 @@ class DiskContext:
         """The disk of a job."""
         return job % self.disks
 
-    def charge(self, nbytes: int, now_ns: int) -> None:
+    def charge_bytes(self, nbytes: int, now_ns: int) -> None:
         """Bytes that a disk is told to write."""
         self.counters.disk_bytes_written += nbytes
-        self.budget.charge(nbytes, now_ns)
+        self.budget.charge_bytes(nbytes, now_ns)
 
 
 @dataclass(slots=True)
@@ -175,7 +170,7 @@ class CommandStep:
     data: bytes | None = None
     """None: a sync."""
 
-    def action(self, job: int, disk: int) -> DiskAction:
+    def disk_action(self, job: int, disk: int) -> DiskAction:
         """What the host has to do for it."""
         return SyncDisk(job, disk) if self.data is None else WritePages(job, disk, self.offset, self.data)
 
@@ -194,8 +189,8 @@ class ReadStep:
 
     id: int
     key: bytes
-    found: Found
-    ended: bool = False
+    record: Found
+    has_ended: bool = False
 
 
 @dataclass(slots=True)
@@ -204,7 +199,7 @@ class MoveRead:
 
     command: int
     key: bytes
-    found: Found
+    record: Found
 
 
 @dataclass(slots=True)
@@ -220,27 +215,27 @@ class CheckStep:
     """A verification's read."""
 
     key: bytes
-    found: Found
+    record: Found
 
 
 Step = CommandStep | WriteStep | ReadStep | MoveRead | MoveWrite | CheckStep
 
 
-def place_of(found: Found) -> tuple[int, int]:
+def place_of(record: Found) -> tuple[int, int]:
     """Where a record's head lies on the disk, and where in the head's page its payload begins; 0: behind that page."""
-    inside = found.offset - found.head_offset
-    return found.head_offset, inside if inside < PAGE_BYTES else 0
+    inside = record.offset - record.head_offset
+    return record.head_offset, inside if inside < PAGE_BYTES else 0
 
 
 def actions_of_move(
-    log: SegmentLog, disk: int, job: int, ticket: Ticket, name: bytes, done: DiskDone, length: int
+    log: SegmentLog, disk: int, job: int, ticket: Ticket, name: bytes, result: DiskDone, length: int
 ) -> list[DiskAction]:
-    """What writes the record that ``done`` has read to where it moves."""
+    """What writes the record that ``result`` has read to where it moves."""
     if ticket.pages > 1:
-        return [WriteRecord(job, disk, ticket.offset, log.head(ticket.id, name), done.job, length)]
-    at = SegmentLog.HEAD_BYTES + len(name)
-    page = log.head(ticket.id, name, done.head[at : at + length])
-    return [DropRecord(disk, done.job), WritePages(job, disk, ticket.offset, page)]
+        return [WriteRecord(job, disk, ticket.offset, log.head(ticket.id, name), result.job, length)]
+    payload_start = SegmentLog.HEAD_BYTES + len(name)
+    page = log.head(ticket.id, name, result.head[payload_start : payload_start + length])
+    return [DropRecord(disk, result.job), WritePages(job, disk, ticket.offset, page)]
 
 
 def record_bytes(length: int, name_bytes: int = 0) -> int:
@@ -249,11 +244,11 @@ def record_bytes(length: int, name_bytes: int = 0) -> int:
     return PAGE_BYTES * (1 + (0 if in_head else ceil_div(length, PAGE_BYTES)))
 
 
-def name_if_same(log: SegmentLog, key: bytes, found: Found, done: DiskDone) -> bytes | None:
+def name_if_same(log: SegmentLog, key: bytes, record: Found, result: DiskDone) -> bytes | None:
     """The name of the record that was read. None: it is not the one that was written, or could not be read."""
-    head = log.read_head(done.head) if done.ok and len(done.head) == PAGE_BYTES else None
+    head = log.read_head(result.head) if result.ok and len(result.head) == PAGE_BYTES else None
     if head is None:
         return None
     head_key, length, scope, name, seal = head
-    same = (head_key, length, scope, seal) == (key, found.length, found.scope, found.seal)
-    return name if same and done.seal == seal else None
+    same = (head_key, length, scope, seal) == (key, record.length, record.scope, record.seal)
+    return name if same and result.seal == seal else None

@@ -60,11 +60,11 @@ class BounceMemory:
         """Where most single pages lie: worth making known to the kernel."""
         whole = memoryview(self._arena).cast("B")
         self._idle: dict[int, list[Bounce]] = {PAGE_BYTES: []}
-        for at in range(0, _PAGES * PAGE_BYTES, PAGE_BYTES):
-            page = Bounce(self._arena.address + at, whole[at : at + PAGE_BYTES], self._arena)
+        for offset in range(0, _PAGES * PAGE_BYTES, PAGE_BYTES):
+            page = Bounce(self._arena.address + offset, whole[offset : offset + PAGE_BYTES], self._arena)
             self._idle[PAGE_BYTES].append(page)
 
-    def take(self, nbytes: int) -> Bounce:
+    def take_piece(self, nbytes: int) -> Bounce:
         """At least ``nbytes``, what they hold is left over from before."""
         size = PAGE_BYTES
         while size < nbytes:
@@ -75,7 +75,7 @@ class BounceMemory:
         arena = _core.Arena(size)
         return Bounce(arena.address, memoryview(arena).cast("B"), arena)
 
-    def give(self, bounce: Bounce | None) -> None:
+    def return_piece(self, bounce: Bounce | None) -> None:
         """It is used no more. None: nothing was."""
         if bounce is None:
             return
@@ -142,7 +142,7 @@ class DiskHost:
     def read_curve(self) -> CopyCurve | None:
         """What reading the disks takes, by a few reads now; see :func:`measured_curve`. Before :meth:`start`."""
         disks = [(file.path, file.log) for file in self._files]
-        return measured_curve(disks, lambda path: self._queue(path, []))
+        return measured_curve(disks, lambda path: self._open_queue(path, []))
 
     def start(
         self, post: Post, address: int, nbytes: int, unit_bytes: int, *, make_queue: MakeQueue | None = None
@@ -152,26 +152,26 @@ class DiskHost:
         ``post`` is called from the disks' threads and must not raise. Raises :class:`UserError`.
         """
         extents = Extents(address, nbytes, unit_bytes)
-        make = make_queue or self._queue
+        make = make_queue or self._open_queue
         self._workers = [_Worker(number, file, extents, post, make) for number, file in enumerate(self._files)]
         for worker in self._workers:
             worker.start()
 
-    def perform(self, action: DiskAction) -> None:
+    def perform_action(self, action: DiskAction) -> None:
         """Begin with a job; never waits for the disk. Not after :meth:`close`."""
-        self._workers[action.disk].perform(action)
+        self._workers[action.disk].enqueue_action(action)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """End when every job has ended. False: after ``timeout_s`` a disk still uses the arena."""
         for worker in self._workers:
-            worker.stop()
-        ended = [worker.join(timeout_s) for worker in self._workers]
+            worker.request_stop()
+        joined = [worker.join_thread(timeout_s) for worker in self._workers]
         if not self._workers:
             for file in self._files:
                 file.close()
-        return all(ended)
+        return all(joined)
 
-    def _queue(self, path: str, memory: list[tuple[int, int]]) -> Queue:
+    def _open_queue(self, path: str, memory: list[tuple[int, int]]) -> Queue:
         return _core.DiskQueue(path, 0, self.depth, engine=self.engine, memory=memory)
 
 
@@ -195,30 +195,32 @@ class _Worker:
     def __init__(self, number: int, file: DiskFile, extents: Extents, post: Post, make_queue: MakeQueue) -> None:
         self._file, self._extents, self._post = file, extents, post
         self._memory = BounceMemory()
-        known = [(extents.address, extents.nbytes), self._memory.pages] if extents.nbytes else [self._memory.pages]
+        memory_ranges = (
+            [(extents.address, extents.nbytes), self._memory.pages] if extents.nbytes else [self._memory.pages]
+        )
         try:
-            self._queue: Queue | None = make_queue(str(file.path), known)
+            self._queue: Queue | None = make_queue(str(file.path), memory_ranges)
         except OSError as error:
             raise UserError(f"cannot use {file.path}: {error.strerror}", hint="--ssd DIR=SIZE", param="ssd") from None
         self._inbox: deque[DiskAction] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._running: dict[int, _Running] = {}
-        self._kept: dict[int, Bounce | None] = {}
+        self._kept_payloads: dict[int, Bounce | None] = {}
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=f"memserve-disk-{number}", daemon=True)
+        self._thread = threading.Thread(target=self._run_worker, name=f"memserve-disk-{number}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def perform(self, action: DiskAction) -> None:
+    def enqueue_action(self, action: DiskAction) -> None:
         self._inbox.append(action)
         os.eventfd_write(self._wake, 1)
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         self._stopping = True
         os.eventfd_write(self._wake, 1)
 
-    def join(self, timeout_s: float) -> bool:
+    def join_thread(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning("%s has not ended what is under way after %g s", self._file.path, timeout_s)
@@ -228,7 +230,7 @@ class _Worker:
 
     # -- the thread
 
-    def _run(self) -> None:
+    def _run_worker(self) -> None:
         queue = self._queue
         assert queue is not None
         poll = select.poll()
@@ -239,31 +241,31 @@ class _Worker:
             if any(fd == self._wake for fd, _ in ready):
                 os.eventfd_read(self._wake)
             while self._inbox:
-                self._begin(queue, self._inbox.popleft())
+                self._begin_job(queue, self._inbox.popleft())
             for tag, error in queue.take():
                 self._part_ended(tag, error)
         self._queue = queue = None
         self._file.close()
 
-    def _begin(self, queue: Queue, action: DiskAction) -> None:
+    def _begin_job(self, queue: Queue, action: DiskAction) -> None:
         match action:
             case ev.ForgetDisk(_, why):
                 log.error("the disk in %s is lost (%s): its values are forgotten", self._file.folder, why)
-                self._file.forget()
+                self._file.erase_file()
                 return
             case ev.DropRecord(_, source):
-                self._memory.give(self._kept.pop(source, None))
+                self._memory.return_piece(self._kept_payloads.pop(source, None))
                 return
         self._running[action.job] = running = _Running(action, action.job)
         try:
-            self._submit(queue, running)
+            self._submit_operations(queue, running)
         except Exception:  # a job always has an end: the machine counts on it
             log.exception("a job on %s cannot be begun", self._file.path)
             running.error = errno.EINVAL
             if running.parts == 0:
-                self._finish(running)
+                self._finish_job(running)
 
-    def _submit(self, queue: Queue, running: _Running) -> None:
+    def _submit_operations(self, queue: Queue, running: _Running) -> None:
         tag = _PARTS * running.job
         match running.action:
             case ev.WritePages(_, _, offset, data):
@@ -273,13 +275,13 @@ class _Worker:
                 queue.sync(tag)
                 running.parts = 1
             case ev.WriteExtent(_, _, offset, head, extent, length, inside):
-                running.head = page = self._memory.take(PAGE_BYTES)
+                running.head = page = self._memory.take_piece(PAGE_BYTES)
                 page.view[:] = head
                 source = self._extents.address + extent
                 if inside:
                     _copy(page.address + inside, source, length)
                 else:
-                    address = self._payload(running, extent, length)
+                    address = self._payload_address(running, extent, length)
                     if running.body is not None:
                         _copy(address, source, length)
                     queue.write(tag + 1, offset + PAGE_BYTES, address, _padded(length))
@@ -287,35 +289,35 @@ class _Worker:
                 queue.write(tag, offset, page.address, PAGE_BYTES)
                 running.parts += 1
             case ev.WriteRecord(_, _, offset, head, source, length):
-                running.head, running.body = self._memory.take(PAGE_BYTES), self._kept.pop(source)
+                running.head, running.body = self._memory.take_piece(PAGE_BYTES), self._kept_payloads.pop(source)
                 running.head.view[:] = head
                 queue.write(tag + 1, offset + PAGE_BYTES, _address(running.body), _padded(length))
                 running.parts = 1
                 queue.write(tag, offset, running.head.address, PAGE_BYTES)
                 running.parts = 2
             case ev.ReadExtent(_, _, offset, extent, length, inside):
-                address = 0 if inside else self._payload(running, extent, length)
-                self._read(queue, running, offset, address, length)
+                address = 0 if inside else self._payload_address(running, extent, length)
+                self._submit_read(queue, running, offset, address, length)
             case ev.ReadRecord(_, _, offset, length, inside, _):
                 if not inside:
-                    running.body = self._memory.take(_padded(length))
-                self._read(queue, running, offset, 0 if inside else _address(running.body), length)
+                    running.body = self._memory.take_piece(_padded(length))
+                self._submit_read(queue, running, offset, 0 if inside else _address(running.body), length)
 
-    def _read(self, queue: Queue, running: _Running, offset: int, address: int, length: int) -> None:
+    def _submit_read(self, queue: Queue, running: _Running, offset: int, address: int, length: int) -> None:
         """A record's head and, unless ``address`` is 0, the payload behind it."""
         tag = _PARTS * running.job
-        running.head = self._memory.take(PAGE_BYTES)
+        running.head = self._memory.take_piece(PAGE_BYTES)
         if address:
             queue.read(tag + 1, offset + PAGE_BYTES, address, _padded(length))
             running.parts = 1
         queue.read(tag, offset, running.head.address, PAGE_BYTES)
         running.parts += 1
 
-    def _payload(self, running: _Running, extent: int, length: int) -> int:
+    def _payload_address(self, running: _Running, extent: int, length: int) -> int:
         """Where whole pages of the payload are read or written."""
         if self._extents.in_place(extent, length):
             return self._extents.address + extent
-        running.body = self._memory.take(_padded(length))
+        running.body = self._memory.take_piece(_padded(length))
         return running.body.address
 
     def _part_ended(self, tag: int, error: int) -> None:
@@ -323,16 +325,16 @@ class _Worker:
         running.parts -= 1
         running.error = running.error or error
         if running.parts == 0:
-            self._finish(running)
+            self._finish_job(running)
 
-    def _finish(self, running: _Running) -> None:
+    def _finish_job(self, running: _Running) -> None:
         del self._running[running.job]
-        self._post(self._ended(running))
-        self._memory.give(running.head)
-        if running.job not in self._kept:
-            self._memory.give(running.body)
+        self._post(self._result_of(running))
+        self._memory.return_piece(running.head)
+        if running.job not in self._kept_payloads:
+            self._memory.return_piece(running.body)
 
-    def _ended(self, running: _Running) -> DiskDone:
+    def _result_of(self, running: _Running) -> DiskDone:
         if running.error:
             return DiskDone(running.job, False, why=errno.errorcode.get(running.error, str(running.error)))
         match running.action:
@@ -340,16 +342,16 @@ class _Worker:
                 assert running.head is not None
                 head, target = bytes(running.head.view), self._extents.address + extent
                 if not inside and running.body is None:
-                    return DiskDone(running.job, True, _seal(target, length), head)
+                    return DiskDone(running.job, True, _checksum_of(target, length), head)
                 source = running.head.address + inside if inside else _address(running.body)
-                return DiskDone(running.job, True, _copy_sealed(target, source, length), head)
+                return DiskDone(running.job, True, _copy_with_checksum(target, source, length), head)
             case ev.ReadRecord(_, _, _, length, inside, keep):
                 assert running.head is not None
                 head = bytes(running.head.view)
                 source = running.head.address + inside if inside else _address(running.body)
                 if keep:
-                    self._kept[running.job] = running.body
-                return DiskDone(running.job, True, _seal(source, length), head)
+                    self._kept_payloads[running.job] = running.body
+                return DiskDone(running.job, True, _checksum_of(source, length), head)
         return DiskDone(running.job, True)
 
 
@@ -367,9 +369,9 @@ def _copy(target: int, source: int, length: int) -> None:
         _core.copy_bytes(target, source, length)
 
 
-def _seal(address: int, length: int) -> int:
+def _checksum_of(address: int, length: int) -> int:
     return int(_core.seal_ranges(address, _NO_OFFSET, length)[0]) if length else 0
 
 
-def _copy_sealed(target: int, source: int, length: int) -> int:
+def _copy_with_checksum(target: int, source: int, length: int) -> int:
     return int(_core.copy_ranges_sealed(target, _NO_OFFSET, source, _NO_OFFSET, length)[0]) if length else 0

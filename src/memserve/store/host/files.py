@@ -3,12 +3,18 @@
 ``DIR/memserve-store.dat`` has exactly the size that was asked for, all of it taken at once, and is readable by its
 owner alone.
 
-Reads a little of each disk of a store that starts: :mod:`memserve.store.disks.speed` says what, and what follows.
-
 The cluster's secret beside a store's disks.
 
 What lies there is found by identities that are keyed with the secret: with another one nothing is found again. So the
 first folder of ``--ssd`` has a copy, for its owner alone, from which a server goes on that has no other.
+
+What reading a disk takes is found by a few reads of what lies on it when a store starts, and told to instances before
+their first fetch. Records of an earlier life are read, as many at once as a fetch reads::
+
+    when the n-th was there  =  start + byte * (bytes of the first n)
+
+Only records are read, because space that was never written comes from no device: a file system answers it with zeros.
+So of a disk without long records nothing is known, and nothing is told.
 """
 
 from __future__ import annotations
@@ -21,9 +27,9 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -33,12 +39,91 @@ from memserve import _core
 from memserve._core import SegmentLog
 from memserve.base.deployment import StoreOptions
 from memserve.base.errors import UserError
-from memserve.base.units import MIB, NS_PER_MS, NS_PER_S, flag_bytes, human_bytes
+from memserve.base.units import KIB, MIB, NS_PER_MS, NS_PER_S, ceil_div, flag_bytes, human_bytes
 from memserve.journal.folder import write_private
-from memserve.kv.costs import CopyCurve
+from memserve.kv.costs import CopyCurve, CostModel
 from memserve.kv.identity import kv_secret
 from memserve.store.disks.events import PAGE_BYTES, SYNC_CODES, DisksConfig, segments_of
-from memserve.store.disks.speed import MEASURE_NS, ReadArrived, ReadSpan, curve_of_disks, curve_of_reads, spans_to_read
+from memserve.store.disks.jobs import record_bytes
+
+MEASURE_NS = 150 * NS_PER_MS
+"""How long reads may take at a start, all disks side by side."""
+MEASURE_BYTES_MAX = 32 * MIB
+"""Read of each disk at most."""
+RECORDS_MIN, RECORDS_MAX = 4, 16
+RECORD_BYTES_MIN, RECORD_BYTES_MAX = 16 * KIB, 4 * MIB
+"""Shorter records tell nothing of blocks of KV; of longer ones so much is read."""
+_LOOKS = 256
+_PIECE_NS = CostModel().disk.piece_ns  # the store's own work for each block, which no read shows
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpan:
+    """Whole pages of a disk that begin with a record."""
+
+    offset: int
+    nbytes: int
+
+
+def spans_to_read(log: SegmentLog) -> list[ReadSpan]:
+    """Some records of the disk, far from each other. Empty: there are too few of them."""
+    keys, bytes_left = log.keys(), MEASURE_BYTES_MAX
+    spans: list[ReadSpan] = []
+    count = len(keys) // 16
+    for index in range(0, count, max(1, ceil_div(count, _LOOKS))):
+        record = log.look(keys[16 * index : 16 * index + 16])
+        if record is None or record.length < RECORD_BYTES_MIN:
+            continue
+        nbytes = min(record_bytes(record.length, record.name_bytes), PAGE_BYTES + RECORD_BYTES_MAX)
+        if nbytes <= bytes_left and len(spans) < RECORDS_MAX:
+            spans.append(ReadSpan(record.head_offset, nbytes))
+            bytes_left -= nbytes
+    return spans if len(spans) >= RECORDS_MIN else []
+
+
+@dataclass(frozen=True, slots=True)
+class ReadArrived:
+    """So many bytes were there after ``ns``."""
+
+    nbytes: int
+    ns: int
+
+
+def curve_of_reads(arrived: Sequence[ReadArrived], next_bytes: int, waited_ns: int) -> CopyCurve:
+    """The curve through what has come. ``next_bytes``: of the next record, which had not come after ``waited_ns``; 0:
+    all have come."""
+    points = list(arrived)
+    if next_bytes:
+        late = ReadArrived((points[-1].nbytes if points else 0) + next_bytes, waited_ns)
+        if not points or _line(points).ns(late.nbytes) < waited_ns:
+            points.append(late)
+    line = _line(points)
+    return CopyCurve(line.start_ns, _PIECE_NS, line.byte_ns)
+
+
+def _line(points: Sequence[ReadArrived]) -> CopyCurve:
+    """Least squares; neither coefficient is negative."""
+    count = len(points)
+    mean_bytes, mean_ns = sum(point.nbytes for point in points) / count, sum(point.ns for point in points) / count
+    spread = sum((point.nbytes - mean_bytes) ** 2 for point in points)
+    byte_ns = sum((point.nbytes - mean_bytes) * point.ns for point in points) / spread if spread else 0.0
+    start_ns = mean_ns - byte_ns * mean_bytes
+    if byte_ns <= 0 or start_ns < 0:
+        byte_ns = sum(point.nbytes * point.ns for point in points) / sum(point.nbytes**2 for point in points)
+        start_ns = 0.0
+    return CopyCurve(start_ns, 0.0, byte_ns)
+
+
+def curve_of_disks(disks: Sequence[tuple[int, CopyCurve]]) -> CopyCurve:
+    """Sizes and curves of all disks of a store: a fetch reads each of them for a share of its blocks as large as the
+    disk's share of the space, side by side, and waits for the last."""
+    total = sum(nbytes for nbytes, _ in disks)
+    return CopyCurve(
+        max(curve.start_ns for _, curve in disks),
+        max(curve.piece_ns for _, curve in disks),  # work of the store's one thread
+        max(curve.byte_ns * nbytes / total for nbytes, curve in disks),
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -62,42 +147,44 @@ class DiskFile:
         except OSError as error:
             raise _unusable(self.path, error) from None
         try:
-            self._lock()
-            self._take_room()
-            self.log = self._recover(config)
+            self._lock_file()
+            self._allocate_space()
+            self.log = self._recover_log(config)
         except BaseException:
             os.close(self.fd)
             raise
 
-    def _lock(self) -> None:
+    def _lock_file(self) -> None:
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             hint = "another `memserve store` runs with it: end that one, or give this one another folder"
             raise UserError(f"{self.path} is in use", hint=hint, param="ssd") from None
 
-    def _take_room(self) -> None:
-        there = os.fstat(self.fd).st_size
-        if there not in (0, self.nbytes):
-            hint = f"give --ssd {self.folder}={flag_bytes(there)}, or remove the file, and what it holds is forgotten"
-            message = f"{self.path} has {there:,} bytes, not {self.nbytes:,}"
+    def _allocate_space(self) -> None:
+        size_bytes = os.fstat(self.fd).st_size
+        if size_bytes not in (0, self.nbytes):
+            hint = (
+                f"give --ssd {self.folder}={flag_bytes(size_bytes)}, or remove the file, and what it holds is forgotten"
+            )
+            message = f"{self.path} has {size_bytes:,} bytes, not {self.nbytes:,}"
             raise UserError(message, hint=hint, param="ssd")
         try:
             os.posix_fallocate(self.fd, 0, self.nbytes)
         except OSError as error:
-            if there == 0:
+            if size_bytes == 0:
                 os.unlink(self.path)
             raise _unusable(self.path, error) from None
 
-    def _recover(self, config: DisksConfig) -> SegmentLog:
+    def _recover_log(self, config: DisksConfig) -> SegmentLog:
         sync = SYNC_CODES[config.sync]
-        known = SegmentLog.read_superblock(self.fd)
-        if known is None:
+        superblock = SegmentLog.read_superblock(self.fd)
+        if superblock is None:
             segments, segment_bytes = segments_of(self.nbytes)
             fresh = SegmentLog(segments, segment_bytes, secrets.token_bytes(16), config.move_share, sync)
             fresh.format()
             return fresh
-        segments, segment_bytes, secret = known
+        segments, segment_bytes, secret = superblock
         recovered = SegmentLog(segments, segment_bytes, secret, config.move_share, sync)
         if recovered.disk_bytes > self.nbytes:
             hint = "remove it, and what it holds is forgotten"
@@ -107,7 +194,7 @@ class DiskFile:
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return recovered
 
-    def forget(self) -> None:
+    def erase_file(self) -> None:
         """Let a restart find nothing here, as far as the device allows."""
         try:
             os.pwrite(self.fd, bytes(8192), 0)
@@ -167,29 +254,29 @@ class _Reading:
         self._path, self._spans, self._make_queue = path, spans, make_queue
         self._arrived: list[ReadArrived] = []
         self._failed = False
-        self._asked_ns = self._began_ns = time.monotonic_ns()
-        self.ended = threading.Event()
-        threading.Thread(target=self._run, name="memserve-disk-speed", daemon=True).start()
+        self._requested_ns = self._began_ns = time.monotonic_ns()
+        self.reads_ended = threading.Event()
+        threading.Thread(target=self._run_reads, name="memserve-disk-speed", daemon=True).start()
 
-    def curve(self) -> CopyCurve | None:
+    def curve_so_far(self) -> CopyCurve | None:
         """By what has come until now. None: the disk fails."""
         arrived = list(self._arrived)
         if self._failed:
             return None
         next_bytes = self._spans[len(arrived)].nbytes if len(arrived) < len(self._spans) else 0
-        since_ns = self._began_ns if arrived else self._asked_ns  # the thread may have begun late, or not yet
+        since_ns = self._began_ns if arrived else self._requested_ns  # the thread may have begun late, or not yet
         return curve_of_reads(arrived, next_bytes, time.monotonic_ns() - since_ns)
 
-    def _run(self) -> None:
+    def _run_reads(self) -> None:
         try:
-            self._read()
+            self._read_spans()
         except OSError as error:
             log.warning("what %s takes to be read is not known: %s", self._path, error)
             self._failed = True
         finally:
-            self.ended.set()
+            self.reads_ended.set()
 
-    def _read(self) -> None:
+    def _read_spans(self) -> None:
         arena = _core.Arena(sum(span.nbytes for span in self._spans))
         np.frombuffer(memoryview(arena), np.uint8)[::PAGE_BYTES] = 0  # a store's memory is there when it is read into
         queue, address, addresses = self._make_queue(str(self._path)), arena.address, []
@@ -200,11 +287,11 @@ class _Reading:
             addresses.append(address)
             queue.read(tag, span.offset, address, span.nbytes)
             address += span.nbytes
-        left = len(self._spans)
-        while left:
+        reads_left = len(self._spans)
+        while reads_left:
             poll.poll()
             for tag, error in queue.take():
-                left -= 1
+                reads_left -= 1
                 if error:
                     self._failed = True
                     continue
@@ -223,16 +310,16 @@ def measured_curve(
         return None
     readings = [(path, segments, _Reading(path, spans, make_queue)) for path, segments, spans in plans]
     end_ns = time.monotonic_ns() + within_ns
-    found = []
+    curves = []
     for path, segments, reading in readings:
-        reading.ended.wait(max(0, end_ns - time.monotonic_ns()) / NS_PER_S)
-        curve = reading.curve()
+        reading.reads_ended.wait(max(0, end_ns - time.monotonic_ns()) / NS_PER_S)
+        curve = reading.curve_so_far()
         if curve is None:
             return None
         rate = NS_PER_S / curve.byte_ns / 1e6
         log.info("%s: reads begin after %.2f ms and give %.0f MB/s", path, curve.start_ns / NS_PER_MS, rate)
-        found.append((segments.disk_bytes, curve))
-    return curve_of_disks(found)
+        curves.append((segments.disk_bytes, curve))
+    return curve_of_disks(curves)
 
 
 SECRET = "memserve-store.secret"
@@ -262,13 +349,15 @@ def stored_secret(store: StoreOptions) -> str | None:
         raise UserError(f"cannot read the cluster secret in {path}: {reason}", hint=hint, param="ssd") from None
 
 
-def store_secret(store: StoreOptions, secret: str, say: Callable[[str], None]) -> None:
+def store_secret(store: StoreOptions, secret: str, print_line: Callable[[str], None]) -> None:
     """Keep ``secret`` beside the disks, unless there is one. Raises :class:`UserError` when it cannot be written."""
-    path, known = _path_of(store), stored_secret(store)
-    if path is None or known == secret:
+    path, disk_secret = _path_of(store), stored_secret(store)
+    if path is None or disk_secret == secret:
         return
-    if known is not None and kv_secret(known) != kv_secret(secret):
-        say(f"{path} is of another cluster: what was kept in {path.parent} under it is not found (is --metadata new?)")
+    if disk_secret is not None and kv_secret(disk_secret) != kv_secret(secret):
+        print_line(
+            f"{path} is of another cluster: what was kept in {path.parent} under it is not found (is --metadata new?)"
+        )
         return
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

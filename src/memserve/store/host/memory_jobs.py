@@ -37,7 +37,7 @@ from memserve.store.machine.events import (
     ValuesSent,
     ValuesTaken,
 )
-from memserve.store.machine.values import split
+from memserve.store.machine.values import split_keys
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +72,12 @@ class ValueJobs:
         """Of clients' memory, mapped when it is first read."""
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="memserve-store-values")
 
-    def meet(self, client: Peer, hello: StoreHello) -> None:
+    def add_client(self, client: Peer, hello: StoreHello) -> None:
         """Values may come out of the client's memory."""
         with self._lock:
             self._hellos[client] = hello
 
-    def part(self, client: Peer) -> None:
+    def remove_client(self, client: Peer) -> None:
         """The client is gone."""
         with self._lock:
             self._hellos.pop(client, None)
@@ -86,9 +86,9 @@ class ValueJobs:
     def start(self, job: Job) -> None:
         """Begin with a job; waits for none but small ones."""
         if _bytes_of(job) <= _AT_ONCE_BYTES and not self._is_busy():
-            self._do(job)
+            self._run_job(job)
         else:
-            self._workers.submit(self._do, job)
+            self._workers.submit(self._run_job, job)
 
     def close(self) -> None:
         """End when what was begun has ended; the rest is given up."""
@@ -98,69 +98,69 @@ class ValueJobs:
 
     # -- a worker's thread, or the asking one
 
-    def _do(self, job: Job) -> None:
+    def _run_job(self, job: Job) -> None:
         match job:
             case SealExtents(number, extents):
-                answer: Answer = ExtentsSealed(number, self._seal(extents))
+                answer: Answer = ExtentsSealed(number, self._checksum_extents(extents))
             case TakeValues(number, client, parts):
-                answer = ValuesTaken(number, self._take(client, parts))
+                answer = ValuesTaken(number, self._copy_in_values(client, parts))
             case SendValues():
                 self._send_values(job)
                 answer = ValuesSent(job.job)
         self._post(answer)
 
-    def _seal(self, extents: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    def _checksum_extents(self, extents: Iterable[tuple[int, int]]) -> tuple[int, ...]:
         """Extents of one size are sealed in one call."""
         extents = list(extents)
         seals = [0] * len(extents)
         for length, numbers in _by_length(length for _, length in extents).items():
             offsets = np.array([extents[number][0] for number in numbers], np.int64)
-            found = _core.seal_ranges(self._arena.address, offsets, length)
-            for number, seal in zip(numbers, found.tolist(), strict=True):
+            checksums = _core.seal_ranges(self._arena.address, offsets, length)
+            for number, seal in zip(numbers, checksums.tolist(), strict=True):
                 seals[number] = seal
         return tuple(seals)
 
-    def _take(self, client: Peer, parts: tuple[ValuePart, ...]) -> tuple[int | None, ...]:
+    def _copy_in_values(self, client: Peer, parts: tuple[ValuePart, ...]) -> tuple[int | None, ...]:
         seals: list[int | None] = [0 if part.length == 0 else None for part in parts]
         try:
-            self._take_inline(parts, seals)
-            self._take_mapped(client, parts, seals)
+            self._copy_in_inline(parts, seals)
+            self._copy_in_mapped(client, parts, seals)
         except Exception as error:  # a job always has an end: the machine counts on it
             if not isinstance(error, OSError):
                 log.exception("values of %s cannot be taken", client.name)
             return tuple(None for _ in parts)
         return tuple(seals)
 
-    def _take_inline(self, parts: tuple[ValuePart, ...], seals: list[int | None]) -> None:
+    def _copy_in_inline(self, parts: tuple[ValuePart, ...], seals: list[int | None]) -> None:
         for number, part in enumerate(parts):
             if part.data:
                 source = np.frombuffer(part.data, np.uint8).ctypes.data
-                seals[number] = self._copy(source, [(part.extent, 0)], part.length)[0]
+                seals[number] = self._copy_ranges(source, [(part.extent, 0)], part.length)[0]
 
-    def _take_mapped(self, client: Peer, parts: tuple[ValuePart, ...], seals: list[int | None]) -> None:
-        wanted = [number for number, part in enumerate(parts) if part.data is None and part.length]
-        if not wanted:
+    def _copy_in_mapped(self, client: Peer, parts: tuple[ValuePart, ...], seals: list[int | None]) -> None:
+        mapped_numbers = [number for number, part in enumerate(parts) if part.data is None and part.length]
+        if not mapped_numbers:
             return
-        arena = self._map(client)
-        for length, run in _by_length(parts[number].length for number in wanted).items():
-            numbers = [wanted[at] for at in run]
+        arena = self._map_client(client)
+        for length, run in _by_length(parts[number].length for number in mapped_numbers).items():
+            numbers = [mapped_numbers[position] for position in run]
             ends = [(parts[number].extent, parts[number].offset) for number in numbers]
-            for number, seal in zip(numbers, self._copy(arena.address, ends, length), strict=True):
+            for number, seal in zip(numbers, self._copy_ranges(arena.address, ends, length), strict=True):
                 seals[number] = seal
         if arena.generation != client.generation:  # the process id belongs to another one by now
             raise OSError("the client has gone")
 
-    def _copy(self, source: int, ends: list[tuple[int, int]], length: int) -> list[int]:
+    def _copy_ranges(self, source: int, ends: list[tuple[int, int]], length: int) -> list[int]:
         """Copy ``length`` bytes from each ``(extent, offset)``'s offset to its extent; the checksums."""
         extents, offsets = (np.array(column, np.int64) for column in zip(*ends, strict=True))
         seals: list[int] = _core.copy_ranges_sealed(self._arena.address, extents, source, offsets, length).tolist()
         return seals
 
-    def _map(self, client: Peer) -> _core.PeerArena:
+    def _map_client(self, client: Peer) -> _core.PeerArena:
         with self._lock:
-            hello, known = self._hellos.get(client), self._maps.get(client)
-            if known is not None:
-                return known
+            hello, mapped_arena = self._hellos.get(client), self._maps.get(client)
+            if mapped_arena is not None:
+                return mapped_arena
             if hello is None or hello.arena is None:
                 raise OSError("the client has gone")
             arena = _core.PeerArena(hello.pid, hello.arena.fd, hello.arena.arena_bytes)
@@ -225,15 +225,15 @@ def take_values(
     """Copy the values of clients that are in this memory alone. Nothing else uses ``tier`` any more."""
     arena = tier.arena
     assert arena is not None
-    memory, carried, left = memoryview(arena).cast("B"), CarriedValues(), bytes_max
-    for key in split(tier.keys()):
+    memory, carried, bytes_left = memoryview(arena).cast("B"), CarriedValues(), bytes_max
+    for key in split_keys(tier.keys()):
         place = tier.find(key, counts=False)
         if place is None:
             continue
         if place.scope != KV_SCOPE and not is_on_disk(key):
-            is_whole = place.length == 0 or place.seal == _seal(arena.address + place.offset, place.length)
-            if is_whole and place.length <= left:
-                left -= place.length
+            is_whole = place.length == 0 or place.seal == _checksum_of(arena.address + place.offset, place.length)
+            if is_whole and place.length <= bytes_left:
+                bytes_left -= place.length
                 payload = bytes(memory[place.offset : place.offset + place.length])
                 carried.values.append(_Value(key, place.scope, place.seal, place.name, payload))
             else:
@@ -260,5 +260,5 @@ def put_values(tier: _core.MemoryTier, carried: CarriedValues) -> None:
     carried.values = arrived
 
 
-def _seal(address: int, length: int) -> int:
+def _checksum_of(address: int, length: int) -> int:
     return int(_core.seal_ranges(address, _NO_OFFSET, length)[0])

@@ -67,7 +67,7 @@ from memserve.store.machine.events import (
 from memserve.store.machine.machine import StoreMachine
 from memserve.system.loop import EngineStopped, MachineLoop
 from memserve.system.process import STALL_S, HealthFile, HealthState, SignalCounter, new_generation, on_ending_signals
-from memserve.system.secrets import Secret, followed
+from memserve.system.secrets import Secret, as_followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.request_server import ListenAddress
@@ -105,7 +105,7 @@ class StorePlace:
     @property
     def memory_name(self) -> str:
         """Of its shared memory: one store of this name, secret and user finds what it has left."""
-        parts = f"{os.getuid()} {self.name} {kv_secret(followed(self.secret).first)}".encode()
+        parts = f"{os.getuid()} {self.name} {kv_secret(as_followed(self.secret).initial_value)}".encode()
         letters = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in self.name[:24])
         return f"{letters}-{hashlib.blake2b(parts, digest_size=8).hexdigest()}"
 
@@ -163,7 +163,9 @@ _CLOSE_S = 10.0
 class StoreRun:
     """A store for one model's KV, from its start to its end."""
 
-    def __init__(self, place: StorePlace, model: StoredModel, me: Peer, carried: CarriedValues | None = None) -> None:
+    def __init__(
+        self, place: StorePlace, model: StoredModel, self_peer: Peer, carried: CarriedValues | None = None
+    ) -> None:
         """``carried``: values of the life before. Raises :class:`UserError` when memory, disks or address cannot be
         had."""
         self._place = place
@@ -174,14 +176,14 @@ class StoreRun:
         self._failure: UserError | None = None
         self._opened: list[Callable[[], object]] = []  # how to close what is open, in the order of opening
         try:
-            self._open(model, me, carried or CarriedValues())
+            self._open_parts(model, self_peer, carried or CarriedValues())
         except BaseException:
             self._close_all()
             if self._tier is not None and not self._tier.adopted:
                 self._tier.unlink()
             raise
 
-    def _open(self, model: StoredModel, me: Peer, carried: CarriedValues) -> None:
+    def _open_parts(self, model: StoredModel, self_peer: Peer, carried: CarriedValues) -> None:
         place, geometry = self._place, model.geometry
         self._tier = tier = _open_memory(place, geometry.block_bytes)
         _put_carried(tier, carried)
@@ -190,28 +192,28 @@ class StoreRun:
         self._disks = DiskHost(list(place.folders), place.disks)
         self._opened.append(self._close_disks)
         curve = self._disks.read_curve()
-        costs = CostModel(disk=curve).encode() if curve is not None else b""
-        self._values = ValueJobs(arena, self._post, self._send, lambda: self._loop.has_waiting)
+        costs = CostModel(disk=curve).to_json() if curve is not None else b""
+        self._values = ValueJobs(arena, self._post_event, self._send_message, lambda: self._loop.has_waiting)
         self._opened.append(self._values.close)
         link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
-        where = ListenAddress(place.secret, place.host, place.advertise)
-        self._port = open_data_port(link, geometry, {Tier.DRAM: arena}, self._post, where)
+        listen_address = ListenAddress(place.secret, place.host, place.advertise, place.port)
+        self._port = open_data_port(link, geometry, {Tier.DRAM: arena}, self._post_event, listen_address)
         self._opened.append(self._port.close)
         self._lock = threading.Lock()
         with self._lock:  # messages may arrive as soon as there is a mailbox
-            self._mailbox = ZmqMailbox(
-                me, place.secret, place.host, place.port, self._heard, advertise=place.advertise, alias=STORE.name
-            )
+            self._mailbox = ZmqMailbox(self_peer, listen_address, self._on_message, alias=STORE.name)
             self._opened.append(self._mailbox.close)
-            info = self._port.describe(_info(tier, model, me, self._mailbox.address, costs))
+            info = self._port.describe(_peer_info(tier, model, self_peer, self._mailbox.address, costs))
             member = MemberMachine(info, place.join, MemberConfig())
             disks = Disks(self._disks.logs, place.disks)
-            self.machine = StoreMachine(tier, disks, info, identity_key(followed(place.secret).first), member)
-            self._loop: MachineLoop[StoreEvent] = MachineLoop(
-                self.machine, self._perform, on_broken=self._broken, name="memserve-store"
+            self.machine = StoreMachine(
+                tier, disks, info, identity_key(as_followed(place.secret).initial_value), member
             )
-            self._disks.start(self._post, arena.address, arena.nbytes, tier.unit_bytes)
-            self._do(self.machine.start(time.monotonic_ns()))
+            self._loop: MachineLoop[StoreEvent] = MachineLoop(
+                self.machine, self._perform_step, on_broken=self._on_broken, name="memserve-store"
+            )
+            self._disks.start(self._post_event, arena.address, arena.nbytes, tier.unit_bytes)
+            self._perform_actions(self.machine.start(time.monotonic_ns()))
         self._loop.start()
 
     @property
@@ -225,27 +227,27 @@ class StoreRun:
         return self.machine.member.router
 
     @property
-    def me(self) -> Peer:
+    def self_peer(self) -> Peer:
         """The present incarnation."""
-        return self.machine.member.me
+        return self.machine.member.self_peer
 
-    def numbers(self) -> dict[str, int]:
+    def read_numbers(self) -> dict[str, int]:
         """Sizes and totals, as ``memserve store stat`` shows them."""
-        return self._loop.ask(self.machine.clients.numbers)
+        return self._loop.query_machine(self.machine.clients.collect_numbers)
 
     @property
-    def standing(self) -> HealthState | None:
+    def health_state(self) -> HealthState | None:
         """What it is to its cluster. None: its loop hangs, or has ended."""
         member = self.machine.member
         try:
-            has_router, drains = self._loop.ask(lambda: (member.router is not None, member.drains), STALL_S)
+            has_router, drains = self._loop.query_machine(lambda: (member.router is not None, member.drains), STALL_S)
         except (TimeoutError, EngineStopped):
             return None
         return HealthState.DRAINS if drains else HealthState.MEMBER if has_router else HealthState.OUTSIDE
 
-    def end(self, patience_s: float, why: str = "") -> None:
+    def request_end(self, patience_s: float, why: str = "") -> None:
         """Write what is in memory alone, for ``patience_s`` at most, then end. A signal's handler may call it."""
-        self._loop.post(DrainRequested(ns_from_s(patience_s), why))
+        self._loop.post_event(DrainRequested(ns_from_s(patience_s), why))
 
     def close(self, *, is_orderly: bool) -> None:
         """Stop all threads. ``is_orderly``: what is in memory is given up, else the next store here takes it over.
@@ -258,7 +260,7 @@ class StoreRun:
         if self._failure is not None:
             raise self._failure
 
-    def carried(self) -> CarriedValues:
+    def values_to_carry(self) -> CarriedValues:
         """Behind :meth:`close`: values of clients that the next life would not find where they are."""
         tier, model = self._tier, self.next_model
         if tier is None or model is None or model.geometry.block_bytes == tier.block_bytes:
@@ -275,23 +277,23 @@ class StoreRun:
 
     # -- other threads
 
-    def _post(self, event: StoreEvent) -> None:
-        self._loop.post(event)
+    def _post_event(self, event: StoreEvent) -> None:
+        self._loop.post_event(event)
 
-    def _heard(self, sender: Peer, message: AnyMessage) -> None:
+    def _on_message(self, sender: Peer, message: AnyMessage) -> None:
         with self._lock:
             loop = self._loop
-        loop.post(MessageArrived(sender, message))
+        loop.post_event(MessageArrived(sender, message))
 
-    def _send(self, to: Peer, message: AnyMessage) -> None:
+    def _send_message(self, to: Peer, message: AnyMessage) -> None:
         self._mailbox.send(to, message)
 
     # -- the loop's thread
 
-    def _perform(self, event: StoreEvent, actions: list[StoreAction], spent_ns: int) -> None:
-        self._do(actions)
+    def _perform_step(self, event: StoreEvent, actions: list[StoreAction], spent_ns: int) -> None:
+        self._perform_actions(actions)
 
-    def _do(self, actions: list[StoreAction]) -> None:
+    def _perform_actions(self, actions: list[StoreAction]) -> None:
         for action in actions:
             match action:
                 case Send(to, message):
@@ -301,28 +303,28 @@ class StoreRun:
                 case SealPages() | PullPages() | CancelPulls():
                     self._port.start(action)
                 case MeetClient() | PartFromClient() | AddPeer() | RemovePeer() | ConnectRouter():
-                    self._line(action)
+                    self._update_peers(action)
                 case ChangeGeneration():
-                    self._become_new(action)
+                    self._change_generation(action)
                 case LogWarning(text):
                     log.warning("%s", text)
                 case ServeModel(namespace, geometry, of):
                     self.next_model = StoredModel(namespace, geometry)
                     log.info("keeps KV of the model of %s from now on", of)
-                    self.end(self._place.drain_s)
+                    self.request_end(self._place.drain_s)
                 case Ended(refused):
-                    self._ended(refused)
+                    self._on_end(refused)
                 case _:
-                    self._disks.perform(action)
+                    self._disks.perform_action(action)
 
-    def _line(self, action: MeetClient | PartFromClient | AddPeer | RemovePeer | ConnectRouter) -> None:
+    def _update_peers(self, action: MeetClient | PartFromClient | AddPeer | RemovePeer | ConnectRouter) -> None:
         match action:
             case MeetClient(client, hello):
                 self._mailbox.connect(client, hello.address)
-                self._values.meet(client, hello)
+                self._values.add_client(client, hello)
             case PartFromClient(client):
                 self._mailbox.disconnect(client)
-                self._values.part(client)
+                self._values.remove_client(client)
             case AddPeer(info):
                 self._mailbox.connect(info.peer, info.address)
                 self._port.add_peer(info)
@@ -332,18 +334,20 @@ class StoreRun:
             case ConnectRouter(router, address):
                 self._mailbox.connect(router, address)
 
-    def _become_new(self, order: ChangeGeneration) -> None:
-        me = Peer(self.me.name, max(order.generation_min, new_generation()))
-        self._mailbox.become(me)
-        self._post(GenerationChanged(self._port.describe(msgspec.structs.replace(self.machine.info, peer=me))))
+    def _change_generation(self, action: ChangeGeneration) -> None:
+        self_peer = Peer(self.self_peer.name, max(action.generation_min, new_generation()))
+        self._mailbox.restart_as(self_peer)
+        self._post_event(
+            GenerationChanged(self._port.describe(msgspec.structs.replace(self.machine.info, peer=self_peer)))
+        )
 
-    def _ended(self, refused: str) -> None:
+    def _on_end(self, refused: str) -> None:
         if refused:
             hint = "a store has the cluster's secret, and a name of its own: --name"
             self._failure = UserError(f"the router refuses this store: {refused}", hint=hint, param="join")
         self.ended.set()
 
-    def _broken(self) -> None:
+    def _on_broken(self) -> None:
         self._failure = UserError("the store broke; its log says why", hint="please report it")
         self.ended.set()
 
@@ -360,50 +364,50 @@ def run_store(
 
     Raises :class:`UserError` when it cannot be started, or the router refuses it.
     """
-    lives: list[StoreRun] = []
-    asked = SignalCounter()
+    runs: list[StoreRun] = []
+    signals = SignalCounter()
     health = HealthFile(place.health_file) if place.health_file is not None else None
 
     def end(sig: int, _frame: object) -> None:
-        if asked.came(sig) and lives:
-            lives[-1].end(place.drain_s if asked.count == 1 else 0.0, asked.names[-1])
+        if signals.count_signal(sig) and runs:
+            runs[-1].request_end(place.drain_s if signals.count == 1 else 0.0, signals.names[-1])
 
     if is_supervised:
         signal.signal(signal.SIGTERM, end)
     else:
         on_ending_signals(end)
     if outlive is not None:
-        end_when_orphaned(outlive, lambda: lives[-1].router if lives else None)
+        end_when_orphaned(outlive, lambda: runs[-1].router if runs else None)
     model: StoredModel | None = known_model(place)
     generation, is_first, carried = 0, True, CarriedValues()
     while model is not None:
         generation = max(generation + 1, new_generation())
-        life = StoreRun(place, model, Peer(place.name, generation), carried)
-        lives.append(life)
-        if asked.count:
-            life.end(0.0)
+        run = StoreRun(place, model, Peer(place.name, generation), carried)
+        runs.append(run)
+        if signals.count:
+            run.request_end(0.0)
         elif is_first:
-            on_ready(life)
+            on_ready(run)
             is_first = False
-        while not life.ended.wait(1.0):  # short waits: a signal's handler runs between them
-            _tell_health(health, life)
-        generation = max(generation, life.me.generation)
-        model = life.next_model if not asked.count else None
+        while not run.ended.wait(1.0):  # short waits: a signal's handler runs between them
+            _report_health(health, run)
+        generation = max(generation, run.self_peer.generation)
+        model = run.next_model if not signals.count else None
         if model is not None:
             remember_model(place, model)
-        life.close(is_orderly=model is None)
-        carried = life.carried() if model is not None else CarriedValues()
-        lives.clear()
-        del life
+        run.close(is_orderly=model is None)
+        carried = run.values_to_carry() if model is not None else CarriedValues()
+        runs.clear()
+        del run
         gc.collect()  # machine and memory are a cycle, and the next life takes over the memory's files
     forget_model(place)
     if health is not None:
-        health.remove()
+        health.remove_file()
 
 
-def _tell_health(health: HealthFile | None, life: StoreRun) -> None:
-    if health is not None and (standing := life.standing) is not None:
-        health.tell(standing)
+def _report_health(health: HealthFile | None, run: StoreRun) -> None:
+    if health is not None and (standing := run.health_state) is not None:
+        health.write_state(standing)
 
 
 def _open_memory(place: StorePlace, block_bytes: int) -> _core.MemoryTier:
@@ -431,10 +435,10 @@ def _put_carried(tier: _core.MemoryTier, carried: CarriedValues) -> None:
     carried.values.clear()
 
 
-def _info(tier: _core.MemoryTier, model: StoredModel, me: Peer, address: str, costs: bytes) -> PeerInfo:
+def _peer_info(tier: _core.MemoryTier, model: StoredModel, self_peer: Peer, address: str, costs: bytes) -> PeerInfo:
     """What members are told of a store."""
     return PeerInfo(
-        peer=me,
+        peer=self_peer,
         role=Role.STORE,
         address=address,
         namespace=model.namespace,

@@ -57,7 +57,7 @@ class StorePool:
         """Model and weights, dtype and layout."""
         return self._namespace
 
-    def identities(self, tenant: str, tokens: TokenArray) -> list[bytes]:
+    def block_identities(self, tenant: str, tokens: TokenArray) -> list[bytes]:
         """The identity of each whole block of ``tokens``."""
         name = self._names.get(tenant)
         if name is None:
@@ -65,11 +65,11 @@ class StorePool:
                 self._names.clear()
             name = self._names[tenant] = namespace_id(tenant, self._namespace, self._key)
         packed = _core.block_identities(self._key, name, tokens, self.block_tokens)
-        return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+        return [packed[offset : offset + KEY_BYTES] for offset in range(0, len(packed), KEY_BYTES)]
 
     def identity(self, tenant: str, tokens: TokenArray) -> bytes:
         """Identity of the last whole block of ``tokens``; b"" when there is none."""
-        return next(reversed(self.identities(tenant, tokens)), b"")
+        return next(reversed(self.block_identities(tenant, tokens)), b"")
 
     # -- the cache, which no plan uses
 
@@ -84,18 +84,20 @@ class StorePool:
     def unpin(self, lease: Lease) -> None:
         """Nothing was pinned."""
 
-    def lend(self, tenant: str, tokens: TokenArray, first_block: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+    def export_blocks(
+        self, tenant: str, tokens: TokenArray, first_block: int = 0
+    ) -> tuple[Sequence[int], Sequence[int]]:
         """Blocks in memory from ``first_block`` up to the first that is not, or was not compared yet; one reference
         each."""
         blocks: list[int] = []
-        for identity in self.identities(tenant, tokens)[first_block:]:
-            extent = self.hold(identity)
+        for identity in self.block_identities(tenant, tokens)[first_block:]:
+            extent = self.hold_block(identity)
             if extent is None:
                 break
             blocks.append(extent // self.block_bytes)
         return (), blocks
 
-    def hold(self, identity: bytes, *, counts: bool = True) -> int | None:
+    def hold_block(self, identity: bytes, *, counts: bool = True) -> int | None:
         """The extent of a KV block, with a reference. None: it is not in memory, or was not compared yet."""
         place = self._tier.find(identity, counts=counts)
         if place is None:

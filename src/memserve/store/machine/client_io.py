@@ -49,7 +49,7 @@ class Client:
     hello: StoreHello
     scope: int
     welcome: StoreWelcome
-    heard_ns: int
+    last_seen_ns: int
     calls: set[int] = field(default_factory=set)
     """Under way."""
     listing: list[bytes] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Get:
     deadline_ns: int
     places: dict[int, Place] = field(default_factory=dict)
     """Of the keys that are in memory, a reference each."""
-    awaited: int = 1
+    loads_awaited: int = 1
     over: bool = False
 
 
@@ -79,33 +79,33 @@ class Gets:
         self._sending: dict[int, list[int]] = {}  # job -> extents, a reference each
         self._deadlines = Deadlines()
 
-    def begin(self, client: Client, message: StoreGet, now_ns: int) -> None:
+    def begin_get(self, client: Client, message: StoreGet, now_ns: int) -> None:
         """Hold what is in memory, have the rest brought there."""
         get = _Get(client, message, bytearray([StoreCode.LATE]) * len(message.names), now_ns + message.deadline_in_ns)
         if len(message.keys) != KEY_BYTES * len(message.names):
             get.codes[:] = bytes([StoreCode.BAD_CALL]) * len(message.names)
-            self._jobs.send(client.peer, StoreDone(message.call, bytes(get.codes)))
+            self._jobs.send_message(client.peer, StoreDone(message.call, bytes(get.codes)))
             return
         self._open[get] = None
         client.calls.add(message.call)
         for index in range(len(message.names)):
             key = _key(message, index)
-            known = self._values.look(key)
-            if known is None:
+            value = self._values.find_value(key)
+            if value is None:
                 get.codes[index] = StoreCode.ABSENT
-            elif known.scope != client.scope or known.name not in (None, message.names[index]):
+            elif value.scope != client.scope or value.name not in (None, message.names[index]):
                 get.codes[index] = StoreCode.BAD_CALL
             elif self._values.is_ready(key):
-                self._take(get, index, now_ns)
+                self._take_value(get, index, now_ns)
             else:
-                get.awaited += 1
-                self._loads.want(key, partial(self._loaded, get, index), now_ns)
-        self._one_less(get)
+                get.loads_awaited += 1
+                self._loads.request_load(key, partial(self._on_loaded, get, index), now_ns)
+        self._count_down(get)
         if not get.over:
             self._deadlines.add(get)
 
-    def _take(self, get: _Get, index: int, now_ns: int) -> None:
-        place = self._values.hold(_key(get.message, index), now_ns)
+    def _take_value(self, get: _Get, index: int, now_ns: int) -> None:
+        place = self._values.hold_value(_key(get.message, index), now_ns)
         if place is None:
             get.codes[index] = StoreCode.ABSENT
         elif place.scope != get.client.scope or place.name != get.message.names[index]:
@@ -115,90 +115,90 @@ class Gets:
             get.codes[index] = StoreCode.DONE
             get.places[index] = place
 
-    def _loaded(self, get: _Get, index: int, ok: bool, now_ns: int) -> None:
+    def _on_loaded(self, get: _Get, index: int, ok: bool, now_ns: int) -> None:
         if get.over:
             return
         if ok:
-            self._take(get, index, now_ns)
+            self._take_value(get, index, now_ns)
         elif _key(get.message, index) in self._values.disks:
             get.codes[index] = StoreCode.LATE  # no room, or the disk is busy: it is not gone
         else:
             get.codes[index] = StoreCode.ABSENT
-        self._one_less(get)
+        self._count_down(get)
 
-    def _one_less(self, get: _Get) -> None:
-        get.awaited -= 1
-        if get.awaited == 0:
-            self._answer(get)
+    def _count_down(self, get: _Get) -> None:
+        get.loads_awaited -= 1
+        if get.loads_awaited == 0:
+            self._send_answer(get)
 
-    def _answer(self, get: _Get) -> None:
-        self._end(get)
+    def _send_answer(self, get: _Get) -> None:
+        self._end_get(get)
         message, counters = get.message, self._values.counters
         counters.gets += len(get.places)
         lengths = tuple(get.places[index].length if index in get.places else 0 for index in range(len(get.codes)))
         if not message.inline:
             is_kv = get.client.scope == KV_SCOPE
-            answer = StoreDone(message.call, bytes(get.codes), lengths, self._seals(get) if is_kv else ())
-            self._give_back(get)
-            self._jobs.send(get.client.peer, answer)
+            answer = StoreDone(message.call, bytes(get.codes), lengths, self._checksums(get) if is_kv else ())
+            self._release_places(get)
+            self._jobs.send_message(get.client.peer, answer)
             return
         room = INLINE_BYTES_MAX
         pieces: list[Piece] = []
         for index, place in sorted(get.places.items()):
             begin = min(message.first_byte, place.length)
-            wanted = place.length - begin
-            if wanted > room and pieces:
+            bytes_wanted = place.length - begin
+            if bytes_wanted > room and pieces:
                 get.codes[index] = StoreCode.LATER
                 continue
-            pieces.append(Piece(index, place.offset + begin, min(wanted, room)))
-            room -= min(wanted, room)
+            pieces.append(Piece(index, place.offset + begin, min(bytes_wanted, room)))
+            room -= min(bytes_wanted, room)
         counters.get_bytes += INLINE_BYTES_MAX - room
-        answer = StoreDone(message.call, bytes(get.codes), lengths, self._seals(get), (b"",) * len(get.codes))
-        job = self._jobs.new()
+        answer = StoreDone(message.call, bytes(get.codes), lengths, self._checksums(get), (b"",) * len(get.codes))
+        job = self._jobs.next_job()
         self._sending[job] = [place.offset for place in get.places.values()]
         get.places.clear()
-        self._jobs.ask(SendValues(job, get.client.peer, answer, tuple(pieces)))
+        self._jobs.add_action(SendValues(job, get.client.peer, answer, tuple(pieces)))
 
     @staticmethod
-    def _seals(get: _Get) -> tuple[int, ...]:
+    def _checksums(get: _Get) -> tuple[int, ...]:
         return tuple(get.places[index].seal if index in get.places else 0 for index in range(len(get.codes)))
 
-    def _end(self, get: _Get) -> None:
+    def _end_get(self, get: _Get) -> None:
         get.over = True
         del self._open[get]
         get.client.calls.discard(get.message.call)
 
-    def _give_back(self, get: _Get) -> None:
+    def _release_places(self, get: _Get) -> None:
         for place in get.places.values():
             self._values.tier.release(place.offset)
         get.places.clear()
 
-    def sent(self, event: ValuesSent) -> None:
+    def on_values_sent(self, event: ValuesSent) -> None:
         """The host has read the values of an answer."""
         for extent in self._sending.pop(event.job):
             self._values.tier.release(extent)
 
-    def drop(self, client: Client) -> None:
+    def drop_client(self, client: Client) -> None:
         """The client is gone."""
         for get in [get for get in self._open if get.client is client]:
-            self._end(get)
-            self._give_back(get)
+            self._end_get(get)
+            self._release_places(get)
 
-    def advance(self, now_ns: int) -> None:
+    def expire_gets(self, now_ns: int) -> None:
         """Answer the gets whose time is over with what has come."""
         while (get := self._deadlines.pop_due(now_ns)) is not None:
             assert isinstance(get, _Get)
-            self._answer(get)
+            self._send_answer(get)
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`advance` is worth calling."""
+        """When :meth:`expire_gets` is worth calling."""
         return self._deadlines.next_ns()
 
-    def references(self) -> list[int]:
+    def referenced_extents(self) -> list[int]:
         """Extents with a reference of a get."""
-        held = [place.offset for get in self._open for place in get.places.values()]
-        return held + [extent for extents in self._sending.values() for extent in extents]
+        referenced = [place.offset for get in self._open for place in get.places.values()]
+        return referenced + [extent for extents in self._sending.values() for extent in extents]
 
 
 def _key(message: StoreGet, index: int) -> bytes:
@@ -219,43 +219,43 @@ class DelayedReplies:
     def __init__(self, values: Values, jobs: Jobs) -> None:
         self._values = values
         self._jobs = jobs
-        self._held: list[_Held] = []
+        self._pending: list[_Held] = []
         self._deadlines = Deadlines()
 
-    def give(self, client: Client, answer: StoreDone, deadline_ns: int) -> None:
+    def reply_when_durable(self, client: Client, answer: StoreDone, deadline_ns: int) -> None:
         """Answer as soon as everything that was forgotten so far stays so; ``LATE`` when that takes too long, or a disk
         has no room for it."""
         disks = self._values.disks
         if disks.removals_written or disks.removals_wait_for_room:
-            self._send(client, answer if disks.removals_written else _too_late(answer))
+            self._send_reply(client, answer if disks.removals_written else _too_late(answer))
             return
-        held = _Held(client, answer, deadline_ns)
+        reply = _Held(client, answer, deadline_ns)
         client.calls.add(answer.call)
-        self._held.append(held)
-        self._deadlines.add(held)
+        self._pending.append(reply)
+        self._deadlines.add(reply)
 
-    def _send(self, client: Client, answer: StoreDone) -> None:
+    def _send_reply(self, client: Client, answer: StoreDone) -> None:
         client.calls.discard(answer.call)
         if not client.is_gone:
-            self._jobs.send(client.peer, answer)
+            self._jobs.send_message(client.peer, answer)
 
-    def advance(self, now_ns: int) -> None:
+    def send_due(self, now_ns: int) -> None:
         """Give what may be given now."""
         disks = self._values.disks
-        if self._held and (disks.removals_written or disks.removals_wait_for_room):
-            held, self._held = self._held, []
-            for one in held:
-                one.over = True
-                self._send(one.client, one.answer if disks.removals_written else _too_late(one.answer))
+        if self._pending and (disks.removals_written or disks.removals_wait_for_room):
+            replies, self._pending = self._pending, []
+            for reply in replies:
+                reply.over = True
+                self._send_reply(reply.client, reply.answer if disks.removals_written else _too_late(reply.answer))
         while (late := self._deadlines.pop_due(now_ns)) is not None:
             assert isinstance(late, _Held)
             late.over = True
-            self._held.remove(late)
-            self._send(late.client, _too_late(late.answer))
+            self._pending.remove(late)
+            self._send_reply(late.client, _too_late(late.answer))
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`advance` is worth calling."""
+        """When :meth:`send_due` is worth calling."""
         return self._deadlines.next_ns()
 
 
@@ -289,13 +289,13 @@ class Puts:
         self._open: dict[int, _Put] = {}  # by job
         self._deadlines = Deadlines()
 
-    def begin(self, client: Client, message: StorePut, now_ns: int) -> None:
+    def begin_put(self, client: Client, message: StorePut, now_ns: int) -> None:
         """Find room, and have the values copied there."""
         put = _Put(client, message, bytearray(len(message.pairs)), [], [], now_ns + message.deadline_in_ns)
         parts = []
         for index, pair in enumerate(message.pairs):
-            code = self._objection(client, pair, replace=message.replace)
-            extent = self._room(client, pair) if code is None else None
+            code = self._refusal_code(client, pair, replace=message.replace)
+            extent = self._allocate_extent(client, pair) if code is None else None
             if code is None and extent is None:
                 self._values.counters.no_room += 1
                 code = StoreCode.NO_ROOM
@@ -305,17 +305,17 @@ class Puts:
             put.indexes.append(index)
             put.extents.append(extent)
             parts.append(ValuePart(extent, pair.length, pair.offset, pair.data))
-        self._values.settle()
+        self._values.settle_evicted()
         if not parts:
-            self._answer(put)
+            self._send_answer(put)
             return
-        job = self._jobs.new()
+        job = self._jobs.next_job()
         self._open[job] = put
         client.calls.add(message.call)
         self._deadlines.add(put)
-        self._jobs.ask(TakeValues(job, client.peer, tuple(parts)))
+        self._jobs.add_action(TakeValues(job, client.peer, tuple(parts)))
 
-    def _room(self, client: Client, pair: StorePair) -> int | None:
+    def _allocate_extent(self, client: Client, pair: StorePair) -> int | None:
         """An extent: of a KV block in the place of a block, so that instances find it as such. None: no room."""
         tier = self._values.tier
         if client.scope != KV_SCOPE:
@@ -323,7 +323,7 @@ class Puts:
         blocks = tier.allocate_blocks(1)
         return None if blocks is None else int(blocks[0]) * tier.block_bytes
 
-    def _objection(self, client: Client, pair: StorePair, *, replace: bool) -> StoreCode | None:
+    def _refusal_code(self, client: Client, pair: StorePair, *, replace: bool) -> StoreCode | None:
         if pair.length > self._value_bytes_max:
             return StoreCode.TOO_LARGE
         if client.scope == KV_SCOPE and (pair.name or pair.length != self._values.tier.block_bytes):
@@ -332,14 +332,14 @@ class Puts:
             return StoreCode.BAD_CALL
         if pair.data is None and not _reaches(client, pair):
             return StoreCode.UNREADABLE
-        known = self._values.look(pair.key)
-        if known is None:
+        value = self._values.find_value(pair.key)
+        if value is None:
             return None
-        if known.scope != client.scope or known.name not in (None, pair.name):
+        if value.scope != client.scope or value.name not in (None, pair.name):
             return StoreCode.BAD_CALL
         return None if replace and client.scope != KV_SCOPE else StoreCode.PRESENT
 
-    def taken(self, event: ValuesTaken, now_ns: int) -> None:
+    def on_values_taken(self, event: ValuesTaken, now_ns: int) -> None:
         """The host has copied: publish."""
         put = self._open.pop(event.job)
         pairs, counters = put.message.pairs, self._values.counters
@@ -351,37 +351,37 @@ class Puts:
                 put.codes[index] = StoreCode.UNREADABLE
             else:
                 # another put may have come first: what it put is replaced, or left alone
-                code = self._objection(put.client, pair, replace=put.message.replace)
+                code = self._refusal_code(put.client, pair, replace=put.message.replace)
                 put.codes[index] = code or StoreCode.DONE
                 if code is None and put.client.scope == KV_SCOPE:
                     counters.kv_stored += self._values.put_kv(pair.key, extent, pair.length, seal, now_ns, keep=False)
                 elif code is None:
-                    self._values.put(pair.key, extent, pair.length, put.client.scope, seal, pair.name, now_ns)
+                    self._values.put_value(pair.key, extent, pair.length, put.client.scope, seal, pair.name, now_ns)
                     counters.puts += 1
                     counters.put_bytes += pair.length
             self._values.tier.release(extent)
         if not put.over:
-            self._answer(put)
+            self._send_answer(put)
 
-    def _answer(self, put: _Put) -> None:
+    def _send_answer(self, put: _Put) -> None:
         put.over = True
         put.client.calls.discard(put.message.call)
-        self._answers.give(put.client, StoreDone(put.message.call, bytes(put.codes)), put.deadline_ns)
+        self._answers.reply_when_durable(put.client, StoreDone(put.message.call, bytes(put.codes)), put.deadline_ns)
 
-    def advance(self, now_ns: int) -> None:
+    def expire_puts(self, now_ns: int) -> None:
         """Answer the puts whose time is over."""
         while (put := self._deadlines.pop_due(now_ns)) is not None:
             assert isinstance(put, _Put)
             for index in put.indexes:
                 put.codes[index] = StoreCode.LATE
-            self._answer(put)
+            self._send_answer(put)
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`advance` is worth calling."""
+        """When :meth:`expire_puts` is worth calling."""
         return self._deadlines.next_ns()
 
-    def references(self) -> list[int]:
+    def referenced_extents(self) -> list[int]:
         """Extents with a reference of a put."""
         return [extent for put in self._open.values() for extent in put.extents]
 

@@ -161,20 +161,20 @@ class Jobs:
         self._number = 0
         self._actions: list[StoreAction] = []
 
-    def new(self) -> int:
+    def next_job(self) -> int:
         """The number of a job."""
         self._number += 1
         return self._number
 
-    def ask(self, action: StoreAction) -> None:
+    def add_action(self, action: StoreAction) -> None:
         """Have the host do something."""
         self._actions.append(action)
 
-    def send(self, to: Peer, message: AnyMessage) -> None:
+    def send_message(self, to: Peer, message: AnyMessage) -> None:
         """Send a message."""
         self._actions.append(Send(to, message))
 
-    def take(self) -> list[StoreAction]:
+    def take_actions(self) -> list[StoreAction]:
         """What was asked for since the last call."""
         actions, self._actions = self._actions, []
         return actions
@@ -239,6 +239,6 @@ class StoreCounters:
     refused: int = 0
     """Messages of strangers, and of members with another namespace."""
 
-    def numbers(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, int]:
         """By name."""
         return asdict(self)

@@ -5,7 +5,7 @@ Each value is brought once, however many ask for it meanwhile::
     want -> in memory, compared          -> answered at once
             in memory, of an earlier life -> SealExtents --right--> answered
                                                          --wrong--> dropped; from the disk, if one has it
-            on a disk -> room -> Disks.read -> head, key, length, checksum agree -> published, answered
+            on a disk -> room -> Disks.read_value -> head, key, length, checksum agree -> published, answered
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Loads:
         self._reading: dict[int, _Load] = {}
         self._lingering: dict[int, int] = {}  # read that has ended -> extent that the device may still write
         self._voided: list[_Load] = []
-        values.on_forget = self._void
+        values.on_forget = self._void_load
 
-    def want(self, key: bytes, waiter: Waiter, now_ns: int) -> None:
+    def request_load(self, key: bytes, waiter: Waiter, now_ns: int) -> None:
         """Bring a value; ``waiter`` is called at once where it is there already, or is nowhere."""
         load = self._loads.get(key)
         if load is not None:
@@ -67,9 +67,9 @@ class Loads:
             return
         self._loads[key] = load = _Load(key, [waiter])
         self._queue.append(load)
-        self.advance(now_ns)
+        self.start_loads(now_ns)
 
-    def advance(self, now_ns: int) -> None:
+    def start_loads(self, now_ns: int) -> None:
         """Begin with what waits, as far as the host may have more; tell those whose value was forgotten."""
         while self._voided:
             load = self._voided.pop(0)
@@ -78,21 +78,21 @@ class Loads:
         while self._queue and len(self._sealing) + len(self._reading) < self._config.loads_max:
             load = self._queue.popleft()
             if not load.is_void:
-                self._begin(load, now_ns)
+                self._begin_load(load, now_ns)
 
-    def _begin(self, load: _Load, now_ns: int) -> None:
+    def _begin_load(self, load: _Load, now_ns: int) -> None:
         values = self._values
         place = values.tier.find(load.key)
         if place is None:
-            self._read(load, now_ns)
+            self._start_read(load, now_ns)
         elif place.verified:
             values.tier.release(place.offset)
-            self._end(load, True, now_ns)
+            self._end_load(load, True, now_ns)
         else:
             load.place = place
-            job = self._jobs.new()
+            job = self._jobs.next_job()
             self._sealing[job] = load
-            self._jobs.ask(SealExtents(job, ((place.offset, place.length),)))
+            self._jobs.add_action(SealExtents(job, ((place.offset, place.length),)))
 
     # -- from an earlier life
 
@@ -112,38 +112,38 @@ class Loads:
             values.counters.compared += 1
             values.tier.verified(load.key)
             values.tier.release(place.offset)
-            self._end(load, True, now_ns)
+            self._end_load(load, True, now_ns)
         else:
             values.drop_damaged(load.key, place.offset)
             values.tier.release(place.offset)
-            self._read(load, now_ns)
-        self.advance(now_ns)
+            self._start_read(load, now_ns)
+        self.start_loads(now_ns)
         return True
 
     # -- from a disk
 
-    def _read(self, load: _Load, now_ns: int) -> None:
+    def _start_read(self, load: _Load, now_ns: int) -> None:
         values = self._values
-        load.record = record = values.disks.find(load.key)
+        load.record = record = values.disks.find_record(load.key)
         if record is None:
-            self._end(load, False, now_ns)
+            self._end_load(load, False, now_ns)
             return
-        extent = self._allocate(record)
-        values.settle()
+        extent = self._allocate_extent(record)
+        values.settle_evicted()
         if extent is None:
             values.counters.no_room += 1
-            self._end(load, False, now_ns)
+            self._end_load(load, False, now_ns)
             return
         load.extent = extent
-        read = values.disks.read(load.key, extent, now_ns)
+        read = values.disks.read_value(load.key, extent, now_ns)
         if read is None:  # too much is under way on that disk, or the disk is late
             values.tier.release(extent)
-            self._end(load, False, now_ns)
+            self._end_load(load, False, now_ns)
             return
         values.counters.loads += 1
         self._reading[read] = load
 
-    def _allocate(self, record: DiskRecord) -> int | None:
+    def _allocate_extent(self, record: DiskRecord) -> int | None:
         tier = self._values.tier
         if record.scope != KV_SCOPE:
             return tier.allocate(max(1, record.length + record.name_bytes))
@@ -159,7 +159,7 @@ class Loads:
         assert record is not None
         if event.ok and not load.is_void:
             fresh = (
-                values.restored(load.key, load.extent, record.length, record.scope, record.seal, event.name)
+                values.put_restored(load.key, load.extent, record.length, record.scope, record.seal, event.name)
                 or load.key in values.tier
             )
         if event.extent_free:
@@ -168,8 +168,8 @@ class Loads:
             self._lingering[event.id] = load.extent
         values.counters.loads_failed += not event.ok
         if not load.is_void:
-            self._end(load, fresh, now_ns)
-        self.advance(now_ns)
+            self._end_load(load, fresh, now_ns)
+        self.start_loads(now_ns)
 
     def extent_free(self, event: ExtentFree) -> None:
         """The device has ended a late read."""
@@ -177,12 +177,12 @@ class Loads:
 
     # -- ends
 
-    def _end(self, load: _Load, ok: bool, now_ns: int) -> None:
+    def _end_load(self, load: _Load, ok: bool, now_ns: int) -> None:
         del self._loads[load.key]
         for waiter in load.waiters:
             waiter(ok, now_ns)
 
-    def _void(self, key: bytes) -> None:
+    def _void_load(self, key: bytes) -> None:
         """The value is forgotten: what is being read is no longer it. Askers get what there is then."""
         load = self._loads.pop(key, None)
         if load is not None:
@@ -190,14 +190,14 @@ class Loads:
             self._voided.append(load)  # askers are told by `advance`: what was forgotten may be replaced right now
 
     @property
-    def open(self) -> int:
+    def open_loads(self) -> int:
         """Values on their way."""
         return len(self._loads)
 
-    def references(self) -> list[int]:
+    def referenced_extents(self) -> list[int]:
         """Extents with a reference of a load."""
-        held = [load.place.offset for load in self._sealing.values() if load.place is not None]
-        return held + [load.extent for load in self._reading.values()] + list(self._lingering.values())
+        extents = [load.place.offset for load in self._sealing.values() if load.place is not None]
+        return extents + [load.extent for load in self._reading.values()] + list(self._lingering.values())
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if a load is lost, or is under way twice."""

@@ -62,7 +62,7 @@ from memserve.store.disks.events import (
     Written,
 )
 from memserve.store.machine.block_pool import StorePool
-from memserve.store.machine.clients import Clients
+from memserve.store.machine.clients import Clients, StoreIdentity
 from memserve.store.machine.events import (
     Ended,
     ExtentsSealed,
@@ -107,14 +107,12 @@ class StoreMachine:
         check(pool.block_bytes == tier.block_bytes, "the memory has blocks of another size than the geometry")
         exchange = Exchange(pool, info.geometry, config.exchange, info.peer, info.namespace)
         self.kv = KvBlocks(pool, exchange, self.values, self.loads, self.jobs, config)
-        model = KvModel(info.namespace, info.geometry)
-        self.clients = Clients(
-            self.values, self.loads, self.jobs, config, key, info.host_id, model, self._hear_of_model
-        )
+        identity = StoreIdentity(key, info.host_id, KvModel(info.namespace, info.geometry))
+        self.clients = Clients(self.values, self.loads, self.jobs, config, identity, self._on_client_model)
         self._feed = KvFeed(self.values.log, config.exchange.event_capacity)
         self.info = info
         self._fits_a_model = False  # a member with this namespace and geometry was seen
-        self._asked_to_serve = False
+        self._model_requested = False
         self._write_out: deque[bytes] | None = None  # None: the end was not asked for
         self._ends_at_ns = 0
         self._disks_closed = False
@@ -123,26 +121,26 @@ class StoreMachine:
 
     def start(self, now_ns: int) -> list[StoreAction]:
         """Ask to join."""
-        self._follow(self.member.start(now_ns), now_ns)
-        return self._conclude(now_ns)
+        self._perform_member_actions(self.member.start(now_ns), now_ns)
+        return self._finish_step(now_ns)
 
     def handle(self, event: StoreEvent, now_ns: int) -> list[StoreAction]:
         """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
         match event:
             case MessageArrived(sender, message):
-                self._hear(sender, message, now_ns)
+                self._on_message(sender, message, now_ns)
             case PagesSealed() | PagesPulled():
                 self.kv.pages_done(event, now_ns)
             case DiskDone():
                 self.values.disks.handle(event, now_ns)
-                self.values.go_on(now_ns)
+                self.values.write_waiting(now_ns)
             case ExtentsSealed():
-                done = (
+                is_handled = (
                     self.loads.sealed(event, now_ns)
                     or self.kv.sealed(event, now_ns)
                     or self.clients.sweeps.sealed(event)
                 )
-                check(done, f"job {event.job} seals nothing")
+                check(is_handled, f"job {event.job} seals nothing")
             case ValuesTaken():
                 self.clients.values_taken(event, now_ns)
             case ValuesSent():
@@ -150,8 +148,8 @@ class StoreMachine:
             case DrainRequested():
                 self._begin_end(event, now_ns)
             case GenerationChanged(info):
-                self._reborn(event, info, now_ns)
-        return self._conclude(now_ns)
+                self._on_generation_changed(event, info, now_ns)
+        return self._finish_step(now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -163,78 +161,78 @@ class StoreMachine:
             self.member.next_deadline_ns,
             self._ends_at_ns if self._write_out is not None and not self._has_ended else None,
         ]
-        return min((at for at in due if at is not None), default=None)
+        return min((due_ns for due_ns in due if due_ns is not None), default=None)
 
-    def _conclude(self, now_ns: int) -> list[StoreAction]:
+    def _finish_step(self, now_ns: int) -> list[StoreAction]:
         """What follows from any event."""
-        self.values.disks.tick(now_ns)
-        self.kv.advance(now_ns)
-        self.clients.advance(now_ns)
+        self.values.disks.advance_time(now_ns)
+        self.kv.advance_time(now_ns)
+        self.clients.advance_time(now_ns)
         due_ns = self.member.next_deadline_ns
         if due_ns is not None and now_ns >= due_ns:
-            self._follow(self.member.handle(ClockTicked(), now_ns), now_ns)
-        self.loads.advance(now_ns)
-        self._go_on_ending(now_ns)
-        while self._hear_disks(now_ns):
-            self._go_on_ending(now_ns)
-        self.values.settle()
-        self._tell_news()
-        actions = self.jobs.take()
+            self._perform_member_actions(self.member.handle(ClockTicked(), now_ns), now_ns)
+        self.loads.start_loads(now_ns)
+        self._continue_end(now_ns)
+        while self._handle_disk_outcomes(now_ns):
+            self._continue_end(now_ns)
+        self.values.settle_evicted()
+        self._send_updates()
+        actions = self.jobs.take_actions()
         for exchange_action in self.kv.exchange.take_actions():
             actions.append(exchange_action)
         actions += self.values.disks.take_actions()
         return actions
 
-    def _hear_disks(self, now_ns: int) -> bool:
+    def _handle_disk_outcomes(self, now_ns: int) -> bool:
         outcomes = self.values.disks.take_outcomes()
         for outcome in outcomes:
             match outcome:
                 case Written():
-                    self.values.written(outcome, now_ns)
+                    self.values.on_written(outcome, now_ns)
                 case ReadEnded():
                     self.loads.read_ended(outcome, now_ns)
                 case ExtentFree():
                     self.loads.extent_free(outcome)
                 case Dropped():
-                    self.values.dropped(outcome)
+                    self.values.on_dropped(outcome)
                 case Verified():
                     self.clients.sweeps.disks_verified(outcome)
                 case DiskFull(number, why):
                     pause_s = self.values.disks.config.full_pause_ns / NS_PER_S
                     text = f"--ssd number {number + 1} has no room for what is written ({why}): it is read, and not"
-                    self.jobs.ask(LogWarning(f"{text} written but for a try every {pause_s:.0f} s"))
+                    self.jobs.add_action(LogWarning(f"{text} written but for a try every {pause_s:.0f} s"))
                 case DiskHasRoom(number):
-                    self.jobs.ask(LogWarning(f"--ssd number {number + 1} has room again: it is written"))
+                    self.jobs.add_action(LogWarning(f"--ssd number {number + 1} has room again: it is written"))
         return bool(outcomes)
 
     # -- messages
 
-    def _hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
+    def _on_message(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if isinstance(message, ForgetKv):
-            if self.kv.exchange.misfit(sender) is None:
-                self.kv.forget(message.identities, now_ns)
+            if self.kv.exchange.incompatibility(sender) is None:
+                self.kv.forget_blocks(message.identities, now_ns)
         elif isinstance(message, StoreMessage):
-            self.clients.hear(sender, message, now_ns)
-        elif isinstance(message, Leave) and self.clients.left(sender):
+            self.clients.on_message(sender, message, now_ns)
+        elif isinstance(message, Leave) and self.clients.on_leave(sender):
             pass
-        elif self.member.is_alone and sender.name != ROUTER:
+        elif self.member.is_detached and sender.name != ROUTER:
             self.counters.refused += 1
         else:
-            self._follow(self.member.handle(MessageArrived(sender, message), now_ns), now_ns)
+            self._perform_member_actions(self.member.handle(MessageArrived(sender, message), now_ns), now_ns)
 
     # -- the cluster
 
-    def _follow(self, actions: list[MemberAction], now_ns: int) -> None:
+    def _perform_member_actions(self, actions: list[MemberAction], now_ns: int) -> None:
         """Do what the membership says; what needs the host goes on to it."""
         for action in actions:
             match action:
                 case ForwardMessage(sender, message):
-                    self._hear_member(sender, message, now_ns)
+                    self._on_member_message(sender, message, now_ns)
                 case ReadLoad(with_stats):
                     load = Load(transfers_open=self.kv.exchange.transfers_open)
-                    stats = msgspec.msgpack.encode(self.clients.numbers()) if with_stats else b""
+                    stats = msgspec.msgpack.encode(self.clients.collect_numbers()) if with_stats else b""
                     news, routers = self._feed.next_event, self.member.followers.values()
-                    self._follow_event(
+                    self._handle_member_event(
                         LoadRead(load, news, stats, tuple((peer, load, news) for peer in routers)), now_ns
                     )
                 case Joined():
@@ -244,139 +242,141 @@ class StoreMachine:
                     if self._write_out is None:
                         self._begin_end(DrainRequested(0), now_ns)
                 case RemovePeer(peer):
-                    self.kv.peer_gone(peer, now_ns)
-                    self.jobs.ask(action)
+                    self.kv.remove_peer(peer, now_ns)
+                    self.jobs.add_action(action)
                 case ChangeGeneration():
                     self.kv.drop_fetches()
-                    self.jobs.ask(action)
+                    self.jobs.add_action(action)
                 case _:
-                    self.jobs.ask(action)
+                    self.jobs.add_action(action)
 
-    def _follow_event(self, event: MemberEvent, now_ns: int) -> None:
-        self._follow(self.member.handle(event, now_ns), now_ns)
+    def _handle_member_event(self, event: MemberEvent, now_ns: int) -> None:
+        self._perform_member_actions(self.member.handle(event, now_ns), now_ns)
 
-    def _hear_member(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
+    def _on_member_message(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if sender.name != ROUTER:
             if isinstance(message, Leave):
-                self.kv.peer_gone(sender, now_ns)
+                self.kv.remove_peer(sender, now_ns)
             elif isinstance(message, QueryKvEvents) and self.member.followers.get(sender.name) == sender:
-                self._tell_changes(message.first, sender)
+                self._send_changes(message.first, sender)
             else:
-                self.kv.hear(sender, message, now_ns)
+                self.kv.on_message(sender, message, now_ns)
             return
         match message:
             case JoinAccepted(peers):
                 self._fits_a_model = False  # those of an earlier router are no members any more
-                self._look_for_models(peers)
-                self.kv.act(self.kv.exchange.set_members(peers, now_ns), now_ns)
-                self._tell_changes(None, sender)
+                self._check_models(peers)
+                self.kv.on_outcomes(self.kv.exchange.set_members(peers, now_ns), now_ns)
+                self._send_changes(None, sender)
             case PeerJoined(info):
-                self._look_for_models((info,))
+                self._check_models((info,))
                 if info.peer.name != self.info.peer.name:
-                    self.kv.act(self.kv.exchange.peer_joined(info, now_ns), now_ns)
+                    self.kv.on_outcomes(self.kv.exchange.peer_joined(info, now_ns), now_ns)
             case PeerGone(peer):
-                self.kv.peer_gone(peer, now_ns)
+                self.kv.remove_peer(peer, now_ns)
             case QueryKvEvents(first):
-                self._tell_changes(first, sender)
+                self._send_changes(first, sender)
             case _:
                 pass
 
-    def _tell_changes(self, first: int | None, to: Peer) -> None:
-        self._tell_news()
-        if (rest := self._feed.answer(first)) is not None:
-            self.jobs.send(to, rest)
+    def _send_changes(self, first: int | None, to: Peer) -> None:
+        self._send_updates()
+        if (rest := self._feed.answer_query(first)) is not None:
+            self.jobs.send_message(to, rest)
 
-    def _tell_news(self) -> None:
+    def _send_updates(self) -> None:
         """Every router hears what has changed."""
-        news = self._feed.news()
+        news = self._feed.take_changes()
         for router in (self.member.router, *self.member.followers.values()):
             if news is not None and router is not None:
-                self.jobs.send(router, news)
+                self.jobs.send_message(router, news)
 
-    def _look_for_models(self, members: tuple[PeerInfo, ...]) -> None:
+    def _check_models(self, members: tuple[PeerInfo, ...]) -> None:
         """Members with a model say what KV looks like. What this store was started with stays once one has it."""
         models = [info for info in members if info.role is not Role.STORE and info.namespace]
-        mine = (self.info.namespace, self.info.geometry)
-        self._fits_a_model = self._fits_a_model or any((one.namespace, one.geometry) == mine for one in models)
+        own_model = (self.info.namespace, self.info.geometry)
+        self._fits_a_model = self._fits_a_model or any(
+            (model.namespace, model.geometry) == own_model for model in models
+        )
         if models and not self._fits_a_model:
-            self._serve(models[0].namespace, models[0].geometry, models[0].peer.name)
+            self._request_model(models[0].namespace, models[0].geometry, models[0].peer.name)
 
-    def _hear_of_model(self, client: Peer, model: KvModel) -> None:
+    def _on_client_model(self, client: Peer, model: KvModel) -> None:
         """A client has KV blocks of this model, which is this store's, or this store's until a member has another."""
         if not self.info.namespace:
-            self._serve(model.namespace, model.geometry, client.name)
+            self._request_model(model.namespace, model.geometry, client.name)
 
-    def _serve(self, namespace: str, geometry: KVGeometry, of: str) -> None:
-        if not self._asked_to_serve:
-            self._asked_to_serve = True
-            self.jobs.ask(ServeModel(namespace, geometry, of))
+    def _request_model(self, namespace: str, geometry: KVGeometry, of: str) -> None:
+        if not self._model_requested:
+            self._model_requested = True
+            self.jobs.add_action(ServeModel(namespace, geometry, of))
 
-    def _reborn(self, event: GenerationChanged, info: PeerInfo, now_ns: int) -> None:
+    def _on_generation_changed(self, event: GenerationChanged, info: PeerInfo, now_ns: int) -> None:
         """The store was expelled and is a new incarnation: what it keeps stays."""
         self.info = info
         self.kv.drop_fetches()
-        self.kv.exchange.reborn(info.peer)
-        self._follow_event(event, now_ns)
+        self.kv.exchange.restart_as(info.peer)
+        self._handle_member_event(event, now_ns)
 
     # -- the end
 
-    def _begin_end(self, asked: DrainRequested, now_ns: int) -> None:
+    def _begin_end(self, request: DrainRequested, now_ns: int) -> None:
         """Write what is in memory alone and wanted on a disk, then close the disks, for ``patience_ns`` at most."""
         if self._write_out is None:
-            self._write_out = deque(self.values.unwritten() if asked.patience_ns else ())
-            self._say_end(asked)
-            self.clients.leave_all()
-        self._ends_at_ns = now_ns + asked.patience_ns
-        if not asked.patience_ns:
+            self._write_out = deque(self.values.unwritten_keys() if request.patience_ns else ())
+            self._log_end(request)
+            self.clients.drop_all()
+        self._ends_at_ns = now_ns + request.patience_ns
+        if not request.patience_ns:
             self._write_out.clear()
-        self._follow(self.member.handle(replace(asked, why=""), now_ns), now_ns)
+        self._perform_member_actions(self.member.handle(replace(request, why=""), now_ns), now_ns)
 
-    def _say_end(self, asked: DrainRequested) -> None:
-        if not asked.why:
+    def _log_end(self, request: DrainRequested) -> None:
+        if not request.why:
             return
-        numbers, left = self.clients.numbers(), len(self._write_out or ()) + self.values.writes_open
-        text = f"{asked.why}: store {self.info.peer.name} ends; it keeps {numbers['disk_records']:,} values on disks"
-        if left:
-            text += f" and writes {left:,} more, for {asked.patience_ns / NS_PER_S:.0f} s at most"
-        self.jobs.ask(LogWarning(text))
+        numbers, writes_left = self.clients.collect_numbers(), len(self._write_out or ()) + self.values.writes_open
+        text = f"{request.why}: store {self.info.peer.name} ends; it keeps {numbers['disk_records']:,} values on disks"
+        if writes_left:
+            text += f" and writes {writes_left:,} more, for {request.patience_ns / NS_PER_S:.0f} s at most"
+        self.jobs.add_action(LogWarning(text))
 
-    def _go_on_ending(self, now_ns: int) -> None:
+    def _continue_end(self, now_ns: int) -> None:
         if self._write_out is None or self._has_ended:
             return
         is_late = now_ns >= self._ends_at_ns
         while self._write_out and self.values.may_write_out and not is_late:
             self.values.write_out(self._write_out.popleft(), now_ns)
-        left = len(self._write_out) + self.values.writes_open
-        if left and not is_late:
+        writes_left = len(self._write_out) + self.values.writes_open
+        if writes_left and not is_late:
             return
         disks = self.values.disks
         if not self._disks_closed:
             self._disks_closed = True
-            if left:
-                self.jobs.ask(
-                    LogWarning(f"the time is over: store {self.info.peer.name} has not written {left:,} values")
+            if writes_left:
+                self.jobs.add_action(
+                    LogWarning(f"the time is over: store {self.info.peer.name} has not written {writes_left:,} values")
                 )
             disks.close(now_ns)
-        if disks.idle or is_late:
+        if disks.is_idle or is_late:
             self._has_ended = True
-            self.jobs.ask(Ended(self._refused))
+            self.jobs.add_action(Ended(self._refused))
 
     # -- books
 
-    def references(self) -> Counter[int]:
+    def count_references(self) -> Counter[int]:
         """Every reference that parts of the machine hold, by extent; the table's own come on top."""
-        held: Counter[int] = Counter()
-        for part in self._holders():
-            held.update(part)
-        return held
+        totals: Counter[int] = Counter()
+        for part in self._reference_holders():
+            totals.update(part)
+        return totals
 
-    def _holders(self) -> Iterator[list[int]]:
-        yield self.values.references()
-        yield self.loads.references()
-        yield self.kv.references()
-        yield self.clients.puts.references()
-        yield self.clients.gets.references()
-        yield self.clients.sweeps.references()
+    def _reference_holders(self) -> Iterator[list[int]]:
+        yield self.values.referenced_extents()
+        yield self.loads.referenced_extents()
+        yield self.kv.referenced_extents()
+        yield self.clients.puts.referenced_extents()
+        yield self.clients.gets.referenced_extents()
+        yield self.clients.sweeps.referenced_extents()
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when the books do not balance. For tests; slow."""
@@ -386,14 +386,17 @@ class StoreMachine:
         self.values.check_invariants()
         self.loads.check_invariants()
         self.kv.exchange.check_invariants()
-        held = self.references()
+        expected = self.count_references()
         in_table: Counter[int] = Counter()
         keys = tier.keys()
-        for at in range(0, len(keys), 16):
-            place = tier.find(keys[at : at + 16], counts=False)
+        for offset in range(0, len(keys), 16):
+            place = tier.find(keys[offset : offset + 16], counts=False)
             if place is not None:
                 tier.release(place.offset)
                 in_table[place.offset] += 1
-        for extent in held | in_table:
+        for extent in expected | in_table:
             count = tier.ref_count(extent)
-            check(count == held[extent] + in_table[extent], f"extent {extent}: {count} references, {held[extent]} held")
+            check(
+                count == expected[extent] + in_table[extent],
+                f"extent {extent}: {count} references, {expected[extent]} held",
+            )

@@ -2,7 +2,7 @@
 
 ::
 
-    put: extent --publish--> memory --Disks.wants--> written through --> memory and disk
+    put: extent --publish--> memory --Disks.wants_value--> written through --> memory and disk
                                |  evicted to make room                         |
                                +--> gone, or on the disk alone  <--------------+
 
@@ -52,19 +52,19 @@ class KvLog:
         """Where a block lies. None: nowhere."""
         return self._places.get(identity)
 
-    def place(self, identity: bytes, tier: Tier | None) -> None:
+    def set_tier(self, identity: bytes, tier: Tier | None) -> None:
         """A block lies on ``tier`` from now on. None: nowhere."""
         before = self._places.get(identity)
         if before is tier:
             return
         if tier is None:
             del self._places[identity]
-            self._note(KvEventKind.EVICTED, before or Tier.DRAM, identity)
+            self._add_change(KvEventKind.EVICTED, before or Tier.DRAM, identity)
         else:
             self._places[identity] = tier
-            self._note(KvEventKind.STORED if before is None else KvEventKind.MOVED, tier, identity)
+            self._add_change(KvEventKind.STORED if before is None else KvEventKind.MOVED, tier, identity)
 
-    def _note(self, kind: KvEventKind, tier: Tier, identity: bytes) -> None:
+    def _add_change(self, kind: KvEventKind, tier: Tier, identity: bytes) -> None:
         last = self._changes[-1] if self._changes else None
         if last is not None and last[0] is kind and last[1] is tier and len(last[2]) < GROUP_MAX:
             last[2].append(identity)
@@ -91,7 +91,7 @@ class KvLog:
         """Identities of all blocks on ``tier``, 16 bytes each."""
         return b"".join(identity for identity, place in self._places.items() if place is tier)
 
-    def identities(self) -> list[bytes]:
+    def all_identities(self) -> list[bytes]:
         """All of them."""
         return list(self._places)
 
@@ -130,41 +130,43 @@ class Values:
         self._waiting: dict[bytes, bool] = {}  # to be written when a write has ended; whether that is sure
         #: called with each key whose value is forgotten: what is being read back is that value
         self.on_forget: Callable[[bytes], None] = _ignore
-        self._recover()
+        self._recover_log()
 
-    def _recover(self) -> None:
+    def _recover_log(self) -> None:
         """Tell what earlier lives have left."""
-        keys = self.disks.keys()
-        for key in split(keys):
-            found = self.disks.find(key)
-            if found is not None and found.scope == KV_SCOPE:
-                self.log.place(key, Tier.SSD)
-            elif found is not None:
+        keys = self.disks.all_keys()
+        for key in split_keys(keys):
+            record = self.disks.find_record(key)
+            if record is not None and record.scope == KV_SCOPE:
+                self.log.set_tier(key, Tier.SSD)
+            elif record is not None:
                 self.tier.mark_on_disk(key, True)
-        for key in split(self.tier.keys()):
+        for key in split_keys(self.tier.keys()):
             place = self.tier.find(key, counts=False)
             if place is None:
                 continue
             self.tier.release(place.offset)
-            on_disk = self.disks.find(key)
+            on_disk = self.disks.find_record(key)
             if on_disk is not None and (on_disk.seal, on_disk.length) != (place.seal, place.length):
-                self.disks.remove(key)  # of an earlier value: the one in memory took its place right before the end
+                self.disks.remove_value(
+                    key
+                )  # of an earlier value: the one in memory took its place right before the end
                 self.tier.mark_on_disk(key, False)
             if place.scope == KV_SCOPE:
-                self.log.place(key, Tier.DRAM)
+                self.log.set_tier(key, Tier.DRAM)
 
     # -- looking
 
-    def look(self, key: bytes) -> Known | None:
+    def find_value(self, key: bytes) -> Known | None:
         """What is known of a value. No hit."""
         place = self.tier.find(key, counts=False)
         if place is not None:
             self.tier.release(place.offset)
             return Known(place.length, place.scope, place.name)
-        found = self.disks.find(key)
-        return None if found is None else Known(found.length, found.scope, None)
+        record = self.disks.find_record(key)
+        return None if record is None else Known(record.length, record.scope, None)
 
-    def where(self, key: bytes) -> int:
+    def location_of(self, key: bytes) -> int:
         """0: nowhere. 1: in memory. 2: on a disk. 3: both."""
         return (key in self.tier) + 2 * (key in self.disks)
 
@@ -186,7 +188,7 @@ class Values:
             self.tier.release(place.offset)
         return place is not None and place.offset == extent
 
-    def hold(self, key: bytes, now_ns: int) -> Place | None:
+    def hold_value(self, key: bytes, now_ns: int) -> Place | None:
         """A value in memory that may be read, with a reference. None: it is not there, or was not compared yet."""
         place = self.tier.find(key)
         if place is None:
@@ -199,34 +201,34 @@ class Values:
 
     # -- putting
 
-    def put(self, key: bytes, extent: int, length: int, scope: int, seal: int, name: bytes, now_ns: int) -> None:
+    def put_value(self, key: bytes, extent: int, length: int, scope: int, seal: int, name: bytes, now_ns: int) -> None:
         """Keep a client's value; the caller's reference on ``extent`` stays the caller's. An older one is forgotten."""
-        self.forget(key, now_ns)
+        self.forget_value(key, now_ns)
         if self.tier.publish(key, extent, length, scope=scope, seal=seal, name=name):
             self._write_through_new(key, now_ns)
-        self.settle()
+        self.settle_evicted()
 
     def put_kv(self, identity: bytes, extent: int, length: int, seal: int, now_ns: int, *, keep: bool) -> bool:
         """Keep a KV block. False: it is here already, with the same tokens."""
         fresh = self.tier.publish(identity, extent, length, scope=KV_SCOPE, seal=seal)
         if fresh:
-            self.log.place(identity, Tier.DRAM)
+            self.log.set_tier(identity, Tier.DRAM)
             self._write_through_new(identity, now_ns, bypass=keep)
-        self.settle()
+        self.settle_evicted()
         return fresh
 
-    def restored(self, key: bytes, extent: int, length: int, scope: int, seal: int, name: bytes) -> bool:
+    def put_restored(self, key: bytes, extent: int, length: int, scope: int, seal: int, name: bytes) -> bool:
         """A value was read back from a disk and compared. False: memory has got one of this key meanwhile, or cannot
         take any."""
         fresh = self.tier.publish(key, extent, length, scope=scope, seal=seal, name=name)
         if fresh and scope == KV_SCOPE:
-            self.log.place(key, Tier.DRAM)
+            self.log.set_tier(key, Tier.DRAM)
         elif fresh:
             self.tier.mark_on_disk(key, key in self.disks)
-        self.settle()
+        self.settle_evicted()
         return fresh
 
-    def keep(self, identity: bytes, now_ns: int) -> None:
+    def keep_block(self, identity: bytes, now_ns: int) -> None:
         """A block has a name from now on: write it through, whether it was asked for before or not."""
         place = self.tier.find(identity, counts=False)
         if place is not None:
@@ -250,12 +252,12 @@ class Values:
             if len(self._waiting) < WAITING_MAX and key not in self.disks:
                 self._waiting[key] = bypass or self._waiting.get(key, False)
             return
-        if not self.disks.wants(key, place.length, now_ns, bypass=bypass) or not place.verified:
+        if not self.disks.wants_value(key, place.length, now_ns, bypass=bypass) or not place.verified:
             return
-        taken = self.disks.write(
+        is_accepted = self.disks.write_value(
             key, place.offset, place.length, now_ns, scope=place.scope, seal=place.seal, name=place.name
         )
-        if taken:
+        if is_accepted:
             self.tier.retain(place.offset)
             self._writes[key] = _Write(place.offset, place.scope)
         elif len(self._waiting) < WAITING_MAX:  # no segment is ready now
@@ -263,31 +265,31 @@ class Values:
 
     # -- forgetting
 
-    def forget(self, key: bytes, now_ns: int) -> bool:
+    def forget_value(self, key: bytes, now_ns: int) -> bool:
         """Forget a value, wherever it lies. False: there is none."""
         self._dirty.pop(key, None)
         self._waiting.pop(key, None)
         self.on_forget(key)
         in_memory = self.tier.remove(key)
-        on_disk = self.disks.remove(key, now_ns)
+        on_disk = self.disks.remove_value(key, now_ns)
         if on_disk and key not in self.log:
             self.tier.mark_on_disk(key, False)
-        self.log.place(key, None)
+        self.log.set_tier(key, None)
         return in_memory or on_disk
 
     def forget_everything(self, now_ns: int) -> int:
         """Forget all values and blocks; returns how many there were."""
-        count = len(self.tier) + sum(key not in self.tier for key in split(self.disks.keys()))
-        for key in split(self.disks.keys()):
+        count = len(self.tier) + sum(key not in self.tier for key in split_keys(self.disks.all_keys()))
+        for key in split_keys(self.disks.all_keys()):
             if key not in self.log:
                 self.tier.mark_on_disk(key, False)
         self._dirty.clear()
         self._waiting.clear()
         self.tier.purge()
         self.tier.take_evicted()
-        self.disks.purge(now_ns)
-        for identity in self.log.identities():
-            self.log.place(identity, None)
+        self.disks.remove_all(now_ns)
+        for identity in self.log.all_identities():
+            self.log.set_tier(identity, None)
         return count
 
     def drop_damaged(self, key: bytes, extent: int) -> None:
@@ -295,11 +297,11 @@ class Values:
         if self.is_at(key, extent):
             self.counters.damaged += 1
             self.tier.remove(key)
-            self._left_memory(key)
+            self._on_evicted(key)
 
     # -- what has happened
 
-    def written(self, outcome: Written, now_ns: int) -> None:
+    def on_written(self, outcome: Written, now_ns: int) -> None:
         """A write has ended."""
         write = self._writes.pop(outcome.key, None)
         if write is None:
@@ -307,15 +309,15 @@ class Values:
         self.tier.release(write.extent)
         if outcome.ok and write.scope == KV_SCOPE:
             if outcome.key not in self.tier:
-                self.log.place(outcome.key, Tier.SSD)
+                self.log.set_tier(outcome.key, Tier.SSD)
         elif outcome.ok:
             self.tier.mark_on_disk(outcome.key, True)
         if outcome.key in self._dirty:
             del self._dirty[outcome.key]
             self._write_through_new(outcome.key, now_ns)
-        self.go_on(now_ns)
+        self.write_waiting(now_ns)
 
-    def go_on(self, now_ns: int) -> None:
+    def write_waiting(self, now_ns: int) -> None:
         """The disks have done something: write what waits for them."""
         for _ in range(len(self._waiting)):
             if not self.may_write_out:
@@ -325,31 +327,31 @@ class Values:
             if key in self._waiting:
                 return  # still no room
 
-    def dropped(self, outcome: Dropped) -> None:
+    def on_dropped(self, outcome: Dropped) -> None:
         """Disks have given up values, or lost them."""
-        for key in split(outcome.keys):
+        for key in split_keys(outcome.keys):
             if key in self.disks:
                 continue  # another disk has it, or it was written again
             if key not in self.log:
                 self.tier.mark_on_disk(key, False)
             elif key not in self.tier:
-                self.log.place(key, None)
+                self.log.set_tier(key, None)
 
-    def settle(self) -> None:
+    def settle_evicted(self) -> None:
         """Behind everything that may have taken memory: look what left it for that."""
         for key in self.tier.take_evicted():
-            self._left_memory(key)
+            self._on_evicted(key)
 
-    def _left_memory(self, key: bytes) -> None:
+    def _on_evicted(self, key: bytes) -> None:
         if key in self.log and key not in self.tier:
-            self.log.place(key, Tier.SSD if key in self.disks else None)
+            self.log.set_tier(key, Tier.SSD if key in self.disks else None)
 
     # -- the end
 
-    def unwritten(self) -> list[bytes]:
+    def unwritten_keys(self) -> list[bytes]:
         """Keys that are in memory alone; none of them waits any more for a write to end."""
         self._waiting.clear()
-        return [key for key in split(self.tier.keys()) if key not in self.disks and key not in self._writes]
+        return [key for key in split_keys(self.tier.keys()) if key not in self.disks and key not in self._writes]
 
     def write_out(self, key: bytes, now_ns: int) -> None:
         """Write a value before the end, if it is wanted on a disk."""
@@ -365,16 +367,16 @@ class Values:
         """Writes under way, and those that wait."""
         return len(self._writes) + len(self._waiting)
 
-    def references(self) -> list[int]:
+    def referenced_extents(self) -> list[int]:
         """Extents with a reference of a write."""
         return [write.extent for write in self._writes.values()]
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the log says something else than memory and disks."""
-        for key in self.log.identities():
+        for key in self.log.all_identities():
             in_memory = key in self.tier
-            here = in_memory or key in self.disks or key in self._writes
-            check(here, "the log has a block that is nowhere")
+            is_stored = in_memory or key in self.disks or key in self._writes
+            check(is_stored, "the log has a block that is nowhere")
             tier = Tier.DRAM if in_memory else Tier.SSD
             check(self.log.tier_of(key) is tier, f"the log has a block on another tier than {tier.name}")
 
@@ -383,6 +385,6 @@ def _ignore(key: bytes) -> None:
     """Nothing is being read back."""
 
 
-def split(keys: bytes) -> list[bytes]:
+def split_keys(keys: bytes) -> list[bytes]:
     """The keys of 16 bytes that stand one behind the other."""
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+    return [keys[offset : offset + KEY_BYTES] for offset in range(0, len(keys), KEY_BYTES)]

@@ -56,8 +56,8 @@ class IpcLink(ShmLink):
         target = self._arenas.get(dst_tier)
         if target is None:
             raise LinkError(f"no {dst_tier.name} here")
-        source = self._map(peer, src_tier)  # what has the generation
-        place = self._place(peer, src_tier)
+        source = self._map_arena(peer, src_tier)  # what has the generation
+        place = self._arena_place(peer, src_tier)
         check_ranges(ranges, place.arena_bytes, target.nbytes)
         if not place.on_gpu and not isinstance(target, GpuMemory):
             return super().read(peer, src_tier, dst_tier, ranges)
@@ -67,7 +67,7 @@ class IpcLink(ShmLink):
         elif isinstance(target, GpuMemory):
             seals = target.land_host(ranges.dst_offsets, source.address, ranges.src_offsets, ranges.range_bytes)
         self._check_generation(source, peer)
-        self._let_go(0 if place.on_gpu else ranges.total_bytes)
+        self._limit_resident(0 if place.on_gpu else ranges.total_bytes)
         return seals
 
     def close(self) -> None:
@@ -77,16 +77,16 @@ class IpcLink(ShmLink):
             self._gpu_maps.clear()
 
     def _read_gpu(self, source: ArenaParts, target: ArenaMemory, ranges: Ranges) -> Seals:
-        into = target.parts if isinstance(target, GpuMemory) else ArenaParts((target.address,))  # pinned
+        into = target.arena_parts if isinstance(target, GpuMemory) else ArenaParts((target.address,))  # pinned
         gpu = next((arena for arena in self._arenas.values() if isinstance(arena, GpuMemory)), None)
         if gpu is None:
             raise LinkError("no GPU here")
-        return gpu.run(source, ranges, into)
+        return gpu.copy_and_seal(source, ranges, into)
 
-    def _place(self, peer: Peer, tier: Tier) -> ArenaPlace:
-        return place_of(self._info(peer), tier)
+    def _arena_place(self, peer: Peer, tier: Tier) -> ArenaPlace:
+        return place_of(self._peer_info(peer), tier)
 
-    def _info(self, peer: Peer) -> PeerInfo:
+    def _peer_info(self, peer: Peer) -> PeerInfo:
         with self._lock:
             info = self._peers.get(peer)
         if info is None:
@@ -95,13 +95,13 @@ class IpcLink(ShmLink):
 
     def _map_gpu(self, peer: Peer, tier: Tier) -> ArenaParts:
         """The peer's memories, mapped when they are first read."""
-        info = self._info(peer)
+        info = self._peer_info(peer)
         place = place_of(info, tier)
         with self._lock:
             parts = self._gpu_maps.get((peer, tier))
             if parts is None:
                 try:
-                    parts = _mapped(self._driver, place, info.geometry)
+                    parts = _map_parts(self._driver, place, info.geometry)
                 except (DriverError, ValueError) as error:
                     raise UnreachableError(f"cannot map {peer.name}'s {tier.name}: {error}") from error
                 if peer in self._peers:
@@ -115,8 +115,8 @@ def _is_exported(place: ArenaPlace) -> bool:
     return bool(place.exported) or (bool(place.shards) and all(shard.exported for shard in place.shards))
 
 
-def _mapped(driver: Driver, place: ArenaPlace, geometry: KVGeometry) -> ArenaParts:
+def _map_parts(driver: Driver, place: ArenaPlace, geometry: KVGeometry) -> ArenaParts:
     shards = shards_of(place, geometry)
-    exported = [(one.exported, one.arena_bytes) for one in place.shards] or [(place.exported, place.arena_bytes)]
-    maps = tuple(MappedMemory(driver, *one) for one in exported)
-    return ArenaParts(tuple(one.address for one in maps), shards, maps)
+    exported = [(part.exported, part.arena_bytes) for part in place.shards] or [(place.exported, place.arena_bytes)]
+    maps = tuple(MappedMemory(driver, *part) for part in exported)
+    return ArenaParts(tuple(part.address for part in maps), shards, maps)

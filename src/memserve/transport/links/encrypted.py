@@ -25,7 +25,7 @@ from memserve import _core
 from memserve.base.types import Tier
 from memserve.base.units import MIB, NS_PER_S, ns_from_s
 from memserve.protocol.peers import Peer, PeerInfo
-from memserve.system.secrets import followed
+from memserve.system.secrets import as_followed
 from memserve.transport.curve import CurveKeys
 from memserve.transport.links.gpu_memory import GpuMemory
 from memserve.transport.outbound import new_context
@@ -67,19 +67,21 @@ class CurveLink:
     name = "curve"
     workers = 4
 
-    def __init__(self, arenas: Arenas, where: ListenAddress, block_bytes: int, *, stall_s: float = STALL_S) -> None:
+    def __init__(
+        self, arenas: Arenas, listen_address: ListenAddress, block_bytes: int, *, stall_s: float = STALL_S
+    ) -> None:
         self._arenas, self._stall_ns = arenas, ns_from_s(stall_s)
         self._bytes_max = max(PIECE_BYTES, block_bytes)
-        self._secret = followed(where.secret).then(CurveKeys.all_in, tells=False)
+        self._secret = as_followed(listen_address.secret).derive_value(CurveKeys.all_in, tells=False)
         self._keys = self._secret.value()
         self._lock = threading.Lock()
         self._peers: dict[Peer, PeerInfo] = {}
-        self._lines: dict[Peer, list[Line]] = {}
+        self._connections: dict[Peer, list[Line]] = {}
         """To peers that were read from: those that no read uses."""
         self._numbers = 0
         self._context = new_context()
         sizes = {"bytes_max": self._bytes_max, "queued_max": 2 * _UNDER_WAY}
-        self._answering = Answering(where, "pages", self._answer, **sizes)
+        self._answering = Answering(listen_address, "pages", self._answer_request, **sizes)
 
     def describe(self, info: PeerInfo) -> PeerInfo:
         """Add where pages are asked for."""
@@ -98,9 +100,9 @@ class CurveLink:
         """A read under way notices."""
         with self._lock:
             self._peers.pop(peer, None)
-            lines = self._lines.pop(peer, [])
-        for line in lines:
-            line.close()
+            connections = self._connections.pop(peer, [])
+        for connection in connections:
+            connection.close()
 
     def expect_reads(self) -> None:
         """The thread that answers waits for questions."""
@@ -117,80 +119,80 @@ class CurveLink:
         check_ranges(ranges, place_of(info, src_tier).arena_bytes, target.nbytes)
         if ranges.range_bytes > self._bytes_max:
             raise LinkError(f"ranges of {ranges.range_bytes} bytes are longer than a message")
-        line, until_ns = self._take_line(info), time.monotonic_ns() + self._stall_ns
+        connection, until_ns = self._take_connection(info), time.monotonic_ns() + self._stall_ns
         try:
             while True:
                 try:
-                    seals = self._read(line, peer, src_tier, target, ranges)
+                    seals = self._read(connection, peer, src_tier, target, ranges)
                     break
                 except _TurnedAwayError:
                     if time.monotonic_ns() > until_ns:
                         raise LinkError("the peer takes none of the secrets") from None
-                    line = line.with_next_key()
+                    connection = connection.with_next_key()
         except BaseException:
-            line.close()  # and with it what comes late
+            connection.close()  # and with it what comes late
             raise
         with self._lock:
-            if peer in self._peers and line.keys == self._keys:
-                self._lines.setdefault(peer, []).append(line)
+            if peer in self._peers and connection.keys == self._keys:
+                self._connections.setdefault(peer, []).append(connection)
             else:
-                line.close()
+                connection.close()
         return seals
 
     def close(self) -> None:
         """Answer nothing any more, hang up everywhere."""
         self._answering.close()
         with self._lock:
-            self._hang_up()
+            self._close_connections()
         self._context.term()
 
     # -- the reader's side
 
-    def _take_line(self, info: PeerInfo) -> Line:
+    def _take_connection(self, info: PeerInfo) -> Line:
         """One that no other read uses, by the secret as it is now."""
         with self._lock:
             if (keys := self._secret.value()) != self._keys:
                 self._keys = keys
-                self._hang_up()
-            idle = self._lines.get(info.peer)
+                self._close_connections()
+            idle = self._connections.get(info.peer)
             if idle:
                 return idle.pop()
             return Line(self._context, self._keys, info.pages_at, bytes_max=self._bytes_max)
 
-    def _hang_up(self) -> None:
-        for line in chain.from_iterable(self._lines.values()):
-            line.close()
-        self._lines.clear()
+    def _close_connections(self) -> None:
+        for connection in chain.from_iterable(self._connections.values()):
+            connection.close()
+        self._connections.clear()
 
-    def _read(self, line: Line, peer: Peer, tier: Tier, target: ArenaMemory, ranges: Ranges) -> Seals:
+    def _read(self, connection: Line, peer: Peer, tier: Tier, target: ArenaMemory, ranges: Ranges) -> Seals:
         step = max(1, self._bytes_max // ranges.range_bytes)
-        asked: deque[tuple[int, Ranges]] = deque()
+        pending: deque[tuple[int, Ranges]] = deque()
         seals: list[Seals] = []
         for begin in range(0, len(ranges), step):
-            piece = ranges.part(begin, begin + step)
-            asked.append((self._ask(line, peer, tier, piece), piece))
-            if len(asked) == _UNDER_WAY:
-                seals.append(self._land(line, peer, target, *asked.popleft()))
-        while asked:
-            seals.append(self._land(line, peer, target, *asked.popleft()))
+            piece = ranges.slice_ranges(begin, begin + step)
+            pending.append((self._send_request(connection, peer, tier, piece), piece))
+            if len(pending) == _UNDER_WAY:
+                seals.append(self._receive_piece(connection, peer, target, *pending.popleft()))
+        while pending:
+            seals.append(self._receive_piece(connection, peer, target, *pending.popleft()))
         return np.concatenate(seals) if seals else np.zeros(0, np.uint64)
 
-    def _ask(self, line: Line, peer: Peer, tier: Tier, piece: Ranges) -> int:
+    def _send_request(self, connection: Line, peer: Peer, tier: Tier, piece: Ranges) -> int:
         with self._lock:
             self._numbers += 1
             number = self._numbers
         head = _encode(_Head(number, peer.generation, int(tier), piece.range_bytes))
         try:
-            line.socket.send_multipart([head, piece.src_offsets.astype("<i8").tobytes()], zmq.NOBLOCK)
+            connection.socket.send_multipart([head, piece.src_offsets.astype("<i8").tobytes()], zmq.NOBLOCK)
         except zmq.Again as error:
-            if line.is_turned_away:  # while no read used it
+            if connection.is_rejected:  # while no read used it
                 raise _TurnedAwayError from None
             raise LinkError("the peer reads no questions") from error
         return number
 
-    def _land(self, line: Line, peer: Peer, target: ArenaMemory, number: int, piece: Ranges) -> Seals:
+    def _receive_piece(self, connection: Line, peer: Peer, target: ArenaMemory, number: int, piece: Ranges) -> Seals:
         """Wait for the piece, then copy it: pieces come in the order in which they were asked for."""
-        head, *frames = self._wait(line, peer)
+        head, *frames = self._wait_for_reply(connection, peer)
         if len(frames) == 2:
             raise LinkError(f"the peer hands out none: {frames[1].bytes.decode(errors='replace')[:100]}")
         if head.bytes != _encode(number) or len(frames) != 1 or len(frames[0].buffer) != piece.total_bytes:
@@ -201,20 +203,20 @@ class CurveLink:
             return target.land_host(piece.dst_offsets, came.ctypes.data, places, piece.range_bytes)
         return _core.copy_ranges_sealed(target.address, piece.dst_offsets, came.ctypes.data, places, piece.range_bytes)
 
-    def _wait(self, line: Line, peer: Peer) -> list[zmq.Frame]:
+    def _wait_for_reply(self, connection: Line, peer: Peer) -> list[zmq.Frame]:
         until_ns = time.monotonic_ns() + self._stall_ns
-        while not line.socket.poll(_LOOK_MS):
-            if line.is_turned_away:
+        while not connection.socket.poll(_LOOK_MS):
+            if connection.is_rejected:
                 raise _TurnedAwayError
             if peer not in self._peers:
                 raise LinkError("the peer is gone")
             if time.monotonic_ns() > until_ns:
                 raise LinkError(f"the peer sent nothing for {self._stall_ns / NS_PER_S:.1f} s")
-        return line.socket.recv_multipart(copy=False)
+        return connection.socket.recv_multipart(copy=False)
 
     # -- the owner's side
 
-    def _answer(self, frames: Sequence[zmq.Frame]) -> list[Any] | None:
+    def _answer_request(self, frames: Sequence[zmq.Frame]) -> list[Any] | None:
         """The number and the bytes; without bytes where they are not to be had."""
         if len(frames) != 2:
             return None
@@ -225,27 +227,27 @@ class CurveLink:
             return None
         number, size = _encode(head.number), head.range_bytes
         arena = next((arena for tier, arena in self._arenas.items() if int(tier) == head.tier), None)
-        if arena is None or size < 1 or size * len(offsets) > self._bytes_max or not _holds(arena, offsets, size):
+        if arena is None or size < 1 or size * len(offsets) > self._bytes_max or not _has_ranges(arena, offsets, size):
             return [number, b"", b"no such ranges"]
         if arena.generation != head.generation:
             return [number, b"", b"another generation"]
-        taken = _taken(arena, offsets, size)
+        payload = _copy_ranges(arena, offsets, size)
         if arena.generation != head.generation:
             return [number, b"", b"another generation"]
-        return [number, taken.data]
+        return [number, payload.data]
 
 
-def _holds(arena: ArenaMemory, offsets: Any, range_bytes: int) -> bool:
+def _has_ranges(arena: ArenaMemory, offsets: Any, range_bytes: int) -> bool:
     if isinstance(arena, GpuMemory):
-        return arena.holds(offsets, range_bytes)
+        return arena.has_ranges(offsets, range_bytes)
     return fits(offsets, range_bytes, arena.nbytes)
 
 
-def _taken(arena: ArenaMemory, offsets: Any, range_bytes: int) -> Any:
+def _copy_ranges(arena: ArenaMemory, offsets: Any, range_bytes: int) -> Any:
     """Ranges of an arena, one after the other, as bytes of their own."""
     if isinstance(arena, GpuMemory):
-        return arena.taken(offsets, range_bytes)
-    taken = np.empty(len(offsets) * range_bytes, np.uint8)
+        return arena.copied_ranges(offsets, range_bytes)
+    payload = np.empty(len(offsets) * range_bytes, np.uint8)
     places = np.arange(len(offsets), dtype=np.int64) * range_bytes
-    _core.copy_ranges_sealed(taken.ctypes.data, places, arena.address, offsets, range_bytes)
-    return taken
+    _core.copy_ranges_sealed(payload.ctypes.data, places, arena.address, offsets, range_bytes)
+    return payload

@@ -28,7 +28,7 @@ from memserve.base.units import MIB
 from memserve.protocol.peers import ArenaPlace, ShardPlace
 from memserve.system.gpus import Driver, DriverError
 from memserve.transport.ports import ArenaMemory, LinkError, Seals
-from memserve.transport.ranges import Offsets, Ranges, Shard, Shards, fits, is_whole, pieces
+from memserve.transport.ranges import Offsets, Ranges, Shard, Shards, cut_pieces, fits, is_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,25 +93,27 @@ class GpuMemory:
         driver: Driver | None = None,
         *,
         shards: Shards = (),
-        others: Sequence[WorkerMemory] = (),
+        worker_memories: Sequence[WorkerMemory] = (),
     ) -> None:
         """``tensor``: contiguous bytes on the device. ``driver``: in place of the machine's. ``shards``: of all workers
-        by rank, where ``tensor`` has the first one's and ``others`` those of the rest."""
+        by rank, where ``tensor`` has the first one's and ``worker_memories`` those of the rest."""
         self._flat = tensor.view(-1)
         self._driver = driver
-        self._others = tuple(others)
+        self._worker_memories = tuple(worker_memories)
         self._beacon = _core.SharedArena(BEACON_BYTES)
         self._lock = threading.Lock()  # guards the staging memory
         self._staging: Tensor | None = None
-        addresses = int(self._flat.data_ptr()), *(other.mapped.address for other in others)
-        self._parts = ArenaParts(addresses, shards)
+        addresses = int(self._flat.data_ptr()), *(memory.mapped.address for memory in worker_memories)
+        self._arena_parts = ArenaParts(addresses, shards)
         self._nbytes = int(self._flat.numel())
         #: called when peers will read it in a moment
         self.on_expected: Callable[[], object] = lambda: None
         if shards:
-            blocks, rest = divmod(self._nbytes, shards[0].local.block_bytes)
-            sizes = [blocks * shard.local.block_bytes for shard in shards[1:]]
-            check(not rest and sizes == [other.mapped.nbytes for other in others], "as many blocks on each GPU")
+            blocks, rest = divmod(self._nbytes, shards[0].local_geometry.block_bytes)
+            sizes = [blocks * shard.local_geometry.block_bytes for shard in shards[1:]]
+            check(
+                not rest and sizes == [memory.mapped.nbytes for memory in worker_memories], "as many blocks on each GPU"
+            )
             self._nbytes = blocks * shards[0].model.block_bytes
 
     @property
@@ -120,14 +122,14 @@ class GpuMemory:
         return self._flat
 
     @property
-    def parts(self) -> ArenaParts:
+    def arena_parts(self) -> ArenaParts:
         """Where its bytes are."""
-        return self._parts
+        return self._arena_parts
 
     @property
     def address(self) -> int:
         """Of the first byte, in the device's memory."""
-        return self._parts.addresses[0]
+        return self._arena_parts.addresses[0]
 
     @property
     def nbytes(self) -> int:
@@ -148,16 +150,16 @@ class GpuMemory:
     def generation(self, value: int) -> None:
         self._beacon.generation = value
 
-    def place(self, tier: Tier) -> ArenaPlace:
+    def describe_arena(self, tier: Tier) -> ArenaPlace:
         """What peers must know to read it."""
-        exported, shards = self.export(), self._parts.shards
+        exported, shards = self.export_handle(), self._arena_parts.shards
         if not shards:
             return ArenaPlace(tier, self.address, self.nbytes, self.fd, on_gpu=True, exported=exported)
-        own = shard_place(shards[0], self.address, self._flat.numel(), exported)
-        places = own, *(other.place for other in self._others)
+        own_place = shard_place(shards[0], self.address, self._flat.numel(), exported)
+        places = own_place, *(memory.place for memory in self._worker_memories)
         return ArenaPlace(tier, 0, self.nbytes, self.fd, on_gpu=True, shards=places)
 
-    def export(self) -> bytes:
+    def export_handle(self) -> bytes:
         """What processes of this host map this process's part with; empty: the driver exports it to none."""
         try:
             return (self._driver or Driver()).export(self.address)
@@ -165,25 +167,26 @@ class GpuMemory:
             log.warning("processes of this host cannot map this GPU's KV: %s", error)
             return b""
 
-    def holds(self, offsets: Offsets, range_bytes: int) -> bool:
+    def has_ranges(self, offsets: Offsets, range_bytes: int) -> bool:
         """Whether ranges lie inside, and can be read: of several GPUs, whole pages can."""
-        shards = self._parts.shards
+        shards = self._arena_parts.shards
         pages = not shards or is_whole(offsets, range_bytes, shards[0].model.page_bytes)
         return pages and fits(offsets, range_bytes, self.nbytes)
 
     def seal(self, offsets: Offsets, range_bytes: int) -> Seals:
         """The seal of each range."""
-        return self.run(self._parts, Ranges(offsets, offsets, range_bytes), None)
+        return self.copy_and_seal(self._arena_parts, Ranges(offsets, offsets, range_bytes), None)
 
-    def land(self, offsets: Offsets, source: ArenaParts, src_offsets: Offsets, range_bytes: int) -> Seals:
+    def land_pinned(self, offsets: Offsets, source: ArenaParts, src_offsets: Offsets, range_bytes: int) -> Seals:
         """Copy ranges of ``source``, which the device can read, and seal what was written."""
-        return self.run(source, Ranges(src_offsets, offsets, range_bytes), self._parts)
+        return self.copy_and_seal(source, Ranges(src_offsets, offsets, range_bytes), self._arena_parts)
 
     def land_host(self, offsets: Offsets, address: int, src_offsets: Offsets, range_bytes: int) -> Seals:
-        """As :meth:`land`, from memory of the host that is not pinned: through pinned memory, some ranges at a time."""
+        """As :meth:`land_pinned`, from memory of the host that is not pinned: through pinned memory, some ranges at a
+        time."""
         seals: list[Seals] = []
         with self._lock, stream_of_its_own(self._flat) as stream:
-            staging = self._pinned(range_bytes)
+            staging = self._pinned_staging(range_bytes)
             step = len(staging) // range_bytes
             for begin in range(0, len(offsets), step):
                 part = slice(begin, begin + step)
@@ -192,9 +195,11 @@ class GpuMemory:
                 seals.append(
                     _core.copy_ranges_sealed(staging.data_ptr(), places, address, src_offsets[part], range_bytes)
                 )
-                if self._parts.shards:
+                if self._arena_parts.shards:
                     pinned = ArenaParts((staging.data_ptr(),))
-                    seals[-1] = self.run(pinned, Ranges(places, offsets[part], range_bytes), self._parts)
+                    seals[-1] = self.copy_and_seal(
+                        pinned, Ranges(places, offsets[part], range_bytes), self._arena_parts
+                    )
                     continue
                 for place, offset in zip(places.tolist(), offsets[part].tolist(), strict=True):
                     landing = self._flat[offset : offset + range_bytes]
@@ -203,25 +208,27 @@ class GpuMemory:
                     stream.synchronize()
         return np.concatenate(seals) if seals else np.zeros(0, np.uint64)
 
-    def taken(self, offsets: Offsets, range_bytes: int) -> NDArray[np.uint8]:
+    def copied_ranges(self, offsets: Offsets, range_bytes: int) -> NDArray[np.uint8]:
         """Ranges, one after the other, in memory of the host."""
-        if not self._parts.shards:
+        if not self._arena_parts.shards:
             import torch
 
             with stream_of_its_own(self._flat):
                 parts = [self._flat[offset : offset + range_bytes] for offset in offsets.tolist()]
                 return torch.cat(parts).cpu().numpy()
         with self._lock:
-            staging = self._pinned(len(offsets) * range_bytes)
-            self.take(offsets, range_bytes, staging)
+            staging = self._pinned_staging(len(offsets) * range_bytes)
+            self.copy_ranges_to(offsets, range_bytes, staging)
             return staging[: len(offsets) * range_bytes].numpy().copy()
 
-    def take(self, offsets: Offsets, range_bytes: int, target: Tensor) -> None:
+    def copy_ranges_to(self, offsets: Offsets, range_bytes: int, target: Tensor) -> None:
         """Copy ranges, one after the other, to the begin of ``target``: pinned memory of the host."""
         with stream_of_its_own(self._flat) as stream:
             places = np.arange(len(offsets), dtype=np.int64) * range_bytes
-            if self._parts.shards:
-                self.run(self._parts, Ranges(offsets, places, range_bytes), ArenaParts((target.data_ptr(),)))
+            if self._arena_parts.shards:
+                self.copy_and_seal(
+                    self._arena_parts, Ranges(offsets, places, range_bytes), ArenaParts((target.data_ptr(),))
+                )
                 return
             for place, offset in zip(places.tolist(), offsets.tolist(), strict=True):
                 source = self._flat[offset : offset + range_bytes]
@@ -229,30 +236,30 @@ class GpuMemory:
             if stream is not None:
                 stream.synchronize()
 
-    def like(self, nbytes: int) -> GpuMemory:
+    def allocate_like(self, nbytes: int) -> GpuMemory:
         """Further memory of this process's device."""
         import torch
 
         return GpuMemory(torch.empty(nbytes, dtype=torch.uint8, device=self._flat.device), self._driver)
 
-    def run(self, source: ArenaParts, ranges: Ranges, target: ArenaParts | None) -> Seals:
+    def copy_and_seal(self, source: ArenaParts, ranges: Ranges, target: ArenaParts | None) -> Seals:
         """Seal ranges of ``source``, or of what is copied from there into ``target``, by this process's GPU. Memory of
         the host is pinned. Waits for the end. Raises :class:`LinkError` for what cannot be cut into pieces."""
         from memserve.system.gpu_kernels import Batch, Sealing
 
         batches, targets = [], () if target is None else target.shards
         try:
-            found = pieces(ranges, source.shards, targets)
+            piece_list = cut_pieces(ranges, source.shards, targets)
         except ValueError as error:
             raise LinkError(str(error)) from error
-        for piece in found:
+        for piece in piece_list:
             src = piece.ranges.src_offsets + source.addresses[piece.source]
             dst = None if target is None else piece.ranges.dst_offsets + target.addresses[piece.target]
             batches.append(Batch(piece.ranges.range_bytes, src, dst, piece.begins, piece.owners))
         with stream_of_its_own(self._flat):
-            return Sealing(batches, len(ranges), ranges.range_bytes, self._flat.device).result()
+            return Sealing(batches, len(ranges), ranges.range_bytes, self._flat.device).read_checksums()
 
-    def _pinned(self, nbytes: int) -> Tensor:
+    def _pinned_staging(self, nbytes: int) -> Tensor:
         import torch
 
         if self._staging is None or len(self._staging) < nbytes:
@@ -269,19 +276,21 @@ def shard_place(shard: Shard, address: int, nbytes: int, exported: bytes, nixl_a
 
 def shards_of(place: ArenaPlace, model: KVGeometry) -> Shards:
     """The shards that a peer's memories hold. Raises :class:`ValueError` unless they are, together, whole blocks."""
-    found = tuple(Shard(model, one.first_layer, one.end_layer, one.first_head, one.end_head) for one in place.shards)
-    held = np.zeros((model.num_layers, model.num_kv_heads), np.int64)
+    shards = tuple(
+        Shard(model, entry.first_layer, entry.end_layer, entry.first_head, entry.end_head) for entry in place.shards
+    )
+    holder_counts = np.zeros((model.num_layers, model.num_kv_heads), np.int64)
     blocks, rest = divmod(place.arena_bytes, model.block_bytes)
-    for shard, one in zip(found, place.shards, strict=True):
+    for shard, entry in zip(shards, place.shards, strict=True):
         inside = shard.first_layer < shard.end_layer <= model.num_layers
         if not (inside and shard.first_head < shard.end_head <= model.num_kv_heads):
             raise ValueError("a shard of a peer's KV has layers or heads that its model has not")
-        if rest or one.arena_bytes != blocks * shard.local.block_bytes:
+        if rest or entry.arena_bytes != blocks * shard.local_geometry.block_bytes:
             raise ValueError("a shard of a peer's KV has another size than its blocks")
-        held[shard.first_layer : shard.end_layer, shard.first_head : shard.end_head] += 1
-    if found and (held != 1).any():
+        holder_counts[shard.first_layer : shard.end_layer, shard.first_head : shard.end_head] += 1
+    if shards and (holder_counts != 1).any():
         raise ValueError("the shards of a peer's KV are no whole blocks")
-    return found
+    return shards
 
 
 def stream_of_its_own(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -292,11 +301,11 @@ def stream_of_its_own(tensor: Tensor) -> AbstractContextManager[Any]:
         return nullcontext()
     if _mine.stream is None:  # torch hands out few streams by turns: one a thread
         _mine.stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]  # torch does not type it
-    return _using(_mine.stream)
+    return _using_stream(_mine.stream)
 
 
 @contextmanager
-def _using(stream: Any) -> Iterator[Any]:
+def _using_stream(stream: Any) -> Iterator[Any]:
     import torch
 
     with torch.cuda.stream(stream):
@@ -328,7 +337,7 @@ def land_ranges(
     if isinstance(slot, GpuMemory):
         if not isinstance(arena, GpuMemory):
             raise TypeError("what lands in host memory passes through host memory")
-        return arena.land(offsets, slot.parts, src_offsets, range_bytes)
+        return arena.land_pinned(offsets, slot.arena_parts, src_offsets, range_bytes)
     if isinstance(arena, GpuMemory):
         return arena.land_host(offsets, slot.address, src_offsets, range_bytes)
     return _core.copy_ranges_sealed(arena.address, offsets, slot.address, src_offsets, range_bytes)

@@ -50,17 +50,17 @@ class Transfer:
     def is_over(self) -> bool:
         """Looks, and lets NIXL work on it."""
         if self._state == "PROC":
-            self._state = self._agent.state(self._handle)
+            self._state = self._agent.transfer_state(self._handle)
         return self._state != "PROC"
 
     @property
-    def succeeded(self) -> bool:
+    def has_succeeded(self) -> bool:
         """As it was when last looked at."""
         return self._state == "DONE"
 
-    def release(self) -> None:
+    def release_handle(self) -> None:
         """Forget a transfer that is over."""
-        self._agent.release(self._handle)
+        self._agent.release_transfer(self._handle)
 
 
 class Agent:
@@ -74,16 +74,16 @@ class Agent:
         self._lock = threading.Lock()
         self._agent: Any = _new_agent(name, host)
 
-    def metadata(self) -> bytes:
+    def export_metadata(self) -> bytes:
         """What peers need to read what is registered so far."""
         with self._lock:
             return bytes(self._agent.get_agent_metadata())
 
-    def register(self, address: int, nbytes: int, *, on_gpu: bool = False) -> None:
+    def register_memory(self, address: int, nbytes: int, *, on_gpu: bool = False) -> None:
         """Let peers read, and READs write, these bytes. Raises :class:`LinkError`."""
         with self._lock:
             try:
-                self._agent.register_memory([(address, nbytes, 0, "")], _kind(on_gpu))
+                self._agent.register_memory([(address, nbytes, 0, "")], _memory_kind(on_gpu))
             except Exception as error:
                 raise LinkError(f"NIXL registers no memory: {error}") from error
 
@@ -104,14 +104,14 @@ class Agent:
             except Exception as error:
                 raise LinkError(f"NIXL keeps the agent {name}: {error}") from error
 
-    def read(
+    def post_read(
         self, name: str, src_address: int, dst_address: int, ranges: Ranges, on_gpu: tuple[bool, bool] = (False, False)
     ) -> Transfer:
         """Post a READ of ``ranges``, relative to the two addresses; its end is announced. ``on_gpu``: whether source
         and destination are memory of a GPU. Raises :class:`LinkError`."""
         with self._lock:
             try:
-                kinds = _kind(on_gpu[0]), _kind(on_gpu[1])
+                kinds = _memory_kind(on_gpu[0]), _memory_kind(on_gpu[1])
                 local = self._agent.get_xfer_descs(_descriptors(dst_address, ranges.dst_offsets, ranges), kinds[1])
                 remote = self._agent.get_xfer_descs(_descriptors(src_address, ranges.src_offsets, ranges), kinds[0])
                 handle = self._agent.initialize_xfer("READ", local, remote, name)
@@ -119,7 +119,7 @@ class Agent:
             except Exception as error:
                 raise LinkError(f"NIXL cannot read: {error}") from error
 
-    def state(self, handle: Any) -> str:
+    def transfer_state(self, handle: Any) -> str:
         """``PROC``, ``DONE`` or ``ERR``."""
         with self._lock:
             try:
@@ -127,7 +127,7 @@ class Agent:
             except Exception:
                 return "ERR"
 
-    def release(self, handle: Any) -> None:
+    def release_transfer(self, handle: Any) -> None:
         """Give a handle back."""
         with self._lock:
             try:
@@ -135,7 +135,7 @@ class Agent:
             except Exception as error:
                 log.info("NIXL keeps a transfer that is over: %s", error)
 
-    def announce(self, name: str) -> None:
+    def announce_read(self, name: str) -> None:
         """Tell a peer that it is about to be read. Raises :class:`LinkError`."""
         with self._lock:
             try:
@@ -143,7 +143,7 @@ class Agent:
             except Exception as error:
                 raise LinkError(f"NIXL cannot speak to the peer: {error}") from error
 
-    def progress(self) -> bool:
+    def poll_notifications(self) -> bool:
         """Let NIXL answer peers that read from us; whether any of them began or ended to. Raises :class:`LinkError`."""
         with self._lock:
             try:
@@ -175,7 +175,7 @@ def _new_agent(name: str, host: str | None) -> Any:
         raise UserError(f"NIXL does not start: {error}", hint="use --link shm between instances of one host") from error
 
 
-def _kind(on_gpu: bool) -> str:
+def _memory_kind(on_gpu: bool) -> str:
     """NIXL's word."""
     return "VRAM" if on_gpu else "DRAM"
 

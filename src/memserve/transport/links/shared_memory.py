@@ -71,7 +71,7 @@ class ShmLink:
 
     def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
         """Copy and checksum in one pass. Raises :class:`LinkError`."""
-        source, target = self._map(peer, src_tier), self._arenas.get(dst_tier)
+        source, target = self._map_arena(peer, src_tier), self._arenas.get(dst_tier)
         if target is None:
             raise LinkError(f"no {dst_tier.name} here")
         check_ranges(ranges, source.nbytes, target.nbytes)
@@ -80,7 +80,7 @@ class ShmLink:
             target.address, ranges.dst_offsets, source.address, ranges.src_offsets, ranges.range_bytes
         )
         self._check_generation(source, peer)
-        self._let_go(ranges.total_bytes)
+        self._limit_resident(ranges.total_bytes)
         return seals
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class ShmLink:
             self._peers.clear()
             self._maps.clear()
 
-    def _map(self, peer: Peer, tier: Tier) -> _core.PeerArena:
+    def _map_arena(self, peer: Peer, tier: Tier) -> _core.PeerArena:
         with self._lock:
             info = self._peers.get(peer)
             if info is None:
@@ -106,7 +106,7 @@ class ShmLink:
                 self._maps[peer, tier] = arena
             return arena
 
-    def _let_go(self, read_bytes: int) -> None:
+    def _limit_resident(self, read_bytes: int) -> None:
         with self._lock:
             self._resident_bytes += read_bytes
             if self._resident_bytes < _RESIDENT_BYTES_MAX:

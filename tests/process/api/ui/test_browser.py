@@ -129,7 +129,7 @@ def test_every_figure_is_that_of_metrics(open_browser: Opener) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_page_is_there_within_a_second_and_can_be_read(
+def test_page_loads_within_a_second_and_is_readable(
     world: World, open_browser: Opener, dark: bool, request: pytest.FixtureRequest
 ) -> None:
     for _ in range(3):
@@ -204,7 +204,7 @@ def test_the_page_asks_for_a_key_and_then_shows_this_tenant(open_browser: Opener
         assert all("401" in line for line in browser.errors()), "a refused key is all that the console has"
 
 
-def test_a_chat_has_its_explanation_beside_it(world: World, open_browser: Opener) -> None:
+def test_chat_shows_its_routing_explanation(world: World, open_browser: Opener) -> None:
     browser = open_browser()
     browser.open(f"{world.url}/ui#chat")
     browser.until("return document.querySelector('textarea')")
@@ -230,9 +230,7 @@ def test_a_page_comes_back_after_a_restart(open_browser: Opener) -> None:
         assert browser.run("return document.querySelectorAll('details').length") == 1, "the old server's are gone"
 
 
-def test_an_engine_that_does_not_answer_is_drawn_as_down_and_the_page_does_not_grow(
-    world: World, open_browser: Opener
-) -> None:
+def test_unresponsive_engine_shows_down_and_page_stays_bounded(world: World, open_browser: Opener) -> None:
     browser = open_browser()
     browser.open(f"{world.url}/ui")
     browser.until(IS_LIVE)

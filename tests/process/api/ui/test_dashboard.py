@@ -65,7 +65,7 @@ def metrics_page(world: World, key_text: str = "none") -> dict[tuple[str, frozen
 # -- files
 
 
-def test_the_page_and_all_that_it_loads_come_from_this_server_alone(world: World) -> None:
+def test_dashboard_loads_assets_from_this_server_only(world: World) -> None:
     page = httpx.get(f"{world.url}/ui", timeout=30)
     policy = page.headers["content-security-policy"]
     assert page.headers["content-type"] == "text/html; charset=utf-8"
@@ -122,7 +122,7 @@ def test_events_are_snapshots_and_end_with_the_page(world: World) -> None:
 # -- requests
 
 
-def test_a_request_is_told_from_its_arrival_to_its_end(world: World) -> None:
+def test_request_events_cover_arrival_to_end(world: World) -> None:
     answer = ask(world, prompt="hello hello", **{"x-request-id": "theirs-1"})
     told = snapshot(world)["recent"][0]
     assert (told["request_id"], told["response_id"], told["status"]) == ("theirs-1", answer["id"], 200)
@@ -138,7 +138,7 @@ def test_a_request_is_told_from_its_arrival_to_its_end(world: World) -> None:
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "request_not_found"
 
 
-def test_a_request_in_flight_is_told_while_it_runs() -> None:
+def test_request_in_flight_is_listed() -> None:
     engine = FakeEngine(says(SCRIPT_TEXT), step_s=None)
     body = {"model": MODEL, "prompt": "hello", "max_tokens": 4, "stream": True}
     with serve(engine) as world, httpx.Client(timeout=30) as client:
@@ -161,7 +161,7 @@ def test_a_request_in_flight_is_told_while_it_runs() -> None:
         eventually(lambda: not snapshot(world)["live"] and snapshot(world)["recent"][0]["output_tokens"] == 4)
 
 
-def test_a_refused_request_is_told_with_its_status(world: World) -> None:
+def test_refused_request_is_listed_with_its_status(world: World) -> None:
     answer = httpx.post(f"{world.url}/v1/completions", json={"model": MODEL, "prompt": 7}, timeout=30)
     told = snapshot(world)["recent"][0]
     assert answer.status_code == told["status"] == 400 and "prompt_tokens" not in told
@@ -185,7 +185,7 @@ def test_a_tenant_sees_its_own_and_nothing_without_its_key() -> None:
         assert other.status_code == 404
 
 
-def test_the_key_of_metrics_sees_all_and_a_tenants_key_no_longer_the_cluster() -> None:
+def test_metrics_key_sees_all_and_tenant_key_only_its_own() -> None:
     with serve(FakeEngine(says(SCRIPT_TEXT)), api_keys=KEYS, metrics_keys=["sk-operator"]) as world:
         ids = {ask(world, "sk-ada")["id"], ask(world, "sk-bob")["id"]}
         told, page = snapshot(world, "sk-operator"), metrics_page(world, "sk-operator")

@@ -39,7 +39,7 @@ def ask(server: FleetServer) -> None:
     assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
 
 
-def test_a_fleet_has_its_metrics_engines_and_requests_in_a_snapshot() -> None:
+def test_fleet_snapshot_has_metrics_engines_and_requests() -> None:
     with scripted_engines(2) as engines, fleet_server([spec_of(engine) for engine in engines]) as server:
         ask(server)
         ask(server)

@@ -30,7 +30,7 @@ def queue(rate: float, service_s: float, count: int = 120) -> list[RequestRecord
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=30))
-def test_backlog_is_who_came_before_and_has_not_ended(times: list[tuple[int, int]]) -> None:
+def test_backlog_counts_earlier_unfinished_requests(times: list[tuple[int, int]]) -> None:
     records = [
         RequestRecord(session="s", turn=0, scheduled_ns=came, end_ns=came + took) for came, took in sorted(times)
     ]
@@ -75,7 +75,7 @@ def test_the_search_finds_the_rate_of_a_queue() -> None:
     assert found.rate == pytest.approx(10, rel=0.1)
 
 
-def test_a_search_that_is_ended_keeps_what_it_knows() -> None:
+def test_interrupted_search_keeps_its_results() -> None:
     answers = iter([Probe(1, figures([]), 0, 0, True, ""), None])
     found = search("s", lambda rate: next(answers), start=1)
     assert found == Capacity("s", 1, found.probes, "the search was ended early") and len(found.probes) == 1

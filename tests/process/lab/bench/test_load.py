@@ -63,7 +63,7 @@ def test_a_record_tells_everything(cut: int | None) -> None:
     assert run.partial is None and run.wall_ns >= record.end_ns
 
 
-def test_what_was_put_aside_from_the_search_for_garbage_stays_there() -> None:
+def test_frozen_gc_objects_stay_frozen() -> None:
     gc.freeze()
     with _seldom_collecting():
         pass
@@ -121,7 +121,7 @@ def test_failures_are_outcomes(script: Script, outcome: Outcome, status: int, er
     assert run.partial is None, "the server still answers"
 
 
-def test_what_is_sent_on_the_way() -> None:
+def test_request_fields_on_the_wire() -> None:
     with instant_server() as server:
         manner = Manner(MODEL, ignore_eos=True, extra={"top_k": 1})
         drive(lambda: Driver(chats(says("Hi", stop=("\n",))), Target(server.url + "/v1/", api_key="key"), manner))
@@ -262,7 +262,7 @@ def test_closed_loop_keeps_its_number() -> None:
 # -- ends
 
 
-def test_what_was_measured_is_kept_when_the_server_dies(tmp_path: Path) -> None:
+def test_measurements_are_kept_when_the_server_dies(tmp_path: Path) -> None:
     def script(asked: Asked) -> Script:
         if len(server.asked) == 6:
             server.close()
@@ -289,7 +289,7 @@ def test_time_is_up() -> None:
     assert run.partial is not None and "time is up" in run.partial
 
 
-def test_a_run_that_ended_in_time_is_whole() -> None:
+def test_run_that_ended_in_time_is_complete() -> None:
     with instant_server() as server:
         assert load(server, chats(says("a")), limit_s=20).partial is None
 
@@ -376,7 +376,7 @@ def server() -> Iterator[InstantServer]:
         yield server
 
 
-def test_the_command_prints_what_was_felt(
+def test_command_prints_client_latencies(
     server: InstantServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     command = ["bench", "load", "--base-url", server.url, "--users", "2", "--requests", "10", "--out"]

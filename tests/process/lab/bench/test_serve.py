@@ -179,7 +179,7 @@ def test_orders_of_the_paper() -> None:
     assert [f.setting for f in policy.members] == ["3PD-CC/prompt-tree", "3PD-CC/session"] and not policy.holds
 
 
-def test_aggregated_transfer_is_best_in_the_paper_whatever_the_order_of_the_others() -> None:
+def test_ranking_holds_iff_aggregated_transfer_is_best() -> None:
     modes = ["by-request-agg", "by-layer", "by-request"]
     for times, holds in (((50.0, 90.0, 70.0), True), ((50.0, 70.0, 90.0), True), ((60.0, 50.0, 90.0), False)):
         pairs = [("uniform at 2/s", f"1P1D/{mode}", ms) for mode, ms in zip(modes, times, strict=True)]
@@ -212,7 +212,7 @@ def test_passes_are_interleaved_and_every_seed_begins_elsewhere() -> None:
     ("names", "coming", "victim"),
     [("ab", "abab", "b"), ("ab", "b", "a"), ("abc", "cab", "b"), ("ab", "", "a"), ("abc", "aabb", "c")],
 )
-def test_the_server_goes_whose_next_pass_is_furthest(names: str, coming: str, victim: str) -> None:
+def test_server_with_furthest_next_pass_is_evicted(names: str, coming: str, victim: str) -> None:
     assert furthest(names, coming) == victim
 
 
@@ -229,7 +229,7 @@ def test_studies_by_name() -> None:
     assert all(s.flags[:6] == ("--caching", "pd-caching-3", "--prefill", "3", "--decode", "1") for s in study.settings)
 
 
-def test_figure_12_sends_one_length_at_every_rate_on_every_transfer_mode() -> None:
+def test_figure_12_has_one_length_per_rate_and_transfer_mode() -> None:
     size = Size(sessions=8, turns_max=1, prompt_tokens_max=1024, output_tokens_max=32, rates=(0.5, 2.0))
     found = transfer_compared(size)
     assert [s.flags[-1] for s in found.settings] == ["by-layer", "by-request", "by-request-agg"]
@@ -243,7 +243,7 @@ def test_figure_12_sends_one_length_at_every_rate_on_every_transfer_mode() -> No
         assert len(set(blocks)) == len(blocks), "no prompt shares anything"
 
 
-def test_rates_and_ratios_stand_in_the_label_where_they_are_varied() -> None:
+def test_labels_name_rates_and_ratios_that_vary() -> None:
     size = Size(sessions=2, turns_max=1, prompt_tokens_max=64, output_tokens_max=2, rates=(1.0, 2.0))
     settings = parse_settings("PD", 2)
     assert list(settings_compared(settings, "sharegpt", (1.0,), size, None).recipes) == ["chat at 1/s", "chat at 2/s"]
@@ -255,7 +255,7 @@ def test_rates_and_ratios_stand_in_the_label_where_they_are_varied() -> None:
 # -- the report
 
 
-def test_the_report_shows_all_that_there_is(tmp_path: Path) -> None:
+def test_report_shows_all_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib (extra: bench) is not installed")
     names = [
         ("documents x1", "1P1D", 90.0),
@@ -365,7 +365,7 @@ def test_several_rates_are_passes_of_one_run(tmp_path: Path) -> None:
     assert "## react\n" in page and "| one | 100 |" in page and "| one | 400 |" in page
 
 
-def test_what_takes_too_long_is_left_out_and_said(tmp_path: Path) -> None:
+def test_runs_beyond_the_time_limit_are_skipped_and_named(tmp_path: Path) -> None:
     with instant_server(lambda asked: Script(pauses_s=[0.05, 0, 0])) as server:
         command = ["--settings", "", *at(server, "one"), "--workload", "react", "--seeds", "50"]
         assert bench(*command, "--minutes", "0.02", "--out", str(tmp_path)) == 0, "whole rounds: not partial"

@@ -61,7 +61,7 @@ def test_bursts_have_in_common_what_they_should(concurrency: int, words: int, se
     assert {scenario: texts(burst) for scenario, burst in story.bursts().items()} == bursts, "a seed fixes everything"
 
 
-def test_unrelated_prompts_and_those_of_other_repetitions_have_nothing_in_common() -> None:
+def test_unrelated_and_cold_prompts_share_no_prefix() -> None:
     stories = [Story(count, 40, 4, 0, turn) for count in (3, 5) for turn in (0, 1)]
     prompts = [text for story in stories for text in texts(story.bursts()["unrelated"])]
     prompts += [texts(story.bursts()["cold"])[0] for story in stories]
@@ -111,7 +111,7 @@ def test_a_cell_by_hand() -> None:
     assert cell.cached_share == 0.25
 
 
-def test_a_cell_of_which_nobody_was_served() -> None:
+def test_cell_without_served_requests() -> None:
     cell = cell_of("one", "cold", 2, [burst_of(2, 0, refused=2)])
     assert (cell.accepted, cell.rejected) == (0, 2)
     assert cell.requests_per_s is not None and cell.requests_per_s.mean == 0
@@ -183,7 +183,7 @@ def test_plots_and_tables_show_every_cell(tmp_path: Path) -> None:
     assert "| cold | two | 1 | 3 | 101 |" in page and "llm-serving-cache" in page
 
 
-def test_one_contender_alone_has_no_overload_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_contender_has_no_overload_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memserve_lab.bench.report_writer.can_draw", lambda: False)
     results = some_results()
     results.cells = [cell for cell in results.cells if cell.contender == "one"]

@@ -52,7 +52,7 @@ def test_all_indexes_give_the_same_answers(planted: list[Prompt], asked: list[Pr
         known |= set(prefixes)
 
 
-def test_a_race_leaves_the_indexes_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_leaves_the_indexes_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build_indexes(16, 2, 256, Prompts())
     monkeypatch.setattr("memserve_lab.experiments.pool_index.build_indexes", lambda *arguments: built)
     points = list(race(16, [(256, 0.0), (256, 0.5)], 2, 3))
@@ -121,7 +121,7 @@ def test_layouts_hold_the_same_bytes_in_other_pieces() -> None:
         ]  # fmt: skip
 
 
-def test_a_pair_answers_and_says_why_it_cannot() -> None:
+def test_pair_answers_or_reports_the_error() -> None:
     pair = Pair("squares", own_squares, take_squares, {}, 2)
     try:
         assert pair.ask(1) == 1
@@ -133,7 +133,7 @@ def test_a_pair_answers_and_says_why_it_cannot() -> None:
         Pair("cubes", own_squares, take_squares, {}, 3)
 
 
-def test_links_that_do_not_work_here_are_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_links_are_skipped_with_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_study, "LINKS", {"good": ("good", {}), "pigeons": ("pigeon", {})})
     closed: list[str] = []
 
@@ -214,7 +214,7 @@ def test_one_command_measures_all_three_figures(tmp_path: Path, monkeypatch: pyt
     assert "matplotlib is not installed" in page and "`alloc_mem`, a block" in page and "aggregated is faster" in page
 
 
-def test_what_was_measured_is_kept_when_it_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_kept_on_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 

@@ -56,7 +56,7 @@ def test_a_store_starts_without_torch(store: ServedStore) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 100, 4095, 20_000, 1 << 20, INLINE_BYTES_MAX - 100])
-def test_what_was_put_is_got(client: StoreClient, nbytes: int) -> None:
+def test_put_value_is_returned(client: StoreClient, nbytes: int) -> None:
     value, key = value_of(nbytes), b"key %d" % nbytes
     assert read(client, key) is None
     assert client.put(key, value, timeout_s=WAIT_S)

@@ -27,7 +27,7 @@ def points(rate: float, names: list[str], count: int = 300) -> list:
     return [measure_point("rate", "llama-2-7b-16k", "l20", 1, BY_NAME[name], rate, workload) for name in names]
 
 
-def test_by_layer_the_first_token_comes_sooner_and_as_many_tokens_come_in_all() -> None:
+def test_layerkv_improves_ttft_at_equal_throughput() -> None:
     """Eight conversations a second are more than fit into the memory of one device."""
     whole, by_layer, with_slo = points(8, ["request-wise", "by layer", "by layer, slo"])
     assert whole.ttft_mean_s > 2 * by_layer.ttft_mean_s and whole.ttft_p99_s > 2 * by_layer.ttft_p99_s
@@ -42,7 +42,7 @@ def test_with_room_for_all_nothing_changes() -> None:
     assert by_layer.tokens_per_s == whole.tokens_per_s
 
 
-def test_long_prompts_come_up_without_holding_up_the_steps_of_others() -> None:
+def test_swap_in_of_long_prompts_does_not_delay_steps() -> None:
     """Blocks of parked sequences, of 2 GB each, came up within one step, which waited for them."""
     random = Random("test")
     workload = requests([(4096, 512)] * 30, 1.0, random)
@@ -87,7 +87,7 @@ def test_orbitflows_program_places_layers_of_long_prompts() -> None:
     assert all(0 <= share <= 1 for one in (ours, program) for share in (one.ttft_met, one.tpot_met, one.tbt_met))
 
 
-def test_objectives_cut_no_prompt_that_lies_by_layer_into_pieces_that_only_read_back() -> None:
+def test_objectives_do_not_overchunk_offloaded_prompts() -> None:
     """Each piece reads back what lies before it: cut to what answers can spare, pieces once took a quarter of the
     tokens a second away."""
     random = Random("0 orbitflow")

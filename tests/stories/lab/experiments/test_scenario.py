@@ -103,7 +103,7 @@ def test_means_are_cut_and_count_the_rejected_as_nothing():
     assert outcome(answers) == (843, 1405, 25, 25)
 
 
-def test_it_is_the_same_every_time():
+def test_scenario_is_deterministic():
     def found() -> LlmServingCache:
         study = open_scenario("llm-serving-cache")
         study.run(lambda line: None)

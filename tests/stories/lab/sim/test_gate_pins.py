@@ -51,14 +51,14 @@ def plain(seed: int, *, tight: bool = False) -> Scenario:
 
 def lent_to_store(link: ClusterLink) -> int:
     """Blocks that are taken back as soon as a request needs their room."""
-    return link.writer.offers.lent
+    return link.writer.offers.exported
 
 
 def lent_to_trials(link: ClusterLink) -> int:
     """Blocks of fetches that no request waits for, which are given up as soon as a request needs their room."""
     imports = link.exchange._receiver.open
-    open_trials = [imports[name] for name in link.fetches.trials if name in imports]
-    return sum(len(one.placed.blocks) for one in open_trials if one.placed is not None)
+    open_trials = [imports[name] for name in link.fetches.trial_ids if name in imports]
+    return sum(len(one.placement.blocks) for one in open_trials if one.placement is not None)
 
 
 def written_in_vain(link: ClusterLink) -> int:
@@ -120,7 +120,7 @@ def looked_at(seeds: Iterable[int], *, tight: bool = False) -> Counter[str]:
     return seen
 
 
-def test_the_ledger_counts_all_that_no_newcomer_could_have() -> None:
+def test_ledger_counts_all_memory_unavailable_to_new_requests() -> None:
     """Looks while nothing is pinned, lent, or nearly full, would prove nothing."""
     seen = looked_at(range(SEEDS))
     assert seen["looks"] > 5_000 and seen["pinned_beside"] > 300 and seen["lent"] > 500 and seen["full"] > 300, seen
@@ -128,8 +128,8 @@ def test_the_ledger_counts_all_that_no_newcomer_could_have() -> None:
     assert not seen["preempted"], "who was let in had room to the end"
 
 
-@pytest.mark.parametrize(("method", "seed"), [("pin", 0), ("lend", 22)])
-def test_a_ledger_that_is_told_nothing_is_found_out(method: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "seed"), [("pin", 0), ("export_blocks", 22)])
+def test_ledger_without_updates_is_noticed(method: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reservations, method, lambda self, name, node, need: None)
     with pytest.raises(AssertionError, match="cannot be evicted"):
         looked_at([seed])
@@ -139,11 +139,11 @@ CROWDED = (10, 28, 90, 131)
 """Where pins at a decode instance leave no room for handovers."""
 
 
-def test_nobody_waits_for_a_lease_to_end_because_of_pins() -> None:
+def test_pins_make_no_request_wait_for_a_lease_to_expire() -> None:
     seen = looked_at(CROWDED, tight=True)
     assert seen["pinned"] > 1_000 and seen["handed_over"] > 50 and not seen["expired"], seen
 
 
 def test_pins_that_do_not_give_way_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reservations, "give_way", lambda self, node: [])
+    monkeypatch.setattr(Reservations, "evict_pins", lambda self, node: [])
     assert looked_at(CROWDED, tight=True)["expired"]

@@ -26,7 +26,7 @@ def test_the_smallest_good_size_is_found(needed: int, least: int, most: int) -> 
         assert best is not None and best.size == max(needed, least)
 
 
-def test_a_hopeless_search_ends_after_two_trials() -> None:
+def test_unsatisfiable_search_ends_after_two_trials() -> None:
     best, trials = smallest(lambda size: Trial(size, False, size), 1, 64)
     assert best is None and [trial.size for trial in trials] == [1, 64]
 

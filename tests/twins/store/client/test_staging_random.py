@@ -19,13 +19,13 @@ def test_pieces_are_apart_and_come_from_the_bottom(seed: int) -> None:
         if taken and draw.random() < 0.5:
             offset = draw.choice(list(taken))
             count = taken.pop(offset)
-            staging.give_back(offset)
+            staging.return_piece(offset)
             pages[offset // PAGE : offset // PAGE + count] = [0] * count
         else:
             nbytes = draw.randrange(0, 6 * PAGE)
             count = max(1, -(-nbytes // PAGE))
             free = [at for at in range(PAGES - count + 1) if not any(pages[at : at + count])]
-            got = staging.take(nbytes, 0.0)
+            got = staging.take_piece(nbytes, 0.0)
             assert got == (free[0] * PAGE if free else None)
             if got is not None:
                 taken[got] = count

@@ -14,7 +14,7 @@ from memserve_lab.bench.metrics import Slo, Timing
 from memserve_lab.workloads.statistics import spread
 
 
-def test_one_request_by_hand() -> None:
+def test_timing_of_one_request() -> None:
     felt = metrics.timing(record(scheduled_ms=40, end_ms=170))
     assert felt is not None
     assert felt.ttft_s == pytest.approx(0.060), "from the schedule, not from the sending"
@@ -28,13 +28,13 @@ def test_tokens_that_came_together_count_as_tokens() -> None:
     assert felt is not None and felt.tpot_s == pytest.approx(0.010) and felt.itl_s == pytest.approx((0.060,))
 
 
-def test_one_token_has_no_time_per_token() -> None:
+def test_one_token_answer_has_no_tpot() -> None:
     felt = metrics.timing(record(tokens_ms=(100,)))
     assert felt is not None and felt.tpot_s is None and felt.itl_s == ()
 
 
 @pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.OK])
-def test_what_was_not_answered_has_no_timing(outcome: Outcome) -> None:
+def test_unanswered_request_has_no_timing(outcome: Outcome) -> None:
     assert metrics.timing(record(outcome=outcome)) is None
 
 

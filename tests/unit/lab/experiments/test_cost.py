@@ -50,7 +50,7 @@ class PromptDevice(PlantedDevice):
         for order in plan.copies:
             assert set(order.dst) <= {block for sequence in plan.open for block in sequence.blocks}
         pairs = sum(attended_pairs(count, start) for count, start in zip(plan.counts, plan.starts, strict=True))
-        spent_ns = PLANTED.prefill.step(sum(plan.counts), pairs) + sum(self._copy(order) for order in plan.copies)
+        spent_ns = PLANTED.prefill.batch_ns(sum(plan.counts), pairs) + sum(self._copy(order) for order in plan.copies)
         return replace(done, device_ns=round(spent_ns * self.noise.uniform(0.98, 1.02)))
 
 
@@ -86,7 +86,7 @@ def transfer(
 # -- what is held out
 
 
-def test_a_right_model_foretells_what_it_has_not_seen() -> None:
+def test_correct_model_predicts_unseen_points() -> None:
     points = points_of()
     found = accuracy(points)
     assert list(found)[-3:] == ["decode", "swap_in", "swap_out"]
@@ -124,8 +124,8 @@ def test_a_machine_that_changes_its_speed_does_so_for_both(monkeypatch: pytest.M
     assert found["prefill"].error.p50 < 0.06 and found["prefill in batches"].error.p50 < 0.06
 
 
-def test_a_wrong_model_is_found_out() -> None:
-    found = accuracy(points_of(PLANTED.scaled(2.0)))
+def test_wrong_model_is_noticed() -> None:
+    found = accuracy(points_of(PLANTED.with_prefill_scale(2.0)))
     assert found["prefill"].bias == pytest.approx(1.0, abs=0.03)
     assert found["prefill in batches"].error.p50 == pytest.approx(1.0, abs=0.03)
     assert found["decode"].error.p50 < 0.03, "its own curve"

@@ -82,10 +82,10 @@ def test_lengths_are_those_of_the_seed() -> None:
     assert first == again and all(64 <= prompt <= 1800 and 16 <= answer <= 300 for prompt, answer in first)
 
 
-def test_what_a_server_says_of_its_link_is_read() -> None:
+def test_link_metrics_are_parsed() -> None:
     layers = LayerReport(link=LinkUse(1000, 2000, 3 * NS_PER_S, 1 * NS_PER_S))
     stats = EngineStats(device_ns=5 * NS_PER_S, instance=InstanceStats(layers=layers))
-    told = _totals(ApiMetrics().render(stats).decode())
+    told = _totals(ApiMetrics().render_page(stats).decode())
     assert told == {"up": 1000, "down": 2000, "busy": 3, "waited": 1, "device": 5}
 
 

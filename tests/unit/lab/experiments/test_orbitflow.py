@@ -29,7 +29,7 @@ def test_without_room_steps_wait_within_the_objective() -> None:
     assert solve([lying(0)], BUDGET, STEP_NS, free_blocks=0) == [0]  # 64 ms of 100
 
 
-def test_what_cannot_meet_the_objective_is_paused() -> None:
+def test_request_beyond_the_objective_is_paused() -> None:
     """Each reads back 64 pages in a step: two are more than 100 ms."""
     found = solve([lying(0), lying(1)], BUDGET, STEP_NS, free_blocks=0)
     assert sorted(found, key=str) == [0, None]
@@ -43,11 +43,11 @@ def test_kept_layers_fit_their_memory() -> None:
     assert sum(frames) <= 9 + 2
 
 
-def test_a_solution_is_kept_until_requests_change_or_some_steps_have_passed() -> None:
+def test_solution_is_reused_until_requests_change_or_it_ages() -> None:
     policy = ProgramPolicy()
-    assert policy.to_park([lying(7)], BUDGET, STEP_NS, 0) == [] and policy.kept_most(7, LAYERS) == 0
+    assert policy.indices_to_park([lying(7)], BUDGET, STEP_NS, 0) == [] and policy.kept_most(7, LAYERS) == 0
     for _ in range(SOLVES_EVERY - 1):
-        assert policy.to_park([lying(7)], BUDGET, STEP_NS, 8) == [] and policy.kept_most(7, LAYERS) == 0
-    assert policy.to_park([lying(7)], BUDGET, STEP_NS, 8) == [] and policy.kept_most(7, LAYERS) >= 3
-    assert len(policy.to_park([lying(7), lying(8)], BUDGET, STEP_NS, 0)) == 1
+        assert policy.indices_to_park([lying(7)], BUDGET, STEP_NS, 8) == [] and policy.kept_most(7, LAYERS) == 0
+    assert policy.indices_to_park([lying(7)], BUDGET, STEP_NS, 8) == [] and policy.kept_most(7, LAYERS) >= 3
+    assert len(policy.indices_to_park([lying(7), lying(8)], BUDGET, STEP_NS, 0)) == 1
     assert policy.kept_most(9, LAYERS) == LAYERS  # not in it

@@ -47,14 +47,14 @@ def test_a_slow_link_decides() -> None:
     )
 
 
-def test_what_a_row_computes_leaves_behind_its_layer_and_the_last_one_is_waited_for() -> None:
+def test_offload_overlaps_compute_except_the_last_layer() -> None:
     """Three pages a layer in 3 ms, beside 5 ms of computing; nothing is read back."""
     link = TimedLink(GEOMETRY, RATE)
     assert row(link, 30 * NS_PER_MS, 0, 12, place=[placed(0, 0, 3, [])]) == 33 * NS_PER_MS
     assert (link.counters.up_bytes, link.counters.down_bytes) == (0, 18 * GEOMETRY.page_bytes)
 
 
-def test_blocks_that_move_have_the_rest_of_the_link_and_ends_are_forgotten() -> None:
+def test_block_moves_use_the_rest_of_the_link() -> None:
     link = TimedLink(GEOMETRY, RATE)
     moves = [MovePages(Tier.DRAM, Tier.HBM, list(range(12)), list(range(12)))]
     assert row(link, 5 * NS_PER_MS, 8, 1, moves=moves) == 12 * NS_PER_MS

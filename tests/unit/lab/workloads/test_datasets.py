@@ -273,7 +273,7 @@ def test_every_way_of_arriving_by_name(arrivals: Arrivals) -> None:
         (Recipe("chat", data=Path("/nonexistent")), "mtbench101"),
     ],
 )
-def test_what_cannot_be_built_says_what_to_do(recipe: Recipe, says: str) -> None:
+def test_unbuildable_recipe_is_refused_with_advice(recipe: Recipe, says: str) -> None:
     with pytest.raises(UserError, match=says):
         build(recipe)
 
@@ -350,7 +350,7 @@ def test_mooncakes_reference_figures(
 
 
 @pytest.mark.parametrize("kind", ["chat", "documents", "react", "trace"])
-def test_what_is_made_from_a_seed_is_like_its_source(data_sets: Path, kind: str) -> None:
+def test_generated_workload_resembles_its_source(data_sets: Path, kind: str) -> None:
     """Lengths, turns and shared prefixes of the built-in workloads against the data that they stand in for."""
     made, source = (measure(build(Recipe(kind, data=folder, seed=1))) for folder in (None, data_sets))
     for column in ("turns", "prompt_tokens", "output_tokens"):

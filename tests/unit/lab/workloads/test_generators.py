@@ -67,7 +67,7 @@ def test_turns_end_where_the_assistant_answers(roles: str, turns: list[str]) -> 
     assert found == turns
 
 
-def test_a_chat_says_what_people_said_and_keeps_answers_for_reference() -> None:
+def test_chat_replays_user_turns_and_records_answers() -> None:
     chats = chat_workload(
         [Conversation("c", talk("suau"), group="tree"), Conversation("silent", talk("sa"))], source="t"
     )
@@ -101,7 +101,7 @@ EPISODE = Episode("e", "Who?", (Step("look", "Search[x]", "found"), Step("done",
 EXAMPLES = "Solve it.\nQuestion: 1\nThought 1: a\nQuestion: 2\nThought 1: b\nQuestion: 3\nThought 1: c\n"
 
 
-def test_an_agent_goes_on_where_the_model_stopped() -> None:
+def test_agent_continues_from_the_model_output() -> None:
     made = react_workload([EPISODE], EXAMPLES, source="t", seed=0, shots=2)
     first, second = made.sessions[0].turns
     assert isinstance(first.says, Text) and isinstance(second.says, Text)

@@ -69,7 +69,7 @@ def test_every_request_has_a_point_of_its_own_in_causal_order(workload: Workload
 
 @settings(max_examples=25)
 @given(workloads, seeds)
-def test_sessions_begin_in_order_and_leave_the_rest_to_causal_order(workload: Workload, seed: int) -> None:
+def test_sessions_start_in_order_and_later_turns_are_causal(workload: Workload, seed: int) -> None:
     timed = by_session(workload, Constant(4.0), seed=seed)
     starts = [session.arrival_s for session in timed.sessions]
     assert starts == sorted(starts)
@@ -77,7 +77,7 @@ def test_sessions_begin_in_order_and_leave_the_rest_to_causal_order(workload: Wo
     assert all(turn.due_s is None for session in timed.sessions for turn in session.turns[1:])
 
 
-def test_one_session_at_a_time_keeps_a_traces_order() -> None:
+def test_sequential_sessions_keep_trace_order() -> None:
     times = due_times(by_request(TRACE, Poisson(2.0), seed=4, overlap=1))
     assert times == sorted(times)
 

@@ -98,7 +98,7 @@ def test_the_same_prompts_as_tokens_or_as_blocks_share_the_same(prompts: list[li
 
 
 @given(st.text(max_size=60), st.integers(0, 20))
-def test_the_byte_meter_cuts_what_it_weighs(text: str, tokens: int) -> None:
+def test_byte_meter_cuts_to_its_count(text: str, tokens: int) -> None:
     meter = ByteMeter()
     head = meter.cut(text, tokens)
     assert text.encode("utf-8", "surrogatepass").decode("utf-8", "ignore").startswith(head)
@@ -153,7 +153,7 @@ def test_an_unrecorded_answer_is_the_sessions_own() -> None:
     assert common(one.tolist(), other.tolist()) == 1
 
 
-def test_a_chat_grows_by_what_was_said() -> None:
+def test_chat_history_grows_by_each_turn() -> None:
     """In a chat, the blocks seen before are those of the turn before: all full blocks of prompt and answer."""
     chat = chat_workload(builtin.conversations(7, 1), source="test")
     (session,) = chat.sessions

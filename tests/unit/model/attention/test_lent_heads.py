@@ -14,6 +14,7 @@ from memserve import _core, _kernels
 from memserve.base.kv_layout import Parallel, shares
 from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import KernelAttention, LentHeads, choose_attention
+from memserve.model.attention.context import StepRows
 from memserve.model.workers.group import WorkerGroup
 
 SLOT_BYTES, BLOCKS = 4096, 24
@@ -27,7 +28,7 @@ def attention_of(arena: torch.Tensor, geometry: KVGeometry, crew: WorkerGroup | 
 
     def of(counts: list[int], contexts: list[int]) -> Any:
         starts = np.cumsum([0, *counts]).astype(np.int32)
-        return factory(tables, np.arange(2, dtype=np.int32), starts, np.array(contexts, np.int32))
+        return factory(StepRows(tables, np.arange(2, dtype=np.int32), starts, np.array(contexts, np.int32)))
 
     return of
 
@@ -77,7 +78,7 @@ def test_workers_together_attend_as_one(shape: str, options: dict[str, Any]) -> 
         for layer in range(2):
             q, k, v, sinks = inputs(heads, kv_heads, sum(counts) + 3, 10 * number + layer)  # 3 rows of padding
             more = {**options, "sinks": sinks} if options.get("sinks") else {**options}
-            want = batch.attend(layer, q, k, v, scale=0.3, **more)
+            want = batch.run_attention(layer, q, k, v, scale=0.3, **more)
             got: list[Any] = [None] * parts
 
             def work(part: int, layer=layer, q=q, k=k, v=v, more=more, own=own, got=got) -> None:
@@ -93,7 +94,7 @@ def test_workers_together_attend_as_one(shape: str, options: dict[str, Any]) -> 
     assert torch.equal(*arenas), "every page is what one worker writes"
 
 
-def test_what_is_lent_is_read_when_it_is_written() -> None:
+def test_borrowed_head_is_read_after_it_is_written() -> None:
     """The borrower comes first, and the lender as late as can be: the borrower waits."""
     geometry = KVGeometry(1, 3, 16, 16, "float32", 16)
     arena = torch.full((BLOCKS * geometry.block_bytes,), 0xFF, dtype=torch.uint8)  # numbers that are none
@@ -123,5 +124,5 @@ def test_what_is_lent_is_read_when_it_is_written() -> None:
 
 def test_heads_that_divide_evenly_are_not_lent() -> None:
     geometry = KVGeometry(1, 4, 16, 16, "float32", 16)
-    assert not shares(Parallel(2), geometry, 12)[0].lends
-    assert not shares(Parallel(2), replace(geometry, num_kv_heads=3), 3)[0].lends
+    assert not shares(Parallel(2), geometry, 12)[0].shares_heads
+    assert not shares(Parallel(2), replace(geometry, num_kv_heads=3), 3)[0].shares_heads

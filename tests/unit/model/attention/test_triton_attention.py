@@ -55,6 +55,7 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
     import torch
 
     from memserve.base.types import KVGeometry
+    from memserve.model.attention.context import StepRows
     from memserve.model.attention.triton_attention import TritonBatch, attend
 
     dtype_name, layers, heads, kv_heads, dk, dv, block, counts, contexts, options = CASES[name]
@@ -86,10 +87,8 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
         """Compute tokens ``[start, stop)`` of each ``(row, start, stop)``."""
         rows = [r for r, _, _ in pieces]
         starts = np.cumsum([0] + [stop - start for _, start, stop in pieces]).astype(np.int32)
-        batch = TritonBatch(
-            arena, geometry, tables, table_rows[rows], starts,
-            np.array([stop for _, _, stop in pieces], np.int32), options.get("splits"),
-        )  # fmt: skip
+        ends = np.array([stop for _, _, stop in pieces], np.int32)
+        batch = TritonBatch(arena, geometry, StepRows(tables, table_rows[rows], starts, ends), options.get("splits"))
         # Storage is [H, T, D], handed over as [T, H, D]: the strides that a model's attention layer gives.
         k = torch.cat([context_kv[r][0][a:b] for r, a, b in pieces]).transpose(0, 1).contiguous().to(device)
         v = torch.cat([context_kv[r][1][a:b] for r, a, b in pieces]).transpose(0, 1).contiguous().to(device)
@@ -169,7 +168,7 @@ def errors() -> dict[str, float]:
     return {name: float(error) for name, error in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_kernels_compile_for_cuda_with_tensor_cores_and_wide_loads(tmp_path) -> None:
+def test_cuda_kernels_use_tensor_cores_and_wide_loads(tmp_path) -> None:
     lines = [line.split() for line in child("compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))]
     kernels = ["write_kv", "attend_tile", "attend_tile", "combine_splits", *["seal_kernel"] * 2, "copy_rows_kernel"]
     assert [line[0] for line in lines] == kernels * 3
@@ -182,7 +181,7 @@ def test_interpreted_kernel_equals_float64_reference(errors: dict[str, float], n
     assert errors[name] < TOLERANCE[CASES[name][0]]
 
 
-def test_without_triton_the_module_imports_and_the_hint_says_what_to_install(monkeypatch) -> None:
+def test_missing_triton_is_an_error_with_install_hint(monkeypatch) -> None:
     from memserve.base.errors import UserError
     from memserve.model.attention import triton_attention
 

@@ -12,7 +12,7 @@ import torch
 from captured_families import FAMILIES, VOCAB, tiny
 from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import StepRows, step_attention
 from memserve.model.capture import forward as capture
 from memserve.model.capture import operations as fused
 from memserve.model.capture.forward import capture_forward, release_weights
@@ -26,7 +26,7 @@ class Steps:
     def __init__(self, module: Any, dtype: str) -> None:
         attention = DenseAttention()
         ids = torch.arange(3)
-        with torch.inference_mode(), attending(attention):
+        with torch.inference_mode(), step_attention(attention):
             module(input_ids=ids[None], position_ids=ids[None], use_cache=False)
         first = attention.layers[0]
         self.geometry = KVGeometry(len(attention.layers), first.kv_heads, first.head_dim_k, first.head_dim_v, dtype, 32)
@@ -43,7 +43,7 @@ class Steps:
             starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
             positions = np.concatenate([np.arange(e - n, e) for e, n in zip(contexts, counts, strict=True)])
             ids = torch.arange(len(positions)) * 37 % VOCAB + step
-            with attending(attention(self.tables, np.arange(3, dtype=np.int32), starts, contexts)):
+            with step_attention(attention(StepRows(self.tables, np.arange(3, dtype=np.int32), starts, contexts))):
                 results.append(forward(ids, torch.as_tensor(positions), torch.as_tensor(starts[1:] - 1).long()))
         return results
 
@@ -82,7 +82,7 @@ def test_logits_are_not_rounded_to_bfloat16(family: str, tokens: int) -> None:
     assert captured is not None
     ids = torch.arange(tokens)
     for forward in (captured, EagerForward(tiny(family, torch.bfloat16))):
-        with attending(DenseAttention()):
+        with step_attention(DenseAttention()):
             logits = forward(ids % VOCAB, ids, ids)
         assert logits.dtype == torch.float32
         assert float((logits == logits.bfloat16()).float().mean()) < 0.1
@@ -119,8 +119,8 @@ def test_sizes_at_the_edge_of_the_native_step() -> None:
     limit = captured.native.rows_max
     eager = EagerForward(module, pack=False)
     for tokens, rows in ((1, 0), (1, 1), (limit, 3), (limit + 1, 3), (limit, limit)):
-        inputs = capture._inputs(tokens, rows, VOCAB)
-        got, want = capture._logits(captured, inputs), capture._logits(eager, inputs)
+        inputs = capture._build_inputs(tokens, rows, VOCAB)
+        got, want = capture._compute_logits(captured, inputs), capture._compute_logits(eager, inputs)
         assert got.shape == (rows, VOCAB)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -128,9 +128,9 @@ def test_sizes_at_the_edge_of_the_native_step() -> None:
 def test_results_of_one_step_survive_the_next() -> None:
     """Native values lie in a workspace that the next step overwrites: logits must not."""
     captured = capture_forward(tiny("llama"))
-    first = capture._logits(captured, capture._inputs(4, 4, VOCAB))
+    first = capture._compute_logits(captured, capture._build_inputs(4, 4, VOCAB))
     kept = first.clone()
-    capture._logits(captured, capture._inputs(9, 5, VOCAB))
+    capture._compute_logits(captured, capture._build_inputs(9, 5, VOCAB))
     assert torch.equal(first, kept)
 
 
@@ -139,13 +139,13 @@ def test_released_module_holds_nothing() -> None:
     module = tiny("qwen2")
     captured = capture_forward(module)
     assert captured is not None
-    inputs = capture._inputs(5, 2, VOCAB)
-    before = capture._logits(captured, inputs)
+    inputs = capture._build_inputs(5, 2, VOCAB)
+    before = capture._compute_logits(captured, inputs)
     for parameter in module.parameters():
         parameter.data.fill_(float("nan"))
     release_weights(module)
     assert sum(parameter.numel() for parameter in module.parameters()) == 0
-    assert torch.equal(capture._logits(captured, inputs), before)
+    assert torch.equal(capture._compute_logits(captured, inputs), before)
 
 
 class _Wrapped:
@@ -188,9 +188,9 @@ def test_in_place_operations_are_left_in_their_order() -> None:
     wrapped = _Wrapped(tiny("llama"), lambda logits, ids: logits.clone().mul_(2.0).add_(logits))
     captured = capture_forward(wrapped)
     assert captured is not None and captured.native is None
-    inputs = capture._inputs(6, 2, VOCAB)
+    inputs = capture._build_inputs(6, 2, VOCAB)
     torch.testing.assert_close(
-        capture._logits(captured, inputs), capture._logits(EagerForward(wrapped, pack=False), inputs)
+        capture._compute_logits(captured, inputs), capture._compute_logits(EagerForward(wrapped, pack=False), inputs)
     )
 
 

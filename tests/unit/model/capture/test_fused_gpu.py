@@ -21,8 +21,8 @@ def operations() -> None:
     """Print each operation's largest difference, relative to the largest result."""
     import torch
 
-    from memserve.model.capture import fused_gpu
     from memserve.model.capture import operations as fused
+    from memserve.model.gpu import linears as fused_gpu
 
     for name in TOLERANCE:
         torch.manual_seed(len(name))
@@ -62,15 +62,20 @@ def forwards() -> None:
     """Print how far the logits of forwards captured as on a GPU are from the modules'."""
     import torch
 
-    from memserve.model.attention.context import attending
+    from lean_imports import interpret_quickly, leave_compiler_out
+
+    leave_compiler_out()
+    interpret_quickly()
+    from memserve.model.attention.context import step_attention
     from memserve.model.capture import forward as capture
-    from memserve.model.capture import fused_gpu
     from memserve.model.forward import EagerForward
+    from memserve.model.gpu import linears as fused_gpu
     from memserve.model.linears import JoinedLinear
     from memserve.model.loading.probe import DenseAttention
     from tiny_models import loaded, tiny_module
 
     torch.Tensor.is_cuda = property(lambda _: True)  # what the passes ask
+    capture._TRIALS = ((1, 1), (5, 2))  # a program computes a row, and rows are interpreted one after the other
     for family in FAMILIES:
         module = loaded(tiny_module(family)).module
         captured = capture.capture_forward(module)
@@ -78,8 +83,8 @@ def forwards() -> None:
         seen = [id(value) for value in captured._run.__globals__.values()]
         used = {name for name, operation in fused_gpu.OPERATIONS.items() if id(operation) in seen}
         assert len(used) == {"gpt_neox": 1}.get(family, 4), (family, used)
-        inputs = capture._inputs(41, 3, 131, None, 5)
-        with attending(DenseAttention()):
+        inputs = capture._build_inputs(9, 3, 131, None, 5)
+        with step_attention(DenseAttention()):
             want, got = EagerForward(module, pack=False)(**inputs), captured(**inputs)
         print(family, float((want - got).abs().max() / want.abs().max()))
         joined = [value for value in captured._run.__globals__.values() if isinstance(value, JoinedLinear)]

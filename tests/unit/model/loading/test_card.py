@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> ModelFolder:
     return ModelFolder(save_folder(tiny_module("llama"), tmp_path / "tiny"), "tiny")
 
 
-def test_a_tokenizer_that_was_loaded_early_is_the_models(folder: ModelFolder) -> None:
+def test_early_tokenizer_equals_the_models(folder: ModelFolder) -> None:
     early = early_tokenizer(folder)
     late = remote_model(CARD, folder).tokenizer
     assert remote_model(CARD, folder, early).tokenizer is early
@@ -33,7 +33,7 @@ def test_a_familys_own_tokenizer_replaces_the_early_one(folder: ModelFolder) -> 
     assert own is not early and own.encode("w5") == early.encode("w5")
 
 
-def test_a_tokenizer_that_is_not_there_or_damaged_is_told_when_it_is_needed(folder: ModelFolder) -> None:
+def test_missing_or_damaged_tokenizer_is_refused_on_use(folder: ModelFolder) -> None:
     (folder.path / "tokenizer.json").write_text("{")
     assert early_tokenizer(folder) is None
     with pytest.raises(UserError, match="no tokenizer that transformers can load"):

@@ -62,7 +62,7 @@ def leaking(strength: float) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_what_is_carried_without_a_word_is_refused(dtype: str) -> None:
+def test_hidden_state_between_steps_is_refused(dtype: str) -> None:
     with pytest.raises(UserError, match="carries more from one step to the next than keys and values"):
         compared(leaking(0.05), dtype)
 

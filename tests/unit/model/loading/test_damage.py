@@ -21,6 +21,8 @@ from gguf_files import write_gguf
 from memserve.base.config import EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.units import KIB
+from memserve.cli.doctor import check_model
+from memserve.cli.output import Status
 from memserve.host.build import build_engine
 from memserve.model.loading import cache, sources
 from memserve.model.loading.loader import LoadedModel, fingerprint, load_model
@@ -116,7 +118,7 @@ SURPLUS = ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj
 
 
 @pytest.mark.parametrize("name", SURPLUS)
-def test_a_tensor_without_a_place_says_that_config_and_weights_differ(name: str, folder: Path) -> None:
+def test_surplus_tensor_is_refused_by_name(name: str, folder: Path) -> None:
     change(folder, lambda tensors: tensors.update({name: torch.zeros(32)}))
     assert name in refuse(folder, "1 tensors have no place in the model").message
 
@@ -126,7 +128,7 @@ def test_fewer_layers_than_the_checkpoint_has_are_refused(folder: Path) -> None:
     refuse(folder, "9 tensors have no place")
 
 
-def test_what_takes_no_part_in_text_may_be_there_and_what_is_tied_may_be_absent(folder: Path) -> None:
+def test_non_text_tensors_and_absent_tied_head_are_accepted(folder: Path) -> None:
     beside = [
         "vision_tower.layers.0.weight", "model.visual.blocks.0.attn.bias", "multi_modal_projector.linear.weight",
         "audio_tower.conv.weight", "mtp.layers.0.weight", "model.layers.0.self_attn.rotary_emb.inv_freq",
@@ -208,10 +210,16 @@ def test_a_damaged_safetensors_file_is_named(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json", "generation_config.json", "model.gguf"])
-def test_a_pipe_in_a_model_s_folder_is_not_waited_for(name: str, folder: Path) -> None:
+def test_fifo_in_the_model_folder_does_not_block(name: str, folder: Path) -> None:
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     assert refuse(folder, "is a pipe, not a file").message.startswith(str(folder / name))
+
+
+def test_doctor_refuses_a_model_folder_with_a_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "more.safetensors")
+    [finding] = [finding for finding in check_model(str(folder)) if finding.name == "model"]
+    assert finding.status is Status.FAIL and "is a pipe, not a file" in finding.detail
 
 
 def test_devices_and_sockets_in_a_model_s_folder_are_refused(folder: Path) -> None:
@@ -305,7 +313,7 @@ def test_odd_recommendations_are_warned_of_and_not_used(written, wanted, folder:
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[3]", b"\xff"])
-def test_a_damaged_generation_config_is_warned_of_and_not_used(data: bytes, folder: Path, caplog) -> None:
+def test_damaged_generation_config_is_ignored_with_a_warning(data: bytes, folder: Path, caplog) -> None:
     (folder / "generation_config.json").write_bytes(data)
     assert load(folder).generation_defaults == {} and "is not used" in caplog.text
 
@@ -341,7 +349,7 @@ def test_any_byte_of_the_weights_is_in_the_fingerprint(count: int, folder: Path)
     assert fingerprint(folder) != before
 
 
-def test_a_gguf_file_that_was_changed_in_its_middle_is_converted_anew(tmp_path: Path) -> None:
+def test_gguf_file_changed_in_the_middle_is_reconverted(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF" + bytes(6_000_000))
     keys: list[str] = []

@@ -110,7 +110,7 @@ def test_other_kinds_of_models_are_refused(tmp_path: Path) -> None:
 
 def test_the_probe_refuses_what_it_cannot_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers missing, layers of different shape, and logits that change with the attention that was described."""
-    inner = DenseAttention.attend
+    inner = DenseAttention.run_attention
 
     def without_the_last(self: DenseAttention, layer: int, *parts: Any, **options: Any) -> Any:
         out = inner(self, layer, *parts, **options)
@@ -133,12 +133,12 @@ def test_the_probe_refuses_what_it_cannot_describe(monkeypatch: pytest.MonkeyPat
         (with_other_heads, "differ in KV shape"),
         (with_another_scale, "its logits change by"),
     ):
-        monkeypatch.setattr(DenseAttention, "attend", broken)
+        monkeypatch.setattr(DenseAttention, "run_attention", broken)
         with pytest.raises(UserError, match=message):
             probe_model(tiny_module("llama"), "float32", 32)
 
 
-def test_local_attention_that_we_are_not_told_of_limits_the_context(folder: Path) -> None:
+def test_unreported_local_attention_limits_context(folder: Path) -> None:
     from memserve.model.loading.loader import _max_model_tokens
     from memserve.model.loading.probe import ProbedLayer
 

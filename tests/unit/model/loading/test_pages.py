@@ -11,7 +11,7 @@ import torch
 from gguf_files import write_gguf
 from memserve.base.errors import UserError
 from memserve.base.units import GIB
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import step_attention
 from memserve.model.capture import forward as capture
 from memserve.model.forward import EagerForward
 from memserve.model.loading import conversion, loader, sources
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits_of(forward: Any, tokens: int = 9) -> torch.Tensor:
     places = torch.arange(tokens)
-    with attending(DenseAttention()):
+    with step_attention(DenseAttention()):
         return forward((places + 1) * 7919 % VOCAB, places, places.clone())
 
 
@@ -56,10 +56,10 @@ def test_mapped_weights_come_back_when_they_are_read(folder: Path, dtype: torch.
     module, expected = load_module(folder, "tiny", dtype), load_module(folder, "tiny", dtype).state_dict()
     pages, linear = pages_of(module), module.model.layers[0].mlp.up_proj.weight
     assert pages.is_mapped(linear) == (dtype == torch.float32)
-    pages.release(*module.parameters())
+    pages.release_values(*module.parameters())
     if dtype == torch.bfloat16:
         assert not linear.view(torch.uint8).reshape(-1)[4096:-4096].any(), "its pages are not in memory"
-        pages.restore()
+        pages.restore_dropped()
     assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
 
 
@@ -70,7 +70,7 @@ def test_weights_that_were_written_to_are_left_alone(folder: Path, tmp_path: Pat
         module.model.layers[0].mlp.up_proj.weight.add_(1.0)
     expected = {name: value.clone() for name, value in module.state_dict().items()}
     pages = pages_module.WeightPages(module, sorted(copy.glob("*.safetensors")))
-    pages.release(*module.parameters())
+    pages.release_values(*module.parameters())
     pages.release_maps()
     assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
 
@@ -115,7 +115,7 @@ def test_pages_of_a_module_without_files_stay() -> None:
     module = tiny_module("llama")
     assert pages_of(module) is NO_PAGES
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    NO_PAGES.release(*module.parameters())
+    NO_PAGES.release_values(*module.parameters())
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
@@ -147,7 +147,7 @@ def test_a_file_that_was_not_finished_cannot_be_read(tmp_path: Path) -> None:
 def test_a_conversion_holds_one_weight_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tiny_module("llama"), tmp_path / "tiny.gguf")
     held: list[tuple[int, int]] = []
-    take = conversion._Folders.take
+    take = conversion._Folders.take_weight
 
     def spy(self: Any, module: Any, name: str) -> None:
         own = module.get_parameter(name)
@@ -155,7 +155,7 @@ def test_a_conversion_holds_one_weight_at_a_time(tmp_path: Path, monkeypatch: py
         held.append((sum(value.untyped_storage().nbytes() for value in others), len(others)))
         take(self, module, name)
 
-    monkeypatch.setattr(conversion._Folders, "take", spy)
+    monkeypatch.setattr(conversion._Folders, "take_weight", spy)
     (tmp_path / "out").mkdir()
     conversion.convert(path, tmp_path / "out")
     assert len(held) > 20 and max(bytes_ for bytes_, _ in held) <= 4 * max(count for _, count in held)

@@ -73,7 +73,7 @@ def test_large_values_are_pulled_and_small_ones_sent(store: ScriptedStore, clien
     assert [pair.data for pair in put.pairs] == [None, b"short", None]
     assert len({pair.offset for pair in put.pairs if pair.data is None}) == 2
     assert bytes(got(client, b"a")) == value_of(5 * UNIT) and bytes(got(client, b"c")) == value_of(5 * UNIT, 2)
-    assert client._line.staging.bytes_free == client._line.staging.nbytes
+    assert client._connection.staging.bytes_free == client._connection.staging.nbytes
 
 
 def test_more_than_the_staging_memory_goes_in_several_calls(store: ScriptedStore, secret_file: Path) -> None:
@@ -101,18 +101,18 @@ def test_a_view_keeps_its_value_from_eviction(store: ScriptedStore, client: Stor
     for at in range(40):
         client.put(b"%d" % at, bytes([at]) * 8 * UNIT)
     assert array.tobytes() == value, "an array holds the pin when the view is gone"
-    reader = client._line.known_session.reader
+    reader = client._connection.known_session.reader
     assert reader.held == 1
     del array
     gc.collect()
-    assert reader.held == 0 and not client._line.known_session.pins
+    assert reader.held == 0 and not client._connection.known_session.pins
     store.tier.check_invariants()
 
 
 def test_views_that_are_dropped_hold_nothing(client: StoreClient) -> None:
     client.put(b"key", b"value")
     view, other = got(client, b"key"), got(client, b"key")
-    reader = client._line.known_session.reader
+    reader = client._connection.known_session.reader
     assert reader.held == 2
     del view
     gc.collect()
@@ -126,7 +126,7 @@ def test_views_that_are_dropped_hold_nothing(client: StoreClient) -> None:
     assert reader.held == 0
 
 
-def test_what_was_replaced_stays_in_its_views(client: StoreClient) -> None:
+def test_views_keep_a_replaced_value(client: StoreClient) -> None:
     client.put(b"key", b"one")
     view = got(client, b"key")
     client.put(b"key", b"two")
@@ -135,7 +135,7 @@ def test_what_was_replaced_stays_in_its_views(client: StoreClient) -> None:
     assert bytes(view) == b"one" and client.get(b"key") is None
 
 
-def test_what_has_left_memory_is_brought_again(store: ScriptedStore, client: StoreClient) -> None:
+def test_evicted_value_is_fetched_again(store: ScriptedStore, client: StoreClient) -> None:
     """The scripted store keeps everything; its tier is the memory."""
     values = {b"%d" % at: value_of(6 * UNIT, at) for at in range(30)}
     client.put_many(list(values.items()))
@@ -151,7 +151,7 @@ def test_what_has_left_memory_is_brought_again(store: ScriptedStore, client: Sto
     assert any(isinstance(message, StoreGet) for message in store.heard)
 
 
-def test_a_client_that_was_dropped_never_reads_on(store: ScriptedStore, client: StoreClient) -> None:
+def test_dropped_client_reads_nothing_more(store: ScriptedStore, client: StoreClient) -> None:
     client.put(b"key", b"value")
     view, other, third = (got(client, b"key") for _ in range(3))
     store.forget()
@@ -186,7 +186,7 @@ def test_a_store_that_was_restarted_keeps_what_is_held(secret_file: Path) -> Non
     tier.unlink()
 
 
-def test_what_is_more_than_a_client_may_hold_is_copied(client: StoreClient) -> None:
+def test_views_beyond_the_pin_limit_are_copies(client: StoreClient) -> None:
     client.put_many([(b"key", b"value"), (b"large", bytes(17 * UNIT))])
     with got(client, b"large") as large:
         beside = got(client, b"key")
@@ -215,7 +215,7 @@ def test_close_ends_views_and_leaves_arrays(store: ScriptedStore, secret_file: P
     eventually(lambda: not store.clients)
 
 
-def test_a_child_of_fork_gives_up_no_pin(client: StoreClient) -> None:
+def test_forked_child_releases_no_pin(client: StoreClient) -> None:
     client.put(b"key", b"value")
     view = got(client, b"key")
     child = os.fork()
@@ -226,13 +226,13 @@ def test_a_child_of_fork_gives_up_no_pin(client: StoreClient) -> None:
         gc.collect()
         os._exit(0)
     os.waitpid(child, 0)
-    assert client._line.known_session.reader.held == 1
+    assert client._connection.known_session.reader.held == 1
     with open(store_area(client), "rb") as area:
         assert np.count_nonzero(np.frombuffer(area.read()[64 : 64 + 8 * 1024], np.uint64)) == 1
 
 
 def store_area(client: StoreClient) -> str:
-    return client._line.known_session.welcome.client_path
+    return client._connection.known_session.welcome.client_path
 
 
 def test_memory_that_cannot_be_mapped_is_done_without(

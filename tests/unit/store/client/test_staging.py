@@ -13,30 +13,30 @@ from memserve.store.client.memory import Staged, Staging
 
 
 def staged(staging: Staging, nbytes: int) -> Staged:
-    offset = staging.take(nbytes, 0.0)
+    offset = staging.take_piece(nbytes, 0.0)
     assert offset is not None
     return Staged(staging, offset, nbytes)
 
 
 def test_more_than_there_ever_is_is_refused_at_once() -> None:
     staging = Staging(8192, 1)
-    assert staging.take(8193, time.monotonic() + 60) is None
-    assert staging.take(8192, 0.0) == 0
+    assert staging.take_piece(8193, time.monotonic() + 60) is None
+    assert staging.take_piece(8192, 0.0) == 0
 
 
 def test_room_is_waited_for_until_the_deadline() -> None:
     staging = Staging(8192, 1)
-    assert staging.take(8192, 0.0) == 0
-    assert staging.take(1, time.monotonic() + 0.01) is None
+    assert staging.take_piece(8192, 0.0) == 0
+    assert staging.take_piece(1, time.monotonic() + 0.01) is None
     got: list[int | None] = []
-    waiting = threading.Thread(target=lambda: got.append(staging.take(1, time.monotonic() + 30)))
+    waiting = threading.Thread(target=lambda: got.append(staging.take_piece(1, time.monotonic() + 30)))
     waiting.start()
-    staging.give_back(0)
+    staging.return_piece(0)
     waiting.join(30)
     assert got == [0]
 
 
-def test_what_a_caller_fills_lies_in_the_arena() -> None:
+def test_staged_memory_lies_in_the_arena() -> None:
     staging = Staging(8192, 1)
     with staged(staging, 5) as memory:
         memory.data[:] = b"hello"
@@ -55,23 +55,23 @@ def test_memory_with_arrays_over_it_is_not_given_to_another() -> None:
     memory.release()
     assert staging.bytes_free == 4096
     array[:] = 7
-    assert staging.take(8192, 0.0) is None
+    assert staging.take_piece(8192, 0.0) is None
     del array
     assert staging.bytes_free == 8192
-    assert staging.take(8192, 0.0) == 0
+    assert staging.take_piece(8192, 0.0) == 0
 
 
 def test_memory_of_one_client_is_not_put_by_another() -> None:
     one, other = Staging(8192, 1), Staging(8192, 2)
     memory = staged(one, 8)
-    assert memory.place(one) == 0 and memory.place(other) is None
+    assert memory.offset_in(one) == 0 and memory.offset_in(other) is None
     memory.release()
-    assert memory.place(one) is None
+    assert memory.offset_in(one) is None
 
 
 def test_pieces_that_overlap_are_noticed() -> None:
     staging = Staging(8192, 1)
-    staging.take(1, 0.0)
+    staging.take_piece(1, 0.0)
     staging._free.append((0, 4096))
     with pytest.raises(InvariantError):
         staging.check_invariants()

@@ -25,6 +25,7 @@ from memserve.protocol.store import (
 )
 from memserve.store.client import connection
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from scripted_store import SECRET, ScriptedStore
 from waiting import eventually
 
@@ -65,7 +66,7 @@ def held(client: StoreClient, key: bytes) -> bytes | None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 16_384, 16_385, 3_000_000])
-def test_what_was_put_is_got(client: StoreClient, nbytes: int) -> None:
+def test_put_value_is_returned(client: StoreClient, nbytes: int) -> None:
     value = value_of(nbytes)
     assert client.get(b"key") is None
     assert client.put(b"key", value)
@@ -120,7 +121,7 @@ def test_values_of_many_kinds_in_one_call(client: StoreClient) -> None:
     assert buffers == [value for _, value in pairs]
 
 
-def test_what_the_store_does_not_take_is_false(store: ScriptedStore, client: StoreClient) -> None:
+def test_refused_put_returns_false(store: ScriptedStore, client: StoreClient) -> None:
     store.answers = lambda message: (
         StoreDone(message.call, bytes([StoreCode.NO_ROOM] * len(message.pairs)))
         if isinstance(message, StorePut)
@@ -130,7 +131,7 @@ def test_what_the_store_does_not_take_is_false(store: ScriptedStore, client: Sto
     assert client.put_many([(b"key", b"value"), (b"large", bytes(LETTER_BYTES_MAX))]) == [False, False]
 
 
-def test_what_is_too_large_is_not_sent(store: ScriptedStore, secret_file: Path) -> None:
+def test_oversized_value_is_not_sent(store: ScriptedStore, secret_file: Path) -> None:
     store.value_bytes_max = 10
     with StoreClient(store.address, secret_file=secret_file) as client:
         assert client.value_bytes_max() == 10
@@ -172,7 +173,7 @@ def test_keys_are_looked_up_counted_and_forgotten(client: StoreClient) -> None:
 
 
 @pytest.mark.parametrize("key", ["text", b"", bytes(1025), bytearray(b"k"), None, 5])
-def test_what_is_no_key_is_refused(client: StoreClient, key: object) -> None:
+def test_invalid_key_is_refused(client: StoreClient, key: object) -> None:
     calls: list[Callable[[], object]] = [
         lambda: client.put(key, b""),
         lambda: client.get(key),
@@ -193,7 +194,7 @@ def test_the_longest_key_is_a_key(client: StoreClient) -> None:
 
 
 @pytest.mark.parametrize("value", ["text", 5, None, [1, 2], np.zeros((4, 4))[:, ::2]])
-def test_what_is_no_value_is_refused(client: StoreClient, value: object) -> None:
+def test_invalid_value_is_refused(client: StoreClient, value: object) -> None:
     with pytest.raises(UserError, match="a value is"):
         client.put(b"key", value)
 
@@ -201,7 +202,7 @@ def test_what_is_no_value_is_refused(client: StoreClient, value: object) -> None
 @pytest.mark.parametrize(
     "address", ["", "host", "host:", ":7000", "host:0", "host:65536", "host:x", "host:\N{ARABIC-INDIC DIGIT ONE}"]
 )
-def test_what_is_no_address_is_refused(address: str, secret_file: Path) -> None:
+def test_invalid_address_is_refused(address: str, secret_file: Path) -> None:
     with pytest.raises(UserError, match="no address of a store"):
         StoreClient(address, secret_file=secret_file)
 
@@ -244,8 +245,8 @@ def test_another_secret_is_said(store: ScriptedStore, tmp_path: Path) -> None:
         StoreClient(store.address, secret_file=other, timeout_s=0.3)
 
 
-def test_what_is_no_store_is_said(secret_file: Path) -> None:
-    mailbox = ZmqMailbox(Peer("router", 1), SECRET, "127.0.0.1", 0, lambda sender, message: None)
+def test_server_that_is_no_store_is_reported(secret_file: Path) -> None:
+    mailbox = ZmqMailbox(Peer("router", 1), ListenAddress(SECRET), lambda sender, message: None)
     try:
         with pytest.raises(StoreUnavailable, match="does not answer as a store"):
             StoreClient(mailbox.address, secret_file=secret_file, timeout_s=0.3)
@@ -253,7 +254,7 @@ def test_what_is_no_store_is_said(secret_file: Path) -> None:
         mailbox.close()
 
 
-def test_a_refusal_is_said(secret_file: Path) -> None:
+def test_refusal_is_raised(secret_file: Path) -> None:
     with ScriptedStore() as store:
         store._greet = lambda sender, hello: (
             store._mailbox.connect(sender, hello.address),
@@ -277,18 +278,18 @@ def test_the_memory_of_a_put_without_an_answer_waits_for_it(
     store: ScriptedStore, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes may be read as long as the answer is out."""
-    line, freed = client._line, threading.Event()
+    line, freed = client._connection, threading.Event()
     store.is_silent = True
     with pytest.raises(StoreUnavailable):
-        line.call(lambda call, left_ns: StorePut(call, ()), time.monotonic() + 0.05, freed.set)
+        line.call_store(lambda call, left_ns: StorePut(call, ()), time.monotonic() + 0.05, freed.set)
     assert not freed.is_set()
     (call,) = line._calls
-    line._message_arrived(line.known_session.peer, StoreDone(call, b""))
+    line._on_message(line.known_session.peer, StoreDone(call, b""))
     assert freed.is_set() and not line._calls
     with pytest.raises(StoreUnavailable):
-        line.call(lambda call, left_ns: StorePut(call, ()), time.monotonic() + 0.05, freed.clear)
+        line.call_store(lambda call, left_ns: StorePut(call, ()), time.monotonic() + 0.05, freed.clear)
     assert freed.is_set()
-    line.renew(line.known_session)
+    line.renew_session(line.known_session)
     assert not freed.is_set() and not line._calls
 
 
@@ -299,8 +300,8 @@ def test_calls_without_answers_are_bounded(
     store.is_silent = True
     for _ in range(3):
         with pytest.raises(StoreUnavailable, match="in time"):
-            client._line.call(lambda call, left_ns: StorePut(call, ()), time.monotonic() + 0.01)
-    assert client._line._calls, "they wait for their answers"
+            client._connection.call_store(lambda call, left_ns: StorePut(call, ()), time.monotonic() + 0.01)
+    assert client._connection._calls, "they wait for their answers"
     with pytest.raises(StoreUnavailable, match="not answered 3 calls"):
         client.statistics()
 
@@ -330,7 +331,7 @@ def test_answers_that_make_no_sense_are_errors(store: ScriptedStore, client: Sto
     assert held(client, b"key") == b"value"
 
 
-def test_a_damaged_value_is_asked_for_again(store: ScriptedStore, client: StoreClient) -> None:
+def test_damaged_value_is_requested_again(store: ScriptedStore, client: StoreClient) -> None:
     client.put(b"key", b"value")
     damaged = []
 
@@ -347,7 +348,7 @@ def test_a_damaged_value_is_asked_for_again(store: ScriptedStore, client: StoreC
 # -- beginning anew
 
 
-def test_a_client_that_was_forgotten_says_hello_again(store: ScriptedStore, client: StoreClient) -> None:
+def test_expired_client_sends_hello_again(store: ScriptedStore, client: StoreClient) -> None:
     client.put(b"key", b"value")
     store.forget()
     assert held(client, b"key") == b"value"
@@ -368,7 +369,7 @@ def test_a_store_that_was_restarted_is_found_again(secret_file: Path) -> None:
         eventually(lambda: not second.clients)
 
 
-def test_a_call_under_way_is_made_again(secret_file: Path) -> None:
+def test_pending_call_is_resent(secret_file: Path) -> None:
     with ScriptedStore() as first:
         client = StoreClient(first.address, secret_file=secret_file)
         first.is_silent = True
@@ -382,7 +383,7 @@ def test_a_call_under_way_is_made_again(secret_file: Path) -> None:
         client.close()
 
 
-def test_the_greeting_is_repeated(store: ScriptedStore, client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hello_is_repeated(store: ScriptedStore, client: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "GREETING_S", 0.01)
     eventually(lambda: sum(isinstance(message, StoreHello) for message in store.heard) > 3)
     assert len(store.clients) == 1 and client.put(b"key", b"value")
@@ -405,8 +406,8 @@ def test_threads_share_a_client(client: StoreClient) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not wrong and not client._line._calls
-    assert client._line.staging.bytes_free == client._line.staging.nbytes
+    assert not wrong and not client._connection._calls
+    assert client._connection.staging.bytes_free == client._connection.staging.nbytes
 
 
 def test_a_child_of_fork_is_refused(client: StoreClient) -> None:
@@ -425,7 +426,7 @@ def test_a_child_of_fork_is_refused(client: StoreClient) -> None:
     assert view is not None and bytes(view) == b"value" and client.put(b"key", b"on")
 
 
-def test_a_client_that_is_closed_says_so(store: ScriptedStore, secret_file: Path) -> None:
+def test_closed_client_raises(store: ScriptedStore, secret_file: Path) -> None:
     client = StoreClient(store.address, secret_file=secret_file)
     client.put(b"key", b"value")
     view = client.get(b"key")

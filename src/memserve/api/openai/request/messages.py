@@ -41,7 +41,7 @@ def check_messages(messages: Any) -> Messages:
         raise bad_request("'messages' must hold at least one message", "messages")
     if len(messages) > MESSAGES_MAX:
         raise bad_request(f"{len(messages)} messages in one request; the limit is {MESSAGES_MAX}", "messages")
-    return [_check_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def for_template(messages: Messages, body: ChatBody, template: str) -> tuple[Messages, list[Any] | None]:
@@ -49,12 +49,12 @@ def for_template(messages: Messages, body: ChatBody, template: str) -> tuple[Mes
 
     Tool calls become text where the template does not support them, and tools a part of the system message.
     """
-    if not _knows(template, "tool_calls"):
+    if not _template_reads(template, "tool_calls"):
         messages = [_with_calls_as_text(message) if "tool_calls" in message else message for message in messages]
     tools = check_tools(body.tools)
     if not tools or body.tool_choice == "none":
         return messages, None
-    if not _knows(template, "tools"):
+    if not _template_reads(template, "tools"):
         return _with_instructions(messages, as_instructions(tools, json.dumps)), None
     return messages, tools
 
@@ -69,14 +69,14 @@ def _with_instructions(messages: Messages, instructions: str) -> Messages:
 
 def check_rendered(messages: Messages, text: str) -> None:
     """Raises :class:`ApiError` 400 when the template left out a tool's output: the answer would ignore it."""
-    for at, message in enumerate(messages):
-        said = message["content"].strip()
-        if message["role"] == "tool" and said not in text and json.dumps(said)[1:-1] not in text:
+    for index, message in enumerate(messages):
+        content = message["content"].strip()
+        if message["role"] == "tool" and content not in text and json.dumps(content)[1:-1] not in text:
             reason = "This model's chat template leaves out messages of role 'tool': use role 'user'"
-            raise bad_request(reason, f"messages[{at}]")
+            raise bad_request(reason, f"messages[{index}]")
 
 
-def _knows(template: str, name: str) -> bool:
+def _template_reads(template: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", template) is not None
 
 
@@ -89,86 +89,86 @@ def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "content": "\n".join([message["content"], *calls] if message["content"] else calls)}
 
 
-def _check_message(message: Any, where: str) -> dict[str, Any]:
+def _check_message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise bad_request(f"'{where}' must be an object with role and content", where)
+        raise bad_request(f"'{path}' must be an object with role and content", path)
     extra = {key: value for key, value in message.items() if key not in _FIELDS and value is not None}
     if len(extra) > EXTRA_FIELDS_MAX:
-        raise bad_request(f"'{where}' has {len(extra)} unknown fields; the limit is {EXTRA_FIELDS_MAX}", where)
+        raise bad_request(f"'{path}' has {len(extra)} unknown fields; the limit is {EXTRA_FIELDS_MAX}", path)
     role = message.get("role")
     if not isinstance(role, str) or not 0 < len(role) <= ROLE_CHARS_MAX:
-        raise bad_request(f"'{where}.role' must be a text, such as {', '.join(_ROLES)}", f"{where}.role")
+        raise bad_request(f"'{path}.role' must be a text, such as {', '.join(_ROLES)}", f"{path}.role")
     if message.get("audio"):
-        raise unsupported(where, "Audio")
+        raise unsupported(path, "Audio")
     checked: dict[str, Any] = {
         **extra,
         "role": _ROLES.get(role, role),
-        "content": _content(message.get("content"), role, f"{where}.content"),
+        "content": _content(message.get("content"), role, f"{path}.content"),
     }
     for name in _TEXTS:
         if (value := message.get(name)) is not None:
             if not isinstance(value, str):
-                raise bad_request(f"'{where}.{name}' must be a string", f"{where}.{name}")
+                raise bad_request(f"'{path}.{name}' must be a string", f"{path}.{name}")
             checked["reasoning_content" if name == "reasoning" else name] = value
-    if calls := _calls(message, role, where):
+    if calls := _calls(message, role, path):
         checked["tool_calls"] = calls
     return checked
 
 
-def _calls(message: dict[str, Any], role: str, where: str) -> list[dict[str, Any]]:
+def _calls(message: dict[str, Any], role: str, path: str) -> list[dict[str, Any]]:
     calls, old = message.get("tool_calls"), message.get("function_call")
     if not calls and not old:
         return []
     if role != "assistant":
-        raise bad_request(f"'{where}': only the assistant calls tools", where)
+        raise bad_request(f"'{path}': only the assistant calls tools", path)
     if calls and not isinstance(calls, list):
-        raise bad_request(f"'{where}.tool_calls' must be a list", f"{where}.tool_calls")
+        raise bad_request(f"'{path}.tool_calls' must be a list", f"{path}.tool_calls")
     if not calls:
-        return [_call({"function": old}, f"{where}.function_call")]
-    return [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+        return [_call({"function": old}, f"{path}.function_call")]
+    return [_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)]
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any, path: str) -> dict[str, Any]:
     """One call. OpenAI writes its arguments as a string of JSON, templates want them as an object."""
     function = call.get("function") if isinstance(call, dict) and call.get("type") in (None, "function") else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not call.keys() <= _CALL_FIELDS:
         like = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}"
-        raise bad_request(f"'{where}' must be an object like {like}", where)
+        raise bad_request(f"'{path}' must be an object like {like}", path)
     if not isinstance(call.get("id"), str | None):
-        raise bad_request(f"'{where}.id' must be a string", f"{where}.id")
-    named = {"name": function["name"], "arguments": _arguments(function.get("arguments"), where)}
+        raise bad_request(f"'{path}.id' must be a string", f"{path}.id")
+    function_fields = {"name": function["name"], "arguments": _arguments(function.get("arguments"), path)}
     identified = {"id": call["id"]} if call.get("id") is not None else {}
-    return {**identified, "type": "function", "function": named}
+    return {**identified, "type": "function", "function": function_fields}
 
 
-def _arguments(arguments: Any, where: str) -> dict[str, Any]:
+def _arguments(arguments: Any, path: str) -> dict[str, Any]:
     try:
         value = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise bad_request(f"'{where}.function.arguments' must be a JSON object in a string", where)
+        raise bad_request(f"'{path}.function.arguments' must be a JSON object in a string", path)
     return value
 
 
-def _content(content: Any, role: str, where: str) -> str:
+def _content(content: Any, role: str, path: str) -> str:
     if isinstance(content, str):
         return content
     if content is None and role == "assistant":
         return ""
     if not isinstance(content, list) or not content:
-        raise bad_request(f"'{where}' must be a string or a list of text parts", where)
-    return "".join(_part(part, f"{where}[{at}]") for at, part in enumerate(content))
+        raise bad_request(f"'{path}' must be a string or a list of text parts", path)
+    return "".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, path: str) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise bad_request(f"'{where}' must be an object like {{'type': 'text', 'text': ...}}", where)
+        raise bad_request(f"'{path}' must be an object like {{'type': 'text', 'text': ...}}", path)
     kind = part["type"]
     if kind not in ("text", "refusal"):
-        what = next((f"{name} (content of type {kind!r})" for mark, name in _SENSES.items() if mark in kind), None)
-        raise unsupported(where, what or f"Content of type {kind!r}")
+        feature = next((f"{name} (content of type {kind!r})" for mark, name in _SENSES.items() if mark in kind), None)
+        raise unsupported(path, feature or f"Content of type {kind!r}")
     if not isinstance(part.get(kind), str):
-        raise bad_request(f"'{where}.{kind}' must be a string", f"{where}.{kind}")
+        raise bad_request(f"'{path}.{kind}' must be a string", f"{path}.{kind}")
     text: str = part[kind]
     return text

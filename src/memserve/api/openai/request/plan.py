@@ -14,7 +14,7 @@ from msgspec import structs
 
 from memserve.api.http.errors import bad_request
 from memserve.api.openai.documents import document_handle
-from memserve.api.openai.interfaces import RECOMMENDED, ServedModel, chosen_sampling
+from memserve.api.openai.interfaces import RECOMMENDED, ServedModel, sampling_params_of
 from memserve.api.openai.request.prompts import Prompt, context_exceeded
 from memserve.api.openai.request.schema import ChatBody, CompletionBody, GenerationBody
 from memserve.api.openai.request.structured_output import structure_of
@@ -49,7 +49,7 @@ class Generation(msgspec.Struct, frozen=True):
     prompts: list[Prompt]
     stops: tuple[str, ...]
     n: int  # answers per prompt
-    drawn: int  # sequences drawn for them, ``best_of >= n``
+    sample_count: int  # sequences drawn for them, ``best_of >= n``
     logprobs: int | None  # alternatives to report, if asked for
     echo: bool
     generates: bool  # False: ``max_tokens=0``, only the prompt's own text and logprobs are wanted
@@ -93,14 +93,14 @@ def plan_completion(
     if max_tokens == 0 and not echo:
         raise bad_request("max_tokens must be at least 1 (0 only together with echo)", "max_tokens")
     n = body.n or 1
-    drawn = body.best_of or n
-    if drawn < n:
-        raise bad_request(f"best_of ({drawn}) must not be less than n ({n})", "best_of")
-    if drawn > n and body.stream:
+    sample_count = body.best_of or n
+    if sample_count < n:
+        raise bad_request(f"best_of ({sample_count}) must not be less than n ({n})", "best_of")
+    if sample_count > n and body.stream:
         raise bad_request("best_of greater than n cannot be streamed: the best are known only at the end", "best_of")
     return _plan(
         body, prompts, model, caller, request_id,
-        n=n, drawn=drawn, max_tokens=max_tokens, echo=echo, logprobs=body.logprobs,
+        n=n, sample_count=sample_count, max_tokens=max_tokens, echo=echo, logprobs=body.logprobs,
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def plan_chat(
     n = body.n or 1
     return _plan(
         body, [prompt], model, caller, request_id,
-        n=n, drawn=n, max_tokens=max_tokens, echo=bool(body.echo), logprobs=logprobs, calls=calls,
+        n=n, sample_count=n, max_tokens=max_tokens, echo=bool(body.echo), logprobs=logprobs, calls=calls,
     )  # fmt: skip
 
 
@@ -134,56 +134,64 @@ def _truncated(prompt: Prompt, body: GenerationBody, model: ServedModel, max_tok
     if most > model.max_model_tokens:
         message = f"truncate_prompt_tokens ({most}) is more than the context has ({model.max_model_tokens})"
         raise bad_request(message, "truncate_prompt_tokens")
-    kept = prompt.tokens[:most] if body.truncation_side == "right" else prompt.tokens[-most:]
-    return structs.replace(prompt, tokens=np.ascontiguousarray(kept))
+    tokens = prompt.tokens[:most] if body.truncation_side == "right" else prompt.tokens[-most:]
+    return structs.replace(prompt, tokens=np.ascontiguousarray(tokens))
 
 
 def _check_answer_size(requests: list[Request], logprobs: int | None, *, echo: bool, stream: bool) -> None:
     """Bound what is kept until it is sent: of a stream the prompts' logprobs, else the whole answer."""
     alternatives = 0 if logprobs is None else 1 + logprobs
-    kept = 0
+    value_count = 0
     for request in requests:
-        kept += len(request.prompt) * alternatives if echo else 0
-        kept += 0 if stream else request.n * request.stop.max_tokens * (1 + alternatives)
-    if kept > ANSWER_VALUES_MAX:
+        value_count += len(request.prompt) * alternatives if echo else 0
+        value_count += 0 if stream else request.n * request.stop.max_tokens * (1 + alternatives)
+    if value_count > ANSWER_VALUES_MAX:
         way_out = "ask for fewer tokens, answers or logprobs" + ("" if stream else ', or with "stream": true')
-        message = f"the answer may have {kept} tokens and logprobs; the limit is {ANSWER_VALUES_MAX}: {way_out}"
+        message = f"the answer may have {value_count} tokens and logprobs; the limit is {ANSWER_VALUES_MAX}: {way_out}"
         raise bad_request(message, "max_tokens")
 
 
 def _plan(
     body: GenerationBody, prompts: list[Prompt], model: ServedModel, caller: Caller, request_id: str, *,
-    n: int, drawn: int, max_tokens: int | None, echo: bool, logprobs: int | None, calls: CallPlan | None = None,
+    n: int, sample_count: int, max_tokens: int | None, echo: bool, logprobs: int | None, calls: CallPlan | None = None,
 ) -> Generation:  # fmt: skip
     if body.exact and model.kv_lower_dtype != AS_COMPUTED:
-        kept = f"KV may be rounded to {model.kv_lower_dtype} here (--kv-lower-dtype)"
-        raise bad_request(f"{kept}, so no answer is exact: leave out exact, or ask another server", "exact")
+        reason = f"KV may be rounded to {model.kv_lower_dtype} here (--kv-lower-dtype)"
+        raise bad_request(f"{reason}, so no answer is exact: leave out exact, or ask another server", "exact")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     _check_logprobs(body, logprobs, generates=max_tokens != 0)
-    if len(prompts) * drawn > SEQUENCES_MAX:
-        raise bad_request(f"{len(prompts)} prompts times {drawn} answers exceed {SEQUENCES_MAX} sequences", "n")
+    if len(prompts) * sample_count > SEQUENCES_MAX:
+        raise bad_request(f"{len(prompts)} prompts times {sample_count} answers exceed {SEQUENCES_MAX} sequences", "n")
     options = body.stream_options
     echoes_logprobs = echo and logprobs is not None and isinstance(body, CompletionBody)
     sampling = _sampling(
         body, model, caller,
-        rank=drawn > n, logprobs=logprobs, prompt_logprobs=echoes_logprobs, calls=calls,
+        rank=sample_count > n, logprobs=logprobs, prompt_logprobs=echoes_logprobs, calls=calls,
     )  # fmt: skip
     stops = [_stop(body, model, _answer_tokens(body, prompt, max_tokens, model)) for prompt in prompts]
     requests = _requests(
-        body, prompts, stops, sampling, caller, request_id, model, drawn=drawn, beam_width=_beam_width(body, n)
+        body,
+        prompts,
+        stops,
+        sampling,
+        caller,
+        request_id,
+        model,
+        sample_count=sample_count,
+        beam_width=_beam_width(body, n),
     )
     for request in requests:
         _check(request, model)
     alternatives = max(logprobs or 0, body.prompt_logprobs or 0, len(body.logprob_token_ids or ()))
-    asked = None if logprobs is None and body.prompt_logprobs is None else alternatives
-    _check_answer_size(requests, asked, echo=sampling.prompt_logprobs, stream=bool(body.stream))
+    answer_alternatives = None if logprobs is None and body.prompt_logprobs is None else alternatives
+    _check_answer_size(requests, answer_alternatives, echo=sampling.prompt_logprobs, stream=bool(body.stream))
     return Generation(
         requests=requests,
         prompts=prompts,
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         n=n,
-        drawn=drawn,
+        sample_count=sample_count,
         logprobs=logprobs,
         echo=echo,
         generates=max_tokens != 0,
@@ -204,19 +212,19 @@ def _plan(
 
 def _requests(
     body: GenerationBody, prompts: list[Prompt], stops: list[StopParams], sampling: SamplingParams, caller: Caller,
-    request_id: str, model: ServedModel, *, drawn: int, beam_width: int,
+    request_id: str, model: ServedModel, *, sample_count: int, beam_width: int,
 ) -> list[Request]:  # fmt: skip
     """One for each prompt."""
-    own, adapter = _salt(body), caller.adapter.digest if caller.adapter is not None else ""
-    salts = [salt_of(own, adapter, model.position_regimes.of(len(prompt.tokens))) for prompt in prompts]
+    own_salt, adapter = _salt(body), caller.adapter.digest if caller.adapter is not None else ""
+    salts = [salt_of(own_salt, adapter, model.position_regimes.regime_of(len(prompt.tokens))) for prompt in prompts]
     deadline_ns = time.monotonic_ns() + ns_from_s(body.timeout_s) if body.timeout_s else None
     return [
         Request(
-            request_id=f"{request_id}-{at}",
+            request_id=f"{request_id}-{index}",
             prompt=prompt.tokens,
             sampling=sampling,
             stop=stop,
-            n=drawn,
+            n=sample_count,
             beam_width=beam_width,
             length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
             tenant=caller.tenant,
@@ -228,7 +236,7 @@ def _requests(
             slo_ttft_ns=_ns_of_ms(body.slo_ttft_ms),
             slo_tpot_ns=_ns_of_ms(body.slo_tpot_ms),
         )
-        for at, (prompt, stop, salt) in enumerate(zip(prompts, stops, salts, strict=True))
+        for index, (prompt, stop, salt) in enumerate(zip(prompts, stops, salts, strict=True))
     ]
 
 
@@ -275,18 +283,18 @@ def _session(body: GenerationBody, salt: str) -> str:
 def _session_name(body: GenerationBody) -> str:
     if body.session is not None and body.session_id is not None and body.session != body.session_id:
         raise bad_request("session and session_id name one session and must not differ", "session_id")
-    named = body.session or body.session_id
-    if named is None and body.document is not None:
+    session = body.session or body.session_id
+    if session is None and body.document is not None:
         return document_handle(body.document)
-    if named is None and body.prompt_cache_key and len(body.prompt_cache_key) <= CACHE_KEY_CHARS_MAX:
+    if session is None and body.prompt_cache_key and len(body.prompt_cache_key) <= CACHE_KEY_CHARS_MAX:
         return f"key:{body.prompt_cache_key}"
-    return "" if named is None else f"session:{named}"
+    return "" if session is None else f"session:{session}"
 
 
 def session_of(handle: str) -> str | None:
     """The session's name in the handle of its prefix; ``None``: the prefix is not a session's."""
-    found = _SESSION.fullmatch(handle)
-    return found.group(1) if found is not None else None
+    match = _SESSION.fullmatch(handle)
+    return match.group(1) if match is not None else None
 
 
 def _session_ttl_ns(body: GenerationBody) -> int | None:
@@ -320,11 +328,13 @@ def _answer_tokens(body: GenerationBody, prompt: Prompt, max_tokens: int | None,
             raise context_exceeded(model, f"{prompt_tokens} tokens in the prompt, and an answer needs one")
         room = limit_tokens - prompt_tokens
         return min(room, max(model.default_max_tokens or room, body.min_tokens or 0))
-    wanted = max(max_tokens, 1)  # echo alone still computes the prompt, which draws one token
-    if prompt_tokens + wanted > limit_tokens:
-        total = prompt_tokens + wanted
-        raise context_exceeded(model, f"{total} tokens ({prompt_tokens} in the prompt, {wanted} in the completion)")
-    return wanted
+    answer_tokens = max(max_tokens, 1)  # echo alone still computes the prompt, which draws one token
+    if prompt_tokens + answer_tokens > limit_tokens:
+        total = prompt_tokens + answer_tokens
+        raise context_exceeded(
+            model, f"{total} tokens ({prompt_tokens} in the prompt, {answer_tokens} in the completion)"
+        )
+    return answer_tokens
 
 
 def _stop(body: GenerationBody, model: ServedModel, max_tokens: int) -> StopParams:
@@ -340,7 +350,7 @@ def _sampling(
     rank: bool, logprobs: int | None, prompt_logprobs: bool, calls: CallPlan | None,
 ) -> SamplingParams:  # fmt: skip
     own_seed = _seeds.getrandbits(63) if caller.seed is None else caller.seed
-    return chosen_sampling(
+    return sampling_params_of(
         model,
         {name: getattr(body, name) for name in RECOMMENDED},
         presence_penalty=body.presence_penalty or 0.0,
@@ -349,20 +359,20 @@ def _sampling(
         logit_bias=_logit_bias(body.logit_bias or {}),
         logprobs=0 if rank and logprobs is None else logprobs,  # best_of ranks by the drawn tokens' logprobs
         prompt_logprobs=prompt_logprobs or body.prompt_logprobs is not None,
-        prompt_top_logprobs=_most(body.prompt_logprobs, logprobs if prompt_logprobs else None),
+        prompt_top_logprobs=_larger(body.prompt_logprobs, logprobs if prompt_logprobs else None),
         logprob_token_ids=tuple(body.logprob_token_ids or ()),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
         grammar=structure_of(body, calls),
     )
 
 
-def _most(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one if other is None else max(one, other)
+def _larger(first: int | None, second: int | None) -> int | None:
+    return second if first is None else first if second is None else max(first, second)
 
 
 def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     bad = [key for key in bias if not (key.isascii() and key.isdecimal() and len(key) <= 10)]
     if bad:
-        named = ", ".join(repr(key[:20]) for key in bad[:8])
-        raise bad_request(f"logit_bias: not a token id: {named}", "logit_bias")
+        names = ", ".join(repr(key[:20]) for key in bad[:8])
+        raise bad_request(f"logit_bias: not a token id: {names}", "logit_bias")
     return tuple((int(key), value) for key, value in bias.items())

@@ -57,40 +57,42 @@ class KnownTexts:
         self._cuts = cuts_of(tokenizer)
         self._pieces: OrderedDict[tuple[Owner, str], TokenArray] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
-        self.held_bytes = 0
+        self.cached_bytes = 0
 
-    def tokenize(self, text: str, owner: Owner) -> list[TokenArray] | None:
+    def tokenize_text(self, text: str, owner: Owner) -> list[TokenArray] | None:
         """The ids of ``text`` without those that a tokenizer puts around it, as int32 arrays to be joined. ``None``:
         the text has no piece that could be known, or the tokenizer looks across pieces."""
-        ends = [found.end() for found in self._cuts.finditer(text)] if self._cuts is not None else []
+        ends = [matches.end() for matches in self._cuts.finditer(text)] if self._cuts is not None else []
         if not ends:
             return None
         texts = [text[first:end] for first, end in zip([0, *ends], [*ends, len(text)], strict=True)]
-        found: list[TokenArray | None]
+        matches: list[TokenArray | None]
         with self._lock:
-            found = [self._known((owner, piece)) for piece in texts[:-1]]
-        missing = [at for at, ids in enumerate((*found, None)) if ids is None]
-        encoded = self._tokenizer.encode_batch_fast([texts[at] for at in missing], add_special_tokens=False)  # no GIL
-        fresh = {at: np.array(encoding.ids, np.int32) for at, encoding in zip(missing, encoded, strict=True)}
+            matches = [self._lookup_piece((owner, piece)) for piece in texts[:-1]]
+        miss_indices = [index for index, ids in enumerate((*matches, None)) if ids is None]
+        encoded = self._tokenizer.encode_batch_fast(
+            [texts[index] for index in miss_indices], add_special_tokens=False
+        )  # no GIL
+        fresh = {index: np.array(encoding.ids, np.int32) for index, encoding in zip(miss_indices, encoded, strict=True)}
         with self._lock:
-            for at, ids in fresh.items():
-                if at < len(ends):
-                    self._keep((owner, texts[at]), ids)
-        return [fresh[at] if ids is None else ids for at, ids in enumerate((*found, None))]
+            for index, ids in fresh.items():
+                if index < len(ends):
+                    self._store_piece((owner, texts[index]), ids)
+        return [fresh[index] if ids is None else ids for index, ids in enumerate((*matches, None))]
 
-    def _known(self, key: tuple[Owner, str]) -> TokenArray | None:
+    def _lookup_piece(self, key: tuple[Owner, str]) -> TokenArray | None:
         ids = self._pieces.get(key)
         if ids is not None:
             self._pieces.move_to_end(key)
         return ids
 
-    def _keep(self, key: tuple[Owner, str], ids: TokenArray) -> None:
+    def _store_piece(self, key: tuple[Owner, str], ids: TokenArray) -> None:
         if key in self._pieces or _bytes_of(key, ids) > self._bytes_max:
             return
         self._pieces[key] = ids
-        self.held_bytes += _bytes_of(key, ids)
-        while self.held_bytes > self._bytes_max:
-            self.held_bytes -= _bytes_of(*self._pieces.popitem(last=False))
+        self.cached_bytes += _bytes_of(key, ids)
+        while self.cached_bytes > self._bytes_max:
+            self.cached_bytes -= _bytes_of(*self._pieces.popitem(last=False))
 
 
 def _bytes_of(key: tuple[Owner, str], ids: TokenArray) -> int:
@@ -180,7 +182,7 @@ class PromptEncoder:
         self.tokenizer.no_padding()
         self.vocab_size = model.vocab_size
         self._token_bytes_max = longest_token_bytes(self.tokenizer)
-        self._known = KnownTexts(self.tokenizer)
+        self._known_texts = KnownTexts(self.tokenizer)
         self.workers = TextWorkers()
         # One text gains nothing from the library's own threads, and must not wait for them behind another one.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -189,7 +191,7 @@ class PromptEncoder:
         """Stop the threads."""
         self.workers.close()
 
-    def decode(self, tokens: TokenArray) -> str:
+    def decode_tokens(self, tokens: TokenArray) -> str:
         """The text of a prompt that came as token ids."""
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
@@ -198,7 +200,7 @@ class PromptEncoder:
     ) -> list[Prompt]:
         """The prompts of a completion: a string, strings, token ids, or lists of token ids; with texts for ``echo``.
         ``is_cut``: they will be cut, and may be longer than the context."""
-        return [self._completion_prompt(item, add_special_tokens, echo, is_cut) for item in self._split(prompt)]
+        return [self._completion_prompt(item, add_special_tokens, echo, is_cut) for item in self._split_prompts(prompt)]
 
     def _completion_prompt(
         self, item: str | list[int] | TokenArray, add_special_tokens: bool, echo: bool, is_cut: bool
@@ -206,7 +208,7 @@ class PromptEncoder:
         prompt = self._encode(item, add_special_tokens, is_cut)
         if not echo:
             return Prompt(prompt.tokens)
-        return prompt if prompt.text is not None else Prompt(prompt.tokens, self.decode(prompt.tokens))
+        return prompt if prompt.text is not None else Prompt(prompt.tokens, self.decode_tokens(prompt.tokens))
 
     def chat_prompt(self, body: ChatBody, messages: Messages, tenant: str = "") -> Prompt:
         """Checked messages of ``tenant`` through the model's chat template, with the options of ``body``."""
@@ -214,13 +216,13 @@ class PromptEncoder:
             raise bad_request("continue_final_message and add_generation_prompt exclude each other")
         echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else None
         is_cut = body.truncate_prompt_tokens is not None
-        text = self._render(messages, body)
+        text = self._render_template(messages, body)
         tokens = self._encode(text, False, is_cut, (tenant, body.cache_salt or "")).tokens
         return Prompt(tokens, echoed, text[-ENDING_CHARS:])
 
     def chat_text(self, body: ChatBody, messages: Messages) -> str:
         """Checked messages through the model's chat template, as text."""
-        return self._render(messages, body)
+        return self._render_template(messages, body)
 
     @property
     def has_chat_template(self) -> bool:
@@ -230,13 +232,13 @@ class PromptEncoder:
     def messages_prompt(self, messages: Messages, *, add_generation_prompt: bool = True) -> Prompt:
         """Checked messages through the chat template."""
         body = ChatBody(model=self._model.name, add_generation_prompt=add_generation_prompt)
-        return self._encode(self._render(messages, body), False)
+        return self._encode(self._render_template(messages, body), False)
 
     def render_chat(self, messages: Messages) -> Prompt:
         """The prompt of a plain conversation, for callers without an event loop. Raises :class:`ApiError`."""
-        return self._encode(self._render(check_messages(messages), ChatBody(model=self._model.name)), False)
+        return self._encode(self._render_template(check_messages(messages), ChatBody(model=self._model.name)), False)
 
-    def _split(self, prompt: Any) -> list[str | list[int] | TokenArray]:
+    def _split_prompts(self, prompt: Any) -> list[str | list[int] | TokenArray]:
         if isinstance(prompt, str) or is_token_list(prompt):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
@@ -250,7 +252,7 @@ class PromptEncoder:
 
     def token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """However many they are. Raises :class:`ApiError` 400 for a text of which no part could be a prompt."""
-        return list(self._encoding(text, add_special_tokens).ids)
+        return list(self._encode_text(text, add_special_tokens).ids)
 
     def _encode(
         self,
@@ -261,32 +263,34 @@ class PromptEncoder:
     ) -> Prompt:
         """``owner``: whose earlier texts may save time; only without special tokens around the text."""
         if isinstance(prompt, str):
-            pieces = None if owner is None else self._of_known(prompt, is_cut, owner)
-            tokens = self._tokenized(prompt, add_special_tokens, is_cut) if pieces is None else np.concatenate(pieces)
+            pieces = None if owner is None else self._encode_known(prompt, is_cut, owner)
+            tokens = (
+                self._tokenize_text(prompt, add_special_tokens, is_cut) if pieces is None else np.concatenate(pieces)
+            )
             encoded = Prompt(tokens, prompt)
         else:
             if not is_cut:
                 self._refuse_more_than_fit(len(prompt))
-            encoded = Prompt(self._checked(prompt))
+            encoded = Prompt(self._checked_tokens(prompt))
         if not len(encoded.tokens):
             raise bad_request("The prompt is empty", "prompt")
         return encoded
 
-    def _of_known(self, text: str, is_cut: bool, owner: Owner) -> list[TokenArray] | None:
-        self._refuse_hopeless(text)
-        pieces = self._known.tokenize(text, owner)
+    def _encode_known(self, text: str, is_cut: bool, owner: Owner) -> list[TokenArray] | None:
+        self._refuse_unservable(text)
+        pieces = self._known_texts.tokenize_text(text, owner)
         if pieces is not None and not is_cut:
             self._refuse_more_than_fit(sum(map(len, pieces)))
         return pieces
 
-    def _tokenized(self, text: str, add_special_tokens: bool, is_cut: bool) -> TokenArray:
-        encoding = self._encoding(text, add_special_tokens)
+    def _tokenize_text(self, text: str, add_special_tokens: bool, is_cut: bool) -> TokenArray:
+        encoding = self._encode_text(text, add_special_tokens)
         if not is_cut and len(text) > SHORT_PROMPT_CHARS:
             self._refuse_more_than_fit(len(encoding))  # before each id becomes a Python object
         return np.array(encoding.ids, dtype=np.int32)
 
-    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
-        self._refuse_hopeless(text)
+    def _encode_text(self, text: str, add_special_tokens: bool) -> Encoding:
+        self._refuse_unservable(text)
         if len(text) > text_bytes_max(self._model):
             self._refuse_many_tokens(text)
         if len(text) <= SHORT_PROMPT_CHARS:
@@ -294,13 +298,13 @@ class PromptEncoder:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
         return encoding
 
-    def _checked(self, prompt: list[int] | TokenArray) -> TokenArray:
+    def _checked_tokens(self, prompt: list[int] | TokenArray) -> TokenArray:
         try:
             return token_array(prompt, self.vocab_size)
         except UserError as error:
             raise bad_request(error.message, error.param) from None
 
-    def _render(self, messages: Messages, body: ChatBody) -> str:
+    def _render_template(self, messages: Messages, body: ChatBody) -> str:
         final = bool(body.continue_final_message)
         start_answer = body.add_generation_prompt if body.add_generation_prompt is not None else not final
         tokenizer = self._model.tokenizer
@@ -324,7 +328,7 @@ class PromptEncoder:
         check_rendered(prepared, str(text))
         return str(text)
 
-    def _refuse_hopeless(self, text: str) -> None:
+    def _refuse_unservable(self, text: str) -> None:
         """Refuse a text that cannot fit the context however it is tokenized: tokenizing it would take seconds."""
         most_bytes = self._model.max_model_tokens * (self._token_bytes_max or sys.maxsize)
         if len(text) > most_bytes or len(text.encode()) > most_bytes:
@@ -350,12 +354,12 @@ class PromptEncoder:
 
 def calls_bounded(most: int, work: Callable[[], Result]) -> Result:
     """``work()``, or ``ValueError`` when it has made more than ``most`` calls in this thread."""
-    left, before = most, sys.getprofile()
+    calls_left, before = most, sys.getprofile()
 
     def count(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal left
-        left -= event in ("call", "c_call")
-        if left < 0:
+        nonlocal calls_left
+        calls_left -= event in ("call", "c_call")
+        if calls_left < 0:
             raise ValueError("rendering them takes too long")
 
     sys.setprofile(count)
@@ -365,11 +369,11 @@ def calls_bounded(most: int, work: Callable[[], Result]) -> Result:
         sys.setprofile(before)
 
 
-def context_exceeded(model: ServedModel, asked: str) -> Exception:
+def context_exceeded(model: ServedModel, size_text: str) -> Exception:
     """400: prompt and answer do not fit into the served context."""
     note = f" (of this server: {model.context_note})" if model.context_note else ""
     limit = f"This model's maximum context length is {model.max_model_tokens} tokens{note}."
-    message = f"{limit} However, your request has {asked}."
+    message = f"{limit} However, your request has {size_text}."
     return bad_request(message, code="context_length_exceeded")
 
 
@@ -407,16 +411,16 @@ class TextWorkers:
         self._short, self._long = _Line("short"), _Line("long")
         self._turns = _Turns()
 
-    async def turn(self, tenant: str) -> None:
+    async def wait_turn(self, tenant: str) -> None:
         """Wait until the event loop may begin a request of ``tenant``: at once, unless many arrive together."""
-        await self._turns.wait(tenant)
+        await self._turns.wait_turn(tenant)
 
-    async def run(self, tenant: str, text_bytes: int, work: Callable[[], Result]) -> Result:
+    async def run_work(self, tenant: str, text_bytes: int, work: Callable[[], Result]) -> Result:
         """The result of ``work`` on ``text_bytes`` of a tenant's text."""
         if text_bytes <= INLINE_BYTES_MAX:
             return work()
-        line = self._short if text_bytes <= SHORT_BYTES_MAX else self._long
-        return await line.run(tenant, work)
+        worker = self._short if text_bytes <= SHORT_BYTES_MAX else self._long
+        return await worker.run_work(tenant, work)
 
     def close(self) -> None:
         """Stop the threads."""
@@ -431,7 +435,7 @@ class _Waiting:
         #: the first tenant has the next turn
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
 
-    def add(self, tenant: str) -> asyncio.Future[None]:
+    def add_waiter(self, tenant: str) -> asyncio.Future[None]:
         """Append a future to the tenant's line."""
         turn = asyncio.get_running_loop().create_future()
         self._lines.setdefault(tenant, deque()).append(turn)
@@ -462,24 +466,24 @@ class _Turns:
 
     def __init__(self) -> None:
         self._waiting = _Waiting()
-        self._taken = 0  # in this round
+        self._turns_given = 0  # in this round
         self._last: str | None = None  # the tenant that has begun without waiting, in this round
 
-    async def wait(self, tenant: str) -> None:
-        if self._taken >= TURNS_A_ROUND:
-            await self._waiting.add(tenant)
+    async def wait_turn(self, tenant: str) -> None:
+        if self._turns_given >= TURNS_A_ROUND:
+            await self._waiting.add_waiter(tenant)
         else:
-            self._taken, self._last = self._taken + 1, tenant
-            if self._taken == 1:
+            self._turns_given, self._last = self._turns_given + 1, tenant
+            if self._turns_given == 1:
                 asyncio.get_running_loop().call_soon(self._next_round)
 
     def _next_round(self) -> None:
         if self._last is not None:
             self._waiting.step_back(self._last)
-        self._taken, self._last = 0, None
-        while self._taken < TURNS_A_ROUND and self._waiting.pass_on():
-            self._taken += 1
-        if self._taken:
+        self._turns_given, self._last = 0, None
+        while self._turns_given < TURNS_A_ROUND and self._waiting.pass_on():
+            self._turns_given += 1
+        if self._turns_given:
             asyncio.get_running_loop().call_soon(self._next_round)
 
 
@@ -488,21 +492,21 @@ class _Line:
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"memserve-{name}-texts")
-        self._taken = False
+        self._is_busy = False
         self._waiting = _Waiting()
 
-    async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
+    async def run_work(self, tenant: str, work: Callable[[], Result]) -> Result:
         loop = asyncio.get_running_loop()
-        if self._taken:
-            await self._turn(tenant)
-        self._taken = True
+        if self._is_busy:
+            await self._wait_turn(tenant)
+        self._is_busy = True
         try:
             return await loop.run_in_executor(self._executor, work)
         finally:
             self._pass_on()
 
-    async def _turn(self, tenant: str) -> None:
-        turn = self._waiting.add(tenant)
+    async def _wait_turn(self, tenant: str) -> None:
+        turn = self._waiting.add_waiter(tenant)
         try:
             await turn
         except asyncio.CancelledError:
@@ -511,7 +515,7 @@ class _Line:
             raise
 
     def _pass_on(self) -> None:
-        self._taken = self._waiting.pass_on()
+        self._is_busy = self._waiting.pass_on()
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

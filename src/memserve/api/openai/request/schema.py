@@ -45,21 +45,23 @@ class Leniency:
     """Which unknown fields are left out, and the log's warnings about them."""
 
     def __init__(self, *, all_fields: bool = False) -> None:
-        self._all = all_fields
-        self._told: set[str] = set()
+        self._drops_all = all_fields
+        self._warned_names: set[str] = set()
 
-    def without(self, fields: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def drop_unknown(
+        self, fields: dict[str, Any], known_names: Iterable[str]
+    ) -> tuple[dict[str, Any], tuple[str, ...]]:
         """``fields`` without those that are left out, and the names of these, as a header can carry them."""
-        left_out = [name for name in fields if name not in known and (self._all or name in FIELDS_OF_VLLM)]
-        kept = {name: value for name, value in fields.items() if name not in left_out}
+        left_out = [name for name in fields if name not in known_names and (self._drops_all or name in FIELDS_OF_VLLM)]
+        known_fields = {name: value for name, value in fields.items() if name not in left_out}
         shown = [name[:NAME_CHARS_MAX] for name in left_out if name.isascii() and name.isidentifier()][:NAMES_MAX]
         for name in shown:
-            self._warn(name)
-        return kept, tuple(shown)
+            self._warn_once(name)
+        return known_fields, tuple(shown)
 
-    def _warn(self, name: str) -> None:
-        if name not in self._told and len(self._told) < NAMES_MAX:
-            self._told.add(name)
+    def _warn_once(self, name: str) -> None:
+        if name not in self._warned_names and len(self._warned_names) < NAMES_MAX:
+            self._warned_names.add(name)
             log.warning("requests have the field %r, which is not known here and has no effect", name)
 
 
@@ -358,7 +360,7 @@ def _without_unknown(data: bytes, kind: type[Body], leniency: Leniency) -> tuple
         everything = _decoded(data, dict[str, Any])
     except msgspec.ValidationError as error:  # a number that no JSON reader here can hold
         raise _explain(str(error), kind) from None
-    fields, left_out = leniency.without(everything, kind.__struct_fields__)
+    fields, left_out = leniency.drop_unknown(everything, kind.__struct_fields__)
     return body_of(fields, kind), left_out
 
 
@@ -417,11 +419,11 @@ def _explain(message: str, kind: type[Body]) -> ApiError:
         hint = f"; did you mean '{near[0]}'?" if near else ""
         full = f"{param}.{name}" if param else name
         return bad_request(f"Unknown field '{full}'{hint}", full, "unknown_field")
-    if missing := _MISSING.search(message):
-        name = missing.group(1)
+    if missing_field := _MISSING.search(message):
+        name = missing_field.group(1)
         return bad_request(f"The field '{name}' is required", name, "missing_required_parameter")
-    where = f"Invalid value for '{param}': " if param else "Invalid request body: "
-    return bad_request(where + message[:1].lower() + message[1:], param, "invalid_value")
+    prefix = f"Invalid value for '{param}': " if param else "Invalid request body: "
+    return bad_request(prefix + message[:1].lower() + message[1:], param, "invalid_value")
 
 
 def refuse_unsupported(body: msgspec.Struct) -> None:
@@ -430,9 +432,9 @@ def refuse_unsupported(body: msgspec.Struct) -> None:
         value = getattr(body, field)
         if value is None:
             continue
-        what, harmless = REFUSED[field]
+        feature, harmless = REFUSED[field]
         if value not in harmless:
-            raise unsupported(field, what)
+            raise unsupported(field, feature)
 
 
 @lru_cache

@@ -67,22 +67,22 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
+    closed_schema = dict(schema)
     for name in _NAMED:
-        if isinstance(made.get(name), dict):
-            made[name] = {key: _closed(part) for key, part in made[name].items()}
+        if isinstance(closed_schema.get(name), dict):
+            closed_schema[name] = {key: _closed(part) for key, part in closed_schema[name].items()}
     for name in (*_LISTED, *_SINGLE):
-        if name in made:
-            made[name] = _closed(made[name])
-    properties, required = made.get("properties"), made.get("required")
+        if name in closed_schema:
+            closed_schema[name] = _closed(closed_schema[name])
+    properties, required = closed_schema.get("properties"), closed_schema.get("required")
     names_all = isinstance(properties, dict) and properties and not (set(_texts(required)) - properties.keys())
-    if names_all and not made.keys() & _TELLS:
-        made["additionalProperties"] = False
-    return made
+    if names_all and not closed_schema.keys() & _TELLS:
+        closed_schema["additionalProperties"] = False
+    return closed_schema
 
 
 def _texts(value: Any) -> list[str]:
-    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 GRAMMAR_CHARS_MAX = 1 << 18
@@ -106,29 +106,31 @@ def work_of(body: GenerationBody, text_bytes: int) -> int:
 
 def structure_of(body: GenerationBody, calls: CallPlan | None) -> str:
     """The grammar of the answer; empty: it may be anything. Raises :class:`ApiError` 400 naming the field at fault."""
-    asked = [name for name in ("structured_outputs", "response_format") if getattr(body, name) is not None]
-    forced = calls.schema() if calls is not None else None
-    found = ""
-    for name in asked:
-        made = _of_outputs(body.structured_outputs) if name == "structured_outputs" else _of_format(body)
-        if made and found:
+    fields = [name for name in ("structured_outputs", "response_format") if getattr(body, name) is not None]
+    forced = calls.answer_schema() if calls is not None else None
+    grammar = ""
+    for name in fields:
+        field_grammar = (
+            _outputs_grammar(body.structured_outputs) if name == "structured_outputs" else _format_grammar(body)
+        )
+        if field_grammar and grammar:
             raise bad_request("structured_outputs and response_format exclude each other", name)
-        found = made or found
+        grammar = field_grammar or grammar
     if forced is not None:
-        found = json_grammar(forced, "tools", lenient=True)
-    if found and body.use_beam_search:
+        grammar = json_grammar(forced, "tools", lenient=True)
+    if grammar and body.use_beam_search:
         raise bad_request("structured output and use_beam_search exclude each other", "use_beam_search")
-    return found
+    return grammar
 
 
-def _of_outputs(outputs: dict[str, Any] | None) -> str:
-    given = {name: value for name, value in (outputs or {}).items() if value is not None and value is not False}
-    if unknown := [name for name in given if name not in _KINDS]:
+def _outputs_grammar(outputs: dict[str, Any] | None) -> str:
+    values = {name: value for name, value in (outputs or {}).items() if value is not None and value is not False}
+    if unknown := [name for name in values if name not in _KINDS]:
         name = f"structured_outputs.{unknown[0]}"
         raise bad_request(f"Unknown field '{name}'; known are {', '.join(_KINDS)}", name, "unknown_field")
-    if len(given) != 1:
+    if len(values) != 1:
         raise bad_request(f"structured_outputs must have one of {', '.join(_KINDS)}", "structured_outputs")
-    ((kind, value),) = given.items()
+    ((kind, value),) = values.items()
     field = f"structured_outputs.{kind}"
     match kind:
         case "json":
@@ -144,7 +146,7 @@ def _of_outputs(outputs: dict[str, Any] | None) -> str:
     return _checked(_lark(_from_gbnf(value, field) if "::=" in value else value), field)
 
 
-def _of_format(body: GenerationBody) -> str:
+def _format_grammar(body: GenerationBody) -> str:
     form = body.response_format or {}
     match form.get("type"):
         case "text":
@@ -152,8 +154,8 @@ def _of_format(body: GenerationBody) -> str:
         case "json_object":
             return json_grammar({"type": "object"}, "response_format")
         case "json_schema":
-            named = form.get("json_schema")
-            schema = named.get("schema") if isinstance(named, dict) else None
+            json_schema = form.get("json_schema")
+            schema = json_schema.get("schema") if isinstance(json_schema, dict) else None
             if not isinstance(schema, dict):
                 message = "response_format.json_schema must be an object with a schema"
                 raise bad_request(message, "response_format.json_schema", "missing_required_parameter")
@@ -179,10 +181,10 @@ def _object(value: Any, field: str) -> dict[str, Any]:
 
 
 def _choices(value: Any, field: str) -> str:
-    known = isinstance(value, list) and 0 < len(value) <= CHOICES_MAX
-    if not known or not all(isinstance(one, str) and one for one in value):
+    is_bounded_list = isinstance(value, list) and 0 < len(value) <= CHOICES_MAX
+    if not is_bounded_list or not all(isinstance(text, str) and text for text in value):
         raise bad_request(f"'{field}' must be a list of 1 to {CHOICES_MAX} texts", field, "invalid_value")
-    return _lark("start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value))
+    return _lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value))
 
 
 def _regex(value: str) -> str:
@@ -196,10 +198,10 @@ def _lark(text: str) -> str:
 def _from_gbnf(text: str, field: str) -> str:
     _refuse_long(text, field)
     _need_engine(field)
-    why, made = _checks.convert(text)
+    why, lark = _checks.convert_gbnf(text)
     if why:
         raise bad_request(f"'{field}' is no grammar: {why[:200]}", field, "invalid_value")
-    return made
+    return lark
 
 
 def _checked(grammar: str, field: str) -> str:
@@ -231,23 +233,23 @@ class _Checks:
 
     def __init__(self) -> None:
         self._processes = GrammarProcesses(None, 1)
-        self.fault = lru_cache(256)(self._fault)
+        self.fault = lru_cache(256)(self._find_fault)
         """Why a grammar cannot be used; "": it can be."""
 
-    def _fault(self, grammar: str) -> str:
+    def _find_fault(self, grammar: str) -> str:
         why, process = self._processes.wait_built(grammar, CHECK_S)  # its TimeoutError is not remembered
-        process.end()
+        process.end_process()
         return why
 
-    def convert(self, text: str) -> tuple[str, str]:
+    def convert_gbnf(self, text: str) -> tuple[str, str]:
         """Why a text in llama.cpp's notation is no grammar, or "", and what it is in Lark's."""
         try:
             why, process = self._processes.wait_built(GBNF + text, CHECK_S)
         except TimeoutError as error:
             return str(error), ""
-        made = "" if why else process.text()
-        process.end()
-        return why, made
+        lark = "" if why else process.converted_text()
+        process.end_process()
+        return why, lark
 
 
 _checks = _Checks()

@@ -29,13 +29,13 @@ class CallPlan:
     """As OpenAI has them: each with a ``function``."""
     forced: bool = False
     """The answer is calls and nothing else: ``required``, or a named function."""
-    named: str = ""
+    function_name: str = ""
     """The one function that is called; the answer is its arguments. Empty: the model chooses."""
     parallel: bool = True
     style: str = "hermes"
     """How the model writes calls (:data:`memserve.api.openai.request.tool_calls.STYLES`)."""
 
-    def schema(self) -> dict[str, Any] | None:
+    def answer_schema(self) -> dict[str, Any] | None:
         """The JSON schema of a forced answer; ``None``: it is not forced."""
         if not self.forced:
             return None
@@ -44,7 +44,7 @@ class CallPlan:
         for tool in self.tools:
             name, parameters = tool["function"]["name"], dict(tool["function"].get("parameters") or {"type": "object"})
             defs |= parameters.pop("$defs", {})  # references name the root
-            if name == self.named:
+            if name == self.function_name:
                 return parameters | ({"$defs": defs} if defs else {})
             fields = {"name": {"const": name}, "parameters": parameters}
             closed = {"required": ["name", "parameters"], "additionalProperties": False}
@@ -60,13 +60,13 @@ def check_tools(tools: Any) -> list[Any]:
         return []
     if not isinstance(tools, list) or len(tools) > TOOLS_MAX:
         raise bad_request(f"'tools' must be a list of at most {TOOLS_MAX} functions", "tools")
-    for at, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            message = f"'tools[{at}]' must be an object like {{'type': 'function', 'function': {{'name': ...}}}}"
-            raise bad_request(message, f"tools[{at}]")
+            message = f"'tools[{index}]' must be an object like {{'type': 'function', 'function': {{'name': ...}}}}"
+            raise bad_request(message, f"tools[{index}]")
         if not isinstance(function.get("parameters") or {}, dict):
-            raise bad_request(f"'tools[{at}].function.parameters' must be a JSON schema", f"tools[{at}]")
+            raise bad_request(f"'tools[{index}].function.parameters' must be a JSON schema", f"tools[{index}]")
     return tools
 
 
@@ -79,13 +79,13 @@ def call_plan(tools: Any, choice: Any, *, parallel: bool = True, style: str = "h
         raise bad_request("tool_choice needs tools", "tool_choice")
     if choice == "required":
         return CallPlan(checked, forced=True, parallel=parallel, style="array")
-    name = _named(choice)
+    name = _named_function(choice)
     if name not in [tool["function"]["name"] for tool in checked]:
         raise bad_request(f"tool_choice: no tool is named {name[:100]!r}", "tool_choice")
-    return CallPlan(checked, forced=True, named=name, parallel=False, style="named")
+    return CallPlan(checked, forced=True, function_name=name, parallel=False, style="named")
 
 
-def _named(choice: Any) -> str:
+def _named_function(choice: Any) -> str:
     function = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
@@ -183,9 +183,9 @@ class _Value:
         self._depth = 0
         self._in_string = self._escaped = False
 
-    def end(self, text: str) -> int | None:
+    def find_end(self, text: str) -> int | None:
         """How much of ``text`` still belongs to the value; ``None``: all of it, and perhaps more."""
-        for at, char in enumerate(text):
+        for index, char in enumerate(text):
             if self._in_string:
                 if self._escaped:
                     self._escaped = False
@@ -194,19 +194,19 @@ class _Value:
                 elif char == '"':
                     self._in_string = False
                     if not self._depth:
-                        return at + 1
+                        return index + 1
             elif char == '"':
                 self._in_string = True
             elif char in "{[":
                 self._depth += 1
             elif char in "}]":
                 if not self._depth:
-                    return at  # of the object around a bare value
+                    return index  # of the object around a bare value
                 self._depth -= 1
                 if not self._depth:
-                    return at + 1
+                    return index + 1
             elif not self._depth and char == ",":
-                return at
+                return index
         return None
 
 
@@ -223,35 +223,35 @@ class CallReader:
         self._opening = True  # no content, no mark yet
         self._wrapped = False  # the arguments stand in an object that ends after them
 
-    def push(self, text: str) -> list[CallPiece]:
+    def push_text(self, text: str) -> list[CallPiece]:
         """What ``text`` adds."""
         if self._style is None:  # the whole answer is one call's arguments
-            return self._whole(text)
+            return self._take_bare_arguments(text)
         self._text += text
         pieces: list[CallPiece] = []
-        while self._step(pieces):
+        while self._take_next(pieces):
             pass
         return pieces
 
-    def finish(self) -> list[CallPiece]:
+    def flush_pieces(self) -> list[CallPiece]:
         """What was held back is content, except where calls are forced."""
         rest, self._text = self._text, ""
         if not rest or self._plan.forced or self._value is not None or (self._within and not rest.strip(_BETWEEN)):
             return []
         return [CallPiece(rest)]
 
-    def _whole(self, text: str) -> list[CallPiece]:
+    def _take_bare_arguments(self, text: str) -> list[CallPiece]:
         if not text:
             return []
         begins = not self.calls
         if begins:
             if not (text := text.lstrip()):
                 return []
-            self.calls.append(ToolCall(0, self._plan.named))
+            self.calls.append(ToolCall(0, self._plan.function_name))
         self.calls[0].arguments += text
         return [CallPiece(call=self.calls[0], begins=begins, arguments=text)]
 
-    def _step(self, pieces: list[CallPiece]) -> bool:
+    def _take_next(self, pieces: list[CallPiece]) -> bool:
         """Take something off the held text; False: more of it must come first."""
         if self._value is not None:
             return self._take_arguments(pieces)
@@ -270,17 +270,19 @@ class CallReader:
                 self._within, self._opening = True, False
                 return True
             self._opening = self._opening and not stripped
-            return self._show(pieces, len(self._text))
+            return self._show_content(pieces, len(self._text))
         (mark,) = style.begin
-        at = self._text.find(mark)
-        if at >= 0:
-            self._show(pieces, at)
+        offset = self._text.find(mark)
+        if offset >= 0:
+            self._show_content(pieces, offset)
             self._text, self._within = self._text[len(mark) :], True
             return True
-        held = next((n for n in range(min(len(mark) - 1, len(self._text)), 0, -1) if self._text.endswith(mark[:n])), 0)
-        return self._show(pieces, len(self._text) - held)
+        pending_chars = next(
+            (n for n in range(min(len(mark) - 1, len(self._text)), 0, -1) if self._text.endswith(mark[:n])), 0
+        )
+        return self._show_content(pieces, len(self._text) - pending_chars)
 
-    def _show(self, pieces: list[CallPiece], chars: int) -> bool:
+    def _show_content(self, pieces: list[CallPiece], chars: int) -> bool:
         shown, self._text = self._text[:chars], self._text[chars:]
         if self.calls and not shown.strip():  # a line between calls
             return False
@@ -302,14 +304,14 @@ class CallReader:
                 return False
         head = _HEAD.match(self._text)
         bare = None if head or self._plan.style != "mistral" else _BARE_HEAD.match(self._text)
-        found = head or bare
-        if found is None:
+        match = head or bare
+        if match is None:
             if len(self._text) > HEAD_CHARS_MAX and not self._plan.forced:
                 pieces.append(CallPiece(self._text))
                 self._text, self._within = "", False
             return False
-        name = json.loads(f'"{found.group(1)}"') if head else found.group(1)
-        self._text, self._value, self._wrapped = self._text[found.end() :], _Value(), head is not None
+        name = json.loads(f'"{match.group(1)}"') if head else match.group(1)
+        self._text, self._value, self._wrapped = self._text[match.end() :], _Value(), head is not None
         self.calls.append(ToolCall(len(self.calls), name))
         pieces.append(CallPiece(call=self.calls[-1], begins=True))
         return True
@@ -320,11 +322,11 @@ class CallReader:
             self._text = self._text.lstrip()
         if not self._text:
             return False
-        end = self._value.end(self._text)
-        taken, self._text = (self._text, "") if end is None else (self._text[:end], self._text[end:])
-        if taken:
-            self.calls[-1].arguments += taken
-            pieces.append(CallPiece(call=self.calls[-1], arguments=taken))
+        end = self._value.find_end(self._text)
+        arguments, self._text = (self._text, "") if end is None else (self._text[:end], self._text[end:])
+        if arguments:
+            self.calls[-1].arguments += arguments
+            pieces.append(CallPiece(call=self.calls[-1], arguments=arguments))
         if end is not None:
             self._value = None
         return end is not None

@@ -46,12 +46,12 @@ class Detokenizer:
         self._context: list[int] = []  # the tokens of the last text given out
         self._pending: list[int] = []  # tokens since then
 
-    def push(self, token: int) -> str:
+    def push_token(self, token: int) -> str:
         """Text that ``token`` completes, often ``""`` inside a character of several tokens."""
         if token in self._hidden:
             return ""
         self._pending.append(token)
-        text = self._step(token)
+        text = self._step_stream(token)
         if text is not None:
             self._context, self._pending = self._pending, []
             return text
@@ -59,11 +59,11 @@ class Detokenizer:
             return self._drop_pending(keep=PENDING_TOKENS_KEPT)
         return ""
 
-    def finish(self) -> str:
+    def flush_text(self) -> str:
         """What is left; bytes of an unfinished character show as U+FFFD."""
         return self._drop_pending(keep=0) if self._pending else ""
 
-    def _step(self, token: int) -> str | None:
+    def _step_stream(self, token: int) -> str | None:
         try:
             return self._stream.step(self._tokenizer, token)
         except Exception as error:  # tokenizers raises bare Exception: earlier text changed under a later token
@@ -73,16 +73,16 @@ class Detokenizer:
 
     def _drop_pending(self, keep: int) -> str:
         going, staying = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
-        before = self._decode(self._context)
-        text = self._decode(self._context + going)
-        text = text[len(before) :] if text.startswith(before) else self._decode(going)
+        before = self._decode_tokens(self._context)
+        text = self._decode_tokens(self._context + going)
+        text = text[len(before) :] if text.startswith(before) else self._decode_tokens(going)
         self._context, self._pending = going, staying
         self._stream = DecodeStream(skip_special_tokens=False)
         for token in staying:
             self._stream.step(self._tokenizer, token)
         return text
 
-    def _decode(self, tokens: list[int]) -> str:
+    def _decode_tokens(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False) if tokens else ""
 
 
@@ -97,7 +97,7 @@ class Stops:
         self._strings = tuple(strings)
         self._automaton: StopStrings | None = None
 
-    def finder(self) -> StopFinder | None:
+    def new_finder(self) -> StopFinder | None:
         """For one sequence, with its first token. None: there are no stop strings."""
         if not self._strings:
             return None
@@ -144,28 +144,28 @@ class TextStream:
         self.offsets: list[int] = []
         self.finish_reason: FinishReason | None = None
 
-    def push(self, output: TokenOutput) -> TextDelta:
+    def push_output(self, output: TokenOutput) -> TextDelta:
         """The text that ``output`` adds. After the end (for example a stop string found) later outputs add nothing."""
         if self.finish_reason is not None:
             return TextDelta("", 0)
         if self._stops is not None:
-            self._finder, self._stops = self._stops.finder(), None
+            self._finder, self._stops = self._stops.new_finder(), None
         text = ""
         for token in output.tokens:
             text += self._push_token(token, output)
-            if self._stopped:
+            if self._is_stopped:
                 break
-        if self._stopped:
+        if self._is_stopped:
             self.finish_reason = FinishReason.STOP
-            return self._delta(text, stop_found=output.finish_reason is None)
+            return self._make_delta(text, stop_found=output.finish_reason is None)
         if output.finish_reason is not None:
-            rest = self._detokenizer.finish()
+            rest = self._detokenizer.flush_text()
             text += rest if self._finder is None else self._finder.push(rest) + self._finder.finish()
-            self.finish_reason = FinishReason.STOP if self._stopped else output.finish_reason
-        return self._delta(text)
+            self.finish_reason = FinishReason.STOP if self._is_stopped else output.finish_reason
+        return self._make_delta(text)
 
     @property
-    def _stopped(self) -> bool:
+    def _is_stopped(self) -> bool:
         return self._finder is not None and self._finder.found
 
     def _push_token(self, token: int, output: TokenOutput) -> str:
@@ -173,16 +173,16 @@ class TextStream:
         self.offsets.append(self._decoded_chars)
         if output.finish_reason is FinishReason.STOP and token in self._stop_token_ids:
             return ""  # a stop token ends the text and is no part of it
-        text = self._detokenizer.push(token)
+        text = self._detokenizer.push_token(token)
         self._decoded_chars += len(text)
         if self._finder is None or len(self.tokens) <= self._min_tokens:  # no stop string may begin in the first tokens
             return text
         return self._finder.push(text)
 
-    def _delta(self, text: str, *, stop_found: bool = False) -> TextDelta:
+    def _make_delta(self, text: str, *, stop_found: bool = False) -> TextDelta:
         self._shown_chars += len(text)
         shown = self._shown_tokens
-        ended_whole = self.finish_reason is not None and not self._stopped
+        ended_whole = self.finish_reason is not None and not self._is_stopped
         while self._shown_tokens < len(self.tokens) and (
             ended_whole or self.offsets[self._shown_tokens] < self._shown_chars
         ):

@@ -39,7 +39,7 @@ class Key:
 
     name: str
     """Of the client's key and its tenant: other tenants' keys are others."""
-    asked: str
+    request_digest: str
     """Of all that was asked with it."""
     created_s: int
     last_event: str | None
@@ -48,21 +48,21 @@ class Key:
     @property
     def seed(self) -> int:
         """For requests that name none."""
-        return int(_digest(b"seed", self.name.encode(), self.asked.encode()), 16) >> 65
+        return int(_digest(b"seed", self.name.encode(), self.request_digest.encode()), 16) >> 65
 
     @property
     def response_id(self) -> str:
         """Without the prefix of the endpoint."""
-        return _digest(b"id", self.name.encode(), self.asked.encode())
+        return _digest(b"id", self.name.encode(), self.request_digest.encode())
 
-    def on(self, plan: Generation) -> Generation:
+    def apply_to(self, plan: Generation) -> Generation:
         """``plan`` with requests that carry the key. Raises :class:`ApiError` 400 for a ``Last-Event-ID`` that is of
         no event of such an answer."""
         if self.last_event is not None and not plan.stream:
             raise bad_request("Last-Event-ID is for streams: leave it out, or ask with stream true", EVENT_HEADER)
         requests = [
-            structs.replace(request, key=f"{self.name}-{at}", asked=self.asked, created_s=self.created_s)
-            for at, request in enumerate(plan.requests)
+            structs.replace(request, key=f"{self.name}-{index}", asked=self.request_digest, created_s=self.created_s)
+            for index, request in enumerate(plan.requests)
         ]
         keyed = structs.replace(plan, requests=requests, is_keyed=True, last_event=self.last_event)
         EventIds(keyed)  # a wrong id is refused before anything is computed
@@ -81,11 +81,11 @@ def key_of(scope: Scope, endpoint: str, data: bytes) -> Key | None:
         return None
     text = value[1:-1] if len(value) > 1 and value[0] == value[-1] == '"' else value
     if not 0 < len(text) <= KEY_CHARS_MAX or not text.isascii() or not text.isprintable():
-        what = f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} printable ASCII characters: a UUID, for example"
-        raise bad_request(what, KEY_HEADER)
-    asked = _digest(b"asked", endpoint.encode(), data)
+        message = f"an Idempotency-Key has 1 to {KEY_CHARS_MAX} printable ASCII characters: a UUID, for example"
+        raise bad_request(message, KEY_HEADER)
+    request_digest = _digest(b"asked", endpoint.encode(), data)
     name = _digest(b"key", scope[TENANT_KEY].encode("utf-8", "surrogatepass"), text.encode())
-    return Key(name, asked, int(time.time()), header(scope, EVENT_HEADER.encode()))
+    return Key(name, request_digest, int(time.time()), header(scope, EVENT_HEADER.encode()))
 
 
 class EventIds:
@@ -99,7 +99,7 @@ class EventIds:
         if plan.last_event is not None:
             self._had = _read(plan.last_event, choices)
 
-    def count(self, choice: int) -> bytes | None:
+    def next_id_line(self, choice: int) -> bytes | None:
         """The line with the id of the next event of ``choice``; -1: of one behind all choices. ``None``: the client has
         it."""
         self._counts[choice] += 1
@@ -124,19 +124,19 @@ def _read(text: str, choices: int) -> list[int]:
     return [*map(int, parts), *[0] * (choices + 1 - len(parts))]
 
 
-def singles(output: TokenOutput) -> Iterator[TokenOutput]:
+def split_tokens(output: TokenOutput) -> Iterator[TokenOutput]:
     """``output`` token by token: however many come together, a stream has the same events."""
     count = len(output.tokens)
     if count <= 1:
         yield output
         return
-    for at in range(count):
-        first, last = at == 0, at == count - 1
+    for position in range(count):
+        first, last = position == 0, position == count - 1
         yield TokenOutput(
             output.request_id,
             output.index,
-            output.tokens[at : at + 1],
-            logprobs=output.logprobs[at : at + 1],
+            output.tokens[position : position + 1],
+            logprobs=output.logprobs[position : position + 1],
             finish_reason=output.finish_reason if last else None,
             error=output.error if last else "",
             cached_tokens=output.cached_tokens if first else 0,
@@ -144,5 +144,5 @@ def singles(output: TokenOutput) -> Iterator[TokenOutput]:
             cumulative_logprob=output.cumulative_logprob,
             queue_ns=output.queue_ns if first else None,
             story=output.story if first else (),
-            offset=output.offset + at,
+            offset=output.offset + position,
         )

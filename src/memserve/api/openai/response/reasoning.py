@@ -49,61 +49,61 @@ class AnswerReader:
         return self._calls.calls if self._calls is not None else []
 
     @property
-    def thinks(self) -> bool:
+    def is_thinking(self) -> bool:
         """The text so far ends within thoughts."""
         return self._thoughts is Thoughts.BEGUN
 
-    def push(self, text: str) -> list[CallPiece]:
+    def push_text(self, text: str) -> list[CallPiece]:
         """What ``text`` adds."""
         self._text += text
         pieces: list[CallPiece] = []
         if self._thoughts is Thoughts.POSSIBLE:
-            self._look_for_beginning()
+            self._find_beginning()
         if self._thoughts is Thoughts.BEGUN:
-            pieces += self._reasoning()
+            pieces += self._take_reasoning()
         if self._thoughts is Thoughts.NONE:
-            pieces += self._content()
+            pieces += self._take_content()
         return pieces
 
-    def finish(self) -> list[CallPiece]:
+    def flush_pieces(self) -> list[CallPiece]:
         """What was held back."""
         pieces: list[CallPiece] = []
         if self._thoughts is Thoughts.BEGUN:
             rest, self._text = self._text.rstrip(), ""
             pieces = [CallPiece(reasoning=rest)] if rest else []
         self._thoughts = Thoughts.NONE
-        return pieces + self._content() + (self._calls.finish() if self._calls is not None else [])
+        return pieces + self._take_content() + (self._calls.flush_pieces() if self._calls is not None else [])
 
-    def _look_for_beginning(self) -> None:
+    def _find_beginning(self) -> None:
         stripped = self._text.lstrip()
         if stripped.startswith(BEGIN):
             self._text, self._thoughts, self.had_thoughts = stripped[len(BEGIN) :], Thoughts.BEGUN, True
         elif not BEGIN.startswith(stripped):
             self._thoughts, self._starts = Thoughts.NONE, False
 
-    def _reasoning(self) -> list[CallPiece]:
+    def _take_reasoning(self) -> list[CallPiece]:
         if self._starts:
             self._text = self._text.lstrip()
             self._starts = not self._text
-        at = self._text.find(END)
-        if at >= 0:
-            told, self._text = self._text[:at].rstrip(), self._text[at + len(END) :]
+        offset = self._text.find(END)
+        if offset >= 0:
+            thoughts, self._text = self._text[:offset].rstrip(), self._text[offset + len(END) :]
             self._thoughts, self._starts = Thoughts.NONE, True
         else:
-            told = self._text.removesuffix(_begun(self._text, END)).rstrip()
-            self._text = self._text[len(told) :]
-        return [CallPiece(reasoning=told)] if told else []
+            thoughts = self._text.removesuffix(_partial_mark(self._text, END)).rstrip()
+            self._text = self._text[len(thoughts) :]
+        return [CallPiece(reasoning=thoughts)] if thoughts else []
 
-    def _content(self) -> list[CallPiece]:
+    def _take_content(self) -> list[CallPiece]:
         text, self._text = self._text, ""
         if self._starts and self.had_thoughts:  # the lines between thoughts and answer
             text = text.lstrip()
             self._starts = not text
         if not text:
             return []
-        return [CallPiece(text)] if self._calls is None else self._calls.push(text)
+        return [CallPiece(text)] if self._calls is None else self._calls.push_text(text)
 
 
-def _begun(text: str, mark: str) -> str:
+def _partial_mark(text: str, mark: str) -> str:
     """The end of ``text`` that may be the beginning of ``mark``."""
     return next((mark[:n] for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), "")

@@ -24,7 +24,7 @@ from memserve.host.engine import Rejected
 class ReplySequence(Struct):
     """One sequence: of prompt ``at``, number ``index`` among those drawn from it."""
 
-    at: int
+    prompt_index: int
     index: int
     choice: int  # place among the response's choices
     stream: TextStream
@@ -81,9 +81,9 @@ def _delta_of(piece: CallPiece) -> dict[str, Any]:
     call = piece.call
     if call is None:
         return {"reasoning_content": piece.reasoning} if piece.reasoning else {"content": piece.content}
-    named = {"id": call.call_id, "type": "function"} if piece.begins else {}
+    call_fields = {"id": call.call_id, "type": "function"} if piece.begins else {}
     function = ({"name": call.name} if piece.begins else {}) | {"arguments": piece.arguments}
-    return {"tool_calls": [{"index": call.index, **named, "function": function}]}
+    return {"tool_calls": [{"index": call.index, **call_fields, "function": function}]}
 
 
 _SHOWN = TokenLogprobs(-1, 0.0)
@@ -114,26 +114,26 @@ class Account(Struct, frozen=True):
         routes = (str(value) for facts in self.stories for name, value in facts if name == "route")
         return list(dict.fromkeys(name for route in routes for name in route.split(" to ")))
 
-    def explanation(self) -> dict[str, Any]:
+    def as_explanation(self) -> dict[str, Any]:
         """Where the prompt's KV came from, where the time to the first token went, and what was decided and why."""
         first_ns = (self.first_ns or self.started_ns) - self.started_ns
-        known = self.queue_ns is not None
+        has_queue_time = self.queue_ns is not None
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "computed_tokens": self.prompt_tokens - self.cached_tokens,
             "queue_ms": round(self.queue_ns / NS_PER_MS, 3) if self.queue_ns is not None else None,
-            "prefill_ms": round((first_ns - (self.queue_ns or 0)) / NS_PER_MS, 3) if known else None,
+            "prefill_ms": round((first_ns - (self.queue_ns or 0)) / NS_PER_MS, 3) if has_queue_time else None,
             "ttft_ms": round(first_ns / NS_PER_MS, 3),
             "total_ms": round((self.now_ns - self.started_ns) / NS_PER_MS, 3),
-            "story": self._told(),
+            "story": self._story_entries(),
         }
 
-    def _told(self) -> list[dict[str, str | int | float]]:
+    def _story_entries(self) -> list[dict[str, str | int | float]]:
         """The facts in order; with several prompts each names its prompt."""
         return [
-            {**({"prompt": at} if len(self.stories) > 1 else {}), "fact": name, "value": value}
-            for at, facts in enumerate(self.stories)
+            {**({"prompt": prompt_index} if len(self.stories) > 1 else {}), "fact": name, "value": value}
+            for prompt_index, facts in enumerate(self.stories)
             for name, value in facts
         ]
 
@@ -149,7 +149,9 @@ class Reply:
         self._queue_ns: int | None = None
         self._stops = Stops(plan.stops)
         self.sequences = [
-            self._sequence(at, index, tokenizer) for at in range(len(plan.prompts)) for index in range(plan.drawn)
+            self._new_sequence(prompt_index, index, tokenizer)
+            for prompt_index in range(len(plan.prompts))
+            for index in range(plan.sample_count)
         ]
         self.prompt_logprobs: list[tuple[TokenLogprobs | None, ...] | None] = [None] * len(plan.prompts)
         self.prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
@@ -163,8 +165,8 @@ class Reply:
         self._story: list[list[tuple[str, str | int | float]]] = [[] for _ in plan.prompts]
         self._unfinished = len(self.sequences)
 
-    def _sequence(self, at: int, index: int, tokenizer: Tokenizer) -> ReplySequence:
-        stop = self.plan.requests[at].stop
+    def _new_sequence(self, prompt_index: int, index: int, tokenizer: Tokenizer) -> ReplySequence:
+        stop = self.plan.requests[prompt_index].stop
         stream = TextStream(
             tokenizer,
             stops=self._stops,
@@ -175,7 +177,7 @@ class Reply:
         plan = self.plan
         reads = plan.calls is not None or plan.thoughts is not Thoughts.NONE
         reader = AnswerReader(plan.thoughts, plan.calls) if reads else None
-        return ReplySequence(at, index, at * self.plan.n + index, stream, reader=reader)
+        return ReplySequence(prompt_index, index, prompt_index * self.plan.n + index, stream, reader=reader)
 
     @property
     def response_id(self) -> str:
@@ -185,76 +187,78 @@ class Reply:
         return self.plan.requests[0].request_id.rpartition("-")[0].partition("~")[0]  # behind it: of the connection
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Every sequence has ended."""
         return self._unfinished == 0
 
-    def absorb(self, call: StreamCall, at: int, news: TokenOutput | Rejected) -> Delta | None:
+    def absorb_output(self, call: StreamCall, prompt_index: int, output: TokenOutput | Rejected) -> Delta | None:
         """Take in one piece of news; ``None`` when it adds nothing.
 
         Raises :class:`ApiError` when the engine refused or gave up the request.
         """
-        if isinstance(news, Rejected):
+        if isinstance(output, Rejected):
             self._metrics.rejected.value += 1
-            raise rejected(news)
-        if error := failure(news):
+            raise rejected(output)
+        if error := failure(output):
             raise error
-        sequence = self.sequences[at * self.plan.drawn + news.index]
+        sequence = self.sequences[prompt_index * self.plan.sample_count + output.index]
         if sequence.stream.finish_reason is not None:
             return None
-        self._note_first(at, news)
-        return self._advance(call, sequence, news)
+        self._note_first(prompt_index, output)
+        return self._advance_sequence(call, sequence, output)
 
-    def forget(self, delta: Delta) -> None:
+    def drop_logprobs(self, delta: Delta) -> None:
         """Drop the logprobs of ``delta``, which the stream has shown: a long stream would keep megabytes of them."""
-        kept = delta.sequence.logprobs
-        if kept:
-            kept[delta.first : delta.last] = [_SHOWN] * (delta.last - delta.first)
+        logprobs = delta.sequence.logprobs
+        if logprobs:
+            logprobs[delta.first : delta.last] = [_SHOWN] * (delta.last - delta.first)
 
-    def _note_first(self, at: int, output: TokenOutput) -> None:
-        if not self._has_cached[at]:
-            self._has_cached[at] = True
+    def _note_first(self, prompt_index: int, output: TokenOutput) -> None:
+        if not self._has_cached[prompt_index]:
+            self._has_cached[prompt_index] = True
             self.cached_tokens += output.cached_tokens
         for fact in output.story:
             if fact[0] == "created":
                 self.created_s = int(fact[1])
-            elif fact not in self._story[at]:  # facts about the whole request come with each sequence
-                self._story[at].append(fact)
+            elif fact not in self._story[prompt_index]:  # facts about the whole request come with each sequence
+                self._story[prompt_index].append(fact)
         if output.prompt_logprobs is not None:
-            self.prompt_logprobs[at] = output.prompt_logprobs
+            self.prompt_logprobs[prompt_index] = output.prompt_logprobs
         if self._first_ns is None:
             self._first_ns = time.monotonic_ns()
             self._queue_ns = output.queue_ns
             self._metrics.first_token((self._first_ns - self._started_ns) / NS_PER_S, output.queue_ns)
 
-    def _advance(self, call: StreamCall, sequence: ReplySequence, output: TokenOutput) -> Delta:
+    def _advance_sequence(self, call: StreamCall, sequence: ReplySequence, output: TokenOutput) -> Delta:
         opens = not sequence.stream.tokens
         before = len(sequence.stream.tokens)
-        news = sequence.stream.push(output)
-        taken = len(sequence.stream.tokens) - before
-        logprobs = output.logprobs[:taken]
+        text_delta = sequence.stream.push_output(output)
+        token_count = len(sequence.stream.tokens) - before
+        logprobs = output.logprobs[:token_count]
         sequence.logprobs.extend(logprobs)
         sequence.logprob_sum += sum(entry.logprob for entry in logprobs)
-        text, pieces = news.text, None
+        text, pieces = text_delta.text, None
         if (reader := sequence.reader) is not None:
-            thinks = reader.thinks
-            pieces = tuple(reader.push(text) + (reader.finish() if news.finish_reason is not None else []))
+            thinks = reader.is_thinking
+            pieces = tuple(
+                reader.push_text(text) + (reader.flush_pieces() if text_delta.finish_reason is not None else [])
+            )
             text = ""
-            if self.reasoning_tokens is not None and (thinks or reader.thinks):
-                self.reasoning_tokens += taken
+            if self.reasoning_tokens is not None and (thinks or reader.is_thinking):
+                self.reasoning_tokens += token_count
             if self.plan.is_keyed:
                 self._name_calls(sequence, pieces)
         if not self.plan.stream:
             sequence.texts += [text] if pieces is None else [piece.content for piece in pieces]
             sequence.thoughts += [piece.reasoning for piece in pieces or ()]
         sequence.cumulative_logprob = output.cumulative_logprob
-        first, sequence.shown_tokens = sequence.shown_tokens, sequence.shown_tokens + news.tokens_shown
-        self._count(sequence, taken, opens)
-        if news.stop_found:
-            call.stop_sequence(sequence.at, sequence.index)
-        if news.finish_reason is not None:
+        first, sequence.shown_tokens = sequence.shown_tokens, sequence.shown_tokens + text_delta.tokens_shown
+        self._count_tokens(sequence, token_count, opens)
+        if text_delta.stop_found:
+            call.stop_sequence(sequence.prompt_index, sequence.index)
+        if text_delta.finish_reason is not None:
             self._unfinished -= 1
-        return Delta(sequence, text, first, sequence.shown_tokens, news.finish_reason, opens, pieces)
+        return Delta(sequence, text, first, sequence.shown_tokens, text_delta.finish_reason, opens, pieces)
 
     def _name_calls(self, sequence: ReplySequence, pieces: tuple[CallPiece, ...]) -> None:
         """The same call has the same id in every answer with the key."""
@@ -262,7 +266,7 @@ class Reply:
             name = f"{self.response_id} {sequence.choice} {call.index}"
             call.call_id = f"call_{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}"
 
-    def _count(self, sequence: ReplySequence, tokens: int, opens: bool) -> None:
+    def _count_tokens(self, sequence: ReplySequence, tokens: int, opens: bool) -> None:
         now_ns = time.monotonic_ns()
         if self.plan.generates:
             self.completion_tokens += tokens
@@ -271,36 +275,36 @@ class Reply:
                 self._metrics.between_tokens.observe((now_ns - sequence.last_ns) / NS_PER_S / tokens)
         sequence.last_ns = now_ns
 
-    def usage(self, completion_tokens: int | None = None) -> dict[str, Any]:
+    def usage_fields(self, completion_tokens: int | None = None) -> dict[str, Any]:
         """The ``usage`` object, with all tokens so far or with those that were shown."""
-        drawn = self.completion_tokens if completion_tokens is None else completion_tokens
+        generated_tokens = self.completion_tokens if completion_tokens is None else completion_tokens
         thoughts = self.reasoning_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": drawn,
-            "total_tokens": self.prompt_tokens + drawn,
+            "completion_tokens": generated_tokens,
+            "total_tokens": self.prompt_tokens + generated_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             **({} if thoughts is None else {"completion_tokens_details": {"reasoning_tokens": thoughts}}),
         }
 
-    def finished(self) -> None:
+    def record_totals(self) -> None:
         """Enter the call's totals into the metrics."""
         now_ns = time.monotonic_ns()
         self._metrics.prompt_tokens.value += self.prompt_tokens
         self._metrics.cached_tokens.value += self.cached_tokens
         if self.plan.requests:
-            self._metrics.answered(self.plan.requests[0].tenant, self.prompt_tokens, self.completion_tokens)
+            self._metrics.count_answer(self.plan.requests[0].tenant, self.prompt_tokens, self.completion_tokens)
         self._metrics.whole_request.observe((now_ns - self._started_ns) / NS_PER_S)
         later = self.completion_tokens - len(self.sequences)
         if self._first_ns is not None and later > 0:
             spent_s = (now_ns - self._first_ns) / NS_PER_S
             self._metrics.per_token.observe(spent_s * len(self.sequences) / later)
 
-    def explanation(self) -> dict[str, Any]:
+    def as_explanation(self) -> dict[str, Any]:
         """As of its :class:`Account`."""
-        return self.account().explanation()
+        return self.make_account().as_explanation()
 
-    def account(self) -> Account:
+    def make_account(self) -> Account:
         """What is told of it as it is now."""
         return Account(
             self.response_id,
@@ -316,17 +320,17 @@ class Reply:
             self._story,
         )
 
-    def best(self) -> list[ReplySequence]:
+    def best_sequences(self) -> list[ReplySequence]:
         """The sequences to return, in the order of the response's choices."""
-        plan, chosen = self.plan, []
-        for at in range(len(plan.prompts)):
-            drawn = self.sequences[at * plan.drawn : (at + 1) * plan.drawn]
-            if plan.drawn > plan.n:
-                drawn = sorted(drawn, key=lambda sequence: -sequence.rank)[: plan.n]
-            chosen += drawn
-        for choice, sequence in enumerate(chosen):
+        plan, sequences = self.plan, []
+        for prompt_index in range(len(plan.prompts)):
+            candidates = self.sequences[prompt_index * plan.sample_count : (prompt_index + 1) * plan.sample_count]
+            if plan.sample_count > plan.n:
+                candidates = sorted(candidates, key=lambda sequence: -sequence.rank)[: plan.n]
+            sequences += candidates
+        for choice, sequence in enumerate(sequences):
             sequence.choice = choice
-        return chosen
+        return sequences
 
 
 def failure(output: TokenOutput) -> ApiError | None:

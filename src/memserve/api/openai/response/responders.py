@@ -20,7 +20,7 @@ from memserve.api.http.limits import ClientGone, wait_for_disconnect
 from memserve.api.http.request import WHEN_GONE_KEY
 from memserve.api.openai.request.schema import IGNORED_HEADER
 from memserve.api.openai.response.formats import AnswerFormat
-from memserve.api.openai.response.idempotency import EventIds, singles
+from memserve.api.openai.response.idempotency import EventIds, split_tokens
 from memserve.api.openai.response.reply import Delta, Reply
 from memserve.api.openai.streams import Hub, News, StreamCall
 from memserve.host.engine import Rejected
@@ -43,7 +43,7 @@ class AnswerEnvelope(msgspec.Struct, frozen=True):
     model: str
     created_s: int
 
-    def fields(self, kind: str, created_s: int | None = None) -> dict[str, Any]:
+    def response_fields(self, kind: str, created_s: int | None = None) -> dict[str, Any]:
         """The fields around ``choices``. ``created_s``: of an answer that was there before this response."""
         return {
             "id": self.response_id,
@@ -67,62 +67,62 @@ async def answer(
     The engine keeps none of its requests, however the call ends. Raises :class:`ApiError` as long as no byte was sent,
     and :class:`ClientGone` when the client left.
     """
-    call = hub.open(reply.plan.requests)
+    call = hub.open_call(reply.plan.requests)
     end_watch = _watch(call, scope, receive)
     try:
         if reply.plan.stream:
-            await Streamer(reply, shape, envelope, call, send).run()
+            await Streamer(reply, shape, envelope, call, send).run_stream()
         else:
             await _answer_whole(call, reply, shape, envelope, send)
-        reply.finished()
+        reply.record_totals()
     finally:
         end_watch()
-        hub.close(call)
+        hub.close_call(call)
 
 
 def _watch(call: StreamCall, scope: Scope, receive: Receive) -> Callable[[], object]:
     """Abandon ``call`` when its client leaves. Returns what ends that."""
-    when_gone: Callable[[Callable[[], None]], Callable[[], None]] | None = scope.get(WHEN_GONE_KEY)
-    if when_gone is not None:
-        return when_gone(call.abandon)
+    call_when_client_left: Callable[[Callable[[], None]], Callable[[], None]] | None = scope.get(WHEN_GONE_KEY)
+    if call_when_client_left is not None:
+        return call_when_client_left(call.abandon_call)
     return asyncio.create_task(abandon_on_disconnect(call, receive)).cancel
 
 
 async def abandon_on_disconnect(call: StreamCall, receive: Receive) -> None:
     """Wait for the client to leave, then abandon its call. Runs as a task, cancelled when the call has ended."""
     await wait_for_disconnect(receive)
-    call.abandon()
+    call.abandon_call()
 
 
 async def _answer_whole(
     call: StreamCall, reply: Reply, shape: AnswerFormat, envelope: AnswerEnvelope, send: Send
 ) -> None:
-    while not reply.done:
-        for at, news in await call.news():
-            reply.absorb(call, at, news)
-    rest = {"usage": reply.usage()}
+    while not reply.is_done:
+        for prompt_index, output in await call.next_outputs():
+            reply.absorb_output(call, prompt_index, output)
+    rest = {"usage": reply.usage_fields()}
     if reply.plan.explain:
-        rest["memserve"] = reply.explanation()
-    parts = [_encode(envelope.fields(shape.response_kind, reply.created_s))[:-1] + b',"choices":[']
+        rest["memserve"] = reply.as_explanation()
+    parts = [_encode(envelope.response_fields(shape.response_kind, reply.created_s))[:-1] + b',"choices":[']
     await in_slices(_choices(reply, shape), parts)
     parts[-1] = b"],"  # instead of the last comma
-    await in_slices(shape.beside(reply), parts)
+    await in_slices(shape.encode_other_fields(reply), parts)
     await send_json(send, 200, b"".join([*parts, _encode(rest)[1:]]), ignored_header(reply))
 
 
 def _choices(reply: Reply, shape: AnswerFormat) -> Iterator[bytes]:
-    for sequence in reply.best():
-        yield from shape.choice(reply, sequence)
+    for sequence in reply.best_sequences():
+        yield from shape.encode_choice(reply, sequence)
         yield b","
 
 
 async def in_slices(pieces: Iterator[bytes], parts: list[bytes]) -> None:
     """Append ``pieces`` to ``parts``, and yield to other requests every now and then: each piece is little work, but
     clients decide how many there are. An empty piece only offers a place to pause."""
-    for at, piece in enumerate(pieces, 1):
+    for number, piece in enumerate(pieces, 1):
         if piece:
             parts.append(piece)
-        if at % SLICE_PIECES == 0:
+        if number % SLICE_PIECES == 0:
             await asyncio.sleep(0)
 
 
@@ -149,15 +149,15 @@ class Streamer:
         self._envelope, self._head = envelope, b""
         self._ids = EventIds(reply.plan) if reply.plan.is_keyed else None
         self._tail = b',"usage":null}\n\n' if reply.plan.include_usage else b"}\n\n"
-        self._beside = _encode(shape.beside_first(reply))[1:-1]
+        self._first_chunk_fields = _encode(shape.first_chunk_fields(reply))[1:-1]
         self._tokens_shown = 0
         self._started = False
 
-    async def run(self) -> None:
+    async def run_stream(self) -> None:
         """Stream until every sequence ended."""
         try:
-            while not self._reply.done:
-                await self._show()
+            while not self._reply.is_done:
+                await self._send_updates()
             last = self._last_chunks()
             if self._ids is not None:
                 self._ids.check_end()
@@ -169,81 +169,81 @@ class Streamer:
         except Exception:
             await self._end_with(internal())
             raise
-        await self._write(last + _DONE, more=False)
+        await self._write_chunk(last + _DONE, more=False)
 
-    async def _show(self) -> None:
+    async def _send_updates(self) -> None:
         """One write for everything that happened since the last one."""
         parts: list[bytes] = []
-        news = await self._call.news()
+        updates = await self._call.next_outputs()
         try:
-            await in_slices(self._pieces(news), parts)
+            await in_slices(self._encode_updates(updates), parts)
         finally:
             if parts:
-                await self._write(b"".join(parts))
+                await self._write_chunk(b"".join(parts))
 
-    def _pieces(self, news: list[News]) -> Iterator[bytes]:
-        for at, output in self._one_by_one(news):
-            delta = self._reply.absorb(self._call, at, output)
+    def _encode_updates(self, updates: list[News]) -> Iterator[bytes]:
+        for prompt_index, output in self._split_updates(updates):
+            delta = self._reply.absorb_output(self._call, prompt_index, output)
             if delta is not None:
-                yield from self._chunks(delta)
-                self._reply.forget(delta)
+                yield from self._encode_chunks(delta)
+                self._reply.drop_logprobs(delta)
 
-    def _one_by_one(self, news: list[News]) -> Iterator[News]:
+    def _split_updates(self, updates: list[News]) -> Iterator[News]:
         """With ids, an event is one token's, however many come together."""
-        for at, output in news:
+        for prompt_index, output in updates:
             if self._ids is None or isinstance(output, Rejected):
-                yield at, output
+                yield prompt_index, output
             else:
-                yield from ((at, single) for single in singles(output))
+                yield from ((prompt_index, single) for single in split_tokens(output))
 
-    def _chunks(self, delta: Delta) -> Iterator[bytes]:
+    def _encode_chunks(self, delta: Delta) -> Iterator[bytes]:
         choice = delta.sequence.choice
-        if delta.opens and (opening := self._shape.opening(self._reply, delta)):
-            yield self._numbered(choice, self._chunk(opening))
+        if delta.opens and (opening := self._shape.encode_opening(self._reply, delta)):
+            yield self._with_event_id(choice, self._frame_chunk(opening))
         self._tokens_shown += delta.last - delta.first if self._reply.plan.generates else 0
-        for choices in self._shape.choices(self._reply, delta):
-            yield self._numbered(choice, self._chunk(choices)) if choices else b""
+        for choices in self._shape.encode_choices(self._reply, delta):
+            yield self._with_event_id(choice, self._frame_chunk(choices)) if choices else b""
 
-    def _numbered(self, choice: int, chunk: bytes) -> bytes:
+    def _with_event_id(self, choice: int, chunk: bytes) -> bytes:
         """``chunk`` with its id, where the stream has some; empty: the client has it."""
         if self._ids is None:
             return chunk
-        line = self._ids.count(choice)
+        line = self._ids.next_id_line(choice)
         return b"" if line is None else line + chunk
 
-    def _chunk(self, choices: bytes) -> bytes:
+    def _frame_chunk(self, choices: bytes) -> bytes:
         tail = self._tail
         if self._reply.plan.continuous_usage:
-            tail = b',"usage":%b}\n\n' % _encode(self._reply.usage(self._tokens_shown))
-        if self._beside:
-            tail, self._beside = b"," + self._beside + tail, b""
+            tail = b',"usage":%b}\n\n' % _encode(self._reply.usage_fields(self._tokens_shown))
+        if self._first_chunk_fields:
+            tail, self._first_chunk_fields = b"," + self._first_chunk_fields + tail, b""
         return self._chunk_head() + choices + tail
 
     def _chunk_head(self) -> bytes:
         if not self._head:  # the first news tell when the answer was asked for
-            fields = self._envelope.fields(self._shape.chunk_kind, self._reply.created_s)
+            fields = self._envelope.response_fields(self._shape.chunk_kind, self._reply.created_s)
             self._head = b"data: " + _encode(fields)[:-1] + b',"choices":'
         return self._head
 
     def _last_chunks(self) -> bytes:
         plan, extra = self._reply.plan, {}
         if plan.include_usage:
-            extra["usage"] = self._reply.usage()
+            extra["usage"] = self._reply.usage_fields()
         if plan.explain:
-            extra["memserve"] = self._reply.explanation()
+            extra["memserve"] = self._reply.as_explanation()
         if not extra:
             return b""
-        return self._numbered(-1, self._chunk_head() + b"[]," + _encode(extra)[1:] + b"\n\n")
+        return self._with_event_id(-1, self._chunk_head() + b"[]," + _encode(extra)[1:] + b"\n\n")
 
     async def _end_with(self, error: ApiError) -> None:
         if not self._started:
             raise error
-        await self._write(self._error(error) + _DONE, more=False)
+        await self._write_chunk(self._encode_error(error) + _DONE, more=False)
 
-    def _error(self, error: ApiError) -> bytes:
-        return b"data: " + error.body() + b"\n\n"
+    def _encode_error(self, error: ApiError) -> bytes:
+        return b"data: " + error.encode_body() + b"\n\n"
 
-    async def _write(self, data: bytes, *, more: bool = True) -> None:
+    async def _write_chunk(self, data: bytes, *, more: bool = True) -> None:
         self._call.writing = True
         try:
             await self._send_data(data, more=more)

@@ -173,13 +173,13 @@ def chat_of(body: ResponsesBody, model: str, messages: Messages, session: str | 
 def _tools(tools: list[Any] | None) -> list[Any] | None:
     if not tools:
         return None
-    made = []
-    for at, tool in enumerate(tools):
+    functions = []
+    for index, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else None
-            raise unsupported(f"tools[{at}]", f"A tool of type {str(kind)[:100]!r}")
-        made.append({"type": "function", "function": {name: tool[name] for name in tool if name != "type"}})
-    return made
+            raise unsupported(f"tools[{index}]", f"A tool of type {str(kind)[:100]!r}")
+        functions.append({"type": "function", "function": {name: tool[name] for name in tool if name != "type"}})
+    return functions
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -191,19 +191,19 @@ def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": form} if form["type"] == "json_schema" else form
 
 
-def messages_of(given: Any) -> Messages:
+def messages_of(items: Any) -> Messages:
     """The input's items as messages of a chat. Raises :class:`ApiError` 400 naming the item at fault."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
         raise bad_request("'input' must be a text or a list of items", "input", "missing_required_parameter")
     messages: Messages = []
-    for at, item in enumerate(given):
-        _add(messages, item, f"input[{at}]")
+    for index, item in enumerate(items):
+        _add_item(messages, item, f"input[{index}]")
     return messages
 
 
-def _add(messages: Messages, item: Any, where: str) -> None:
+def _add_item(messages: Messages, item: Any, path: str) -> None:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     match kind:
         case "message":
@@ -221,7 +221,7 @@ def _add(messages: Messages, item: Any, where: str) -> None:
         case "reasoning":
             return
         case _:
-            raise unsupported(where, f"An item of type {str(kind)[:100]!r}")
+            raise unsupported(path, f"An item of type {str(kind)[:100]!r}")
 
 
 def _content(content: Any) -> Any:
@@ -245,7 +245,7 @@ class Items:
 
     def __init__(self, plan: Generation, shape: ChatShape) -> None:
         self._plan, self._shape = plan, shape
-        self.done: list[Json] = []
+        self.closed_items: list[Json] = []
         self._open: Json | None = None
         self._text = ""
         self._logprobs: list[Json] = []  # of the open message
@@ -255,94 +255,94 @@ class Items:
     @property
     def text(self) -> str:
         """The text of all messages."""
-        parts = [part["text"] for item in self.done if item["type"] == "message" for part in item["content"]]
+        parts = [part["text"] for item in self.closed_items if item["type"] == "message" for part in item["content"]]
         return "".join(parts)
 
-    def push(self, delta: Delta) -> Iterator[Event]:
+    def push_delta(self, delta: Delta) -> Iterator[Event]:
         """The events of ``delta``."""
         if self._plan.logprobs is not None:
             entries = delta.sequence.logprobs[delta.first : delta.last]
-            self._fresh += [self._shape.entry(self._plan, entry) for entry in entries]
+            self._fresh += [self._shape.logprob_entry(self._plan, entry) for entry in entries]
         for piece in (CallPiece(delta.text),) if delta.pieces is None else delta.pieces:
             if piece.call is not None:
-                yield from self._arguments(piece)
+                yield from self._push_arguments(piece)
             elif piece.reasoning:
-                yield from self._thought(piece.reasoning)
+                yield from self._push_thought(piece.reasoning)
             elif piece.content:
-                yield from self._content(piece.content)
+                yield from self._push_content(piece.content)
 
-    def finish(self, *, complete: bool) -> Iterator[Event]:
+    def finish_items(self, *, complete: bool) -> Iterator[Event]:
         """The end: what is open is closed. A response without any item has an empty message."""
-        if self._open is None and not self.done:
+        if self._open is None and not self.closed_items:
             yield from self._begin_message()
-        yield from self._close("completed" if complete else "incomplete")
+        yield from self._close_item("completed" if complete else "incomplete")
 
-    def _content(self, text: str) -> Iterator[Event]:
+    def _push_content(self, text: str) -> Iterator[Event]:
         if self._open is None or self._open["type"] != "message":
-            yield from self._close("completed")
+            yield from self._close_item("completed")
             yield from self._begin_message()
         fresh, self._fresh = self._fresh, []
         self._text += text
         self._logprobs += fresh
-        yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=fresh)
+        yield self._make_event("response.output_text.delta", content_index=0, delta=text, logprobs=fresh)
 
-    def _thought(self, text: str) -> Iterator[Event]:
+    def _push_thought(self, text: str) -> Iterator[Event]:
         if self._open is None or self._open["type"] != "reasoning":
-            yield from self._close("completed")
+            yield from self._close_item("completed")
             opened: Json = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": []}
             self._open, self._text = {**opened, "status": "in_progress"}, ""
-            yield self._event("response.output_item.added", item=self._open)
+            yield self._make_event("response.output_item.added", item=self._open)
             part = {"type": "reasoning_text", "text": ""}
-            yield self._event("response.content_part.added", content_index=0, part=part)
+            yield self._make_event("response.content_part.added", content_index=0, part=part)
         self._fresh.clear()  # log probabilities are those of the answer
         self._text += text
-        yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
+        yield self._make_event("response.reasoning_text.delta", content_index=0, delta=text)
 
     def _begin_message(self) -> Iterator[Event]:
         opened: Json = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "content": []}
         self._open = {**opened, "status": "in_progress"}
         self._text, self._logprobs = "", []
-        yield self._event("response.output_item.added", item=self._open)
+        yield self._make_event("response.output_item.added", item=self._open)
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        yield self._event("response.content_part.added", content_index=0, part=part)
+        yield self._make_event("response.content_part.added", content_index=0, part=part)
 
-    def _arguments(self, piece: CallPiece) -> Iterator[Event]:
+    def _push_arguments(self, piece: CallPiece) -> Iterator[Event]:
         call = piece.call
         assert call is not None
         if piece.begins:
-            yield from self._close("completed")
+            yield from self._close_item("completed")
             self._call = call
-            named = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.call_id}
-            self._open = {**named, "name": call.name, "arguments": "", "status": "in_progress"}
-            yield self._event("response.output_item.added", item=self._open)
+            call_fields = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.call_id}
+            self._open = {**call_fields, "name": call.name, "arguments": "", "status": "in_progress"}
+            yield self._make_event("response.output_item.added", item=self._open)
         if piece.arguments:
-            yield self._event("response.function_call_arguments.delta", delta=piece.arguments)
+            yield self._make_event("response.function_call_arguments.delta", delta=piece.arguments)
 
-    def _close(self, status: str) -> Iterator[Event]:
+    def _close_item(self, status: str) -> Iterator[Event]:
         item = self._open
         if item is None:
             return
         if item["type"] == "message":
-            said = {"text": self._text, "logprobs": self._logprobs}
-            part = {"type": "output_text", "annotations": [], **said}
+            content_fields = {"text": self._text, "logprobs": self._logprobs}
+            part = {"type": "output_text", "annotations": [], **content_fields}
             item = {**item, "content": [part], "status": status}
             if self._text:
-                yield self._event("response.output_text.done", content_index=0, **said)
-            yield self._event("response.content_part.done", content_index=0, part=part)
+                yield self._make_event("response.output_text.done", content_index=0, **content_fields)
+            yield self._make_event("response.content_part.done", content_index=0, part=part)
         elif item["type"] == "reasoning":
             part = {"type": "reasoning_text", "text": self._text}
             item = {**item, "content": [part], "status": status}
-            yield self._event("response.reasoning_text.done", content_index=0, text=self._text)
-            yield self._event("response.content_part.done", content_index=0, part=part)
+            yield self._make_event("response.reasoning_text.done", content_index=0, text=self._text)
+            yield self._make_event("response.content_part.done", content_index=0, part=part)
         elif self._call is not None:
-            said = {"name": self._call.name, "arguments": self._call.arguments}
-            item = {**item, **said, "status": status}
-            yield self._event("response.function_call_arguments.done", **said)
-        yield self._event("response.output_item.done", item=item)
-        self.done.append(item)
+            content_fields = {"name": self._call.name, "arguments": self._call.arguments}
+            item = {**item, **content_fields, "status": status}
+            yield self._make_event("response.function_call_arguments.done", **content_fields)
+        yield self._make_event("response.output_item.done", item=item)
+        self.closed_items.append(item)
         self._open = self._call = None
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _make_event(self, kind: str, **fields: Any) -> Event:
         assert self._open is not None
         place = {} if "item" in fields else {"item_id": self._open["id"]}
-        return {"type": kind, "output_index": len(self.done), **place, **fields}
+        return {"type": kind, "output_index": len(self.closed_items), **place, **fields}

@@ -65,7 +65,7 @@ class Kept:
 
 @dataclass(slots=True)
 class _Tenant:
-    kept: OrderedDict[str, Kept] = field(default_factory=OrderedDict)
+    responses: OrderedDict[str, Kept] = field(default_factory=OrderedDict)
     nbytes: int = 0
 
 
@@ -75,52 +75,54 @@ class ResponseStore:
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
 
-    def put(self, tenant: str, kept: Kept) -> None:
+    def put_response(self, tenant: str, entry: Kept) -> None:
         """Keep a response, in place of an earlier state of it."""
-        own = self._tenants.setdefault(tenant, _Tenant())
-        self._drop(own, kept.response["id"])
-        own.kept[kept.response["id"]] = kept
-        own.nbytes += kept.nbytes
-        while len(own.kept) > 1 and (len(own.kept) > KEPT_MAX or own.nbytes > KEPT_BYTES_MAX):
-            self._drop(own, next(iter(own.kept)))
+        tenant_state = self._tenants.setdefault(tenant, _Tenant())
+        self._drop_response(tenant_state, entry.response["id"])
+        tenant_state.responses[entry.response["id"]] = entry
+        tenant_state.nbytes += entry.nbytes
+        while len(tenant_state.responses) > 1 and (
+            len(tenant_state.responses) > KEPT_MAX or tenant_state.nbytes > KEPT_BYTES_MAX
+        ):
+            self._drop_response(tenant_state, next(iter(tenant_state.responses)))
 
-    def get(self, tenant: str, response_id: str) -> Kept:
+    def get_response(self, tenant: str, response_id: str) -> Kept:
         """Raises :class:`ApiError` 404 for one that was never stored, or is forgotten, or another tenant's."""
-        own = self._tenants.get(tenant)
-        if own is None or response_id not in own.kept:
+        tenant_state = self._tenants.get(tenant)
+        if tenant_state is None or response_id not in tenant_state.responses:
             shown = response_id[:100]
             raise ApiError(
                 404, f"Response with id {shown!r} not found.", param="response_id", code="response_not_found"
             )
-        return own.kept[response_id]
+        return tenant_state.responses[response_id]
 
-    def delete(self, tenant: str, response_id: str) -> None:
-        """Raises :class:`ApiError` 404, as :meth:`get`."""
-        kept = self.get(tenant, response_id)
-        if kept.task is not None:
-            kept.task.cancel()
-        self._drop(self._tenants[tenant], response_id)
+    def delete_response(self, tenant: str, response_id: str) -> None:
+        """Raises :class:`ApiError` 404, as :meth:`get_response`."""
+        entry = self.get_response(tenant, response_id)
+        if entry.task is not None:
+            entry.task.cancel()
+        self._drop_response(self._tenants[tenant], response_id)
 
-    def cancel(self, tenant: str, response_id: str) -> Json:
+    def cancel_response(self, tenant: str, response_id: str) -> Json:
         """End a response in the background; one that has ended stays as it is. Returns its state."""
-        kept = self.get(tenant, response_id)
-        if kept.task is None:
+        entry = self.get_response(tenant, response_id)
+        if entry.task is None:
             raise bad_request("Cannot cancel a synchronous response.", "response_id")
-        if kept.response["status"] in ("queued", "in_progress"):
-            kept.response = {**kept.response, "status": "cancelled"}
-            kept.task.cancel()
-        return kept.response
+        if entry.response["status"] in ("queued", "in_progress"):
+            entry.response = {**entry.response, "status": "cancelled"}
+            entry.task.cancel()
+        return entry.response
 
-    def running(self, tenant: str) -> int:
+    def count_running(self, tenant: str) -> int:
         """Responses in the background that have not ended."""
-        own = self._tenants.get(tenant)
-        tasks = [kept.task for kept in own.kept.values()] if own is not None else []
+        tenant_state = self._tenants.get(tenant)
+        tasks = [entry.task for entry in tenant_state.responses.values()] if tenant_state is not None else []
         return sum(task is not None and not task.done() for task in tasks)
 
     @staticmethod
-    def _drop(own: _Tenant, response_id: str) -> None:
-        if (kept := own.kept.pop(response_id, None)) is not None:
-            own.nbytes -= kept.nbytes
+    def _drop_response(tenant_state: _Tenant, response_id: str) -> None:
+        if (entry := tenant_state.responses.pop(response_id, None)) is not None:
+            tenant_state.nbytes -= entry.nbytes
 
 
 SESSION_TTL_S = 600.0
@@ -153,60 +155,62 @@ class ResponsesRoutes:
         """As the application has them."""
         return [
             Route("/v1/responses", _Create(self), methods=["POST"]),
-            Route("/v1/responses/{response_id}", self._read),
-            Route("/v1/responses/{response_id}", self._delete, methods=["DELETE"]),
-            Route("/v1/responses/{response_id}/cancel", self._cancel, methods=["POST"]),
+            Route("/v1/responses/{response_id}", self._get_response),
+            Route("/v1/responses/{response_id}", self._delete_response, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/cancel", self._cancel_response, methods=["POST"]),
         ]
 
-    async def _read(self, request: Request) -> Response:
-        return _json(self._store.get(request.scope[TENANT_KEY], request.path_params["response_id"]).response)
+    async def _get_response(self, request: Request) -> Response:
+        return _json(self._store.get_response(request.scope[TENANT_KEY], request.path_params["response_id"]).response)
 
-    async def _cancel(self, request: Request) -> Response:
-        return _json(self._store.cancel(request.scope[TENANT_KEY], request.path_params["response_id"]))
+    async def _cancel_response(self, request: Request) -> Response:
+        return _json(self._store.cancel_response(request.scope[TENANT_KEY], request.path_params["response_id"]))
 
-    async def _delete(self, request: Request) -> Response:
+    async def _delete_response(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        self._store.delete(request.scope[TENANT_KEY], response_id)
+        self._store.delete_response(request.scope[TENANT_KEY], response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
-    async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def create_response(self, scope: Scope, receive: Receive, send: Send) -> None:
         """``POST /v1/responses``."""
         shared, tenant = self._shared, scope[TENANT_KEY]
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(tenant, data)
-            asked = await self._asked(data, tenant)
+            job = await self._prepare_job(data, tenant)
         del data
-        reply = Reply(asked.plan, shared.encoder.tokenizer, shared.metrics)
+        reply = Reply(job.plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply
-        items = Items(asked.plan, self._shape)
-        if asked.body.background:
-            queued = self._begin(asked, reply, items, tenant)
+        items = Items(job.plan, self._shape)
+        if job.body.background:
+            queued = self._start_background(job, reply, items, tenant)
             await send_json(send, 200, _encode(queued), ignored_header(reply))
             return
-        call = shared.hub.open(asked.plan.requests)
+        call = shared.hub.open_call(job.plan.requests)
         watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
         try:
-            if asked.plan.stream:
-                streamer = _Events(self, asked, reply, items, call, send)
-                await streamer.run()
-                ended = streamer.response
+            if job.plan.stream:
+                streamer = _Events(self, job, reply, items, call, send)
+                await streamer.run_stream()
+                response = streamer.response
             else:
-                await _run(call, reply, items)
-                ended = self.ended(asked, reply, items)
-            reply.finished()
+                await _run_call(call, reply, items)
+                response = self.finish_response(job, reply, items)
+            reply.record_totals()
         finally:
             watcher.cancel()
-            shared.hub.close(call)
-        if ended is not None:
-            self._keep(asked, reply, items, ended, tenant)
-            if not asked.plan.stream:
-                await send_json(send, 200, _encode(ended), ignored_header(reply))
+            shared.hub.close_call(call)
+        if response is not None:
+            self._store_response(job, reply, items, response, tenant)
+            if not job.plan.stream:
+                await send_json(send, 200, _encode(response), ignored_header(reply))
 
-    async def _asked(self, data: bytes, tenant: str) -> _Asked:
+    async def _prepare_job(self, data: bytes, tenant: str) -> _Asked:
         workers = self._shared.encoder.workers
-        await workers.turn(tenant)
+        await workers.wait_turn(tenant)
         leniency = self._planner.leniency
-        body, ignored = await workers.run(tenant, len(data), lambda: parse_leniently(data, ResponsesBody, leniency))
+        body, ignored = await workers.run_work(
+            tenant, len(data), lambda: parse_leniently(data, ResponsesBody, leniency)
+        )
         caller = addressed(body.model, self._names, Caller(tenant))
         if body.background and body.store is False:
             raise bad_request("background can only be used when `store` is true", "background")
@@ -214,63 +218,71 @@ class ResponsesRoutes:
             raise bad_request(
                 "background and stream exclude each other: read the response when it is done", "background"
             )
-        if body.background and self._store.running(tenant) >= BACKGROUND_MAX:
+        if body.background and self._store.count_running(tenant) >= BACKGROUND_MAX:
             raise bad_request(f"{BACKGROUND_MAX} responses of this key run in the background: wait", "background")
-        before = self._store.get(tenant, body.previous_response_id) if body.previous_response_id is not None else None
+        before = (
+            self._store.get_response(tenant, body.previous_response_id)
+            if body.previous_response_id is not None
+            else None
+        )
         response_id = f"resp_{new_id()}"
         messages = [*(before.messages if before is not None else []), *messages_of(body.input)]
-        told = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
+        instructions = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
         session = before.session if before is not None else response_id
-        chat = chat_of(body, self._names.served, [*told, *messages], session if body.store is not False else None)
+        chat = chat_of(
+            body, self._names.served, [*instructions, *messages], session if body.store is not False else None
+        )
 
         def planned() -> Generation:
-            return self._planner.planned(chat, None, caller, response_id, ignored)
+            return self._planner.plan_body(chat, None, caller, response_id, ignored)
 
         nbytes = work_of(chat, len(data)) + (before.nbytes if before is not None else 0)
-        plan = await workers.run(tenant, nbytes, planned)
+        plan = await workers.run_work(tenant, nbytes, planned)
         if before is not None and body.store is not False:
             plan = structs.replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
-        return _Asked(body, plan, messages, session, _begun(body, plan, response_id, plan.model or self._names.served))
+        return _Asked(
+            body, plan, messages, session, _initial_response(body, plan, response_id, plan.model or self._names.served)
+        )
 
-    def _begin(self, asked: _Asked, reply: Reply, items: Items, tenant: str) -> Json:
+    def _start_background(self, job: _Asked, reply: Reply, items: Items, tenant: str) -> Json:
         """A response in the background: a task that outlives its request."""
-        queued = {**asked.response, "status": "queued"}
-        kept = Kept(queued, asked.messages, asked.session, len(_encode(asked.messages)))
+        queued = {**job.response, "status": "queued"}
+        entry = Kept(queued, job.messages, job.session, len(_encode(job.messages)))
 
         async def work() -> None:
-            call = self._shared.hub.open(asked.plan.requests)
+            call = self._shared.hub.open_call(job.plan.requests)
             try:
-                kept.response = {**queued, "status": "in_progress"}
-                await _run(call, reply, items)
-                self._keep(asked, reply, items, self.ended(asked, reply, items), tenant, kept)
-                reply.finished()
+                entry.response = {**queued, "status": "in_progress"}
+                await _run_call(call, reply, items)
+                self._store_response(job, reply, items, self.finish_response(job, reply, items), tenant, entry)
+                reply.record_totals()
             except (ApiError, ClientGone) as error:
                 message = error.message if isinstance(error, ApiError) else "the server has ended"
                 failed = {"code": "server_error", "message": message}
-                kept.response = {**queued, "status": "failed", "error": failed}
+                entry.response = {**queued, "status": "failed", "error": failed}
             finally:
-                self._shared.hub.close(call)
+                self._shared.hub.close_call(call)
 
-        kept.task = asyncio.create_task(work())
-        self._store.put(tenant, kept)
+        entry.task = asyncio.create_task(work())
+        self._store.put_response(tenant, entry)
         return queued
 
-    def ended(self, asked: _Asked, reply: Reply, items: Items) -> Json:
+    def finish_response(self, job: _Asked, reply: Reply, items: Items) -> Json:
         """The response with its output."""
-        (sequence,) = reply.best()
+        (sequence,) = reply.best_sequences()
         complete = sequence.stream.finish_reason is not FinishReason.LENGTH
-        for _ in items.finish(complete=complete):
+        for _ in items.finish_items(complete=complete):
             pass
-        return self.with_output(asked, reply, items, complete=complete)
+        return self.with_output(job, reply, items, complete=complete)
 
-    def with_output(self, asked: _Asked, reply: Reply, items: Items, *, complete: bool) -> Json:
+    def with_output(self, job: _Asked, reply: Reply, items: Items, *, complete: bool) -> Json:
         """The response with the items that are done."""
-        usage, prompt = reply.usage(), asked.plan.prompts[0]
+        usage, prompt = reply.usage_fields(), job.plan.prompts[0]
         response = {
-            **asked.response,
+            **job.response,
             "status": "completed" if complete else "incomplete",
             "incomplete_details": None if complete else {"reason": "max_output_tokens"},
-            "output": items.done,
+            "output": items.closed_items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -279,25 +291,27 @@ class ResponsesRoutes:
                 "total_tokens": usage["total_tokens"],
             },
         }
-        if asked.body.enable_response_messages:
-            drawn = reply.sequences[0].stream.tokens
+        if job.body.enable_response_messages:
+            output_tokens = reply.sequences[0].stream.tokens
             decode = self._shared.encoder.tokenizer.decode
-            for name, tokens in (("input_messages", prompt.tokens.tolist()), ("output_messages", drawn)):
+            for name, tokens in (("input_messages", prompt.tokens.tolist()), ("output_messages", output_tokens)):
                 text = decode(tokens, skip_special_tokens=False)
                 response[name] = [{"type": "raw_message_tokens", "message": text, "tokens": tokens}]
         return response
 
-    def _keep(
-        self, asked: _Asked, reply: Reply, items: Items, ended: Json, tenant: str, kept: Kept | None = None
+    def _store_response(
+        self, job: _Asked, reply: Reply, items: Items, response: Json, tenant: str, entry: Kept | None = None
     ) -> None:
         keep_session(self._shared.hub.engine, reply)
-        if asked.body.store is False:
+        if job.body.store is False:
             return
-        messages = [*asked.messages, *messages_of(items.done)]
-        if kept is not None:
-            kept.response, kept.messages = ended, messages
+        messages = [*job.messages, *messages_of(items.closed_items)]
+        if entry is not None:
+            entry.response, entry.messages = response, messages
             return
-        self._store.put(tenant, Kept(ended, messages, asked.session, len(_encode(messages)) + len(_encode(ended))))
+        self._store.put_response(
+            tenant, Kept(response, messages, job.session, len(_encode(messages)) + len(_encode(response)))
+        )
 
 
 class _Create:
@@ -307,14 +321,14 @@ class _Create:
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._routes.create(scope, receive, send)
+        await self._routes.create_response(scope, receive, send)
 
 
-async def _run(call: StreamCall, reply: Reply, items: Items) -> None:
-    while not reply.done:
-        for at, news in await call.news():
-            if (delta := reply.absorb(call, at, news)) is not None:
-                for _ in items.push(delta):
+async def _run_call(call: StreamCall, reply: Reply, items: Items) -> None:
+    while not reply.is_done:
+        for prompt_index, output in await call.next_outputs():
+            if (delta := reply.absorb_output(call, prompt_index, output)) is not None:
+                for _ in items.push_delta(delta):
                     pass
 
 
@@ -322,40 +336,40 @@ class _Events(Streamer):
     """The stream of one response."""
 
     def __init__(
-        self, routes: ResponsesRoutes, asked: _Asked, reply: Reply, items: Items, call: StreamCall, send: Send
+        self, routes: ResponsesRoutes, job: _Asked, reply: Reply, items: Items, call: StreamCall, send: Send
     ) -> None:
-        envelope = AnswerEnvelope(asked.response["id"], asked.response["model"], asked.response["created_at"])
+        envelope = AnswerEnvelope(job.response["id"], job.response["model"], job.response["created_at"])
         super().__init__(reply, routes._shape, envelope, call, send)
-        self._routes, self._asked, self._items = routes, asked, items
+        self._routes, self._job, self._items = routes, job, items
         self._number = 0
         self.response: Json | None = None
         """When all is said."""
 
-    def _chunks(self, delta: Delta) -> Iterator[bytes]:
+    def _encode_chunks(self, delta: Delta) -> Iterator[bytes]:
         if not self._number:
             for kind in ("response.created", "response.in_progress"):
-                yield self._event({"type": kind, "response": self._asked.response})
-        for event in self._items.push(delta):
-            yield self._event(event)
+                yield self._encode_event({"type": kind, "response": self._job.response})
+        for event in self._items.push_delta(delta):
+            yield self._encode_event(event)
 
     def _last_chunks(self) -> bytes:
         (sequence,) = self._reply.sequences
         complete = sequence.stream.finish_reason is not FinishReason.LENGTH
-        last = [self._event(event) for event in self._items.finish(complete=complete)]
-        self.response = self._routes.with_output(self._asked, self._reply, self._items, complete=complete)
+        last = [self._encode_event(event) for event in self._items.finish_items(complete=complete)]
+        self.response = self._routes.with_output(self._job, self._reply, self._items, complete=complete)
         kind = "response.completed" if complete else "response.incomplete"
-        return b"".join([*last, self._event({"type": kind, "response": self.response})])
+        return b"".join([*last, self._encode_event({"type": kind, "response": self.response})])
 
-    def _error(self, error: ApiError) -> bytes:
-        return self._event({"type": "error", "code": error.code, "message": error.message, "param": error.param})
+    def _encode_error(self, error: ApiError) -> bytes:
+        return self._encode_event({"type": "error", "code": error.code, "message": error.message, "param": error.param})
 
-    def _event(self, event: Json) -> bytes:
+    def _encode_event(self, event: Json) -> bytes:
         numbered = {**event, "sequence_number": self._number}
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(numbered))
 
 
-def _begun(body: ResponsesBody, plan: Generation, response_id: str, model: str) -> Json:
+def _initial_response(body: ResponsesBody, plan: Generation, response_id: str, model: str) -> Json:
     sampling, stop = plan.requests[0].sampling, plan.requests[0].stop
     return {
         "id": response_id,

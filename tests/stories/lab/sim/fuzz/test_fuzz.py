@@ -58,7 +58,7 @@ def test_a_seed_gives_the_same_bytes_in_every_process() -> None:
     assert b" object at 0x" not in first, "an address tells processes apart"
 
 
-def test_the_command_writes_the_log_and_tells_the_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_log_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log"
     assert run(["sim", "fuzz", "--seed", "5", "--weather", "swarm", "--story", "--log", str(log)]) == 0
     lines = log.read_text().splitlines()
@@ -130,14 +130,14 @@ def test_a_planted_fault_is_caught(plant: str) -> None:
     assert not judge(caught.seed, setting_of(caught.seed)).failure, "it fails without the planted fault too"
 
 
-def test_what_waits_for_long_in_a_healthy_world_is_no_fault() -> None:
+def test_long_wait_in_a_healthy_cluster_is_no_failure() -> None:
     """A follower gives up a request of low priority that has waited behind others for four seconds."""
     verdict = judge(190_001_565, parse_setting("off/by-layer/1P1C/healthy"), routers=3, keep_story=True)
     assert not verdict.failure
     assert any("<- router-3: Cancel(request_id='c1.0#router-2.1-7')" in line for line in verdict.story)
 
 
-def test_what_was_planted_is_taken_out_again() -> None:
+def test_planted_faults_are_removed_again() -> None:
     before = {name: [thing.__dict__[attribute] for thing, attribute, _ in make()] for name, make in PLANTS.items()}
     for name in PLANTS:
         with pytest.raises(ZeroDivisionError), planted(name):
@@ -174,11 +174,11 @@ def test_a_dead_store_has_not_written_the_damage_in_its_memory() -> None:
         (1730470003, "pd-caching-1/by-layer/1C/swarm"),
     ],
 )
-def test_what_the_judges_had_not_thought_of(seed: int, setting: str) -> None:
+def test_former_false_alarms_of_the_checkers(seed: int, setting: str) -> None:
     assert not judge(seed, parse_setting(setting), layerwise="off").failure
 
 
-def test_memory_recovered_from_a_router_with_a_clock_ahead_is_let_go_in_time() -> None:
+def test_memory_recovered_from_clock_ahead_router_is_released() -> None:
     """What requests of the last router used counted as used until that router's time was over."""
     setting = parse_setting("pd-caching-2/by-request/2P1D/swarm")
     assert not judge(1730453230, setting, layerwise="off").failure
@@ -235,9 +235,7 @@ def test_rows_that_fail_are_no_excuse_for_anything_else(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("failed", "told", "wrong"), [(1, 1, ""), (3, 3, ""), (1, 2, "tried again"), (0, 1, "tried")])
-def test_a_row_that_failed_is_not_tried_again_but_may_fail_in_a_later_attempt(
-    failed: int, told: int, wrong: str
-) -> None:
+def test_failed_row_ends_request_at_any_attempt(failed: int, told: int, wrong: str) -> None:
     """Attempts also end where nothing but rows goes wrong: the leases of handoffs that long prompts delay."""
     referee = OutputChecker([48], caching=True)
     request = referee.ask(Conversation("c0", "", "", [1, 2, 3], [Turn([4], 0)], 0), 0)
@@ -285,7 +283,7 @@ def _send_100(network: FaultyNetwork, there: _Listener) -> list[int]:
     return there.heard
 
 
-def test_the_network_is_as_bad_as_it_is_told_to_be() -> None:
+def test_network_faults_match_their_settings() -> None:
     network, there = _network()
     assert _send_100(network, there) == list(range(100)), "a healthy one keeps the order"
     for knob in ("loss", "repeats", "overtakes", "garbles"):
@@ -299,7 +297,7 @@ def test_the_network_is_as_bad_as_it_is_told_to_be() -> None:
         assert network.lost == 100 - len(set(heard))
 
 
-def test_a_message_for_another_generation_arrives_nowhere() -> None:
+def test_message_for_another_generation_is_dropped() -> None:
     network, there = _network()
     network.send(Peer("a", 1), Peer("b", 2), Drain())
     network.send(Peer("a", 1), Peer("b", 0), Drain())
@@ -308,7 +306,7 @@ def test_a_message_for_another_generation_arrives_nowhere() -> None:
     assert len(there.heard) == 1
 
 
-def test_the_referee_of_the_disk_takes_any_end_of_what_was_not_safe_and_no_hole() -> None:
+def test_disk_checker_accepts_lost_unsynced_tail_but_no_hole() -> None:
     records = [[MemberGone(Peer("a", number))] for number in range(4)]
     for there in range(5):
         promises = Promises()

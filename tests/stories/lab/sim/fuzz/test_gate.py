@@ -23,7 +23,7 @@ FIRST = 500_000
 """Seeds from here on are those of this file."""
 
 
-def test_gates_are_passed_and_turn_away_for_reasons_that_are_real() -> None:
+def test_admission_scenarios_reach_every_rejection_cause() -> None:
     """Clients are refused for each cause but ``memory``, which takes clients with prompts that are too long."""
     seen: Counter[str] = Counter()
     for seed in range(FIRST, FIRST + 60):
@@ -45,7 +45,7 @@ def test_without_faults_only_a_gate_may_refuse() -> None:
     ("seed", "setting"),
     [(77_001_061, "pd-caching-3/by-request/1P1D1C/swarm"), (91_001_742, "pd-caching-2/by-request/1P1D1C/healthy")],
 )
-def test_a_colocated_instance_beside_a_pair_needs_room_for_the_answer_too(seed: int, setting: str) -> None:
+def test_colocated_instance_next_to_pair_needs_room_for_answer(seed: int, setting: str) -> None:
     """The judge took it to need room for the prompt alone: "waits, and there is room for it"."""
     assert judge(seed, parse_setting(setting)).failure == ""
 
@@ -60,7 +60,7 @@ def _half_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdmissionController, "waited", lambda self, req, now_ns: None)
+    monkeypatch.setattr(AdmissionController, "reject_timed_out", lambda self, req, now_ns: None)
 
 
 def _one_place_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +68,14 @@ def _one_place_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _who_leaves_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = AdmissionController.release
+    release = AdmissionController.release_request
 
     def unnoticed(self: AdmissionController, req: RequestState, now_ns: int) -> None:
         before = self.memory.changed
         release(self, req, now_ns)
         self.memory.changed = before
 
-    monkeypatch.setattr(AdmissionController, "release", unnoticed)
+    monkeypatch.setattr(AdmissionController, "release_request", unnoticed)
 
 
 def _anybody_loses_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,9 @@ def _anybody_loses_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _always_the_same_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FairQueue, "_first", lambda self: self._lines[min(self._lines)][0] if self._lines else None)
+    monkeypatch.setattr(
+        FairQueue, "_first_place", lambda self: self._lines[min(self._lines)][0] if self._lines else None
+    )
     monkeypatch.setattr(FairQueue, "check_invariants", lambda self: None)
 
 
@@ -92,17 +94,17 @@ def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = MemoryBudget._free
-    monkeypatch.setattr(MemoryBudget, "_free", lambda self, *who, keeps: keeps or free(self, *who, keeps=keeps))
+    free = MemoryBudget._free_attempt
+    monkeypatch.setattr(MemoryBudget, "_free_attempt", lambda self, *who, keeps: keeps or free(self, *who, keeps=keeps))
     monkeypatch.setattr(MemoryBudget, "check_invariants", lambda self, requests: None)
 
 
 def _what_has_ended_counts_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockLedger, "expire", lambda self, now_ns, kept_ns: 0)
+    monkeypatch.setattr(BlockLedger, "expire_retired", lambda self, now_ns, kept_ns: 0)
 
 
 def _pins_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryBudget, "fits_but_for_pins", lambda self, req: False)
+    monkeypatch.setattr(MemoryBudget, "fits_without_pins", lambda self, req: False)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def _pins_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
         (_pins_never_give_way, 223, " fits: no instance has enough free KV memory"),
     ],
 )
-def test_a_gate_that_errs_is_noticed(
+def test_faulty_admission_is_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], seed: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the sentence that is there for it, and not without the fault."""
@@ -144,6 +146,6 @@ def test_a_gate_that_errs_is_noticed(
         ("no instance is ready to take requests", ""),
     ],
 )
-def test_a_refusal_says_its_cause(reason: str, cause: str) -> None:
+def test_refusal_has_its_cause(reason: str, cause: str) -> None:
     """As clients read it."""
     assert cause_of(RejectRequest("r", reason, 1.0)) == cause

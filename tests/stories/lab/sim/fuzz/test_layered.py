@@ -59,7 +59,7 @@ def test_clusters_with_as_many_layers_as_real_models(layers: int, seed: int, set
     assert done["by layer: pages_read"] and done["handed_over"]
 
 
-def test_a_sequence_that_is_parked_and_admitted_again_in_one_plan_is_listed_once() -> None:
+def test_swapped_and_readmitted_sequence_is_listed_once() -> None:
     """It was listed twice among those that lie by layer, and was parked twice when the link carried less."""
     assert not judge(960000762, parse_setting("pd-caching-2/by-request/1P1C/healthy"), layerwise="auto").failure
 
@@ -68,7 +68,7 @@ def test_a_sequence_that_is_parked_and_admitted_again_in_one_plan_is_listed_once
     ("seed", "setting"),
     [(980000318, "pd-caching-2/by-request-agg/2P/faulty"), (990000074, "pd-caching-3/by-layer/2D/faulty")],
 )
-def test_a_store_gets_no_blocks_that_are_still_coming_up(seed: int, setting: str) -> None:
+def test_store_gets_no_blocks_during_swap_in(seed: int, setting: str) -> None:
     """A parked sequence ended while its blocks came up, and they were sealed for the store as they were before."""
     assert not judge(seed, parse_setting(setting), layerwise="auto").failure
 

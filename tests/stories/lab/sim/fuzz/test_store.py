@@ -43,7 +43,7 @@ def test_each_kind_alone_costs_no_request(kind: str) -> None:
     assert world.referee.tokens_judged > 0
 
 
-def test_what_instances_forget_comes_from_the_store() -> None:
+def test_evicted_blocks_are_fetched_from_the_store() -> None:
     """Out of its memory, and from its disks; all blocks were compared at rest."""
     done = [World(with_store(seed)) for seed in range(5, 9)]
     for world in done:
@@ -52,7 +52,7 @@ def test_what_instances_forget_comes_from_the_store() -> None:
     assert totals["store: kv_stored"] and totals["store: kv_lent"] and totals["store: reads_ok"]
 
 
-def test_what_a_killed_store_leaves_in_memory_is_asked_for_and_compared() -> None:
+def test_memory_of_killed_store_is_requested_and_compared() -> None:
     """It dies now and then when a turn ends, with what the next turn asks for."""
     scenarios = [with_store(seed) for seed in range(5, 13)]
     for scenario in scenarios:
@@ -125,7 +125,7 @@ def test_pages_of_a_store_come_back_as_they_were_written() -> None:
         memory.page(Tier.HBM, 0, 0)
 
 
-def test_the_next_process_adopts_what_was_published_and_has_to_compare_it() -> None:
+def test_next_process_adopts_published_values_unverified() -> None:
     first = KeptTier(4, 64)
     blocks = first._tier.allocate_blocks(2)
     key, seal = bytes(16), seal_of(b"x" * 64)

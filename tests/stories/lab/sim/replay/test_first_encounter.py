@@ -75,7 +75,7 @@ def rounds(told: DiskModel | None, really: DiskModel | None) -> tuple[list[float
 
 
 @pytest.mark.parametrize("told", [HEALTHY, NO_WORD], ids=["measured", "no word"])
-def test_the_first_encounter_with_a_slow_disk_costs_less_than_two_percent(told: DiskModel) -> None:
+def test_first_use_of_a_slow_disk_costs_less_than_two_percent(told: DiskModel) -> None:
     none, _ = rounds(None, None)
     slow, cached = rounds(told, SLOW)
     assert cached == 0, "it is too slow for anything"

@@ -57,7 +57,7 @@ def missed(world: ReplayWorld) -> int:
 
 
 @pytest.mark.parametrize("rate", [6.0, 8.0])
-def test_no_prediction_makes_more_requests_miss_than_order_of_arrival(rate: float) -> None:
+def test_length_predictions_miss_no_more_objectives_than_fcfs(rate: float) -> None:
     workload = crowd(seed=3, rate=rate)
     in_order = missed(played(workload, dataclasses.replace(BY_OBJECTIVES, scheduling="fcfs"), LengthStudy()))
     by_study = {study: missed(played(workload, BY_OBJECTIVES, study)) for study in STUDIES}
@@ -66,7 +66,7 @@ def test_no_prediction_makes_more_requests_miss_than_order_of_arrival(rate: floa
         assert by_study[LengthStudy("oracle")] < in_order / 2 and by_study[LengthStudy()] < in_order / 2
 
 
-def test_what_is_expected_of_an_answer() -> None:
+def test_expected_length_per_predictor() -> None:
     """Of 40 tokens, 10 of which are told, where 4,000 have room."""
 
     def expected(predictor: str, told: int = 10) -> int:
@@ -107,7 +107,7 @@ def test_the_learnt_predictor_does_not_know_the_recorded_end(monkeypatch: pytest
         (("oracle", -1.0), "length_noise must be at least"),
     ],
 )
-def test_what_makes_no_sense_is_refused(flags: tuple[object, ...], about: str) -> None:
+def test_invalid_settings_are_refused(flags: tuple[object, ...], about: str) -> None:
     with pytest.raises(UserError, match=about):
         LengthStudy(*flags)
 

@@ -12,6 +12,7 @@ import pytest
 from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.base.types import Caching, Role
 from memserve.base.units import GIB, NS_PER_S
+from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.kv.costs import CopyCurve
 from memserve_lab.bench.catalogue import Recipe, build
 from memserve_lab.experiments.layerkv import requests
@@ -58,7 +59,7 @@ def test_link_is_what_copies_took_whatever_was_expected(has_profiles: bool) -> N
     slow = dataclasses.replace(hardware.costs, swap_in=CopyCurve(0.0, 0.0, 2.0))
     world = long_prompts(dataclasses.replace(hardware, costs=slow), 30, has_profiles, layerwise="auto")
     layers = world.instances[0].machine.state.memory.layers
-    assert layers is not None and abs(layers.link_bytes_s / hardware.host_rate - 1) < 0.05
+    assert isinstance(layers, LayerPlacer) and abs(layers.link_bytes_s / hardware.host_rate - 1) < 0.05
 
 
 def missed(world: ReplayWorld) -> float:
@@ -70,7 +71,7 @@ def missed(world: ReplayWorld) -> float:
     return fmean(late)
 
 
-def test_objectives_are_missed_less_where_answers_wait_for_memory() -> None:
+def test_slo_scheduling_misses_less_under_memory_pressure() -> None:
     aims = {"slo_ttft_ns": 3 * NS_PER_S, "slo_tpot_ns": NS_PER_S // 5, "layerwise": "auto"}
     plain, by_objectives = (long_prompts(device("l40s"), 60, scheduling=how, **aims) for how in ("fcfs", "slo"))
     assert missed(by_objectives) < 0.9 * missed(plain)

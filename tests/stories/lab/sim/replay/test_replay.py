@@ -142,7 +142,7 @@ def test_by_layer_hides_the_transfer_behind_the_prefill(link_share: float) -> No
     assert waits[TransferMode.BY_LAYER] == pytest.approx(expected_ns, abs=2 * layer_ns + 0.05 * moved_ns)
 
 
-def test_by_layer_is_refused_where_the_end_of_a_layer_is_not_known() -> None:
+def test_by_layer_is_refused_without_layer_end_reports() -> None:
     with pytest.raises(UserError, match="by-layer") as caught:
         Setup({Role.PREFILL: 1, Role.DECODE: 1}, H100, ClusterConfig(transfer=TransferMode.BY_LAYER),
               around=Surroundings(beside=(0.5, 0.5)))  # fmt: skip
@@ -350,7 +350,7 @@ def test_moments_of_a_row_come_as_if_posted_one_by_one(steps) -> None:
 # -- words
 
 
-def test_a_run_leaves_nothing_that_only_a_search_for_cycles_would_find() -> None:
+def test_replay_run_leaves_no_reference_cycles() -> None:
     """So no collector searches during a run (``cli.sim_results.simulate``), and its memory is that of the living."""
     setup = Setup(parse_instances("prefill=1,decode=1,colocated=1"), SMALL)
     workload = blocks_workload([(0.02 * at, 1 + at % 7, 300 + at % 11 * 200, 1 + at % 60) for at in range(200)])
@@ -421,7 +421,7 @@ def test_run_writes_what_bench_writes(tmp_path, capsys) -> None:
     assert "simulated" in (out / "report.md").read_text()
 
 
-def test_a_run_says_what_arrives_when_and_where(tmp_path, capsys) -> None:
+def test_run_trace_lists_arrivals_with_time_and_place(tmp_path, capsys) -> None:
     out = tmp_path / "one"
     run_it = ["sim", "run", "--workload", "chat", "--sessions", "4", "--out", str(out)]
     assert run(run_it) == 0

@@ -72,7 +72,9 @@ def test_connections_are_spread_and_all_are_answered(instances: dict[Role, int],
     assert sum(served.cached_tokens for served in world.clients.served) > 24 * 640
     for node in world.followers:
         assert not node.machine.cluster.stats().requests_live
-    at_home = Counter(len(node.machine.link.routers._of) for node in world.instances if node.machine.link is not None)
+    at_home = Counter(
+        len(node.machine.link.routers._follower_by_attempt) for node in world.instances if node.machine.link is not None
+    )
     assert at_home == {0: len(world.instances)}, "instances keep attempts of followers that have ended"
 
 
@@ -96,7 +98,7 @@ def test_tokens_that_are_held_reach_the_router_of_their_attempt() -> None:
     assert seen[0] == seen[1]
 
 
-def test_a_router_hears_at_once_what_another_one_has_placed() -> None:
+def test_router_learns_placements_of_others_immediately() -> None:
     """Long before the next heartbeat: two prompts that come to two routers do not both go to the instance that was
     idle, and the third waits behind the shorter one."""
     rows = [(0.0, 4000), (0.01, 2000), (0.02, 1000)]
@@ -114,7 +116,7 @@ def test_a_router_hears_at_once_what_another_one_has_placed() -> None:
     assert len(ways) > 3, "the balancer led all to the same routers"
 
 
-def test_one_router_has_no_followers_and_draws_nothing() -> None:
+def test_single_router_has_no_followers_or_random_choice() -> None:
     worlds = [played(Setup({Role.COLOCATED: 2}, SMALL, seed=seed), conversations(8, 2)) for seed in (0, 1)]
     assert outcome(worlds[0]) == outcome(worlds[1]) and worlds[0].clock.steps == worlds[1].clock.steps
     assert not worlds[0].followers and dispatched(worlds[0]) == [16]
@@ -138,7 +140,7 @@ def test_a_router_dies() -> None:
         assert not node.machine.state.groups, "an attempt without a router goes on"
 
 
-def test_a_prompt_that_waits_for_a_prefix_from_elsewhere_is_work_to_all_routers(
+def test_prompt_waiting_for_fetch_counts_as_load_at_all_routers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is in no line of its instance yet; the router that has placed it there counts it all the same."""
@@ -146,7 +148,7 @@ def test_a_prompt_that_waits_for_a_prefix_from_elsewhere_is_work_to_all_routers(
 
     def load(instance: Instance) -> Load:
         told = plain(instance)
-        if asked := instance.link.fetches.asked.values():
+        if asked := instance.link.fetches.pending.values():
             seen.append(
                 (sum(len(one.request.prompt) - at.prefix_tokens for one, at in asked), told.prefill_tokens_queued)
             )
@@ -168,7 +170,7 @@ def test_all_routers_have_one_gate() -> None:
     world = played(Setup({Role.COLOCATED: 2}, SMALL, bounded, routers=2), conversations(12, 2))
     owner, follower = world.router.machine.stats().admission, world.followers[0].machine.cluster.stats().admission
     assert all(served.finish for served in world.clients.served) and len(world.clients.served) == 24
-    assert owner.admitted == owner.left == 24 and owner.queued > 0
+    assert owner.admitted == owner.released == 24 and owner.queued > 0
     assert 0 < follower.admitted < 24 and not owner.active
 
 
@@ -186,7 +188,7 @@ def test_all_routers_name_what_a_store_holds() -> None:
     assert any(number >= 4 for number in at_follower)
 
 
-def test_what_production_refuses_is_refused() -> None:
+def test_simulation_refuses_settings_that_production_refuses() -> None:
     with pytest.raises(UserError, match="0 routers"):
         Setup({Role.COLOCATED: 2}, SMALL, routers=0)
     with pytest.raises(UserError, match="is called 'router-2'"):

@@ -48,7 +48,7 @@ def wave() -> ReplayWorld:
 
 def test_instances_come_with_a_wave_and_drain_after_it(wave: ReplayWorld) -> None:
     orders = [order for _, order in wave.scaling.decisions]
-    counts = [order.wanted for order in orders]
+    counts = [order.target for order in orders]
     top = counts.index(max(counts))
     assert counts == [*sorted(counts[: top + 1]), *sorted(counts[top + 1 :], reverse=True)], "up, then down"
     assert max(counts) > 1 == counts[-1]
@@ -63,7 +63,7 @@ def test_no_request_fails_and_each_is_complete(wave: ReplayWorld) -> None:
 
 def test_instance_hours_are_those_of_instances_that_were_there(wave: ReplayWorld) -> None:
     used = usage(wave)
-    most = max(order.wanted for _, order in wave.scaling.decisions)
+    most = max(order.target for _, order in wave.scaling.decisions)
     assert used.devices == most + 1
     assert 2 * used.simulated_s < used.device_hours * 3600 < used.devices * used.simulated_s
     assert 0 < used.busy_share <= 1

@@ -117,7 +117,7 @@ def test_a_budget_is_never_exceeded() -> None:
     assert limited.written_bytes <= burst + (budget - burst) * bound.elapsed_s / 86_400 + 64 * MIB
 
 
-def test_what_cannot_be_is_refused_with_a_hint() -> None:
+def test_impossible_store_setups_are_refused() -> None:
     with pytest.raises(UserError, match="less than two blocks"):
         Setup({Role.COLOCATED: 1}, MACHINE, stores=StoreSetup(BLOCK_BYTES))
     with pytest.raises(UserError, match="3 stores on 2 hosts"):

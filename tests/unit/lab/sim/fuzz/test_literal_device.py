@@ -70,13 +70,13 @@ def test_a_layer_of_another_block_is_noticed() -> None:
         device.run(decode(3, 9, place=[PlaceByLayer(0, 0, [3], {}, ([6], [7]))]))
 
 
-def test_what_is_moved_may_not_be_written_and_has_to_be_there() -> None:
+def test_moved_pages_must_be_written_before_and_not_during() -> None:
     for wrong, said in ((2, "was written to while it was moved"), (6, "was moved, and never written")):
         with pytest.raises(Violation, match=said):
             begun().run(decode(2, 8, moves=[down(wrong, 3)]))
 
 
-def test_what_rows_compute_where_layers_lie_is_in_dram_and_in_kept_frames() -> None:
+def test_offloaded_rows_are_in_dram_and_resident_frames() -> None:
     device, expected = OracleDevice(BLOCK, 8, 4, VOCAB, layers=LAYERS), lone_tokens(PROMPT, 2, 3, 0, VOCAB)
     opened = OpenSequence(0, np.asarray(PROMPT, np.int32), len(PROMPT), 0, SamplingParams(seed=3), [0, 0, 1])
     place = PlaceByLayer(0, 0, [3, 2], {1: [5]}, ([6], [7]))
@@ -123,7 +123,7 @@ def test_others_see_what_a_plan_has_begun() -> None:
     assert device.seal(SealPages(3, Tier.DRAM, (3,), 0, LAYERS)).checksums == whole
 
 
-def test_the_part_of_a_worker_that_is_behind_is_missing_to_others_alone() -> None:
+def test_writes_of_lagging_worker_are_missing_to_other_readers() -> None:
     """Until it is through, or other bytes come there."""
     device, expected = begun(), lone_tokens(PROMPT, 2, 3, 0, VOCAB)
     assert device.written == {(block, inside) for block in (0, 1) for inside in range(BLOCK)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,43 +54,43 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 def chat_sessions(data: Path, count: int, turns: int, system_chars: int = 1200) -> list[Session]:
     """``count`` chats of ``turns`` user turns each, longest messages first; every second chat has a system prompt that
     it shares with other chats."""
-    found: list[Session] = []
+    results: list[Session] = []
     for name in SESSION_FILES:
-        for at, record in enumerate(read(data / name)):
+        for place, record in enumerate(read(data / name)):
             users = [m["content"] for m in record["messages"] if m["role"] == "user"]
             if len(users) >= turns:
-                found.append(Session(f"{Path(name).name.split('.')[0]}-{at}", users[:turns]))
-    found.sort(key=lambda s: (-sum(map(len, s.turns)), s.name))
+                results.append(Session(f"{Path(name).name.split('.')[0]}-{place}", users[:turns]))
+    results.sort(key=lambda s: (-sum(map(len, s.turns)), s.name))
     shared = next(read(data / DOCUMENT_FILES[0]))["document"][:system_chars]
-    for session in found[:count:2]:
+    for session in results[:count:2]:
         session.system = "Answer from this text where you can.\n\n" + shared
-    return found[:count]
+    return results[:count]
 
 
 def opening_ids(data: Path, model: str, count: int, tokens_min: int, tokens_max: int) -> list[list[int]]:
     """Token ids of the openings of ``count`` chats, cut to ``tokens_max``; those below ``tokens_min`` are left out.
     ``SystemExit``: ``data`` has fewer."""
     tokenizer = load_tokenizer(model)
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for session in chat_sessions(data, 3 * count, 3):
         text = tokenizer.apply_chat_template(session.messages(), tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text + " ".join(session.turns), add_special_tokens=False)["input_ids"]
         if len(ids) >= tokens_min:
-            found.append(ids[:tokens_max])
-    if len(found) < count:
-        raise SystemExit(f"{data} has {len(found)} such chats, {count} are wanted")
-    return found[:count]
+            results.append(ids[:tokens_max])
+    if len(results) < count:
+        raise SystemExit(f"{data} has {len(results)} such chats, {count} are wanted")
+    return results[:count]
 
 
 def document_sessions(data: Path, tokenizer: Any, count: int, document_tokens: int, turns: int = 2) -> list[Session]:
     """Questions about one long document each: the document opens the first turn."""
     records = [record for name in DOCUMENT_FILES for record in read(data / name)]
     sessions = []
-    for at, record in enumerate(records[:count]):
-        ids = tokenizer(record["document"], add_special_tokens=False)["input_ids"][: document_tokens + 50 * at]
+    for place, record in enumerate(records[:count]):
+        ids = tokenizer(record["document"], add_special_tokens=False)["input_ids"][: document_tokens + 50 * place]
         questions = [q["question"] for q in record["questions"]] * turns
         first = tokenizer.decode(ids) + "\n\n" + questions[0]
-        sessions.append(Session(f"document-{at}", [first, *questions[1:turns]]))
+        sessions.append(Session(f"document-{place}", [first, *questions[1:turns]]))
     return sessions
 
 
@@ -104,40 +104,55 @@ def load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
-def reference_answers(model: str, sessions: list[Session], new_tokens: int, path: Path) -> dict[str, list[str]]:
-    """The answers of transformers' greedy ``generate``, in float32, turn by turn; cached in ``path``.
+class Reference:
+    """transformers' greedy ``generate``, in float32."""
 
-    Also cached: the smallest gap between the two best logits, so that ties can be recognised.
-    """
-    key = {"model": model, "sessions": [[s.name, s.turns, s.system] for s in sessions], "new_tokens": new_tokens}
-    if path.exists():
-        stored = json.loads(path.read_text())
-        same = all(stored["key"][part] == key[part] for part in ("model", "new_tokens"))
-        if same and all(session in stored["key"]["sessions"] for session in key["sessions"]):
-            return stored["answers"]
-    import torch
-    from transformers import AutoModelForCausalLM
+    def __init__(self, model: str) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
 
-    source, tokenizer = Path(model), load_tokenizer(model)
-    where = {"gguf_file": source.name} if source.suffix == ".gguf" else {}
-    folder = str(source.parent) if where else model
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
-    answers: dict[str, list[str]] = {}
-    gaps: dict[str, list[float]] = {}
-    for session in (s.fresh() for s in sessions):
-        while not session.done:
-            text = tokenizer.apply_chat_template(session.messages(), add_generation_prompt=True, tokenize=False)
-            ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-            with torch.inference_mode():
-                out = module.generate(
-                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
-                    return_dict_in_generate=True, output_logits=True,
-                )  # fmt: skip
-            best = [torch.topk(step[0].float(), 2).values for step in out.logits]
-            gaps.setdefault(session.name, []).append(min(float(b[0] - b[1]) for b in best))
-            session.answers.append(tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True))
-        answers[session.name] = session.answers
-        print(f"reference: {len(answers)} of {len(sessions)} sessions", end="\r", file=sys.stderr, flush=True)
+        source = Path(model)
+        where = {"gguf_file": source.name} if source.suffix == ".gguf" else {}
+        folder = str(source.parent) if where else model
+        self._torch = torch
+        self._module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+
+    def answer(self, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+        """Tokens, and at each of them the gap between the two best logits, so that ties can be recognised."""
+        ids = self._torch.tensor([prompt])
+        with self._torch.inference_mode():
+            out = self._module.generate(
+                input_ids=ids, attention_mask=self._torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
+                return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+        best = [self._torch.topk(step[0].float(), 2).values for step in out.logits]
+        return out.sequences[0, len(prompt) :].tolist(), [float(two[0] - two[1]) for two in best]
+
+
+def remembered(path: Path, key: dict[str, Any], make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, from the file ``path`` if it holds that of the same ``key``."""
+    if path.exists() and (stored := json.loads(path.read_text()))["key"] == key:
+        return stored["answers"]
+    answers = make()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"key": key, "answers": answers, "gaps": gaps}))
+    path.write_text(json.dumps({"key": key, "answers": answers}))
     return answers
+
+
+def reference_answers(model: str, sessions: list[Session], new_tokens: int, path: Path) -> dict[str, list[str]]:
+    """The answers of the reference, turn by turn; kept in ``path``."""
+
+    def answer_all() -> dict[str, list[str]]:
+        reference, tokenizer, answers = Reference(model), load_tokenizer(model), {}
+        for session in (session.fresh() for session in sessions):
+            while not session.done:
+                text = tokenizer.apply_chat_template(session.messages(), add_generation_prompt=True, tokenize=False)
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                tokens, _ = reference.answer(ids, new_tokens)
+                session.answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
+            answers[session.name] = session.answers
+            print(f"reference: {len(answers)} of {len(sessions)} sessions", end="\r", file=sys.stderr, flush=True)
+        return answers
+
+    turns = [[session.name, session.turns, session.system] for session in sessions]
+    return dict(remembered(path, {"model": model, "sessions": turns, "new_tokens": new_tokens}, answer_all))

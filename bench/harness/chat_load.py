@@ -13,6 +13,7 @@ new one with other words, so that the load does not change while it is measured.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import random
@@ -24,15 +25,11 @@ from typing import Any
 
 import httpx
 
+from harness.prompts import words
+from harness.rounds import median, medians, ratio
+
 TIMEOUT_S = 600.0
 REFUSED = (429, 503)
-_TEXT = (
-    "time year people way day man thing woman life child world school state family student group country problem "
-    "hand part place case week company system program question work government number night point home water room "
-    "mother area money story fact month lot right study book eye job word business issue side kind head house service "
-    "friend father power hour game line end member law car city community name president team minute idea kid body"
-)
-_WORDS = _TEXT.split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +56,13 @@ class Chat:
 
     number: int
     shape: Shape
-    words: random.Random
+    rng: random.Random
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self) -> list[dict[str, str]]:
         """The history with the next question."""
         count = self.shape.turn_words if self.messages else self.shape.first_words
-        said = " ".join(self.words.choices(_WORDS, k=count))
-        self.messages.append({"role": "user", "content": said})
+        self.messages.append({"role": "user", "content": words(count, self.rng)})
         return self.messages
 
     def answered(self, text: str) -> bool:
@@ -127,8 +123,31 @@ class _Window:
         return self.answered > self.warm if self.requests is not None else now_s >= self.starts_s
 
 
-Route = Callable[[Chat, int], int]
-"""Chat and number of the request to the server's position."""
+Route = Callable[[int, Chat, int], int]
+"""From the number of servers, the chat and the number of the request to a server's position."""
+SHAPE = {"turns": 8, "first_words": 300, "turn_words": 60, "answer_tokens": 8}
+"""Flags; see :func:`shape_of`."""
+COLUMNS = {
+    "setting": "{setting}", "hits": "{hit_rate:.1%}", "ceiling": "{ceiling:.1%}", "requests/s": "{rate:.2f}",
+    "beside the first": "{rate_ratio:.2f}x", "request": "{request_s:.2f} s",
+}  # fmt: skip
+
+
+def shape_of(given: argparse.Namespace) -> Shape:
+    """By the flags of ``SHAPE``."""
+    return Shape(given.turns, given.first_words, given.turn_words, given.answer_tokens)
+
+
+def rows_of(passes: dict[str, list[Pass]]) -> list[dict[str, Any]]:
+    """A row for each setting: medians of its rounds, and requests/s beside the first setting's, round by round."""
+    base = [each.rate for each in next(iter(passes.values()))]
+    rows = []
+    for setting, mine in passes.items():
+        fields = medians([{name: getattr(each, name) for name in ("hit_rate", "ceiling", "rate")} for each in mine])
+        fields["request_s"] = median([spent_s for each in mine for spent_s in each.times_s])
+        fields["rate_ratio"] = ratio([each.rate for each in mine], base)
+        rows.append({"setting": setting, **fields, "passes": [(each.hit_rate, each.rate) for each in mine]})
+    return rows
 
 
 class Load:
@@ -150,38 +169,38 @@ class Load:
     def run_for(self, url: str, seconds: float, warm_s: float) -> Pass:
         """For ``warm_s`` seconds, and for another ``seconds`` that count. What is under way at the end is cancelled."""
         window = _Window(starts_s=time.perf_counter() + warm_s)
-        return asyncio.run(self._run([url], lambda chat, number: 0, Pass(), window, warm_s + seconds))
+        return asyncio.run(self._run([url], first, Pass(), window, warm_s + seconds))
 
-    async def _run(self, urls: list[str], route: Route, found: Pass, window: _Window, limit_s: float | None) -> Pass:
+    async def _run(self, urls: list[str], route: Route, seen: Pass, window: _Window, limit_s: float | None) -> Pass:
         sent = itertools.count()
         async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
-            each = [self._client(client, urls, route, sent, window, found) for _ in range(self._clients)]
-            tasks = [asyncio.create_task(one) for one in each]
+            each = [self._client(client, urls, route, sent, window, seen) for _ in range(self._clients)]
+            tasks = [asyncio.create_task(work) for work in each]
             done, late = await asyncio.wait(tasks, timeout=limit_s)
-            found.wall_s = time.perf_counter() - window.starts_s
+            seen.wall_s = time.perf_counter() - window.starts_s
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
             for task in done:
                 task.result()  # a client that failed ends the run
-        return found
+        return seen
 
     async def _client(
         self, client: httpx.AsyncClient, urls: list[str], route: Route, sent: Iterator[int], window: _Window,
-        found: Pass,
+        seen: Pass,
     ) -> None:  # fmt: skip
         while (number := next(sent)) < window.limit:
             chat = self._line.popleft()
             begin = time.perf_counter()
-            answer = await self._answer(client, urls[route(chat, number)], chat, found)
+            answer = await self._answer(client, urls[route(len(urls), chat, number)], chat, seen)
             end = time.perf_counter()
-            self._count(chat, answer["usage"], end - begin, found, window.counts(end))
+            self._count(chat, answer["usage"], end - begin, seen, window.counts(end))
             if chat.answered(answer["choices"][0]["message"]["content"]):
                 self._ends.pop(chat.number, None)
                 chat = self._new()
             self._line.append(chat)
 
-    async def _answer(self, client: httpx.AsyncClient, url: str, chat: Chat, found: Pass) -> dict[str, Any]:
+    async def _answer(self, client: httpx.AsyncClient, url: str, chat: Chat, seen: Pass) -> dict[str, Any]:
         body = {"model": "x", "messages": chat.ask(), "max_tokens": chat.shape.answer_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "prompt_cache_key": f"{self._seed}-{chat.number}"}
         while True:
@@ -189,18 +208,18 @@ class Load:
             if answer.status_code not in REFUSED:
                 answer.raise_for_status()
                 return dict(answer.json())
-            found.refused += 1
+            seen.refused += 1
             await asyncio.sleep(float(answer.headers.get("retry-after", 1.0)))
 
-    def _count(self, chat: Chat, usage: dict[str, Any], spent_s: float, found: Pass, counts: bool) -> None:
+    def _count(self, chat: Chat, usage: dict[str, Any], spent_s: float, seen: Pass, counts: bool) -> None:
         reusable = self._ends.get(chat.number, 0)
         self._ends[chat.number] = usage["total_tokens"]
         if counts:
-            found.requests += 1
-            found.prompt_tokens += usage["prompt_tokens"]
-            found.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            found.reusable_tokens += reusable
-            found.times_s.append(spent_s)
+            seen.requests += 1
+            seen.prompt_tokens += usage["prompt_tokens"]
+            seen.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            seen.reusable_tokens += reusable
+            seen.times_s.append(spent_s)
 
 
 def sticky(servers: int, chat: Chat, number: int) -> int:

@@ -1,0 +1,44 @@
+"""What processes of tests leave out of torch and transformers, as those of the product do: 2 s of CPU in each; and
+what Triton's interpreter looks up once."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+
+def leave_compiler_out() -> None:
+    """Before anything else imports transformers. Triton, and gloo in the place of NCCL, stay: tests ask for them."""
+    import torch
+
+    from memserve.system import imports
+
+    is_distributed = torch.distributed.is_available
+    imports.leave_compiler_out("cpu")
+    import transformers.modeling_utils  # noqa: F401  # reads what there is
+
+    torch.distributed.is_available = is_distributed
+    if sys.modules["triton"] is None:
+        del sys.modules["triton"]
+
+
+def interpret_quickly() -> None:
+    """At each call of a function of a kernel Triton's interpreter looks through its whole language for what it has to
+    replace there: here only the first time."""
+    import inspect
+
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    @cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        for name in names(package):
+            member = getattr(package, name)
+            if core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch
