@@ -222,7 +222,7 @@ def cut_mailbox(faults: Faults) -> None:
             send(self, to, message)
 
     def lossy_build(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = ("me", "where", "on_message")
+        names = ("self_peer", "where", "on_message")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         deliver: Callable[[Any, Any], None] = given["on_message"]
 

@@ -409,7 +409,7 @@ def graphs_keep_what_they_read() -> bool:
             super().__init__()
             self.outside: list[StorageWeakRef] = []
 
-        def capture(self, run: Any) -> Any:
+        def capture_graph(self, run: Any) -> Any:
             with Reads() as reads:
                 logits = run()
             inner = {one.untyped_storage()._cdata for one in reads.made if torch._C._has_storage(one)}

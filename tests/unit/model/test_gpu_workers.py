@@ -353,7 +353,7 @@ def a_worker_that_fails_ends_the_instance() -> bool:
         with _together(Parallel(2), limit_s=1.0 if how == "silence" else 60.0) as instance:
             over = threading.Event()
             if how == "begin":
-                instance.parts[1]._prepare = lambda plan: fails()
+                instance.parts[1]._apply_plan = lambda plan: fails()
             elif how == "finish":
                 instance.parts[1].finishing = fails
             else:

@@ -119,8 +119,8 @@ def test_sizes_at_the_edge_of_the_native_step() -> None:
     limit = captured.native.rows_max
     eager = EagerForward(module, pack=False)
     for tokens, rows in ((1, 0), (1, 1), (limit, 3), (limit + 1, 3), (limit, limit)):
-        inputs = capture._build_inputs(tokens, rows, VOCAB)
-        got, want = capture._compute_logits(captured, inputs), capture._compute_logits(eager, inputs)
+        inputs = capture._inputs(tokens, rows, VOCAB)
+        got, want = capture._logits(captured, inputs), capture._logits(eager, inputs)
         assert got.shape == (rows, VOCAB)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -128,9 +128,9 @@ def test_sizes_at_the_edge_of_the_native_step() -> None:
 def test_results_of_one_step_survive_the_next() -> None:
     """Native values lie in a workspace that the next step overwrites: logits must not."""
     captured = capture_forward(tiny("llama"))
-    first = capture._compute_logits(captured, capture._build_inputs(4, 4, VOCAB))
+    first = capture._logits(captured, capture._inputs(4, 4, VOCAB))
     kept = first.clone()
-    capture._compute_logits(captured, capture._build_inputs(9, 5, VOCAB))
+    capture._logits(captured, capture._inputs(9, 5, VOCAB))
     assert torch.equal(first, kept)
 
 
@@ -139,13 +139,13 @@ def test_released_module_holds_nothing() -> None:
     module = tiny("qwen2")
     captured = capture_forward(module)
     assert captured is not None
-    inputs = capture._build_inputs(5, 2, VOCAB)
-    before = capture._compute_logits(captured, inputs)
+    inputs = capture._inputs(5, 2, VOCAB)
+    before = capture._logits(captured, inputs)
     for parameter in module.parameters():
         parameter.data.fill_(float("nan"))
     release_weights(module)
     assert sum(parameter.numel() for parameter in module.parameters()) == 0
-    assert torch.equal(capture._compute_logits(captured, inputs), before)
+    assert torch.equal(capture._logits(captured, inputs), before)
 
 
 class _Wrapped:
@@ -188,9 +188,9 @@ def test_in_place_operations_are_left_in_their_order() -> None:
     wrapped = _Wrapped(tiny("llama"), lambda logits, ids: logits.clone().mul_(2.0).add_(logits))
     captured = capture_forward(wrapped)
     assert captured is not None and captured.native is None
-    inputs = capture._build_inputs(6, 2, VOCAB)
+    inputs = capture._inputs(6, 2, VOCAB)
     torch.testing.assert_close(
-        capture._compute_logits(captured, inputs), capture._compute_logits(EagerForward(wrapped, pack=False), inputs)
+        capture._logits(captured, inputs), capture._logits(EagerForward(wrapped, pack=False), inputs)
     )
 
 

@@ -83,7 +83,7 @@ def forwards() -> None:
         seen = [id(value) for value in captured._run.__globals__.values()]
         used = {name for name, operation in fused_gpu.OPERATIONS.items() if id(operation) in seen}
         assert len(used) == {"gpt_neox": 1}.get(family, 4), (family, used)
-        inputs = capture._build_inputs(9, 3, 131, None, 5)
+        inputs = capture._inputs(9, 3, 131, None, 5)
         with step_attention(DenseAttention()):
             want, got = EagerForward(module, pack=False)(**inputs), captured(**inputs)
         print(family, float((want - got).abs().max() / want.abs().max()))
