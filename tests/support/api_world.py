@@ -84,6 +84,7 @@ class TinyModel:
     default_max_tokens: int | None = None
     kv_tokens: int = 4 * CONTEXT_TOKENS
     kv_lower_dtype: str = "auto"
+    quantization: str = "none"
     position_regimes: PositionRegimes = NO_REGIMES
 
     @property

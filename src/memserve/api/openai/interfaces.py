@@ -44,6 +44,10 @@ class ServedModel(Protocol):
         """How KV lies in the second tier (:data:`memserve.base.kv_layout.LOWER_DTYPES`)."""
 
     @property
+    def quantization(self) -> str:
+        """``auto``: some weights are computed with as they are stored; ``none``."""
+
+    @property
     def position_regimes(self) -> PositionRegimes:
         """What decides how positions are computed."""
 

@@ -337,6 +337,8 @@ def serve_until_signal(
             text.append(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
         if model.kv_lower_dtype != AS_COMPUTED:
             text.append(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
+        if model.quantization != "none":
+            text.append("weights: as they are stored in the file; activations are rounded to int8")
         print_lines(*text, result=True)
 
     ends = {"on_ready": on_ready, "on_end": served.on_end}

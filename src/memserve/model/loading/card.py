@@ -42,6 +42,8 @@ class ModelCard:
     kv_lower_dtype: str = AS_COMPUTED
     """How KV lies in the second tier (:data:`memserve.base.kv_layout.LOWER_DTYPES`)."""
     position_regimes: PositionRegimes = NO_REGIMES
+    quantization: str = "none"
+    """``auto``: some weights are computed with as they are stored."""
 
     @classmethod
     def of_model(cls, model: LoadedModel) -> ModelCard:
@@ -56,6 +58,7 @@ class ModelCard:
             model.context_note,
             model.kv_lower_dtype,
             model.position_regimes,
+            model.quantization,
         )
 
     def encode(self) -> bytes:
@@ -99,6 +102,7 @@ class RemoteModel:
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS
     kv_lower_dtype: str = AS_COMPUTED
     position_regimes: PositionRegimes = NO_REGIMES
+    quantization: str = "none"
 
     @property
     def max_model_tokens(self) -> int:
@@ -134,6 +138,7 @@ def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> Rem
         card.generation_defaults,
         kv_lower_dtype=card.kv_lower_dtype,
         position_regimes=card.position_regimes,
+        quantization=card.quantization,
     )
 
 

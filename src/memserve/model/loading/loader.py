@@ -81,6 +81,7 @@ class LoadedModel:
     kv_tokens: int = 0  # how many the KV memory holds, once it is known
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # of a chat; None: what the context has room for
     kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known
+    quantization: str = "none"  # auto: some weights are computed with as they are stored
     attends_plainly: bool = True  # no layer has a window or sinks
     adapters: Adapters | None = None  # LoRA adapters; None: none
     position_regimes: PositionRegimes = NO_REGIMES  # what decides how positions are computed
@@ -138,15 +139,14 @@ def load_model(
     tokenizer = load_tokenizer(folder)
     identity, original = fingerprint(folder.path), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
-    if quantization == "auto":
-        identity = _keep_stored(module, folder, dtype_name, identity)
+    stored = _keep_stored(module, folder, dtype_name, identity) if quantization == "auto" else identity
     regimes = install_length_rotaries(module) if original else NO_REGIMES
     vocab_size = _vocab_size(module)
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
         geometry=geometry,
-        fingerprint=_with_regimes(identity, regimes),
+        fingerprint=_with_regimes(stored, regimes),
         name=folder.name,
         max_model_tokens=_max_model_tokens(module.config, layers, original, regimes),
         vocab_size=vocab_size,
@@ -157,6 +157,7 @@ def load_model(
         generation_defaults=_generation_defaults(folder),
         attends_plainly=not original and not any(layer.window or layer.sinks for layer in layers),
         position_regimes=regimes or NO_REGIMES,
+        quantization="none" if stored == identity else quantization,
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
     )
@@ -197,6 +198,7 @@ def _keep_stored(module: Any, folder: ModelFolder, dtype: str, identity: str) ->
 
     Only in bfloat16: float32 promises the arithmetic of the numbers."""
     if folder.gguf is None or dtype != "bfloat16":
+        log.warning("--quantization auto changes nothing: it is for .gguf files, computed in bfloat16")
         return identity
     from memserve.model.loading.stored import remember_stored, stored_in_file
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gguf_files import write_gguf
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import CapturedForward, capture_forward
 from memserve.model.linears import PackedLinear
 from memserve.model.loading.loader import LoadedModel, load_model
@@ -38,7 +38,7 @@ def captured(model: LoadedModel) -> CapturedForward:
 
 def logits(forward: Any, tokens: int, rows: int) -> Tensor:
     ids = (torch.arange(tokens) + 1) * 7919 % VOCAB
-    with attending(DenseAttention()):
+    with step_attention(DenseAttention()):
         return torch.as_tensor(forward(ids, torch.arange(tokens), torch.arange(tokens - rows, tokens)))
 
 

@@ -151,12 +151,20 @@ def _check_answer_size(requests: list[Request], logprobs: int | None, *, echo: b
         raise bad_request(message, "max_tokens")
 
 
+def _why_inexact(model: ServedModel) -> str:
+    """What is rounded here, and by which option; empty: nothing."""
+    if model.kv_lower_dtype != AS_COMPUTED:
+        return f"KV may be rounded to {model.kv_lower_dtype} here (--kv-lower-dtype)"
+    if model.quantization != "none":
+        return f"activations are rounded to int8 here (--quantization {model.quantization})"
+    return ""
+
+
 def _plan(
     body: GenerationBody, prompts: list[Prompt], model: ServedModel, caller: Caller, request_id: str, *,
     n: int, sample_count: int, max_tokens: int | None, echo: bool, logprobs: int | None, calls: CallPlan | None = None,
 ) -> Generation:  # fmt: skip
-    if body.exact and model.kv_lower_dtype != AS_COMPUTED:
-        reason = f"KV may be rounded to {model.kv_lower_dtype} here (--kv-lower-dtype)"
+    if body.exact and (reason := _why_inexact(model)):
         raise bad_request(f"{reason}, so no answer is exact: leave out exact, or ask another server", "exact")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
