@@ -255,7 +255,7 @@ def test_expelled_member_drops_work_and_rejoins_as_new(router, node) -> None:
     it.device.gate.set()
     assert answer(news) == (truth, FinishReason.LENGTH)
     assert router.stats().cluster.counters.resumptions == 1
-    assert router.members()["c1"].peer == it.member.me == it.machine.me
+    assert router.members()["c1"].peer == it.member.self_peer == it.machine.self_peer
 
 
 def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> None:
@@ -391,10 +391,10 @@ def test_idle_router_is_not_abandoned(router, node, monkeypatch) -> None:
     )
     it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
     assert router.wait_for_members(["c1"], WAIT_S)
-    first, since_ns = it.member.me, time.monotonic_ns()
+    first, since_ns = it.member.self_peer, time.monotonic_ns()
     patience_ns = 3 * IMPATIENT.silent_after_ns
     eventually(lambda: time.monotonic_ns() - since_ns > patience_ns and words.count(HeartbeatAck()) >= 10)
-    assert it.member.me == first and it.addresses.address == router.address
+    assert it.member.self_peer == first and it.addresses.address == router.address
 
 
 def test_member_cut_off_for_a_while_returns_to_its_router(router, node, monkeypatch) -> None:
@@ -408,7 +408,7 @@ def test_member_cut_off_for_a_while_returns_to_its_router(router, node, monkeypa
     deaf.set()
     eventually(lambda: it.addresses.address != router.address)
     deaf.clear()
-    eventually(lambda: it.addresses.address == router.address == it.addresses.home)
+    eventually(lambda: it.addresses.address == router.address == it.addresses.joined_address)
     request, truth = ask("back", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
 
@@ -427,12 +427,12 @@ def test_late_join_accepted_sets_address_of_the_join(router, node, monkeypatch) 
     monkeypatch.setattr(MemberProcess, "_message_arrived", arrive)
     it = node("c1", f"{router.address},{away}")
     assert it.member.wait_joined(WAIT_S) and late.is_set()
-    assert it.addresses.address == it.addresses.home == router.address
+    assert it.addresses.address == it.addresses.joined_address == router.address
     behind = msgspec.structs.replace(it.member._member.info, peer=Peer("c2", 1))
-    router._mailbox.send(it.member.me, JoinAccepted((), away))  # of a Join that was under way
-    router._mailbox.send(it.member.me, PeerJoined(behind))
+    router._mailbox.send(it.member.self_peer, JoinAccepted((), away))  # of a Join that was under way
+    router._mailbox.send(it.member.self_peer, PeerJoined(behind))
     eventually(lambda: behind.peer in it.ports[0].met)  # no member: the router takes it back after a heartbeat
-    assert it.addresses.address == it.addresses.home == router.address
+    assert it.addresses.address == it.addresses.joined_address == router.address
     request, truth = ask("late", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
 
