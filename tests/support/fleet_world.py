@@ -254,7 +254,7 @@ class Fleet:
             del self.wires[wire]
         self.generations[name] += 1
         member.peer = Peer(name, self.generations[name])
-        member.machine.reborn(member.peer)
+        member.machine.restart_as(member.peer)
         self.welcome_all()
         for job in self.jobs.values():
             if not job.done and name in job.involved:

@@ -121,7 +121,7 @@ def _plan(plan: Any) -> str:
     words += [f"open {opened.slot}" for opened in plan.open]
     for slot, start, count, draws in rows:
         words.append(f"slot {slot} [{start}, {start + count})" + (" draws" if draws else ""))
-    words += [f"slot {late.slot} draws behind {late.known}" for late in plan.late_draws]
+    words += [f"slot {late.slot} draws behind {late.known_tokens}" for late in plan.late_draws]
     return f"{plan.step_id}: {', '.join(words)}"
 
 

@@ -139,7 +139,8 @@ def test_no_process_of_a_cluster_shows_keys_to_others(
 def test_the_environment_of_later_children_has_no_keys(tmp_path: Path) -> None:
     """Whatever starts a process after the options are read (a conversion, for one)."""
     code = (
-        "import os, subprocess\nfrom memserve.cli.credentials import api_keys\nassert api_keys(None, None).read()\n"
+        "import os, subprocess\nfrom memserve.cli.credentials import api_keys\n"
+        "assert api_keys(None, None).read_keys()\n"
         "print(subprocess.run(['env'], capture_output=True, text=True).stdout)"
     )
     environment = {**os.environ, "MEMSERVE_API_KEY": KEYS[1]}

@@ -186,26 +186,26 @@ def submit(router: RouterEngine, request: Request) -> queue.Queue:
 
 def test_members_meet_answer_and_tell_how_they_are(router, node) -> None:
     nodes = [node("c1", router.address), node("c2", router.address)]
-    assert router.wait_for(["c1", "c2"], WAIT_S)
+    assert router.wait_for_members(["c1", "c2"], WAIT_S)
     asked = [ask("r" * k, 3 + k) for k in range(1, 9)]
     answers = [submit(router, request) for request, _ in asked]
     for (_, truth), news in zip(asked, answers, strict=True):
         assert answer(news) == (truth, FinishReason.LENGTH)
-    eventually(lambda: nodes[0].ports[0].peers == {nodes[1].member.me})
-    eventually(lambda: nodes[1].ports[0].peers == {nodes[0].member.me})
+    eventually(lambda: nodes[0].ports[0].peers == {nodes[1].member.self_peer})
+    eventually(lambda: nodes[1].ports[0].peers == {nodes[0].member.self_peer})
     eventually(lambda: router.stats().instance.requests_finished == len(asked))
-    eventually(lambda: all(view.tree_blocks for view in router.instances()))  # KV events have come
+    eventually(lambda: all(view.tree_blocks for view in router.instance_views()))  # KV events have come
 
 
 def test_long_step_does_not_stop_heartbeats(router, node) -> None:
     it = node("c1", router.address)
-    assert router.wait_for(["c1"], WAIT_S)
+    assert router.wait_for_members(["c1"], WAIT_S)
     it.device.gate.clear()
     request, truth = ask("slow", 4)
     news = submit(router, request)
-    eventually(lambda: router.instances()[0].load.sequences_running)
-    [before] = router.instances()
-    eventually(lambda: router.instances()[0].last_seen_ns > before.last_seen_ns + 500 * NS_PER_MS)
+    eventually(lambda: router.instance_views()[0].load.sequences_running)
+    [before] = router.instance_views()
+    eventually(lambda: router.instance_views()[0].last_seen_ns > before.last_seen_ns + 500 * NS_PER_MS)
     it.device.gate.set()
     assert answer(news) == (truth, FinishReason.LENGTH)
 
@@ -213,8 +213,8 @@ def test_long_step_does_not_stop_heartbeats(router, node) -> None:
 def test_a_router_whose_loop_is_blocked_declares_no_member_dead(router, node) -> None:
     """The API's event loop reads what members say: while it is blocked, silence means nothing."""
     it = node("c1", router.address)
-    assert router.wait_for(["c1"], WAIT_S)
-    me, beats = it.member.me, 3 * CONFIG.dead_after_ns // (2 * BRISK.beat_ns)
+    assert router.wait_for_members(["c1"], WAIT_S)
+    me, beats = it.member.self_peer, 3 * CONFIG.dead_after_ns // (2 * BRISK.beat_ns)
 
     async def blocked() -> None:
         router.receive_messages_in(asyncio.get_running_loop())
@@ -222,11 +222,11 @@ def test_a_router_whose_loop_is_blocked_declares_no_member_dead(router, node) ->
         eventually(lambda: it.member._mailbox.counters.sent > sent + beats)  # nothing else runs in this loop
         blocked_until_ns = time.monotonic_ns()
         heard_ns = blocked_until_ns + CONFIG.dead_after_ns // 2
-        await asyncio.to_thread(eventually, lambda: router.instances()[0].last_seen_ns > heard_ns)
+        await asyncio.to_thread(eventually, lambda: router.instance_views()[0].last_seen_ns > heard_ns)
         router.receive_messages_in(None)
 
     asyncio.run(blocked())
-    assert it.member.me == me and router.members()["c1"].peer == me, "it was not expelled"
+    assert it.member.self_peer == me and router.members()["c1"].peer == me, "it was not expelled"
 
 
 def test_instance_with_lost_join_accepted_rejoins_as_new(node) -> None:
@@ -244,31 +244,31 @@ def test_instance_with_lost_join_accepted_rejoins_as_new(node) -> None:
 
 def test_expelled_member_drops_work_and_rejoins_as_new(router, node) -> None:
     it = node("c1", router.address)
-    assert router.wait_for(["c1"], WAIT_S)
+    assert router.wait_for_members(["c1"], WAIT_S)
     it.device.gate.clear()
     request, truth = ask("moved", 6)
     news = submit(router, request)
     eventually(lambda: it.machine.load().sequences_running)
-    first = it.member.me
+    first = it.member.self_peer
     router._mailbox.send(first, Expelled("a test says so"))
-    eventually(lambda: it.member.me.generation > first.generation)
+    eventually(lambda: it.member.self_peer.generation > first.generation)
     it.device.gate.set()
     assert answer(news) == (truth, FinishReason.LENGTH)
     assert router.stats().cluster.counters.resumptions == 1
-    assert router.members()["c1"].peer == it.member.me == it.machine.me
+    assert router.members()["c1"].peer == it.member.self_peer == it.machine.self_peer
 
 
 def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> None:
     it = node("c1", router.address)
-    assert router.wait_for(["c1"], WAIT_S)
-    first = it.member.me
+    assert router.wait_for_members(["c1"], WAIT_S)
+    first = it.member.self_peer
     router.close(WAIT_S)
     successor = new_router(int(router.address.rpartition(":")[2]))
     try:
         assert successor.wait_for_members(["c1"], WAIT_S)
         request, truth = ask("again", 5)
         assert answer(submit(successor, request)) == (truth, FinishReason.LENGTH)
-        assert it.member.me.generation > first.generation
+        assert it.member.self_peer.generation > first.generation
     finally:
         successor.close(WAIT_S)
 
@@ -317,7 +317,7 @@ def test_new_router_gets_held_answers_before_further_tokens(node, monkeypatch) -
     old, new = router_of(7), router_of(8)
     it = node("c1", old.address)
     eventually(lambda: said_to(7, Join))
-    me = it.member.me
+    me = it.member.self_peer
     for mailbox in (old, new):
         mailbox.connect(me, it.member._mailbox.address)
     old.send(me, JoinAccepted(()))
@@ -356,7 +356,7 @@ def test_new_router_gets_held_answers_before_further_tokens(node, monkeypatch) -
 def test_a_router_is_found_at_the_address_where_one_is(router, node) -> None:
     """The first of the cluster's routers is away when the instance starts."""
     it = node("c1", f"tcp://127.0.0.1:9,{router.address}", config=IMPATIENT)
-    assert router.wait_for(["c1"], WAIT_S)
+    assert router.wait_for_members(["c1"], WAIT_S)
     request, truth = ask("found", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
     it.member.wait_joined(WAIT_S)
@@ -366,7 +366,7 @@ def test_member_joins_next_router_that_has_no_record_of_it(router, node) -> None
     """No router calls it back: it knocks itself, and keeps its cache."""
     standby_port = free_port()
     it = node("c1", f"{router.address},tcp://127.0.0.1:{standby_port}", config=IMPATIENT)
-    assert router.wait_for(["c1"], WAIT_S)
+    assert router.wait_for_members(["c1"], WAIT_S)
     request, truth = ask("first", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
     router.close(WAIT_S)
@@ -386,29 +386,29 @@ def test_idle_router_is_not_abandoned(router, node, monkeypatch) -> None:
     arrived = MemberProcess._message_arrived
     monkeypatch.setattr(
         MemberProcess,
-        "_on_message",
+        "_message_arrived",
         lambda self, sender, message: (words.append(message), arrived(self, sender, message)),
     )
     it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
-    assert router.wait_for(["c1"], WAIT_S)
-    first, since_ns = it.member.me, time.monotonic_ns()
+    assert router.wait_for_members(["c1"], WAIT_S)
+    first, since_ns = it.member.self_peer, time.monotonic_ns()
     patience_ns = 3 * IMPATIENT.silent_after_ns
     eventually(lambda: time.monotonic_ns() - since_ns > patience_ns and words.count(HeartbeatAck()) >= 10)
-    assert it.member.me == first and it.addresses.address == router.address
+    assert it.member.self_peer == first and it.addresses.address == router.address
 
 
 def test_member_cut_off_for_a_while_returns_to_its_router(router, node, monkeypatch) -> None:
     """For a while nothing of the router arrives: the instance looks elsewhere, and hears it when it turns back."""
     arrived, deaf = MemberProcess._message_arrived, threading.Event()
     monkeypatch.setattr(
-        MemberProcess, "_on_message", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
+        MemberProcess, "_message_arrived", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
     )
     it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
-    assert router.wait_for(["c1"], WAIT_S)
+    assert router.wait_for_members(["c1"], WAIT_S)
     deaf.set()
     eventually(lambda: it.addresses.address != router.address)
     deaf.clear()
-    eventually(lambda: it.addresses.address == router.address == it.addresses.home)
+    eventually(lambda: it.addresses.address == router.address == it.addresses.joined_address)
     request, truth = ask("back", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
 
@@ -424,54 +424,54 @@ def test_late_join_accepted_sets_address_of_the_join(router, node, monkeypatch) 
             self._mailbox.connect(Peer(ROUTER, 0), away)
         arrived(self, sender, message)
 
-    monkeypatch.setattr(MemberProcess, "_on_message", arrive)
+    monkeypatch.setattr(MemberProcess, "_message_arrived", arrive)
     it = node("c1", f"{router.address},{away}")
     assert it.member.wait_joined(WAIT_S) and late.is_set()
-    assert it.addresses.address == it.addresses.home == router.address
+    assert it.addresses.address == it.addresses.joined_address == router.address
     behind = msgspec.structs.replace(it.member._member.info, peer=Peer("c2", 1))
-    router._mailbox.send(it.member.me, JoinAccepted((), away))  # of a Join that was under way
-    router._mailbox.send(it.member.me, PeerJoined(behind))
+    router._mailbox.send(it.member.self_peer, JoinAccepted((), away))  # of a Join that was under way
+    router._mailbox.send(it.member.self_peer, PeerJoined(behind))
     eventually(lambda: behind.peer in it.ports[0].met)  # no member: the router takes it back after a heartbeat
-    assert it.addresses.address == it.addresses.home == router.address
+    assert it.addresses.address == it.addresses.joined_address == router.address
     request, truth = ask("late", 5)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
 
 
 def test_a_drained_member_finishes_what_it_has_and_leaves(router, node) -> None:
     it = node("c1", router.address)
-    assert router.wait_for(["c1"], WAIT_S)
+    assert router.wait_for_members(["c1"], WAIT_S)
     it.device.gate.clear()
     request, truth = ask("last", 5)
     news = submit(router, request)
-    eventually(lambda: router.instances()[0].load.sequences_running)
-    router.drain("c1")
-    eventually(lambda: router.instances()[0].state == "draining")
+    eventually(lambda: router.instance_views()[0].load.sequences_running)
+    router.drain_member("c1")
+    eventually(lambda: router.instance_views()[0].state == "draining")
     assert not it.member._ended.is_set()
     it.device.gate.set()
     assert answer(news) == (truth, FinishReason.LENGTH)
-    it.member.wait()
-    eventually(lambda: not router.instances())
+    it.member.wait_for_end()
+    eventually(lambda: not router.instance_views())
     assert router.stats().cluster.counters.members_left == 1
 
 
 def test_patience_ends(router, node) -> None:
     it, other = node("c1", router.address), node("c2", router.address)
-    assert router.wait_for(["c1", "c2"], WAIT_S)
+    assert router.wait_for_members(["c1", "c2"], WAIT_S)
     it.device.gate.clear()
     other.device.gate.clear()
     request, truth = ask("moves on", 5)
     news = submit(router, request)
-    eventually(lambda: [v for v in router.instances() if v.load.sequences_running])
+    eventually(lambda: [v for v in router.instance_views() if v.load.sequences_running])
     busy, idle = (it, other) if it.machine.load().sequences_running else (other, it)
-    busy.member.drain(0.1)
-    busy.member.wait()
+    busy.member.drain_and_leave(0.1)
+    busy.member.wait_for_end()
     idle.device.gate.set()
     assert answer(news) == (truth, FinishReason.LENGTH)
 
 
 def test_another_model_is_refused(router, node) -> None:
     node("c1", router.address)
-    assert router.wait_for(["c1"], WAIT_S)
+    assert router.wait_for_members(["c1"], WAIT_S)
     stranger = node("c2", router.address, "another model")
     with pytest.raises(UserError, match="refuses"):
         stranger.member.wait_joined(WAIT_S)
@@ -480,22 +480,22 @@ def test_another_model_is_refused(router, node) -> None:
 
 def test_member_without_a_router_does_not_join(node) -> None:
     it = node("c1", "tcp://127.0.0.1:9")
-    assert not it.member.wait_joined(0.2) and not it.member.ended
+    assert not it.member.wait_joined(0.2) and not it.member.has_ended
 
 
 def test_machine_failure_ends_member_and_work_moves_on(router, node, monkeypatch) -> None:
     it = node("c1", router.address)
-    assert router.wait_for(["c1"], WAIT_S)
+    assert router.wait_for_members(["c1"], WAIT_S)
     it.device.gate.clear()
     request, truth = ask("survivor", 5)
     news = submit(router, request)
     eventually(lambda: it.machine.load().sequences_running)
     node("c2", router.address)
-    assert router.wait_for(["c1", "c2"], WAIT_S)
+    assert router.wait_for_members(["c1", "c2"], WAIT_S)
     monkeypatch.setattr(
         Device, "run", lambda self, plan: object() if self is it.device else SymbolicDevice.run(self, plan)
     )
     it.device.gate.set()  # the machine is told something that is no event
     with pytest.raises(UserError, match="broke"):
-        it.member.wait()
+        it.member.wait_for_end()
     assert answer(news) == (truth, FinishReason.LENGTH)

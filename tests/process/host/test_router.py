@@ -157,12 +157,12 @@ def test_a_prefix_is_pinned_where_it_lies_and_given_up(router, instance) -> None
     member = instance("c1")
     request = structs.replace(ask("read", 1), tenant="tenant")
     collect(submit(router, request))
-    router.pin("doc", "tenant", request.prompt, 60_000 * NS_PER_MS)
+    router.pin_prefix("doc", "tenant", request.prompt, 60_000 * NS_PER_MS)
     eventually(lambda: router.pinned_tokens(["doc"], "tenant") == [64])
     assert router.pinned_tokens(["doc", "no"], "another") == [None, None]
     (kept,) = router.named_prefixes("tenant")
     assert (kept.handle, kept.pinned_tokens) == ("doc", 64) and router.named_prefixes("another") == []
-    router.unpin("doc", "tenant")
+    router.unpin_prefix("doc", "tenant")
     eventually(lambda: member.has_heard(Unpin))
     assert router.pinned_tokens(["doc"], "tenant") == [None] and len(member.has_heard(Pin)) == 1
 

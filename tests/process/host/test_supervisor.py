@@ -83,21 +83,21 @@ def is_alive(pid: int) -> bool:
 def test_child_gets_secret_and_is_restarted_on_death(world) -> None:
     it = world("time.sleep(60)")
     eventually(it.lives)
-    it.supervisor.settle()
+    it.supervisor.confirm_started()
     [[first, secret, parent]] = it.lives()
-    assert (secret, parent) == ("the secret", os.getpid()) and it.supervisor.pids == {"x1": first}
+    assert (secret, parent) == ("the secret", os.getpid()) and it.supervisor.child_pids == {"x1": first}
     os.kill(first, signal.SIGKILL)
     eventually(lambda: len(it.lives()) == 2)
     assert it.deaths == ["x1"] and it.how == ["was ended by signal 9"]
-    assert it.supervisor.stats() == {"x1": ChildStats(is_running=True, restarts=1, deaths=1, spawn_failures=0)}
-    it.supervisor.check()
+    assert it.supervisor.child_stats() == {"x1": ChildStats(is_running=True, restarts=1, deaths=1, spawn_failures=0)}
+    it.supervisor.raise_failure()
 
 
 def test_startup_error_of_child_is_reported_without_retry(world) -> None:
     it = world("print(json.dumps({'error': 'no room', 'hint': 'buy some'})); sys.exit(1)")
     eventually(lambda: it.supervisor._failure)
     with pytest.raises(UserError, match="instance x1: no room") as raised:
-        it.supervisor.check()
+        it.supervisor.raise_failure()
     assert raised.value.hint == "buy some" and len(it.lives()) == 1 and not it.deaths
 
 
@@ -108,7 +108,7 @@ def test_silent_child_death_is_described(world, body: str, words: str) -> None:
     it = world(body)
     eventually(lambda: it.supervisor._failure)
     with pytest.raises(UserError, match=words):
-        it.supervisor.settle()
+        it.supervisor.confirm_started()
 
 
 def test_why_a_child_does_not_come_back_is_logged_with_a_hint(world, caplog: pytest.LogCaptureFixture) -> None:
@@ -118,7 +118,7 @@ def test_why_a_child_does_not_come_back_is_logged_with_a_hint(world, caplog: pyt
         "time.sleep(60)"
     )
     eventually(it.lives)
-    it.supervisor.settle()
+    it.supervisor.confirm_started()
     os.kill(it.lives()[0][0], signal.SIGKILL)
     eventually(lambda: "instance x1: the file has 7 bytes; the next attempt" in caplog.text)
     assert "(hint: give 7)" in caplog.text
@@ -128,7 +128,7 @@ def test_child_ignoring_sigterm_is_killed(world) -> None:
     deafness = "signal.signal(signal.SIGTERM, signal.SIG_IGN); log.with_name('deaf').touch()"
     it = world(f"{deafness}\nwhile True: time.sleep(1)")
     eventually(it.log.with_name("deaf").exists)
-    it.supervisor.settle()
+    it.supervisor.confirm_started()
     [[pid, _, _]] = it.lives()
     it.supervisor.close()
     assert not is_alive(pid) and not it.deaths and len(it.lives()) == 1
@@ -241,17 +241,17 @@ def test_failing_restart_is_retried_and_affects_no_other_child(
 ) -> None:
     it = world("time.sleep(60)", "x1", "x2")
     eventually(lambda: len(it.lives()) == 2)
-    it.supervisor.settle()
+    it.supervisor.confirm_started()
     spawns.failures = {"x1": [failure] * 3}
-    before = it.supervisor.pids
+    before = it.supervisor.child_pids
     os.kill(before["x1"], signal.SIGKILL)
-    eventually(lambda: it.supervisor.pids.get("x1", before["x1"]) != before["x1"])
-    assert it.supervisor.pids["x2"] == before["x2"]
-    assert it.supervisor.stats()["x1"] == ChildStats(is_running=True, restarts=1, deaths=1, spawn_failures=3)
+    eventually(lambda: it.supervisor.child_pids.get("x1", before["x1"]) != before["x1"])
+    assert it.supervisor.child_pids["x2"] == before["x2"]
+    assert it.supervisor.child_stats()["x1"] == ChildStats(is_running=True, restarts=1, deaths=1, spawn_failures=3)
     told = [record.message for record in caplog.records if "cannot be started" in record.message]
     assert len(told) == 3 and all("x1" in line and "\n" not in line for line in told)
-    os.kill(it.supervisor.pids["x2"], signal.SIGKILL)  # the thread of the other one lives as well
-    eventually(lambda: it.supervisor.stats()["x2"].restarts == 1)
+    os.kill(it.supervisor.child_pids["x2"], signal.SIGKILL)  # the thread of the other one lives as well
+    eventually(lambda: it.supervisor.child_stats()["x2"].restarts == 1)
 
 
 def test_first_spawn_failure_ends_startup_with_reason(world, spawns: Spawns) -> None:
@@ -259,39 +259,39 @@ def test_first_spawn_failure_ends_startup_with_reason(world, spawns: Spawns) -> 
     it = world("time.sleep(60)", "x1")
     eventually(lambda: it.supervisor._failure)
     with pytest.raises(UserError, match="instance x1 cannot be started: Too many open files"):
-        it.supervisor.check()
+        it.supervisor.raise_failure()
 
 
 def test_crash_loop_is_restarted_with_bounded_backoff(world, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backoff grows to its last entry, stays there, and each attempt is counted."""
     it = world("log.with_name('again').exists() and sys.exit(3)\ntime.sleep(60)")
     eventually(it.lives)
-    it.supervisor.settle()
+    it.supervisor.confirm_started()
     pauses: list[float] = []
     monkeypatch.setattr(supervisor_module, "BACKOFF_S", (0.001, 0.002, 0.004))
     wait = it.supervisor._retiring.wait
     monkeypatch.setattr(it.supervisor._retiring, "wait", lambda pause_s: pauses.append(pause_s) or wait(pause_s))
     it.log.with_name("again").touch()
-    os.kill(it.supervisor.pids["x1"], signal.SIGKILL)
+    os.kill(it.supervisor.child_pids["x1"], signal.SIGKILL)
     eventually(lambda: len(pauses) > 5)
     assert pauses[:5] == [0.002, 0.004, 0.004, 0.004, 0.004]
-    assert it.supervisor.stats()["x1"].deaths >= 5
+    assert it.supervisor.child_stats()["x1"].deaths >= 5
 
 
 def test_child_is_restarted_when_death_callback_fails(world) -> None:
     it = world("time.sleep(60)")
     eventually(it.lives)
-    it.supervisor.settle()
+    it.supervisor.confirm_started()
     it.supervisor._on_death = lambda name, how: [][0]  # whatever hangs on it
-    os.kill(it.supervisor.pids["x1"], signal.SIGKILL)
+    os.kill(it.supervisor.child_pids["x1"], signal.SIGKILL)
     eventually(lambda: len(it.lives()) == 2)
 
 
 def test_words_that_are_no_text_end_no_thread(world) -> None:
     it = world("sys.stdout.buffer.write(bytes([255, 254])); sys.stdout.flush()\ntime.sleep(60)")
     eventually(it.lives)
-    it.supervisor.settle()
-    os.kill(it.supervisor.pids["x1"], signal.SIGKILL)
+    it.supervisor.confirm_started()
+    os.kill(it.supervisor.child_pids["x1"], signal.SIGKILL)
     eventually(lambda: len(it.lives()) == 2)
 
 
@@ -315,11 +315,11 @@ def test_no_child_is_started_again_once_the_end_has_begun(world) -> None:
     """SIGTERM to all processes at once, as systemd does by default: the router drains, its instances are gone."""
     it = world("time.sleep(60)")
     eventually(it.lives)
-    it.supervisor.settle()
+    it.supervisor.confirm_started()
     it.supervisor.begin_retiring()
-    os.kill(it.supervisor.pids["x1"], signal.SIGTERM)
+    os.kill(it.supervisor.child_pids["x1"], signal.SIGTERM)
     it.supervisor._children[0].thread.join(30)
-    assert len(it.lives()) == 1 and it.deaths == ["x1"] and not it.supervisor.pids
+    assert len(it.lives()) == 1 and it.deaths == ["x1"] and not it.supervisor.child_pids
 
 
 DESCRIPTORS = """
@@ -333,7 +333,7 @@ from waiting import eventually
 module.BACKOFF_S = (0.01, 0.02)
 it = World("time.sleep(60)", Path({log!r}))
 eventually(it.lives)
-it.supervisor.settle()
+it.supervisor.confirm_started()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 taken = []
 try:
@@ -341,13 +341,13 @@ try:
         taken.append(os.open("/dev/null", os.O_RDONLY))
 except OSError:
     pass
-os.kill(it.supervisor.pids["x1"], signal.SIGKILL)
+os.kill(it.supervisor.child_pids["x1"], signal.SIGKILL)
 # its death has closed a pipe or two of ours: not enough for the next one
-eventually(lambda: it.supervisor.stats()["x1"].spawn_failures >= 2)
+eventually(lambda: it.supervisor.child_stats()["x1"].spawn_failures >= 2)
 for fd in taken:
     os.close(fd)
 eventually(lambda: len(it.lives()) == 2)
-print(it.supervisor.stats()["x1"].restarts, "again", flush=True)
+print(it.supervisor.child_stats()["x1"].restarts, "again", flush=True)
 it.supervisor.close()
 """
 

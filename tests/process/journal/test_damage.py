@@ -246,7 +246,7 @@ def test_nothing_is_rewritten_as_long_as_nothing_was_deleted() -> None:
     medium.room_bytes = None
     store.write_checkpoint()
     assert not store.holds_deleted and TEXT in medium.load()  # of the handle
-    store.write([drawn.record()])
+    store.write_records([drawn.record()])
     assert not store.holds_deleted
 
 

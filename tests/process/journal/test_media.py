@@ -174,7 +174,7 @@ def test_truncated_file_or_full_disk_is_handled(tmp_path: Path) -> None:
 
 def test_a_state_folder_belongs_to_one_process(tmp_path: Path) -> None:
     code = "import sys, pathlib; from memserve.journal.folder import *; f = pathlib.Path(sys.argv[1])\n"
-    hold = code + "s = StateFolder(f); print(s.secret(), flush=True); sys.stdin.read()"
+    hold = code + "s = StateFolder(f); print(s.read_or_create_secret(), flush=True); sys.stdin.read()"
     look = code + "print(is_locked(f))"
     other = subprocess.Popen(
         [sys.executable, "-c", hold, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -337,7 +337,7 @@ from memserve.protocol.records import SessionRouted
 from memserve.journal.folder import FileMedium
 store = Store(FileMedium(Path(sys.argv[1])), checkpoint_bytes_min=2000)
 for number in itertools.count(len(store.state.sessions)):
-    store.write([SessionRouted("", f"s{number}", ())])
+    store.write_records([SessionRouted("", f"s{number}", ())])
     store.sync()
     print(number, flush=True)
 """

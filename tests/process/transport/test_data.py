@@ -253,7 +253,7 @@ def assemble(sources: list[Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The whole model's KV, ``[blocks, layers, heads, run]``, as the owner's ranks hold it together."""
     whole = np.zeros((BLOCKS, 4, 4, PAGE // 4), np.uint8)
     for index, shard in enumerate(sources):
-        local = shard.local
+        local = shard.local_geometry
         data = content(Tier(index), BLOCKS * BLOCK)[: BLOCKS * local.block_bytes]
         layers, heads = slice(shard.first_layer, shard.end_layer), slice(shard.first_head, shard.end_head)
         whole[:, layers, heads] = data.reshape(BLOCKS, local.num_layers, local.num_kv_heads, -1)

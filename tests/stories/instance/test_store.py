@@ -136,7 +136,7 @@ def test_few_blocks_are_lent_at_once_and_the_rest_follows():
     fleet = with_store(p=fleet_config(hbm=32, step_tokens=40, chunk=40))
     fleet.submit(request("a", PROMPT[:36], max_tokens=1), "p")
     fleet.run(until=lambda: offers(fleet))
-    assert stats(fleet, "p").store_blocks_offered == 4 == fleet.members["p"].machine.link.writer.offers.lent
+    assert stats(fleet, "p").store_blocks_offered == 4 == fleet.members["p"].machine.link.writer.offers.exported
     fleet.run()
     assert (
         stats(fleet, "p").store_blocks_taken == 9 == fleet.members["s"].has(tokens_of(36)) and len(offers(fleet)) == 3
@@ -167,7 +167,7 @@ def test_request_needing_room_withdraws_store_offers():
     store.mute = True
     fleet.submit(request("a", PROMPT[:28], max_tokens=1), "p")
     fleet.run()
-    assert p.machine.link.writer.offers.lent == 1
+    assert p.machine.link.writer.offers.exported == 1
     job = fleet.submit(request("b", PROMPT[3:33], max_tokens=2), "p")
     fleet.run()
     assert job.done and any(isinstance(m, Withdraw) for m in p.said)
@@ -181,10 +181,10 @@ def test_blocks_of_running_requests_stay_exported():
     store, p = fleet.members["s"], fleet.members["p"]
     store.mute = True
     fleet.submit(request("a", PROMPT[:28], max_tokens=8), "p")
-    fleet.run(until=lambda: p.machine.link.writer.offers.lent)
+    fleet.run(until=lambda: p.machine.link.writer.offers.exported)
     waits = fleet.submit(request("b", PROMPT[1:41], max_tokens=2), "p")
     fleet.run(until=lambda: len(fleet.jobs["a"].got.get(0, ())) >= 6)
-    assert not waits.got and p.machine.link.writer.offers.lent == 2
+    assert not waits.got and p.machine.link.writer.offers.exported == 2
     assert not any(isinstance(m, Withdraw) for m in p.said)
     fleet.run()
     assert waits.done
@@ -199,7 +199,7 @@ def test_a_store_that_dies_costs_nothing(when):
         fleet.run(until=lambda: fleet.members["s"].jobs)
     fleet.kill("s")
     fleet.run()
-    assert job.done and fleet.members["p"].machine.link.writer.offers.lent == 0
+    assert job.done and fleet.members["p"].machine.link.writer.offers.exported == 0
     fleet.finish()
 
 
@@ -277,7 +277,7 @@ def test_lower_dtype_blocks_in_dram_are_not_offered(lower):
     fleet.lose = lambda sender, to, message: False
     fleet.pass_time(200 * NS_PER_S)
     before, writer = len(offers(fleet)), fleet.members["p"].machine.link.writer
-    writer.keep("", tokens_of(24), fleet.now)
+    writer.keep_prefix("", tokens_of(24), fleet.now)
     fleet.members["p"].post(ClockTicked())
     fleet.run()
     last = offers(fleet)[before:]
@@ -395,7 +395,7 @@ def test_late_disk_is_not_awaited_until_a_trial_fetch_is_quick():
             fleet.pass_time(6 * NS_PER_S)
     assert speed.scale < slow
     while speed.scale > 1.0:
-        speed.on_arrived(speed.told.ns(1000), speed.told.ns(1000) // 2, fleet.now)
+        speed.on_arrived(speed.reported_curve.ns(1000), speed.reported_curve.ns(1000) // 2, fleet.now)
     assert story_of(again("e"))["fetched_tier"] == "ssd"
     fleet.finish()
 
@@ -407,7 +407,7 @@ def test_changed_store_costs_replace_learnt_ones():
     fetches.stores_changed([store.info])
     assert fetches._disks["s"].scale == 7.0
     fetches.stores_changed([replace_info(store.info, CostModel(disk=CopyCurve(1.0, 2.0, 3.0), machine="here"))])
-    assert (fetches._disks["s"].scale, fetches._disks["s"].told.byte_ns) == (1.0, 3.0)
+    assert (fetches._disks["s"].scale, fetches._disks["s"].reported_curve.byte_ns) == (1.0, 3.0)
 
 
 def test_the_store_on_the_own_host_goes_first():
@@ -433,7 +433,7 @@ def test_kv_that_no_other_process_can_reach_is_not_offered():
 def replace_info(info, costs):
     from msgspec import structs
 
-    return structs.replace(info, costs=costs.encode())
+    return structs.replace(info, costs=costs.to_json())
 
 
 def as_tokens(tokens):

@@ -119,7 +119,7 @@ def test_instance_reports_its_attempts():
     assert (p.machine.load().dispatches_heard, p.machine.load().answers_told) == (0, 0)
     fleet.submit(request("here", PROMPT[:9], max_tokens=5), "p")
     fleet.submit(request("leaves", PROMPT[9:30], max_tokens=5), "p", "d")
-    fleet.run(until=lambda: "leaves#0" in p.machine.link.sender.left.values())
+    fleet.run(until=lambda: "leaves#0" in p.machine.link.sender.departed.values())
     p.hear(QueryAttempts(("lost#0", "here#0", "leaves#0"), 3))
     told = sum(isinstance(message, Tokens) for message in p.said)
     assert p.said[-1] == AttemptsUnknown(("lost#0",), dispatches=3, dispatches_heard=2, answers_told=told) and told
@@ -129,7 +129,7 @@ def test_instance_reports_its_attempts():
     assert p.said[-1] == AttemptsUnknown(("here#0", "leaves#0"), 2, 2, told)
     assert (p.machine.load().dispatches_heard, p.machine.load().answers_told) == (2, told)
     fleet.finish()
-    p.machine.reborn(Peer("p", 2))
+    p.machine.restart_as(Peer("p", 2))
     assert (p.machine.load().dispatches_heard, p.machine.load().answers_told) == (0, 0)
 
 
@@ -264,8 +264,8 @@ def test_an_expelled_instance_keeps_its_cache_and_nothing_else():
     member.hear(Expelled("silent"))
     assert member.said[before:] == [] and not stats(fleet, "p").requests_waiting
     assert member.machine.pool.match("", tokens_of(17)) == 16
-    member.machine.reborn(Peer("p", 2))
-    assert member.machine.me == Peer("p", 2)
+    member.machine.restart_as(Peer("p", 2))
+    assert member.machine.self_peer == Peer("p", 2)
     while member.busy:
         member.do_plan() if member.plans else member.do_job()
     assert member.machine.is_idle and member.machine.next_deadline_ns is None

@@ -60,7 +60,7 @@ def test_a_fetch_reads_where_the_blocks_lie(world) -> None:
     world.meet()
     tokens = list(range(4 * BLOCK))
     p.end(p.compute("", tokens))
-    p.pool.demote(3)
+    p.pool.demote_blocks(3)
     d.fetch(p.peer, "", tokens, 500)
     world.deliver((d.peer, p.peer))
     assert p.exchange.wants_plan, "what goes down is not down yet"
@@ -75,7 +75,7 @@ def test_of_a_fetch_what_came_in_time_is_kept(world) -> None:
     world.meet()
     tokens = list(range(4 * BLOCK))
     p.end(p.compute("", tokens))
-    p.pool.demote(2)
+    p.pool.demote_blocks(2)
     world.run()
     d.fetch(p.peer, "", tokens, 500)
     while len(d.pulls) < 2:

@@ -102,7 +102,7 @@ def test_blocks_come_chunk_by_chunk_and_layer_by_layer(world) -> None:
     p.exchange.hand_off(offer_id, ((1,),), (0,))
     p.take([])
     world.run()
-    assert last(d).ended == (0,) and last(d).pulled_blocks == 3
+    assert last(d).ended_indices == (0,) and last(d).pulled_blocks == 3
     assert send(world, "p") == ["Offer", "Ready", "MoreBlocks", "Ready", "Ready", "Ready", "Handoff"]
 
 
@@ -274,15 +274,15 @@ def test_blocks_that_are_being_brought_up_are_not_sealed_yet(world) -> None:
     p, d = world.add("p", hbm=4, dram=4), world.add("d")
     world.meet()
     p.end(p.compute("", PROMPT))
-    p.pool.demote(2)
+    p.pool.demote_blocks(2)
     world.run()
     p.make_plan()
     world.run()
     lease = p.pool.acquire("", array(PROMPT))
     assert lease.dram_tokens == 2 * BLOCK
-    offer_id = p.exchange.offer(d.peer, OfferedBlocks("", array(PROMPT[: 2 * BLOCK]), lease.blocks), 0)
+    offer_id = p.exchange.offer_blocks(d.peer, OfferedBlocks("", array(PROMPT[: 2 * BLOCK]), lease.blocks), 0)
     p.offers[offer_id] = True
-    p.exchange.computed(offer_id, 0, 2)
+    p.exchange.announce_computed(offer_id, 0, 2)
     p.take([])
     assert not p.seals and p.exchange.wants_plan
     p.pool.unpin(lease)

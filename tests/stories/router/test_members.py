@@ -350,7 +350,7 @@ def test_story_has_instances_attempts_and_reasons(make_cluster):
     world.kill("a")
     world.hear(Peer("a", 1), Leave())
     story = world.cluster.story("r")
-    assert [(a.first.name, a.ended) for a in story.attempts] == [("a", "gone"), ("b", "")]
+    assert [(a.first.name, a.failure) for a in story.attempts] == [("a", "gone"), ("b", "")]
     assert story.emitted_tokens == (1,) and "reuses" in story.attempts[1].why
     assert world.cluster.story("nobody") is None
     world.run()

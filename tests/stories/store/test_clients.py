@@ -468,7 +468,7 @@ def test_full_disk_still_serves_reads_and_defers_deletions(world) -> None:
         world.run()
     assert [notice for notice in store.notices if "has no room" in notice] == store.notices[-1:]
     assert "--ssd number 1 has no room for what is written (ENOSPC)" in store.notices[-1]
-    assert a.world.store.machine.clients.numbers()["disk_disks_full"] == 1
+    assert a.world.store.machine.clients.collect_numbers()["disk_disks_full"] == 1
     a.say(StoreDelete(777, a.key(b"3"), (b"3",)))
     world.run()
     assert codes(a, 777) == LATE, "a restart would find it, and nobody knows for how long"

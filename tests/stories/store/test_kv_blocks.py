@@ -137,7 +137,7 @@ def test_blocks_come_layer_by_layer(world) -> None:
     offer = p.offer(world.store.peer, seq, 0, 4)
     world.run()
     for layer in range(3):
-        p.exchange.computed(offer, 0, 4, layer, layer + 1)
+        p.exchange.announce_computed(offer, 0, 4, layer, layer + 1)
         p.take([])
         world.run()
     p.end(seq)
@@ -149,7 +149,7 @@ def test_offer_without_its_prefix_is_found_once_that_arrives(world) -> None:
     p, d = world.instance("p"), world.instance("d")
     seq = p.compute("t", PROMPT)
     offer = p.offer(world.store.peer, seq, 2, 4)
-    p.exchange.computed(offer, 2, 4)
+    p.exchange.announce_computed(offer, 2, 4)
     p.take([])
     p.end(seq)
     world.run()

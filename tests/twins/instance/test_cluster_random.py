@@ -256,7 +256,7 @@ class StoreLife(Life):
         super().live(steps)
         for name in self.fleet.instances:
             writer = self.fleet.members[name].machine.link.writer
-            assert not writer.offers.lent
+            assert not writer.offers.exported
 
 
 @pytest.mark.parametrize("name", SHAPES)

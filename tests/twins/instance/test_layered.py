@@ -133,13 +133,13 @@ def test_resident_layers_are_evicted_under_pressure() -> None:
     for _ in range(55):
         world.step()
     kv = next(iter(world.machine.state.groups["by layer"].sequences.values())).layered
-    assert kv is not None and kv.kept, "whatever is free is used"
+    assert kv is not None and kv.resident_layers, "whatever is free is used"
     assert world.machine.state.groups.keys() == {"by layer"}
-    most = len(kv.kept)
+    most = len(kv.resident_layers)
     world.arrive(request("third", FAMILIES[2][:100], max_tokens=3))
     for _ in range(4):
         world.step()
-    assert len(kv.kept) < most and world.machine.state.groups.keys() == {"by layer", "third"}
+    assert len(kv.resident_layers) < most and world.machine.state.groups.keys() == {"by layer", "third"}
     world.drain()
     world.check_all_ended()
     assert layers.admitted == 1 and set(world.final.values()) == {FinishReason.LENGTH}

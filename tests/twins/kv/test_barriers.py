@@ -315,7 +315,7 @@ def test_most_need_not_wait() -> None:
     assert at_once > later > 100 and sooner > 50, (at_once, sooner, later)
 
 
-@pytest.mark.parametrize("safeguard", ["let_go", "copied", "filled"])
+@pytest.mark.parametrize("safeguard", ["on_blocks_released", "on_copies_recorded", "on_blocks_filled"])
 def test_disabling_any_access_log_is_detected(safeguard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockAccessLog, safeguard, lambda *_: None)
     with pytest.raises(AssertionError, match=r"reads wrong KV|is not there|somebody wrote"):

@@ -47,7 +47,7 @@ def test_a_sequence_waits_for_its_token_under_way() -> None:
     seen = set()
     while not world.machine.is_idle:
         sequences = [s for group in world.machine.state.groups.values() for s in group.sequences.values()]
-        seen |= {(s.phase, s.held, s.inflight) for s in sequences}
+        seen |= {(s.phase, s.awaits_tokens, s.inflight) for s in sequences}
         world.step()
     assert (Phase.IDLE, True, 1) in seen
     assert world.got["a", 0] == TOKENS

@@ -102,10 +102,10 @@ def test_a_transfer_moves_by_its_table_or_not_at_all(table, make, phases, causes
             transfer = make()
             transfer.phase = phase
             if table.allows_move(phase, cause):
-                transfer.move(cause)
+                transfer.advance_phase(cause)
                 assert transfer.phase is table.table[phase, cause]
             else:
                 with pytest.raises(InvariantError, match=f"{cause.name} is no legal cause in {phase.name}"):
-                    transfer.move(cause)
+                    transfer.advance_phase(cause)
                 assert transfer.phase is phase
             assert transfer.over == table.is_final(transfer.phase)

@@ -190,9 +190,9 @@ def test_drafts_give_the_tokens_of_one_step_each(sampling: SamplingParams) -> No
         drafts = [(token + (place >= right)) % VOCAB for place, token in enumerate(expected[len(got) :][:3])]
         rows = [(1, 21 + at, 1, (1,)), (0, 40 + len(got), 4, (0,))]
         done = drafting.step(rows, drafts={1: drafts})
-        assert len(done.kept[0]) == right
+        assert len(done.accepted_drafts[0]) == right
         others.append(done.tokens[0])
-        got += [done.tokens[1], *done.kept[0]]
+        got += [done.tokens[1], *done.accepted_drafts[0]]
     assert got == expected[: len(got)] and others == beside[:4]
     got += drafting.decode(0, 40 + len(got), 2)
     assert got == expected[: len(got)] and len(got) == 12

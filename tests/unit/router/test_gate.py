@@ -46,7 +46,7 @@ def test_ten_at_once_and_three_may_run():
     assert all(r.retry_after_s >= 1 and not r.overloaded for r in rejected)
     assert "3 requests are active" in rejected[0].reason
     world.run()
-    assert gate_of(world).admitted == gate_of(world).left == 3 and gate_of(world).rejected == {"queue": 7}
+    assert gate_of(world).admitted == gate_of(world).released == 3 and gate_of(world).rejected == {"queue": 7}
 
 
 def test_queued_request_is_admitted_on_any_ending_of_another():
@@ -228,7 +228,7 @@ def test_a_pair_needs_room_at_both_ends():
     first = world.ask(a_request("first", [1] * 120, max_tokens=40))  # 30 blocks at p, 40 at d
     world.ask(a_request("second", [2] * 120, max_tokens=40))
     memory = world.cluster._lifecycle.admission.memory
-    numbers = [world.cluster._registry.named(name).number for name in "pd"]
+    numbers = [world.cluster._registry.member_by_name(name).number for name in "pd"]
     assert [64 - memory.ledger.blocks_free(number) for number in numbers] == [30, 40]
     world.step("p")
     world.step("d")
@@ -285,7 +285,7 @@ def test_evictions_take_oldest_ended_within_limit_per_request():
     assert memory.ledger.blocks_free(0) == 64 - 25 - 15 and gate_of(world).evictions == 0
     world.ask(a_request("active", [9] * 80, max_tokens=50))
     world.ask(a_request("newcomer", [8] * 100, max_tokens=50))
-    assert gate_of(world).evictions == 1 and list(memory.ledger.inactive(0)) == ["new#2"]
+    assert gate_of(world).evictions == 1 and list(memory.ledger.inactive_requests(0)) == ["new#2"]
     too_much = world.ask(a_request("too much", [8] * 120))
     assert too_much.rejected is not None and gate_of(world).evictions == 1, "nobody was evicted in vain"
     world.run()
@@ -401,7 +401,7 @@ def test_admitted_requests_leave_once_and_hold_nothing(seed):
     world.end()
     gate, cluster = gate_of(world), world.cluster
     rejected = sum(client.rejected is not None for client in world.clients.values())
-    assert gate.admitted == gate.left and gate.active == 0 and gate.waiting == {}
+    assert gate.admitted == gate.released and gate.active == 0 and gate.waiting == {}
     assert sum(gate.rejected.values()) <= rejected <= len(world.clients)
     assert gate.admitted + sum(gate.rejected.values()) <= len(world.clients)
     memory = cluster._lifecycle.admission.memory

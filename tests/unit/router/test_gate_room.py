@@ -92,7 +92,7 @@ def test_concurrent_shared_prefix_is_counted_twice_at_decode():
     memory = world.cluster._lifecycle.admission.memory
 
     def taken() -> list[int]:
-        return [64 - memory.ledger.blocks_free(world.cluster._registry.named(name).number) for name in "pd"]
+        return [64 - memory.ledger.blocks_free(world.cluster._registry.member_by_name(name).number) for name in "pd"]
 
     for k in range(2):
         world.ask(a_request(f"r{k}", [7] * 40 + [k], max_tokens=3))  # 10 blocks that are alike, and one each

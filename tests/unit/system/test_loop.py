@@ -88,7 +88,7 @@ def test_events_before_start_wait_for_it(machine: Recorder) -> None:
 
 
 def test_event_posted_during_actions_comes_next(machine: Recorder) -> None:
-    loop = loop_of(machine, lambda event, actions, spent_ns: loop.post("second") if event == "first" else None)
+    loop = loop_of(machine, lambda event, actions, spent_ns: loop.post_event("second") if event == "first" else None)
     loop.start()
     loop.post_event("first")
     assert loop.close(WAIT_S)

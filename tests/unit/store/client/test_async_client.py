@@ -115,7 +115,7 @@ def test_errors_come_through(tmp_path: Path) -> None:
 
 def test_both_clients_have_the_same_parameters() -> None:
     for name, method in inspect.getmembers(AsyncStoreClient, inspect.iscoroutinefunction):
-        if name not in ("start", "_look", "_in_thread", "__aenter__", "__aexit__"):
+        if name not in ("start", "_look_up_keys", "_in_thread", "__aenter__", "__aexit__"):
             twin = inspect.signature(getattr(StoreClient, name))
             assert inspect.signature(method).parameters == twin.parameters, name
     assert inspect.signature(AsyncStoreClient) == inspect.signature(StoreClient)
