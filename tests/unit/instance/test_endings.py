@@ -124,6 +124,10 @@ def test_story_explains_a_slow_request(make):
     world = make(running=1)
     world.arrive(request("a", PROMPT[:5], max_tokens=9))
     world.arrive(request("b", PROMPT[:5], max_tokens=9))
-    assert world.machine.story_of_request("a").admitted_ns == 0 and world.machine.story_of_request("b").admitted_ns is None
-    assert world.machine.story_of_request("nobody") is None and "b/0 waiting" in repr(world.machine.story_of_request("b"))
+    assert (
+        world.machine.story_of_request("a").admitted_ns == 0 and world.machine.story_of_request("b").admitted_ns is None
+    )
+    assert world.machine.story_of_request("nobody") is None and "b/0 waiting" in repr(
+        world.machine.story_of_request("b")
+    )
     assert world.machine.stats().requests_waiting == 1

@@ -91,7 +91,9 @@ def test_random_load_leaves_nothing_held(seed):
         world.happen()
     world.end()
     gate, memory = gate_of(world), world.cluster._lifecycle.admission.memory
-    assert gate.admitted == gate.released and gate.active == 0 and gate.waiting == {} and "pressure" not in gate.rejected
+    assert (
+        gate.admitted == gate.released and gate.active == 0 and gate.waiting == {} and "pressure" not in gate.rejected
+    )
     world.wait(HELD_NS_MAX + world.config.admission.wait_ns)
     assert not any(memory.ledger.holders_of(member.number) for member in world.cluster._registry)
 

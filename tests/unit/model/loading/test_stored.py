@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from gguf_files import write_gguf
+from memserve import LLM
+from memserve.base.config import EngineOptions
+from memserve.base.errors import UserError
+from memserve.base.kv_layout import Parallel
 from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import CapturedForward, capture_forward
 from memserve.model.linears import PackedLinear
@@ -63,6 +67,29 @@ def test_only_bfloat16_keeps_weights_and_only_where_asked(path: Path) -> None:
     kept, plain, exact = load(path, "auto"), load(path, "none"), load(path, "auto", "float32")
     assert len(stored_of(kept.module)) and not len(stored_of(plain.module)) and not len(stored_of(exact.module))
     assert kept.fingerprint != plain.fingerprint  # their keys and values are no longer the same
+
+
+def test_engine_serves_stored_weights_and_refuses_exact(path: Path) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "threads": 1, "kv_memory": "4MiB"}
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    with LLM(str(path), quantization="auto", **options) as llm:
+        assert len(llm.generate([[5, 6, 7]], **asked)[0].outputs[0].tokens) == 8
+        with pytest.raises(UserError, match=r"rounded to int8 here .--quantization auto.*leave out exact"):
+            llm.generate([[5, 6, 7]], exact=True, **asked)
+    with LLM(str(path), **options) as llm:
+        assert llm.generate([[5, 6, 7]], exact=True, **asked)
+
+
+UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"quantization": "int3"}, "unknown quantization 'int3'"),
+    ({"quantization": "auto", "parallel": Parallel(2)}, "one worker"),
+]
+
+
+@pytest.mark.parametrize(("flags", "match"), UNUSABLE)
+def test_quantization_options_are_checked(flags: dict[str, Any], match: str) -> None:
+    with pytest.raises(UserError, match=match):
+        EngineOptions(**flags)
 
 
 def test_another_files_weights_are_not_taken(path: Path, tmp_path: Path) -> None:
