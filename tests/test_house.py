@@ -6,6 +6,7 @@ Read from the top: budgets, import layers, banned imports, words that leave work
 from __future__ import annotations
 
 import ast
+import importlib.util
 import functools
 import itertools
 import re
@@ -455,6 +456,18 @@ OWN_WORDS = re.compile(
     r"|Crew|Referee|GateJudge|LiteralDevice|TruthDevice)\b(?!\")"
 )
 """Names that this house had for what the field has a word for. On the wire, in quotes, they stay."""
+
+
+def test_names_in_the_product_say_what_they_hold() -> None:
+    """Few variables are pronouns or participles, few methods are one word, few constructors take many parameters."""
+    spec = importlib.util.spec_from_file_location("house_figures", ROOT / "scripts" / "house_figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    figures = module.figures("src/memserve")
+    assert float(figures["pronouns and participles, of 1,000 bindings"]) < 5, sorted(module.PRONOUNS)
+    assert int(figures["methods of one word"].rstrip("%")) < 35, "a method says verb and object"
+    assert int(figures["constructors with more than 6 parameters"]) <= 5, "parts that belong together are one object"
 
 
 def test_things_have_the_names_of_the_field() -> None:
