@@ -6,8 +6,8 @@ Read from the top: budgets, import layers, banned imports, words that leave work
 from __future__ import annotations
 
 import ast
-import importlib.util
 import functools
+import importlib.util
 import itertools
 import re
 import shutil
