@@ -388,9 +388,6 @@ class EngineOptions:
         if self.quantization not in QUANTIZATIONS:
             hint = f"use one of {', '.join(QUANTIZATIONS)}"
             raise UserError(f"unknown quantization {self.quantization!r}", hint=hint, param="quantization")
-        if self.quantization != "none" and self.parallel.worker_count > 1:
-            hint = "leave out --quantization, or the several workers"
-            raise UserError("weights as they are stored are for one worker so far", hint=hint, param="quantization")
         check_lower_dtype(self.kv_lower_dtype, self.dram_memory_bytes)
 
     @property
