@@ -87,7 +87,7 @@ def test_workers_together_attend_as_one(shape: str, options: dict[str, Any]) -> 
                 mine = slice(first, first + share.queries[part])
                 held = slice(share.first_head, share.first_head + share.heads[part])
                 some = {**more, "sinks": more["sinks"][mine]} if "sinks" in more else more
-                got[part] = own[part].attend(layer, q[:, mine], k[:, held], v[:, held], scale=0.3, **some)
+                got[part] = own[part].run_attention(layer, q[:, mine], k[:, held], v[:, held], scale=0.3, **some)
 
             run_all(work, parts)
             assert torch.allclose(torch.cat(got, 2), want, atol=1e-6, rtol=1e-5)
@@ -116,7 +116,7 @@ def test_borrowed_head_is_read_after_it_is_written() -> None:
         if part == 0:
             assert entered.wait(30), "part 1 has done its own and waits"
         queries, heads = ((slice(0, 4), slice(0, 2)), (slice(4, 9), slice(2, 3)))[part]
-        got[part] = own[part].attend(0, q[:, queries], k[:, heads], v[:, heads], scale=0.3)
+        got[part] = own[part].run_attention(0, q[:, queries], k[:, heads], v[:, heads], scale=0.3)
 
     run_all(work, 2)
     assert all(bool(one.isfinite().all()) for one in got)
