@@ -70,7 +70,7 @@ class Divided:
             exported = self.driver.export(part.data_ptr())
             place = shard_place(shard, part.data_ptr(), part.numel(), exported)
             others.append(WorkerMemory(place, MappedMemory(self.driver, exported, part.numel())))
-        several = {"shards": found, "others": others} if len(found) > 1 else {}
+        several = {"shards": found, "worker_memories": others} if len(found) > 1 else {}
         self.memory = GpuMemory(self.parts[0], self.driver, **several)
         self.memory.generation = 1
 
