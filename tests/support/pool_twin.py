@@ -56,7 +56,7 @@ class TwinPool:
     def match(self, tenant, tokens):
         return len(self._path(tenant, tokens)) * self.block_tokens
 
-    def continuation(self, tenant, tokens, count):
+    def cached_continuation(self, tenant, tokens, count):
         """Any of those that follow."""
         known = tuple(int(t) for t in tokens)
         whole = len(known) // self.block_tokens * self.block_tokens
