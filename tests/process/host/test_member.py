@@ -493,9 +493,9 @@ def test_machine_failure_ends_member_and_work_moves_on(router, node, monkeypatch
     node("c2", router.address)
     assert router.wait_for_members(["c1", "c2"], WAIT_S)
     monkeypatch.setattr(
-        Device, "run", lambda self, plan: object() if self is it.device else SymbolicDevice.run(self, plan)
+        Device, "run", lambda self, plan: object if self is it.device else SymbolicDevice.run(self, plan)
     )
-    it.device.gate.set()  # the machine is told something that is no event
+    it.device.gate.set()  # what the step's end returns is no event
     with pytest.raises(UserError, match="broke"):
         it.member.wait_for_end()
     assert answer(news) == (truth, FinishReason.LENGTH)
