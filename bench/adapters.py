@@ -17,7 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-from harness import Samples, Table, options, save, token_prompts, turns
+from harness.flags import options, save
+from harness.prompts import token_prompts
+from harness.rounds import Samples, turns
+from harness.tables import Table
 
 from lora_files import save_adapter
 from memserve import LLM

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness import Table, measured, median, options, save
+from harness.flags import options, save
+from harness.rounds import measured, median
+from harness.tables import Table
 
 from memserve import _kernels
 

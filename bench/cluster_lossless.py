@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import ask_all, metric_sum, need, options, save
 from harness.chats import Session, chat_sessions, document_sessions, load_tokenizer, reference_answers
+from harness.clients import ask_all
+from harness.flags import need, options, save
+from harness.processes import metric_sum
 from harness.served import serving
 
 CLIENTS = 4

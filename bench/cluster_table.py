@@ -19,9 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import TIMEOUT_S, Answer, ask_all, mean, metric_sum, need, options, percentile, save, show, stream
 from harness.chats import Session, chat_sessions, document_sessions, load_tokenizer
+from harness.clients import TIMEOUT_S, Answer, ask_all, stream
+from harness.flags import need, options, save
+from harness.processes import metric_sum
+from harness.rounds import mean, percentile
 from harness.served import BLOCK, serving
+from harness.tables import show
 
 SETTINGS = {
     "1 colocated, off": ("--prefill", "0", "--decode", "0", "--colocated", "1", "--caching", "off"),

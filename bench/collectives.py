@@ -16,7 +16,9 @@ import sys
 from argparse import Namespace
 from itertools import product
 
-from harness import Samples, options, save, seconds, show, turns
+from harness.flags import options, save
+from harness.rounds import Samples, seconds, turns
+from harness.tables import show
 
 from ports import free_port
 

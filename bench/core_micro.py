@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Commas, Table, Timer, options, resident_bytes, save
+from harness.flags import Commas, options, save
+from harness.processes import resident_bytes
+from harness.rounds import Timer
+from harness.tables import Table
 from numpy.typing import NDArray
 
 from memserve import _core

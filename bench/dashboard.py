@@ -35,8 +35,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import meanwhile, median, need, options, parts_of, process_cpu_s, quartiles, ratios, save, show, turns
+from harness.clients import meanwhile
+from harness.flags import need, options, parts_of, save
+from harness.processes import process_cpu_s
+from harness.rounds import median, quartiles, ratios, turns
 from harness.routers import need_wrk, run_wrk, vocabulary_of, write_load
+from harness.tables import show
 from router_overhead import LOAD_CORE, null_router
 
 VIEWS = ("cluster", "cache", "requests", "trees")

@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from harness import need, options, save
+from harness.flags import need, options, save
 
 from memserve.instance.scheduler.drafts import EXPECTED, Chances, Pace, Price, paying_length, repeated_draft
 from memserve.instance.scheduler.speculation import FADE_SEEN

@@ -23,7 +23,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness import median, options, parts_of, show
+from harness.flags import options, parts_of
+from harness.rounds import median
+from harness.tables import show
 
 from memserve.base.config import ClusterConfig, EngineOptions
 from memserve.base.types import Caching, Role, TransferMode

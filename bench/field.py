@@ -35,11 +35,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Commas, end_in_order, options, parts_of, save, show, turns, working_folder
 from harness.chats import load_tokenizer
 from harness.engines import ServedStore, Vllm, running
+from harness.flags import Commas, options, parts_of, save, working_folder
+from harness.processes import end_in_order
+from harness.rounds import turns
 from harness.served import BLOCK as BLOCK_TOKENS
 from harness.served import bundled_model, serving
+from harness.tables import show
 from recorder import Ceiling, Recorder, recording
 from vllm_shared import kv_bytes
 

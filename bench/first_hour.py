@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import openai
-from harness import medians, options, save, show, turns
+from harness.flags import options, save
+from harness.rounds import medians, turns
 from harness.served import Served, serving
+from harness.tables import show
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 SHAPES: dict[str, tuple[str, ...]] = {

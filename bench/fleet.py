@@ -25,10 +25,12 @@ from pathlib import Path
 
 from fleet_directory import check, event_server
 from fleet_load import MODEL, Load, Tally, Where, ceilings, questions, run_chats, run_trace, trace
-from harness import Commas, Table, mean, options, turns, working_folder
 from harness.engines import EventServer, running
+from harness.flags import Commas, options, working_folder
+from harness.rounds import mean, turns
 from harness.routers import fleet_router, rival_router
 from harness.served import BLOCK, bundled_model
+from harness.tables import Table
 
 from memserve_lab.workloads.statistics import spread_of
 

@@ -22,8 +22,12 @@ import httpx
 import msgspec
 import zmq
 from fleet_load import MODEL
-from harness import ask_all, is_ready, median, random_tokens, show
+from harness.clients import ask_all
 from harness.engines import EventServer, running
+from harness.processes import is_ready
+from harness.prompts import random_tokens
+from harness.rounds import median
+from harness.tables import show
 
 from fleet_server import FleetServer, fleet_server
 from memserve.base.config import ClusterConfig

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import WORDS, Answer, astream, words
+from harness.clients import Answer, astream
+from harness.prompts import WORDS, words
 from harness.served import BLOCK
 
 MODEL = "fleet"

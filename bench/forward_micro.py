@@ -14,7 +14,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from harness import Commas, Samples, options, save, seconds, show
+from harness.flags import Commas, options, save
+from harness.rounds import Samples, seconds
+from harness.tables import show
 from torch import Tensor
 
 from memserve.model.attention.backends import choose_attention

@@ -23,7 +23,9 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness import median, options, save, show
+from harness.flags import options, save
+from harness.rounds import median
+from harness.tables import show
 
 BUILD_S_MAX = 20.0
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}

@@ -28,7 +28,8 @@ from functools import partial
 from typing import Any
 
 import httpx
-from harness import Answer, greedy, options, save, stream
+from harness.clients import Answer, greedy, stream
+from harness.flags import options, save
 from harness.served import Served, serving
 from hostile_random import KEYS, Honest, ask, attack_with, give_up_names, target_of, verdicts
 

@@ -15,7 +15,8 @@ from multiprocessing import get_context
 from urllib.parse import quote
 
 import httpx
-from harness import Answer, meanwhile, percentile, post
+from harness.clients import Answer, meanwhile, post
+from harness.rounds import percentile
 from harness.served import Served
 
 from hostile_grammar import Target

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from harness import median, medians, options, post, save, show
+from harness.clients import post
+from harness.flags import options, save
+from harness.rounds import median, medians
 from harness.served import Served, serving
+from harness.tables import show
 
 PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
 SMALL_REQUESTS = 100

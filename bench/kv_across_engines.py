@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness import TIMEOUT_S, Answer, ask_all, greedy, wait_until
 from harness.chats import opening_ids
+from harness.clients import TIMEOUT_S, Answer, ask_all, greedy
 from harness.engines import ServedStore, Vllm, judge, recorded, running
+from harness.processes import wait_until
 from harness.served import BLOCK, serving
 
 SETTLE_S = 30.0

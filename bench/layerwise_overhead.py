@@ -17,7 +17,11 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, LineChild, Samples, options, save, show
+from harness import ROOT
+from harness.flags import options, save
+from harness.processes import LineChild
+from harness.rounds import Samples
+from harness.tables import show
 
 CASES = {"decode, 1": (1, 32, 65), "decode, 8": (8, 32, 65), "decode, 32": (32, 32, 33), "prefill, 1,000": (1, 1000, 1)}
 """Sequences, tokens of each prompt, and tokens of each answer."""

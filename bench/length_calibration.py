@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import Commas, options, save, show
+from harness.flags import Commas, options, save
+from harness.tables import show
 from numpy.typing import NDArray
 
 from memserve.base.errors import UserError

@@ -30,7 +30,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Commas, medians, options, parts_of, save, show, turns
+from harness import ROOT
+from harness.flags import Commas, options, parts_of, save
+from harness.rounds import medians, turns
+from harness.tables import show
 
 from served_store import ServedStore
 

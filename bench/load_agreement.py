@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import sys
 
-from harness import options, save, show
+from harness.flags import options, save
 from harness.served import serving
+from harness.tables import show
 
 from memserve.base.units import NS_PER_S
 from memserve_lab.bench.load.client import Target

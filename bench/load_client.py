@@ -15,8 +15,10 @@ import os
 import time
 from multiprocessing.connection import Connection
 
-from harness import Commas, medians, options, save, show, turns
+from harness.flags import Commas, options, save
 from harness.instant import serve_instantly
+from harness.rounds import medians, turns
+from harness.tables import show
 
 from memserve_lab.bench.load.client import Target
 from memserve_lab.bench.load.driver import Driver, drive

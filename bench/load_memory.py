@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from harness import Table, options, save
+from harness.flags import options, save
+from harness.tables import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 

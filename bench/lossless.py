@@ -19,8 +19,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from harness import need, options, save
 from harness.chats import Reference, load_tokenizer, read, remembered
+from harness.flags import need, options, save
 
 TIE_LOGITS = 1e-4
 MIB = 1 << 20

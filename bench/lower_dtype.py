@@ -25,8 +25,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from harness import Table, mean, options, save
 from harness.chats import read
+from harness.flags import options, save
+from harness.rounds import mean
+from harness.tables import Table
 
 from memserve import LLM
 from memserve.base.config import EngineOptions

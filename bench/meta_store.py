@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Commas, Table, median, options, save, seconds
+from harness.flags import Commas, options, save
+from harness.rounds import median, seconds
+from harness.tables import Table
 
 from memserve.base.config import ClusterConfig
 from memserve.base.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier

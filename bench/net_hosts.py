@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Commas, LineChild, median, options, save, show, turns
+from harness.flags import Commas, options, save
+from harness.processes import LineChild
+from harness.rounds import median, turns
+from harness.tables import show
 
 import geometries
 from memserve import _core

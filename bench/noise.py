@@ -54,8 +54,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import Table, options, percentile, save, turns, words
+from harness.flags import options, save
+from harness.prompts import words
+from harness.rounds import percentile, turns
 from harness.served import Served, serving
+from harness.tables import Table
 
 KEYS = {"victim": "sk-noise-victim", "neighbour": "sk-noise-neighbour"}
 DRAW = random.Random()

@@ -23,8 +23,12 @@ from random import Random
 from typing import Any
 
 import httpx
-from harness import Json, Table, astream, greedy, options, percentile, random_tokens, save
+from harness.clients import Json, astream, greedy
+from harness.flags import options, save
+from harness.prompts import random_tokens
+from harness.rounds import percentile
 from harness.served import serving
+from harness.tables import Table
 
 KEYS = {"steady": "sk-steady", "burst": "sk-burst"}
 

@@ -19,8 +19,10 @@ from itertools import product
 from random import Random
 from typing import NamedTuple
 
-from harness import Commas, Json, Table, options, parts_of, save
-from harness import mean as fmean
+from harness.clients import Json
+from harness.flags import Commas, options, parts_of, save
+from harness.rounds import mean as fmean
+from harness.tables import Table
 
 from memserve.base.config import AdmissionConfig, ClusterConfig, SchedulerConfig
 from memserve.base.types import Caching, Role

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import options, save, wait_until
+from harness.flags import options, save
+from harness.processes import wait_until
 
 from asking_clients import QUESTIONS, Load, truth_of
 from on_ray import CLIENTS, COUNT, PAUSE_S, OnRay

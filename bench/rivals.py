@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import BENCH as HERE
-from harness import line_of, median, options, save
+from harness.flags import options, save
+from harness.rounds import median
 from harness.served import bundled_model
+from harness.tables import line_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "prefill 512": {"op": "prefill", "batch": 1, "tokens": 512},

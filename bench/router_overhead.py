@@ -32,8 +32,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from harness import Commas, Table, medians, options, process, resident_bytes, save, turns
+from harness.flags import Commas, options, save
 from harness.instant import json_response, serve_instantly
+from harness.processes import process, resident_bytes
+from harness.rounds import medians, turns
 from harness.routers import (
     Router,
     memserve_router,
@@ -45,6 +47,7 @@ from harness.routers import (
     wait_until_ready,
     write_load,
 )
+from harness.tables import Table
 
 from ports import free_port
 

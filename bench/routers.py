@@ -27,8 +27,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import Commas, Table, medians, options, process, save, show, turns
+from harness.flags import Commas, options, save
+from harness.processes import process
+from harness.rounds import medians, turns
 from harness.routers import memserve_router, need_wrk, run_wrk, vocabulary_of, wait_until_ready, write_load
+from harness.tables import Table, show
 
 from memserve.base.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import KVGeometry, Role

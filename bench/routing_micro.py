@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import Table, Timer, options, parts_of, save
+from harness.flags import options, parts_of, save
+from harness.rounds import Timer
+from harness.tables import Table
 from numpy.typing import NDArray
 
 from memserve import _core

@@ -16,7 +16,9 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-from harness import mean, median, options, percentile, save, show
+from harness.flags import options, save
+from harness.rounds import mean, median, percentile
+from harness.tables import show
 
 from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import Request, SamplingParams, StopParams

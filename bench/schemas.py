@@ -30,9 +30,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from harness import Answer, Json, Samples, meanwhile, median, options, percentile, save, show, stream
+from harness.clients import Answer, Json, meanwhile, stream
 from harness.engines import Vllm, running
+from harness.flags import options, save
+from harness.rounds import Samples, median, percentile
 from harness.served import bundled_model, serving
+from harness.tables import show
 
 WORDS = ["name", "city", "size", "color", "count", "kind", "note", "start", "end", "price", "owner", "state", "code"]
 PATTERNS = ("^[A-Z]{2}-[0-9]{3}$", "^(red|green|blue)$", "^[a-z]{3,8}$", "^v[0-9]+\\.[0-9]$")

@@ -25,7 +25,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from harness import Commas, Table, mean, options, resident_bytes, save
+from harness.flags import Commas, options, save
+from harness.processes import resident_bytes
+from harness.rounds import mean
+from harness.tables import Table
 from sim_scale import cluster, summary
 
 from memserve_lab.bench.catalogue import Recipe, build

@@ -19,7 +19,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import Commas, Table, mean, options, parts_of
+from harness.flags import Commas, options, parts_of
+from harness.rounds import mean
+from harness.tables import Table
 
 from memserve.base.config import ClusterConfig, SchedulerConfig
 from memserve.base.types import Caching

@@ -17,8 +17,9 @@ from pathlib import Path
 from statistics import stdev
 from typing import NamedTuple
 
-from harness import Commas, Table, options, parts_of, save
-from harness import mean as fmean
+from harness.flags import Commas, options, parts_of, save
+from harness.rounds import mean as fmean
+from harness.tables import Table
 
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError

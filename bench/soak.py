@@ -28,8 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from harness import median, options, resident_bytes, save, show
+from harness.flags import options, save
+from harness.processes import resident_bytes
+from harness.rounds import median
 from harness.served import Served, serving
+from harness.tables import show
 from hostile_random import give_up_names, target_of
 from soak_load import ANSWER_S_MAX, Client, Fixed, Tally, Target
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from harness import Answer, astream
+from harness.clients import Answer, astream
 
 ANSWER_S_MAX = 300.0
 TURNED_AWAY_MAX = 60

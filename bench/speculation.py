@@ -34,7 +34,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import rivals
-from harness import Commas, chats, median, need, options, save
+from harness import chats
+from harness.flags import Commas, need, options, save
+from harness.rounds import median
 from msgspec.structs import replace
 
 from memserve import LLM

@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from harness import Commas, Samples, median, options, ratio, save, seconds, show, turns
+from harness.flags import Commas, options, save
+from harness.rounds import Samples, median, ratio, seconds, turns
+from harness.tables import show
 from store_rivals import (
     CHAINS,
     KEYS,

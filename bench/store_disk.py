@@ -29,8 +29,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from harness import Commas, Samples, options, save, show, turns
 from harness.disks import EXTENTS, DiskRig
+from harness.flags import Commas, options, save
+from harness.rounds import Samples, turns
+from harness.tables import show
 
 import geometries
 from memserve import _core

@@ -16,8 +16,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from harness import Answer, Commas, Samples, Table, documents, median, options, percentile, save, turns
+from harness.clients import Answer
+from harness.flags import Commas, options, save
+from harness.prompts import documents
+from harness.rounds import Samples, median, percentile, turns
 from harness.served import Side, plain_side, stored_side
+from harness.tables import Table
 
 DOCUMENT, QUESTION = 512, 32
 FAULTS: dict[str, dict[str, Any]] = {

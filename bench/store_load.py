@@ -23,8 +23,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from harness import Commas, Samples, documents, options, save, show
+from harness.flags import Commas, options, save
+from harness.prompts import documents
+from harness.rounds import Samples
 from harness.served import BLOCK, STATS_S, Side, plain_side, stored_side
+from harness.tables import show
 
 SIDES = ("no cache", "cache", "ssd", "slow")
 TIERS = ("instance_store_tokens", "instance_store_ssd_tokens", "instance_store_fetches_failed", "store_fetches_cut")

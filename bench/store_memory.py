@@ -19,7 +19,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from harness import Samples, Table, options, save, seconds
+from harness.flags import options, save
+from harness.rounds import Samples, seconds
+from harness.tables import Table
 
 import geometries
 from memserve import _core

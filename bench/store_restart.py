@@ -21,8 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from harness import LineChild, kill, median, options, resident_bytes, save, show
 from harness.disks import DiskRig
+from harness.flags import options, save
+from harness.processes import LineChild, kill, resident_bytes
+from harness.rounds import median
+from harness.tables import show
 
 from memserve import _core
 from memserve.base.units import MIB

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from harness import end, kill, wait_until
+from harness.processes import end, kill, wait_until
 
 from ports import free_port
 

@@ -20,9 +20,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from harness import end_in_order, median, options, save, show, turns
 from harness.chat_load import SHAPE, Load, shape_of
+from harness.flags import options, save
+from harness.processes import end_in_order
+from harness.rounds import median, turns
 from harness.served import Served, serving
+from harness.tables import show
 
 TOKEN_BYTES = 23_040
 """KV of a token of the bundled model."""

@@ -23,8 +23,12 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from harness import Samples, documents, options, save, show, wait_until
+from harness.flags import options, save
+from harness.processes import wait_until
+from harness.prompts import documents
+from harness.rounds import Samples
 from harness.served import BLOCK, Served, Side, serving
+from harness.tables import show
 
 from served_cluster import is_alive, unlink_store_memory
 

@@ -27,8 +27,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import Table, need, options, save
 from harness.disks import DiskRig
+from harness.flags import need, options, save
+from harness.tables import Table
 
 from memserve.base.units import MIB, NS_PER_S
 from memserve.store.disks import events as ev

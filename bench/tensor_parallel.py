@@ -17,7 +17,10 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from harness import Samples, Table, options, save, seconds, token_prompts, turns
+from harness.flags import options, save
+from harness.prompts import token_prompts
+from harness.rounds import Samples, seconds, turns
+from harness.tables import Table
 
 from memserve import LLM
 from memserve.base.types import SamplingParams

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import Samples, Table, options, save, turns
+from harness.flags import options, save
+from harness.rounds import Samples, turns
+from harness.tables import Table
 
 from memserve.base.kv_layout import Parallel, shares
 from memserve.model.attention.backends import choose_attention

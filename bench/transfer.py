@@ -30,7 +30,11 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from harness import BENCH, LineChild, Samples, median, options, show, turns
+from harness import BENCH
+from harness.flags import options
+from harness.processes import LineChild
+from harness.rounds import Samples, median, turns
+from harness.tables import show
 
 import geometries
 from memserve import _core

@@ -21,8 +21,12 @@ from contextlib import ExitStack
 from itertools import product
 from random import Random
 
-from harness import Commas, Table, ask_all, completion, mean, median, medians, options, save, token_prompts, turns
+from harness.clients import ask_all, completion
+from harness.flags import Commas, options, save
+from harness.prompts import token_prompts
+from harness.rounds import mean, median, medians, turns
 from harness.served import Served, serving
+from harness.tables import Table
 
 MODES = ("by-request", "by-request-agg", "by-layer")
 COLUMNS = {

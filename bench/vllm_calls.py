@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from harness import cpu_s, median
 from harness.engines import ServedStore
+from harness.processes import cpu_s
+from harness.rounds import median
 
 from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions

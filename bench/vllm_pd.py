@@ -20,9 +20,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from harness import Answer, ask_all, meanwhile, metric_sum, metrics_of, stream
 from harness.chats import Session, chat_sessions
+from harness.clients import Answer, ask_all, meanwhile, stream
 from harness.engines import EventServer, ServedStore, Vllm, judge, recorded, running
+from harness.processes import metric_sum, metrics_of
 from harness.routers import fleet_router
 from harness.served import BLOCK
 

@@ -21,8 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import Samples, random_tokens, seconds, show, spread
 from harness.engines import ServedStore, recorded, transfer_config
+from harness.prompts import random_tokens
+from harness.rounds import Samples, seconds, spread
+from harness.tables import show
 
 CALLS = ("bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save")
 SETTINGS = ("off", "by layer", "at the end")

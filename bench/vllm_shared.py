@@ -27,11 +27,14 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from harness import block_bytes, medians, options, parts_of, ratio, save, show, turns, working_folder
 from harness.chat_load import COLUMNS, SHAPE, Load, Pass, in_turn, rows_of, shape_of, sticky
 from harness.engines import ServedStore, Vllm, running
+from harness.flags import options, parts_of, save, working_folder
+from harness.prompts import block_bytes
+from harness.rounds import medians, ratio, turns
 from harness.served import BLOCK as BLOCK_TOKENS
 from harness.served import bundled_model
+from harness.tables import show
 
 TTFT = "time_to_first_token_seconds"
 

@@ -346,7 +346,7 @@ def main() -> None:
             print(json.dumps(run_one(options.against, options.model, library)))
         return
     sys.path.insert(0, str(ROOT / "bench"))
-    from harness import end_in_order
+    from harness.processes import end_in_order
     from harness.served import serving
 
     end_in_order()

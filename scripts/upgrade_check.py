@@ -27,7 +27,9 @@ from pathlib import Path
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
-from harness import Answer, greedy, options, save, stream, without_path
+from harness.clients import Answer, greedy, stream
+from harness.flags import options, save
+from harness.processes import without_path
 
 from meta_etcd_server import ETCD, running_etcd
 from ports import free_port

@@ -16,7 +16,7 @@
 ``chat_load``   made chats in turn, against one server or several
 =============== =====================================================================================================
 
-The first six are imported from here. ``tests/support`` comes on the path: doubles of servers, shapes of KV.
+``tests/support`` comes on the path: doubles of servers, shapes of KV.
 """
 
 import sys
@@ -27,10 +27,3 @@ ROOT = BENCH.parent
 SUPPORT = ROOT / "tests" / "support"
 if str(SUPPORT) not in sys.path:
     sys.path.insert(0, str(SUPPORT))
-
-from harness.clients import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
-from harness.flags import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
-from harness.processes import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
-from harness.prompts import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
-from harness.rounds import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
-from harness.tables import *  # noqa: E402, F403  # it needs the path above; all of it is the harness

@@ -96,6 +96,7 @@ void force(const std::optional<std::string>& name) {
 }  // namespace
 
 void bind_quantised(nb::module_& m) {
+  m.attr("QUANTISED_STRIP") = kStrip;
   m.attr("QUANTISED_FORMATS") = nb::cast(std::vector<std::string>(kFormatNames, kFormatNames + kFormats));
   m.def("quantised_packed_bytes", &packed_bytes);
   m.def("quantised_file_bytes", &file_bytes);

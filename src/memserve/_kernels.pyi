@@ -163,6 +163,9 @@ def low_rank(x: int, y: int, rows: int, count: int, k: int, n: int, dtype: int) 
 
 # Quantised weights: see src/kernels/quantised.h. Addresses are trusted: `memserve.model.quantised` is the checked face.
 
+QUANTISED_STRIP: int
+"""Weights of which all but the last have multiples of so many outputs can lie behind each other."""
+
 QUANTISED_FORMATS: list[str]
 """Names of the formats; their places are the codes below."""
 

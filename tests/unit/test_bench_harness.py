@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import Answer, Commas, Samples, options, percentile, quartiles, save, show, turns
+from harness.clients import Answer
+from harness.flags import Commas, options, save
+from harness.rounds import Samples, percentile, quartiles, turns
+from harness.tables import show
 
 
 def test_flags_have_the_types_of_their_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from memserve.transport.links.nixl_agent import nixl_is_installed
 from memserve.transport.probe import ProbeResult, probe_address
 
 CALL_S = 10.0
-KNOCK_S = 3.0
+PROBE_S = 3.0
 CLOCK_OFF_S = 2.0
 """Clocks that differ by more confuse the order of an instance's lives, and when documents end."""
 _LOG = "the router's log has the reason, by name"
@@ -85,7 +85,7 @@ def examine_port(join: str, secret_file: Path | None) -> Iterator[Finding]:
     text = read_secret(secret_file)
     secrets = secrets_in(text) or (text,)
     for address in join.split(","):
-        results = [probe_address(f"tcp://{address}", secret, KNOCK_S) for secret in secrets]
+        results = [probe_address(f"tcp://{address}", secret, PROBE_S) for secret in secrets]
         match next(
             (result for result in (ProbeResult.LET_IN, ProbeResult.TURNED_AWAY) if result in results),
             ProbeResult.SILENT,

@@ -37,7 +37,7 @@ def print_lines(*lines: str, result: bool = False) -> None:
 def progress_bar(
     title: str, total: float | None = None, done_count: Callable[[], float] | None = None
 ) -> Iterator[None]:
-    """While the block runs: ``title`` it does, for how long it has, and how much of ``total`` is ``done()``.
+    """Show while the block runs: ``title``, for how long, and how much of ``total`` is done (``done_count()``).
 
     ``total`` without ``done_count``: seconds that it will take. Neither: how much there is to do is not known.
     ``done_count`` is called from another thread. What the block writes to stderr stands above the bar; stdout is not

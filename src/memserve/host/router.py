@@ -237,8 +237,8 @@ class RouterEngine:
             lambda: RouterStats.from_cluster(self._machine.stats(), self._machine.instances(), self._handle_ns)
         )
         durability = self._keeper.durability() if self._keeper is not None else Durability()
-        letters = self._mailbox.counters
-        return replace(snapshot, children=self.children(), scaling=self.scaling, letters=letters, metadata=durability)
+        mailbox = self._mailbox.counters
+        return replace(snapshot, children=self.children(), scaling=self.scaling, mailbox=mailbox, metadata=durability)
 
     @property
     def requests_outstanding(self) -> int:

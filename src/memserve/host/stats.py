@@ -120,7 +120,7 @@ class RouterStats(EngineStats):
     """Name -> what became of the process, for the instances that this host runs."""
     scaling: tuple[RoleCount, ...] = ()
     """Roles whose count follows the load."""
-    letters: MailboxCounters = field(default_factory=MailboxCounters)
+    mailbox: MailboxCounters = field(default_factory=MailboxCounters)
     metadata: Durability = field(default_factory=Durability)
 
     @classmethod

@@ -103,7 +103,7 @@ class ChildrenFile:
         return process
 
     def end_useless(self, commands: Mapping[str, Sequence[str]]) -> None:
-        """End those that are written down and run none of the ``commands`` commands, given by name, under its name.
+        """End those that are written down and run none of ``commands`` (name to command line) under its name.
 
         Before a router calls back the members that it remembers: one with another model must not answer.
         """

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,12 +24,31 @@ from memserve.base.errors import UserError
 FORMATS = tuple(_kernels.QUANTISED_FORMATS)
 """GGUF's names; ``INT4_32``, ``INT4_128``, ``INT8_32``, ``INT8_128``: integers in groups of so many inputs."""
 
-STRIP_OUTPUTS = 32
-"""Weights of which all but the last have multiples of so many outputs can be joined."""
-
-_GROUPS = {"INT4_32": 32, "INT4_128": 128, "INT8_32": 32, "INT8_128": 128}
+_GROUPS = {name: int(name.rpartition("_")[2]) for name in FORMATS if name.startswith("INT")}
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT = (torch.float32, torch.bfloat16)
+
+
+class Stacked(Protocol):
+    """A quantised weight ``[n, k]``, as far as stacking it with others goes."""
+
+    @property
+    def format(self) -> str:
+        """One of :data:`FORMATS`."""
+
+    @property
+    def n(self) -> int:
+        """Outputs."""
+
+    @property
+    def k(self) -> int:
+        """Inputs."""
+
+
+def can_follow(weight: Stacked, following: Stacked) -> bool:
+    """Whether ``following`` can come after ``weight`` in one layer: the same format and inputs, and ``weight`` ends
+    with a whole strip of the kernels."""
+    return (weight.format, weight.k) == (following.format, following.k) and weight.n % _kernels.QUANTISED_STRIP == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +100,26 @@ class QuantisedWeight:
         _kernels.quantised_pack_groups(format, *addresses, n, k, packed.data_ptr())
         return QuantisedWeight(format, n, k, packed)
 
-    def joins(self, other: QuantisedWeight) -> bool:
-        """Whether ``other`` can come behind it in one layer: the same format and inputs, whole strips here."""
-        return (self.format, self.k) == (other.format, other.k) and self.n % STRIP_OUTPUTS == 0
-
 
 class QuantisedLinear:
     """``y = x @ weight.T + bias`` with a quantised ``weight [n, k]``, possibly several weights stacked.
 
     As :class:`memserve.model.linears.PackedLinear`, for any number of rows."""
 
-    __slots__ = ("_bias_address", "_exact", "_format", "bias", "format", "k", "n", "source", "weight", "wide")
+    __slots__ = ("_bias_address", "_format", "bias", "exact", "format", "k", "n", "source", "weight", "wide")
 
     is_ours = True  # every product is by our kernels
 
     def __init__(
         self, weights: Sequence[QuantisedWeight], bias: Tensor | None = None, *, wide: bool = False, exact: bool = False
     ) -> None:
-        """``weights`` can be joined in their order (:meth:`QuantisedWeight.joins`); ``bias [n]`` of any dtype.
+        """``weights`` can follow each other (:func:`can_follow`); ``bias [n]`` of any dtype.
 
         ``wide``: results are the float32 sums, whatever the dtype of ``x``: for logits. ``exact``: the arithmetic is
         that of a float32 or bfloat16 weight with the dequantised values. Raises :class:`UserError` for weights that
         cannot be joined.
         """
-        if not all(weight.joins(following) for weight, following in pairwise(weights)):
+        if not all(can_follow(weight, following) for weight, following in pairwise(weights)):
             raise UserError("only weights of one format and of whole strips can be joined")
         self.format, self.k = weights[0].format, weights[0].k
         self.n = sum(weight.n for weight in weights)
@@ -112,14 +128,14 @@ class QuantisedLinear:
         self.wide = wide
         #: address of the only weight as numbers, where it has such: an embedding tied to it can be read from here
         self.source = 0
-        self._exact = exact
+        self.exact = exact
         self._format = FORMATS.index(self.format)
         self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
 
     @property
     def is_native(self) -> bool:
         """True when a program can hold this layer: results have the dtype of the inputs."""
-        return not self.wide and not self._exact
+        return not self.wide and not self.exact
 
     def append_to(
         self, program: _kernels.Program, x: int, stride_x: int, y: int, dtype: torch.dtype, count: int
@@ -131,11 +147,6 @@ class QuantisedLinear:
         )  # fmt: skip
 
     @property
-    def exact(self) -> bool:
-        """Whether the arithmetic is that of the dequantised values."""
-        return self._exact
-
-    @property
     def nbytes(self) -> int:
         """Of the packed weight."""
         return self.weight.numel()
@@ -143,13 +154,13 @@ class QuantisedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """``x [..., k]`` float32, bfloat16 or float16 -> ``[..., n]``, of its dtype, or float32 if ``wide``."""
         dtype = torch.float32 if self.wide else x.dtype
-        if self._exact and x.dtype not in _EXACT:
+        if self.exact and x.dtype not in _EXACT:
             return self(x.float()).to(dtype)
         x = x.contiguous()
         y = torch.empty((*x.shape[:-1], self.n), dtype=dtype)
         _kernels.quantised_linear(
             x.data_ptr(), self.k, self.weight.data_ptr(), self._bias_address, y.data_ptr(), self.n,
-            x.numel() // self.k, self.k, self.n, self._format, _CODES[x.dtype], _CODES[dtype], self._exact,
+            x.numel() // self.k, self.k, self.n, self._format, _CODES[x.dtype], _CODES[dtype], self.exact,
         )  # fmt: skip
         return y
 

@@ -481,7 +481,7 @@ def best_logits(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def report_logprobs(logits: Tensor, tokens: Tensor, top: int, token_ids: tuple[int, ...] = ()) -> list[TokenLogprobs]:
     """Log probabilities of ``tokens [n]`` under ``logits [n, vocab]``, with the ``top`` best ones of each row, or with
-    the ``token_ids`` ones."""
+    those of ``token_ids``."""
     reports: list[TokenLogprobs] = []
     for first in range(0, len(tokens), _SLICE_ROWS):
         rows, row_tokens = logits[first : first + _SLICE_ROWS], tokens[first : first + _SLICE_ROWS]

@@ -1,7 +1,7 @@
 """Messages and their envelopes as bytes: msgpack, typed, bounded.
 
-A letter is four bytes of protocol (``mss`` and the version), then an :class:`Envelope`. The message inside is decoded
-only when the letter is for us and new. Whatever arrives, the only error is :class:`WireError`.
+A frame is four bytes of protocol (``mss`` and the version), then an :class:`Envelope`. The message inside is decoded
+only when the frame is for us and new. Whatever arrives, the only error is :class:`WireError`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VERSION = 3
 MAGIC = b"mss"
 
 LETTER_BYTES_MAX = 64 * MIB
-"""Longer letters are neither sent nor read. A snapshot of a million cached blocks has 16 MB."""
+"""Longer messages are neither sent nor read. A snapshot of a million cached blocks has 16 MB."""
 TOKENS_MAX = 1 << 22
 """Tokens of one prompt."""
 
@@ -31,11 +31,11 @@ class WireError(MemserveError):
 
 
 class WireVersionError(WireError):
-    """A letter of another protocol version."""
+    """A frame of another protocol version."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """Sender and receiver. ``number`` grows with every letter of one sender's generation."""
+    """Sender and receiver. ``number`` grows with every frame of one sender's generation."""
 
     sender: Peer
     reply_to: str
@@ -96,20 +96,20 @@ def decode(data: bytes | memoryview | msgspec.Raw) -> AnyMessage:
 
 
 def seal(sender: Peer, reply_to: str, receiver: Peer, number: int, message: bytes) -> bytes:
-    """The letter around an encoded message."""
+    """The frame around an encoded message."""
     return _PROTOCOL + _encoder.encode(Envelope(sender, reply_to, receiver, number, msgspec.Raw(message)))
 
 
-def unseal(letter: bytes) -> Envelope:
-    """The envelope of a letter, its message still encoded.
+def unseal(frame: bytes) -> Envelope:
+    """The envelope of a frame, its message still encoded.
 
-    Raises :class:`WireVersionError` for a letter of another version, :class:`WireError` for anything that is none.
+    Raises :class:`WireVersionError` for a message of another version, :class:`WireError` for anything that is none.
     """
-    if letter[:3] != MAGIC or len(letter) < 4:
-        raise WireError("not a letter")
-    if letter[3] != VERSION:
-        raise WireVersionError(f"protocol version {letter[3]}, this is {VERSION}")
+    if frame[:3] != MAGIC or len(frame) < 4:
+        raise WireError("not a frame")
+    if frame[3] != VERSION:
+        raise WireVersionError(f"protocol version {frame[3]}, this is {VERSION}")
     try:
-        return _envelopes.decode(memoryview(letter)[4:])
+        return _envelopes.decode(memoryview(frame)[4:])
     except _MALFORMED as error:
         raise WireError(f"not an envelope: {error}") from error

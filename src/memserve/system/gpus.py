@@ -241,7 +241,7 @@ def device_here(device_name: str) -> DeviceChoice:
 
 
 def show_first(index: int, environment: Mapping[str, str], count: int, own_gpus: int = 1) -> str:
-    """``CUDA_VISIBLE_DEVICES`` with the ``own_gpus`` GPUs from ``index`` of ``count`` on in front: the first is device
+    """``CUDA_VISIBLE_DEVICES`` with ``own_gpus`` GPUs, from ``index`` of ``count`` on, in front: the first is device
     0 then, in every thread, and the others can still be read."""
     shown = [name for name in environment.get(_VISIBLE, "").split(",") if name] or [str(n) for n in range(count)]
     if index >= len(shown):
@@ -251,8 +251,8 @@ def show_first(index: int, environment: Mapping[str, str], count: int, own_gpus:
 
 
 def take_gpu(device_name: str, own_gpus: int = 1) -> str:
-    """For a process of ours, before it imports torch: make ``cuda:N`` its device 0, and the GPUs behind it the next
-    ones of its ``own_gpus``. Returns ``cuda``, or ``device_name``. Before this process asks the driver anything: that
+    """For a process of ours, before it imports torch: make ``cuda:N`` its device 0, and the GPUs after it the rest
+    of ``own_gpus``. Returns ``cuda``, or ``device_name``. Before this process asks the driver anything: that
     reads which GPUs to show once, when it starts.
 
     Raises :class:`UserError` for a GPU that is not there."""

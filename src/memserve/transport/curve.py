@@ -4,11 +4,11 @@ Every member has the same CURVE key pair, derived from the secret. No other proc
 client needs to say anything at all; the doorkeeper (ZeroMQ's authentication protocol, RFC 27) makes sure that the
 client has the secret one as well. What is sent is encrypted, and cannot be recorded and sent again by a stranger.
 
-Connections that came to a mailbox and went without a letter: peers without the secret are named, counted.
+Connections that came to a mailbox and went without a message: peers without the secret are named, counted.
 
 ZeroMQ tells that a connection was accepted, or has ended, by its descriptor; of a failed handshake it tells only that
-there was one. So a connection is a stranger's until it has brought a letter, or as many handshakes have succeeded as
-there are connections that could have passed them. One that ends without a letter and without a failure may be one of
+there was one. So a connection is unproven until it has brought a message, or as many handshakes have succeeded as
+there are connections that could have passed them. One that ends without a message and without a failure may be one of
 those: a process that tries the secret and leaves (:mod:`memserve.transport.probe`), as a server does before it
 calls a store, is none.
 """
@@ -188,13 +188,13 @@ class FailedHandshakes:
         self._passed = 0
         """Handshakes that succeeded, each of another one of those connections."""
         self._failed_connections: list[tuple[int, str, str]] = []
-        """Connections that have ended unproven: descriptor, address, why. Their letters may still lie unread."""
+        """Connections that have ended unproven: descriptor, address, why. Their messages may still lie unread."""
         self._failure_reason = ""
         """Of the handshake that has just failed: its connection is the next that ends."""
         self._rated_log = RatedLog(log)
 
     def read_events(self) -> None:
-        """Take in all events. To be called before letters are read: the senders must be known here."""
+        """Take in all events. To be called before messages are read: the senders must be known here."""
         while can_be_read(self.monitor):
             try:
                 monitor_event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
@@ -217,7 +217,7 @@ class FailedHandshakes:
                 self._failed_connections.append((descriptor, address, why or "it does not speak this protocol"))
         elif event & FAILED:
             self._failure_reason = _BROKE_OFF if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _OTHER_SECRET
-        if self._passed >= len(self._unproven):  # more: of connections that have brought a letter
+        if self._passed >= len(self._unproven):  # more: of connections that have brought a message
             self._unproven.clear()
             self._passed = 0
 
@@ -227,14 +227,14 @@ class FailedHandshakes:
         return bool(self._unproven or self._failed_connections)
 
     def mark_proven(self, descriptor: int) -> None:
-        """A letter came this way: nothing without the secret can write one."""
+        """A message came this way: nothing without the secret can write one."""
         if self._unproven.pop(descriptor, None) is not None:
             self._passed = max(0, self._passed - 1)
         elif self._failed_connections:
             self._failed_connections = [failed for failed in self._failed_connections if failed[0] != descriptor]
 
     def log_failed(self) -> int:
-        """All letters have been read: log and count the connections that ended without one."""
+        """All messages have been read: log and count the connections that ended without one."""
         connections, self._failed_connections = self._failed_connections, []
         for _, address, why in connections:
             self.log_rejection(address, why)

@@ -1,7 +1,7 @@
 """Messages between processes, over ZeroMQ.
 
-One thread receives: the mailbox's own, or that of an event loop (:meth:`ZmqMailbox.read_in`), where a letter costs no
-change of threads. It reads the letters, looks whether they are for us and new, and calls back. Sending happens in
+One thread receives: the mailbox's own, or that of an event loop (:meth:`ZmqMailbox.read_in`), where a message costs no
+change of threads. It reads the messages, looks whether they are for us and new, and calls back. Sending happens in
 the calling thread, so that a message costs one change of threads and not two. Hostile or broken input is dropped and
 counted, whatever it is.
 """
@@ -57,7 +57,7 @@ class ZmqMailbox:
     A wildcard as a host needs ``advertise``. A message to a peer that is not connected, but has spoken lately, still
     leaves, at most once a second: so a process that was expelled can be told, and a ``Join`` be refused. ``alias``: a
     second name, for those that know the address alone. ``gives_way``: where this process has one core alone, ZeroMQ's
-    thread does not interrupt others there (``SCHED_BATCH``): letters then travel in bundles, for less CPU; but if
+    thread does not interrupt others there (``SCHED_BATCH``): messages then travel in bundles, for less CPU; but if
     others compute on that core, they may wait.
 
     Raises :class:`UserError` when the address cannot be listened on or the secret is too short.
@@ -104,7 +104,7 @@ class ZmqMailbox:
 
     @property
     def counters(self) -> MailboxCounters:
-        """What became of letters so far: a copy."""
+        """What became of messages so far: a copy."""
         return replace(self._counters)
 
     def connect(self, peer: Peer, address: str) -> None:
@@ -123,12 +123,12 @@ class ZmqMailbox:
         self._outbox.send_message(to, wire.encode(message))
 
     def restart_as(self, self_peer: Peer) -> None:
-        """Go on as another generation (or name): letters to the former one are dropped from now on."""
+        """Go on as another generation (or name): messages to the former one are dropped from now on."""
         self._self_peer = self_peer
         self._outbox.restart_as(self_peer)
 
     def read_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """From now on letters are read, and the callback is called, in ``loop``, from which this is called; None: in a
+        """From now on messages are read, and the callback is called, in ``loop``, from which this is called; None: in a
         thread of the mailbox again. Not from the callback."""
         self._stop_reading()
         self._loop = loop
@@ -201,7 +201,7 @@ class ZmqMailbox:
             self._next_poll = self._loop.call_later(interval_ms / 1000, self._poll_periodically)
 
     def _poll_sources(self) -> bool:
-        """Take in what has come: another secret, questions at the door, strangers that failed at it, letters. Whether
+        """Take in what has come: another secret, questions at the door, handshakes that failed, messages. Whether
         that was all."""
         self._follow_secret()
         self._authenticator.answer_all()
@@ -230,7 +230,7 @@ class ZmqMailbox:
     def _read_frames(self) -> bool:
         """Read what is there, but not for ever; whether that was all."""
         for _ in range(_FRAMES_A_TURN):
-            if not can_be_read(self._inbox):  # cheaper than an exception for each letter
+            if not can_be_read(self._inbox):  # cheaper than an exception for each message
                 return True
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
@@ -243,17 +243,17 @@ class ZmqMailbox:
                 self._read_frame(frame.bytes, len(more))
             except wire.WireVersionError as error:
                 self._counters.other_version += 1
-                self._failed_handshakes.log_rejection(str(frame.get("Peer-Address")), f"a letter has {error}")
+                self._failed_handshakes.log_rejection(str(frame.get("Peer-Address")), f"a message has {error}")
             except wire.WireError as error:
                 self._counters.malformed += 1
                 self._failed_handshakes.log_rejection(
-                    str(frame.get("Peer-Address")), f"a letter cannot be read: {str(error)[:100]}"
+                    str(frame.get("Peer-Address")), f"a message cannot be read: {str(error)[:100]}"
                 )
         return False
 
     def _read_frame(self, frame: bytes, frames_more: int) -> None:
         if frames_more:
-            raise wire.WireError("a letter has one frame")
+            raise wire.WireError("a message has one frame")
         envelope = wire.unseal(frame)
         if envelope.receiver not in (self._self_peer, Peer(self._self_peer.name, 0), self._alias):
             self._counters.misdirected += 1

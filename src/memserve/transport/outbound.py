@@ -29,7 +29,7 @@ from memserve.transport.curve import (
 SEND_QUEUE_MAX = 2048
 """At each end of a line. A peer that stands still fills it, then loses what is sent to it."""
 LINGER_MS = 1000
-"""How long a letter to a peer that is not connected, or of a mailbox that closes, may take to leave."""
+"""How long a message to a peer that is not connected, or of a mailbox that closes, may take to leave."""
 RECENT_BYTES_MAX = 4 * MIB
 """Of each line, kept to be sent again while the secret changes."""
 RECONNECT_S, _RECONNECT_MAX_S = 0.05, 1.0
@@ -42,7 +42,7 @@ _DESCRIPTORS = 65536
 
 @dataclass(slots=True)
 class MailboxCounters:
-    """What became of letters, since the mailbox was opened."""
+    """What became of messages, since the mailbox was opened."""
 
     sent: int = 0
     """Queued for a peer."""
@@ -105,9 +105,9 @@ class _Heard:
 
 
 def configure(socket: Socket, address: str = "", own_address: str = "") -> None:
-    """What both ends of a line agree on: bounded queues, small letters at once, dead connections noticed.
+    """What both ends of a line agree on: bounded queues, small messages at once, dead connections noticed.
 
-    IPv6 is on where ``address``, or the ``own_address`` one of this process, is of IPv6: elsewhere a name would be
+    IPv6 is on where ``address``, or this process's ``own_address``, is of IPv6: elsewhere a name would be
     looked up as IPv6 first, where nothing listens."""
     socket.ipv6 = "[" in address or "[" in own_address
     socket.linger = 0
@@ -158,7 +158,7 @@ class Outbound:
         """Peers that spoke, most recent last."""
 
     def restart_as(self, self_peer: Peer) -> None:
-        """From now on letters are ``self_peer``'s."""
+        """From now on messages are ``self_peer``'s."""
         with self._lock:
             self._self_peer = self_peer
 
@@ -275,8 +275,8 @@ class Outbound:
                 connection.monitor = open_monitor(connection.socket)
 
     def _send_frame(self, socket: Socket | None, to: Peer, message: bytes) -> bytes | None:
-        """Send it. Returns the letter; None: it is lost. While the secret changes, the peer may have turned the line
-        away: then the letter is returned, and nothing is sent."""
+        """Send it. Returns the message; None: it is lost. While the secret changes, the peer may have turned the line
+        away: then the message is returned, and nothing is sent."""
         self._number += 1
         frame = wire.seal(self._self_peer, self._reply_to, to, self._number, message)
         if len(frame) > wire.LETTER_BYTES_MAX:
@@ -297,7 +297,7 @@ class Outbound:
         return frame
 
     def _send_reply(self, to: Peer, message: bytes) -> None:
-        """One letter to a process that spoke but is no longer, or not yet, connected."""
+        """One message to a process that spoke but is no longer, or not yet, connected."""
         entry, now_ns = self._senders.get(to), time.monotonic_ns()
         lately = entry and entry.answered_ns is not None and now_ns - entry.answered_ns < _ANSWER_EVERY_NS
         if entry is None or lately:

@@ -70,7 +70,7 @@ class Mailbox(Protocol):
 
     @property
     def counters(self) -> MailboxCounters:
-        """What became of letters so far: a copy."""
+        """What became of messages so far: a copy."""
 
     def connect(self, peer: Peer, address: str) -> None:
         """From now on ``send`` knows where ``peer`` is. An older generation of the same name is forgotten."""
@@ -82,7 +82,7 @@ class Mailbox(Protocol):
         """Queue ``message``; unknown peers and full queues lose it, counted. Generation 0: any process of that name."""
 
     def restart_as(self, self_peer: Peer) -> None:
-        """Go on as another generation: letters to the former one are dropped from now on."""
+        """Go on as another generation: messages to the former one are dropped from now on."""
 
     def read_in(self, loop: AbstractEventLoop | None) -> None:
         """From now on ``loop``, from which this is called, reads; None: a thread of the mailbox, as at first."""

@@ -15,7 +15,7 @@ from memserve.transport.curve import Context, CurveKeys, open_monitor
 
 
 class ProbeResult(enum.Enum):
-    """What an address does with a knock."""
+    """What an address does with a probe."""
 
     SILENT = "silent"  # nothing listens there, or nothing comes through
     TURNED_AWAY = "turned away"  # something listens, and does not take the secret
@@ -42,7 +42,7 @@ def probe_address(address: str, secret: Secret, timeout_s: float) -> ProbeResult
 
 
 def probe_all(addresses: Iterable[str], secret: Secret) -> dict[str, ProbeResult]:
-    """What each does with a knock. Blocks for ``KNOCK_S`` each at most, with each secret."""
+    """What each does with a probe. Blocks for ``PROBE_S`` each at most, with each secret."""
     return {address: probe_address(address, secret, PROBE_S) for address in addresses}
 
 

@@ -37,7 +37,7 @@ class World:
     def __init__(self, *instances: PeerInfo, followers: tuple[str, ...] = (R2,), **admission) -> None:
         self.config = ClusterConfig(admission=AdmissionConfig(**admission))
         self.instances, self.now = instances or (C1,), 0
-        self.letters: deque[tuple[Peer, Peer, object]] = deque()
+        self.messages: deque[tuple[Peer, Peer, object]] = deque()
         self.cut: set[str] = set()
         self.orders: list[tuple[str, Peer, Dispatch]] = []
         self.rejected: dict[str, RejectRequest] = {}
@@ -59,8 +59,8 @@ class World:
     def post(self, name: str, event) -> None:
         """To one router, with all that follows from it."""
         self._handle(name, event)
-        while self.letters:
-            sender, to, message = self.letters.popleft()
+        while self.messages:
+            sender, to, message = self.messages.popleft()
             if sender.name not in self.cut and to.name not in self.cut and to in (Peer(to.name, 0), self.peer(to.name)):
                 self._handle(to.name, MessageArrived(sender, message))
 
@@ -72,7 +72,7 @@ class World:
             if isinstance(action, Send) and isinstance(action.message, Dispatch):
                 self.orders.append((name, action.to, action.message))
             elif isinstance(action, Send) and action.to.name in (ROUTER, *self.followers):
-                self.letters.append((me, action.to, action.message))
+                self.messages.append((me, action.to, action.message))
             elif isinstance(action, RejectRequest):
                 self.rejected[action.request_id] = action
             elif isinstance(action, ChangeGeneration):
@@ -176,10 +176,10 @@ def test_lost_messages_are_resent_with_next_heartbeat(lost: str) -> None:
     else:
         world.cut.add(R2)
         world._handle(R2, RequestArrived(a_request("a", PROMPT)))
-        (letter,) = [letter for letter in world.letters if isinstance(letter[2], AdmissionRequests)]
-        world.letters.clear()
-        world._handle(ROUTER, MessageArrived(letter[0], letter[2]))
-        world.letters.clear()
+        (message,) = [message for message in world.messages if isinstance(message[2], AdmissionRequests)]
+        world.messages.clear()
+        world._handle(ROUTER, MessageArrived(message[0], message[2]))
+        world.messages.clear()
         assert world.active == 1
     assert world.runs == []
     world.cut.clear()
@@ -196,11 +196,11 @@ def test_lost_messages_are_resent_with_next_heartbeat(lost: str) -> None:
 def test_news_that_come_late_or_twice_change_nothing() -> None:
     world = bounded(2)
     world._handle(R2, RequestArrived(a_request("a", PROMPT)))
-    (letter,) = [one for one in world.letters if isinstance(one[2], AdmissionRequests)]
+    (message,) = [one for one in world.messages if isinstance(one[2], AdmissionRequests)]
     world.post(R2, ClockTicked())
     world.end("a")
     assert world.active == 0
-    world.post(ROUTER, MessageArrived(letter[0], letter[2]))
+    world.post(ROUTER, MessageArrived(message[0], message[2]))
     assert world.active == 0 and not world.owner._lifecycle.remote_requests.by_id
 
 
@@ -222,9 +222,9 @@ def test_slots_of_a_dead_follower_are_freed() -> None:
 def test_stopped_follower_does_not_use_a_stale_grant() -> None:
     world = bounded(1)
     world._handle(R2, RequestArrived(a_request("a", PROMPT)))
-    asked = world.letters.popleft()
+    asked = world.messages.popleft()
     world._handle(ROUTER, MessageArrived(asked[0], asked[2]))
-    granted = world.letters.popleft()  # it is under way while the follower is stopped
+    granted = world.messages.popleft()  # it is under way while the follower is stopped
     world.ask(R3, "b")
     world.wait(DEAD_NS + BEAT_NS, but=(R2,))
     assert world.runs == [(R3, "b")], "the grant is another request's now"

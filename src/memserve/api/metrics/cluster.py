@@ -201,19 +201,19 @@ ROUTER_HOST_METRICS: Table = [
         "router_handshakes_failed",
         COUNTER,
         "Connections to the cluster port that failed to prove the cluster's secret",
-        "letters.handshakes_failed",
+        "mailbox.handshakes_failed",
     ),
     (
         "router_messages_malformed",
         COUNTER,
         "Messages to the router that were malformed, or of another version",
-        lambda s: s.letters.malformed + s.letters.other_version,
+        lambda s: s.mailbox.malformed + s.mailbox.other_version,
     ),
     (
         "router_messages_lost",
         COUNTER,
         "Messages of the router that could not be queued for an instance",
-        lambda s: s.letters.lost_unknown + s.letters.lost_full + s.letters.lost_too_long,
+        lambda s: s.mailbox.lost_unknown + s.mailbox.lost_full + s.mailbox.lost_too_long,
     ),
     (
         "router_metadata_durable",

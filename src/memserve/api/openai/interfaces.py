@@ -73,9 +73,9 @@ RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repe
 
 
 def sampling_params_of(model: ServedModel, request_fields: Mapping[str, Any], **further_fields: Any) -> SamplingParams:
-    """What a request ``request_fields`` (by OpenAI's names; ``None``: nothing), else what the model's authors
+    """What ``request_fields`` set (by OpenAI's names; ``None``: nothing), else what the model's authors
     recommend (as in vLLM), else OpenAI's defaults. Covers what authors may recommend (:data:`RECOMMENDED`);
-    ``further_fields``: further fields, the rest keep their defaults."""
+    ``further_fields`` go on as they are, the rest keep their defaults."""
     request_values = {name: request_fields[name] for name in RECOMMENDED if request_fields.get(name) is not None}
     values = {**RECOMMENDED, **model.generation_defaults, **request_values}
     return SamplingParams(

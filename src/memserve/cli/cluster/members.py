@@ -409,7 +409,7 @@ JOIN_S = 60.0
 DECLINED_S = 12.0
 """A store that belongs to another router finds out within so many seconds that this router is gone."""
 _ANSWER_POLL_S = 2.0
-_KNOCK_S = 1.0
+_PROBE_S = 1.0
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -467,7 +467,7 @@ def _check_reachable(address: str, secret: Secret, *, is_late: bool) -> None:
     """Raise :class:`UserError` where it is of no use to wait for a store."""
     from memserve.transport.probe import ProbeResult, probe_address
 
-    match probe_address(f"tcp://{address}", secret, _KNOCK_S):
+    match probe_address(f"tcp://{address}", secret, _PROBE_S):
         case ProbeResult.TURNED_AWAY:
             hint = "give the file that this store was started with: --cluster-secret-file FILE"
             raise UserError(f"the store at {address} has another secret", hint=hint, param="cluster_secret_file")

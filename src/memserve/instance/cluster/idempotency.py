@@ -89,8 +89,8 @@ class ReplayBuffer:
     def open_answer(
         self, request: Request, emitted_outputs: Sequence[TokenOutput], known_tokens: Iterable[Sequence[int]]
     ) -> None:
-        """An attempt begins here; its client was ``emitted_outputs`` this before, the ``known_tokens`` tokens of each
-        sequence. Without what was told nothing is kept. Nor are beam searches: they tell nothing before their end."""
+        """An attempt begins here. ``emitted_outputs``: what its client has; ``known_tokens``: those tokens, of each
+        sequence. Without the outputs nothing is retained, nor of beam searches: they emit nothing before their end."""
         if not request.key or request.beam_width or (any(known_tokens) and not emitted_outputs):
             return
         self.forget_attempt(request.request_id)

@@ -7,9 +7,9 @@ answer (``QueryAnswers``); one whose follower is gone goes on for a while withou
 What routers hear of an instance without asking: what has changed in its index, and how busy it is.
 
 One router hears of changes at once. Of several, each is told of what all of them do here, and others' requests would
-cost it as many letters as its own. It hears at once if it has heard nothing for ``BUNDLE_NS``; else what there is comes
-in one letter when that time is over. Its own requests it knows meanwhile: it has counted their work, and expects their
-prompts to be cached.
+cost it as many messages as its own. It hears at once if it has heard nothing for ``BUNDLE_NS``; else what there is
+comes in one message when that time is over. Its own requests it knows meanwhile: it has counted their work, and expects
+their prompts to be cached.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ Wanted = tuple[str, str]
 
 
 def may_have(own_count: int, taken_count: int, limit: int) -> bool:
-    """Whether a tenant that has ``own_count`` of the ``taken_count`` ones may take another one of ``limit``: it may
-    have as many as are free. The first tenant gets half, the next one half of the rest, and the last place is for one
-    that has none."""
+    """Whether a tenant that has ``own_count`` of ``limit`` places, ``taken_count`` of which are taken, may take another
+    one: it may have as many as are free. The first tenant gets half, the next one half of the rest, and the last place
+    is for one that has none."""
     return own_count < limit - taken_count
 
 

@@ -186,7 +186,7 @@ class PeerStatus(Enum):
     """What is known of a peer."""
 
     MEMBER = "member"
-    STRANGER = "stranger"  # news of it may still be on its way
+    UNKNOWN = "unknown"  # news of it may still be on its way
     GONE = "gone"  # dead, or an older generation of a member
 
 
@@ -225,7 +225,7 @@ class Peers:
             return PeerStatus.MEMBER if member.peer.generation == peer.generation else PeerStatus.GONE
         if self._gone.get(peer.name, -1) >= peer.generation:
             return PeerStatus.GONE
-        return PeerStatus.STRANGER
+        return PeerStatus.UNKNOWN
 
     def info_of(self, peer: Peer) -> PeerInfo | None:
         """What a member told of itself when it joined. None: ``peer`` is no member."""

@@ -75,7 +75,7 @@ class Receiver:
             reason = "not what was asked for"
         if reason is not None:
             self._refuse_import(imported, reason)
-        elif self._context.peers.status_of(sender) is PeerStatus.STRANGER:
+        elif self._context.peers.status_of(sender) is PeerStatus.UNKNOWN:
             imported.advance_phase(ImportCause.SENDER_UNKNOWN)
             self._awaiting_member = [earlier for earlier in self._awaiting_member if not earlier.over] + [imported]
         else:

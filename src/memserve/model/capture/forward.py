@@ -40,6 +40,7 @@ from memserve.model.loading.pages import NO_PAGES, WeightPages, pages_of
 from memserve.model.loading.probe import DenseAttention
 from memserve.model.loading.stored import NOT_STORED, StoredWeights, stored_of
 from memserve.model.lora import RowsOf, has_lora_rows, lora_adapters
+from memserve.model.quantised import QuantisedLinear
 from memserve.model.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ _SIZES = ((23, 19), (37, 31))  # (tokens, logits rows) of the two recordings: sm
 _TRIALS = ((1, 1), (7, 2), (31, 31), (150, 3))  # (tokens, rows) compared with the module: few, and at last many
 _ANY_ROWS = 1 << 30  # on a GPU no number of rows is better than another
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 2e-2}  # root mean square / spread of the logits
-_TOLERANCE_STORED = 0.35  # with quantised weights, whose products round activations to int8; a wrong weight gives 1
 
 
 class CapturedForward:
@@ -73,11 +73,6 @@ class CapturedForward:
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
         _forget_values(graph.nodes)
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether steps may have rows with adapters."""
-        return self._adapted is not None
-
     def choose_kernels(self) -> None:
         """On a GPU, find out by measuring what computes few rows quickest: see :mod:`memserve.model.gpu.linears`."""
         from memserve.model.gpu.linears import choose_kernels, graph_seconds  # needs triton
@@ -88,12 +83,34 @@ class CapturedForward:
             "%d linears of few rows by kernels of our own, found in %.1f s", quicker_count, time.monotonic() - began_s
         )
 
+    def compare(self, trial: Inputs, logits: Tensor, limit: float) -> None:
+        """Raise :class:`CaptureRefused` where ``trial`` does not give ``logits``, the module's own.
+
+        Stored weights round activations. So operations are compared with the weights as numbers, and then the native
+        step with the operations: a wrong one is not taken for rounding."""
+        expected = logits
+        if stored := [layer for layer in self._linears if isinstance(layer, QuantisedLinear)]:
+            for layer in stored:
+                layer.exact = True
+            _compare(_logits(self._run_operations, trial), logits, limit)
+            for layer in stored:
+                layer.exact = False
+            expected = _logits(self._run_operations, trial)
+        _compare(_logits(self, trial), expected, limit)
+        if self._adapted is not None:
+            with lora_adapters(RowsOf()):
+                self._adapted.compare(trial, logits, limit)
+
     def use_worker_group(self, crew: WorkerGroup) -> None:
         """Take sums over the workers of ``crew`` from now on."""
         if self.native is not None:
             self.native.use_collective(crew.stage)
         if self._adapted is not None:
             self._adapted.use_worker_group(crew)
+
+    def _run_operations(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return self._run(input_ids, positions, logits_rows)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """``input_ids, positions [T]``, ``logits_rows [R]``, int64 -> logits ``[R, vocab]`` float32."""
@@ -140,12 +157,8 @@ def capture_forward(module: Any) -> CapturedForward | None:
             graph = _record_graph(forward, vocab, device)
             expected = _expected(forward, trials)
         captured = _captured(graph, module.dtype, pages, stored_of(module))
-        limit = _TOLERANCE_STORED if len(stored_of(module)) else _TOLERANCE[module.dtype]
         for trial, logits in zip(trials, expected, strict=True):
-            _compare(_logits(captured, trial), logits, limit)
-            if captured.has_adapters:
-                with lora_adapters(RowsOf()):
-                    _compare(_logits(captured, trial), logits, limit)
+            captured.compare(trial, logits, _TOLERANCE[module.dtype])
         if device.type == "cuda":
             captured.choose_kernels()
     except Exception as error:  # whatever fails here, the module itself still works

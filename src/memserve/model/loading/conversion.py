@@ -215,7 +215,7 @@ def _read_late() -> Iterator[None]:
         return
 
     def load_late(path: Any, return_tensors: bool = False, model_to_load: Any = None, **options: Any) -> Any:
-        late = _late_weights(place, load(path), path, model_to_load) if return_tensors else None
+        late = _late_weights(load(path), path, model_to_load) if return_tensors else None
         return late or load(path, return_tensors=return_tensors, model_to_load=model_to_load, **options)
 
     place.load_gguf_checkpoint = load_late
@@ -225,19 +225,28 @@ def _read_late() -> Iterator[None]:
         place.load_gguf_checkpoint = load
 
 
-def _late_weights(place: Any, parsed: dict[str, Any], path: Any, module: Any) -> dict[str, Any] | None:
+def tensor_names(reader: Any, module: Any, config: dict[str, Any]) -> tuple[dict[str, str], Any]:
+    """Which parameter of ``module`` each tensor of a GGUF file is, by their names, and transformers' processor of them.
+    ``reader``: gguf's, of the file."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    place: Any = modeling_gguf_pytorch_utils
+    field = reader.get_field("general.architecture")
+    kind = place.TENSOR_PROCESSORS.get(str(field.contents()) if field else "", place.TensorProcessor)
+    processor = kind(config=config)
+    return place.get_gguf_hf_weights_map(module, processor), processor
+
+
+def _late_weights(parsed: dict[str, Any], path: Any, module: Any) -> dict[str, Any] | None:
     """What transformers' function returns with tensors, all of them late; None: they are not plain."""
     import gguf
     import numpy as np
     import torch
 
     reader = gguf.GGUFReader(path)
-    field = reader.get_field("general.architecture")
-    kind = place.TENSOR_PROCESSORS.get(str(field.contents()) if field else "", place.TensorProcessor)
-    if kind.__name__ not in _PLAIN:
+    names, processor = tensor_names(reader, module, parsed.get("config", {}))
+    if type(processor).__name__ not in _PLAIN:
         return None
-    processor = kind(config=parsed.get("config", {}))
-    names = place.get_gguf_hf_weights_map(module, processor)
 
     mapped: Any = reader.data
 

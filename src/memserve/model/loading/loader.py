@@ -197,16 +197,14 @@ def _keep_stored(module: Any, folder: ModelFolder, dtype: str, identity: str) ->
     """Remember which weights of ``module`` stay quantised; its fingerprint: keys and values are rounded otherwise.
 
     Only in bfloat16: float32 promises the arithmetic of the numbers."""
-    if folder.gguf is None or dtype != "bfloat16":
-        log.warning("--quantization auto changes nothing: it is for .gguf files, computed in bfloat16")
-        return identity
-    from memserve.model.loading.stored import remember_stored, stored_in_file
+    from memserve.model.loading.stored import NOT_STORED, remember_stored, stored_in_file
 
-    stored = stored_in_file(module, folder.gguf)
-    remember_stored(module, stored)
+    stored = stored_in_file(module, folder.gguf) if folder.gguf is not None and dtype == "bfloat16" else NOT_STORED
     if not len(stored):
+        log.warning("--quantization auto changes nothing: it is for .gguf files, in bfloat16 on a CPU")
         return identity
-    log.info("%d weights stay quantised as in %s", len(stored), folder.gguf.name)
+    remember_stored(module, stored)
+    log.info("%d weights stay quantised as in %s", len(stored), folder.name)
     return hashlib.blake2b(f"{identity} as stored".encode(), digest_size=16).hexdigest()
 
 

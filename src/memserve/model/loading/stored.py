@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from memserve.base.errors import UserError
-from memserve.model.quantised import FORMATS, STRIP_OUTPUTS, QuantisedLinear, QuantisedWeight
+from memserve.model.loading.conversion import tensor_names
+from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight, can_follow
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,14 @@ class StoredWeight:
     order: Tensor | None = None
 
     @property
+    def n(self) -> int:
+        """Outputs."""
+        return len(self.blocks)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """``(n, k)``"""
-        return len(self.blocks), self.k
-
-    def joins(self, other: StoredWeight) -> bool:
-        """Whether ``other`` can come behind it in one layer."""
-        return (self.format, self.k) == (other.format, other.k) and len(self.blocks) % STRIP_OUTPUTS == 0
+        return self.n, self.k
 
     def packed(self) -> QuantisedWeight:
         """The weight in the layout of the kernels."""
@@ -76,7 +78,7 @@ class StoredWeights:
         last: StoredWeight | None = None
         for place, value in enumerate(values):
             weight = self.of(value)
-            alike = last.joins(weight) if last is not None and weight is not None else last is weight
+            alike = can_follow(last, weight) if last is not None and weight is not None else last is weight
             if place and alike:
                 counts[-1] += 1
             else:
@@ -126,17 +128,13 @@ def stored_in_file(module: Any, path: Path) -> StoredWeights:
 def _tensors(module: Any, path: Path) -> Iterator[tuple[str, StoredWeight]]:
     """Quantised matrices of the file, with the names of the module's parameters."""
     from gguf import GGUFReader
-    from transformers import modeling_gguf_pytorch_utils
 
-    place: Any = modeling_gguf_pytorch_utils
     reader = GGUFReader(path, "c")  # mapped, and writable for torch, which warns otherwise
-    field = reader.get_field("general.architecture")
-    kind = place.TENSOR_PROCESSORS.get(str(field.contents()) if field else "", place.TensorProcessor)
-    names = place.get_gguf_hf_weights_map(module, kind(config=module.config.to_dict()))
+    names, _ = tensor_names(reader, module, module.config.to_dict())
     known = {name for name, _ in module.named_parameters()}
     for tensor in reader.tensors:
         name, format = names.get(tensor.name), tensor.tensor_type.name
-        if name in known and format in FORMATS and len(tensor.shape) == 2:
+        if name is not None and name in known and format in FORMATS and len(tensor.shape) == 2:
             yield name, StoredWeight(format, int(tensor.shape[0]), torch.from_numpy(tensor.data))
 
 

@@ -225,11 +225,11 @@ def follow_leader(line: Connection, part: GpuPart, expect_reads: Callable[[], ob
     try:
         while finishing.is_alive():
             try:
-                letter = pickle.loads(line.recv_bytes())
+                command = pickle.loads(line.recv_bytes())
             except (EOFError, OSError):
                 return
-            if letter:
-                running.put(part.begin_part(*letter))
+            if command:
+                running.put(part.begin_part(*command))
             else:
                 expect_reads()
     except BaseException:

@@ -133,9 +133,9 @@ class Processes:
         crew.mark_broken(f"worker {rank} {how}")
         device.report_broken()
 
-    def send_all(self, *letter: object) -> None:
-        """Say something to all of them. From any thread."""
-        data = pickle.dumps(letter, pickle.HIGHEST_PROTOCOL)
+    def send_all(self, *command: object) -> None:
+        """Send ``command`` to all of them. From any thread."""
+        data = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         with self._send_lock:
             for line in self._connections:
                 line.send_bytes(data)
