@@ -6,6 +6,7 @@ import base64
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from waiting import eventually
 
 WAIT_S = 60.0
-
+DRIVER_STARTS_MAX = 8
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 
@@ -90,15 +91,22 @@ Opener = Callable[..., Browser]
 
 
 def _driver() -> tuple[subprocess.Popen[str], int]:
-    """A chromedriver and its port. It takes a free port of IPv4; ends where IPv6 has it in use: another, then."""
-    for _ in range(8):
-        process = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.search(r"successfully on port (\d+)", line):
-                return process, int(found[1])
-        process.wait(20)
-    raise AssertionError("chromedriver finds no free port")
+    """A chromedriver and its port. It chooses a port that is free on IPv4, and ends where the same port of IPv6 is in
+    use: then another one is started, a few times."""
+    command, printed = ["chromedriver", "--port=0"], ""
+    for _ in range(DRIVER_STARTS_MAX):
+        with tempfile.TemporaryFile("w+") as errors:  # a pipe that is not read would stop Chromium once it is full
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if port := re.search(r"successfully on port (\d+)", line):
+                    return process, int(port[1])
+            process.wait(20)
+            errors.seek(0)
+            printed = "".join(lines) + errors.read()
+    raise AssertionError(f"chromedriver did not start in {DRIVER_STARTS_MAX} tries; the last one printed:\n{printed}")
 
 
 @contextmanager
