@@ -29,8 +29,7 @@ from memserve.api.http.config import EdgeConfig
 from memserve.api.http.errors import ApiError, bad_request, model_not_found, shutting_down
 from memserve.api.http.limits import Edge
 from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, on_http_error
-from memserve.api.metrics.cluster import ADMISSION_METRICS
-from memserve.api.metrics.families import COUNTER, GAUGE, Table, families, with_old_names
+from memserve.api.metrics.families import COUNTER, GAUGE, Table, declared, families, with_old_names
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.probes import Probes, TrailingSlashes
 from memserve.api.ui.feed import PageFeed
@@ -156,7 +155,7 @@ class FleetSnapshot:
     def collect(self) -> Iterator[Metric]:
         """All families, with the values of this reading."""
         yield from families(FLEET_METRICS, [((view.name,), view) for view in self._engines], ("engine",))
-        yield from with_old_names(families(ADMISSION_METRICS, [((), self._admission)]))
+        yield from with_old_names(families(declared(AdmissionStats), [((), self._admission)]))
 
 
 class FleetReading:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from memserve.base.metrics import counter, gauge
 from memserve.base.types import Tier
 from memserve.instance.cluster.link import ClusterLink
 from memserve.instance.layerwise.state import LayerReport
@@ -33,40 +34,57 @@ class TierStats:
 class InstanceStats:
     """Gauges of the moment and totals since the start. Consumers ignore fields that they do not know."""
 
-    requests_waiting: int = 0
-    sequences_running: int = 0
-    sequences_swapped: int = 0
-    requests_arrived: int = 0
-    requests_finished: int = 0
-    requests_rejected: int = 0
-    requests_cancelled: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens of admitted requests."""
-    cached_tokens: int = 0
-    """Of them: KV came from the cache."""
-    computed_tokens: int = 0
-    """Tokens given to the device, prefill and decode."""
-    generated_tokens: int = 0
+    requests_waiting: int = gauge("", "Requests in the queues of {whose}", engine="requests_waiting")
+    sequences_running: int = gauge("", "Sequences that are computed together now", engine="sequences_running")
+    sequences_swapped: int = gauge("", "Sequences whose KV is swapped out to DRAM now", engine="sequences_swapped")
+    requests_arrived: int = counter("", "Requests that reached {whose}", engine="engine_requests")
+    requests_finished: int = counter("", "Requests that {whose} finished", engine="engine_requests_finished")
+    requests_rejected: int = counter("", "Requests that {whose} refused", engine="engine_requests_rejected")
+    requests_cancelled: int = counter("", "Requests that were cancelled in {whose}", engine="engine_requests_cancelled")
+    prompt_tokens: int = counter(
+        "instance_prompt_tokens", "Prompt tokens of requests that {whose} admitted", engine="engine_prompt_tokens"
+    )
+    cached_tokens: int = counter(
+        "instance_cached_tokens",
+        "Prompt tokens of requests admitted with KV that {whose} had or fetched",
+        engine="engine_cached_tokens",
+    )
+    computed_tokens: int = counter(
+        "instance_computed_tokens",
+        "Tokens that the device of {whose} computed, in prefill and decode",
+        engine="engine_computed_tokens",
+    )
+    generated_tokens: int = counter(
+        "instance_generated_tokens", "Tokens that {whose} generated", engine="engine_generated_tokens"
+    )
     preemptions_swap: int = 0
     preemptions_recompute: int = 0
-    steps_failed: int = 0
-    rows_failed: int = 0
-    """Sequences that ended because their own row failed, and no other."""
+    steps_failed: int = counter(
+        "instance_steps_failed", "Steps that failed on the device of {whose}", engine="steps_failed"
+    )
+    rows_failed: int = counter(
+        "instance_rows_failed",
+        "Sequences of {whose} that ended because their own row of a step failed",
+        engine="rows_failed",
+    )
     hbm: TierStats = field(default_factory=TierStats)
     dram: TierStats = field(default_factory=TierStats)
-    running_slots_tokens: int = 0
-    """Token positions in the blocks that running sequences hold."""
-    running_tokens: int = 0
-    """Of them: positions that hold a token's state."""
+    running_slots_tokens: int = gauge("", "Token positions held by running sequences", engine="pool_slot_tokens")
+    """Positions in the blocks of their tables."""
+    running_tokens: int = gauge(
+        "", "Token positions held by running sequences that hold the state of a token", engine="pool_state_tokens"
+    )
     plans_in_flight: int = 0
     steps: int = 0
     """Plans made."""
     dropped_tokens: int = 0
     """Sampled after the sequence had ended: stop tokens are seen one step late."""
-    drafts_computed: int = 0
-    """Tokens computed as drafts."""
-    drafts_kept: int = 0
-    """Of them: drawn as well."""
+    drafts_computed: int = counter(
+        "instance_drafts_computed", "Tokens that {whose} computed as drafts", engine="engine_drafts_computed"
+    )
+    drafts_kept: int = counter(
+        "instance_drafts_kept", "Drafts of {whose} that were drawn as well", engine="engine_drafts_kept"
+    )
     copied_on_write: int = 0
     """Blocks copied because a fork or the cache shared them."""
     dram_tokens_reused: int = 0
@@ -75,47 +93,63 @@ class InstanceStats:
     """The estimated cost of recomputing a token, learnt from finished steps."""
     finished: dict[str, int] = field(default_factory=dict)
     """Sequences by finish reason."""
-    handed_over: int = 0
-    """Requests that left after their first token."""
-    taken_over: int = 0
-    """Requests decoded here behind a prompt that was computed elsewhere."""
+    handed_over: int = counter(
+        "instance_handed_over", "Requests handed over to another instance after their first token"
+    )
+    taken_over: int = counter(
+        "instance_taken_over", "Requests decoded by {whose} after another one computed the prompt"
+    )
     takeovers_failed: int = 0
     """Requests that were to be taken over, and were not."""
-    fetched_tokens: int = 0
-    """Tokens of prefixes that came from other instances before admission."""
+    fetched_tokens: int = counter(
+        "instance_fetched_tokens", "Prompt tokens with KV from other instances before admission"
+    )
     blocks_sent_home: int = 0
     """Blocks of generated KV offered to where their prompts were computed (PD-Caching-3)."""
-    blocks_come_home: int = 0
-    """Blocks of generated KV that decode instances sent here."""
-    blocks_received: int = 0
-    """Blocks pulled from other instances, for any reason."""
-    blocks_reused: int = 0
-    """Blocks that others offered and that were here already (PD-Caching-2)."""
-    bytes_received: int = 0
-    dram_bytes_received: int = 0
-    """Of them: out of the sender's DRAM."""
+    blocks_come_home: int = counter(
+        "instance_returned_blocks", "KV blocks of answers that came back to the prefill instance (PD-Caching-3)"
+    )
+    blocks_received: int = counter("instance_received_blocks", "KV blocks pulled from other instances")
+    """For any reason."""
+    blocks_reused: int = counter(
+        "instance_reused_blocks", "KV blocks that other instances offered and {whose} had already"
+    )
+    """As in PD-Caching-2."""
+    bytes_received: int = counter("instance_received_bytes", "Bytes of KV pulled from other instances")
+    dram_bytes_received: int = counter(
+        "instance_received_dram_bytes", "Bytes of KV pulled out of the DRAM tier of other instances"
+    )
     transfers_open: int = 0
-    transfers_failed: int = 0
-    """Imports that failed: withdrawn, out of time, peer gone, or damaged."""
-    checksum_mismatches: int = 0
-    pulls_failed: int = 0
-    """Reads of a peer's pages: peer or link gone or stalled, or a checksum that differed."""
+    transfers_failed: int = counter(
+        "instance_transfers_failed", "KV transfers to {whose} that failed; their tokens are computed instead"
+    )
+    """Withdrawn, out of time, peer gone, or damaged."""
+    checksum_mismatches: int = counter(
+        "instance_checksum_mismatches", "Pieces of KV with another checksum than the sender's; they are not used"
+    )
+    pulls_failed: int = counter("instance_pulls_failed", "Reads of peers' KV that failed or stalled; its log says why")
+    """Peer or link gone or stalled, or a checksum that differed."""
     pins: int = 0
     """Named prefixes."""
-    store_tokens: int = 0
-    """Of ``fetched_tokens``: out of a store."""
-    store_ssd_tokens: int = 0
-    """Of them: out of a store that had some of the prefix on its disks alone."""
-    store_fetches_failed: int = 0
-    """Fetches from a store that brought nothing: late, gone, or damaged. Their tokens are computed instead."""
-    store_blocks_offered: int = 0
-    """Blocks offered to a store."""
-    store_blocks_taken: int = 0
-    """Of them: the store has them."""
-    store_blocks_failed: int = 0
-    """Of them: refused, too late, or taken back because a request needed the memory."""
-    store_blocks_dropped: int = 0
-    """Blocks that were not offered, since the store was slower than the instance."""
+    store_tokens: int = counter("instance_store_tokens", "Prompt tokens with KV out of a store")
+    """Part of ``fetched_tokens``."""
+    store_ssd_tokens: int = counter(
+        "instance_store_ssd_tokens",
+        "Prompt tokens with KV out of a store that had some of the prefix on its disks alone",
+    )
+    store_fetches_failed: int = counter(
+        "instance_store_fetches_failed",
+        "Fetches from a store that brought nothing in time; their tokens are computed instead",
+    )
+    store_blocks_offered: int = counter("instance_store_blocks_offered", "KV blocks that {whose} offered to a store")
+    store_blocks_taken: int = counter("instance_store_blocks_taken", "KV blocks of {whose} that a store has got")
+    store_blocks_failed: int = counter(
+        "instance_store_blocks_failed",
+        "KV blocks offered to a store that were refused, too late, or taken back for a request",
+    )
+    store_blocks_dropped: int = counter(
+        "instance_store_blocks_dropped", "KV blocks that were not offered, since the store was slower than {whose}"
+    )
     objectives: ObjectiveReport = field(default_factory=ObjectiveReport)
     """All zero: requests have no objectives (``--scheduling fcfs``)."""
     layers: LayerReport = field(default_factory=LayerReport)

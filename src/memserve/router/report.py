@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memserve.base.metrics import counter, gauge
 from memserve.base.types import FinishReason, Role
 from memserve.protocol.peers import Load, Peer
 from memserve.router.placement.reuse_ceiling import PromptTokens
@@ -13,51 +14,56 @@ from memserve.router.placement.reuse_ceiling import PromptTokens
 class Counters:
     """Totals since the start."""
 
-    requests: int = 0
+    requests: int = counter("router_requests", "Requests that reached the router")
     requests_finished: int = 0
     requests_rejected: int = 0
     requests_cancelled: int = 0
     requests_expired: int = 0
     """Ended by the cluster at their deadline."""
-    requests_failed: int = 0
-    """Ended with an error after the last attempt."""
-    dispatches: int = 0
-    """Attempts sent to instances."""
-    resumptions: int = 0
-    """Of them: not the request's first."""
+    requests_failed: int = counter("router_requests_failed", "Requests that ended with an error after the last attempt")
+    dispatches: int = counter("router_dispatches", "Attempts to run a request that were sent to instances")
+    resumptions: int = counter(
+        "router_resumptions", "Attempts sent to instances after an earlier attempt of the same request had failed"
+    )
     decisions: dict[tuple[str, str], int] = field(default_factory=dict)
     """Dispatches by policy and by what the first instance does for the prompt: ``reuse`` (it has a prefix), ``fetch``
     (another one has more of it) or ``compute``."""
     attempts_failed: dict[str, int] = field(default_factory=dict)
     """Attempts that failed, by cause: ``gone``, ``refused``, ``stalled``, ``lost``, ``contradiction``, ``gap``,
     ``error``."""
-    sequences_split: int = 0
-    """Attempts that several instances share, because their sequence fits none."""
-    outputs_late: int = 0
-    """Outputs that were dropped: of attempts that are over, or tokens that the client has already."""
+    sequences_split: int = counter("router_sequences_split", "Attempts with a sequence that several instances share")
+    """Because it fits none of them."""
+    outputs_late: int = counter(
+        "router_late_outputs",
+        "Outputs of instances that were dropped because their request had ended or had them already",
+    )
     tokens: int = 0
     """Given to clients."""
     answers_continued: int = 0
     """Clients that asked again for an answer by its key, and got what was known of it."""
     attempts_adopted: int = 0
     """Attempts of an earlier router that went on as this one's."""
-    members_joined: int = 0
-    members_readopted: int = 0
-    """Members of the last router that joined again, with all that they had cached."""
-    members_refused: int = 0
-    members_died: int = 0
-    members_left: int = 0
-    expelled: int = 0
-    """Messages of unknown or dead incarnations."""
-    kv_changes: int = 0
-    """KV events applied."""
-    kv_gaps: int = 0
-    """Times that KV events were missing and asked for."""
+    members_joined: int = counter("router_members_joined", "Incarnations of instances that joined as new members")
+    members_readopted: int = counter(
+        "router_members_readopted", "Instances of an earlier router that came back with their cache"
+    )
+    members_refused: int = counter("router_members_refused", "Times that a join was refused, for the reason in the log")
+    members_died: int = counter(
+        "router_members_died", "Members that died: their process ended, they fell silent, or were replaced"
+    )
+    members_left: int = counter("router_members_left", "Members that left gracefully")
+    expelled: int = counter(
+        "router_members_expelled", "Messages of processes that are not members, but behaved as such"
+    )
+    kv_changes: int = counter(
+        "router_kv_changes", "KV events of instances that were applied to the router's prefix trees"
+    )
+    kv_gaps: int = counter("router_kv_gaps", "Times that KV events of an instance were missing and were requested")
     kv_snapshots: int = 0
-    matched_tokens: int = 0
-    """Sum over dispatches: the prefix that the first instance was believed to have."""
-    prompt_tokens: int = 0
-    """Sum over dispatches."""
+    matched_tokens: int = counter(
+        "router_matched_tokens", "Prompt tokens dispatched to an instance that was believed to have their KV"
+    )
+    prompt_tokens: int = counter("router_prompt_tokens", "Prompt tokens of all attempts sent to instances")
     finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
     """Sequences by finish reason."""
 
@@ -66,19 +72,21 @@ class Counters:
 class AdmissionStats:
     """Admission before placement: totals since the start, and in a snapshot gauges of the moment."""
 
-    admitted: int = 0
+    admitted: int = counter("admission_admitted", "Requests that were admitted before placement")
     released: int = 0
     """Admitted requests that have ended, in whatever way."""
-    queued: int = 0
-    """Requests that had to wait, those that were rejected later included."""
-    waited_ns: int = 0
-    """Time that admitted requests waited, in total."""
+    queued: int = counter("admission_queued", "Requests that waited for admission, including requests rejected later")
+    waited_ns: int = counter(
+        "admission_waited_seconds", "Seconds that requests waited before they were admitted, added up"
+    )
     rejected: dict[str, int] = field(default_factory=dict)
     """By cause: ``queue`` (too many waited), ``wait`` (for too long), ``memory`` (it would never fit) or ``pressure``
     (evictions were not enough, and no request was running)."""
-    evictions: int = 0
-    """Finished requests whose counted memory newcomers took (with ``evictions_max``)."""
-    active: int = 0
+    evictions: int = counter(
+        "admission_evictions", "Finished requests whose counted memory went to newly admitted requests"
+    )
+    """With ``evictions_max``."""
+    active: int = gauge("admission_active", "Admitted requests that have not ended")
     waiting: dict[str, int] = field(default_factory=dict)
     """By tenant."""
 
@@ -120,17 +128,16 @@ class InstanceView:
 class ClusterStats:
     """Gauges of the moment, and totals."""
 
-    requests_live: int
-    requests_unplaced: int
-    """Admitted requests that no instance runs."""
-    instances: int
-    """Members with a model."""
-    instances_draining: int
-    tree_blocks: int
-    tree_bytes: int
-    """Host memory of the trees."""
-    handles: int
-    counters: Counters
+    requests_live: int = gauge("router_requests_live", "Requests that the router has and that have not ended")
+    requests_unplaced: int = gauge("router_requests_unplaced", "Requests admitted that no instance could take so far")
+    instances: int = gauge("router_instances", "Instances that are members of the cluster")
+    instances_draining: int = gauge(
+        "router_instances_draining", "Instances that finish what they have and take nothing new"
+    )
+    tree_blocks: int = gauge("router_tree_blocks", "Cached KV blocks that the router knows of, over all instances")
+    tree_bytes: int = gauge("router_tree_bytes", "Host memory of the router's prefix trees in bytes")
+    handles: int = gauge("router_handles", "Named prefixes (documents and sessions) that the router keeps pinned")
+    counters: Counters = field(default_factory=Counters)
     """A copy."""
     admission: AdmissionStats = field(default_factory=AdmissionStats)
     """A copy."""

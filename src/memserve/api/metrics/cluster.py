@@ -15,6 +15,7 @@ from memserve.api.metrics.families import (
     GAUGE,
     Table,
     block_bytes_family,
+    declared,
     families,
     layer_families,
     objective_families,
@@ -24,6 +25,10 @@ from memserve.api.metrics.families import (
 )
 from memserve.base.types import Role
 from memserve.base.units import NS_PER_S
+from memserve.router.placement.reuse_ceiling import PromptTokens
+from memserve.router.report import AdmissionStats, ClusterStats, Counters
+from memserve.store.disks.events import DiskCounters
+from memserve.store.machine.events import StoreCounters
 
 #: from ``MemberStats``
 MEMBER_METRICS: Table = [
@@ -42,54 +47,10 @@ STORE_METRICS: Table = [
     ("store_disk_bytes", GAUGE, "Bytes of the files on the disks of the store", "disk_bytes"),
     ("store_disk_values", GAUGE, "Values on the disks of the store, KV blocks included", "disk_records"),
     ("store_clients", GAUGE, "Clients that the store knows, instances not counted", "clients"),
-    ("store_kv_blocks_stored", COUNTER, "KV blocks that the store took from instances", "kv_stored"),
-    ("store_kv_blocks_known", COUNTER, "KV blocks that instances offered and the store had already", "kv_known"),
-    ("store_kv_blocks_lent", COUNTER, "KV blocks that the store gave to instances", "kv_lent"),
-    ("store_fetches", COUNTER, "Prefixes that instances asked the store for", "fetches"),
-    (
-        "store_fetches_cut",
-        COUNTER,
-        "Prefixes of which instances got less than the store has: a disk failed or was late, or memory was short",
-        "fetches_cut",
-    ),
-    ("store_puts", COUNTER, "Values that clients put into the store", "puts"),
-    ("store_gets", COUNTER, "Values that clients asked the store for", "gets"),
     ("store_memory_evicted", COUNTER, "Values that left the memory of the store to make room", "dram_evicted"),
-    ("store_loads", COUNTER, "Values that were read from a disk into the memory of the store", "loads"),
-    (
-        "store_loads_failed",
-        COUNTER,
-        "Values on a disk of the store that could not be read in time and intact",
-        "loads_failed",
-    ),
-    (
-        "store_damaged",
-        COUNTER,
-        "Values in the memory of the store with a wrong checksum, which were dropped",
-        "damaged",
-    ),
-    ("store_disk_reads_damaged", COUNTER, "Values on a disk of the store with a wrong checksum", "disk_reads_damaged"),
-    ("store_disk_reads_late", COUNTER, "Reads from a disk of the store that missed their deadline", "disk_reads_late"),
-    ("store_disk_errors", COUNTER, "Reads and writes that a disk of the store failed", "disk_device_errors"),
-    (
-        "store_disk_written_bytes",
-        COUNTER,
-        "Bytes written to the disks of the store, all overhead included",
-        "disk_disk_bytes_written",
-    ),
-    (
-        "store_disk_payload_bytes",
-        COUNTER,
-        "Bytes of values written to the disks of the store",
-        "disk_payload_bytes_written",
-    ),
     ("store_disk_evicted", COUNTER, "Values that left the disks of the store to make room", "disk_records_evicted"),
-    (
-        "store_disk_refused_budget",
-        COUNTER,
-        "Values not written to a disk of the store since the budget of the day was used up",
-        "disk_refused_budget",
-    ),
+    *declared(StoreCounters),
+    *declared(DiskCounters, "disk_"),
 ]
 
 
@@ -98,102 +59,6 @@ def store_families(stores: Sequence[Any]) -> Iterator[Metric]:
     yield from families(MEMBER_METRICS, [((member.view.peer.name,), member) for member in stores], ("store",))
     yield from families(STORE_METRICS, [((member.view.peer.name,), member.store) for member in stores], ("store",))
 
-
-#: from ``ClusterStats``
-ROUTER_GAUGES: Table = [
-    ("router_requests_live", GAUGE, "Requests that the router has and that have not ended", "requests_live"),
-    ("router_requests_unplaced", GAUGE, "Requests admitted that no instance could take so far", "requests_unplaced"),
-    ("router_instances", GAUGE, "Instances that are members of the cluster", "instances"),
-    (
-        "router_instances_draining",
-        GAUGE,
-        "Instances that finish what they have and take nothing new",
-        "instances_draining",
-    ),
-    ("router_tree_blocks", GAUGE, "Cached KV blocks that the router knows of, over all instances", "tree_blocks"),
-    ("router_tree_bytes", GAUGE, "Host memory of the router's prefix trees in bytes", "tree_bytes"),
-    ("router_handles", GAUGE, "Named prefixes (documents and sessions) that the router keeps pinned", "handles"),
-]
-
-#: from its counters
-ROUTER_COUNTERS: Table = [
-    ("router_requests", COUNTER, "Requests that reached the router", "requests"),
-    ("router_requests_failed", COUNTER, "Requests that ended with an error after the last attempt", "requests_failed"),
-    ("router_dispatches", COUNTER, "Attempts to run a request that were sent to instances", "dispatches"),
-    (
-        "router_resumptions",
-        COUNTER,
-        "Attempts sent to instances after an earlier attempt of the same request had failed",
-        "resumptions",
-    ),
-    ("router_sequences_split", COUNTER, "Attempts with a sequence that several instances share", "sequences_split"),
-    (
-        "router_late_outputs",
-        COUNTER,
-        "Outputs of instances that were dropped because their request had ended or had them already",
-        "outputs_late",
-    ),
-    ("router_members_joined", COUNTER, "Incarnations of instances that joined as new members", "members_joined"),
-    (
-        "router_members_readopted",
-        COUNTER,
-        "Instances of an earlier router that came back with their cache",
-        "members_readopted",
-    ),
-    ("router_members_left", COUNTER, "Members that left gracefully", "members_left"),
-    ("router_members_refused", COUNTER, "Times that a join was refused, for the reason in the log", "members_refused"),
-    ("router_members_expelled", COUNTER, "Messages of processes that are not members, but behaved as such", "expelled"),
-    (
-        "router_members_died",
-        COUNTER,
-        "Members that died: their process ended, they fell silent, or were replaced",
-        "members_died",
-    ),
-    (
-        "router_kv_changes",
-        COUNTER,
-        "KV events of instances that were applied to the router's prefix trees",
-        "kv_changes",
-    ),
-    ("router_kv_gaps", COUNTER, "Times that KV events of an instance were missing and were requested", "kv_gaps"),
-    (
-        "router_matched_tokens",
-        COUNTER,
-        "Prompt tokens dispatched to an instance that was believed to have their KV",
-        "matched_tokens",
-    ),
-    ("router_prompt_tokens", COUNTER, "Prompt tokens of all attempts sent to instances", "prompt_tokens"),
-]
-
-#: from ``AdmissionStats``
-ADMISSION_METRICS: Table = [
-    ("admission_active", GAUGE, "Admitted requests that have not ended", "active"),
-    ("admission_admitted", COUNTER, "Requests that were admitted before placement", "admitted"),
-    ("admission_queued", COUNTER, "Requests that waited for admission, including requests rejected later", "queued"),
-    (
-        "admission_waited_seconds",
-        COUNTER,
-        "Seconds that requests waited before they were admitted, added up",
-        lambda g: g.waited_ns / NS_PER_S,
-    ),
-    (
-        "admission_evictions",
-        COUNTER,
-        "Finished requests whose counted memory went to newly admitted requests",
-        "evictions",
-    ),
-]
-
-#: from ``PromptTokens``
-CEILING: Table = [
-    ("router_seen_prompt_tokens", COUNTER, "Prompt tokens of placed requests, each request once", "total"),
-    (
-        "router_new_prompt_tokens",
-        COUNTER,
-        "Prompt tokens, estimated, whose KV not even an unlimited cache would have had",
-        "new",
-    ),
-]
 
 #: from ``RouterStats``: messages and metadata
 ROUTER_HOST_METRICS: Table = [
@@ -283,111 +148,6 @@ INSTANCE_GAUGES: Table = [
     ),
 ]
 
-#: counters of an instance's machine (``InstanceStats``), as its last heartbeat with statistics said
-INSTANCE_COUNTERS: Table = [
-    ("instance_prompt_tokens", COUNTER, "Prompt tokens of requests that the instance admitted", "prompt_tokens"),
-    (
-        "instance_cached_tokens",
-        COUNTER,
-        "Prompt tokens of requests admitted with KV that the instance had or fetched",
-        "cached_tokens",
-    ),
-    (
-        "instance_computed_tokens",
-        COUNTER,
-        "Tokens that the device of the instance computed, in prefill and decode",
-        "computed_tokens",
-    ),
-    ("instance_generated_tokens", COUNTER, "Tokens that the instance generated", "generated_tokens"),
-    ("instance_drafts_computed", COUNTER, "Tokens that the instance computed as drafts", "drafts_computed"),
-    ("instance_drafts_kept", COUNTER, "Drafts of the instance that were drawn as well", "drafts_kept"),
-    ("instance_steps_failed", COUNTER, "Steps that failed on the device of the instance", "steps_failed"),
-    ("instance_rows_failed", COUNTER, "Sequences of the instance whose own row of a step failed", "rows_failed"),
-    (
-        "instance_fetched_tokens",
-        COUNTER,
-        "Prompt tokens with KV from other instances before admission",
-        "fetched_tokens",
-    ),
-    ("instance_received_bytes", COUNTER, "Bytes of KV pulled from other instances", "bytes_received"),
-    ("instance_store_tokens", COUNTER, "Prompt tokens with KV out of a store", "store_tokens"),
-    (
-        "instance_store_ssd_tokens",
-        COUNTER,
-        "Prompt tokens with KV out of a store that had some of the prefix on its disks alone",
-        "store_ssd_tokens",
-    ),
-    (
-        "instance_store_fetches_failed",
-        COUNTER,
-        "Fetches from a store that brought nothing in time; their tokens are computed instead",
-        "store_fetches_failed",
-    ),
-    (
-        "instance_store_blocks_offered",
-        COUNTER,
-        "KV blocks that the instance offered to a store",
-        "store_blocks_offered",
-    ),
-    ("instance_store_blocks_taken", COUNTER, "KV blocks of the instance that a store has got", "store_blocks_taken"),
-    (
-        "instance_store_blocks_failed",
-        COUNTER,
-        "KV blocks offered to a store that were refused, too late, or taken back for a request",
-        "store_blocks_failed",
-    ),
-    (
-        "instance_store_blocks_dropped",
-        COUNTER,
-        "KV blocks that were not offered, since the store was slower than the instance",
-        "store_blocks_dropped",
-    ),
-    (
-        "instance_received_dram_bytes",
-        COUNTER,
-        "Bytes of KV pulled out of the DRAM tier of other instances",
-        "dram_bytes_received",
-    ),
-    ("instance_received_blocks", COUNTER, "KV blocks pulled from other instances", "blocks_received"),
-    (
-        "instance_reused_blocks",
-        COUNTER,
-        "KV blocks that other instances offered and the instance had already",
-        "blocks_reused",
-    ),
-    (
-        "instance_returned_blocks",
-        COUNTER,
-        "KV blocks of answers that came back to the prefill instance (PD-Caching-3)",
-        "blocks_come_home",
-    ),
-    (
-        "instance_handed_over",
-        COUNTER,
-        "Requests handed over to another instance after their first token",
-        "handed_over",
-    ),
-    (
-        "instance_taken_over",
-        COUNTER,
-        "Requests decoded by the instance after another one computed the prompt",
-        "taken_over",
-    ),
-    (
-        "instance_transfers_failed",
-        COUNTER,
-        "KV transfers to the instance that failed; their tokens are computed instead",
-        "transfers_failed",
-    ),
-    (
-        "instance_checksum_mismatches",
-        COUNTER,
-        "Pieces of KV with another checksum than the sender's; they are not used",
-        "checksum_mismatches",
-    ),
-    ("instance_pulls_failed", COUNTER, "Reads of peers' KV that failed or stalled; its log says why", "pulls_failed"),
-]
-
 
 def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     """The families of one :class:`memserve.host.stats.RouterStats`, under their old names, too."""
@@ -395,14 +155,14 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
 
 
 def _cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
-    yield from families(ROUTER_GAUGES, [((), stats.cluster)])
-    yield from families(ROUTER_COUNTERS, [((), stats.cluster.counters)])
+    yield from families(declared(ClusterStats), [((), stats.cluster)])
+    yield from families(declared(Counters), [((), stats.cluster.counters)])
     yield from families(ROUTER_HOST_METRICS, [((), stats)])
     yield from families(CHILD_METRICS, [((name,), child) for name, child in stats.children.items()], ("instance",))
     yield from scaling_families(stats.scaling)
     yield from _by_label(stats.cluster.counters)
     yield from _admission(stats.cluster.admission, names_tenants)
-    yield from families(CEILING, [((), stats.cluster.prompt_tokens)])
+    yield from families(declared(PromptTokens), [((), stats.cluster.prompt_tokens)])
     if names_tenants:
         yield from tenant_ceiling_families(stats.cluster)
     instances = [member for member in stats.members if member.view.role.has_model]
@@ -415,7 +175,8 @@ def _cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
 def tenant_ceiling_families(cluster: Any) -> Iterator[Metric]:
     """Prompt tokens of each tenant with a count of its own, from ``ClusterStats``."""
     table: Table = [
-        (name.replace("router_", "tenant_"), kind, f"{about}, by tenant", read) for name, kind, about, read in CEILING
+        (name.replace("router_", "tenant_"), kind, f"{about}, by tenant", read)
+        for name, kind, about, read in declared(PromptTokens)
     ]
     tenants = [((tenant,), count) for tenant, count in cluster.tenant_prompt_tokens.items()]
     yield from families(table, tenants, ("tenant",))
@@ -442,7 +203,7 @@ def _single(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
 
 
 def _admission(admission: Any, names_tenants: bool) -> Iterator[Metric]:
-    yield from families(ADMISSION_METRICS, [((), admission)])
+    yield from families(declared(AdmissionStats), [((), admission)])
     waiting = GaugeMetricFamily(
         "memserve_admission_waiting", "Requests that wait for admission", labels=["tenant"] if names_tenants else []
     )
@@ -459,9 +220,11 @@ def _admission(admission: Any, names_tenants: bool) -> Iterator[Metric]:
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:
+    from memserve.instance.stats import InstanceStats  # not before: it loads the scheduler, which a fleet has not
+
     reports = [(member.view, member.engine.instance) for member in members if member.engine and member.engine.instance]
     sources = [((view.peer.name, view.role.value), instance) for view, instance in reports]
-    yield from families(INSTANCE_COUNTERS, sources, ("instance", "role"))
+    yield from families(declared(InstanceStats), sources, ("instance", "role"))
     blocks = GaugeMetricFamily(
         "memserve_instance_blocks",
         "KV blocks of the instance by tier and state",

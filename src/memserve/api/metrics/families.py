@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from memserve.base.metrics import WHOSE, metrics_of
 from memserve.base.units import NS_PER_S
 
 Read = str | Callable[[Any], float]
@@ -109,6 +110,23 @@ def families(
             if number is not None:
                 family.add_metric(list(values), float(number))
         yield family
+
+
+def declared(statistics: type, path: str = "", *, is_engine: bool = False) -> Table:
+    """The metrics that the fields of ``statistics`` declare (:mod:`memserve.base.metrics`). ``path``: what stands
+    before a field's name where a source is read. ``is_engine``: those of one engine's page, by their names there."""
+    whose = "the engine" if is_engine else "the instance"
+    rows: Table = []
+    for field_name, metric in metrics_of(statistics):
+        name = metric.engine_name if is_engine else metric.name
+        kind, text = COUNTER if metric.kind == "counter" else GAUGE, metric.text.replace(WHOSE, whose)
+        if name:
+            rows.append((name, kind, text, _seconds(field_name) if field_name.endswith("_ns") else path + field_name))
+    return rows
+
+
+def _seconds(field_name: str) -> Callable[[Any], float]:
+    return lambda source: getattr(source, field_name) / NS_PER_S
 
 
 OLD_NAMES = {

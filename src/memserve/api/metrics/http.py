@@ -17,6 +17,7 @@ from memserve.api.metrics.families import (
     Table,
     Tally,
     block_bytes_family,
+    declared,
     families,
     layer_families,
     objective_families,
@@ -158,35 +159,8 @@ ENGINE_METRICS: Table = [
     ),
 ]
 
-#: from ``InstanceStats``
-INSTANCE_METRICS: Table = [
-    ("requests_waiting", GAUGE, "Requests in the queues of the engine", "requests_waiting"),
-    ("sequences_running", GAUGE, "Sequences that are computed together now", "sequences_running"),
-    ("sequences_swapped", GAUGE, "Sequences whose KV is swapped out to DRAM now", "sequences_swapped"),
-    ("engine_requests", COUNTER, "Requests that reached the engine", "requests_arrived"),
-    ("engine_requests_finished", COUNTER, "Requests that the engine finished", "requests_finished"),
-    ("engine_requests_rejected", COUNTER, "Requests that the engine refused", "requests_rejected"),
-    ("engine_requests_cancelled", COUNTER, "Requests that were cancelled in the engine", "requests_cancelled"),
-    ("engine_prompt_tokens", COUNTER, "Prompt tokens of requests that the engine admitted", "prompt_tokens"),
-    (
-        "engine_cached_tokens",
-        COUNTER,
-        "Prompt tokens of requests admitted with KV from the prefix cache",
-        "cached_tokens",
-    ),
-    ("engine_computed_tokens", COUNTER, "Tokens that the device computed, in prefill and decode", "computed_tokens"),
-    ("engine_generated_tokens", COUNTER, "Tokens that the engine generated", "generated_tokens"),
-    ("engine_drafts_computed", COUNTER, "Tokens that the device computed as drafts", "drafts_computed"),
-    ("engine_drafts_kept", COUNTER, "Drafts of the engine that were drawn as well", "drafts_kept"),
-    ("steps_failed", COUNTER, "Steps that failed on the device", "steps_failed"),
-    ("rows_failed", COUNTER, "Sequences that ended because their own row of a step failed", "rows_failed"),
-    ("pool_slot_tokens", GAUGE, "Token positions held by running sequences", "running_slots_tokens"),
-    (
-        "pool_state_tokens",
-        GAUGE,
-        "Token positions held by running sequences that hold the state of a token",
-        "running_tokens",
-    ),
+#: from ``InstanceStats``, beside those that its fields declare
+POOL_METRICS: Table = [
     (
         "pool_internal_fragmentation_tokens",
         GAUGE,
@@ -234,7 +208,8 @@ class Snapshot:
             return
         yield from families(ENGINE_METRICS, [((), self._stats)])
         if self._stats.instance is not None:
-            yield from families(INSTANCE_METRICS, [((), self._stats.instance)])
+            table = declared(type(self._stats.instance), is_engine=True) + POOL_METRICS
+            yield from families(table, [((), self._stats.instance)])
             yield from _tiers(self._stats.instance)
             yield from objective_families("", "the engine", (), [((), self._stats.instance)])
             yield from layer_families("", "the engine", (), [((), self._stats.instance)])

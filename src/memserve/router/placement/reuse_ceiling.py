@@ -17,6 +17,7 @@ import numpy as np
 
 from memserve._core import raise_registers
 from memserve.base.errors import check
+from memserve.base.metrics import counter
 
 REGISTERS = 1 << 16
 """A standard error of 0.33 %, in 64 KiB."""
@@ -64,9 +65,11 @@ class DistinctBlocks:
 class PromptTokens:
     """Prompt tokens, and how many of them a cache could have had."""
 
-    total: int = 0
-    new: float = 0.0
-    """Estimate of those in no whole block of an earlier prompt or answer of the tenant: no cache has their KV."""
+    total: int = counter("router_seen_prompt_tokens", "Prompt tokens of placed requests, each request once")
+    new: float = counter(
+        "router_new_prompt_tokens", "Prompt tokens, estimated, whose KV not even an unlimited cache would have had"
+    )
+    """Those in no whole block of an earlier prompt or answer of the tenant."""
 
     @property
     def attainable(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memserve.base.metrics import counter
 from memserve.base.units import GIB, MIB, NS_PER_MS, NS_PER_S
 
 PAGE_BYTES = 4096
@@ -270,10 +271,10 @@ class DiskCounters:
     reads: int = 0
     """Reads that were begun; each has one of the next four ends."""
     reads_ok: int = 0
-    reads_late: int = 0
+    reads_late: int = counter("store_disk_reads_late", "Reads from a disk of the store that missed their deadline")
     reads_failed: int = 0
     """The device failed, or the disk was lost."""
-    reads_damaged: int = 0
+    reads_damaged: int = counter("store_disk_reads_damaged", "Values on a disk of the store with a wrong checksum")
     """Head, key, length or checksum did not agree: the record was forgotten."""
     reads_refused: int = 0
     """Reads that were not begun: too many were under way, or one of them was late."""
@@ -286,22 +287,26 @@ class DiskCounters:
     """Writes that were begun and are not found: the device failed, or the record was removed meanwhile."""
     refused_seldom: int = 0
     """Not admitted: not asked for before."""
-    refused_budget: int = 0
-    """Not written: the day's budget is used up."""
+    refused_budget: int = counter(
+        "store_disk_refused_budget", "Values not written to a disk of the store since the budget of the day was used up"
+    )
     refused_busy: int = 0
     """Not written: too many writes under way."""
     refused_room: int = 0
     """Not written: no segment was ready, or the value is longer than a segment takes."""
-    payload_bytes_written: int = 0
-    """Payload of writes that were begun."""
-    disk_bytes_written: int = 0
-    """All bytes that the disks were told to write: payload, padding, heads, footers, moves."""
+    payload_bytes_written: int = counter(
+        "store_disk_payload_bytes", "Bytes of values written to the disks of the store"
+    )
+    """Of writes that were begun."""
+    disk_bytes_written: int = counter(
+        "store_disk_written_bytes", "Bytes written to the disks of the store, all overhead included"
+    )
+    """Payload, padding, heads, footers, moves."""
     moves: int = 0
     """Records that were written again elsewhere."""
     moves_refused: int = 0
     """Records that were hit and went nevertheless: no budget, no room, or not readable."""
-    device_errors: int = 0
-    """Jobs of any kind that the device failed."""
+    device_errors: int = counter("store_disk_errors", "Reads and writes that a disk of the store failed")
     disks_lost: int = 0
     disks_filled: int = 0
     """How often a disk stopped being written because there was no room."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from memserve.base.config import ExchangeConfig
+from memserve.base.metrics import counter
 from memserve.base.types import ClockTicked, KVGeometry
 from memserve.base.units import NS_PER_S
 from memserve.kv.transfer.context import ExchangeAction
@@ -211,29 +212,30 @@ class StoreConfig:
 class StoreCounters:
     """Totals since the start."""
 
-    kv_stored: int = 0
-    """KV blocks taken from instances."""
-    kv_known: int = 0
-    """KV blocks that were offered, and were here."""
-    kv_lent: int = 0
-    """KV blocks lent to instances."""
-    fetches: int = 0
-    fetches_cut: int = 0
-    """Fetches that got less than was here: a disk failed or was late, or memory had no room."""
-    puts: int = 0
+    kv_stored: int = counter("store_kv_blocks_stored", "KV blocks that the store took from instances")
+    kv_known: int = counter("store_kv_blocks_known", "KV blocks that instances offered and the store had already")
+    kv_lent: int = counter("store_kv_blocks_lent", "KV blocks that the store gave to instances")
+    fetches: int = counter("store_fetches", "Prefixes that instances asked the store for")
+    fetches_cut: int = counter(
+        "store_fetches_cut",
+        "Prefixes of which instances got less than the store has: a disk failed or was late, or memory was short",
+    )
+    puts: int = counter("store_puts", "Values that clients put into the store")
     put_bytes: int = 0
-    gets: int = 0
+    gets: int = counter("store_gets", "Values that clients asked the store for")
     get_bytes: int = 0
     deleted: int = 0
-    loads: int = 0
-    """Values that were read from a disk into memory."""
-    loads_failed: int = 0
+    loads: int = counter("store_loads", "Values that were read from a disk into the memory of the store")
+    loads_failed: int = counter(
+        "store_loads_failed", "Values on a disk of the store that could not be read in time and intact"
+    )
     loads_joined: int = 0
     """Askers that waited for a read which another one had begun."""
     compared: int = 0
     """Values adopted from an earlier life, or verified, with the right checksum."""
-    damaged: int = 0
-    """Values in memory with another checksum than they should have: dropped."""
+    damaged: int = counter(
+        "store_damaged", "Values in the memory of the store with a wrong checksum, which were dropped"
+    )
     no_room: int = 0
     clients_dropped: int = 0
     refused: int = 0
