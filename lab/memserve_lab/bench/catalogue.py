@@ -231,13 +231,7 @@ def _react(recipe: Recipe, meter: Meter | None) -> Workload:
         examples = datasets.read_examples(_path(recipe, "agents/react_fewshot_prompts.jsonl.gz"), "webthink_simple6")
         more = datasets.read_questions(_path(recipe, "agents/hotpotqa_questions.jsonl.gz"))
     return react_workload(
-        episodes,
-        examples,
-        source=source,
-        seed=recipe.seed,
-        sessions=recipe.sessions,
-        more_questions=more,
-        meter=meter,
+        episodes, examples, source=source, seed=recipe.seed, sessions=recipe.sessions, more_questions=more, meter=meter
     )
 
 

@@ -22,11 +22,7 @@ from memserve_lab.bench.results import Found, Label, Results, Shape, describe, d
 from memserve_lab.bench.study import RECORDS, RESULTS, RunFolder, Study, Tell
 from memserve_lab.experiments.memserve_paper import beside_the_paper, compare
 
-AXES = {
-    "ttft": "time to first token (ms)",
-    "jct": "job completion time (ms)",
-    "tpot": "time per output token (ms)",
-}
+AXES = {"ttft": "time to first token (ms)", "jct": "job completion time (ms)", "tpot": "time per output token (ms)"}
 LINE_STYLES = ("-", "--", "-.", ":")
 TURN_SHIFT = 0.04
 """Points are shifted sideways, so that error bars do not overlap."""

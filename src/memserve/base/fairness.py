@@ -226,10 +226,7 @@ class FairQueue(Generic[Item]):
         check(sorted(self._turns) == sorted(self._lines), "lines of {}, turns of {}", self._lines, self._turns)
         for tenant, line in self._lines.items():
             check(line == sorted(line) and bool(line), f"the line of {tenant!r} is out of order, or empty")
-            check(
-                all(self._items[place.key][0] == tenant for place in line),
-                f"{tenant!r}'s line has items of others",
-            )
+            check(all(self._items[place.key][0] == tenant for place in line), f"{tenant!r}'s line has items of others")
 
     def __repr__(self) -> str:
         return f"<FairQueue {self.waiting_by_tenant()}>"

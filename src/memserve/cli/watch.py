@@ -22,8 +22,7 @@ _HOME_AND_CLEAR = "\x1b[H\x1b[J"
 Snapshot = dict[str, Any]
 Url = Annotated[str, typer.Option(help="Address of the router.")]
 Key = Annotated[
-    str | None,
-    typer.Option("--api-key", help="A tenant's key, or that of --metrics-key.", envvar="MEMSERVE_CHAT_KEY"),
+    str | None, typer.Option("--api-key", help="A tenant's key, or that of --metrics-key.", envvar="MEMSERVE_CHAT_KEY")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_URL = "http://127.0.0.1:8000"

@@ -147,10 +147,7 @@ class MemPool:
         self.arenas = {Tier.HBM: new_arena(config.hbm_blocks * block_bytes)}
         if config.dram_blocks:
             self.arenas[Tier.DRAM] = new_arena(config.dram_blocks * block_bytes)
-        self._holds = {
-            Tier.HBM: _core.HoldCounts(config.hbm_blocks),
-            Tier.DRAM: _core.HoldCounts(config.dram_blocks),
-        }
+        self._holds = {Tier.HBM: _core.HoldCounts(config.hbm_blocks), Tier.DRAM: _core.HoldCounts(config.dram_blocks)}
         self._bytes = {tier: np.frombuffer(memoryview(arena), np.uint8) for tier, arena in self.arenas.items()}
 
     # -- memory blocks

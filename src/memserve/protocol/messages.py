@@ -47,14 +47,7 @@ import msgspec
 from memserve.base.types import Request, Tier, TokenArray, TokenOutput, TransferMode
 from memserve.protocol.admission import AdmissionGrants, AdmissionRequests
 from memserve.protocol.idempotency import AnswersHeld, AnswerTaken, QueryAnswers
-from memserve.protocol.peers import (
-    Holder,
-    Load,
-    Message,
-    Natural,
-    Peer,
-    PeerInfo,
-)
+from memserve.protocol.peers import Holder, Load, Message, Natural, Peer, PeerInfo
 from memserve.protocol.store import JoinRequest, StoreMessage
 
 

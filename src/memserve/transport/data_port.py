@@ -19,14 +19,7 @@ import numpy as np
 from memserve.base.errors import UserError, check
 from memserve.base.types import KVGeometry, check_link
 from memserve.base.units import NS_PER_S
-from memserve.kv.transfer.events import (
-    CancelPulls,
-    PageJob,
-    PagesPulled,
-    PagesSealed,
-    PullPages,
-    SealPages,
-)
+from memserve.kv.transfer.events import CancelPulls, PageJob, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.protocol.peers import ArenaPlace, Peer, PeerInfo
 from memserve.system.log import RatedLog
 from memserve.transport.links.cuda_ipc import IpcLink

@@ -64,13 +64,7 @@ class ZmqMailbox:
     """
 
     def __init__(
-        self,
-        self_peer: Peer,
-        where: ListenAddress,
-        on_message: OnMessage,
-        *,
-        alias: str = "",
-        gives_way: bool = False,
+        self, self_peer: Peer, where: ListenAddress, on_message: OnMessage, *, alias: str = "", gives_way: bool = False
     ) -> None:
         if where.host in _EVERYWHERE and not where.advertise:
             hint = "name this host: --advertise HOST"

@@ -71,12 +71,7 @@ def parse_setting(text: str) -> Setting:
 
 
 def play(
-    seed: int,
-    setting: Setting,
-    story_lines: int = 400,
-    *,
-    layerwise: str | None = None,
-    routers: int | None = None,
+    seed: int, setting: Setting, story_lines: int = 400, *, layerwise: str | None = None, routers: int | None = None
 ) -> World:
     """Run one scenario to its end. Raises what is wrong, with the story as a note. ``layerwise`` and ``routers`` as in
     :func:`draw`."""

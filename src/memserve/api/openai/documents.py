@@ -274,11 +274,5 @@ def _bytes_of(prompt: Prompt) -> bytes:
 def _document(document_id: str, body: _Kept) -> Document:
     prompt, tokens = (np.frombuffer(data, "<i4").astype(np.int32) for data in (body.prompt_tokens, body.tokens))
     return Document(
-        document_id,
-        body.endpoint,
-        body.messages,
-        Prompt(prompt, body.prompt_text),
-        tokens,
-        body.created_s,
-        body.ttl_s,
+        document_id, body.endpoint, body.messages, Prompt(prompt, body.prompt_text), tokens, body.created_s, body.ttl_s
     )

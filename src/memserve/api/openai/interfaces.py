@@ -160,11 +160,7 @@ class ModelNames:
     """The names by which clients may ask for the served model, and for its adapters."""
 
     def __init__(
-        self,
-        served: str,
-        aliases: Sequence[str] = (),
-        further: Sequence[str] = (),
-        adapters: Sequence[Adapter] = (),
+        self, served: str, aliases: Sequence[str] = (), further: Sequence[str] = (), adapters: Sequence[Adapter] = ()
     ) -> None:
         """``served`` is the name that answers carry; ``further`` ones are listed, ``aliases`` are not. Letter case does
         not matter. Raises :class:`UserError` for an adapter with a name of the model's."""

@@ -305,10 +305,7 @@ def openapi() -> Json:
         "openapi": "3.1.0",
         "info": {"title": "memserve", "version": __version__},
         "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
 

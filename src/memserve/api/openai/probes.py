@@ -22,10 +22,7 @@ class Probes:
     """Small pages that both servers have, of instances and of engines of others."""
 
     def __init__(
-        self,
-        health: Callable[[Request], Awaitable[Response]],
-        requests_open: Callable[[], int],
-        metrics_keys: KeyRing,
+        self, health: Callable[[Request], Awaitable[Response]], requests_open: Callable[[], int], metrics_keys: KeyRing
     ) -> None:
         self._health, self._requests_open, self._metrics_keys = health, requests_open, metrics_keys
 

@@ -43,17 +43,14 @@ Join = Annotated[
     ),
 ]
 Port = Annotated[
-    int,
-    typer.Option(min=0, max=65535, help="Port to listen on; routers of one host may share it. 0: a free one."),
+    int, typer.Option(min=0, max=65535, help="Port to listen on; routers of one host may share it. 0: a free one.")
 ]
 OwnerUrl = Annotated[
-    str,
-    typer.Option(help="Where clients find the owner, http://HOST:PORT: those that name documents are sent there."),
+    str, typer.Option(help="Where clients find the owner, http://HOST:PORT: those that name documents are sent there.")
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the router, unique in the cluster. Default: host and process.")]
 Advertise = Annotated[
-    str | None,
-    typer.Option(help="Host by which instances reach it. Default: that on the way to the owner."),
+    str | None, typer.Option(help="Host by which instances reach it. Default: that on the way to the owner.")
 ]
 
 JOIN_TIMEOUT_S = 60.0

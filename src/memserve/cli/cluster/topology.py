@@ -51,9 +51,7 @@ def choose_counts(
         return shape_here(engine)
     pairs = prefill is not None or decode is not None
     return Shape(
-        prefill if prefill is not None else int(pairs),
-        decode if decode is not None else int(pairs),
-        colocated or 0,
+        prefill if prefill is not None else int(pairs), decode if decode is not None else int(pairs), colocated or 0
     )
 
 
