@@ -53,7 +53,6 @@ class Simulated:
 
     @property
     def requests_per_wall_s(self) -> float:
-        """Speed of the simulation."""
         return len(self.records) / self.wall_s if self.wall_s else 0.0
 
 

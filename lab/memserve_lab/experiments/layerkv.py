@@ -254,7 +254,6 @@ class LayerKvResults(StudyResults):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was simulated."""
         return not self.points
 
     def of(self, figure: str, model: str, contender: str) -> list[Point]:

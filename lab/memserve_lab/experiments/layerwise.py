@@ -113,7 +113,6 @@ class LayerwiseResults(StudyResults):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was measured."""
         return not (self.points or self.copied)
 
     def of(self, figure: str, setting: str, at: float) -> list[Point]:

@@ -161,7 +161,6 @@ class SourceWorld:
     # -- parts of the nodes
 
     def new_cluster(self) -> Cluster:
-        """The router's machine."""
         return Cluster(ClusterConfig(self.case.caching, "affinity", admission=self.case.admission))
 
     def _config(self) -> InstanceConfig:
@@ -170,15 +169,12 @@ class SourceWorld:
         return InstanceConfig(CONTEXT_TOKENS, "source", pool, whole)
 
     def new_instance(self, node: InstanceNode) -> Instance:
-        """The instance's machine."""
         return Instance(self._config(), BLOCK_TOKENS, self_peer=node.peer, geometry=GEOMETRY)
 
     def new_device(self, node: InstanceNode) -> SourceDevice:
-        """Its device."""
         return SourceDevice()
 
     def new_port(self, node: InstanceNode) -> NoPort:
-        """A port without peers."""
         return NoPort()
 
     def peer_info(self, node: InstanceNode) -> PeerInfo:
@@ -218,7 +214,6 @@ class SourceWorld:
             self.answers[name] = Answer(latency_ns // NS_PER_MS, self._cached[name], "")
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
-        """A request is rejected."""
         self.answers[request_id] = Answer(0, 0, reason)
 
     def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:

@@ -141,7 +141,6 @@ class Move:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all pieces."""
         return self.piece_bytes * self.pieces
 
     @property

@@ -102,7 +102,6 @@ class ThrashResults(StudyResults):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was simulated."""
         return not self.points
 
     def of(self, contender: str) -> list[Point]:

@@ -73,7 +73,6 @@ class FittedSteps:
         return round(fixed_ns + computed_ns + decode.row_ns * rows + decode.context_ns * context_tokens)
 
     def decode_line(self, rows: int) -> tuple[float, float]:
-        """See :class:`Steps`."""
         return self._decode.step_ns + self._decode.row_ns * rows, self._decode.context_ns
 
 

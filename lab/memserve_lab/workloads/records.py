@@ -139,7 +139,6 @@ class Workload:
 
     @property
     def request_count(self) -> int:
-        """Turns of all sessions."""
         return sum(len(session.turns) for session in self.sessions)
 
 

@@ -117,7 +117,6 @@ class Asked:
 
     @property
     def output_tokens(self) -> int:
-        """The answer's length."""
         return len(self.answer)
 
 

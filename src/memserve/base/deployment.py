@@ -230,7 +230,6 @@ class StoreOptions:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the store's memory."""
         return DRAM_BYTES if self.dram_bytes is None else self.dram_bytes
 
     @property

@@ -170,7 +170,6 @@ class Share:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it computes logits."""
         return self.stage == self.stages - 1
 
 

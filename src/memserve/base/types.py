@@ -58,7 +58,6 @@ class Role(enum.StrEnum):
 
     @property
     def has_model(self) -> bool:
-        """Whether it runs requests."""
         return self not in (Role.STORE, Role.ROUTER)
 
 

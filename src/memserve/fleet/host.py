@@ -88,7 +88,6 @@ class Ticket:
         return decision
 
     def put_decision(self, decision: Decision) -> None:
-        """The machine has decided."""
         self._decisions.put_nowait(decision)
 
     def end_request(self, error: Exception) -> None:
@@ -98,7 +97,6 @@ class Ticket:
         self.abort_attempt(str(error))
 
     def abort_attempt(self, reason: str) -> None:
-        """Give the attempt up."""
         if self.call is not None:
             self.call.abort_call(reason)
 

@@ -171,7 +171,6 @@ class HttpCall:
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
         self.status, self._head_complete = self._parser.get_status_code(), True
 
     def on_body(self, body: bytes) -> None:
@@ -179,5 +178,4 @@ class HttpCall:
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
         self._complete = True

@@ -395,7 +395,6 @@ class PoolMachine:
         return peer
 
     def peer_names(self) -> list[str]:
-        """All peers."""
         return sorted(peer.name for peer in self._group.live_peers())
 
     def add_peer(self, info: PeerInfo, now_ns: int) -> Future[None]:

@@ -126,7 +126,6 @@ class _Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process runs."""
         return self.process is not None and self.process.poll() is None
 
     @property

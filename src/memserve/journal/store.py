@@ -265,7 +265,6 @@ class Store:
 
     @property
     def bytes_written(self) -> int:
-        """Length of the journal."""
         return self._bytes
 
     def write_records(self, records: Iterable[AnyRecord]) -> None:

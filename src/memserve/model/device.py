@@ -138,7 +138,6 @@ class ModelDevice(Device):
         self.grammars.build_grammar(job_id, grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
 
     def forget_grammar(self, job_id: int) -> None:
-        """See :class:`memserve.transport.ports.Device`."""
         if self.grammars is not None:
             self.grammars.forget_grammar(job_id)
 
@@ -412,5 +411,4 @@ class ModelDevice(Device):
         return {row: entries for row, entries in reports.items() if plan.slots[row] not in failed}
 
     def _send_to_device(self, values: Int64s) -> Tensor:
-        """On the device."""
         return torch.from_numpy(values)

@@ -137,7 +137,6 @@ class AnswerLog:
 
     @property
     def token_count(self) -> int:
-        """Of all sequences."""
         return sum(len(sequence.tokens) for sequence in self._sequences.values())
 
     def __bool__(self) -> bool:

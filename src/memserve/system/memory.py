@@ -67,7 +67,6 @@ class MemoryBound:
 
     @property
     def total_bytes(self) -> int:
-        """The sum."""
         return sum(dataclasses.astuple(self))
 
     def __str__(self) -> str:

@@ -34,7 +34,6 @@ class Ranges:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all ranges."""
         return len(self) * self.range_bytes
 
     def slice_ranges(self, begin: int, end: int) -> Ranges:

@@ -131,7 +131,6 @@ class Clock:
         self._start_ns = time.monotonic_ns()
 
     def now_ns(self) -> int:
-        """Now."""
         return time.monotonic_ns() - self._start_ns
 
 

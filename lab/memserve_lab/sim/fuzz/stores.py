@@ -347,7 +347,6 @@ class FuzzedStore(StoreNode, DiskOwner):
         return self._memory
 
     def open_offers(self) -> dict[str, Export]:
-        """Its offers, by transfer."""
         return self.machine.kv.exchange._sender.open
 
     def achievements(self) -> Counter[str]:
@@ -470,6 +469,5 @@ class FuzzedStore(StoreNode, DiskOwner):
         self._soon(self.devices.go_on)
 
     def boot_unless_alive(self) -> None:
-        """Start again."""
         if not self.alive:
             self.boot()

@@ -116,7 +116,6 @@ class ReplayWorld:
         return self._cores.setdefault(self._host_of(place), Cores(self.clock))
 
     def new_cluster(self) -> Cluster:
-        """The router's machine."""
         return Cluster(self.setup.cluster)
 
     def new_follower(self, node: FollowerNode) -> Follower:
@@ -149,7 +148,6 @@ class ReplayWorld:
         )
 
     def new_device(self, node: InstanceNode) -> TimedDevice:
-        """Its device."""
         return TimedDevice(self.clock, self.setup.machine, self.moments, self._steps)
 
     def new_port(self, node: MemberNode) -> TimedPort:

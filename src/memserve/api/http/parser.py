@@ -139,7 +139,6 @@ class RequestReader:
         return self._rest if self._state in (_State.SIZED, _State.DONE) else None
 
     def feed_bytes(self, data: bytes | memoryview) -> None:
-        """Take bytes that arrived."""
         self._buffer += data
 
     def start_next(self) -> None:

@@ -98,7 +98,6 @@ class PageFeed:
 
     @property
     def pages_open(self) -> int:
-        """Pages that are open."""
         return self._pages
 
     def check_room(self) -> None:

@@ -61,7 +61,6 @@ class EngineReading:
         self._stats = stats
 
     def metric_families(self, names_tenants: bool) -> Iterable[Metric]:
-        """As :meth:`ApiMetrics.render_page` has them."""
         return Snapshot(self._stats, names_tenants).collect()
 
     def tenant_families(self) -> Iterable[Metric]:

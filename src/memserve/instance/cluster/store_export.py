@@ -321,7 +321,6 @@ class StoreWriter:
         self._choose_store()
 
     def on_member_joined(self, info: PeerInfo) -> None:
-        """A new member."""
         if info.role is Role.STORE:
             self._stores[info.peer.name] = info
             self._choose_store()

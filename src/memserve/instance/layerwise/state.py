@@ -57,7 +57,6 @@ class Moving:
 
     @property
     def hbm_frames(self) -> list[int]:
-        """Frames that it fills."""
         return [*(frame for frames in self.frames.values() for frame in frames), *self.staging[0], *self.staging[1]]
 
 

@@ -116,7 +116,6 @@ class ImportPlacement:
 
     @property
     def is_complete(self) -> bool:
-        """Every page has come."""
         return bool(self.arrived.all())
 
     @property
@@ -156,7 +155,6 @@ class Import:
 
     @property
     def transfer_id(self) -> str:
-        """The offer's."""
         return self.offer.transfer_id
 
     @property

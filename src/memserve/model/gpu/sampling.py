@@ -75,7 +75,6 @@ class SlotMirror:
         self.tokens[slots, positions] = sampled.int()
 
     def given_positions(self, slots: Int64s, positions: Int64s) -> Int64s:
-        """See :meth:`SlotTable.given_positions`."""
         return self._slots.given_positions(slots, positions)
 
     def gather_inputs(self, owners: Int64s, positions: Int64s) -> tuple[Tensor, Tensor]:

@@ -158,11 +158,9 @@ class Cuda:
         self._pool: Any = None
 
     def new_stream(self, *, urgent: bool = False) -> Stream:
-        """See :class:`Gpu`."""
         return _CudaStream(torch.cuda.Stream(self.device, priority=-1 if urgent else 0))  # type: ignore[no-untyped-call]  # torch does not type it
 
     def current_stream(self) -> Stream:
-        """See :class:`Gpu`."""
         return _CudaStream(torch.cuda.current_stream(self.device))
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -213,7 +211,6 @@ class Cuda:
         return graph, result
 
     def free_bytes(self) -> int:
-        """See :class:`Gpu`."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
 

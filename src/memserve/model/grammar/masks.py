@@ -69,7 +69,6 @@ class Grammars:
             process.end_process()
 
     def end_processes(self) -> None:
-        """End all processes."""
         if self._processes is not None:
             self._processes.close()
 
@@ -124,12 +123,10 @@ class Grammars:
             process.await_mask(slot, on_mask)
 
     def close_slot(self, slot: int) -> None:
-        """The slot is free."""
         if process := self._slots.pop(slot, None):
             process.close_cell(slot)
             process.send_pending()
 
     def close_all(self) -> None:
-        """All slots are free."""
         for slot in list(self._slots):
             self.close_slot(slot)

@@ -117,11 +117,9 @@ class GrammarProcesses:
                     self._control, self._source = None, None
 
     def kill_process(self, number: int) -> None:
-        """End a process."""
         self.send_command(wire.KILL, number)
 
     def forget_process(self, process: GrammarProcess) -> None:
-        """It has ended."""
         with self._lock:
             self._alive.pop(process.number, None)
             self._timed.pop(process.number, None)

@@ -70,7 +70,6 @@ class TorchCommunicator:
         self._is_first = place[0] == 0
 
     def all_reduce(self, x: Tensor) -> None:
-        """See :class:`Communicator`."""
         self._wait_work(self._group.allreduce([x], self._new_options("Allreduce")))
 
     def broadcast(self, x: Tensor, source: int) -> None:

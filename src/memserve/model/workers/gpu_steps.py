@@ -76,7 +76,6 @@ class Reports:
         self._over = ""
 
     def start_listening(self) -> None:
-        """Begin."""
         for index, line in enumerate(self._lines):
             threading.Thread(
                 target=self._read_reports, args=(index, line), name=f"memserve-reports-{index + 1}", daemon=True

@@ -204,7 +204,6 @@ class Divided(Device):
 
     @property
     def on_layer(self) -> OnLayer | None:
-        """See :class:`memserve.transport.ports.Device`."""
         return self._leader.on_layer
 
     @on_layer.setter
@@ -238,15 +237,12 @@ class Divided(Device):
         return WorkersBroken(self._crew.broken)
 
     def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
-        """See :class:`memserve.transport.ports.Device`."""
         self._leader.build_grammar(job_id, grammar, on_built)
 
     def forget_grammar(self, job_id: int) -> None:
-        """See :class:`memserve.transport.ports.Device`."""
         self._leader.forget_grammar(job_id)
 
     def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
-        """See :class:`memserve.transport.ports.Device`."""
         self._leader.await_mask(slot, on_mask)
 
     @property

@@ -427,7 +427,6 @@ class Reservations:
 
     @property
     def has_pins(self) -> bool:
-        """Whether anything is pinned."""
         return bool(self._pins)
 
     def evict_pins(self, node: int) -> list[str]:

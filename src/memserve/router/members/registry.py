@@ -144,7 +144,6 @@ class Member:
 
     @property
     def has_model(self) -> bool:
-        """Whether it runs requests."""
         return self.info.role.has_model
 
     def __repr__(self) -> str:

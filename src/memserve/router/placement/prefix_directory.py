@@ -81,7 +81,6 @@ class MemberFeed:
 
     @property
     def aside_changes(self) -> int:
-        """Changes kept aside."""
         return sum(len(changes) for changes in self.aside.values())
 
 

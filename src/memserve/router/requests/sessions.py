@@ -241,7 +241,6 @@ class NamedPrefixes:
             self._arm_timer(handle, handle.expires_ns)
 
     def handle_views(self) -> tuple[HandleView, ...]:
-        """All of them."""
         return tuple(handle.make_view() for handle in self._by_wire.values())
 
     def pinned_tokens(self, tenant: str, names: Sequence[str]) -> list[int | None]:

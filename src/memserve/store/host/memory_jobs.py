@@ -78,7 +78,6 @@ class ValueJobs:
             self._hellos[client] = hello
 
     def remove_client(self, client: Peer) -> None:
-        """The client is gone."""
         with self._lock:
             self._hellos.pop(client, None)
             self._maps.pop(client, None)

@@ -155,5 +155,4 @@ class StorePool:
         self._tier.release_blocks(_core.BlockIds(dram_blocks))
 
     def ref_count(self, tier: Tier, block: int) -> int:
-        """References on a block."""
         return self._tier.ref_count(block * self.block_bytes) if tier is Tier.DRAM else 0

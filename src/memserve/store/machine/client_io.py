@@ -179,7 +179,6 @@ class Gets:
             self._values.tier.release(extent)
 
     def drop_client(self, client: Client) -> None:
-        """The client is gone."""
         for get in [get for get in self._open if get.client is client]:
             self._end_get(get)
             self._release_places(get)

@@ -172,7 +172,6 @@ class Jobs:
         self._actions.append(action)
 
     def send_message(self, to: Peer, message: AnyMessage) -> None:
-        """Send a message."""
         self._actions.append(Send(to, message))
 
     def take_actions(self) -> list[StoreAction]:
@@ -242,5 +241,4 @@ class StoreCounters:
     """Messages of strangers, and of members with another namespace."""
 
     def as_dict(self) -> dict[str, int]:
-        """By name."""
         return asdict(self)

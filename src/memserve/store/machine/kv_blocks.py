@@ -109,7 +109,6 @@ class KvBlocks:
         self._perform_outcomes(self.exchange.peer_removed(peer, now_ns), now_ns)
 
     def drop_fetches(self) -> None:
-        """All members are forgotten."""
         for pending in list(self._pending_fetches.values()):
             self._end_fetch(pending)
 

@@ -191,7 +191,6 @@ class Loads:
 
     @property
     def open_loads(self) -> int:
-        """Values on their way."""
         return len(self._loads)
 
     def referenced_extents(self) -> list[int]:

@@ -92,7 +92,6 @@ class KvLog:
         return b"".join(identity for identity, place in self._places.items() if place is tier)
 
     def all_identities(self) -> list[bytes]:
-        """All of them."""
         return list(self._places)
 
 

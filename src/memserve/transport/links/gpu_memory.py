@@ -123,7 +123,6 @@ class GpuMemory:
 
     @property
     def arena_parts(self) -> ArenaParts:
-        """Where its bytes are."""
         return self._arena_parts
 
     @property

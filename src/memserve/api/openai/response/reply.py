@@ -188,7 +188,6 @@ class Reply:
 
     @property
     def is_done(self) -> bool:
-        """Every sequence has ended."""
         return self._unfinished == 0
 
     def absorb_output(self, call: StreamCall, prompt_index: int, output: TokenOutput | Rejected) -> Delta | None:
