@@ -150,11 +150,6 @@ def cpu_s(group: int) -> float:
     return spent_s
 
 
-def thread_cpu_s(pid: int) -> float:
-    """CPU time so far of all threads that a process has now, to the nanosecond."""
-    return sum(int(task.read_text().split()[0]) for task in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
-
-
 def children(pid: int) -> dict[str, int]:
     """The members that a ``memserve serve`` has started: name -> process id."""
     results = {}

@@ -19,7 +19,7 @@ from typing import Any
 
 from harness import SUPPORT
 from harness.clients import Answer, ask_all, completion
-from harness.processes import children, end, metrics_of, resident_bytes, thread_cpu_s, wait_until
+from harness.processes import children, end, metrics_of, resident_bytes, wait_until
 from ports import free_port
 
 WAIT_S, STATS_S = 90.0, 2.5
@@ -58,10 +58,6 @@ class Served:
     def children(self) -> dict[str, int]:
         """Its instances and store: name -> process id."""
         return children(self.process.pid)
-
-    def children_cpu_s(self) -> dict[str, float]:
-        """CPU time so far of each of them."""
-        return {name: thread_cpu_s(pid) for name, pid in self.children().items()}
 
     def metrics(self) -> dict[str, float]:
         """``/metrics`` as ``name{labels}`` -> value."""

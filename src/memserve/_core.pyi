@@ -648,11 +648,6 @@ class SegmentLog:
         """What is known of a record: no hit, and nothing is held."""
     def __contains__(self, key: bytes) -> bool: ...
     def __len__(self) -> int: ...
-    def prefix(self, keys: bytes) -> int:
-        """How many of the keys, one behind the other, are here from the first on."""
-    @staticmethod
-    def prefix_of_any(logs: Sequence[SegmentLog], keys: bytes) -> int:
-        """How many of the keys, from the first on, are in at least one of the logs."""
     def keys(self) -> bytes:
         """All of them, one behind the other, in no order."""
     def remove(self, key: bytes) -> bool:

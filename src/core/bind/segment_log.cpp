@@ -153,16 +153,6 @@ nb::bytes all_keys(const SegmentLog& self) {
   return joined_keys(self.index().size(), [&](auto add) { self.index().each([&](const Entry& entry) { add(entry.key); }); });
 }
 
-// How many of the keys, from the first on, are in any of the logs.
-size_t prefix_of_any(const std::vector<const SegmentLog*>& logs, const nb::bytes& keys) {
-  size_t here = 0;
-  for (const Hash128 key : keys_of(keys)) {
-    if (std::none_of(logs.begin(), logs.end(), [&](const SegmentLog* log) { return log->has(key); })) break;
-    ++here;
-  }
-  return here;
-}
-
 }  // namespace
 
 void bind_segment_log(nb::module_& m) {
@@ -204,11 +194,6 @@ void bind_segment_log(nb::module_& m) {
       .def("let_go", &SegmentLog::let_go, nb::arg("segment"))
       .def("__contains__", [](const SegmentLog& self, nb::bytes key) { return self.has(key_of(key)); })
       .def("__len__", [](const SegmentLog& self) { return self.index().size(); })
-      .def("prefix", [](const SegmentLog& self, nb::bytes keys) {
-        const auto all = keys_of(keys);
-        return self.prefix(all.data(), all.size());
-      }, nb::arg("keys"))
-      .def_static("prefix_of_any", &prefix_of_any, nb::arg("logs"), nb::arg("keys"))
       .def("keys", &all_keys)
       .def("remove", [](SegmentLog& self, nb::bytes key) { return self.remove(key_of(key)); }, nb::arg("key"))
       .def("purge", &SegmentLog::purge)

@@ -208,12 +208,6 @@ void SegmentLog::let_go(uint32_t segment) {
 
 bool SegmentLog::has(Hash128 key) const { return index_.find(key) != nullptr; }
 
-size_t SegmentLog::prefix(const Hash128* keys, size_t count) const {
-  size_t here = 0;
-  while (here < count && index_.find(keys[here])) ++here;
-  return here;
-}
-
 bool SegmentLog::remove(Hash128 key) {
   bool known = index_.erase(key);
   for (auto& [id, pending] : pending_) {

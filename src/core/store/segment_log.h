@@ -108,8 +108,6 @@ class SegmentLog {
   // What is known of a record, which may be written over at any time: no hit, nothing is held.
   std::optional<Found> look(Hash128 key) const;
   bool has(Hash128 key) const;
-  // How many of the first keys are present, without a gap.
-  size_t prefix(const Hash128* keys, size_t count) const;
   bool remove(Hash128 key);
   // Removes every record.
   void purge();

@@ -296,10 +296,6 @@ class TenantStore(Generic[Value]):
         """A tenant's values, least recently used first."""
         return [entry.value for entry in self._entries.get(tenant, {}).values()]
 
-    def count_of(self, tenant: str) -> int:
-        """How many values a tenant has."""
-        return len(self._entries.get(tenant, ()))
-
     def __len__(self) -> int:
         return sum([len(names) for names in self._entries.values()])
 

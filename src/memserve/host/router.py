@@ -66,7 +66,6 @@ from memserve.router.members.autoscaling import RoleCount
 from memserve.router.outbox import DurabilityGate, Write
 from memserve.router.placement.prefix_directory import PrefixNode
 from memserve.router.report import InstanceView
-from memserve.router.requests.requests import RouteStory
 from memserve.system.log import RatedLog
 from memserve.system.loop import SharedLoop
 from memserve.transport.ports import Mailbox, OnMessage
@@ -277,10 +276,6 @@ class RouterEngine:
     def instance_views(self) -> tuple[InstanceView, ...]:
         """The members as the router sees them. Raises as :meth:`stats`."""
         return self._loop.query_machine(self._machine.instances)
-
-    def request_trace(self, request_id: str) -> RouteStory | None:
-        """What was decided for a live request, and why. Raises as :meth:`stats`."""
-        return self._loop.query_machine(lambda: self._machine.story(request_id))
 
     def invite_store(self, address: str) -> None:
         """Ask the store at ``address`` (``tcp://host:port``) to join, from now on, whenever it is started."""

@@ -51,10 +51,8 @@ from memserve.instance.scheduler.state import SchedulerState
 from memserve.instance.stats import (
     InstanceStats,
     MemoryReport,
-    RequestStory,
     instance_stats,
     memory_report,
-    request_story,
 )
 from memserve.kv.costs import PreemptionCosts, PreemptionModel
 from memserve.kv.pool import BlockPool
@@ -338,11 +336,6 @@ class Instance:
     def report(self) -> MemoryReport:
         """How the memory is used."""
         return memory_report(self.state)
-
-    def story_of_request(self, request_id: str) -> RequestStory | None:
-        """What has happened to a live request so far. None: it is not here."""
-        group = self.state.groups.get(request_id)
-        return request_story(group) if group is not None else None
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""

@@ -1,4 +1,4 @@
-"""What an instance says about itself: statistics, the use of its memory, the life of a request."""
+"""What an instance says about itself: statistics, and the use of its memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from memserve.base.metrics import counter, gauge
 from memserve.base.types import Tier
 from memserve.instance.cluster.link import ClusterLink
 from memserve.instance.layerwise.state import LayerReport
-from memserve.instance.scheduler.sequence import Group
 from memserve.instance.scheduler.slo import ObjectiveReport
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.events import PoolReport
@@ -170,20 +169,6 @@ class InstanceStats:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestStory:
-    """Where the time of a live request went."""
-
-    request_id: str
-    arrived_ns: int
-    admitted_ns: int | None
-    prompt_tokens: int
-    cached_tokens: int
-    preemptions: int
-    held_steps: int
-    sequences: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """How the HBM blocks of running sequences are used.
 
@@ -197,12 +182,6 @@ class MemoryReport:
     tokens_held: int  # token states in them
     fragmentation_tokens_total: int
     fragmentation_tokens_max: int  # of one sequence: below block_tokens
-
-    @property
-    def token_states_share(self) -> float:
-        """Share of the held memory that is token states (1.0 when nothing is held)."""
-        capacity = self.blocks_held * self.block_tokens
-        return self.tokens_held / capacity if capacity else 1.0
 
 
 # -- read from the machine
@@ -323,18 +302,4 @@ def memory_report(state: SchedulerState) -> MemoryReport:
         tokens_held=sum(filled.values()),
         fragmentation_tokens_total=sum(fragments),
         fragmentation_tokens_max=max(fragments, default=0),
-    )
-
-
-def request_story(group: Group) -> RequestStory:
-    """What happened to a live request so far."""
-    return RequestStory(
-        request_id=group.request.request_id,
-        arrived_ns=group.arrived_ns,
-        admitted_ns=group.admitted_ns,
-        prompt_tokens=len(group.request.prompt),
-        cached_tokens=group.cached_tokens,
-        preemptions=group.preemptions,
-        held_steps=group.held_steps,
-        sequences=tuple(repr(sequence) for sequence in group.sequences.values()),
     )

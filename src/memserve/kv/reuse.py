@@ -119,7 +119,6 @@ def decide_batch(
     geometry: KVGeometry,
     prefixes: Sequence[Prefix],
     *,
-    aggregated: bool = True,
     queue_ns: int = 0,
     link_busy_ns: int = 0,
 ) -> list[Decision]:
@@ -134,30 +133,27 @@ def decide_batch(
     The prompt that saves most computing for its time on the link is decided first, the next one finds device and link
     busy with it, and so on. A batch of one is the plain case.
     """
-    pieces = 1 if aggregated else geometry.num_layers
 
     def saved_share(index: int) -> float:
         prefix = prefixes[index]
-        fetch_ns = _fetch_ns(costs, geometry, prefix, prefix.remote_tokens, pieces)
+        fetch_ns = _fetch_ns(costs, geometry, prefix, prefix.remote_tokens)
         return costs.prefill_ns(prefix.remote_tokens, prefix.own_tokens) / fetch_ns if fetch_ns else 0.0
 
     decisions: dict[int, Decision] = {}
     for index in sorted(range(len(prefixes)), key=lambda index: (-saved_share(index), index)):
-        decisions[index] = _decide(costs, geometry, prefixes[index], pieces, queue_ns, link_busy_ns)
+        decisions[index] = _decide(costs, geometry, prefixes[index], queue_ns, link_busy_ns)
         option = decisions[index].choice
         queue_ns += option.compute_ns
         link_busy_ns = max(link_busy_ns, option.fetch_ends_ns)
     return [decisions[index] for index in range(len(prefixes))]
 
 
-def _decide(
-    costs: CostModel, geometry: KVGeometry, prefix: Prefix, pieces: int, queue_ns: int, link_busy_ns: int
-) -> Decision:
+def _decide(costs: CostModel, geometry: KVGeometry, prefix: Prefix, queue_ns: int, link_busy_ns: int) -> Decision:
     """A piece is moved as a whole or not at all: moving costs the same for each of its tokens, while computing costs
     more for each further one, so the best point is the end of a piece. One exception: what can be fetched while the
     request queues costs nothing, and fetching more of it may not pay."""
     begins_ns = max(link_busy_ns, prefix.fetch_after_ns)
-    hidden_tokens = _hidden_tokens(costs, geometry, prefix, pieces, queue_ns - begins_ns)
+    hidden_tokens = _hidden_tokens(costs, geometry, prefix, queue_ns - begins_ns)
     options: list[ReuseOption] = []
     for swapped, fetched in (
         (0, 0),
@@ -174,7 +170,7 @@ def _decide(
         tokens_by = dict(moved)
         context = sum(tokens_by.values())
         fetched = tokens_by.get(Way.FETCH, 0)
-        fetch_ends_ns = begins_ns + _fetch_ns(costs, geometry, prefix, fetched, pieces) if fetched else 0
+        fetch_ends_ns = begins_ns + _fetch_ns(costs, geometry, prefix, fetched) if fetched else 0
         options.append(
             ReuseOption(
                 (*moved, (Way.RECOMPUTE, prefix.prompt_tokens - context)),
@@ -188,21 +184,21 @@ def _decide(
     return Decision(best, tuple(option for option in options if option is not best), queue_ns)
 
 
-def _kv_ns(curve: CopyCurve, geometry: KVGeometry, tokens: int, pieces: int = 1) -> int:
-    return curve.kv_ns(tokens, geometry.block_tokens, geometry.token_bytes, pieces)
+def _kv_ns(curve: CopyCurve, geometry: KVGeometry, tokens: int) -> int:
+    return curve.kv_ns(tokens, geometry.block_tokens, geometry.token_bytes)
 
 
-def _fetch_ns(costs: CostModel, geometry: KVGeometry, prefix: Prefix, tokens: int, pieces: int = 1) -> int:
+def _fetch_ns(costs: CostModel, geometry: KVGeometry, prefix: Prefix, tokens: int) -> int:
     """The first ``tokens`` of ``prefix.remote_tokens``. Those on a disk may be any of them: as many as there can be."""
     disk = prefix.disk or costs.disk
     read_ns = _kv_ns(disk, geometry, min(tokens, prefix.disk_tokens))
-    return _kv_ns(prefix.link or costs.link_curve(prefix.same_host), geometry, tokens, pieces) + read_ns
+    return _kv_ns(prefix.link or costs.link_curve(prefix.same_host), geometry, tokens) + read_ns
 
 
-def _hidden_tokens(costs: CostModel, geometry: KVGeometry, prefix: Prefix, pieces: int, free_ns: int) -> int:
+def _hidden_tokens(costs: CostModel, geometry: KVGeometry, prefix: Prefix, free_ns: int) -> int:
     """How many of the remote tokens can be fetched within ``free_ns``: whole blocks, or all."""
     link, tokens = prefix.link or costs.link_curve(prefix.same_host), prefix.remote_tokens
-    block_ns, left_ns = link.piece_ns * pieces + link.byte_ns * geometry.block_bytes, free_ns - link.start_ns
+    block_ns, left_ns = link.piece_ns + link.byte_ns * geometry.block_bytes, free_ns - link.start_ns
     if prefix.disk_tokens:
         disk = prefix.disk or costs.disk
         block_ns, left_ns = block_ns + disk.piece_ns + disk.byte_ns * geometry.block_bytes, left_ns - disk.start_ns

@@ -359,25 +359,6 @@ def test_space_is_never_exceeded_and_what_is_wanted_stays() -> None:
     assert counters["moved_bytes"] <= counters["payload_bytes"] / 3
 
 
-def test_a_prefix_may_lie_on_several_disks() -> None:
-    rng = random.Random(6)
-    hosts = [Host(rng, NONE) for _ in range(3)]
-    keys = [rng.randbytes(16) for _ in range(40)]
-    for key in keys:
-        host = rng.choice(hosts)
-        host.failing = 0.0
-        while not host.put(key, b"payload"):
-            host.work()
-    for host in hosts:
-        host.settle()
-    logs = [host.log for host in hosts]
-    assert _core.SegmentLog.prefix_of_any(logs, b"".join(keys)) == 40
-    assert _core.SegmentLog.prefix_of_any(logs, b"".join([*keys[:7], rng.randbytes(16), *keys[7:]])) == 7
-    assert _core.SegmentLog.prefix_of_any([], b"".join(keys)) == 0
-    with pytest.raises(ValueError, match="16 bytes"):
-        _core.SegmentLog.prefix_of_any(logs, b"short")
-
-
 def test_bad_sizes_are_said_at_once() -> None:
     with pytest.raises(ValueError, match="segments"):
         _core.SegmentLog(2, SEGMENT_BYTES, SECRET)

@@ -124,7 +124,7 @@ def test_a_fit_needs_samples() -> None:
         fit_prefill([Sample(1, 0, 5), Sample(2, 0, 6)])
 
 
-def every_option(model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int, pages: int) -> list[int]:
+def every_option(model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int) -> list[int]:
     """The simple truth: the time of every point up to which the prefix could be taken, block by block."""
     times = []
     held = (prefix.hbm_tokens, prefix.hbm_tokens + prefix.dram_tokens)
@@ -136,7 +136,7 @@ def every_option(model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int, 
         wait_ns = queue_ns
         if fetched:
             blocks = -(-fetched // GEOMETRY.block_tokens)
-            fetch_ns = model.link_curve(prefix.same_host).ns(blocks * GEOMETRY.block_bytes, blocks * pages)
+            fetch_ns = model.link_curve(prefix.same_host).ns(blocks * GEOMETRY.block_bytes, blocks)
             wait_ns = max(queue_ns, busy_ns + fetch_ns)
         blocks = -(-swapped // GEOMETRY.block_tokens)
         swap_ns = model.swap_in.ns(blocks * GEOMETRY.block_bytes, blocks)
@@ -158,16 +158,13 @@ def prefixes(draw: st.DrawFn) -> Prefix:
 
 
 @settings(max_examples=150, deadline=None)
-@given(models(), prefixes(), st.integers(0, 10**9), st.integers(0, 10**9), st.booleans())
+@given(models(), prefixes(), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_nothing_that_it_knows_is_quicker_than_what_it_decides(
-    model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int, aggregated: bool
+    model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int
 ) -> None:
-    (decision,) = decide_batch(
-        model, GEOMETRY, [prefix], aggregated=aggregated, queue_ns=queue_ns, link_busy_ns=busy_ns
-    )
+    (decision,) = decide_batch(model, GEOMETRY, [prefix], queue_ns=queue_ns, link_busy_ns=busy_ns)
     assert all(decision.expected_ns <= other.expected_ns for other in decision.alternatives)
-    pages = 1 if aggregated else GEOMETRY.num_layers
-    best = min(every_option(model, prefix, queue_ns, busy_ns, pages))
+    best = min(every_option(model, prefix, queue_ns, busy_ns))
     covered = prefix.hbm_tokens + prefix.dram_tokens + prefix.remote_tokens == prefix.prompt_tokens
     last_ns = model.prefill_ns(1, prefix.prompt_tokens - 1) if covered else 0  # its last token is computed all the same
     assert decision.expected_ns <= best * (1 + 1e-9) + 5 + last_ns  # each of five terms is rounded
@@ -208,12 +205,6 @@ def test_as_much_is_fetched_as_the_queue_hides() -> None:
     assert decide(model, 400, 0, 0, 320).tokens_of(Way.FETCH) == 0
     assert decide(model, 400, 0, 0, 320, queue_ns=100_000).tokens_of(Way.FETCH) == 11 * GEOMETRY.block_tokens
     assert decide(model, 400, 0, 0, 320, queue_ns=10**9).tokens_of(Way.FETCH) == 320
-
-
-def test_discrete_pieces_may_not_pay_where_aggregated_ones_do() -> None:
-    model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(0, 4000, 0))
-    assert decide(model, 400, 0, 0, 320).tokens_of(Way.FETCH) == 320
-    assert decide(model, 400, 0, 0, 320, aggregated=False).tokens_of(Way.FETCH) == 0
 
 
 def test_short_remote_prefix_is_not_fetched_without_profile() -> None:

@@ -50,7 +50,6 @@ def test_written_value_is_read_with_name_and_tag() -> None:
         assert ends(world, ev.ReadEnded)[-1].name == b"abc"
         assert not world.put(key, payload), "it is here"
         assert not world.disks.wants_value(key, size, world.now, bypass=True)
-    assert world.disks.prefix_length(b"".join(bytes([number]) * 16 for number in (0, 3, 1, 9, 2))) == 3
     assert sorted(split(world.disks.all_keys())) == [bytes([number]) * 16 for number in range(6)]
     assert world.read(b"?" * 16) is None and world.disks.find_record(b"?" * 16) is None
 
@@ -303,7 +302,7 @@ def test_operations_on_lost_disk_end_when_device_completes() -> None:
     assert [world.reads[read_id][:2] for read_id in reads] == [(False, "EIO"), (False, "lost"), (False, "lost")]
     assert sorted(world.reading) == reads[1:] and b"w" * 16 in world.putting
     assert [outcome.records for outcome in ends(world, ev.Verified)] == [0]
-    assert world.read(keys[4]) is None and world.disks.prefix_length(keys[4]) == 0 and len(world.disks) == 0
+    assert world.read(keys[4]) is None and keys[4] not in world.disks and len(world.disks) == 0
     world.settle()
     assert ends(world, ev.Written)[-1] == ev.Written(b"w" * 16, False) and not world.reading
 
@@ -339,12 +338,7 @@ def test_values_spread_by_disk_size_and_survive_reordering() -> None:
 def test_nothing_works_without_disks() -> None:
     disks = Disks([])
     key = b"k" * 16
-    assert (
-        key not in disks
-        and disks.prefix_length(key) == 0
-        and disks.all_keys() == b""
-        and disks.find_record(key) is None
-    )
+    assert key not in disks and disks.all_keys() == b"" and disks.find_record(key) is None
     assert (
         not disks.wants_value(key, 1, 0) and not disks.write_value(key, 0, 1, 0) and disks.read_value(key, 0, 0) is None
     )

@@ -223,10 +223,6 @@ class Registry:
             raise InvariantError(f"no member has the number {number}")
         return member
 
-    def has_number(self, number: int) -> bool:
-        """Whether a member has this number."""
-        return number in self._by_number
-
     def is_dead(self, peer: Peer) -> bool:
         """Whether ``peer`` was a member, and is no more."""
         return peer in self._dead

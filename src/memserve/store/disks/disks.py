@@ -59,11 +59,6 @@ class Disks:
     def __len__(self) -> int:
         return sum(len(log) for log in self._live_logs())
 
-    def prefix_length(self, keys: bytes) -> int:
-        """How many of the keys, 16 bytes each, are here from the first on."""
-        logs = self._live_logs()
-        return logs[0].prefix(keys) if len(logs) == 1 else SegmentLog.prefix_of_any(logs, keys)
-
     def all_keys(self) -> bytes:
         """All of them, one behind the other, in no order."""
         return b"".join(log.keys() for log in self._live_logs())
