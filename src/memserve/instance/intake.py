@@ -46,6 +46,7 @@ class RequestIntake:
     def rejection_of(self, request: Request, now_ns: int) -> RejectRequest | None:
         """Why ``request`` is rejected. None: it is accepted. Counts it either way."""
         state = self._state
+        # counted before it is judged: arrived = accepted + rejected
         state.counters.requests += 1
         reason = self._invalid_reason(request) or impossible_reason(request, self._context, state.slots)
         retry_after_s: float | None = None
@@ -112,6 +113,7 @@ class RequestIntake:
         self._arrivals += 1
         self._state.open_group(group)
         if deadline_ns is not None:
+            # with the arrival: an id may come again after its request has ended, and the old deadline is not its own
             heapq.heappush(self._deadlines, (deadline_ns, group.arrival, request.request_id))
         return group
 
@@ -123,6 +125,7 @@ class RequestIntake:
         if group.beam is not None or not (any(generated) or ended_indices):
             self._state.move(group.new_sequence(), cause)
             return
+        # its sequences have tokens of their own by now: nothing is left to fork from the prompt
         group.forks_pending = 0
         if all(generated[index] for index in range(group.request.n) if index not in ended_indices):
             group.prompt_logprobs = None  # the client has them
@@ -134,6 +137,7 @@ class RequestIntake:
         for sequence in list(group.sequences.values()):
             if sequence.index in ended_indices:
                 self._state.finish_silently(sequence)
+            # the instance that died may have sampled the last token without reporting the end
             elif sequence.known_ending is not None:
                 self.finish_known(sequence, sequence.known_ending)
 
@@ -176,6 +180,7 @@ class RequestIntake:
         if group is None:
             return False
         runs = group.remote.original if group.remote is not None and group.remote.original else group.request
+        # an array has no truth value of equality: prompts are compared apart
         same = structs.replace(runs, prompt=order.request.prompt) == order.request
         return same and np.array_equal(runs.prompt, order.request.prompt)
 
@@ -270,5 +275,6 @@ class RequestIntake:
 
 def _substitute(request: Request) -> Request:
     """The request that runs here for a beam search that leaves: the prompt, and a draw that is discarded."""
+    # two: with one it would end here, and be handed over no more
     stop = structs.replace(request.stop, max_tokens=2, min_tokens=0, stop_token_ids=())
     return structs.replace(request, beam_width=0, stop=stop, sampling=structs.replace(request.sampling, logprobs=None))

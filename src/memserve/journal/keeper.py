@@ -144,6 +144,7 @@ class MetaKeeper:
         while is_open:
             items, is_open = self._gather_items()
             self._write_items(items)
+            # whatever happened above: an action that waits must be released, or its request would hang
             waiting = [item.then for item in items if item.then is not None]
             if waiting or not is_open or time.monotonic() - self._synced_s >= NOTES_SYNC_S:
                 durable = self._sync_store()
@@ -158,6 +159,7 @@ class MetaKeeper:
             item = self._inbox.get(timeout=NOTES_SYNC_S)
             while item is not None:
                 items.append(item)
+                # a bound, so that the first of them is not kept waiting by a stream of others
                 if len(items) >= _BATCH_RECORDS:
                     return items, True
                 item = self._inbox.get_nowait()
@@ -178,10 +180,12 @@ class MetaKeeper:
 
     def _sync_store(self) -> bool:
         self._synced_s = time.monotonic()
+        # taken before the sync: a record that comes during it is not covered by it
         began_ns, was_all = self._clock_ns(), self._inbox.empty()
         durable = not self._store.is_broken and self._attempt_write(self._store.sync)
         with self._lock:
             if durable and self._unsafe_since_ns is not None:
+                # else the oldest unsafe record came after the sync began; that moment is the safe side
                 self._unsafe_since_ns = None if was_all and self._inbox.empty() else began_ns
         return durable
 
@@ -207,6 +211,7 @@ class MetaKeeper:
                 log.error("the metadata is not kept until further notice: %s", error)
         except Exception:
             log.exception("the metadata is not kept until further notice")
+            # what it raised is not known to be harmless: only a whole checkpoint proves the medium again
             self._store.is_broken = True
         self._failures += 1
         self._repair_s = time.monotonic() + REPAIR_S
@@ -279,6 +284,7 @@ class Metadata:
         """The name of the next router: of ``generation``, or of one more than the last router's, where the clock stands
         behind that."""
         last = self.recovered_state.router
+        # members follow the higher generation: a clock that was set back must not make the new router the older one
         return Peer(name, max(generation, last.generation + 1) if last is not None else generation)
 
 

@@ -116,9 +116,11 @@ def read_journal(data: bytes) -> JournalReading:
     view, key = memoryview(data), _key_of(number)
     bodies: list[memoryview] = []
     offset = _HEAD.size
+    # the sequence too: a whole frame in the wrong place is as bad as a broken one
     while (frame := _frame_at(view, offset, key)) is not None and frame.sequence == len(bodies):
         bodies.append(frame.body)
         offset = frame.end
+    # a checkpoint was put in place as a whole, so all of it is safe without a later frame that says so
     safe_bytes = max(checkpoint_bytes, _vouched_bytes(data, view, offset, key))
     if safe_bytes > offset:
         message = f"the metadata is damaged: bytes {offset} to {safe_bytes} are not as they were written"
@@ -182,6 +184,7 @@ def _vouched_bytes(data: bytes, view: memoryview, end: int, key: bytes) -> int:
     while offset >= 0:
         frame = _frame_at(view, offset, key)
         if frame is not None:
+            # found anywhere behind the break, since its own length cannot be trusted: the seal says whether it is one
             vouched_bytes = max(vouched_bytes, frame.durable_bytes)
         offset = data.find(_FRAME_MAGIC, offset + 1 if frame is None else frame.end)
     return vouched_bytes
@@ -257,6 +260,7 @@ class Store:
         for body in reading.bodies:
             self._apply_records(records_of(body))
         self._writer = JournalWriter(reading.number, len(reading.bodies))
+        # durable_bytes stays 0: what was read may lie in a page cache that never reached the disk
         self._bytes = self._checkpoint_bytes = reading.good_bytes
         self.torn_bytes = reading.torn_bytes
         if self.torn_bytes:
@@ -294,6 +298,7 @@ class Store:
 
     def write_checkpoint(self) -> None:
         """A new journal that begins with the whole state. Raises :class:`MediumFailed`, and is broken then."""
+        # the next number keys the seals: frames of the old journal that a disk returns are not read as ours
         writer = JournalWriter(self._writer.number + 1)
         data = writer.encode_checkpoint(_batches(self.state.checkpoint_records()))
         try:
@@ -319,6 +324,7 @@ class Store:
             match record:
                 case DocumentPut(tenant, document_id, body):
                     document = self.state.documents.get((tenant, document_id))
+                    # the old text of a document that was replaced is deleted text, too
                     self.holds_deleted |= document is not None and document.body != body
                 case DocumentDropped(tenant, document_id):
                     self.holds_deleted |= (tenant, document_id) in self.state.documents

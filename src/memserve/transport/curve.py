@@ -164,6 +164,7 @@ class ZapAuthenticator:
 
     def _answer_request(self) -> None:
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+        # compared in constant time: how long a refusal takes must not tell how much of a key was right
         welcome = mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], self._key)
         status = (b"200", b"OK", b"member") if welcome else (b"400", b"unknown key", b"")
         self.socket.send_multipart([version, request, *status, b""])
@@ -211,6 +212,7 @@ class FailedHandshakes:
             why, self._failure_reason = self._failure_reason, ""
             if (address := self._unproven.pop(descriptor, None)) is None:
                 pass
+            # ZeroMQ does not say whose handshake succeeded: one that ends without an error is taken for one of those
             elif self._passed and not why:
                 self._passed -= 1
             else:
@@ -231,6 +233,7 @@ class FailedHandshakes:
         if self._unproven.pop(descriptor, None) is not None:
             self._passed = max(0, self._passed - 1)
         elif self._failed_connections:
+            # its message was read only after the connection had ended: it was a member all the same
             self._failed_connections = [failed for failed in self._failed_connections if failed[0] != descriptor]
 
     def log_failed(self) -> int:

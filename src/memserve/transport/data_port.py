@@ -90,6 +90,7 @@ class Lanes:
             self._changed.wait_for(lambda: self._ready or (self._closed and not self._waiting))
             if not self._ready:
                 return None
+            # its first task stays in the queue until it has run, so that no other thread takes this lane meanwhile
             lane = self._ready.popleft()
             return lane, self._waiting[lane][0]
 
@@ -184,6 +185,7 @@ class PagePort:
         self._pulls = 0
         self._closing = False
         self._warnings = RatedLog(log)
+        # one thread is enough: all seals are one lane
         self._sealing = Lanes("seal pages", 1)
         self._lanes = {link.name: Lanes(f"pull pages {link.name}", link.workers) for link in links}
 
@@ -191,6 +193,7 @@ class PagePort:
         """``info`` with host, process, arenas and what each link adds; from now on the arenas are this generation's."""
         places = []
         for tier, arena in self._arenas.items():
+            # readers compare it before and after a copy, and so notice that this process has a new generation
             arena.generation = info.peer.generation
             of_host = ArenaPlace(tier, arena.address, arena.nbytes, arena.fd)
             places.append(arena.describe_arena(tier) if isinstance(arena, GpuMemory) else of_host)
@@ -234,6 +237,7 @@ class PagePort:
         with self._lock:
             self._closing = True
             peers = list(self._routes)
+        # a pull that waits for a peer returns only when its connection goes: else the lanes below never end
         for peer in peers:
             self.remove_peer(peer)
         for lanes in (*self._lanes.values(), self._sealing):
@@ -281,6 +285,8 @@ class PagePort:
         """Read, compare, answer; or leave it to the next link."""
         begin_ns, pulled_bytes, error, mismatches = time.monotonic_ns(), 0, "", 0
         try:
+            # a number rather than a set of jobs: one cancel covers all that were queued before it, and what comes
+            # later runs
             if self._closing or pull.number < route.cancelled_before:
                 self._report_result(PagesPulled(pull.job.job_id, "not begun: cancelled", 0, link.name))
                 return
@@ -318,6 +324,7 @@ class PagePort:
         if job.by_page:
             pages = block_ranges(self._geometry, job.src_blocks, job.dst_blocks, *layers, by_page=True)
             link.read(job.peer, job.src_tier, job.dst_tier, pages)
+            # a seal covers a block: pages that came alone are summed once all have landed
             seals = self._checksums_of_landed(job, blocks)
         else:
             seals = link.read(job.peer, job.src_tier, job.dst_tier, blocks)
@@ -333,6 +340,7 @@ class PagePort:
     def _drop_link(self, link: PageLink, route: _Route, peer: Peer, why: str) -> None:
         """``link`` turned out not to reach ``peer``: the next one's turn."""
         with self._lock:
+            # several pulls may find out at the same time: only the first takes the link away
             if route.links and route.links[0] is link:
                 log.warning("%s cannot be read over %s: %s", peer.name, link.name, why)
                 route.links.pop(0)

@@ -163,6 +163,7 @@ class ZmqMailbox:
         elif not self._loop.is_closed():
             loop_left = threading.Event()
             self._loop.call_soon_threadsafe(self._leave_loop, loop_left.set)
+            # with a limit: a loop that stands still, or waits for us, must not hold up the end of the process
             loop_left.wait(_LEAVE_S)
 
     def _leave_loop(self, then: Callable[[], None] = lambda: None) -> None:
@@ -186,6 +187,7 @@ class ZmqMailbox:
 
     def _poll_in_loop(self) -> None:
         if self._loop is not None and not self._poll_sources():
+            # edges, not levels: ZeroMQ's descriptor rings once, so a turn that left frames must ask for another
             self._loop.call_soon(self._poll_in_loop)
 
     def _poll_periodically(self) -> None:
@@ -198,6 +200,7 @@ class ZmqMailbox:
         """Take in what has come: another secret, questions at the door, handshakes that failed, messages. Whether
         that was all."""
         self._follow_secret()
+        # before the messages: the handshake of a client waits for this answer
         self._authenticator.answer_all()
         self._failed_handshakes.read_events()
         is_all = self._read_frames()
@@ -231,6 +234,7 @@ class ZmqMailbox:
                 more = self._inbox.recv_multipart(zmq.NOBLOCK) if frame.more else []
             except zmq.Again:
                 return True
+            # only while one is unproven: the descriptor of a frame costs a call into ZeroMQ each time
             if self._failed_handshakes.has_unproven:
                 self._failed_handshakes.mark_proven(int(frame.get("__fd")))
             try:
@@ -254,11 +258,14 @@ class ZmqMailbox:
         elif not self._is_new(envelope.sender, envelope.number):
             self._counters.repeated += 1
         else:
+            # before the callback, which may answer at once
             self._outbox.note_sender(envelope.sender, envelope.reply_to)
             self._deliver_message(envelope.sender, wire.decode(envelope.message), len(frame))
 
     def _is_new(self, sender: Peer, number: int) -> bool:
         """Whether ``number`` is higher than all that ``sender`` has sent before; remembers it."""
+        # numbers may have gaps (lost frames) but never go back: a frame sent again after a change of key is seen
+        # twice
         newest = self._newest.get(sender, -1)
         is_new = number > newest
         self._newest[sender] = number if is_new else newest
@@ -282,6 +289,7 @@ def _bind(context: Context, inbox: Socket, host: str, port: int) -> tuple[str, i
     try:
         inbox.bind(f"tcp://{with_port(host, port or '*')}")
     except zmq.ZMQError as error:
+        # the sockets that are open already go with it
         context.destroy(linger=0)
         message = f"cannot listen on {with_port(host, port)}: {error.strerror}"
         raise UserError(message, hint="choose another --cluster-port", param="cluster_port") from error

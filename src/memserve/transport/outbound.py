@@ -89,6 +89,7 @@ class _Line:
         """It may have to be sent again."""
         self.recent.append(frame)
         self.recent_bytes += len(frame)
+        # half of a queue: what is sent again must fit into the new socket with what comes meanwhile
         while self.recent_bytes > RECENT_BYTES_MAX or len(self.recent) > SEND_QUEUE_MAX // 2:
             self.recent_bytes -= len(self.recent.popleft())
 
@@ -113,9 +114,11 @@ def configure(socket: Socket, address: str = "", own_address: str = "") -> None:
     socket.linger = 0
     socket.set_hwm(SEND_QUEUE_MAX)
     limit_frames(socket, wire.LETTER_BYTES_MAX)
+    # a peer that accepts and then says nothing must not hold the connection for ever
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 3000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    # a host that vanished sends no FIN: without keepalive the kernel would wait for hours
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 3)
@@ -131,6 +134,7 @@ def new_context(*, gives_way: bool = False) -> Context:
     limit = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    # never the instance that all of pyzmq shares: there is one authenticator for a context
     context: Context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
     if gives_way and len(os.sched_getaffinity(0)) == 1:
@@ -185,6 +189,7 @@ class Outbound:
             if entry is not None and entry.address == address:
                 self._senders.move_to_end(peer)
                 return
+            # a new address has the same limit of one answer a second, else a sender could lift it by changing its own
             self._senders.pop(peer, None)
             self._senders[peer] = _Heard(address, entry.answered_ns if entry else None)
             if len(self._senders) > _SENDERS_MAX:
@@ -200,6 +205,7 @@ class Outbound:
                 self._check_key(connection)
                 if connection.socket is None:
                     self._open_socket(connection)
+                # ZeroMQ queues it even before the connection is made: a send never waits for a handshake
                 frame = self._send_frame(connection.socket, to, message)
                 if frame is not None and connection.monitor is not None:
                     connection.add_recent(frame)
@@ -221,6 +227,7 @@ class Outbound:
                 return
             old_keys, self._keys = self._keys, keys
             for connection in self._connections.values():
+                # by the key, not its place: the order of secrets in the file may have changed too
                 keeps_key = old_keys[connection.key] in keys
                 connection.key = keys.index(old_keys[connection.key]) if keeps_key else 0
                 if connection.socket is not None and (not keeps_key or connection.is_refused):
@@ -254,6 +261,7 @@ class Outbound:
                 now_s + connection.pause_s,
                 min(2 * connection.pause_s, _RECONNECT_MAX_S),
             )
+            # a peer that has no key in common yet gets each in turn, ever more slowly
             connection.key = (connection.key + 1) % len(self._keys)
             self._reconnect(connection)
 
@@ -305,6 +313,7 @@ class Outbound:
             return
         entry.answered_ns = now_ns
         self._answers += 1
+        # which key the sender listens with is not known, and there is one try: the keys take turns
         socket = self._connect_socket(entry.address, self._keys[self._answers % len(self._keys)])
         self._send_frame(socket, to, message)
         if socket is not None:
@@ -320,6 +329,7 @@ class Outbound:
             return None
         configure(socket, address, self._reply_to)
         keys.configure_client(socket)
+        # a restarted peer is met soon, one that stays away costs an attempt a second
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         try:

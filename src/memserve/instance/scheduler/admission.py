@@ -64,6 +64,7 @@ class SequenceAdmission:
         holds = 0
         while holds < min(_HOLDS_PER_PLAN, len(waiting)):  # a line may be long: it is not copied for the few in front
             sequence = waiting[holds]
+            # the line is in rank order, so all behind it are later, too
             if sequence.rank[0] > urgency:
                 return
             if publishing and self._should_hold(sequence, publishing):
@@ -76,6 +77,7 @@ class SequenceAdmission:
     def _should_hold(self, sequence: Sequence, publishing: list[Sequence]) -> bool:
         """Whether this plan computes the very next block of ``sequence`` for another one."""
         memory, group = self.state.memory, sequence.group
+        # one that has its KV in DRAM gains nothing, and a bound keeps prompts that grow alike from waiting for ever
         if sequence.dram_blocks or group.held_steps >= _HOLDS_PER_REQUEST or not memory.reads_cache(sequence):
             return False
         isolation, tokens = group.isolation, sequence.known_tokens()
@@ -86,6 +88,7 @@ class SequenceAdmission:
             if leader.group.isolation != isolation or not np.array_equal(prompt[: len(first_block)], first_block):
                 continue
             if cached is None:
+                # only now: a walk through the index is dearer than comparing one block, which rules most out
                 cached = memory.pool.match(isolation, tokens)
             end = cached + memory.block_tokens
             if end > len(tokens) or not cached < min(leader.computed, leader.prompt_tokens) >= end:
@@ -99,6 +102,7 @@ class SequenceAdmission:
         state, group = self.state, sequence.group
         if 1 + group.forks_pending > len(state.free_slots):
             return False
+        # the counter before, taken from the counter behind: how much this one brought up
         from_dram = -state.memory.dram_tokens_reused
         has_blocks = sequence.phase is Phase.REMOTE_KV_READY
         if not has_blocks and not self._attach_blocks(sequence, headroom_blocks(len(state.decoding))):
@@ -282,6 +286,7 @@ class PrefixSharing:
         if held_by_tenant.get(tenant, 0) + count > turns.share_of(tenant, total):
             return False
         most = max(held_by_tenant, key=lambda name: held_by_tenant[name] / turns.share_of(name, total), default=tenant)
+        # nothing is taken for a tenant from itself: its own line keeps its order
         is_above = most != tenant and held_by_tenant[most] > turns.share_of(most, total)
         victim = self._last_of(most) if is_above else None
         if victim is None or victim.rank[0] < head.rank[0]:

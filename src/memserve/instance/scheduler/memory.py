@@ -144,8 +144,10 @@ class SequenceMemory:
         blocks = list(lease.blocks) if lease is not None else []
         sequence.lease, sequence.blocks = lease, blocks
         sequence.published = lease.tokens if lease is not None else 0
+        # the last token is computed even where its KV is cached: its logits are needed
         sequence.computed = min(sequence.published, len(tokens) - 1)
         missing_blocks = ceil_div(len(tokens), self.block_tokens) - len(blocks)
+        # all is cached, so the last token is written again, into a block that others read
         fits = self.make_private(sequence) if missing_blocks <= 0 else self._extend_blocks(sequence, missing_blocks)
         if not fits:
             self._drop_blocks(sequence)
@@ -203,6 +205,7 @@ class SequenceMemory:
         """Put the full blocks of the known tokens computed so far into the prefix cache."""
         if sequence.lease is None:
             return
+        # a token that is computed but not known yet has KV without a name: the index could not find it
         full = min(sequence.computed, sequence.known_length, _trusted(sequence)) // self.block_tokens
         tokens = full * self.block_tokens
         if tokens > sequence.published:
@@ -228,6 +231,7 @@ class SequenceMemory:
         self.pool.retain(shared)
         child.blocks = child.blocks + shared
         child.computed = parent.computed
+        # both must copy the last block before they write: neither knows which of them writes first
         child.writable_until = parent.writable_until = parent.computed
 
     # -- going
@@ -262,6 +266,7 @@ class SequenceMemory:
         shares = self._uses_cache(sequence.group.request) and len(cached)
         self.abandon_blocks(sequence)
         if shares:
+            # after the own references are gone: the index keeps blocks that others hold
             self.pool.delete(sequence.group.isolation, cached)
             if self.listener is not None:
                 self.listener.on_discarded(sequence, cached)
@@ -372,6 +377,7 @@ class Pins:
         An earlier pin of this name ends: it is renewed, extended or shortened. ``tenant``: the pin counts in its share
         of all pins, of which the oldest go. None: a router has counted it.
         """
+        # before the earlier pin of this name goes: its path must not be evicted in between
         lease = self._pool.acquire(isolation, tokens)
         self._pool.release(lease.blocks)
         self.unpin_prefix(handle)
@@ -425,6 +431,7 @@ class Pins:
 
     def _forget_times(self) -> None:
         """Keep the first of the heap, and most of the rest, live pins."""
+        # renewed pins leave their old times in the heap: cleaned now and then, at a constant cost a pin
         if len(self._times) > 2 * len(self._pins) + 8:
             self._times = [entry for entry in self._times if self._pins.get(entry[2].handle) is entry[2]]
             heapq.heapify(self._times)

@@ -57,6 +57,7 @@ class Planner:
         ``copies_only``: a transfer waits for copies that are recorded already, so a plan without rows is of use.
         """
         state = self.state
+        # drafts follow from tokens that the step under way samples: a plan now would be one without them
         if self.speculation is not None and not (nothing_under_way or copies_only) and self.speculation.should_wait():
             return None
         lines = state.decoding.items, state.prefilling.items, state.waiting, state.remote_kv_ready, state.parked
@@ -80,6 +81,7 @@ class Planner:
         That must suffice, unless memory is lent to other instances. Then time helps: every lease has an end.
         """
         state = self.state
+        # pins first: they are promises of best effort, and a preemption costs a request its place
         if self.pins is not None and self.pins.release_all():
             batch = self._fill_plan(now_ns, begins_ns)
         if not batch.plan.slots and state.holds_blocks:
@@ -87,6 +89,7 @@ class Planner:
             state.preempt_all()
             batch = self._fill_plan(now_ns, begins_ns)
         pool = state.memory.pool
+        # everything is preempted by now: blocks that are still out belong to transfers
         lent = pool.available() < pool.config.hbm_blocks
         check(batch.plan.slots or batch.plan.moves or lent, "standing still with everything free: {}", state)
         return batch
@@ -94,6 +97,7 @@ class Planner:
     def _fill_plan(self, now_ns: int, begins_ns: int) -> BatchBuilder:
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
         has_room = head is None or self.sharing.preempt_for_head(head)
+        # what was preempted for it must not go first to what is parked
         self.admission.due = head if has_room else None
         batch = BatchBuilder(self.state, self.next_step_id)
         layers = self.state.memory.layers
@@ -110,12 +114,14 @@ class Planner:
                 drafts = self.speculation.choose_drafts(batch, budget)
                 budget -= sum([1 + len(tokens) for _, tokens in drafts])
             stalled = self._grow_decodes(batch)
+            # objectives bound what prompts may add to this step, not the decodes that they protect
             budget = min(budget - batch.add_decodes(not stalled), allowed)
         budget -= self._add_resumed(batch)
         if self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready:
             opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
             self._add_prefills(batch, budget, now_ns, stalled, opens)
         if not stalled:
+            # after the prompts, and not while decodes lack blocks: it would take what these were short of
             for sequence in self.admission.parked_sequences():
                 if not self.admission.admit(sequence, now_ns):
                     break
@@ -144,6 +150,7 @@ class Planner:
         tokens_left = state.objectives.prefill_tokens(
             state.decoding.items, first, budget, begins_ns, list(state.parked)
         )
+        # a piece by layer that is too short to hide reading back those before it is worse than none
         return tokens_left if tokens_left >= min(budget, state.memory.layers.least_piece(first)) else 0
 
     def _without_slot(self) -> Sequence | None:
@@ -175,6 +182,7 @@ class Planner:
         for tenant in tenants:
             weight = turns.weight_of(tenant)
             share = budget if weight == weights else min(budget, max(1, budget * weight // weights))
+            # of those that are left: what earlier tenants did not use is shared among the later ones
             weights -= weight
             budget_left = share
             if tenant in state.prefilling.tenants:
@@ -206,6 +214,7 @@ class Planner:
         state.memory.layers.place_layers(plan)
         plan.close, state.closing = state.closing, []
         plan.reset_slots, state.slots_unknown = state.slots_unknown, False
+        # last: preempting, growing and forking above have recorded copies that this plan must make
         plan.copies = state.memory.pool.take_copies()
         state.counters.steps += 1
         state.counters.prefill_tokens += batch.inflight.prefill_tokens
@@ -222,6 +231,7 @@ class Planner:
             return False
         memory = self.state.memory
         growing = [sequence for sequence in needy if not memory.next_write_is_shared(sequence)]
+        # all at once in the usual case, where there is room: one call, however many decode
         blocks = memory.pool.allocate(len(growing)) if growing else []
         if blocks is not None:
             for sequence, block in zip(growing, blocks, strict=True):
@@ -239,8 +249,10 @@ class Planner:
         while not batch.make_writable(sequence, end):
             if self._withdraw_exports() or self.state.memory.layers.evict_layer():
                 continue
+            # only now: first what costs no sequence anything
             victim = self.sharing.victim_for(sequence, batch.plan.step_id)
             if victim is not None:
+                # it may have a row or drafts in this very plan
                 batch.forget_preempted(victim)
                 self.state.preempt_sequence(victim)
             elif not self.state.memory.unpin_published(sequence):

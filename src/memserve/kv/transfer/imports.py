@@ -244,6 +244,7 @@ def place_import(
         return NoPlace(reason)
     if offer.request is None and not offer.insert:
         return _allocate_placement(context, barriers, imported, Lease(), offer.first_block)
+    # where the sender names the blocks, what is cached here cannot take their place
     reach = offer.first_block if offer.dst_blocks else imported.end_block
     reusable = offer.tokens[: reach * pool.block_tokens if imported.uses_index else 0]
     in_hbm, in_dram = pool.match_blocks(offer.tenant, reusable)
@@ -253,6 +254,7 @@ def place_import(
     room = context.room
     fits = imported.end_block - in_hbm + room.headroom_blocks <= pool.available()
     if room.parked is not None and (room.parked or not fits) and _is_one_line(offer) and not offer.first_block:
+        # without the cached prefix: what is pinned in HBM for a sequence that waits in DRAM is HBM lost
         below = _allocate_placement(context, barriers, imported, Lease(), 0, Tier.DRAM)
         if below is not None:
             return below
@@ -378,6 +380,7 @@ def _share(context: TransferContext, imported: Import, placement: ImportPlacemen
     if not pool.config.caching or whole == 0:
         return placement.lease, placement.blocks
     tokens = offer.tokens[: whole * pool.block_tokens]
+    # no plan wrote these blocks, so none has to finish before others read them
     pool.publish(placement.lease, offer.tenant, tokens, placement.blocks[:whole], written_by=0)
     lease = pool.acquire(offer.tenant, tokens)
     check(len(lease.blocks) == whole and not lease.dram_tokens, "what was just published is not all in HBM")
@@ -392,6 +395,7 @@ def _insert(context: TransferContext, imported: Import, placement: ImportPlaceme
     end = placement.pull_from + pulled
     in_hbm = end if placement.tier == Tier.HBM else placement.pull_from
     tokens = offer.tokens[: end * context.pool.block_tokens]
+    # before the references are released: the index must hold the blocks, or they would be free for a moment
     context.pool.insert(offer.tenant, tokens, placement.blocks[:end], in_hbm)
     release_import(context, imported)
     if imported.fetching is None:

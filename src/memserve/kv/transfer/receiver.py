@@ -66,6 +66,7 @@ class Receiver:
         """A peer offers blocks, perhaps because it was asked for them."""
         transfer_id = offer.transfer_id
         if transfer_id in self._ended:
+            # the sender may have missed the first one, and holds blocks until it hears it
             self._context.send(sender, Release(transfer_id, False, "it has ended"))
         if transfer_id in self.open or transfer_id in self._ended or not self.fetches.may_answer(sender, offer):
             return
@@ -76,6 +77,7 @@ class Receiver:
         if reason is not None:
             self._refuse_import(imported, reason)
         elif self._context.peers.status_of(sender) is PeerStatus.UNKNOWN:
+            # its offer may be quicker than the news that it is a member, which comes by way of the router
             imported.advance_phase(ImportCause.SENDER_UNKNOWN)
             self._awaiting_member = [earlier for earlier in self._awaiting_member if not earlier.over] + [imported]
         else:
@@ -120,6 +122,7 @@ class Receiver:
                 imported, f"block {_end(message) - 1} is ready, its place is not known: a message is lost"
             )
         elif imported.placement is None:
+            # pages may be ready before there is a place for them: nothing is asked for twice
             imported.early.append(message)
         else:
             self._announce_pages(imported, message)
@@ -161,6 +164,7 @@ class Receiver:
         """Give places by turns of tenants, as far as there is room. An import that is too big to go first keeps the
         line, until a tenant that got less comes."""
         while (first := self._waiting.head()) is not None and self._try_place(first):
+            # a placement that is complete at once has left the line already
             if first.transfer_id in self._waiting:
                 self._waiting.pop()
 
@@ -175,6 +179,7 @@ class Receiver:
         imported.advance_phase(ImportCause.PLACED)
         imported.placement = placement
         if placement.pull_from > imported.offer.first_block:
+            # the sender need not keep, nor announce, what is cached here
             self._context.send(imported.sender, Wanted(imported.transfer_id, placement.pull_from))
         early, imported.early = imported.early, []
         for message in early:
@@ -197,6 +202,7 @@ class Receiver:
         pages = placement.announced[row : row + end - first, ready.first_layer : ready.end_layer]
         if pages.any():
             if not pages.all():
+                # a repeated message names the same pages; a mixture is of a sender that has lost count
                 self._fail_import(imported, "pages are announced again together with new ones")
             return
         pages[...] = True
@@ -205,6 +211,7 @@ class Receiver:
         for tier, offset, blocks in runs(imported.sources[first - begin : end - begin]):
             sums = checksums[offset : offset + len(blocks)]
             pull = Pull(imported, placement, row + offset, tier, blocks, ready.first_layer, ready.end_layer, sums)
+            # the blocks were freed by a plan that may still read them: no byte is written before it has finished
             self._barriers.when_passed(placement.fence, partial(self.pulls.enqueue_pull, pull))
 
     def pulled(self, event: PagesPulled) -> None:
@@ -216,6 +223,7 @@ class Receiver:
         if event.error:
             self._fail_import(imported, f"pull failed: {event.error}")
             return
+        # marked only now, when the checksums were right: a page that is announced is not yet one that may be read
         pull.placement.arrived[pull.first_row : pull.end_row, pull.first_layer : pull.end_layer] = True
         self._complete_if_done(imported)
 
@@ -227,6 +235,7 @@ class Receiver:
         if imported.offer.request is not None:
             if imported.handoff is None:
                 return
+            # the sender announces every page before it hands over, and messages keep their order
             if not placement.announced.all():
                 self._fail_import(imported, "handed over, but not every page was announced: a message is lost")
                 return

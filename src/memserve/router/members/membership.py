@@ -377,6 +377,7 @@ class Membership:
         differs = digest not in (0, self._registry.members_digest)
         if differs and member.knows_others:
             self._accept_member(member)
+        # every other heartbeat: its answer may be on its way
         member.knows_others = differs and not member.knows_others
 
     # -- going
@@ -392,6 +393,8 @@ class Membership:
 
     def remove_member(self, member: Member, reason: str, now_ns: int, *, died: bool) -> None:
         """``member`` left or died: all others are told, and what depended on it is tried elsewhere."""
+        # before others hear of it: a router that starts after a crash must not count on a member that was told to be
+        # gone
         self._outbox.record_ahead(MemberGone(member.peer))
         if died:
             self._counters.members_died += 1
@@ -406,6 +409,7 @@ class Membership:
         self._trees.remove_member(member.number)
         self._notify_others(member, PeerGone(member.peer, reason))
         self._named_prefixes.on_member_removed(member, now_ns)
+        # only after all tables have forgotten the member: a request must not be placed on it again
         for req in failed:
             self._lifecycle.place_request(req, now_ns)
         self._lifecycle.answers.on_member_reported(member.peer, now_ns)

@@ -60,10 +60,12 @@ class AdmissionFlow:
     def enqueue_request(self, req: RequestState, now_ns: int) -> None:
         """Ask for admission: placed now, queued, or rejected."""
         if self._admission.memory.wants_identities:
+            # blocks that requests share, or that pins hold, count once: the ledger must know them before it decides
             self._placer.prompt_identities(req)
         rejection = self._admission.enqueue_request(req, now_ns)
         if rejection is None:
             self._admit_queued(now_ns)
+            # it was placed at once, or rejected as one that fits nowhere
             if not self._admission.is_waiting(req):
                 return
             rejection = self._admission.reject_overflow(req)
@@ -78,6 +80,7 @@ class AdmissionFlow:
         if self._admission.is_idle(now_ns):
             return
         self._admit_queued(now_ns)
+        # none was rejected while admission was closed
         while (rejection := self._admission.reject_over_limit()) is not None:
             self.handle_rejection(rejection, now_ns)
 
@@ -159,6 +162,7 @@ class RequestCounters:
         """The deepest block of the prefix that is reused stands for all of them."""
         blocks = placement.route.first.matched_tokens // placement.first.info.geometry.block_tokens
         if blocks and req.identities and self._outbox.remembers:
+            # its hash is chained over all before it, so the next router finds them by it
             end = blocks * IDENTITY_BYTES
             self._outbox.record_later(
                 EntryUsed(placement.first.peer, req.identities[end - IDENTITY_BYTES : end], now_ns)
@@ -242,6 +246,7 @@ class Lifecycle:
 
     def place_waiting(self, now_ns: int) -> None:
         """Something has changed: try all unplaced requests, in order."""
+        # a copy: placing one may reject or end others of them
         for req in list(self.requests.unplaced.values()):
             if req.phase is RequestPhase.UNPLACED:
                 self.place_request(req, now_ns)
@@ -249,6 +254,7 @@ class Lifecycle:
     def _gives_second_chance(self, req: RequestState) -> bool:
         """Avoid instances no longer where an attempt merely failed: all others have refused."""
         failed = [peer for peer, retry_after_s in req.avoid.items() if retry_after_s == 0.0]
+        # a failure may have been chance; a refusal (with a time, or for ever) was a decision
         for peer in failed:
             del req.avoid[peer]
         return bool(failed)
@@ -276,6 +282,7 @@ class Lifecycle:
     def _wait_for_instance(self, req: RequestState, retry_after_s: float | None, now_ns: int) -> None:
         if req.unplaced_ns is None:
             req.unplaced_ns = now_ns
+            # by id and not by request: it may have ended, and its state been freed, when the timer fires
             self._timers.arm(now_ns + self._config.unplaced_ns, self._on_unplaced_timer, req.request_id)
         if retry_after_s is not None:
             self._timers.arm(

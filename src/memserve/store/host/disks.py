@@ -67,6 +67,7 @@ class BounceMemory:
     def take_piece(self, nbytes: int) -> Bounce:
         """At least ``nbytes``, what they hold is left over from before."""
         size = PAGE_BYTES
+        # powers of two: few sizes, so that a piece that comes back fits the next job
         while size < nbytes:
             size *= 2
         idle = self._idle.setdefault(size, [])
@@ -166,6 +167,7 @@ class DiskHost:
         for worker in self._workers:
             worker.request_stop()
         joined = [worker.join_thread(timeout_s) for worker in self._workers]
+        # with workers each closes its file itself, after its last operation
         if not self._workers:
             for file in self._files:
                 file.close()
@@ -236,6 +238,7 @@ class _Worker:
         poll = select.poll()
         poll.register(queue.fileno(), select.POLLIN)
         poll.register(self._wake, select.POLLIN)
+        # what was asked for before the stop is done: the machine waits for an end of each job
         while self._running or self._inbox or not self._stopping:
             ready = poll.poll()
             if any(fd == self._wake for fd, _ in ready):
@@ -244,6 +247,7 @@ class _Worker:
                 self._begin_job(queue, self._inbox.popleft())
             for tag, error in queue.take():
                 self._part_ended(tag, error)
+        # io_uring is closed by the thread that used it, and before the file
         self._queue = queue = None
         self._file.close()
 
@@ -323,6 +327,7 @@ class _Worker:
     def _part_ended(self, tag: int, error: int) -> None:
         running = self._running[tag // _PARTS]
         running.parts -= 1
+        # the first error tells why; a second part of the job often fails of the same
         running.error = running.error or error
         if running.parts == 0:
             self._finish_job(running)
@@ -331,6 +336,7 @@ class _Worker:
         del self._running[running.job]
         self._post(self._result_of(running))
         self._memory.return_piece(running.head)
+        # a record that is being moved keeps its payload until the write of the move takes it
         if running.job not in self._kept_payloads:
             self._memory.return_piece(running.body)
 

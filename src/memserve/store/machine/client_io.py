@@ -82,6 +82,7 @@ class Gets:
     def begin_get(self, client: Client, message: StoreGet, now_ns: int) -> None:
         """Hold what is in memory, have the rest brought there."""
         get = _Get(client, message, bytearray([StoreCode.LATE]) * len(message.names), now_ns + message.deadline_in_ns)
+        # clients are not trusted: a call that does not fit together is answered, not believed
         if len(message.keys) != KEY_BYTES * len(message.names):
             get.codes[:] = bytes([StoreCode.BAD_CALL]) * len(message.names)
             self._jobs.send_message(client.peer, StoreDone(message.call, bytes(get.codes)))
@@ -93,6 +94,7 @@ class Gets:
             value = self._values.find_value(key)
             if value is None:
                 get.codes[index] = StoreCode.ABSENT
+            # a hash names the value; the name behind it proves that it is this one and of this tenant
             elif value.scope != client.scope or value.name not in (None, message.names[index]):
                 get.codes[index] = StoreCode.BAD_CALL
             elif self._values.is_ready(key):
@@ -146,6 +148,7 @@ class Gets:
         pieces: list[Piece] = []
         for index, place in sorted(get.places.items()):
             begin = min(message.first_byte, place.length)
+            # one message holds so much: the first value is cut where it must be, later ones are asked for again
             bytes_wanted = place.length - begin
             if bytes_wanted > room and pieces:
                 get.codes[index] = StoreCode.LATER
@@ -155,6 +158,7 @@ class Gets:
         counters.get_bytes += INLINE_BYTES_MAX - room
         answer = StoreDone(message.call, bytes(get.codes), lengths, self._checksums(get), (b"",) * len(get.codes))
         job = self._jobs.next_job()
+        # the host reads them later: until then eviction must leave them where they are
         self._sending[job] = [place.offset for place in get.places.values()]
         get.places.clear()
         self._jobs.add_action(SendValues(job, get.client.peer, answer, tuple(pieces)))
@@ -299,6 +303,7 @@ class Puts:
                 self._values.counters.no_room += 1
                 code = StoreCode.NO_ROOM
             if code is not None or extent is None:
+                # each pair has an answer of its own: one that is refused must not fail the others
                 put.codes[index] = code or StoreCode.NO_ROOM
                 continue
             put.indexes.append(index)
@@ -318,6 +323,7 @@ class Puts:
         """An extent: of a KV block in the place of a block, so that instances find it as such. None: no room."""
         tier = self._values.tier
         if client.scope != KV_SCOPE:
+            # the name lies behind the value, where a lookup compares it; an empty value takes a byte, to have a place
             return tier.allocate(max(1, pair.length + len(pair.name)))
         blocks = tier.allocate_blocks(1)
         return None if blocks is None else int(blocks[0]) * tier.block_bytes
@@ -336,6 +342,7 @@ class Puts:
             return None
         if value.scope != client.scope or value.name not in (None, pair.name):
             return StoreCode.BAD_CALL
+        # KV of one identity is always the same bytes: there is nothing to replace
         return None if replace and client.scope != KV_SCOPE else StoreCode.PRESENT
 
     def on_values_taken(self, event: ValuesTaken, now_ns: int) -> None:
@@ -372,6 +379,7 @@ class Puts:
         while (put := self._deadlines.pop_due(now_ns)) is not None:
             assert isinstance(put, _Put)
             for index in put.indexes:
+                # the host may still be copying from the memory of the client: nothing of it is published
                 put.codes[index] = StoreCode.LATE
             self._send_answer(put)
 
