@@ -61,7 +61,7 @@ def test_cluster_logs_member_events_and_ends_on_sighup(folder: Path, tmp_path: P
         other = secret_file(tmp_path / "other", "some other cluster's secret")
         started.append(stranger := an_instance(folder, port, other, tmp_path / "s"))
         eventually(lambda: "refuses the secret" in (tmp_path / "s").read_text())
-        eventually(lambda: re.search(r"turned away 127.0.0.1:\d+ at the cluster port: it has another", log.read_text()))
+        eventually(lambda: re.search(r"rejected 127.0.0.1:\d+ at the cluster port: it has another", log.read_text()))
         stranger.send_signal(signal.SIGHUP)
         assert stranger.wait(WAIT_S) == 0 and stranger.stdout.read() == ""
         pids = list(server.children().values())

@@ -122,7 +122,7 @@ def test_secret_rotation_in_three_steps_fails_no_request(cluster: Cluster, tmp_p
             first = text.splitlines()[0]
             for port in (f"127.0.0.1:{cluster.port}", cluster.store):
                 eventually(
-                    lambda port=port, first=first: probe_address(f"tcp://{port}", first, 5.0) is ProbeResult.LET_IN
+                    lambda port=port, first=first: probe_address(f"tcp://{port}", first, 5.0) is ProbeResult.ACCEPTED
                 )
             eventually(lambda answers=answers: load.answers > answers + 30)
             with client.get(b"key", timeout_s=WAIT_S) as found:
@@ -131,7 +131,7 @@ def test_secret_rotation_in_three_steps_fails_no_request(cluster: Cluster, tmp_p
     assert members == cluster.server.members()
     assert before == {name: cluster.metric(f"memserve_router_{name}_total") for name in before}
     for port in (f"127.0.0.1:{cluster.port}", cluster.store):
-        assert probe_address(f"tcp://{port}", OLD, 5.0) is ProbeResult.TURNED_AWAY
+        assert probe_address(f"tcp://{port}", OLD, 5.0) is ProbeResult.REJECTED
     with pytest.raises(StoreUnavailable, match="another secret"):
         StoreClient(cluster.store, secret_file=put(tmp_path / "old.secret", OLD), timeout_s=1.0)
     assert cluster.server.client.completions.create(

@@ -30,7 +30,7 @@ from memserve.base.config import AdmissionConfig, ClusterConfig, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.types import Caching, Role
 from memserve.base.units import GIB, NS_PER_MS, NS_PER_S, ceil_div
-from memserve.instance.layerwise.budget import LayerBudget, LayerPolicy, Lying
+from memserve.instance.layerwise.budget import LayerBudget, LayeredView, LayerPolicy
 from memserve_lab.bench.report_writer import Cell, Drawing, Table
 from memserve_lab.bench.study import Study, StudyResults, Tell
 from memserve_lab.sim.hardware import machine
@@ -55,7 +55,9 @@ class ProgramPolicy(LayerPolicy):
     _last: dict[int, int] = field(default_factory=dict)
     _steps: list[int] = field(default_factory=lambda: [0])
 
-    def indices_to_park(self, lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks: int) -> list[int]:
+    def indices_to_park(
+        self, lying: Sequence[LayeredView], budget: LayerBudget, step_ns: int, free_blocks: int
+    ) -> list[int]:
         """Solve where the requests have changed, or some steps have passed. Those that are paused are parked."""
         self._steps[0] += 1
         ready = [at for at, one in enumerate(lying) if one.may_park]
@@ -73,7 +75,7 @@ class ProgramPolicy(LayerPolicy):
         return self._last.get(number, num_layers)
 
 
-def solve(lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks: int) -> list[int | None]:
+def solve(lying: Sequence[LayeredView], budget: LayerBudget, step_ns: int, free_blocks: int) -> list[int | None]:
     """Layers that each keeps; None: it is paused. ``step_ns``: what a step's computing takes; 0: not known."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp

@@ -235,7 +235,7 @@ class FairQueue(Generic[Item]):
 Value = TypeVar("Value")
 
 
-class _Kept(NamedTuple, Generic[Value]):
+class _Entry(NamedTuple, Generic[Value]):
     value: Value
     cost: int
 
@@ -249,14 +249,14 @@ class TenantStore(Generic[Value]):
         check(cost_max >= 1, f"cost_max must be at least 1, got {cost_max}")
         self.cost_max = cost_max
         #: values of each tenant that has any, least recently used first
-        self._entries: dict[str, OrderedDict[str, _Kept[Value]]] = {}
+        self._entries: dict[str, OrderedDict[str, _Entry[Value]]] = {}
         self._costs: dict[str, int] = {}
         self._total = 0
 
     def put(self, tenant: str, name: str, value: Value, cost: int = 1) -> list[Value]:
         """Keep ``value``; it replaces an earlier one of that name. Returns the values that were evicted for it."""
         self.pop(tenant, name)
-        self._entries.setdefault(tenant, OrderedDict())[name] = _Kept(value, cost)
+        self._entries.setdefault(tenant, OrderedDict())[name] = _Entry(value, cost)
         self._costs[tenant] = self._costs.get(tenant, 0) + cost
         self._total += cost
         evicted = []

@@ -87,18 +87,20 @@ def examine_port(join: str, secret_file: Path | None) -> Iterator[Finding]:
     for address in join.split(","):
         results = [probe_address(f"tcp://{address}", secret, PROBE_S) for secret in secrets]
         match next(
-            (result for result in (ProbeResult.LET_IN, ProbeResult.TURNED_AWAY) if result in results),
-            ProbeResult.SILENT,
+            (result for result in (ProbeResult.ACCEPTED, ProbeResult.REJECTED) if result in results),
+            ProbeResult.NO_ANSWER,
         ):
-            case ProbeResult.LET_IN:
+            case ProbeResult.ACCEPTED:
                 secret_text = (
-                    f"line {results.index(ProbeResult.LET_IN) + 1} of the secrets" if len(secrets) > 1 else "the secret"
+                    f"line {results.index(ProbeResult.ACCEPTED) + 1} of the secrets"
+                    if len(secrets) > 1
+                    else "the secret"
                 )
                 yield Finding("cluster port", Status.OK, f"{address} takes {secret_text}")
-            case ProbeResult.TURNED_AWAY:
+            case ProbeResult.REJECTED:
                 hint = "give the file that the routers were given; it must be the same for all members"
                 yield Finding("cluster port", Status.FAIL, f"{address} refuses the secret of {secret_file}", hint)
-            case ProbeResult.SILENT:
+            case ProbeResult.NO_ANSWER:
                 hint = "is a router there, and do firewalls and network policies let this host reach its port?"
                 yield Finding("cluster port", Status.FAIL, f"nothing answers at {address}", hint)
 

@@ -148,18 +148,18 @@ _FOR_TOKENS = ("prompt", "messages", "tools", "tool_choice", "add_special_tokens
 _FOR_TEMPLATE = ("reasoning_effort", "documents")
 _FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
 _DONE = b"[DONE]"
-Asked = dict[str, msgspec.Raw]
+RequestFields = dict[str, msgspec.Raw]
 
 
-def read_fields(body: bytes) -> Asked:
+def read_fields(body: bytes) -> RequestFields:
     """The fields of a request. Raises :class:`ApiError` 400 for anything but a JSON object."""
     try:
-        return msgspec.json.decode(body, type=Asked)
+        return msgspec.json.decode(body, type=RequestFields)
     except (msgspec.DecodeError, RecursionError) as error:
         raise bad_request(f"The request body is not a JSON object: {error}") from None
 
 
-def _read_field(fields: Asked, name: str, kind: type[Any]) -> Any | None:
+def _read_field(fields: RequestFields, name: str, kind: type[Any]) -> Any | None:
     """A field, if it is there and of that kind; what is wrong with it the engine says better."""
     try:
         return msgspec.json.decode(fields[name], type=kind)
@@ -167,7 +167,7 @@ def _read_field(fields: Asked, name: str, kind: type[Any]) -> Any | None:
         return None
 
 
-def text_numbers(fields: Asked) -> TokenArray:
+def text_numbers(fields: RequestFields) -> TokenArray:
     """The prompt's text as int32, four bytes each. What continues a prompt begins with its numbers."""
     prompt = fields.get("messages", fields.get("prompt", msgspec.Raw(b"")))
     text = (bytes(fields.get("tools", b"")) + bytes(prompt).rstrip(b"] \n\"'"))[:TEXT_BYTES_MAX]
@@ -217,7 +217,7 @@ class Relay:
 
     # -- what is asked
 
-    async def _read_prompt(self, scope: Scope, fields: Asked) -> PromptArrived:
+    async def _read_prompt(self, scope: Scope, fields: RequestFields) -> PromptArrived:
         model = self._requested_model(fields)
         space, tokens = await self._prompt_numbers(fields, model)
         most = _read_field(fields, "max_completion_tokens", int) or _read_field(fields, "max_tokens", int)
@@ -232,7 +232,7 @@ class Relay:
         )
         return PromptArrived(request, model, space, may_split(fields))
 
-    def _requested_model(self, fields: Asked) -> str:
+    def _requested_model(self, fields: RequestFields) -> str:
         models = self._host.machine.engines_by_model()
         if not models:
             raise no_engine()
@@ -245,7 +245,7 @@ class Relay:
             raise model_not_found(name, ", ".join(models))
         return name
 
-    async def _prompt_numbers(self, fields: Asked, model: str) -> tuple[PromptSpace, TokenArray]:
+    async def _prompt_numbers(self, fields: RequestFields, model: str) -> tuple[PromptSpace, TokenArray]:
         token_ids = _read_field(fields, "prompt", list[int]) or next(
             iter(_read_field(fields, "prompt", list[list[int]]) or ()), None
         )
@@ -258,9 +258,9 @@ class Relay:
                 return PromptSpace.TOKENS, tokens
         return PromptSpace.TEXT, text_numbers(fields)
 
-    async def _tokenize_prompt(self, engine: str, request_fields: Asked, model: str) -> TokenArray | None:
+    async def _tokenize_prompt(self, engine: str, request_fields: RequestFields, model: str) -> TokenArray | None:
         fields: dict[str, Any] = {name: request_fields[name] for name in _FOR_TOKENS if name in request_fields}
-        template = _read_field(request_fields, "chat_template_kwargs", Asked) or {}
+        template = _read_field(request_fields, "chat_template_kwargs", RequestFields) or {}
         template |= {name: request_fields[name] for name in _FOR_TEMPLATE if name in request_fields}
         fields |= {"chat_template_kwargs": template} if template else {}
         several = _read_field(request_fields, "prompt", list[str])

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from memserve.base.deployment import PlacementOptions, StoreOptions
 from memserve.base.errors import InvariantError, UserError
-from memserve.cli.cluster.members import READS, Asked, ClusterOptions, running_cluster
+from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, running_cluster
 from memserve.cli.cluster.ray import free_port, members_plan, plain_errors
 from memserve.cli.cluster.serve import app_of
 from memserve.cli.main import command_line
@@ -87,9 +87,9 @@ def words_of(args: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def read_options(words: Sequence[str]) -> tuple[Asked, ClusterOptions]:
+def read_options(words: Sequence[str]) -> tuple[ServeArguments, ClusterOptions]:
     """What ``memserve serve`` with these ``words`` would run. Raises :class:`UserError` for wrong ones."""
-    readings: list[Asked] = []
+    readings: list[ServeArguments] = []
     token = READS.set(readings.append)
     try:
         command_line("serve")(["serve", *words], standalone_mode=False)
@@ -139,7 +139,7 @@ class Ending:
 
 
 @contextmanager
-def _run_cluster(settings: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
+def _run_cluster(settings: ServeArguments, options: ClusterOptions) -> Iterator[ASGIApp]:
     import ray
 
     from memserve.host.ray import new_controller

@@ -111,7 +111,7 @@ _WAITING_MAX = 1024
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _FoundPrefix:
     """What a look-up has found, by pool and key."""
 
     keys: list[str]
@@ -129,7 +129,7 @@ class _Load:
     """Of one request: for each pool the rows that are written to, and what is written there."""
 
     parts: list[tuple[Any, list[int], list[View]]]
-    record: _Held
+    record: _FoundPrefix
     is_lost: bool = False
 
 
@@ -157,7 +157,7 @@ class MemserveLinker(UnifiedCacheLinker):
         }
         self.layer_done_counter = LayerWiseLoadCounter(self._group.num_layers)
         self._pool = BlockCache(self._options)
-        self._records: OrderedDict[str, _Held] = OrderedDict()
+        self._records: OrderedDict[str, _FoundPrefix] = OrderedDict()
         self._queued: dict[str, _Load] = {}
         self._loads, self._offloads = CacheJobs(1, _WAITING_MAX), CacheJobs(1, _WAITING_MAX)
         self._offloaded: deque[bool] = deque()
@@ -194,8 +194,8 @@ class MemserveLinker(UnifiedCacheLinker):
             self._records.popitem(last=False)[1].release_views()
         return record.ends
 
-    def _compare_pages(self, transfers: Sequence[Any], keys: list[str], until_s: float) -> _Held:
-        record = _Held(keys, until_s)
+    def _compare_pages(self, transfers: Sequence[Any], keys: list[str], until_s: float) -> _FoundPrefix:
+        record = _FoundPrefix(keys, until_s)
         ends = set(range(1, len(keys) + 1))
         for transfer in transfers:
             if not ends:
@@ -234,7 +234,7 @@ class MemserveLinker(UnifiedCacheLinker):
             return False
         if rid in self._queued:
             raise RuntimeError(f"a load of {rid} is queued already")
-        record = self._records.pop(rid, None) or _Held([], 0.0)
+        record = self._records.pop(rid, None) or _FoundPrefix([], 0.0)
         found_views = [[record.views.get((item.name, key)) for key in item.keys] for item in resolved]
         is_lost = any(view is None for views in found_views for view in views)
         if is_lost and self._ranks == 1:

@@ -93,7 +93,7 @@ class MetaKeeper:
         if self._store.torn_bytes:
             log.warning("the last write to the metadata did not get through: %d bytes dropped", self._store.torn_bytes)
         if self._store.is_broken:
-            log.error("the metadata is not kept until further notice: %s takes nothing more", medium.name)
+            log.error("metadata writes failing: %s takes nothing more", medium.name)
         self.recovered_state: RecoveredState = self._store.state.recovered_state(self.clock_offset_ns)
         """What the last router knew."""
         self._clock_ns = clock_ns
@@ -174,7 +174,7 @@ class MetaKeeper:
         if self._store.is_broken and time.monotonic() >= self._repair_s:
             self._attempt_write(self._store.write_checkpoint)
             if not self._store.is_broken:
-                log.warning("the metadata is kept again")
+                log.warning("metadata writes resumed")
         if records:
             self._attempt_write(lambda: self._store.write_records(records))
 
@@ -208,9 +208,9 @@ class MetaKeeper:
             return True
         except MediumFailed as error:
             if not was_broken:
-                log.error("the metadata is not kept until further notice: %s", error)
+                log.error("metadata writes failing: %s", error)
         except Exception:
-            log.exception("the metadata is not kept until further notice")
+            log.exception("metadata writes failing")
             # what it raised is not known to be harmless: only a whole checkpoint proves the medium again
             self._store.is_broken = True
         self._failures += 1

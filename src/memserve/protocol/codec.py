@@ -20,7 +20,7 @@ VERSION = 3
 """Of envelope and messages: raised whenever an older process would misread them. Fields added at the end don't."""
 MAGIC = b"mss"
 
-LETTER_BYTES_MAX = 64 * MIB
+FRAME_BYTES_MAX = 64 * MIB
 """Longer messages are neither sent nor read. A snapshot of a million cached blocks has 16 MB."""
 TOKENS_MAX = 1 << 22
 """Tokens of one prompt."""

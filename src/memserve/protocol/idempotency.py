@@ -61,7 +61,7 @@ class AnswerTaken(Message, frozen=True, tag=True):
     request_id: str
 
 
-class _Told:
+class _SequenceLog:
     """What was told of one sequence."""
 
     __slots__ = ("cumulative_logprob", "ended_alone", "first", "logprobs", "reason", "tokens")
@@ -91,7 +91,7 @@ class AnswerLog:
     __slots__ = ("_sequences", "nbytes")
 
     def __init__(self, outputs: Iterable[TokenOutput] = ()) -> None:
-        self._sequences: dict[int, _Told] = {}
+        self._sequences: dict[int, _SequenceLog] = {}
         #: approximate memory
         self.nbytes = _ANSWER_BYTES
         for output in outputs:
@@ -107,7 +107,7 @@ class AnswerLog:
         if sequence is None:
             if not output.tokens and output.finish_reason not in COMPLETE:
                 return 0
-            sequence = self._sequences[output.index] = _Told(output)
+            sequence = self._sequences[output.index] = _SequenceLog(output)
         if sequence.reason is not None:
             return 0
         sequence.tokens += output.tokens[known_tokens:]

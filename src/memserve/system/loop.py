@@ -53,7 +53,7 @@ class _Close:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class _Query:
     """Inbox item: a look at the machine between two events, where its state is consistent."""
 
     question: Callable[[], Any]
@@ -122,7 +122,7 @@ class MachineLoop(Generic[EventT]):
 
         Raises ``TimeoutError`` when the loop is stuck, :class:`EngineStopped` when it has ended: that one at once.
         """
-        ask = _Ask(question, Future())
+        ask = _Query(question, Future())
         self._inbox.put(ask)
         self.wake_loop()
         if self._stopped:  # set before the inbox is emptied for the last time: no question stays without an answer
@@ -134,7 +134,7 @@ class MachineLoop(Generic[EventT]):
         """Call ``function`` in the loop's thread between two events, and go on here. Thread-safe, never blocks."""
         answer: Future[Any] = Future()
         answer.add_done_callback(_log_unhandled)
-        self._inbox.put(_Ask(function, answer))
+        self._inbox.put(_Query(function, answer))
         self.wake_loop()
 
     def close(self, timeout_s: float) -> bool:
@@ -173,7 +173,7 @@ class MachineLoop(Generic[EventT]):
         """Handle one item of the inbox. False: no more will be handled."""
         if isinstance(item, _Close):
             return False
-        if isinstance(item, _Ask):
+        if isinstance(item, _Query):
             item.resolve_call()
             return True
         try:
@@ -193,7 +193,7 @@ class MachineLoop(Generic[EventT]):
                 item = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(item, _Ask):
+            if isinstance(item, _Query):
                 item.answer.set_exception(EngineStopped())
 
 

@@ -246,9 +246,7 @@ class FailedHandshakes:
     def log_rejection(self, address: str, why: str) -> None:
         """One line about ``address`` (``host:port``), unless there was one about the host just now."""
         host = address.rpartition(":")[0] or address
-        self._rated_log.log_limited(
-            logging.WARNING, (host, why), "turned away %s at the cluster port: %s", address, why
-        )
+        self._rated_log.log_limited(logging.WARNING, (host, why), "rejected %s at the cluster port: %s", address, why)
 
     def close(self) -> None:
         """No more events."""

@@ -67,7 +67,7 @@ class MailboxCounters:
 
 
 @dataclass(slots=True)
-class _Line:
+class _PeerConnection:
     peer: Peer
     address: str
     socket: Socket | None = None
@@ -100,7 +100,7 @@ class _Line:
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Sender:
     address: str
     answered_ns: int | None = None
 
@@ -113,7 +113,7 @@ def configure(socket: Socket, address: str = "", own_address: str = "") -> None:
     socket.ipv6 = "[" in address or "[" in own_address
     socket.linger = 0
     socket.set_hwm(SEND_QUEUE_MAX)
-    limit_frames(socket, wire.LETTER_BYTES_MAX)
+    limit_frames(socket, wire.FRAME_BYTES_MAX)
     # a peer that accepts and then says nothing must not hold the connection for ever
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 3000)
@@ -156,9 +156,9 @@ class Outbound:
         self._lock = threading.Lock()
         self._number = self._answers = 0
         self._closed = False
-        self._connections: dict[str, _Line] = {}
+        self._connections: dict[str, _PeerConnection] = {}
         """By name: one generation of each."""
-        self._senders: OrderedDict[Peer, _Heard] = OrderedDict()
+        self._senders: OrderedDict[Peer, _Sender] = OrderedDict()
         """Peers that spoke, most recent last."""
 
     def restart_as(self, self_peer: Peer) -> None:
@@ -172,7 +172,7 @@ class Outbound:
             connection = self._connections.get(peer.name)
             if connection is None or connection.peer != peer or connection.address != address:
                 self._close_socket(connection)
-                self._connections[peer.name] = _Line(peer, address)
+                self._connections[peer.name] = _PeerConnection(peer, address)
 
     def disconnect_peer(self, peer: Peer) -> None:
         """Forget ``peer`` and what is queued for it."""
@@ -191,7 +191,7 @@ class Outbound:
                 return
             # a new address has the same limit of one answer a second, else a sender could lift it by changing its own
             self._senders.pop(peer, None)
-            self._senders[peer] = _Heard(address, entry.answered_ns if entry else None)
+            self._senders[peer] = _Sender(address, entry.answered_ns if entry else None)
             if len(self._senders) > _SENDERS_MAX:
                 self._senders.popitem(last=False)
 
@@ -247,7 +247,7 @@ class Outbound:
             for connection in self._connections.values() if not self._closed else ():
                 self._check_key(connection)
 
-    def _check_key(self, connection: _Line) -> None:
+    def _check_key(self, connection: _PeerConnection) -> None:
         """If its peer does not take its key, dial with the next one."""
         if connection.monitor is None:
             return
@@ -265,7 +265,7 @@ class Outbound:
             connection.key = (connection.key + 1) % len(self._keys)
             self._reconnect(connection)
 
-    def _reconnect(self, connection: _Line) -> None:
+    def _reconnect(self, connection: _PeerConnection) -> None:
         self._close_socket(connection)
         self._open_socket(connection)
         if connection.socket is not None:
@@ -273,11 +273,11 @@ class Outbound:
                 with contextlib.suppress(zmq.Again):
                     connection.socket.send(frame, zmq.NOBLOCK)
 
-    def _open_socket(self, connection: _Line) -> None:
+    def _open_socket(self, connection: _PeerConnection) -> None:
         connection.socket = self._connect_socket(connection.address, self._keys[connection.key])
         self._watch_handshakes(connection)
 
-    def _watch_handshakes(self, connection: _Line) -> None:
+    def _watch_handshakes(self, connection: _PeerConnection) -> None:
         if connection.socket is not None and len(self._keys) > 1:
             with contextlib.suppress(zmq.ZMQError):  # no more sockets can be had
                 connection.monitor = open_monitor(connection.socket)
@@ -287,7 +287,7 @@ class Outbound:
         away: then the message is returned, and nothing is sent."""
         self._number += 1
         frame = wire.seal(self._self_peer, self._reply_to, to, self._number, message)
-        if len(frame) > wire.LETTER_BYTES_MAX:
+        if len(frame) > wire.FRAME_BYTES_MAX:
             self._counters.lost_too_long += 1
             return None
         if socket is None:
@@ -340,7 +340,7 @@ class Outbound:
         return socket
 
     @staticmethod
-    def _close_socket(connection: _Line | None, linger_ms: int = 0) -> None:
+    def _close_socket(connection: _PeerConnection | None, linger_ms: int = 0) -> None:
         if connection is not None and connection.socket is not None:
             close_monitor(connection.socket, connection.monitor)
             connection.socket.close(linger_ms)

@@ -17,18 +17,18 @@ from memserve.transport.curve import Context, CurveKeys, open_monitor
 class ProbeResult(enum.Enum):
     """What an address does with a probe."""
 
-    SILENT = "silent"  # nothing listens there, or nothing comes through
-    TURNED_AWAY = "turned away"  # something listens, and does not take the secret
-    LET_IN = "let in"  # a member of the cluster, which may not be the router
+    NO_ANSWER = "no answer"  # nothing listens there, or nothing comes through
+    REJECTED = "rejected"  # something listens, and does not take the secret
+    ACCEPTED = "accepted"  # a member of the cluster, which may not be the router
 
 
 PROBE_S = 1.0
 """How long a process that waits for its router may take to find out why."""
 
 _WAITS = {
-    ProbeResult.SILENT: ": nothing answers there",
-    ProbeResult.TURNED_AWAY: ": what listens there refuses the secret",
-    ProbeResult.LET_IN: " to answer: it takes the secret",
+    ProbeResult.NO_ANSWER: ": nothing answers there",
+    ProbeResult.REJECTED: ": what listens there refuses the secret",
+    ProbeResult.ACCEPTED: " to answer: it takes the secret",
 }
 
 
@@ -37,7 +37,7 @@ def probe_address(address: str, secret: Secret, timeout_s: float) -> ProbeResult
     there are several. Blocks for ``timeout_s`` each at most."""
     results = [_probe_with_keys(address, keys, timeout_s) for keys in CurveKeys.all_in(as_followed(secret).value())]
     return next(
-        (result for result in (ProbeResult.LET_IN, ProbeResult.TURNED_AWAY) if result in results), ProbeResult.SILENT
+        (result for result in (ProbeResult.ACCEPTED, ProbeResult.REJECTED) if result in results), ProbeResult.NO_ANSWER
     )
 
 
@@ -54,7 +54,7 @@ def waiting_lines(results: Mapping[str, ProbeResult], router: str) -> list[str]:
 def no_router_error(results: Mapping[str, ProbeResult], router: str) -> UserError:
     """The end of waiting for ``router``, "a router" or "the owner"."""
     places, kind = ", ".join(map(_host_port, results)), router.split()[-1]
-    if ProbeResult.TURNED_AWAY in results.values():
+    if ProbeResult.REJECTED in results.values():
         hint = "give the file that `memserve serve --cluster-secret-file` was given, and its --cluster-port"
         return UserError(f"the {kind} at {places} refuses the secret", hint=hint, param="join")
     hint = "is `memserve serve --cluster-port` running there, and can this host reach it?"
@@ -75,13 +75,13 @@ def _probe_with_keys(address: str, keys: CurveKeys, timeout_s: float) -> ProbeRe
         monitor = open_monitor(socket)
         socket.connect(address)
         deadline = time.monotonic() + timeout_s
-        result = ProbeResult.SILENT
+        result = ProbeResult.NO_ANSWER
         if monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             event = int(parse_monitor_message(monitor.recv_multipart())["event"])
-            result = ProbeResult.LET_IN if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else ProbeResult.TURNED_AWAY
+            result = ProbeResult.ACCEPTED if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else ProbeResult.REJECTED
         socket.disable_monitor()
         return result
     except zmq.ZMQError:
-        return ProbeResult.SILENT  # no address, or no more sockets
+        return ProbeResult.NO_ANSWER  # no address, or no more sockets
     finally:
         context.destroy(linger=0)

@@ -196,7 +196,7 @@ def test_strangers_are_not_heard_but_named(
     for why in ("it does not speak this protocol", "it has another cluster secret"):
         told = [record.message for record in caplog.records if why in record.message]
         # They try again and again: one line a host. One that hung up before it was looked at has no address any more.
-        hosts = [re.match(r"turned away (127\.0\.0\.1(?=:\d+ at)|an unknown address)", line) for line in told]
+        hosts = [re.match(r"rejected (127\.0\.0\.1(?=:\d+ at)|an unknown address)", line) for line in told]
         assert told and all(hosts) and len({host[1] for host in hosts if host}) == len(told)
     assert vars_of(b) == (0, 0) and b.box.counters.malformed == 0
     a = open_box(A)  # and the cluster still works
@@ -226,7 +226,7 @@ def test_members_that_come_and_go_are_no_strangers(
             push.send(wire.seal(A, "tcp://127.0.0.1:1", B, number, wire.encode(QueryKvEvents(number))))
             b.wait(number)
             push.close(0)
-        assert b.box.counters.handshakes_failed == 0 and "turned away" not in caplog.text
+        assert b.box.counters.handshakes_failed == 0 and "rejected" not in caplog.text
     eventually(lambda: b.box.counters.handshakes_failed == 1)
     assert "it broke off before it had shown the cluster's secret" in caplog.text
 
@@ -239,45 +239,45 @@ def test_probe_does_not_count_as_failed_handshake(
     with socket.create_connection(("127.0.0.1", b.port)):
         with ThreadPoolExecutor(4) as threads:
             assert set(threads.map(lambda _: probe_address(b.box.address, SECRET, 20.0), range(8))) == {
-                ProbeResult.LET_IN
+                ProbeResult.ACCEPTED
             }
-        assert probe_address(b.box.address, "some other cluster's secret", 20.0) is ProbeResult.TURNED_AWAY
+        assert probe_address(b.box.address, "some other cluster's secret", 20.0) is ProbeResult.REJECTED
         eventually(lambda: "it has another cluster secret" in caplog.text)
     eventually(lambda: "it broke off before it had shown" in caplog.text)
     assert "it does not speak this protocol" not in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("secret", "expected"), [(SECRET, ProbeResult.LET_IN), ("some other cluster's secret", ProbeResult.TURNED_AWAY)]
+    ("secret", "expected"), [(SECRET, ProbeResult.ACCEPTED), ("some other cluster's secret", ProbeResult.REJECTED)]
 )
 def test_probe_reports_the_reason_for_no_answer(
     open_box: Callable[..., Reader], secret: str, expected: ProbeResult
 ) -> None:
     assert probe_address(open_box(B).box.address, secret, 20.0) is expected
-    assert probe_address("tcp://127.0.0.1:9", secret, 0.1) is ProbeResult.SILENT
-    assert probe_address("no address", secret, 0.1) is ProbeResult.SILENT
+    assert probe_address("tcp://127.0.0.1:9", secret, 0.1) is ProbeResult.NO_ANSWER
+    assert probe_address("no address", secret, 0.1) is ProbeResult.NO_ANSWER
 
 
 @pytest.mark.parametrize(
     "answer, waits, hint",
     [
         (
-            ProbeResult.SILENT,
+            ProbeResult.NO_ANSWER,
             "waiting for the owner at h:1: nothing answers there",
             "is `memserve serve --cluster-port`",
         ),
         (
-            ProbeResult.TURNED_AWAY,
+            ProbeResult.REJECTED,
             "waiting for the owner at h:1: what listens there refuses the secret",
             "give the file",
         ),
-        (ProbeResult.LET_IN, "waiting for the owner at h:1 to answer: it takes the secret", "is `memserve serve"),
+        (ProbeResult.ACCEPTED, "waiting for the owner at h:1 to answer: it takes the secret", "is `memserve serve"),
     ],
 )
 def test_process_reports_why_no_router_answers(answer: ProbeResult, waits: str, hint: str) -> None:
     assert waiting_lines({"tcp://h:1": answer}, "the owner") == [waits]
     error = no_router_error({"tcp://h:1": answer}, "the owner")
-    ends = "the owner at h:1 refuses the secret" if answer is ProbeResult.TURNED_AWAY else "no owner answers at h:1"
+    ends = "the owner at h:1 refuses the secret" if answer is ProbeResult.REJECTED else "no owner answers at h:1"
     assert error.message == ends and error.hint.startswith(hint)
 
 
@@ -302,7 +302,7 @@ def test_repeated_and_malformed_letters_are_dropped_and_counted(
     push.send(wire.seal(A, "", B, 9, b"\xc1"))
     push.send(wire.MAGIC + bytes([wire.VERSION + 1]) + letters[0][4:])
     eventually(lambda: b.box.counters.other_version == 1)
-    assert caplog.text.count("turned away 127.0.0.1 at the cluster port: a letter ") >= 2
+    assert caplog.text.count("rejected 127.0.0.1 at the cluster port: a message ") >= 2
     assert (b.box.counters.malformed, b.box.counters.received) == (5, 3)
 
 
@@ -455,7 +455,7 @@ def test_lines_are_configured_to_bound_what_they_hold() -> None:
     push = context.socket(zmq.PUSH)
     configure(push)
     assert (push.sndhwm, push.linger) == (SEND_QUEUE_MAX, 0)
-    assert push.maxmsgsize == wire.LETTER_BYTES_MAX + 33, "with what CURVE adds"
+    assert push.maxmsgsize == wire.FRAME_BYTES_MAX + 33, "with what CURVE adds"
     context.destroy()
 
 
@@ -479,7 +479,7 @@ def test_mailbox_moves_to_an_event_loop_and_back_to_a_thread(open_box: Callable[
             a.box.send(B, QueryKvEvents(n))
         await arrived(1200)
         found = await asyncio.to_thread(probe_address, box.address, "the secret of another cluster", 10)
-        assert found is ProbeResult.TURNED_AWAY
+        assert found is ProbeResult.REJECTED
         async with asyncio.timeout(10):
             while not box.counters.handshakes_failed:
                 await asyncio.sleep(0.001)

@@ -106,15 +106,15 @@ def test_secret_rotation_in_three_steps_loses_no_message(order: str, tmp_path: P
                 put(talker.file, text)
                 if order != "at once":
                     first = secrets_in(text)[0]
-                    eventually(lambda talker=talker, first=first: takes(talker, first) is ProbeResult.LET_IN)
+                    eventually(lambda talker=talker, first=first: takes(talker, first) is ProbeResult.ACCEPTED)
                     hears_all(a, b)
                     hears_all(b, a)
             for talker in (a, b):
-                eventually(lambda talker=talker, text=text: takes(talker, secrets_in(text)[0]) is ProbeResult.LET_IN)
+                eventually(lambda talker=talker, text=text: takes(talker, secrets_in(text)[0]) is ProbeResult.ACCEPTED)
             hears_all(a, b)
             hears_all(b, a)
         for talker in (a, b):
-            assert takes(talker, OLD) is ProbeResult.TURNED_AWAY and takes(talker, NEW) is ProbeResult.LET_IN
+            assert takes(talker, OLD) is ProbeResult.REJECTED and takes(talker, NEW) is ProbeResult.ACCEPTED
 
 
 def test_peer_with_a_revoked_secret_is_disconnected(tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_peer_with_a_revoked_secret_is_disconnected(tmp_path: Path) -> None:
         spy.talk_to(a)
         eventually(lambda: len(a.heard) > 10)
         put(a.file, f"{NEW}\n")
-        eventually(lambda: takes(a, NEW) is ProbeResult.LET_IN)
+        eventually(lambda: takes(a, NEW) is ProbeResult.ACCEPTED)
         count, sent = len(a.heard), spy.sent
         eventually(lambda: spy.sent > sent + 100)
-        assert len(a.heard) == count and takes(a, OLD) is ProbeResult.TURNED_AWAY
+        assert len(a.heard) == count and takes(a, OLD) is ProbeResult.REJECTED
 
 
 def test_a_broken_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -137,14 +137,14 @@ def test_a_broken_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
             b.file.write_bytes(text.encode("latin-1"))
             eventually(lambda: "stay in use" in caplog.text)
             hears_all(b, a)
-            assert OLD not in caplog.text and takes(b, OLD) is ProbeResult.LET_IN
+            assert OLD not in caplog.text and takes(b, OLD) is ProbeResult.ACCEPTED
 
 
 def test_peer_with_a_wrong_secret_is_reconnected_with_backoff(tmp_path: Path) -> None:
     with talkers(tmp_path, "a", "b") as (a, b):
         put(b.file, "a third secret of the tests\n")
         put(a.file, STEPS[0])
-        eventually(lambda: takes(b, OLD) is ProbeResult.TURNED_AWAY)
+        eventually(lambda: takes(b, OLD) is ProbeResult.REJECTED)
         a.talk_to(b)
         began_s = time.monotonic()
         eventually(lambda: b.box.counters.handshakes_failed >= 5)
@@ -182,7 +182,7 @@ def test_messages_are_resent_after_a_rejected_reconnect(tmp_path: Path, monkeypa
             put(a.file, STEPS[0])
             eventually(lambda: len(a.box._keys) == 2)
             put(b.file, STEPS[1])
-            eventually(lambda: takes(b, NEW) is takes(b, OLD) is ProbeResult.TURNED_AWAY)
+            eventually(lambda: takes(b, NEW) is takes(b, OLD) is ProbeResult.REJECTED)
             a.talk_to(b)
             eventually(lambda: a.sent > 300)
             assert a.box.counters.sent < a.sent - 1, "no letter met a line that was turned away"

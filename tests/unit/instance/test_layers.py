@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memserve.base.units import NS_PER_MS, NS_PER_S
-from memserve.instance.layerwise.budget import LayerBudget, LayerPolicy, LinkRate, Lying, Overtaking, layer_order
+from memserve.instance.layerwise.budget import LayerBudget, LayeredView, LayerPolicy, LinkRate, Overtaking, layer_order
 
 
 def test_layer_budget_fits_link_within_token_time() -> None:
@@ -50,10 +50,10 @@ def test_policies_by_name() -> None:
 
 def test_latest_sequences_beyond_the_budget_are_parked() -> None:
     budget = LayerBudget(4, page_bytes=1_000_000, link=LinkRate(1e9), tpot_ns=100_000_000)  # 100 pages
-    lying = [Lying(3, 20, 0, True, True), Lying(2, 20, 0, True, False), Lying(1, 20, 3, True, True)]
+    lying = [LayeredView(3, 20, 0, True, True), LayeredView(2, 20, 0, True, False), LayeredView(1, 20, 3, True, True)]
     assert LayerPolicy().indices_to_park(lying, budget, 0, 0) == [0]  # 180 pages, and 80 of them go
     assert LayerPolicy().indices_to_park(lying[1:], budget, 0, 0) == []
-    assert LayerPolicy().indices_to_park([*lying, Lying(0, 20, 0, False, False)], budget, 0, 0) == [
+    assert LayerPolicy().indices_to_park([*lying, LayeredView(0, 20, 0, False, False)], budget, 0, 0) == [
         0
     ]  # it reads nothing
     assert LayerPolicy(parks=False).indices_to_park(lying, budget, 0, 0) == []

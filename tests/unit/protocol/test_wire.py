@@ -254,7 +254,7 @@ def test_an_envelope_carries_its_message_unread() -> None:
 
 def test_snapshot_of_a_million_blocks_fits() -> None:
     letter = wire.seal(A, "", B, 1, wire.encode(KvSnapshot(0, bytes(16_000_000), b"")))
-    assert len(letter) < wire.LETTER_BYTES_MAX and read(letter)
+    assert len(letter) < wire.FRAME_BYTES_MAX and read(letter)
 
 
 def test_impossible_geometry_is_no_message() -> None:

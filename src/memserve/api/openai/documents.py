@@ -210,7 +210,7 @@ def _joined(message: dict[str, Any], more: str) -> dict[str, Any]:
     return {**message, "content": f"{message['content']}\n\n{more}"}
 
 
-class _Kept(msgspec.Struct, frozen=True, array_like=True):
+class _StoredDocument(msgspec.Struct, frozen=True, array_like=True):
     """A document's body in the metadata."""
 
     endpoint: str
@@ -237,7 +237,7 @@ class DocumentMemory:
         for record in self._engine.stored_documents():
             remaining_ns = record.expires_unix_ns - now_ns
             if remaining_ns > 0:
-                body = msgspec.msgpack.decode(record.body, type=_Kept)
+                body = msgspec.msgpack.decode(record.body, type=_StoredDocument)
                 documents.restore_document(record.tenant, _document(record.document_id, body), remaining_ns)
             else:  # no need to wait until this is durable
                 self._engine.write_record(DocumentDropped(record.tenant, record.document_id))
@@ -245,7 +245,7 @@ class DocumentMemory:
     async def store_document(self, tenant: str, document: Document) -> None:
         """Returns when ``document`` is durable. Raises :class:`ApiError` 503 when it cannot be."""
         prompt = document.prompt
-        body = _Kept(
+        body = _StoredDocument(
             document.endpoint,
             document.messages,
             _bytes_of(prompt),
@@ -271,7 +271,7 @@ def _bytes_of(prompt: Prompt) -> bytes:
     return prompt.tokens.astype("<i4", copy=False).tobytes()
 
 
-def _document(document_id: str, body: _Kept) -> Document:
+def _document(document_id: str, body: _StoredDocument) -> Document:
     prompt, tokens = (np.frombuffer(data, "<i4").astype(np.int32) for data in (body.prompt_tokens, body.tokens))
     return Document(
         document_id, body.endpoint, body.messages, Prompt(prompt, body.prompt_text), tokens, body.created_s, body.ttl_s

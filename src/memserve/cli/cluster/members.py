@@ -127,7 +127,7 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ServeArguments:
     """What a command line of ``memserve serve`` asks for."""
 
     engine: EngineOptions
@@ -136,7 +136,7 @@ class Asked:
     """None: one engine in its process."""
 
 
-READS: ContextVar[Callable[[Asked], None] | None] = ContextVar("READS", default=None)
+READS: ContextVar[Callable[[ServeArguments], None] | None] = ContextVar("READS", default=None)
 """Called instead of running anything, where a command line is only read."""
 
 
@@ -468,13 +468,13 @@ def _check_reachable(address: str, secret: Secret, *, is_late: bool) -> None:
     from memserve.transport.probe import ProbeResult, probe_address
 
     match probe_address(f"tcp://{address}", secret, _PROBE_S):
-        case ProbeResult.TURNED_AWAY:
+        case ProbeResult.REJECTED:
             hint = "give the file that this store was started with: --cluster-secret-file FILE"
             raise UserError(f"the store at {address} has another secret", hint=hint, param="cluster_secret_file")
-        case ProbeResult.SILENT:
+        case ProbeResult.NO_ANSWER:
             finding = "nothing answers there"
             hint = f"start it: memserve store --listen {address} --cluster-secret-file FILE; or correct the address"
-        case ProbeResult.LET_IN:
+        case ProbeResult.ACCEPTED:
             finding = "it takes the secret, and does not answer as a store"
             hint = "give the address that `memserve store --listen` has"
     if is_late:

@@ -23,7 +23,7 @@ from memserve.base.types import Admission, Caching
 from memserve.cli import credentials
 from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import run_fleet
-from memserve.cli.cluster.members import READS, Asked, ClusterOptions, devices_for, running_cluster
+from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, devices_for, running_cluster
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
 from memserve.cli.output import print_lines
 from memserve.fleet.messages import FleetOptions
@@ -180,7 +180,7 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     Raises :class:`UserError`: for wrong options before anything is loaded."""
     reads = READS.get()
     if reads is not None:
-        reads(Asked(engine_options, http, cluster))
+        reads(ServeArguments(engine_options, http, cluster))
         return
     if cluster is not None and cluster.placement.remote_place is not None:
         from memserve.cli.cluster.ray import run_on_ray

@@ -49,7 +49,7 @@ KEPT_ANSWER = Transitions(
 )
 
 
-class _Kept:
+class _RetainedAnswer:
     """One answer."""
 
     __slots__ = ("log", "phase", "request", "until_ns")
@@ -73,8 +73,8 @@ class ReplayBuffer:
 
     def __init__(self, keep_ns: int, bytes_max: int) -> None:
         self._keep_ns, self._bytes_max = keep_ns, bytes_max
-        self._answers: dict[str, _Kept] = {}  # by attempt, in order of arrival
-        self._ended: dict[str, _Kept] = {}  # of them: not running, in order of their end
+        self._answers: dict[str, _RetainedAnswer] = {}  # by attempt, in order of arrival
+        self._ended: dict[str, _RetainedAnswer] = {}  # of them: not running, in order of their end
         self._reported_to: Peer | None = None
         #: approximate memory of all
         self.nbytes = 0
@@ -94,7 +94,7 @@ class ReplayBuffer:
         if not request.key or request.beam_width or (any(known_tokens) and not emitted_outputs):
             return
         self.forget_attempt(request.request_id)
-        answer = self._answers[request.request_id] = _Kept(request, AnswerLog(emitted_outputs))
+        answer = self._answers[request.request_id] = _RetainedAnswer(request, AnswerLog(emitted_outputs))
         self.nbytes += answer.log.nbytes
         self._drop_oldest()
 

@@ -230,7 +230,7 @@ BUNDLE_NS = 5 * NS_PER_MS
 
 
 @dataclass(slots=True)
-class Told:
+class ReportState:
     """What one router has heard."""
 
     next_event: int
@@ -254,7 +254,7 @@ class RouterUpdates:
         """``feed`` None: this instance publishes no KV events. ``load``: how busy the instance is."""
         self._routers, self._feed, self._load = routers, feed, load
         #: by router; those that are gone are forgotten at the next event
-        self._router_states: dict[Peer, Told] = {}
+        self._router_states: dict[Peer, ReportState] = {}
         #: when a router is told what waits for it. None: nothing does
         self.next_deadline_ns: int | None = None
 
@@ -307,7 +307,7 @@ class RouterUpdates:
             self._router_states = {router: self._router_states[router] for router in routers}
         return messages
 
-    def _bundle_for(self, router: Peer, router_state: Told, news: KvEvents | None) -> Iterable[Send]:
+    def _bundle_for(self, router: Peer, router_state: ReportState, news: KvEvents | None) -> Iterable[Send]:
         if self._feed is not None and router_state.next_event != self.next_event:
             is_all = news is not None and news.first == router_state.next_event
             changes = news if is_all else self._feed.replay_from(router_state.next_event)
@@ -324,11 +324,11 @@ class RouterUpdates:
         """Totals of a router's link are for the heartbeats of that router."""
         return structs.replace(self._load(), dispatches_heard=None)
 
-    def _state_of(self, router: Peer) -> Told:
+    def _state_of(self, router: Peer) -> ReportState:
         """A router that has heard nothing asks for all that it misses."""
         router_state = self._router_states.get(router)
         if router_state is None:
-            router_state = self._router_states[router] = Told(self.next_event)
+            router_state = self._router_states[router] = ReportState(self.next_event)
         return router_state
 
     def check_invariants(self) -> None:

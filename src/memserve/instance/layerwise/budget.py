@@ -147,7 +147,7 @@ class LayerBudget:
         return max(1, math.ceil(self.link_ns(entries) / block_ns) if block_ns else 0)
 
 
-class Lying(NamedTuple):
+class LayeredView(NamedTuple):
     """What a policy sees of one sequence that lies by layer."""
 
     number: int
@@ -176,7 +176,9 @@ class LayerPolicy:
     bounds_delays: bool = True
     """Prompts that overtake others put them off by little (:class:`Overtaking`). False: they fill every step."""
 
-    def indices_to_park(self, lying: Sequence[Lying], budget: LayerBudget, step_ns: int, free_blocks: int) -> list[int]:
+    def indices_to_park(
+        self, lying: Sequence[LayeredView], budget: LayerBudget, step_ns: int, free_blocks: int
+    ) -> list[int]:
         """Which of ``lying``, the latest first, are parked: as many as read back more than the link carries. Called
         before each plan; ``free_blocks``: HBM in which layers may be kept. Returns indexes."""
         parked: list[int] = []

@@ -28,7 +28,14 @@ from memserve.base.kv_layout import AS_COMPUTED
 from memserve.base.types import Tier, TokenArray
 from memserve.base.units import NS_PER_MS, ceil_div
 from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
-from memserve.instance.layerwise.budget import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, Overtaking, layer_order
+from memserve.instance.layerwise.budget import (
+    CHUNK_BLOCKS,
+    LayerBudget,
+    LayeredView,
+    LayerPolicy,
+    Overtaking,
+    layer_order,
+)
 from memserve.instance.layerwise.copies import LayerMoves, SwapIns
 from memserve.instance.layerwise.placement import WholeBlocks
 from memserve.instance.layerwise.state import LayeredKV, LayerReport
@@ -288,12 +295,14 @@ class LayerPlacer(WholeBlocks):
         self.parked += len(indices)
         return [offloaded[index][0] for index in indices]
 
-    def _policy_view(self, sequence: Sequence, kv: LayeredKV) -> Lying:
+    def _policy_view(self, sequence: Sequence, kv: LayeredKV) -> LayeredView:
         decodes = sequence.phase is Phase.DECODING
         settled = (
             bool(kv.dram_blocks) and self._moves.complete_blocks(sequence, kv) <= 1
         )  # else the most of it still moves
-        return Lying(sequence.group.arrival, len(kv.dram_blocks), len(kv.resident_layers), decodes, decodes and settled)
+        return LayeredView(
+            sequence.group.arrival, len(kv.dram_blocks), len(kv.resident_layers), decodes, decodes and settled
+        )
 
     def up_again(self, prefilling: Iterable[Sequence]) -> Many[Sequence]:
         """They lack their last known token alone, and get a row whatever prompts may have."""

@@ -493,7 +493,7 @@ class _LayerWatch:
                 mark.wait()
                 self._report(step_id, layer)
             except Exception as error:  # the step itself fails with it
-                log.warning("layer %d of step %d is not told of: %s", layer, step_id, error)
+                log.warning("layer %d of step %d is not reported: %s", layer, step_id, error)
             with self._changed:
                 self._open[step_id] -= 1
                 if not self._open[step_id]:

@@ -41,7 +41,7 @@ FOLLOWERS_MAX = 256
 
 
 class Rejection(NamedTuple):
-    """A request that is turned away."""
+    """A request that is rejected."""
 
     req: RequestState
     cause: str

@@ -35,7 +35,7 @@ SENT_MAX = 64
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingRequest:
     """A request that the owner knows, or is to know."""
 
     number: int
@@ -84,14 +84,14 @@ class RemoteAdmission(RequestAdmission):
         self._owner: Peer | None = None
         self._lease_until_ns = 0
         self._numbers = self._serial = 0
-        self._by_request: dict[str, _Asked] = {}
-        self._by_number: dict[int, _Asked] = {}
-        self._granted: deque[_Asked] = deque()  # those that are not active yet
+        self._by_request: dict[str, _PendingRequest] = {}
+        self._by_number: dict[int, _PendingRequest] = {}
+        self._granted: deque[_PendingRequest] = deque()  # those that are not active yet
         self._sent_ns: dict[int, int] = {}  # by serial
         #: serial of the first whole news to this owner; None: it has answered such
         self._full_report_serial: int | None = None
         # not told yet
-        self._unsent_requests: dict[int, _Asked] = {}
+        self._unsent_requests: dict[int, _PendingRequest] = {}
         self._unsent_placements: dict[int, AttemptPlacement] = {}
         self._unsent_ends: list[tuple[int, bool]] = []
 
@@ -105,7 +105,7 @@ class RemoteAdmission(RequestAdmission):
 
     def _request_admission(self, req: RequestState, *, returns: bool) -> None:
         self._numbers += 1
-        entry = _Asked(self._numbers, req, returns)
+        entry = _PendingRequest(self._numbers, req, returns)
         self._by_request[req.request_id] = self._by_number[entry.number] = self._unsent_requests[entry.number] = entry
 
     def admit_next(self, now_ns: int) -> RequestState | None:
@@ -166,7 +166,7 @@ class RemoteAdmission(RequestAdmission):
 
     # -- where they run
 
-    def record_attempt(self, req: RequestState, attempt: Attempt) -> _Asked:
+    def record_attempt(self, req: RequestState, attempt: Attempt) -> _PendingRequest:
         """``attempt`` is under way."""
         entry = self._by_request[req.request_id]
         entry.attempts, entry.completed = entry.attempts + 1, False
@@ -177,7 +177,7 @@ class RemoteAdmission(RequestAdmission):
         )
         return entry
 
-    def record_placement(self, entry: _Asked, place: AttemptPlacement) -> None:
+    def record_placement(self, entry: _PendingRequest, place: AttemptPlacement) -> None:
         """What the owner counts for a request is elsewhere, or less."""
         if self._reports_placements and entry.place != place and self._by_number.get(place.number) is entry:
             entry.place = self._unsent_placements[place.number] = place
@@ -290,7 +290,7 @@ class GrantedMemory(MemoryBudget):
     def __init__(self, admission: RemoteAdmission, policy: str, registry: Registry, loads: LoadTable) -> None:
         super().__init__(AdmissionConfig(), policy, registry, loads)
         self._admission = admission
-        self._by_attempt: dict[str, _Asked] = {}
+        self._by_attempt: dict[str, _PendingRequest] = {}
 
     def filter_by_room(self, req: RequestState, role: Role, numbers: Ints) -> Ints:
         """Those of ``numbers`` where the owner keeps room for ``req``; all of them where it keeps none there."""

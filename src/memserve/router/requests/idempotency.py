@@ -52,7 +52,7 @@ class AnswerCause(enum.Enum):
     CLIENT_CAME = enum.auto()
     CLIENT_LEFT = enum.auto()
     COMPLETED = enum.auto()
-    TURNED_AWAY = enum.auto()  # its request ended before what an instance has was used
+    REJECTED = enum.auto()  # its request ended before what an instance has was used
     DROPPED = enum.auto()  # there is no answer, its time is over, or others need the memory
 
 
@@ -67,11 +67,11 @@ ANSWER = Transitions(
         (AnswerPhase.ATTENDED, AnswerCause.CLIENT_CAME): AnswerPhase.ATTENDED,
         (AnswerPhase.ATTENDED, AnswerCause.CLIENT_LEFT): AnswerPhase.UNATTENDED,
         (AnswerPhase.ATTENDED, AnswerCause.COMPLETED): AnswerPhase.KEPT,
-        (AnswerPhase.ATTENDED, AnswerCause.TURNED_AWAY): AnswerPhase.REPORTED,
+        (AnswerPhase.ATTENDED, AnswerCause.REJECTED): AnswerPhase.REPORTED,
         (AnswerPhase.ATTENDED, AnswerCause.DROPPED): AnswerPhase.GONE,
         (AnswerPhase.UNATTENDED, AnswerCause.CLIENT_CAME): AnswerPhase.ATTENDED,
         (AnswerPhase.UNATTENDED, AnswerCause.COMPLETED): AnswerPhase.KEPT,
-        (AnswerPhase.UNATTENDED, AnswerCause.TURNED_AWAY): AnswerPhase.REPORTED,
+        (AnswerPhase.UNATTENDED, AnswerCause.REJECTED): AnswerPhase.REPORTED,
         (AnswerPhase.UNATTENDED, AnswerCause.DROPPED): AnswerPhase.GONE,
         (AnswerPhase.KEPT, AnswerCause.CLIENT_CAME): AnswerPhase.KEPT,
         (AnswerPhase.KEPT, AnswerCause.DROPPED): AnswerPhase.GONE,
@@ -314,7 +314,7 @@ class ReplayLog:
             self.nbytes -= answer.log.nbytes
             answer.log = AnswerLog()
             self.nbytes += answer.log.nbytes
-            self._change_phase(answer, AnswerCause.TURNED_AWAY, now_ns)
+            self._change_phase(answer, AnswerCause.REJECTED, now_ns)
         else:
             self._drop_answer(answer, now_ns)
         self._evict_idle(now_ns)

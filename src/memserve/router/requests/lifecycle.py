@@ -179,7 +179,7 @@ class RequestCounters:
 RETRY_AFTER_S = 5.0
 """What clients are told when no instance was there in time."""
 
-OUTRUN_MAX = 3
+STALE_RETRIES_MAX = 3
 """A request is placed anew so often because other routers were quicker; then it runs where it is placed."""
 
 
@@ -317,7 +317,7 @@ class Lifecycle:
         attempt_id = self.requests.attempt_name(req, number)
         first, decode_at, involved = placement.first, placement.decode_at, placement.members
         self._counters.sequences_split += bool(placement.parts)
-        may_be_stale = not placement.parts and req.stale_retries < OUTRUN_MAX
+        may_be_stale = not placement.parts and req.stale_retries < STALE_RETRIES_MAX
         known_tokens = self._loads.prefill_tokens_of(first.number) if may_be_stale else None
         attempt = Attempt(
             attempt_id, number, first, decode_at, placement.holders, placement.route, now_ns, now_ns, involved,

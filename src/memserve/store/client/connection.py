@@ -242,11 +242,11 @@ class StoreConnection:
 
     def _unreachable_error(self) -> StoreUnavailable:
         match probe_address(f"tcp://{self.address}", self._secret, _PROBE_S):
-            case ProbeResult.SILENT:
+            case ProbeResult.NO_ANSWER:
                 problem, hint = "nothing answers there", "start it (`memserve store`), or correct the address"
-            case ProbeResult.TURNED_AWAY:
+            case ProbeResult.REJECTED:
                 problem, hint = "it has another secret", "give secret_file the file that the store was given"
-            case ProbeResult.LET_IN:
+            case ProbeResult.ACCEPTED:
                 problem = "it takes the secret, and does not answer as a store"
                 hint = "give the address that `memserve store` listens at; if it is right, try a longer timeout_s"
         return StoreUnavailable(f"no store at {self.address}: {problem}", hint=hint)

@@ -9,7 +9,7 @@ import numpy as np
 
 from memserve.base.errors import StoreUnavailable, UserError
 from memserve.base.units import MIB, human_bytes
-from memserve.protocol.codec import LETTER_BYTES_MAX
+from memserve.protocol.codec import FRAME_BYTES_MAX
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.store import CALL_KEYS_MAX, INLINE_BYTES_MAX, StoreCode, StoreDone, StorePair, StorePut
 from memserve.store.client.connection import Session, StoreConnection
@@ -20,7 +20,7 @@ INLINE_BYTES = 16 * 1024
 _BATCH_BYTES = 16 * MIB
 """Of one call: the store reads one batch while the next is filled by another thread, and a deadline holds for each."""
 _BATCH_KEYS = 4096
-_ALONE_BYTES_MAX = LETTER_BYTES_MAX - MIB
+_ALONE_BYTES_MAX = FRAME_BYTES_MAX - MIB
 """Of a value inside of a message that has no other."""
 _TAKEN = (StoreCode.DONE, StoreCode.PRESENT, StoreCode.NO_ROOM, StoreCode.TOO_LARGE)
 

@@ -54,9 +54,9 @@ from memserve.store.disks.events import DisksConfig
 from memserve.store.host.disks import DiskHost
 from memserve.store.host.memory_jobs import CarriedValues, ValueJobs, put_values, take_values
 from memserve.store.machine.events import (
+    AddClient,
     Ended,
-    MeetClient,
-    PartFromClient,
+    RemoveClient,
     SealExtents,
     SendValues,
     ServeModel,
@@ -302,7 +302,7 @@ class StoreRun:
                     self._values.start(action)
                 case SealPages() | PullPages() | CancelPulls():
                     self._port.start(action)
-                case MeetClient() | PartFromClient() | AddPeer() | RemovePeer() | ConnectRouter():
+                case AddClient() | RemoveClient() | AddPeer() | RemovePeer() | ConnectRouter():
                     self._update_peers(action)
                 case ChangeGeneration():
                     self._change_generation(action)
@@ -317,12 +317,12 @@ class StoreRun:
                 case _:
                     self._disks.perform_action(action)
 
-    def _update_peers(self, action: MeetClient | PartFromClient | AddPeer | RemovePeer | ConnectRouter) -> None:
+    def _update_peers(self, action: AddClient | RemoveClient | AddPeer | RemovePeer | ConnectRouter) -> None:
         match action:
-            case MeetClient(client, hello):
+            case AddClient(client, hello):
                 self._mailbox.connect(client, hello.address)
                 self._values.add_client(client, hello)
-            case PartFromClient(client):
+            case RemoveClient(client):
                 self._mailbox.disconnect(client)
                 self._values.remove_client(client)
             case AddPeer(info):

@@ -209,7 +209,7 @@ def _key(message: StoreGet, index: int) -> bytes:
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _DelayedReply:
     client: Client
     answer: StoreDone
     deadline_ns: int
@@ -222,7 +222,7 @@ class DelayedReplies:
     def __init__(self, values: Values, jobs: Jobs) -> None:
         self._values = values
         self._jobs = jobs
-        self._pending: list[_Held] = []
+        self._pending: list[_DelayedReply] = []
         self._deadlines = Deadlines()
 
     def reply_when_durable(self, client: Client, answer: StoreDone, deadline_ns: int) -> None:
@@ -232,7 +232,7 @@ class DelayedReplies:
         if disks.removals_written or disks.removals_wait_for_room:
             self._send_reply(client, answer if disks.removals_written else _too_late(answer))
             return
-        reply = _Held(client, answer, deadline_ns)
+        reply = _DelayedReply(client, answer, deadline_ns)
         client.calls.add(answer.call)
         self._pending.append(reply)
         self._deadlines.add(reply)
@@ -251,7 +251,7 @@ class DelayedReplies:
                 reply.over = True
                 self._send_reply(reply.client, reply.answer if disks.removals_written else _too_late(reply.answer))
         while (late := self._deadlines.pop_due(now_ns)) is not None:
-            assert isinstance(late, _Held)
+            assert isinstance(late, _DelayedReply)
             late.over = True
             self._pending.remove(late)
             self._send_reply(late.client, _too_late(late.answer))

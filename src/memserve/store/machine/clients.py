@@ -43,10 +43,10 @@ from memserve.store.disks.events import Verified
 from memserve.store.machine.block_pool import KV_SCOPE
 from memserve.store.machine.client_io import Client, DelayedReplies, Gets, Puts
 from memserve.store.machine.events import (
+    AddClient,
     ExtentsSealed,
     Jobs,
-    MeetClient,
-    PartFromClient,
+    RemoveClient,
     SealExtents,
     StoreConfig,
     ValuesSent,
@@ -368,7 +368,7 @@ class Clients:
         scope = tenant_scope(tenant, self._key) if hello.kv is None else KV_SCOPE
         client = Client(peer, self._numbers, hello, scope, welcome, now_ns)
         self._clients[peer] = client
-        self._jobs.add_action(MeetClient(peer, hello))
+        self._jobs.add_action(AddClient(peer, hello))
         return client
 
     def on_leave(self, peer: Peer) -> bool:
@@ -386,7 +386,7 @@ class Clients:
             self._values.tier.close_client(client.number)
         self.gets.drop_client(client)
         self.sweeps.drop_client(client)
-        self._jobs.add_action(PartFromClient(client.peer))
+        self._jobs.add_action(RemoveClient(client.peer))
 
     # -- small calls
 
@@ -471,7 +471,7 @@ class Clients:
         """The store ends: its clients are told."""
         for client in list(self._clients.values()):
             self._drop_client(client)
-            self._jobs.send_message(client.peer, Leave())  # behind PartFromClient, which drops what is queued
+            self._jobs.send_message(client.peer, Leave())  # behind RemoveClient, which drops what is queued
 
 
 def _all(message: StorePut | StoreGet | StoreDelete | StorePurge, code: StoreCode) -> bytes:

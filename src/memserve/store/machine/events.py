@@ -57,7 +57,7 @@ class ValuePart:
 
 @dataclass(frozen=True, slots=True)
 class TakeValues:
-    """Copy values of ``client``, which ``MeetClient`` has named, into extents; ``ValuesTaken``."""
+    """Copy values of ``client``, which ``AddClient`` has named, into extents; ``ValuesTaken``."""
 
     job: int
     client: Peer
@@ -85,7 +85,7 @@ class SendValues:
 
 
 @dataclass(frozen=True, slots=True)
-class MeetClient:
+class AddClient:
     """Messages go to ``client`` from now on, and values come out of its arena."""
 
     client: Peer
@@ -93,7 +93,7 @@ class MeetClient:
 
 
 @dataclass(frozen=True, slots=True)
-class PartFromClient:
+class RemoveClient:
     """A client is gone."""
 
     client: Peer
@@ -118,7 +118,7 @@ class Ended:
 
 
 StoreAction = (
-    Send | ExchangeAction | DiskAction | SealExtents | TakeValues | SendValues | MeetClient | PartFromClient
+    Send | ExchangeAction | DiskAction | SealExtents | TakeValues | SendValues | AddClient | RemoveClient
     | ConnectRouter | AddPeer | RemovePeer | ChangeGeneration | LogWarning | ServeModel | Ended
 )  # fmt: skip
 

@@ -39,7 +39,7 @@ class _Taken:
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
+class _PendingFetch:
     """A fetch that waits for blocks to be brought up."""
 
     sender: Peer
@@ -65,7 +65,7 @@ class KvBlocks:
         self._jobs = jobs
         self._config = config
         self._sealing: dict[int, _Taken] = {}  # by the job that seals them
-        self._pending_fetches: dict[str, _Asked] = {}  # by transfer id
+        self._pending_fetches: dict[str, _PendingFetch] = {}  # by transfer id
         self._deadlines = Deadlines()
 
     # -- what is told
@@ -91,7 +91,7 @@ class KvBlocks:
     def advance_time(self, now_ns: int) -> None:
         """On every event: leases, room, fetches that have waited long enough."""
         while (pending := self._deadlines.pop_due(now_ns)) is not None:
-            assert isinstance(pending, _Asked)
+            assert isinstance(pending, _PendingFetch)
             pending.is_cut = True
             self._offer_blocks(pending, now_ns)
         self._perform_outcomes(self.exchange.advance_transfers(now_ns), now_ns)
@@ -181,7 +181,7 @@ class KvBlocks:
         grace_ns = self._config.fetch_deadline_ns
         if fetch.deadline_in_ns:
             grace_ns = min(grace_ns, int(fetch.deadline_in_ns * self._config.fetch_read_share))
-        pending = _Asked(sender, fetch, now_ns + grace_ns, loads_awaited=1)  # one: this method
+        pending = _PendingFetch(sender, fetch, now_ns + grace_ns, loads_awaited=1)  # one: this method
         self._pending_fetches[fetch.transfer_id] = pending
         tokens = fetch.tokens[: fetch.end_block * self._pool.block_tokens]
         to_load = []
@@ -199,14 +199,14 @@ class KvBlocks:
         if not pending.over:
             self._deadlines.add(pending)
 
-    def _hold_block(self, pending: _Asked, identity: bytes, now_ns: int) -> None:
+    def _hold_block(self, pending: _PendingFetch, identity: bytes, now_ns: int) -> None:
         place = self._values.hold_value(identity, now_ns)
         if place is None:
             pending.is_cut = True
         else:
             pending.extents.append(place.offset)
 
-    def _on_loaded(self, pending: _Asked, identity: bytes, ok: bool, now_ns: int) -> None:
+    def _on_loaded(self, pending: _PendingFetch, identity: bytes, ok: bool, now_ns: int) -> None:
         if pending.over:
             return
         if ok:
@@ -215,12 +215,12 @@ class KvBlocks:
             pending.is_cut = True
         self._count_down(pending, now_ns)
 
-    def _count_down(self, pending: _Asked, now_ns: int) -> None:
+    def _count_down(self, pending: _PendingFetch, now_ns: int) -> None:
         pending.loads_awaited -= 1
         if pending.loads_awaited == 0:
             self._offer_blocks(pending, now_ns)
 
-    def _offer_blocks(self, pending: _Asked, now_ns: int) -> None:
+    def _offer_blocks(self, pending: _PendingFetch, now_ns: int) -> None:
         """The exchange offers what is in memory, up to the first block that is not."""
         counters = self._values.counters
         counters.fetches_cut += pending.is_cut
@@ -229,7 +229,7 @@ class KvBlocks:
         counters.kv_lent += max(0, len(self.exchange.references()) - before)
         self._end_fetch(pending)
 
-    def _end_fetch(self, pending: _Asked) -> None:
+    def _end_fetch(self, pending: _PendingFetch) -> None:
         pending.over = True
         del self._pending_fetches[pending.fetch.transfer_id]
         for extent in pending.extents:

@@ -54,7 +54,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Head).decode
 
 
-class _TurnedAwayError(Exception):
+class _SecretRejectedError(Exception):
     """The cluster's secret changes, and the owner has another one than the line."""
 
 
@@ -125,7 +125,7 @@ class CurveLink:
                 try:
                     seals = self._read(connection, peer, src_tier, target, ranges)
                     break
-                except _TurnedAwayError:
+                except _SecretRejectedError:
                     if time.monotonic_ns() > until_ns:
                         raise LinkError("the peer takes none of the secrets") from None
                     connection = connection.with_next_key()
@@ -186,7 +186,7 @@ class CurveLink:
             connection.socket.send_multipart([head, piece.src_offsets.astype("<i8").tobytes()], zmq.NOBLOCK)
         except zmq.Again as error:
             if connection.is_rejected:  # while no read used it
-                raise _TurnedAwayError from None
+                raise _SecretRejectedError from None
             raise LinkError("the peer reads no questions") from error
         return number
 
@@ -207,7 +207,7 @@ class CurveLink:
         until_ns = time.monotonic_ns() + self._stall_ns
         while not connection.socket.poll(_LOOK_MS):
             if connection.is_rejected:
-                raise _TurnedAwayError
+                raise _SecretRejectedError
             if peer not in self._peers:
                 raise LinkError("the peer is gone")
             if time.monotonic_ns() > until_ns:

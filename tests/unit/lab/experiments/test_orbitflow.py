@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memserve.base.units import NS_PER_MS
-from memserve.instance.layerwise.budget import LayerBudget, LinkRate, Lying
+from memserve.instance.layerwise.budget import LayerBudget, LayeredView, LinkRate
 from memserve_lab.experiments.layerkv import SOLVES_EVERY, ProgramPolicy, solve
 
 pytest.importorskip("scipy", reason="the program needs a solver: the bench extra")
@@ -15,8 +15,8 @@ BUDGET = LayerBudget(LAYERS, page_bytes=1_000_000, link=LinkRate(1e9), tpot_ns=1
 STEP_NS = 40 * NS_PER_MS
 
 
-def lying(number: int, entries: int = 8, kept: int = 0) -> Lying:
-    return Lying(number, entries, kept, decodes=True, may_park=True)
+def lying(number: int, entries: int = 8, kept: int = 0) -> LayeredView:
+    return LayeredView(number, entries, kept, decodes=True, may_park=True)
 
 
 def test_with_room_for_it_nothing_waits() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from memserve import StoreClient, StoreUnavailable, UserError
-from memserve.protocol.codec import LETTER_BYTES_MAX
+from memserve.protocol.codec import FRAME_BYTES_MAX
 from memserve.protocol.messages import AnyMessage, Refused
 from memserve.protocol.peers import Peer
 from memserve.protocol.store import (
@@ -128,7 +128,7 @@ def test_refused_put_returns_false(store: ScriptedStore, client: StoreClient) ->
         else None
     )
     assert client.put(b"key", b"value") is False
-    assert client.put_many([(b"key", b"value"), (b"large", bytes(LETTER_BYTES_MAX))]) == [False, False]
+    assert client.put_many([(b"key", b"value"), (b"large", bytes(FRAME_BYTES_MAX))]) == [False, False]
 
 
 def test_oversized_value_is_not_sent(store: ScriptedStore, secret_file: Path) -> None:

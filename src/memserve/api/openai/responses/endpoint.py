@@ -51,7 +51,7 @@ Json = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Kept:
+class StoredResponse:
     """One response, and what continues it."""
 
     response: Json
@@ -65,7 +65,7 @@ class Kept:
 
 @dataclass(slots=True)
 class _Tenant:
-    responses: OrderedDict[str, Kept] = field(default_factory=OrderedDict)
+    responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     nbytes: int = 0
 
 
@@ -75,7 +75,7 @@ class ResponseStore:
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
 
-    def put_response(self, tenant: str, entry: Kept) -> None:
+    def put_response(self, tenant: str, entry: StoredResponse) -> None:
         """Keep a response, in place of an earlier state of it."""
         tenant_state = self._tenants.setdefault(tenant, _Tenant())
         self._drop_response(tenant_state, entry.response["id"])
@@ -86,7 +86,7 @@ class ResponseStore:
         ):
             self._drop_response(tenant_state, next(iter(tenant_state.responses)))
 
-    def get_response(self, tenant: str, response_id: str) -> Kept:
+    def get_response(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises :class:`ApiError` 404 for one that was never stored, or is forgotten, or another tenant's."""
         tenant_state = self._tenants.get(tenant)
         if tenant_state is None or response_id not in tenant_state.responses:
@@ -132,7 +132,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PlannedResponse:
     """One request, ready to run."""
 
     body: ResponsesBody
@@ -204,7 +204,7 @@ class ResponsesRoutes:
             if not job.plan.stream:
                 await send_json(send, 200, _encode(response), ignored_header(reply))
 
-    async def _prepare_job(self, data: bytes, tenant: str) -> _Asked:
+    async def _prepare_job(self, data: bytes, tenant: str) -> _PlannedResponse:
         workers = self._shared.encoder.workers
         await workers.wait_turn(tenant)
         leniency = self._planner.leniency
@@ -240,14 +240,14 @@ class ResponsesRoutes:
         plan = await workers.run_work(tenant, nbytes, planned)
         if before is not None and body.store is not False:
             plan = structs.replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
-        return _Asked(
+        return _PlannedResponse(
             body, plan, messages, session, _initial_response(body, plan, response_id, plan.model or self._names.served)
         )
 
-    def _start_background(self, job: _Asked, reply: Reply, items: Items, tenant: str) -> Json:
+    def _start_background(self, job: _PlannedResponse, reply: Reply, items: Items, tenant: str) -> Json:
         """A response in the background: a task that outlives its request."""
         queued = {**job.response, "status": "queued"}
-        entry = Kept(queued, job.messages, job.session, len(_encode(job.messages)))
+        entry = StoredResponse(queued, job.messages, job.session, len(_encode(job.messages)))
 
         async def work() -> None:
             call = self._shared.hub.open_call(job.plan.requests)
@@ -267,7 +267,7 @@ class ResponsesRoutes:
         self._store.put_response(tenant, entry)
         return queued
 
-    def finish_response(self, job: _Asked, reply: Reply, items: Items) -> Json:
+    def finish_response(self, job: _PlannedResponse, reply: Reply, items: Items) -> Json:
         """The response with its output."""
         (sequence,) = reply.best_sequences()
         complete = sequence.stream.finish_reason is not FinishReason.LENGTH
@@ -275,7 +275,7 @@ class ResponsesRoutes:
             pass
         return self.with_output(job, reply, items, complete=complete)
 
-    def with_output(self, job: _Asked, reply: Reply, items: Items, *, complete: bool) -> Json:
+    def with_output(self, job: _PlannedResponse, reply: Reply, items: Items, *, complete: bool) -> Json:
         """The response with the items that are done."""
         usage, prompt = reply.usage_fields(), job.plan.prompts[0]
         response = {
@@ -300,7 +300,13 @@ class ResponsesRoutes:
         return response
 
     def _store_response(
-        self, job: _Asked, reply: Reply, items: Items, response: Json, tenant: str, entry: Kept | None = None
+        self,
+        job: _PlannedResponse,
+        reply: Reply,
+        items: Items,
+        response: Json,
+        tenant: str,
+        entry: StoredResponse | None = None,
     ) -> None:
         keep_session(self._shared.hub.engine, reply)
         if job.body.store is False:
@@ -310,7 +316,7 @@ class ResponsesRoutes:
             entry.response, entry.messages = response, messages
             return
         self._store.put_response(
-            tenant, Kept(response, messages, job.session, len(_encode(messages)) + len(_encode(response)))
+            tenant, StoredResponse(response, messages, job.session, len(_encode(messages)) + len(_encode(response)))
         )
 
 
@@ -336,7 +342,7 @@ class _Events(Streamer):
     """The stream of one response."""
 
     def __init__(
-        self, routes: ResponsesRoutes, job: _Asked, reply: Reply, items: Items, call: StreamCall, send: Send
+        self, routes: ResponsesRoutes, job: _PlannedResponse, reply: Reply, items: Items, call: StreamCall, send: Send
     ) -> None:
         envelope = AnswerEnvelope(job.response["id"], job.response["model"], job.response["created_at"])
         super().__init__(reply, routes._shape, envelope, call, send)
