@@ -19,6 +19,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from struct import unpack
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,8 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     import transformers
     from transformers.utils import logging
 
+    from memserve.model.loading.skeleton import build_skeleton, described_weights
+
     transformers_logging: Any = logging  # transformers types little of this
     auto_model: Any = transformers.AutoModelForCausalLM
     transformers_logging.disable_progress_bar()
@@ -90,12 +93,13 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     try:
         with errors_named(failure, "give a complete model folder with config.json, tokenizer and safetensors weights"):
             if gguf_file is None:
-                _check_files(folder, name, _described_weights(folder))
+                _check_files(folder, name, described_weights(folder))
             with _read_and_dropped(dtype):
-                module, info = auto_model.from_pretrained(
-                    folder, dtype=dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True,
-                    ignore_mismatched_sizes=True, **source,
+                read = partial(
+                    auto_model.from_pretrained, folder, dtype=dtype, attn_implementation="eager", use_safetensors=True,
+                    output_loading_info=True, ignore_mismatched_sizes=True, **source,
                 )  # fmt: skip
+                module, info = build_skeleton(read)
     finally:
         transformers_logging.set_verbosity(verbosity)
     _check_tensors(info, name)
@@ -225,18 +229,6 @@ def _check_config(folder: Path, name: str) -> None:
         if value > most:
             message = f"config.json of {name}: {key} is {str(value)[:40]}, more than any model has (at most {most})"
             raise UserError(message, hint=hint, param="model")
-
-
-def _described_weights(folder: Path) -> int:
-    """How many values the model of ``config.json`` has, tied ones twice; nothing of it is allocated."""
-    import torch
-    import transformers
-    from transformers.initialization import no_init_weights
-
-    auto_model: Any = transformers.AutoModelForCausalLM
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"), no_init_weights():
-        return sum(value.numel() for value in auto_model.from_config(config).parameters())
 
 
 def _check_files(folder: Path, name: str, described: int) -> None:
