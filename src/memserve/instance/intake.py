@@ -30,8 +30,6 @@ _TOO_SLOW = (
 class RequestIntake:
     """Makes groups out of requests and puts them into the scheduler's state, or rejects them."""
 
-    __slots__ = ("_arrivals", "_config", "_context", "_deadlines", "_state", "draining")
-
     def __init__(self, state: SchedulerState, config: InstanceConfig, context: int) -> None:
         self._state = state
         self._config = config

@@ -92,8 +92,6 @@ class LastPlans:
 class BlockAccessLog:
     """Plans made and finished, and what they may still touch: the pool writes it, the barriers read it."""
 
-    __slots__ = ("_accounts", "_touched", "_written", "last_finished", "last_made")
-
     def __init__(self) -> None:
         self.last_made = 0  # the last plan made; 0: none
         self.last_finished = 0  # the last plan that has finished

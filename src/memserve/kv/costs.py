@@ -374,8 +374,6 @@ def _time_ns(curve: Curve, row: Row) -> float:
 class LearntLinks:
     """The curves of pulls: from each peer, and from all of this host and of others where one is not known yet."""
 
-    __slots__ = ("_kinds", "_peers")
-
     def __init__(self, same_host: CopyCurve, network: CopyCurve) -> None:
         self._kinds = {True: LearntCurve(same_host), False: LearntCurve(network)}
         self._peers: dict[str, LearntCurve[CopyCurve]] = {}
@@ -434,21 +432,6 @@ class PreemptionCosts:
 
 class PreemptionModel:
     """Costs in nanoseconds; learns from finished steps how quickly prompts are computed now."""
-
-    __slots__ = (
-        "_block_bytes",
-        "_decode",
-        "_encoded_costs",
-        "_known",
-        "_prefill",
-        "_scale",
-        "_swap",
-        "decode_ns",
-        "is_measured",
-        "links",
-        "model",
-        "samples",
-    )  # fmt: skip
 
     def __init__(self, costs: PreemptionCosts) -> None:
         self._block_bytes = costs.block_bytes

@@ -32,8 +32,6 @@ class KvSource(Protocol):
 class KvFeed:
     """Reads the pool's KV events, remembers the last ones, and replays them."""
 
-    __slots__ = ("_pool", "_ring")
-
     def __init__(self, pool: KvSource, capacity: int) -> None:
         self._pool = pool
         #: the last changes, without a gap; the last one has the number ``pool.next_event - 1``

@@ -42,8 +42,6 @@ class Addresses(Sequence[Address]):
     """Addresses of blocks in one tier, kept as one native array: a list of a few hundred tuples costs more than a
     whole ``match``."""
 
-    __slots__ = ("blocks", "generation", "tier")
-
     def __init__(self, tier: Tier, blocks: _core.BlockIds, generation: int = 0) -> None:
         self.tier = tier
         self.blocks = blocks

@@ -69,8 +69,6 @@ class RouterAddresses:
     the turn comes to its address.
     """
 
-    __slots__ = ("_addresses", "_config", "_last_contact_ns", "address", "is_called", "joined_address")
-
     def __init__(self, addresses: Sequence[str], config: MemberConfig) -> None:
         self._addresses, self._config = list(addresses), config
         #: whether an address is known only while a router has called

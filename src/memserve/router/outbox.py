@@ -35,8 +35,6 @@ class Timers:
     So renewing a deadline costs nothing: a member that beats twice a second has one entry in ``dead_after_ns``.
     """
 
-    __slots__ = ("_armed", "_heap", "next_ns")
-
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Callable[[Any, int], None], Any]] = []
         self._armed = 0
@@ -64,8 +62,6 @@ class Outbox:
     Between the two stands what must be durable before any of the messages leaves; behind them what may be so later.
     Tokens promise nothing about the cluster, so they wait for no disk. Reports to operators come last.
     """
-
-    __slots__ = ("_actions", "_ahead", "_keyed_answers", "_later", "_outputs", "_relay", "_reports", "remembers")
 
     def __init__(self, remembers: bool) -> None:
         self._actions: list[ClusterAction] = []
@@ -170,8 +166,6 @@ class DurabilityGate:
     an earlier one waits: each member hears all in order. Everything else goes on: no request is slowed by a pin that
     waits for the disk.
     """
-
-    __slots__ = ("_waiting", "_waiting_messages", "_writes_released", "_writes_requested")
 
     def __init__(self) -> None:
         self._writes_requested = self._writes_released = 0

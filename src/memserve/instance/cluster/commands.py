@@ -69,8 +69,6 @@ class LinkParts:
 class RouterChanges:
     """Follows the routers' fates with the requests that they have placed here."""
 
-    __slots__ = ("_answers", "_exchange", "_fetches", "_replay_buffer", "_routers", "_sender", "_state", "self_peer")
-
     def __init__(self, parts: LinkParts, self_peer: Peer) -> None:
         #: the present incarnation of this instance
         self.self_peer = self_peer

@@ -38,18 +38,6 @@ class _Generated:
 class HandoffReceiver:
     """All requests that are on their way here."""
 
-    __slots__ = (
-        "_exchange",
-        "_generated",
-        "_intake",
-        "_state",
-        "blocks_sent_back",
-        "failed",
-        "parked",
-        "pending_imports",
-        "taken_over",
-    )
-
     def __init__(self, state: SchedulerState, intake: RequestIntake, exchange: Exchange) -> None:
         self._state = state
         self._intake = intake

@@ -38,20 +38,6 @@ class _Layers:
 class HandoffSender:
     """All requests that leave after their first token, and the offers of those that have left."""
 
-    __slots__ = (
-        "_exchange",
-        "_intake",
-        "_layers",
-        "_num_layers",
-        "_replay_buffer",
-        "_routers",
-        "_state",
-        "by_layer",
-        "departed",
-        "handed_over",
-        "leaving",
-    )
-
     def __init__(
         self,
         state: SchedulerState,

@@ -69,8 +69,6 @@ class _RetainedAnswer:
 class ReplayBuffer:
     """Answers by their attempts, within a bounded time and memory."""
 
-    __slots__ = ("_answers", "_bytes_max", "_ended", "_keep_ns", "_reported_to", "nbytes", "report_due")
-
     def __init__(self, keep_ns: int, bytes_max: int) -> None:
         self._keep_ns, self._bytes_max = keep_ns, bytes_max
         self._answers: dict[str, _RetainedAnswer] = {}  # by attempt, in order of arrival

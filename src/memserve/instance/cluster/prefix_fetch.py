@@ -148,25 +148,6 @@ class _Flight:
 class Fetches:
     """All requests that may get a prefix from elsewhere."""
 
-    __slots__ = (
-        "_disks",
-        "_exchange",
-        "_flights",
-        "_geometry",
-        "_state",
-        "_trials",
-        "_tried",
-        "_wait_max_ns",
-        "decide_at_ns",
-        "far",
-        "fetched_ssd_tokens",
-        "fetched_store_tokens",
-        "fetched_tokens",
-        "pending",
-        "store_failures",
-        "undecided",
-    )  # fmt: skip
-
     def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
         self._state = state
         self._exchange = exchange

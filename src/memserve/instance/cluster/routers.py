@@ -39,8 +39,6 @@ class LinkCounts:
 class Routers:
     """The owner, the followers, and whose each attempt is."""
 
-    __slots__ = ("_counts", "_ended", "_follower_by_attempt", "_followers", "_keep_ns", "detached", "owner")
-
     def __init__(self, keep_ns: int) -> None:
         self._keep_ns = keep_ns
         #: None: no owner has spoken yet
@@ -247,8 +245,6 @@ class ReportState:
 
 class RouterUpdates:
     """Tells every router, and remembers what each has heard."""
-
-    __slots__ = ("_feed", "_load", "_router_states", "_routers", "next_deadline_ns")
 
     def __init__(self, routers: Routers, feed: KvFeed | None, load: Callable[[], Load]) -> None:
         """``feed`` None: this instance publishes no KV events. ``load``: how busy the instance is."""

@@ -25,8 +25,6 @@ TELL_EVERY_NS = 2 * NS_PER_S
 class HeldSegments:
     """The parts, from their dispatch to their end; and what the host and the router must hear of them."""
 
-    __slots__ = ("_dropped", "_news", "_orders", "_state", "groups", "reported_ns")
-
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         #: all and only the live requests that are kept for others, by id

@@ -124,8 +124,6 @@ class ExportCounters:
 class StoreOffers:
     """Lends blocks to one store, ``lent_max`` at most at once."""
 
-    __slots__ = ("_exchange", "_geometry", "_layers", "_offered_ns", "_open", "counters", "exported", "exported_max")
-
     def __init__(self, exchange: Exchange, geometry: KVGeometry, lent_max: int) -> None:
         self._exchange = exchange
         self._geometry = geometry
@@ -278,20 +276,6 @@ class _Later:
 
 class StoreWriter:
     """Offers what one instance caches to the nearest store; the listener of ``SequenceMemory``."""
-
-    __slots__ = (
-        "_block_tokens",
-        "_exchange",
-        "_later",
-        "_messages",
-        "_named_ns",
-        "_pending",
-        "_state",
-        "_stores",
-        "host_id",
-        "offers",
-        "target",
-    )  # fmt: skip
 
     def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry) -> None:
         self._state = state

@@ -59,8 +59,6 @@ class Overtaking:
     more, and how many is learnt from how much longer steps took with them.
     """
 
-    __slots__ = ("_block_tokens", "_delayed_ns", "_lived_ns", "free_tokens", "left_tokens")
-
     def __init__(self, block_tokens: int, free_tokens: int) -> None:
         """``free_tokens``: what a step is expected to compute beside decodes in no more time."""
         self._block_tokens = block_tokens

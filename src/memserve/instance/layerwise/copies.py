@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 class LayerMoves:
     """Begins copies with a plan, and puts what they have filled to use with the next one."""
 
-    __slots__ = ("_block_tokens", "_layers", "_pool")
-
     def __init__(self, pool: BlockPool, layers: int, block_tokens: int) -> None:
         self._pool = pool
         self._layers = layers
@@ -138,8 +136,6 @@ class _Arrival:
 
 class SwapIns:
     """Sequences with blocks that come up, in the order in which they began."""
-
-    __slots__ = ("_layers", "_pending", "_plan", "_pool", "_room")
 
     def __init__(self, pool: BlockPool, layers: int) -> None:
         self._pool = pool

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 class WholeBlocks:
     """Every block lies whole; what was swapped out comes up before the rows of the plan that brings it."""
 
-    __slots__ = ("_block_tokens", "_pool", "overtaking")
-
     is_by_layer = False
     """Whether sequences may lie by layer."""
 

@@ -55,25 +55,6 @@ _RESUMES_SHARE = 3, 4  # of what the link carries may be read back once a sequen
 class LayerPlacer(WholeBlocks):
     """Admits by layer what does not fit whole, moves pages with each plan, and says what is parked."""
 
-    __slots__ = (
-        "_budget",
-        "_chunk_max",
-        "_costs",
-        "_moves",
-        "_plan",
-        "_steps_in_flight",
-        "_usual",
-        "_wanted",
-        "admitted",
-        "converted",
-        "link",
-        "parked",
-        "policy",
-        "resumed",
-        "sequences",
-        "swap_ins",
-    )  # fmt: skip
-
     is_by_layer = True
 
     def __init__(

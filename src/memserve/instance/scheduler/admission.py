@@ -39,8 +39,6 @@ class SequenceAdmission:
     """Admits by turns of tenants, in rank order within one. The caller stops at the first sequence that does not fit,
     so that it is not overtaken for ever."""
 
-    __slots__ = ("_overtakes", "due", "state")
-
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
         #: the head of the line that others have made way for: what is parked for it does not come before it
@@ -164,8 +162,6 @@ class SequenceAdmission:
 
 class PrefixSharing:
     """Chooses the sequences to preempt, and for which others."""
-
-    __slots__ = ("_state",)
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state

@@ -50,8 +50,6 @@ class _Job:
 class GrammarWaits:
     """All grammars of unfinished requests, by tenant and text."""
 
-    __slots__ = ("_building", "_held_counts", "_jobs", "_numbers", "_places", "_queues", "commands")
-
     def __init__(self, slots: int) -> None:
         self._places = GRAMMARS_PER_SLOT * slots
         self._jobs: dict[Wanted, _Job] = {}
@@ -192,8 +190,6 @@ MASKS_NS = 5 * NS_PER_S
 
 class LateMasks:
     """All sequences that wait for a mask."""
-
-    __slots__ = ("_jobs", "_numbers", "commands")
 
     def __init__(self) -> None:
         self._jobs: dict[int, Sequence] = {}

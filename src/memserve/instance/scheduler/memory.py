@@ -41,17 +41,6 @@ class PublishListener(Protocol):
 class SequenceMemory:
     """Gives blocks to sequences and takes them back, each reference exactly once."""
 
-    __slots__ = (
-        "_caches",
-        "block_tokens",
-        "copied_on_write",
-        "costs",
-        "dram_tokens_reused",
-        "layers",
-        "listener",
-        "pool",
-    )
-
     def __init__(self, pool: BlockPool, block_tokens: int, costs: PreemptionModel) -> None:
         self.pool = pool
         self._caches = pool.config.caching
@@ -354,8 +343,6 @@ class Pins:
 
     Pins are best effort: when nothing else can make room, all are given up.
     """
-
-    __slots__ = ("_made", "_pins", "_pool", "_quota", "_times", "lost")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

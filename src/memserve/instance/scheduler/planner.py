@@ -33,8 +33,6 @@ _LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step 
 class Planner:
     """Makes plans for the device out of the scheduler's state."""
 
-    __slots__ = ("_no_room_for", "admission", "config", "next_step_id", "pins", "sharing", "speculation", "state")
-
     def __init__(
         self, state: SchedulerState, config: SchedulerConfig, pins: Pins | None, speculation: Speculation | None
     ) -> None:

@@ -21,8 +21,6 @@ _RETRIES = 1  # a sequence survives one failed step
 class StepResults:
     """Applies what the device reports to the state."""
 
-    __slots__ = ("speculation", "state")
-
     def __init__(self, state: SchedulerState, speculation: Speculation | None = None) -> None:
         self.state = state
         #: None: no drafts

@@ -124,8 +124,6 @@ def _end_of(place: int) -> int:
 class OutputLengths:
     """The lengths of finished answers, by tenant and size of prompt, and what they say of those that run."""
 
-    __slots__ = ("_lengths_by_kind", "classes", "finished")
-
     def __init__(self) -> None:
         self._lengths_by_kind: OrderedDict[Kind, _Seen] = OrderedDict()  # least recently finished first
         #: finished answers by the class that their length fell into, of the classes that were predicted at the start
@@ -209,8 +207,6 @@ class ObjectiveReport:
 
 class Objectives:
     """The objectives of one instance: what they allow, and whether they are met."""
-
-    __slots__ = ("_costs", "_limited", "_met", "_tpot_ns", "_ttft_ns", "lengths")
 
     def __init__(self, config: SchedulerConfig, costs: PreemptionModel) -> None:
         check(config.slo_tpot_ns is not None, "scheduling by objectives without one")

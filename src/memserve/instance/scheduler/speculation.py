@@ -47,8 +47,6 @@ FADE_SEEN = 0.995
 class Speculation:
     """Chooses drafts for a plan, and learns from what became of them."""
 
-    __slots__ = ("chances", "length_max", "propose", "state", "worth")
-
     def __init__(self, state: SchedulerState, length_max: int) -> None:
         """``length_max``: drafted tokens of a row."""
         self.state = state

@@ -210,34 +210,6 @@ class Transfers(Protocol):
 class SchedulerState:
     """Sequences by phase, slots, outputs to emit. Every move keeps slots and blocks accounted exactly once."""
 
-    __slots__ = (
-        "_containers",
-        "closing",
-        "costs",
-        "counters",
-        "decoding",
-        "free_slots",
-        "grammars",
-        "groups",
-        "idle",
-        "late_masks",
-        "memory",
-        "now",
-        "objectives",
-        "outputs",
-        "parked",
-        "preemption",
-        "prefilling",
-        "remote_kv_ready",
-        "sequences",
-        "slots",
-        "slots_unknown",
-        "tenants",
-        "transfers",
-        "turns",
-        "waiting",
-    )
-
     def __init__(self, memory: SequenceMemory, slots: int, preemption: str) -> None:
         self.memory = memory
         self.slots = slots

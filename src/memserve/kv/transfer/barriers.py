@@ -56,8 +56,6 @@ Resume = Callable[[], None]
 class Barriers:
     """What waits for plans to finish, and for which."""
 
-    __slots__ = ("_access", "_highest", "_order", "_pool", "_waiting")
-
     def __init__(self, pool: TransferPool) -> None:
         """From now on the pool records which plans touch which blocks."""
         self._pool = pool

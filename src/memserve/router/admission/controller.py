@@ -61,8 +61,6 @@ class RequestAdmission(ABC):
     (:class:`AdmissionController`), a follower asks it (:class:`~memserve.router.admission.follower.RemoteAdmission`).
     """
 
-    __slots__ = ("_active_since_ns", "_config", "_wait_ns", "_waiting_since_ns", "is_closed", "memory", "stats")
-
     def __init__(self, config: AdmissionConfig, memory: MemoryBudget) -> None:
         self._config = config
         #: how long a request may wait
@@ -152,8 +150,6 @@ class RequestAdmission(ABC):
 
 class AdmissionController(RequestAdmission):
     """The owner's: has the queue, and counts what instances have room for."""
-
-    __slots__ = ("_active_count_max", "_queue", "_returning", "_service_times")
 
     def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
         super().__init__(config, MemoryBudget(config, policy, registry, loads))

@@ -59,22 +59,6 @@ class _PendingRequest:
 class RemoteAdmission(RequestAdmission):
     """A follower's: requests are admitted in the order of the owner's grants."""
 
-    __slots__ = (
-        "_by_number",
-        "_by_request",
-        "_full_report_serial",
-        "_granted",
-        "_lease_until_ns",
-        "_numbers",
-        "_owner",
-        "_reports_placements",
-        "_sent_ns",
-        "_serial",
-        "_unsent_ends",
-        "_unsent_placements",
-        "_unsent_requests",
-    )  # fmt: skip
-
     def __init__(self, config: ClusterConfig, registry: Registry, loads: LoadTable) -> None:
         admission = config.admission
         super().__init__(admission, GrantedMemory(self, config.policy, registry, loads))
@@ -284,8 +268,6 @@ def remote_admission_for(config: ClusterConfig, registry: Registry, loads: LoadT
 
 class GrantedMemory(MemoryBudget):
     """Counts nothing itself: the owner does, and is told what runs where."""
-
-    __slots__ = ("_admission", "_by_attempt")
 
     def __init__(self, admission: RemoteAdmission, policy: str, registry: Registry, loads: LoadTable) -> None:
         super().__init__(AdmissionConfig(), policy, registry, loads)

@@ -123,8 +123,6 @@ class BlockLedger:
     small numbers, so that free blocks lie in one array.
     """
 
-    __slots__ = ("_ended", "_expiring", "_free", "_nodes", "_renewed", "_roots", "_total", "evictions")
-
     def __init__(self) -> None:
         self._nodes: dict[int, _Node] = {}
         self._total: Ints = np.zeros(8, np.int64)
@@ -380,8 +378,6 @@ class Reservations:
     Blocks have names here, so that a block that is pinned, lent and read by running requests counts once.
     Messages to one instance arrive in order: a request that is dispatched after an ``Unpin`` finds its blocks free.
     """
-
-    __slots__ = ("_exports", "_ledger", "_names", "_pins")
 
     def __init__(self, ledger: BlockLedger) -> None:
         self._ledger = ledger

@@ -38,11 +38,6 @@ class MemoryBudget:
     """The ledger of all instances, fed by membership, dispatches and their ends. Without memory-aware admission it
     counts nothing, and everything fits."""
 
-    __slots__ = (
-        "_config", "_held_ns", "_incoming", "_loads", "_registry", "_state", "_takes_best_fit", "changed", "holds",
-        "is_counting", "ledger", "reservations",
-    )  # fmt: skip
-
     def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
         self._config, self._takes_best_fit = config, policy == "best-fit"
         #: whether memory is looked at

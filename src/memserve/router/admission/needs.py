@@ -127,8 +127,6 @@ def with_operator_settings(request: Request, config: AdmissionConfig) -> Request
 class ServiceTimes:
     """How long requests are active, learned from those that have ended: clients are told when to retry."""
 
-    __slots__ = ("mean_ns", "samples")
-
     def __init__(self) -> None:
         self.mean_ns = 0
         self.samples = 0

@@ -101,25 +101,6 @@ class _Excess:
 class RoleScaling:
     """Decides for one role, look by look."""
 
-    __slots__ = (
-        "_answers",
-        "_calm_ns",
-        "_down_ns",
-        "_failed",
-        "_full_ns",
-        "_full_tokens",
-        "_last_ns",
-        "_late",
-        "_lost",
-        "_prompts",
-        "_range",
-        "_requested",
-        "_requested_ns",
-        "_settle_ns",
-        "_tokens_s",
-        "_up_ns",
-    )  # fmt: skip
-
     def __init__(self, allowed: Range, up_ns: int, down_ns: int, settle_ns: int) -> None:
         """``settle_ns``: how long instances that were asked for may take to come, or to go; then the decision counts
         as not carried out."""

@@ -52,26 +52,6 @@ class Charge(NamedTuple):
 class LoadTable:
     """Rows of :class:`Work` by instance number; unused numbers have role -1 and are closed."""
 
-    __slots__ = (
-        "_heartbeats",
-        "_host_codes",
-        "_numbers",
-        "_own",
-        "_profile_codes",
-        "_reported",
-        "_since",
-        "context_limit",
-        "context_limit_min",
-        "hosts",
-        "is_open",
-        "prices",
-        "profiles",
-        "role",
-        "room_blocks",
-        "sides",
-        "tables",
-    )
-
     def __init__(self) -> None:
         #: own, reported, since; by kind of work; by number
         self.tables: Ints = np.zeros((3, 3, 8), np.int64)

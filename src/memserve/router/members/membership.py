@@ -64,8 +64,6 @@ _LATE = 10
 class SilenceWatch:
     """Looks after all members that it was told to :meth:`watch_member`, until they are gone."""
 
-    __slots__ = ("_dead_after_ns", "_on_dead", "_registry", "_timers", "late_ns")
-
     def __init__(
         self, registry: Registry, timers: Timers, dead_after_ns: int, on_dead: Callable[[Member, str, int], None]
     ) -> None:
@@ -119,8 +117,6 @@ class LossDetector:
     Of a pair, the prefill instance is asked first. When it no longer has the attempt, the decode instance is asked: it
     has the attempt, or has told its end, or never will.
     """
-
-    __slots__ = ("_lifecycle", "_outbox")
 
     def __init__(self, lifecycle: Lifecycle, outbox: Outbox) -> None:
         self._lifecycle, self._outbox = lifecycle, outbox
@@ -176,20 +172,6 @@ class Membership:
 
     announces = True
     """Whether members are told of each other, and to drain, from here."""
-
-    __slots__ = (
-        "_config",
-        "_counters",
-        "_lifecycle",
-        "_loads",
-        "_losses",
-        "_named_prefixes",
-        "_outbox",
-        "_registry",
-        "_rejoin_request",
-        "_silence",
-        "_trees",
-    )  # fmt: skip
 
     def __init__(self, parts: RouterParts, lifecycle: Lifecycle) -> None:
         self._config, self._counters, self._lifecycle = parts.config, parts.counters, lifecycle
@@ -466,8 +448,6 @@ class StoreCalls:
     """Calls the store at intervals, whether it is a member or not: one that has started anew is found again, and one
     that is a member hears that its router lives."""
 
-    __slots__ = ("_address", "_config", "_outbox", "_timers")
-
     def __init__(self, config: ClusterConfig, timers: Timers, outbox: Outbox) -> None:
         self._config, self._timers, self._outbox = config, timers, outbox
         self._address = ""
@@ -498,8 +478,6 @@ ANY_ROUTER = Peer(ROUTER, 0)
 
 class Following(Membership):
     """Keeps registry, trees and loads in step with what the owner says."""
-
-    __slots__ = ("_admission", "_known")
 
     announces = False
 

@@ -168,21 +168,6 @@ class Registry:
     from 0 on, has the number ``n ^ order``.
     """
 
-    __slots__ = (
-        "_by_number",
-        "_costs",
-        "_dead",
-        "_dead_order",
-        "_free",
-        "_members",
-        "_newest_dead_generations",
-        "_order",
-        "geometry",
-        "members_digest",
-        "namespace",
-        "unheard_members",
-    )
-
     def __init__(self, order: int = 0) -> None:
         """``order``: below ``ORDERS``, different for each router of a cluster; 0: the owner."""
         self._order = order

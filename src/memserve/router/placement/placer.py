@@ -81,8 +81,6 @@ class Placement(NamedTuple):
 class Placer:
     """Decides; changes nothing."""
 
-    __slots__ = ("_config", "_decide", "_loads", "_memory", "_named_prefixes", "_registry", "_sessions", "_trees")
-
     def __init__(self, config: ClusterConfig, tables: MemberTables, sessions: Sessions, handles: NamedPrefixes) -> None:
         self._config, self._memory = config, tables.memory
         self._decide = policy_named(config.policy)

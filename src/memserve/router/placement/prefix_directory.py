@@ -104,8 +104,6 @@ def is_sane(update: KvEvents | KvSnapshot, role: Role) -> bool:
 class Trees:
     """The directory and the feeds that keep it up to date, by instance number."""
 
-    __slots__ = ("_config", "_counters", "_expires", "_feeds", "_key", "_names", "_timers", "directory")
-
     def __init__(self, config: ClusterConfig, timers: Timers, counters: Counters, key: bytes) -> None:
         self.directory = _core.PrefixDirectory()
         self._timers = timers
@@ -334,8 +332,6 @@ Match = Callable[[bytes], Iterable[tuple[str, int, int]]]
 
 class RecentPrompts:
     """The last prompts that were placed; bounded by number and by bytes."""
-
-    __slots__ = ("_nbytes", "_prompts")
 
     def __init__(self) -> None:
         self._prompts: deque[_Prompt] = deque()

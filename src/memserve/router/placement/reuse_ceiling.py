@@ -81,8 +81,6 @@ class ReuseCeiling:
     """What an unlimited cache would have had, by tenant; bounded: :data:`TENANTS_MAX` sketches, and one for all further
     tenants."""
 
-    __slots__ = ("_rest", "_tenants")
-
     def __init__(self) -> None:
         self._tenants: dict[str, tuple[DistinctBlocks, PromptTokens]] = {}
         self._rest: tuple[DistinctBlocks, PromptTokens] | None = None

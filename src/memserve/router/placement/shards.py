@@ -29,8 +29,6 @@ PATIENCE = 4
 class SpanPlacer:
     """Decides; changes nothing."""
 
-    __slots__ = ("_config", "_loads", "_registry", "_requests")
-
     def __init__(self, config: ClusterConfig, registry: Registry, loads: LoadTable, requests: RequestTable) -> None:
         self._config, self._registry, self._loads, self._requests = config, registry, loads, requests
 

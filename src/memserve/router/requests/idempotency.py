@@ -133,24 +133,6 @@ TAKEN_OVER = "another connection with the same Idempotency-Key reads this answer
 class ReplayLog:
     """All answers with a key, within a bounded time and memory."""
 
-    __slots__ = (
-        "_by_attempt",
-        "_by_key",
-        "_by_reader",
-        "_by_request",
-        "_config",
-        "_counters",
-        "_flow",
-        "_idle",
-        "_outbox",
-        "_queried",
-        "_registry",
-        "_timers",
-        "_unreported_members",
-        "nbytes",
-        "queries_instances",
-    )  # fmt: skip
-
     def __init__(self, parts: RouterParts, flow: RequestFlow) -> None:
         self._config, self._registry, self._counters = parts.config, parts.tables.registry, parts.counters
         self._timers, self._outbox, self._flow = parts.timers, parts.outbox, flow

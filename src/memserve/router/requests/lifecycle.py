@@ -129,8 +129,6 @@ class AdmissionFlow:
 class RequestCounters:
     """Counts; decides nothing."""
 
-    __slots__ = ("_config", "_counters", "_outbox", "_placer", "ceiling", "recent_prompts")
-
     def __init__(self, config: ClusterConfig, placer: Placer, outbox: Outbox, counters: Counters) -> None:
         self._config, self._placer, self._outbox, self._counters = config, placer, outbox, counters
         self.ceiling, self.recent_prompts = ReuseCeiling(), RecentPrompts()

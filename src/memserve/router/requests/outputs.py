@@ -29,8 +29,6 @@ failed, for instance."""
 class OutputMerger:
     """Merges the outputs of all attempts into one stream a sequence: each token once and in order."""
 
-    __slots__ = ("_counters", "_lifecycle", "_outbox", "_timers")
-
     def __init__(self, lifecycle: Lifecycle, timers: Timers, outbox: Outbox, counters: Counters) -> None:
         self._lifecycle, self._timers, self._outbox, self._counters = lifecycle, timers, outbox, counters
 

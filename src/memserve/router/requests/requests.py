@@ -356,8 +356,6 @@ class RequestState:
 class RequestTable:
     """All and only the requests that have not ended, in order of arrival, and their attempts by id."""
 
-    __slots__ = ("_mark", "_numbers", "by_attempt", "by_id", "unplaced")
-
     def __init__(self, mark: str = "") -> None:
         """``mark``: of this router, in the names of its attempts: no other has it."""
         self._numbers, self._mark = 0, mark

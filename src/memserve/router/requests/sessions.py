@@ -45,8 +45,6 @@ _ROLE_RANK = {Role.PREFILL: 0, Role.COLOCATED: 0, Role.DECODE: 1}
 class Sessions:
     """The instances of each session's last request, by tenant and name."""
 
-    __slots__ = ("_outbox", "_places", "_registry")
-
     def __init__(self, registry: Registry, outbox: Outbox) -> None:
         self._registry, self._outbox = registry, outbox
         self._places: TenantStore[tuple[Peer, ...]] = TenantStore(SESSIONS_MAX)
@@ -140,8 +138,6 @@ class MemberTables:
 
 class NamedPrefixes:
     """All live handles. They have room for so many tokens; a tenant with more than others loses its oldest."""
-
-    __slots__ = ("_by_wire", "_caches", "_loads", "_memory", "_named", "_outbox", "_registry", "_timers", "_trees")
 
     def __init__(self, config: ClusterConfig, tables: MemberTables, timers: Timers, outbox: Outbox) -> None:
         self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
