@@ -36,9 +36,8 @@ from memserve.api.openai.endpoints import (
 )
 from memserve.api.openai.interfaces import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.openai.openapi import openapi
+from memserve.api.openai.paths import OwnerOnly, Probes, TrailingSlashes
 from memserve.api.openai.prefixes import DocumentRoutes, SessionRoutes
-from memserve.api.openai.probes import Probes, TrailingSlashes
-from memserve.api.openai.redirect import OwnerOnly
 from memserve.api.openai.request.prompts import PromptEncoder
 from memserve.api.openai.response.formats import ChatShape, CompletionShape
 from memserve.api.openai.responses.endpoint import ResponsesRoutes

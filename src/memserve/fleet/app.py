@@ -31,7 +31,7 @@ from memserve.api.http.limits import Edge
 from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, on_http_error
 from memserve.api.metrics.families import COUNTER, GAUGE, Table, declared, families, with_old_names
 from memserve.api.metrics.http import ApiMetrics
-from memserve.api.openai.probes import Probes, TrailingSlashes
+from memserve.api.openai.paths import Probes, TrailingSlashes
 from memserve.api.ui.feed import PageFeed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.snapshot import MEMBERS_MAX, SnapshotReading

@@ -28,8 +28,16 @@ from memserve import _kernels
 from memserve.base.types import SamplingParams, StopParams, TokenLogprobs
 from memserve.instance.events import GRAMMAR_FAILED, RowFailed
 from memserve.model.grammar.matcher import Mask
-from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int64s, SlotTable, isolate_row, isolate_rows
-from memserve.model.token_lists import TokenLists
+from memserve.model.slots import (
+    NOT_NUMBERS,
+    NOTHING_LEFT,
+    Failures,
+    Int64s,
+    SlotTable,
+    TokenLists,
+    isolate_row,
+    isolate_rows,
+)
 
 _HEAD_TOKENS = 256
 """Top-k and top-p usually keep fewer; rows that keep more are sorted whole."""

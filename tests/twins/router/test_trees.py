@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from memserve.base.config import ClusterConfig, PoolConfig
 from memserve.base.types import KVGeometry, Request, Role, Tier
 from memserve.base.units import NS_PER_S
-from memserve.kv.feed import KvFeed
+from memserve.kv.events import KvFeed
 from memserve.kv.identity import block_identities, namespace_id
 from memserve.kv.pool import BlockPool
 from memserve.protocol.messages import Expelled, Heartbeat, Join, KvChange, KvEvents, QueryKvEvents

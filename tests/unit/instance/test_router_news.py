@@ -8,8 +8,7 @@ import pytest
 
 from memserve.base.types import KVGeometry, Role, Tier
 from memserve.instance.cluster.routers import BUNDLE_NS, Routers, RouterUpdates
-from memserve.kv.events import KvEvent, KvEventKind
-from memserve.kv.feed import KvFeed
+from memserve.kv.events import KvEvent, KvEventKind, KvFeed
 from memserve.protocol.events import Send
 from memserve.protocol.messages import Heartbeat, KvEvents, KvSnapshot
 from memserve.protocol.peers import Load, Peer, PeerInfo

@@ -7,10 +7,9 @@ import torch
 
 from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import OpenSequence
-from memserve.model import token_lists
+from memserve.model import slots
 from memserve.model.sampling import sample
-from memserve.model.slots import SlotModel, SlotTable
-from memserve.model.token_lists import TokenLists
+from memserve.model.slots import SlotModel, SlotTable, TokenLists
 
 VOCAB, SLOTS = 1000, 8
 
@@ -25,7 +24,7 @@ def opened(sampling: SamplingParams, stop: StopParams) -> SlotTable:
 
 def test_sequences_of_a_request_share_its_lists(monkeypatch) -> None:
     made = []
-    monkeypatch.setattr(token_lists, "TokenLists", lambda *of: made.append(of) or TokenLists(*of))
+    monkeypatch.setattr(slots, "TokenLists", lambda *of: made.append(of) or TokenLists(*of))
     table = opened(SamplingParams(allowed_token_ids=tuple(range(900))), StopParams(stop_token_ids=(2,)))
     assert len(made) == 1 and all(table.lists_of(slot) is table.lists_of(0) for slot in range(SLOTS))
     for slot in range(SLOTS):

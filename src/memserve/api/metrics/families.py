@@ -1,17 +1,14 @@
-"""Prometheus families: what one thread counts; out of tables, one row a family, one sample of every source; those of
-objectives, and of KV by layer."""
+"""Prometheus families out of tables: one row a family, one sample of every source; those of objectives, and of KV by
+layer."""
 
 from __future__ import annotations
 
 import itertools
-import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from memserve.base.metrics import WHOSE, metrics_of
 from memserve.base.units import NS_PER_S
@@ -23,77 +20,6 @@ GAUGE: Kind = GaugeMetricFamily
 COUNTER: Kind = CounterMetricFamily
 Table = list[tuple[str, Kind, str, Read]]
 """Name, kind, help and how to read it: one family each."""
-
-
-class Tally:
-    """A counter, or a gauge. For one thread: it takes no lock, and so a tenth of the time of prometheus_client's."""
-
-    __slots__ = ("_created_s", "_kind", "_name", "_text", "value")
-
-    def __init__(self, kind: Kind, name: str, text: str, registry: CollectorRegistry) -> None:
-        self._kind, self._name, self._text = kind, name, text
-        self.value, self._created_s = 0.0, time.time()
-        registry.register(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """The family."""
-        family = self._kind(self._name, self._text)
-        if isinstance(family, CounterMetricFamily):
-            family.add_metric([], self.value, created=self._created_s)
-        else:
-            family.add_metric([], self.value)
-        yield family
-
-
-class LabelledTally:
-    """A :class:`Tally`, a counter, for each combination of values of its labels."""
-
-    __slots__ = ("_created_s", "_labels", "_name", "_text", "_values")
-
-    def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
-        self._name, self._text, self._labels = name, text, labels
-        self._values: dict[tuple[str, ...], float] = {}
-        self._created_s: dict[tuple[str, ...], float] = {}
-        registry.register(self)
-
-    def inc(self, labels: tuple[str, ...], amount: float = 1.0) -> None:
-        """Add ``amount`` where ``labels`` are."""
-        count = self._values.get(labels)
-        if count is None:
-            count, self._created_s[labels] = 0.0, time.time()
-        self._values[labels] = count + amount
-
-    def collect(self) -> Iterator[Metric]:
-        """The family."""
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for labels, value in self._values.items():
-            family.add_metric(labels, value, created=self._created_s[labels])
-        yield family
-
-
-class Spread:
-    """A histogram with fixed buckets; for one thread, as :class:`Tally`."""
-
-    __slots__ = ("_bounds", "_counts", "_created_s", "_name", "_sum", "_text")
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
-        self._name, self._text, self._bounds = name, text, [*map(float, bounds), float("inf")]
-        self._counts, self._sum, self._created_s = [0] * len(self._bounds), 0.0, time.time()
-        registry.register(self)
-
-    def observe(self, value: float) -> None:
-        """Count ``value`` in the first bucket that ends at it or behind it."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterator[Metric]:
-        """The family."""
-        counts = itertools.accumulate(self._counts)
-        names = (*map(repr, self._bounds[:-1]), "+Inf")
-        buckets = [(name, float(count)) for name, count in zip(names, counts, strict=True)]
-        family = HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
-        family.add_sample(f"{self._name}_created", {}, self._created_s)
-        yield family
 
 
 def families(

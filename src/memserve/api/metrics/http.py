@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from memserve.api.metrics.cluster import cluster_families
 from memserve.api.metrics.families import (
     COUNTER,
     GAUGE,
-    LabelledTally,
-    Spread,
+    Kind,
     Table,
-    Tally,
     block_bytes_family,
     declared,
     families,
@@ -29,6 +30,77 @@ from memserve.system.memory import resident_bytes
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Tally:
+    """A counter, or a gauge. For one thread: it takes no lock, and so a tenth of the time of prometheus_client's."""
+
+    __slots__ = ("_created_s", "_kind", "_name", "_text", "value")
+
+    def __init__(self, kind: Kind, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._kind, self._name, self._text = kind, name, text
+        self.value, self._created_s = 0.0, time.time()
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """The family."""
+        family = self._kind(self._name, self._text)
+        if isinstance(family, CounterMetricFamily):
+            family.add_metric([], self.value, created=self._created_s)
+        else:
+            family.add_metric([], self.value)
+        yield family
+
+
+class LabelledTally:
+    """A :class:`Tally`, a counter, for each combination of values of its labels."""
+
+    __slots__ = ("_created_s", "_labels", "_name", "_text", "_values")
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._values: dict[tuple[str, ...], float] = {}
+        self._created_s: dict[tuple[str, ...], float] = {}
+        registry.register(self)
+
+    def inc(self, labels: tuple[str, ...], amount: float = 1.0) -> None:
+        """Add ``amount`` where ``labels`` are."""
+        count = self._values.get(labels)
+        if count is None:
+            count, self._created_s[labels] = 0.0, time.time()
+        self._values[labels] = count + amount
+
+    def collect(self) -> Iterator[Metric]:
+        """The family."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, value in self._values.items():
+            family.add_metric(labels, value, created=self._created_s[labels])
+        yield family
+
+
+class Spread:
+    """A histogram with fixed buckets; for one thread, as :class:`Tally`."""
+
+    __slots__ = ("_bounds", "_counts", "_created_s", "_name", "_sum", "_text")
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._bounds = name, text, [*map(float, bounds), float("inf")]
+        self._counts, self._sum, self._created_s = [0] * len(self._bounds), 0.0, time.time()
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """Count ``value`` in the first bucket that ends at it or behind it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        """The family."""
+        counts = itertools.accumulate(self._counts)
+        names = (*map(repr, self._bounds[:-1]), "+Inf")
+        buckets = [(name, float(count)) for name, count in zip(names, counts, strict=True)]
+        family = HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+        family.add_sample(f"{self._name}_created", {}, self._created_s)
+        yield family
 
 
 class ApiMetrics:

@@ -149,11 +149,6 @@ class Documents:
         return owned
 
 
-def size_of(document: Document | None) -> int:
-    """Roughly, the bytes of text that a request with this document adds to the work."""
-    return 0 if document is None else 4 * len(document.prompt.tokens)
-
-
 def prepare_document(body: DocumentBody, document_id: str, encoder: PromptEncoder, model: ServedModel) -> Document:
     """The document that a body describes. Raises :class:`ApiError` 400 for a malformed or too long one."""
     if (body.text is None) == (body.messages is None):

@@ -17,9 +17,9 @@ from memserve.api.http.limits import TENANT_KEY, Edge, header, json_body
 from memserve.api.http.middleware import REPLY_KEY
 from memserve.api.http.request import new_id
 from memserve.api.metrics.http import ApiMetrics
-from memserve.api.openai.documents import Document, Documents, size_of
+from memserve.api.openai.documents import Document, Documents
 from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServedModel, ServingEngine
-from memserve.api.openai.redirect import send_to_owner_if_kept
+from memserve.api.openai.paths import send_to_owner_if_kept
 from memserve.api.openai.request.messages import check_messages
 from memserve.api.openai.request.plan import Caller, Generation, plan_chat, plan_completion
 from memserve.api.openai.request.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_token_list
@@ -80,6 +80,11 @@ def parse_completion(data: bytes, leniency: Leniency) -> tuple[CompletionBody, t
     return body, ()
 
 
+def _work_of_document(document: Document | None) -> int:
+    """Roughly, the bytes of text that a request with this document adds to the work."""
+    return 0 if document is None else 4 * len(document.prompt.tokens)
+
+
 class CompletionPlanner:
     """``POST /v1/completions``."""
 
@@ -108,7 +113,7 @@ class CompletionPlanner:
             return _as_configured(plan, self._config, ignored)
 
         text_bytes = len(data) // (CHECKING if is_token_list(body.prompt) and not body.echo else 1)
-        return await workers.run_work(caller.tenant, work_of(body, text_bytes) + size_of(document), planned)
+        return await workers.run_work(caller.tenant, work_of(body, text_bytes) + _work_of_document(document), planned)
 
     def _encode_prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
         add_special_tokens = body.add_special_tokens is not False and document is None  # the document begins with them
@@ -144,7 +149,7 @@ class ChatPlanner:
         def planned() -> Generation:
             return self.plan_body(body, document, caller, response_id, ignored)
 
-        return await workers.run_work(caller.tenant, work_of(body, len(data)) + size_of(document), planned)
+        return await workers.run_work(caller.tenant, work_of(body, len(data)) + _work_of_document(document), planned)
 
     def plan_body(
         self, body: ChatBody, document: Document | None, caller: Caller, response_id: str, ignored: tuple[str, ...]

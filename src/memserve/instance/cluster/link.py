@@ -26,7 +26,7 @@ from memserve.instance.cluster.store_export import StoreWriter
 from memserve.instance.events import Action, StepPlan
 from memserve.instance.scheduler.capacity import headroom_blocks
 from memserve.instance.scheduler.sequence import Fact, Group, Sequence
-from memserve.kv.feed import KvFeed
+from memserve.kv.events import KvFeed
 from memserve.kv.transfer.context import Room
 from memserve.kv.transfer.events import (
     FetchEnded,

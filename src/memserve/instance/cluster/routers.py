@@ -22,7 +22,7 @@ from msgspec import structs
 from memserve.base.errors import check
 from memserve.base.types import Role, TokenOutput
 from memserve.base.units import NS_PER_MS
-from memserve.kv.feed import KvFeed
+from memserve.kv.events import KvFeed
 from memserve.protocol.events import EmitTokens, RejectRequest, Send
 from memserve.protocol.messages import Heartbeat, KvEvents, KvSnapshot, RequestRefused, Tokens
 from memserve.protocol.peers import Load, Peer, PeerInfo

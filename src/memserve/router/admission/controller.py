@@ -6,7 +6,7 @@
                    |                                      (retries and resumptions stay active)
                    +--too many wait, or it has waited too long: rejected, with a time to retry after
 
-A request is admitted when it is its tenant's turn (``policy.fairness``), fewer than ``active_max`` are active, and an
+A request is admitted when it is its tenant's turn (``base/fairness.py``), fewer than ``active_max`` are active, and an
 instance has memory for it (``cluster.memory``). The head of the queue is not overtaken: a large request would starve
 behind small ones. One exception, with ``hold``: where an instance still holds what a request of the same
 tenant continues, that request goes first, until the head has waited for half of the time that it may wait. Otherwise,

@@ -2,11 +2,11 @@
 
 An attempt holds what it needs on the instances that work for it, from dispatch until it is over: the prompt's blocks on
 a prefill instance, those of prompt and output where it is decoded. What is pinned, or may be fetched by another
-instance, cannot be evicted for it (``policy.reservations``). Instances keep accounts of their own; the ledger here says
+instance, cannot be evicted for it (``Reservations``). Instances keep accounts of their own; the ledger here says
 whether an admitted request will find room, before it is sent anywhere.
 
 KV of a finished request is cache. By default it counts as free. With ``evictions_max`` it counts as used until a
-newcomer's request evicts it (``policy.ledger``), or ``kept_ns`` have passed. With ``hold`` it is *held*
+newcomer's request evicts it (``BlockLedger``), or ``kept_ns`` have passed. With ``hold`` it is *held*
 for as long as computing it again would take: a client that asks on at once finds its KV, although others wait.
 """
 

@@ -28,7 +28,7 @@ import msgspec
 from memserve.base.errors import check
 from memserve.base.types import ClockTicked, KVGeometry, Role
 from memserve.base.units import NS_PER_S
-from memserve.kv.feed import KvFeed
+from memserve.kv.events import KvFeed
 from memserve.kv.transfer.events import PagesPulled, PagesSealed
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived

@@ -35,7 +35,7 @@ GROUP_MAX = 4096
 
 
 class KvLog:
-    """A source of :class:`memserve.kv.feed.KvFeed`. What lies in memory and on a disk counts as in memory."""
+    """A source of :class:`memserve.kv.events.KvFeed`. What lies in memory and on a disk counts as in memory."""
 
     def __init__(self) -> None:
         self._places: dict[bytes, Tier] = {}
