@@ -11,17 +11,20 @@ NAMES = {
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+    "lm_head": "output",
 }  # fmt: skip
 """Of transformers' tensors -> of GGUF's."""
 
 
-def write_gguf(module: Any, path: Path) -> Path:
-    """A GGUF file of a tiny Llama: quantised matrices (Q8_0), everything else float32."""
+def write_gguf(module: Any, path: Path, *, with_head: bool = False) -> Path:
+    """A GGUF file of a tiny Llama: quantised matrices (Q8_0), everything else float32. Without its output head: that is
+    tied to the embedding."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
     def tensors() -> Iterator[tuple[str, Any, Any]]:
-        weights = {name: value for name, value in module.state_dict().items() if name != "lm_head.weight"}
+        weights = {name: value for name, value in module.state_dict().items()
+                   if with_head or name != "lm_head.weight"}  # fmt: skip
         for name, value in weights.items():
             array = value.numpy()
             if array.ndim == 2 and array.shape[1] % 32 == 0:

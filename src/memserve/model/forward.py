@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from memserve.model import linears
 from memserve.model.loading.pages import pages_of
+from memserve.model.loading.stored import NOT_STORED, stored_of
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _TRIAL_ROWS = 8
@@ -34,9 +35,13 @@ class EagerForward:
 
     def __init__(self, module: Any, *, pack: bool = True) -> None:
         """``pack``: false leaves the module untouched, with logits rounded to its dtype."""
-        self._module = module
+        self._module, self._stored = module, stored_of(module)
+        self._packs = pack
+        self._head: Tensor | None = None
         self.packed_linears = 0
         if pack:
+            head = module.get_output_embeddings()
+            self._head = None if head is None else head.weight.detach()
             widen_head(module)
             self.packed_linears = pack_linears(module)
         self._selects_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
@@ -44,7 +49,9 @@ class EagerForward:
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """See :class:`Forward`."""
         row_options = {"logits_to_keep": logits_rows} if self._selects_rows else {}
-        with torch.inference_mode():
+        # not packed: the module is compared, or recorded, and whoever does so says what it computes with
+        stored = self._stored if self._packs else NOT_STORED
+        with torch.inference_mode(), stored.computing_as_stored(self._head, exact=False):
             out = self._module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **row_options)
             logits: Tensor = out.logits[0] if self._selects_rows else out.logits[0, logits_rows]
             return logits.float()
@@ -76,9 +83,9 @@ def pack_linears(module: nn.Module) -> int:
 
     Nothing is replaced on other devices, for other dtypes, or where the packed result would differ.
     """
-    pages = pages_of(module)
+    pages, stored = pages_of(module), stored_of(module)
     places = [(parent, name) for parent in module.modules() for name, child in parent.named_children()
-              if type(child) is nn.Linear and _is_packable(child)]  # fmt: skip
+              if type(child) is nn.Linear and _is_packable(child) and not stored.of(child.weight.detach())]  # fmt: skip
     trusted: dict[tuple[Any, ...], bool] = {}
     packed = 0
     for parent, name in places:
@@ -113,6 +120,8 @@ class WideLinear(nn.Module):
 def widen_head(module: Any) -> bool:
     """Let the output head of a 16-bit model return float32 logits; False if it is not a plain 16-bit linear."""
     head = module.get_output_embeddings()
+    if stored_of(module).of(head.weight.detach()) is not None:
+        return True  # it is so already: see :class:`EagerForward`
     if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     module.set_output_embeddings(WideLinear(head))
@@ -124,9 +133,9 @@ def own_storage(module: nn.Module) -> None:
 
     As long as one parameter refers to the mapping, all of it stays resident, the packed weights' originals too.
     """
-    pages = pages_of(module)
+    pages, stored = pages_of(module), stored_of(module)
     for parameter in module.parameters():
-        if parameter.device.type == "cpu":
+        if parameter.device.type == "cpu" and stored.of(parameter.detach()) is None:
             mapped, parameter.data = parameter.data, parameter.data.clone()
             if pages.is_mapped(mapped):
                 pages.release_values(mapped)

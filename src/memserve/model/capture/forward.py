@@ -23,6 +23,7 @@ from memserve.model.capture.lower import Lowering
 from memserve.model.capture.passes import (
     Packs,
     has_mutation,
+    keep_stored_embeddings,
     match_gates,
     match_residuals,
     match_rms_norms,
@@ -154,8 +155,9 @@ def capture_forward(module: Any) -> CapturedForward | None:
         device = next(module.parameters()).device
         trials = [_inputs(tokens, rows, vocab, device, first_position=3) for tokens, rows in _TRIALS]
         with pages.one_layer_at_a_time(module):
-            graph = _record_graph(forward, vocab, device)
-            expected = _expected(forward, trials)
+            graph = _record_graph(forward, vocab, device)  # its values do not matter
+            with stored_of(module).computing_as_stored():
+                expected = _expected(forward, trials)
         captured = _captured(graph, module.dtype, pages, stored_of(module))
         for trial, logits in zip(trials, expected, strict=True):
             captured.compare(trial, logits, _TOLERANCE[module.dtype])
@@ -203,6 +205,7 @@ def optimise(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES, store
     widen_logits(graph)
     pack_linears(graph, packs, pages, stored)
     share_tied_embedding(graph)
+    keep_stored_embeddings(graph, packs, stored)
     if _is_on_gpu(graph):
         use_gpu_kernels(graph)
     graph.lint()

@@ -419,6 +419,21 @@ def share_tied_embedding(graph: fx.Graph) -> None:
     drop_dead(graph)
 
 
+def keep_stored_embeddings(graph: fx.Graph, packs: Packs, stored: StoredWeights) -> None:
+    """An embedding whose table stays quantised, and is no linear's weight, reads rows of that."""
+    for node in nodes_of(graph):
+        table = constant_of(node.args[0]) if calls(node, aten.embedding.default) else None
+        if table is None or stored.of(table) is None:
+            continue
+        layer = (
+            packs[_key(False, [table])][0] if _key(False, [table]) in packs else stored.layer([table], None, wide=False)
+        )
+        if isinstance(layer, QuantisedLinear):
+            packs[_key(False, [table])] = layer, [table]
+            replace(graph, node, fused.embed, (node.args[1], QuantisedEmbedding(layer, table.dtype)))
+    drop_dead(graph)
+
+
 def _parameters(node: Node) -> list[Node]:
     """Weight, and bias if there is one."""
     return [arg for arg in node.args[1:] if arg is not None]

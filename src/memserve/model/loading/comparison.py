@@ -32,6 +32,7 @@ from memserve.model.loading.cache import cache_root, cached_fingerprint
 from memserve.model.loading.checkpoint import errors_named
 from memserve.model.loading.pages import WeightPages, pages_of
 from memserve.model.loading.probe import HINT, ProbedLayer
+from memserve.model.loading.stored import stored_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +103,7 @@ def compare_in_pieces(module: Any, layers: list[ProbedLayer], dtype: str, longes
     pieces = [0, first, first + 1, first + 2, first + 2 + (tokens - first - 2) // 2, tokens]
     positions = _spread(first, tokens)
     failure = f"a {family} model cannot be served: its forward refused a plain step"
-    with errors_named(failure, HINT), torch.inference_mode():
+    with errors_named(failure, HINT), torch.inference_mode(), stored_of(module).computing_as_stored():
         module.set_attn_implementation("eager")
         try:
             expected = _logits(module, ids, None, positions)
@@ -149,9 +150,11 @@ def _in_float32(module: Any) -> Iterator[None]:
     large = 4 * sum(parameter.numel() for parameter in module.parameters()) > FLOAT32_BYTES_MAX
     layers = [layer for part in module.modules() if large and isinstance(part, torch.nn.ModuleList) for layer in part]
     pages = pages_of(module)
-    wide = {id(layer): _Widened(layer, pages) for layer in layers}
+    stored = stored_of(module)  # weights without numbers
+    without = {id(weight) for weight in module.parameters() if stored.of(weight.detach()) is not None}
+    wide = {id(layer): _Widened(layer, pages, without) for layer in layers}
     inside = {id(weight) for part in wide.values() for weight in part.narrow}
-    rest = _Widened(module, pages, inside)
+    rest = _Widened(module, pages, without | inside)
     handles = []
     for layer in layers:
         part = wide[id(layer)]

@@ -1,4 +1,7 @@
-"""Converts a GGUF file to two Hugging Face folders, weight by weight; runs in a process of its own.
+"""Converts a GGUF file to Hugging Face folders, weight by weight; runs in a process of its own.
+
+:func:`convert` writes two, with all numbers. :func:`describe_stored` writes one in which the matrices that the file
+holds quantised are holes of a sparse file, and says where in the GGUF file they lie: nothing large is read or written.
 
 transformers puts each weight into the module as soon as it has it. There it is taken, written to both folders, and
 replaced by nothing: so one weight at a time is in memory, not the model. For most architectures transformers reads the
@@ -11,23 +14,27 @@ Writes a safetensors file tensor by tensor: a conversion never holds more of a m
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from memserve.base.errors import UserError, check
 from memserve.model.loading.checkpoint import is_finite, load_module
-from memserve.model.loading.sources import EXACT, ROUNDED
+from memserve.model.loading.skeleton import build_skeleton
+from memserve.model.loading.sources import EXACT, ROUNDED, STORED
+from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight
 from memserve.system.imports import leave_compiler_out
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -39,6 +46,7 @@ _NAMES = {
 _ENTRY_BYTES = 512
 """Room in the header for a tensor: names have about 60 characters."""
 _ALIGNED_BYTES = 64
+_ROWS_AT_ONCE = 4096
 
 
 class SafetensorsWriter:
@@ -64,22 +72,30 @@ class SafetensorsWriter:
         finally:
             self._file.close()
 
+    def leave_hole(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Add a tensor of zeros, for which a file system with sparse files takes no room."""
+        size = dtype.itemsize * math.prod(shape)
+        self._file.seek(size, os.SEEK_CUR)
+        self._add_entry(name, shape, dtype, size)
+        self._file.truncate()
+
     def write(self, name: str, value: Tensor) -> None:
         """Add ``value``, of any shape, on a CPU. Raises ``OSError``, and :class:`UserError` for a dtype that the format
         does not know."""
         import torch
 
-        check(name not in self._entries, "a tensor is written once")
-        code = _NAMES.get(str(value.dtype))
-        if code is None:
-            raise UserError(f"{name} has the dtype {value.dtype}, which safetensors files do not hold")
         flat = value.detach().contiguous().reshape(-1)
         size = flat.numel() * flat.element_size()
+        self._add_entry(name, value.shape, value.dtype, size)
         if size:
             self._file.write(flat.view(torch.uint8).numpy().data)
-        self._entries[name] = {
-            "dtype": code, "shape": list(value.shape), "data_offsets": [self._end, self._end + size]
-        }  # fmt: skip
+
+    def _add_entry(self, name: str, shape: Sequence[int], dtype: torch.dtype, size: int) -> None:
+        check(name not in self._entries, "a tensor is written once")
+        code = _NAMES.get(str(dtype))
+        if code is None:
+            raise UserError(f"{name} has the dtype {dtype}, which safetensors files do not hold")
+        self._entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [self._end, self._end + size]}
         self._end += size
 
     def _write_header(self) -> None:
@@ -143,7 +159,6 @@ class _Folders:
 def convert(path: Path, folder: Path) -> None:
     """Write ``folder/float32`` and ``folder/bfloat16`` from the GGUF file ``path``. Raises :class:`UserError`."""
     import torch
-    from transformers import AutoTokenizer
 
     exact, rounded = folder / EXACT, folder / ROUNDED
     exact.mkdir()
@@ -155,12 +170,103 @@ def convert(path: Path, folder: Path) -> None:
         folders.take_rest(model)
         if folders.odd:
             raise UserError(f"{path.name} has weights that are not finite (NaN or infinite): {folders.odd}")
-    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    tokenizer.save_pretrained(exact)
-    model.generation_config.save_pretrained(exact)
+    _write_beside(exact, model, path)
     shutil.copytree(exact, rounded, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    _write_config(exact, model)
-    _write_config(rounded, model)
+    _write_config(exact, model, EXACT)
+    _write_config(rounded, model, ROUNDED)
+
+
+def describe_stored(path: Path, folder: Path) -> None:
+    """Write ``folder`` with all of the GGUF file ``path`` but its quantised matrices, and :data:`STORED` with where
+    they are: ``{"weights": {parameter: [format, n, k, offset, order]}, "orders": [...]}``, ``order`` an index of
+    ``orders``, or null for the file's own (:meth:`memserve.model.quantised.QuantisedWeight.of_blocks`). A model that
+    cannot be described so has ``{"refused": reason}`` alone. Raises :class:`UserError` for a damaged file.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    auto_model: Any = AutoModelForCausalLM
+    with _read_once():
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+
+        def build() -> Any:
+            with torch.device("meta"):
+                return auto_model.from_config(config)
+
+        module = build_skeleton(build)
+        weights = _late_weights(_parsed(path), path, module)
+        reason = "its weights are not each of one tensor" if weights is None else _write_stored(module, weights, folder)
+        if reason:
+            (folder / STORED).write_text(json.dumps({"refused": reason}))
+            return
+        _write_beside(folder, module, path)
+    _write_config(folder, module, ROUNDED)
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """What transformers reads of a GGUF file beside its weights."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    place: Any = modeling_gguf_pytorch_utils
+    return dict(place.load_gguf_checkpoint(path))
+
+
+def _write_stored(module: Any, parsed: dict[str, Any], folder: Path) -> str:
+    """Write weights, holes and :data:`STORED`; why that cannot be, if it cannot."""
+    import torch
+
+    late: dict[str, _LateWeight] = parsed["tensors"]
+    state, tied = module.state_dict(), module.config.get_text_config().tie_word_embeddings
+    names = [name for name in state if not (tied and name == "lm_head.weight")]
+    absent = [name for name in names if name not in late]
+    if absent:
+        return f"{absent[0]} is no tensor of the file"
+    described: dict[str, list[Any]] = {}
+    orders: list[list[int]] = []
+    with SafetensorsWriter(folder / _WEIGHTS, len(names)) as writer:
+        for name in names:
+            order = late[name].row_order() if late[name].shape == tuple(state[name].shape) else None
+            if order is not None and late[name].is_quantised():
+                late[name].check_finite(name)
+                is_same = order == list(range(len(order)))
+                if not is_same and order not in orders:
+                    orders.append(order)
+                described[name] = [*late[name].place(), None if is_same else orders.index(order)]
+                writer.leave_hole(name, late[name].shape, torch.bfloat16)
+                continue
+            value = late[name].read()
+            if not is_finite(value):
+                raise UserError(f"the weights of {name} are not finite (NaN or infinite)")
+            writer.write(name, value.to(torch.bfloat16))
+    if not described:
+        return "it holds no quantised matrices"
+    (folder / STORED).write_text(json.dumps({"weights": described, "orders": orders}))
+    return ""
+
+
+def _write_beside(folder: Path, module: Any, path: Path) -> None:
+    """Tokenizer and generation config."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.save_pretrained(folder)
+    module.generation_config.save_pretrained(folder)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Inside, a GGUF file is parsed once, however often transformers asks: with a large vocabulary that takes seconds.
+    For a process of ours alone."""
+    import gguf
+
+    place: Any = gguf
+    reader = place.GGUFReader
+    parse = lru_cache(reader)
+    place.GGUFReader = lambda path, mode="r": parse(str(path), mode)
+    try:
+        yield
+    finally:
+        place.GGUFReader = reader
 
 
 @contextmanager
@@ -193,6 +299,40 @@ class _LateWeight:
 
     read: Callable[[], Tensor]
     shape: tuple[int, ...]
+    tensor: Any  # gguf's, mapped
+    reorder: Callable[[Any], Any]  # what transformers does with its numbers
+
+    def is_quantised(self) -> bool:
+        """Whether it is a matrix in a format of the kernels."""
+        return len(self.shape) == 2 and self.tensor.tensor_type.name in FORMATS
+
+    def check_finite(self, name: str) -> None:
+        """Raise :class:`UserError` for a quantised matrix with a number that is NaN or infinite."""
+        import torch
+
+        blocks = torch.from_numpy(self.tensor.data)
+        for part in torch.split(blocks, _ROWS_AT_ONCE):
+            weight = QuantisedWeight.of_blocks(self.tensor.tensor_type.name, part, self.shape[1])
+            if not is_finite(QuantisedLinear([weight]).dequantised(torch.bfloat16)):
+                raise UserError(f"the weights of {name} are not finite (NaN or infinite)")
+
+    def row_order(self) -> list[int] | None:
+        """Which row of the tensor each row of the weight is; None: it is no matrix of the same rows."""
+        import numpy as np
+
+        rows = self.shape[0] if len(self.shape) == 2 else 0
+        numbered = np.repeat(np.arange(rows, dtype=np.float64)[:, None], 2, axis=1)
+        try:
+            order = self.reorder(numbered)
+        except (ValueError, IndexError):  # of numbers that it does not know
+            return None
+        if order.shape != numbered.shape or not (order[:, 0] == order[:, 1]).all():
+            return None
+        return [int(row) for row in order[:, 0]] if set(order[:, 0]) == set(range(rows)) else None
+
+    def place(self) -> tuple[str, int, int, int]:
+        """Format, outputs, inputs, and where the tensor's blocks begin in the file."""
+        return self.tensor.tensor_type.name, self.shape[0], self.shape[1], int(self.tensor.data_offset)
 
     def __getitem__(self, _: object) -> Tensor:
         return self.read()
@@ -250,16 +390,20 @@ def _late_weights(parsed: dict[str, Any], path: Any, module: Any) -> dict[str, A
 
     mapped: Any = reader.data
 
-    def read(tensor: Any) -> Tensor:
-        weights = gguf.dequantize(tensor.data, tensor.tensor_type)
+    def reorder(tensor: Any, weights: Any) -> Any:
         context = {"tensor_key_mapping": names, "parsed_parameters": parsed}
-        weights = processor.process(weights=weights, name=tensor.name, **context).weights
+        return processor.process(weights=weights, name=tensor.name, **context).weights
+
+    def read(tensor: Any) -> Tensor:
+        weights = reorder(tensor, gguf.dequantize(tensor.data, tensor.tensor_type))
         value = torch.from_numpy(weights if weights.flags.writeable else np.copy(weights))
         mapped._mmap.madvise(mmap.MADV_DONTNEED)  # what was read of the file is no longer needed
         return value
 
     late = {
-        names[tensor.name]: _LateWeight(partial(read, tensor), tuple(int(size) for size in tensor.shape[::-1]))
+        names[tensor.name]: _LateWeight(
+            partial(read, tensor), tuple(int(size) for size in tensor.shape[::-1]), tensor, partial(reorder, tensor)
+        )
         for tensor in reader.tensors
         if tensor.name in names
     }
@@ -272,20 +416,21 @@ def _value_of(module: Any, name: str) -> Tensor | None:
     return value
 
 
-def _write_config(folder: Path, model: Any) -> None:
+def _write_config(folder: Path, model: Any, dtype: str) -> None:
     config = model.config.to_dict()
     config.pop("quantization_config", None)  # these weights are plain
     config.pop("_name_or_path", None)
-    config |= {"dtype": folder.name, "architectures": [type(model).__name__]}
+    config |= {"dtype": dtype, "architectures": [type(model).__name__]}
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
 
 
 def main() -> None:
-    """``python -m memserve.model.loading.conversion FILE FOLDER``."""
+    """``python -m memserve.model.loading.conversion FILE FOLDER [stored]``."""
     os.environ[_NO_WAITING_READS] = "1"
     leave_compiler_out("cpu")
+    write = describe_stored if sys.argv[3:] == ["stored"] else convert
     try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+        write(Path(sys.argv[1]), Path(sys.argv[2]))
     except UserError as refused:
         sys.exit(refused.message)
 

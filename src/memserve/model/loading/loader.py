@@ -13,7 +13,7 @@ from memserve.base.config import DEFAULT_MAX_TOKENS
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import AS_COMPUTED
 from memserve.base.types import NO_REGIMES, KVGeometry, PositionRegimes
-from memserve.model.loading.cache import fingerprint
+from memserve.model.loading.cache import fingerprint, whole_digest
 from memserve.model.loading.checkpoint import errors_named, load_module, text_weights
 from memserve.model.loading.lora import Adapter, read_adapters
 from memserve.model.loading.sources import (
@@ -126,7 +126,8 @@ def load_model(
     adapters = read_adapters(lora)
     import torch
 
-    folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None)
+    keep_file = quantization == "auto" and dtype_name == "bfloat16" and place.type == "cpu" and not on_host
+    folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None, keep_file=keep_file)
     from memserve.model.loading.pages import pages_of
     from memserve.model.loading.probe import probe_model
     from memserve.model.rotary import install_length_rotaries
@@ -134,12 +135,15 @@ def load_model(
     if threads is not None:
         torch.set_num_threads(threads)
     module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
+    if folder.keeps_file:
+        _reserve_stored(module, folder)
     with pages_of(module).one_layer_at_a_time(module):
         geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
-    identity, original = fingerprint(folder.path), _original_tokens(module)
+    identity, original = _identity(folder), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
-    stored = _keep_stored(module, folder, dtype_name, identity) if quantization == "auto" else identity
+    keeps = quantization == "auto" and not folder.keeps_file
+    stored = _keep_stored(module, folder, dtype_name, identity) if keeps else identity
     regimes = install_length_rotaries(module) if original else NO_REGIMES
     vocab_size = _vocab_size(module)
     return LoadedModel(
@@ -157,26 +161,48 @@ def load_model(
         generation_defaults=_generation_defaults(folder),
         attends_plainly=not original and not any(layer.window or layer.sinks for layer in layers),
         position_regimes=regimes or NO_REGIMES,
-        quantization="none" if stored == identity else quantization,
+        quantization="none" if stored == identity and not folder.keeps_file else quantization,
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
     )
 
 
-def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None) -> ModelFolder:
+def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_file: bool) -> ModelFolder:
     """The folder of ``source``, unless the machine cannot hold it with ``kv_bytes`` of KV; None: without a look."""
     import torch
 
     if kv_bytes is None:
-        return resolve_source(source, dtype)
+        return resolve_source(source, dtype, keep_file=keep_file)
     value_bytes = getattr(torch, dtype).itemsize
 
     def check(name: str, values: int, largest: int) -> None:
         check_model_memory(name, value_bytes * values, value_bytes * largest, kv_bytes)
 
-    folder = resolve_source(source, dtype, lambda path: check(path.name, *gguf_weights(path)))
+    folder = resolve_source(source, dtype, lambda path: check(path.name, *gguf_weights(path)), keep_file=keep_file)
+    if folder.keeps_file and folder.gguf is not None:  # packed from the file, and a layer of numbers at a time
+        largest = value_bytes * text_weights(folder.path)[1]
+        check_model_memory(folder.name, folder.gguf.stat().st_size, largest, kv_bytes)
+        return folder
     check(folder.name, *text_weights(folder.path))
     return folder
+
+
+def _identity(folder: ModelFolder) -> str:
+    """A model's fingerprint. Weights that stay in their file are of that file; and keys and values are rounded
+    otherwise with them than with numbers."""
+    if not folder.keeps_file or folder.gguf is None:
+        return fingerprint(folder.path)
+    config = (folder.path / "config.json").read_bytes()
+    return hashlib.blake2b(config + whole_digest(folder.gguf) + b" as stored", digest_size=16).hexdigest()
+
+
+def _reserve_stored(module: Any, folder: ModelFolder) -> None:
+    from memserve.model.loading.stored import remember_stored, reserve_stored
+
+    assert folder.gguf is not None  # it keeps a file
+    stored = reserve_stored(module, folder.path, folder.gguf)
+    remember_stored(module, stored)
+    log.info("%d weights stay quantised as in %s", len(stored), folder.name)
 
 
 def _compare(

@@ -17,6 +17,7 @@ from memserve.base.types import KVGeometry
 from memserve.model.attention.context import ATTENTION_NAME, register_attention, step_attention
 from memserve.model.attention.reference import attend_dense
 from memserve.model.loading.checkpoint import errors_named
+from memserve.model.loading.stored import stored_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +89,7 @@ def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry,
 def _last_logits(module: Any, ids: Tensor, family: str) -> Tensor:
     positions = torch.arange(len(ids), device=ids.device)
     failure = f"a {family} model cannot be served: its forward refused a plain step"
-    with errors_named(failure, HINT), torch.inference_mode():
+    with errors_named(failure, HINT), torch.inference_mode(), stored_of(module).computing_as_stored():
         out = module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     last: Tensor = out.logits[0, -1].float()
     return last

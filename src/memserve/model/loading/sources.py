@@ -2,24 +2,30 @@
 
 A GGUF file is converted once, to the exact dequantised values in float32: ``--dtype float32`` then computes with the
 weights that transformers gets from the file itself. A second copy, already rounded to bfloat16, lets the default start
-without ever mapping the float32 one. The conversion is :mod:`memserve.model.loading.conversion`, in its own process.
+without ever mapping the float32 one. Where the file's weights are computed with as they are, a folder without them is
+enough. All are made by :mod:`memserve.model.loading.conversion`, in its own process.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import logging
 import re
 import stat
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from memserve.base.errors import UserError
 from memserve.model.loading.cache import cached_folder, whole_digest
 from memserve.model.loading.checkpoint import errors_named
 from memserve.system.process import module_command
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
@@ -39,6 +45,9 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 VERSION = 1
 """Raise this when a conversion would come out differently: cached ones are then made again."""
 
+STORED_VERSION = 1
+"""As :data:`VERSION`, of folders whose matrices stay in their file."""
+
 CONVERSION_S = 3600
 """A conversion that takes longer is given up."""
 
@@ -46,6 +55,9 @@ _CONVERT_HINT = "download it again; or convert it to a Hugging Face folder, and 
 
 EXACT, ROUNDED = "float32", "bfloat16"
 """The two folders of a conversion."""
+
+STORED = "stored.json"
+"""In a folder whose quantised matrices stay in their GGUF file: where in it they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +67,28 @@ class ModelFolder:
     path: Path
     name: str  # what clients call the model
     gguf: Path | None = None  # the file that it was converted from
+    keeps_file: bool = False  # the file's quantised matrices are there alone: see STORED
 
 
-def resolve_source(source: str, dtype: str, before: Callable[[Path], None] | None = None) -> ModelFolder:
+def resolve_source(
+    source: str, dtype: str, before: Callable[[Path], None] | None = None, *, keep_file: bool = False
+) -> ModelFolder:
     """Find or make the local folder for ``source`` (see :func:`memserve.model.loading.loader.load_model`).
 
     ``dtype`` chooses between the two copies of a converted GGUF file; ``before`` is called with a file that has to be
-    converted, and may refuse it. Raises :class:`UserError`.
+    converted, and may refuse it. ``keep_file``: its quantised matrices are left in it, if they can be. Raises
+    :class:`UserError`.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        return _local_folder(path, dtype, before)
+        return _local_folder(path, dtype, before, keep_file)
     if path.is_file():
         if path.suffix != ".gguf":
             raise UserError(f"{source} is a file, but not a .gguf file", hint="give a model folder or a .gguf file")
-        return ModelFolder(converted_folder(path, dtype, before), path.stem, path)
+        return _gguf_folder(path, path.stem, dtype, before, keep_file)
     if source.lower() in ("default", DEFAULT_MODEL.lower()):
         path = bundled_gguf()
-        return ModelFolder(converted_folder(path, dtype, before), DEFAULT_MODEL, path)
+        return _gguf_folder(path, DEFAULT_MODEL, dtype, before, keep_file)
     if HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
         return ModelFolder(_hub_folder(source), source)
     raise UserError(
@@ -119,7 +135,7 @@ def refuse_special_files(folder: Path, param: str) -> None:
 _SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
-def _local_folder(path: Path, dtype: str, before: Callable[[Path], None] | None) -> ModelFolder:
+def _local_folder(path: Path, dtype: str, before: Callable[[Path], None] | None, keep_file: bool) -> ModelFolder:
     name = path.resolve().name
     with errors_named(f"cannot read {path}", "check that you may read it"):
         refuse_special_files(path, "model")
@@ -127,7 +143,7 @@ def _local_folder(path: Path, dtype: str, before: Callable[[Path], None] | None)
         return ModelFolder(path, name)
     match sorted(path.glob("*.gguf")):
         case [file]:
-            return ModelFolder(converted_folder(file, dtype, before), file.stem, file)
+            return _gguf_folder(file, file.stem, dtype, before, keep_file)
         case [_, *_]:
             raise UserError(f"{path} holds several .gguf files", hint="name the one that you want")
         case _:
@@ -158,25 +174,50 @@ def _hub_folder(repo: str) -> Path:
 # -- GGUF files
 
 
+def _gguf_folder(
+    path: Path, name: str, dtype: str, before: Callable[[Path], None] | None, keep_file: bool
+) -> ModelFolder:
+    described = described_folder(path) if keep_file else None
+    if described is not None:
+        return ModelFolder(described, name, path, keeps_file=True)
+    return ModelFolder(converted_folder(path, dtype, before), name, path)
+
+
+def described_folder(path: Path) -> Path | None:
+    """The folder for the GGUF file ``path`` whose quantised matrices stay there, made on first use (some seconds); None
+    and a line in the log: this model has none. Raises :class:`UserError` as :func:`converted_folder`."""
+    entry = cached_folder(f"{_cache_key(path)}-stored", STORED_VERSION, partial(_convert_in_child, path, "stored"))
+    with errors_named(f"cannot read {entry / STORED}", "remove this folder: it is made again"):
+        refused = json.loads((entry / STORED).read_text()).get("refused")
+    if refused:
+        log.info("the weights of %s are converted: %s", path.name, refused)
+    return None if refused else entry
+
+
 def converted_folder(path: Path, dtype: str, before: Callable[[Path], None] | None = None) -> Path:
     """The Hugging Face folder for the GGUF file ``path``, converted on first use (a minute for a small model), after
     ``before(path)``.
 
     Raises :class:`UserError` when the file is not a GGUF file, or holds something that transformers cannot convert.
     """
-    with errors_named(f"cannot read {path}", "check that you may read it"), path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise UserError(f"{path} is not a GGUF file", hint="its first four bytes should be 'GGUF'")
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)
-    key = f"{name}-{whole_digest(path).hex()[:16]}"
+    key = _cache_key(path)
 
     def build(folder: Path) -> None:
         if before is not None:
             before(path)
-        _convert_in_child(path, folder)
+        _convert_in_child(path, "", folder)
 
     entry = cached_folder(key, VERSION, build)
     return entry / (ROUNDED if dtype == ROUNDED else EXACT)
+
+
+def _cache_key(path: Path) -> str:
+    """Of a GGUF file, by all of its bytes. Raises :class:`UserError` for another file."""
+    with errors_named(f"cannot read {path}", "check that you may read it"), path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UserError(f"{path} is not a GGUF file", hint="its first four bytes should be 'GGUF'")
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)
+    return f"{name}-{whole_digest(path).hex()[:16]}"
 
 
 def gguf_weights(path: Path) -> tuple[int, int]:
@@ -188,8 +229,8 @@ def gguf_weights(path: Path) -> tuple[int, int]:
     return sum(sizes), max(sizes, default=0)
 
 
-def _convert_in_child(path: Path, folder: Path) -> None:
-    command = module_command("memserve.model.loading.conversion", str(path), str(folder))
+def _convert_in_child(path: Path, kind: str, folder: Path) -> None:
+    command = module_command("memserve.model.loading.conversion", str(path), str(folder), *([kind] if kind else []))
     try:
         child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CONVERSION_S)
     except subprocess.TimeoutExpired:

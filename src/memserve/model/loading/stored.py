@@ -8,23 +8,32 @@ and orders, no other weight is taken for it.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from memserve import _kernels
 from memserve.base.errors import UserError
 from memserve.model.loading.conversion import tensor_names
+from memserve.model.loading.pages import drop_file_pages
+from memserve.model.loading.sources import STORED
 from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight, can_follow
 
 log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "memserve_stored"
 _SAMPLE_ROWS = 24
+_MAP_NORESERVE = 0x4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,7 @@ class StoredWeight:
     k: int
     blocks: Tensor
     order: Tensor | None = None
+    _packs: list[QuantisedWeight] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def n(self) -> int:
@@ -48,8 +58,15 @@ class StoredWeight:
         return self.n, self.k
 
     def packed(self) -> QuantisedWeight:
-        """The weight in the layout of the kernels."""
-        return QuantisedWeight.of_blocks(self.format, self.blocks, self.k, self.order)
+        """The weight in the layout of the kernels. It is packed once, until :meth:`forget_packed`."""
+        if not self._packs:
+            self._packs.append(QuantisedWeight.of_blocks(self.format, self.blocks, self.k, self.order))
+            drop_file_pages(self.blocks)
+        return self._packs[0]
+
+    def forget_packed(self) -> None:
+        """Whoever needs the packed weight has it."""
+        self._packs.clear()
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights of some outputs as numbers."""
@@ -69,7 +86,8 @@ class StoredWeights:
 
     def of(self, value: Tensor) -> StoredWeight | None:
         """The stored form of ``value``, a weight of the module; None: it has none, or is a part of one."""
-        weight = self._weights.get(value.data_ptr())
+        is_plain = value.device.type == "cpu" and value.layout is torch.strided  # others have no address
+        weight = self._weights.get(value.data_ptr()) if is_plain else None
         return weight if weight is not None and value.shape == weight.shape and value.is_contiguous() else None
 
     def parts(self, values: Sequence[Tensor]) -> list[int]:
@@ -94,7 +112,19 @@ class StoredWeights:
         bias = None if biases is None else torch.cat(list(biases))
         layer = QuantisedLinear([weight.packed() for weight in weights], bias, wide=wide)
         layer.source = values[0].data_ptr() if len(values) == 1 else 0
+        for weight in weights:
+            weight.forget_packed()
         return layer
+
+    @contextmanager
+    def computing_as_stored(self, wide: Tensor | None = None, *, exact: bool = True) -> Iterator[None]:
+        """Inside, a module whose weights these are computes with them, whatever its parameters hold. ``wide``: that of
+        the output head, if logits are to be float32; ``exact``: see :class:`QuantisedLinear`."""
+        if not self._weights:
+            yield
+            return
+        with _ComputesAsStored(self, wide, exact=exact):
+            yield
 
 
 NOT_STORED = StoredWeights()
@@ -110,6 +140,79 @@ def stored_of(module: Any) -> StoredWeights:
     """The stored weights of ``module``."""
     stored = getattr(module, _ATTRIBUTE, NOT_STORED)
     return stored if isinstance(stored, StoredWeights) else NOT_STORED
+
+
+def reserve_stored(module: Any, folder: Path, path: Path) -> StoredWeights:
+    """The weights of ``module``, loaded from a ``folder`` that holds all but the quantised matrices of the GGUF file
+    ``path`` (:data:`memserve.model.loading.sources.STORED`). The module has zeros in their place, which take no memory:
+    it computes within :meth:`StoredWeights.computing_as_stored`. Raises :class:`UserError` for a file that has
+    changed."""
+    description = json.loads((folder / STORED).read_text())
+    orders = [torch.tensor(order) for order in description["orders"]]
+    size = path.stat().st_size
+    mapped = torch.from_file(str(path), size=size, dtype=torch.uint8)
+    weights = []
+    for name, (format, n, k, offset, order) in description["weights"].items():
+        row_bytes = _kernels.quantised_file_bytes(format, 1, k)
+        if offset + n * row_bytes > size:
+            raise UserError(f"{path.name} ends before its weights do", hint="download it again")
+        blocks = mapped[offset : offset + n * row_bytes].view(n, row_bytes)
+        weight = StoredWeight(format, k, blocks, None if order is None else orders[order])
+        parameter = module.get_parameter(name)
+        parameter.data = _reserve_weight(parameter.shape, parameter.dtype)
+        weights.append((parameter.data, weight))
+    return StoredWeights(weights)
+
+
+class _ComputesAsStored(TorchFunctionMode):
+    """Within it, functions that are given the zeros of a weight compute with the weight."""
+
+    def __init__(self, weights: StoredWeights, wide: Tensor | None, *, exact: bool) -> None:
+        super().__init__()
+        self._weights, self._wide, self._exact = weights, wide, exact
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if getattr(function, "__name__", "") in _READS_NO_NUMBERS:
+            return function(*args, **named)
+        if function is torch.nn.functional.linear:
+            return self._linear(*args, **named)
+        if function is torch.nn.functional.embedding:
+            return self._embedding(*args, **named)
+        return function(*map(self._numbers, args), **{name: self._numbers(value) for name, value in named.items()})
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        stored = self._weights.of(weight.detach())
+        if stored is None:
+            return torch.nn.functional.linear(self._numbers(input), self._numbers(weight), bias)
+        is_wide = self._wide is not None and weight.data_ptr() == self._wide.data_ptr()
+        return QuantisedLinear([stored.packed()], bias, wide=is_wide, exact=self._exact)(self._numbers(input))
+
+    def _embedding(self, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor:
+        stored = self._weights.of(weight.detach())
+        if stored is None:
+            return torch.nn.functional.embedding(input, weight, *rest, **named)
+        return QuantisedLinear([stored.packed()]).rows(input, weight.dtype)
+
+    def _numbers(self, value: Any) -> Any:
+        """``value``, or the numbers of a weight that it stands for: what is done with them is not known."""
+        stored = self._weights.of(value.detach()) if isinstance(value, Tensor) and value.dim() == 2 else None
+        return value if stored is None else QuantisedLinear([stored.packed()]).dequantised(value.dtype)
+
+
+_READS_NO_NUMBERS = ("__get__", "__set__", "size", "dim", "stride", "numel", "element_size", "data_ptr", "detach",
+                     "is_contiguous", "is_floating_point", "untyped_storage")  # fmt: skip
+"""Names of torch's functions that tell of a tensor what its numbers do not change."""
+
+
+def _reserve_weight(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros of ``shape`` that take no memory unless they are written to."""
+    size_bytes = dtype.itemsize * math.prod(shape)
+    # nothing is promised by the system: those of a large model would not fit
+    area = mmap.mmap(-1, max(1, size_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(area, dtype=torch.uint8)[:size_bytes].view(dtype).view(*shape)
 
 
 def stored_in_file(module: Any, path: Path) -> StoredWeights:

@@ -17,10 +17,11 @@ from memserve.base.kv_layout import Parallel
 from memserve.host.build import build_parts
 from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import CapturedForward, capture_forward
+from memserve.model.forward import EagerForward
 from memserve.model.linears import PackedLinear
 from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.loading.probe import DenseAttention
-from memserve.model.loading.stored import StoredWeight, StoredWeights, stored_in_file, stored_of
+from memserve.model.loading.stored import StoredWeight, StoredWeights, reserve_stored, stored_in_file, stored_of
 from memserve.model.quantised import QuantisedLinear, QuantisedWeight
 from quantised_blocks import random_blocks
 from tiny_models import VOCAB, tiny_module
@@ -54,13 +55,15 @@ def linears_of(forward: CapturedForward) -> list[Any]:
 def test_every_matrix_of_the_file_is_known_to_the_bit(path: Path) -> None:
     """Those of queries and keys as well, whose rows llama.cpp orders otherwise."""
     model = load(path, "auto")
+    numbers = dict(load(path, "none").module.named_parameters())
     stored, layers = stored_of(model.module), model.module.config.get_text_config().num_hidden_layers
-    matrices = [value for _, value in model.module.named_parameters() if value.dim() == 2 and value.shape[1] % 32 == 0]
+    matrices = {name: value for name, value in model.module.named_parameters()
+                if value.dim() == 2 and value.shape[1] % 32 == 0}  # fmt: skip
     assert len(stored) == len(matrices) == 6 * layers + 1  # the inputs of the seventh are no whole blocks
-    for value in matrices:
+    for name, value in matrices.items():
         weight = stored.of(value)
         assert weight is not None and weight.format == "Q8_0"
-        assert torch.equal(QuantisedLinear([weight.packed()]).dequantised(torch.bfloat16), value)
+        assert torch.equal(QuantisedLinear([weight.packed()]).dequantised(torch.bfloat16), numbers[name])
         assert stored.of(value[1:]) is None
 
 
@@ -107,6 +110,54 @@ def test_a_captured_forward_computes_with_them(path: Path) -> None:
         assert float((got - want).square().mean().sqrt()) < 0.15 * float(want.std())
         if tokens <= kept.native.rows_max:
             assert torch.equal(got, logits(kept._run, tokens, rows))
+
+
+def test_nothing_is_converted_where_weights_stay(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path))
+    load(path, "auto")
+    written = list(tmp_path.rglob("*.safetensors"))
+    assert [file.parent.name.endswith("-stored") for file in written] == [True]
+    load(path, "none")
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 3
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_a_module_without_numbers_computes_as_with(tmp_path: Path, *, with_head: bool) -> None:
+    """Captured and module by module; whatever is done with a weight, it is never taken for zeros."""
+    file = write_gguf(tiny_module("llama"), tmp_path / "tiny.gguf", with_head=with_head)
+    plain, kept = load(file, "none"), load(file, "auto")
+    with stored_of(kept.module).computing_as_stored():
+        assert torch.equal(logits(EagerForward(kept.module, pack=False), 40, 5),
+                           logits(EagerForward(plain.module, pack=False), 40, 5))  # fmt: skip
+        value, number = kept.module.get_input_embeddings().weight, plain.module.get_input_embeddings().weight
+        assert torch.equal(value.t() @ value, number.t() @ number)
+        assert torch.equal(torch.nn.functional.linear(value, weight=value), torch.nn.functional.linear(number, number))
+    want, eager = logits(captured(load(file, "auto")), 40, 5), logits(EagerForward(kept.module), 40, 5)
+    assert eager.dtype == torch.float32
+    assert float((eager - want).square().mean().sqrt()) < 0.15 * float(want.std())  # activations are rounded
+    assert not any(value.any() for name, value in kept.module.named_parameters() if value.shape == (VOCAB, 32))
+
+
+def test_a_file_cut_short_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    short = tmp_path / "short.gguf"
+    short.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(UserError, match=r"cannot convert short\.gguf"):
+        load(short, "auto")
+    model = load(path, "none")
+    load(path, "auto")
+    described = next((tmp_path / "cache").glob("*-stored"))
+    short.write_bytes(path.read_bytes()[:20_000])
+    with pytest.raises(UserError, match=r"short\.gguf ends before its weights do"):
+        reserve_stored(model.module, described, short)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    module = tiny_module("llama")
+    module.model.layers[1].mlp.gate_proj.weight.data[3, 5] = float("inf")
+    file = write_gguf(module, tmp_path / "odd.gguf")
+    with pytest.raises(UserError, match="not finite"):
+        load(file, "auto")
 
 
 def stored_weight(kind: str, n: int, seed: int = 0) -> StoredWeight:
