@@ -349,10 +349,10 @@ class EngineOptions:
     """A model folder, a ``.gguf`` file, a hub id, or the bundled default."""
     dtype: str = option("auto")
     """``auto``, ``float32``, ``bfloat16`` or ``float16``, for weights, activations and KV alike."""
-    quantization: str = option("none")
+    quantization: str = option("auto")
     """How the weights of a ``.gguf`` file are computed with. ``none``: as numbers of ``--dtype``. ``auto``: as they are
-    stored, with activations rounded to int8, in bfloat16 on a CPU; answers may differ, and requests with ``exact`` are
-    refused."""
+    stored, with activations rounded to int8, in bfloat16 on a CPU with one worker; answers may differ, and requests
+    with ``exact`` are refused."""
     device: str = option("auto")
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: a GPU that torch can use, else the CPU."""
     kv_memory_bytes: int = option(384 * MIB, "--kv-memory", form=SIZE, vllm="kv_cache_memory_bytes", vllm_form=SIZE)

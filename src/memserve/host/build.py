@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memserve.base.config import EngineOptions, InstanceConfig
-from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.base.units import human_bytes
 from memserve.protocol.peers import Peer
@@ -156,9 +155,6 @@ def _load_with_adapters(options: EngineOptions) -> LoadedModel:
         refuse_on_gpu(options)
         check_gpu_count(workers, len(gpus))
     if workers > 1:
-        if options.quantization != "none":
-            hint = "leave out --quantization, or the several workers"
-            raise UserError("weights as they are stored are for one worker so far", hint=hint, param="quantization")
         threads = parallel.threads_each(threads or usable_cores())
     model = load_model(
         options.model, options.dtype, device, block_tokens=options.block_tokens, threads=threads, lora=options.lora,

@@ -126,8 +126,9 @@ def load_model(
     adapters = read_adapters(lora)
     import torch
 
-    keep_file = quantization == "auto" and dtype_name == "bfloat16" and place.type == "cpu" and not on_host
-    folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None, keep_file=keep_file)
+    may_keep = quantization == "auto" and dtype_name == "bfloat16" and place.type == "cpu" and not on_host
+    # float32 promises the arithmetic of the numbers; no kernel of a GPU, nor a cut for workers, takes stored weights
+    folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None, keep_file=may_keep)
     from memserve.model.loading.pages import pages_of
     from memserve.model.loading.probe import probe_model
     from memserve.model.rotary import install_length_rotaries
@@ -142,8 +143,7 @@ def load_model(
     tokenizer = load_tokenizer(folder)
     identity, original = _identity(folder), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
-    keeps = quantization == "auto" and not folder.keeps_file
-    stored = _keep_stored(module, folder, dtype_name, identity) if keeps else identity
+    stored = _keep_stored(module, folder, identity) if may_keep and not folder.keeps_file else identity
     regimes = install_length_rotaries(module) if original else NO_REGIMES
     vocab_size = _vocab_size(module)
     return LoadedModel(
@@ -219,15 +219,12 @@ def _compare(
         compare_once(module, layers, dtype, identity[0], plain_tokens)
 
 
-def _keep_stored(module: Any, folder: ModelFolder, dtype: str, identity: str) -> str:
-    """Remember which weights of ``module`` stay quantised; its fingerprint: keys and values are rounded otherwise.
-
-    Only in bfloat16: float32 promises the arithmetic of the numbers."""
+def _keep_stored(module: Any, folder: ModelFolder, identity: str) -> str:
+    """Remember which weights of ``module`` stay quantised; its fingerprint: keys and values are rounded otherwise."""
     from memserve.model.loading.stored import NOT_STORED, remember_stored, stored_in_file
 
-    stored = stored_in_file(module, folder.gguf) if folder.gguf is not None and dtype == "bfloat16" else NOT_STORED
+    stored = stored_in_file(module, folder.gguf) if folder.gguf is not None else NOT_STORED
     if not len(stored):
-        log.warning("--quantization auto changes nothing: it is for .gguf files, in bfloat16 on a CPU")
         return identity
     remember_stored(module, stored)
     log.info("%d weights stay quantised as in %s", len(stored), folder.name)

@@ -45,6 +45,8 @@ class StoredWeight:
     k: int
     blocks: Tensor
     order: Tensor | None = None
+    #: ``blocks`` lie in a map of their file: pages of them may be dropped
+    is_mapped: bool = False
     _packs: list[QuantisedWeight] = field(default_factory=list, compare=False, repr=False)
 
     @property
@@ -61,7 +63,8 @@ class StoredWeight:
         """The weight in the layout of the kernels. It is packed once, until :meth:`forget_packed`."""
         if not self._packs:
             self._packs.append(QuantisedWeight.of_blocks(self.format, self.blocks, self.k, self.order))
-            drop_file_pages(self.blocks)
+            if self.is_mapped:
+                drop_file_pages(self.blocks)
         return self._packs[0]
 
     def forget_packed(self) -> None:
@@ -157,7 +160,7 @@ def reserve_stored(module: Any, folder: Path, path: Path) -> StoredWeights:
         if offset + n * row_bytes > size:
             raise UserError(f"{path.name} ends before its weights do", hint="download it again")
         blocks = mapped[offset : offset + n * row_bytes].view(n, row_bytes)
-        weight = StoredWeight(format, k, blocks, None if order is None else orders[order])
+        weight = StoredWeight(format, k, blocks, None if order is None else orders[order], is_mapped=True)
         parameter = module.get_parameter(name)
         parameter.data = _reserve_weight(parameter.shape, parameter.dtype)
         weights.append((parameter.data, weight))

@@ -156,7 +156,7 @@ def _why_inexact(model: ServedModel) -> str:
     if model.kv_lower_dtype != AS_COMPUTED:
         return f"KV may be rounded to {model.kv_lower_dtype} here (--kv-lower-dtype)"
     if model.quantization != "none":
-        return f"activations are rounded to int8 here (--quantization {model.quantization})"
+        return "activations are rounded to int8 here (not with --quantization none)"
     return ""
 
 
