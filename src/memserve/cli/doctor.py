@@ -54,7 +54,7 @@ def check_native() -> Iterator[Finding]:
         yield Finding("native kernels", Status.FAIL, str(error), "build it: make install")
         return
     used, able = _kernels.isa(), _kernels.supported_isas()
-    detail = f"{used} (this processor: {', '.join(able)})"
+    detail = f"{used} (this processor: {', '.join(able)}); quantised weights: {_kernels.quantised_set()}"
     if used == "portable":
         yield Finding("native kernels", Status.WARN, detail, "no AVX2: expect a fraction of the usual speed")
     else:
@@ -110,9 +110,10 @@ def check_memory_bound(model: str) -> Iterator[Finding]:
     if not bundled and not (Path(model).expanduser() / "config.json").is_file():
         return  # the model would have to be fetched or converted first
     try:
-        options, folder = EngineOptions(), resolve_source(model, "bfloat16").path
-        config = json.loads((folder / "config.json").read_text())
-        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        options, source = EngineOptions(), resolve_source(model, "bfloat16", keep_file=True)
+        config = json.loads((source.path / "config.json").read_text())
+        files = [source.gguf] if source.keeps_file and source.gguf else source.path.glob("*.safetensors")
+        weights = sum(file.stat().st_size for file in files)
         sizes, heads = sizes_from_config(config, weights), config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads
@@ -127,7 +128,7 @@ def check_memory_bound(model: str) -> Iterator[Finding]:
 
 
 def check_model(model: str) -> Iterator[Finding]:
-    """The model is there, and converted if it has to be."""
+    """The model is there, and described or converted if it has to be."""
     from memserve.model.loading.cache import cache_root
     from memserve.model.loading.sources import bundled_gguf
 
@@ -144,12 +145,13 @@ def check_model(model: str) -> Iterator[Finding]:
         return
     yield Finding("model", Status.OK, f"{model}: {gguf.name}, {human_bytes(gguf.stat().st_size)}")
     root = cache_root()
-    if converted := sorted(root.glob(f"{gguf.stem}-*/*/config.json")):
+    patterns = (f"{gguf.stem}-*-stored/config.json", f"{gguf.stem}-*/*/config.json")
+    if converted := [file for pattern in patterns for file in sorted(root.glob(pattern))]:
         yield Finding("converted model", Status.OK, str(root))
         for file in converted:
             yield from _compared(file.parent)
     else:
-        yield Finding("converted model", Status.WARN, "not yet", "the first start converts it: about a minute, once")
+        yield Finding("converted model", Status.WARN, "not yet", "the first start reads it: some seconds, once")
     yield _disk(root)
 
 
@@ -160,7 +162,7 @@ def _local_model(model: str) -> Finding:
     if path.is_dir() and (path / "config.json").is_file():
         return _folder(path)
     if path.suffix == ".gguf" and path.is_file():
-        return Finding("model", Status.OK, f"{path}, {human_bytes(path.stat().st_size)}; converted at first use")
+        return Finding("model", Status.OK, f"{path}, {human_bytes(path.stat().st_size)}; read at first use")
     if path.exists():
         return Finding("model", Status.FAIL, f"{path} is neither a model folder nor a .gguf file", "see --model")
     if HUB_ID.fullmatch(model):

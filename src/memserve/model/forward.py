@@ -49,7 +49,7 @@ class EagerForward:
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """See :class:`Forward`."""
         row_options = {"logits_to_keep": logits_rows} if self._selects_rows else {}
-        # not packed: the module is compared, or recorded, and whoever does so says what it computes with
+        # without packs it is compared or recorded, and its caller chooses what it computes with
         stored = self._stored if self._packs else NOT_STORED
         with torch.inference_mode(), stored.computing_as_stored(self._head, exact=False):
             out = self._module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **row_options)

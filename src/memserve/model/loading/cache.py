@@ -21,6 +21,8 @@ from memserve.base.errors import UserError
 from memserve.base.units import NS_PER_S
 
 MARKER = "memserve-cache.json"
+STORED = "stored.json"
+"""In a folder whose quantised matrices stay in their GGUF file: which file that is, and where in it they are."""
 log = logging.getLogger(__name__)
 
 _RECENT_NS = 2 * NS_PER_S
@@ -101,15 +103,29 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def fingerprint(folder: Path) -> str:
-    """32 hex digits: a hash of every byte of a model folder's config and weights."""
+    """32 hex digits: a hash of every byte of a model folder's config and weights, those that stay in their file too."""
+    if stored := _stored_fingerprint(folder):
+        return stored
     return _fingerprint(folder, {file: whole_digest(file) for file in folder.glob("*.safetensors")})
 
 
 def cached_fingerprint(folder: Path) -> str | None:
     """As :func:`fingerprint`, without reading weights; None: they were not read since they changed."""
+    if stored := _stored_fingerprint(folder):
+        return stored
     digests = {file: _cached_digest(*_digest_place(file.resolve())) for file in folder.glob("*.safetensors")}
     cached_digests = {file: digest for file, digest in digests.items() if digest is not None}
     return _fingerprint(folder, cached_digests) if len(cached_digests) == len(digests) else None
+
+
+def _stored_fingerprint(folder: Path) -> str:
+    """Of a folder of this cache with :data:`STORED`; empty: it is none. Keys and values are rounded otherwise than with
+    numbers."""
+    if folder.parent != cache_root() or not (folder / STORED).exists():
+        return ""
+    file_digest = json.loads((folder / STORED).read_text())["sha256"].encode()
+    config = (folder / "config.json").read_bytes()
+    return hashlib.blake2b(config + file_digest + b" as stored", digest_size=16).hexdigest()
 
 
 def _fingerprint(folder: Path, digests: dict[Path, bytes]) -> str:

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from memserve.base.errors import UserError, check
+from memserve.model.loading.cache import STORED, whole_digest
 from memserve.model.loading.checkpoint import is_finite, load_module
 from memserve.model.loading.skeleton import build_skeleton
-from memserve.model.loading.sources import EXACT, ROUNDED, STORED
+from memserve.model.loading.sources import EXACT, ROUNDED
 from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight
 from memserve.system.imports import leave_compiler_out
 
@@ -177,10 +178,10 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def describe_stored(path: Path, folder: Path) -> None:
-    """Write ``folder`` with all of the GGUF file ``path`` but its quantised matrices, and :data:`STORED` with where
-    they are: ``{"weights": {parameter: [format, n, k, offset, order]}, "orders": [...]}``, ``order`` an index of
-    ``orders``, or null for the file's own (:meth:`memserve.model.quantised.QuantisedWeight.of_blocks`). A model that
-    cannot be described so has ``{"refused": reason}`` alone. Raises :class:`UserError` for a damaged file.
+    """Write ``folder`` with all of the GGUF file ``path`` but its quantised matrices, and :data:`STORED`:
+    ``{"sha256": of the file, "weights": {parameter: [format, n, k, offset, order]}, "orders": [...]}``, ``order`` an
+    index of ``orders``, or null for the file's own (:meth:`memserve.model.quantised.QuantisedWeight.of_blocks`). A
+    model that cannot be described so has ``{"refused": reason}`` alone. Raises :class:`UserError` for a damaged file.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -195,7 +196,9 @@ def describe_stored(path: Path, folder: Path) -> None:
 
         module = build_skeleton(build)
         weights = _late_weights(_parsed(path), path, module)
-        reason = "its weights are not each of one tensor" if weights is None else _write_stored(module, weights, folder)
+        reason = "its weights are not each of one tensor"
+        if weights is not None:
+            reason = _write_stored(module, weights, path, folder)
         if reason:
             (folder / STORED).write_text(json.dumps({"refused": reason}))
             return
@@ -211,7 +214,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     return dict(place.load_gguf_checkpoint(path))
 
 
-def _write_stored(module: Any, parsed: dict[str, Any], folder: Path) -> str:
+def _write_stored(module: Any, parsed: dict[str, Any], path: Path, folder: Path) -> str:
     """Write weights, holes and :data:`STORED`; why that cannot be, if it cannot."""
     import torch
 
@@ -240,7 +243,8 @@ def _write_stored(module: Any, parsed: dict[str, Any], folder: Path) -> str:
             writer.write(name, value.to(torch.bfloat16))
     if not described:
         return "it holds no quantised matrices"
-    (folder / STORED).write_text(json.dumps({"weights": described, "orders": orders}))
+    description = {"sha256": whole_digest(path).hex(), "weights": described, "orders": orders}
+    (folder / STORED).write_text(json.dumps(description))
     return ""
 
 

@@ -13,7 +13,7 @@ from memserve.base.config import DEFAULT_MAX_TOKENS
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import AS_COMPUTED
 from memserve.base.types import NO_REGIMES, KVGeometry, PositionRegimes
-from memserve.model.loading.cache import fingerprint, whole_digest
+from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import errors_named, load_module, text_weights
 from memserve.model.loading.lora import Adapter, read_adapters
 from memserve.model.loading.sources import (
@@ -141,7 +141,7 @@ def load_model(
     with pages_of(module).one_layer_at_a_time(module):
         geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
-    identity, original = _identity(folder), _original_tokens(module)
+    identity, original = fingerprint(folder.path), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
     stored = _keep_stored(module, folder, identity) if may_keep and not folder.keeps_file else identity
     regimes = install_length_rotaries(module) if original else NO_REGIMES
@@ -185,15 +185,6 @@ def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_fi
         return folder
     check(folder.name, *text_weights(folder.path))
     return folder
-
-
-def _identity(folder: ModelFolder) -> str:
-    """A model's fingerprint. Weights that stay in their file are of that file; and keys and values are rounded
-    otherwise with them than with numbers."""
-    if not folder.keeps_file or folder.gguf is None:
-        return fingerprint(folder.path)
-    config = (folder.path / "config.json").read_bytes()
-    return hashlib.blake2b(config + whole_digest(folder.gguf) + b" as stored", digest_size=16).hexdigest()
 
 
 def _reserve_stored(module: Any, folder: ModelFolder) -> None:

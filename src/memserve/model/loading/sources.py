@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from memserve.base.errors import UserError
-from memserve.model.loading.cache import cached_folder, whole_digest
+from memserve.model.loading.cache import STORED, cached_folder, whole_digest
 from memserve.model.loading.checkpoint import errors_named
 from memserve.system.process import module_command
 
@@ -45,7 +45,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 VERSION = 1
 """Raise this when a conversion would come out differently: cached ones are then made again."""
 
-STORED_VERSION = 1
+STORED_VERSION = 2
 """As :data:`VERSION`, of folders whose matrices stay in their file."""
 
 CONVERSION_S = 3600
@@ -55,9 +55,6 @@ _CONVERT_HINT = "download it again; or convert it to a Hugging Face folder, and 
 
 EXACT, ROUNDED = "float32", "bfloat16"
 """The two folders of a conversion."""
-
-STORED = "stored.json"
-"""In a folder whose quantised matrices stay in their GGUF file: where in it they are."""
 
 
 @dataclass(frozen=True, slots=True)

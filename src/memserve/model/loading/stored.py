@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from memserve import _kernels
 from memserve.base.errors import UserError
+from memserve.model.loading.cache import STORED
 from memserve.model.loading.conversion import tensor_names
 from memserve.model.loading.pages import drop_file_pages
-from memserve.model.loading.sources import STORED
 from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight, can_follow
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class StoredWeight:
         return self._packs[0]
 
     def forget_packed(self) -> None:
-        """Whoever needs the packed weight has it."""
+        """The packed weight is part of a layer now."""
         self._packs.clear()
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
