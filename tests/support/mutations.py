@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from typing import Any
@@ -52,7 +53,7 @@ def mutated_json(data: bytes, rng: random.Random) -> bytes:
         container, key = rng.choice(places)
         match rng.choice(["odd", "odd", "odd", "gone", "renamed", "nested"]):
             case "odd":
-                container[key] = rng.choice(ODD_VALUES)
+                container[key] = copy.deepcopy(rng.choice(ODD_VALUES))
             case "gone":
                 del container[key]
             case "renamed" if isinstance(container, dict):

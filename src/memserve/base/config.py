@@ -338,7 +338,9 @@ class MemberConfig:
     """How long each further address has to answer."""
 
 
-QUANTIZATIONS = ("none", "auto")
+ROUNDED_KINDS = ("int8", "int4")
+"""What the weights of a checkpoint may be rounded to when it is loaded."""
+QUANTIZATIONS = ("none", "auto", *ROUNDED_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,9 +352,10 @@ class EngineOptions:
     dtype: str = option("auto")
     """``auto``, ``float32``, ``bfloat16`` or ``float16``, for weights, activations and KV alike."""
     quantization: str = option("auto")
-    """How the weights of a ``.gguf`` file are computed with. ``none``: as numbers of ``--dtype``. ``auto``: as they are
-    stored, with activations rounded to int8, in bfloat16 on a CPU with one worker; answers may differ, and requests
-    with ``exact`` are refused."""
+    """How quantised weights, of a ``.gguf`` file or a model folder, are computed with. ``none``: as numbers of
+    ``--dtype``. ``auto``: as they are stored, with activations rounded to int8, in bfloat16 on a CPU with one worker;
+    answers may differ, and requests with ``exact`` are refused. ``int8``, ``int4``: as ``auto``, with the weights of a
+    folder that are numbers rounded to that first, once."""
     device: str = option("auto")
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: a GPU that torch can use, else the CPU."""
     kv_memory_bytes: int = option(384 * MIB, "--kv-memory", form=SIZE, vllm="kv_cache_memory_bytes", vllm_form=SIZE)

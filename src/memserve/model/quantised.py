@@ -44,21 +44,31 @@ class Stacked(Protocol):
     def k(self) -> int:
         """Inputs."""
 
+    @property
+    def inputs(self) -> Tensor | None:
+        """See :class:`QuantisedWeight`."""
+
 
 def can_follow(weight: Stacked, following: Stacked) -> bool:
-    """Whether ``following`` can come after ``weight`` in one layer: the same format and inputs, and ``weight`` ends
-    with a whole strip of the kernels."""
-    return (weight.format, weight.k) == (following.format, following.k) and weight.n % _kernels.QUANTISED_STRIP == 0
+    """Whether ``following`` can come after ``weight`` in one layer: the same format and inputs in the same order, and
+    ``weight`` ends with a whole strip of the kernels."""
+    alike = (weight.format, weight.k) == (following.format, following.k) and weight.n % _kernels.QUANTISED_STRIP == 0
+    if weight.inputs is None or following.inputs is None:
+        return alike and weight.inputs is following.inputs
+    return alike and torch.equal(weight.inputs, following.inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """A weight ``[n, k]`` in the layout of the kernels: ``packed`` uint8, one-dimensional, strips of 32 outputs."""
+    """A weight ``[n, k]`` in the layout of the kernels: ``packed`` uint8, one-dimensional, strips of 32 outputs.
+
+    ``inputs``, int64 ``[k]``: which input each packed one is, where a group's are no neighbours; None: the same."""
 
     format: str
     n: int
     k: int
     packed: Tensor
+    inputs: Tensor | None = None
 
     @staticmethod
     def of_blocks(format: str, blocks: Tensor, k: int, order: Tensor | None = None) -> QuantisedWeight:
@@ -81,11 +91,14 @@ class QuantisedWeight:
         return QuantisedWeight(format, n, k, packed)
 
     @staticmethod
-    def of_groups(format: str, values: Tensor, scales: Tensor, zeros: Tensor) -> QuantisedWeight:
+    def of_groups(
+        format: str, values: Tensor, scales: Tensor, zeros: Tensor, inputs: Tensor | None = None
+    ) -> QuantisedWeight:
         """Pack integers with zero points: ``weight = (values - zeros) * scales``, of each group of inputs.
 
-        ``values`` uint8 ``[n, k]``, ``scales`` and ``zeros`` float16 ``[n, k / group]``. Raises :class:`UserError` for
-        an unknown format, for other shapes and for integers that the format does not hold.
+        ``values`` uint8 ``[n, k]``, ``scales`` and ``zeros`` float16 ``[n, k / group]``, all in the order of
+        ``inputs`` (see :class:`QuantisedWeight`). Raises :class:`UserError` for an unknown format, for other shapes and
+        for integers that the format does not hold.
         """
         (n, k), group = values.shape, _GROUPS.get(format, 0)
         if not group:
@@ -98,7 +111,9 @@ class QuantisedWeight:
         values, scales, zeros = values.contiguous(), scales.half().contiguous(), zeros.half().contiguous()
         addresses = values.data_ptr(), scales.data_ptr(), zeros.data_ptr()
         _kernels.quantised_pack_groups(format, *addresses, n, k, packed.data_ptr())
-        return QuantisedWeight(format, n, k, packed)
+        if inputs is not None and not torch.equal(inputs.sort().values, torch.arange(k)):
+            raise UserError(f"an order of {k} inputs has each of them once")
+        return QuantisedWeight(format, n, k, packed, inputs)
 
 
 class QuantisedLinear:
@@ -106,7 +121,9 @@ class QuantisedLinear:
 
     As :class:`memserve.model.linears.PackedLinear`, for any number of rows."""
 
-    __slots__ = ("_bias_address", "_format", "bias", "exact", "format", "k", "n", "source", "weight", "wide")
+    __slots__ = (
+        "_bias_address", "_format", "_places", "bias", "exact", "format", "inputs", "k", "n", "source", "weight", "wide"
+    )  # fmt: skip
 
     is_ours = True  # every product is by our kernels
 
@@ -129,13 +146,15 @@ class QuantisedLinear:
         #: address of the only weight as numbers, where it has such: an embedding tied to it can be read from here
         self.source = 0
         self.exact = exact
+        self.inputs = weights[0].inputs
+        self._places = None if self.inputs is None else self.inputs.argsort()
         self._format = FORMATS.index(self.format)
         self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
 
     @property
     def is_native(self) -> bool:
-        """True when a program can hold this layer: results have the dtype of the inputs."""
-        return not self.wide and not self.exact
+        """True when a program can hold this layer: results have the dtype of the inputs, which are taken in order."""
+        return not self.wide and not self.exact and self.inputs is None
 
     def append_to(
         self, program: _kernels.Program, x: int, stride_x: int, y: int, dtype: torch.dtype, count: int
@@ -156,7 +175,7 @@ class QuantisedLinear:
         dtype = torch.float32 if self.wide else x.dtype
         if self.exact and x.dtype not in _EXACT:
             return self(x.float()).to(dtype)
-        x = x.contiguous()
+        x = x.contiguous() if self.inputs is None else x.index_select(-1, self.inputs)
         y = torch.empty((*x.shape[:-1], self.n), dtype=dtype)
         _kernels.quantised_linear(
             x.data_ptr(), self.k, self.weight.data_ptr(), self._bias_address, y.data_ptr(), self.n,
@@ -172,7 +191,7 @@ class QuantisedLinear:
         _kernels.quantised_gather(
             self.weight.data_ptr(), ids.data_ptr(), ids.numel(), y.data_ptr(), self.k, self._format, _CODES[dtype]
         )
-        return y
+        return y if self._places is None else y.index_select(-1, self._places)
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The whole weight ``[n, k]`` as numbers."""

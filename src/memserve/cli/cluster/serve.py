@@ -338,7 +338,8 @@ def serve_until_signal(
         if model.kv_lower_dtype != AS_COMPUTED:
             text.append(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
         if model.quantization != "none":
-            text.append("weights: as they are stored in the file; activations are rounded to int8")
+            how = "as they are stored" if model.quantization == "auto" else f"rounded to {model.quantization}"
+            text.append(f"weights: {how}; activations are rounded to int8")
         print_lines(*text, result=True)
 
     ends = {"on_ready": on_ready, "on_end": served.on_end}

@@ -169,7 +169,7 @@ def _load_tokenizer(folder: ModelFolder, tokenizer_class: str) -> Any:
 def _load_plain(folder: ModelFolder) -> Any:
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-    from memserve.model.loading.checkpoint import errors_named
+    from memserve.model.loading.formats.headers import errors_named
 
     hint = "save the tokenizer beside the weights with tokenizer.save_pretrained(folder)"
     with errors_named(f"{folder.name} has no tokenizer that transformers can load", hint):

@@ -8,27 +8,27 @@ numbers. Not missing: one that is tied to another, and buffers that the model's 
 no tensor for which the model has no place: it would mean that ``config.json`` describes another model (fewer layers, no
 biases). Not surplus: what the model's class in transformers skips on purpose, masks and rotary frequencies that older
 versions saved, and parts that take no part in text: towers and projectors of images and sound, heads that predict
-several tokens (``_BESIDE``).
+several tokens (:func:`is_beside`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from struct import unpack
 from typing import TYPE_CHECKING, Any
 
 from memserve.base.errors import UserError
+from memserve.model.loading.formats.headers import COMPLETE_HINT, errors_named, is_beside, tensor_sizes
 from memserve.model.loading.pages import drop_file_pages, remember_pages
 
 if TYPE_CHECKING:
     import torch
+
+    from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint
 
 CONTEXT_TOKENS_MAX = 100_000_000
 """Ten times the longest context that any model was trained for."""
@@ -38,35 +38,14 @@ _SIZES = (
     "head_dim", "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "ffn_dim",
 )  # fmt: skip
 _CONTEXTS = ("max_position_embeddings", "n_positions")
-_HEADER_BYTES_MAX = 100_000_000
-"""What safetensors itself allows."""
 _TIMES_MAX = 16
 """A checkpoint may be packed (4 bits a value, in words of 32), and tied tensors count twice."""
 _ROWS = 4096
 _SHOWN = 3
 _READING = threading.Lock()
 _CHARS = 200
-_COMPLETE = "download all of it again, or save it again with save_pretrained(folder)"
 
-_BESIDE = re.compile(
-    r"(^|\.)(vision|visual|image|audio|speech|video|multi_modal|multimodal|mm_|embed_vision|embed_audio|mtp)[^.]*\."
-)
-_SAVED_BUFFERS = re.compile(r"(attn|attention)\.(bias|masked_bias)$|rotary_emb\.inv_freq$|position_ids$")
-
-
-@contextmanager
-def errors_named(failure: str, hint: str) -> Iterator[None]:
-    """Whatever a library raises inside becomes a :class:`UserError` that begins with ``failure``. It may be no
-    ``Exception``: extensions written in Rust panic with a ``BaseException``."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[0] if lines else "no reason given"
-        kind = "" if isinstance(error, (OSError, ValueError, RuntimeError)) else f"{type(error).__name__}: "
-        raise UserError(f"{failure}: {kind}{reason}"[: 2 * _CHARS], hint=hint, param="model") from error
+_VERSION_HINT = "use transformers of the version that memserve asks for"
 
 
 def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
@@ -75,7 +54,7 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     import transformers
     from transformers.utils import logging
 
-    from memserve.model.loading.skeleton import build_skeleton, described_weights
+    from memserve.model.loading.skeleton import build_skeleton, described_weights, plain_config
 
     transformers_logging: Any = logging  # transformers types little of this
     auto_model: Any = transformers.AutoModelForCausalLM
@@ -90,11 +69,13 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
         source["generation_config"] = empty()  # the loader reads the folder's own, and forgives more
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the checks below refuse in one line what it warns about in tables
+    quantised: QuantisedCheckpoint | None = None
     try:
         with errors_named(failure, "give a complete model folder with config.json, tokenizer and safetensors weights"):
             if gguf_file is None:
-                _check_files(folder, name, described_weights(folder))
-            with _read_and_dropped(dtype):
+                quantised = _check_files(folder, name, described_weights(folder))
+                source["config"] = plain_config(folder)
+            with _read_and_dropped(dtype, quantised):
                 read = partial(
                     auto_model.from_pretrained, folder, dtype=dtype, attn_implementation="eager", use_safetensors=True,
                     output_loading_info=True, ignore_mismatched_sizes=True, **source,
@@ -104,7 +85,7 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
         transformers_logging.set_verbosity(verbosity)
     _check_tensors(info, name)
     if not all(is_finite(value) for value in _first_and_last(module)):
-        raise UserError(f"{name} has weights that are not finite (NaN or infinite)", hint=_COMPLETE, param="model")
+        raise UserError(f"{name} has weights that are not finite (NaN or infinite)", hint=COMPLETE_HINT, param="model")
     module.requires_grad_(False)
     if gguf_file is None:
         remember_pages(module, sorted(folder.glob("*.safetensors")), lambda: load_module(folder, name, dtype))
@@ -112,29 +93,35 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
 
 
 @contextmanager
-def _read_and_dropped(dtype: torch.dtype) -> Iterator[None]:
+def _read_and_dropped(dtype: torch.dtype, quantised: QuantisedCheckpoint | None) -> Iterator[None]:
     """Inside, what transformers reads of a safetensors file in another dtype than ``dtype`` does not stay resident: it
-    maps files, and their maps end when all is converted."""
+    maps files, and their maps end when all is converted. ``quantised``: whose weights it gets as numbers."""
     from transformers import modeling_utils
 
     place: Any = modeling_utils
     with _READING:
         opens = getattr(place, "safe_open", None)
         if opens is None:
+            if quantised is not None:
+                raise UserError(
+                    "this version of transformers cannot be given a quantised checkpoint", hint=_VERSION_HINT
+                )
             yield
             return
-        place.safe_open = lambda *args, **how: _Opened(opens(*args, **how), dtype)
+        place.safe_open = lambda file, *args, **how: _Opened(opens(file, *args, **how), Path(file), dtype, quantised)
         try:
             yield
         finally:
             place.safe_open = opens
+            if quantised is not None:
+                quantised.check()
 
 
 class _Opened:
     """A safetensors file as transformers opens it."""
 
-    def __init__(self, file: Any, dtype: torch.dtype) -> None:
-        self._file, self._dtype = file, dtype
+    def __init__(self, file: Any, path: Path, dtype: torch.dtype, quantised: QuantisedCheckpoint | None) -> None:
+        self._file, self._path, self._dtype, self._quantised = file, path, dtype, quantised
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -146,8 +133,14 @@ class _Opened:
     def __exit__(self, *error: object) -> None:
         self._file.__exit__(*error)
 
-    def get_slice(self, name: str) -> _Slice:
+    def keys(self) -> list[str]:
+        """Names of tensors of the model."""
+        return list(self._file.keys()) if self._quantised is None else self._quantised.names_in(self._path)
+
+    def get_slice(self, name: str) -> _Slice | _Dequantised:
         """The tensor ``name``, not read yet."""
+        if self._quantised is not None and name in self._quantised.tensors:
+            return _Dequantised(self._quantised, name, self._dtype)
         return _Slice(self._file.get_slice(name), self._dtype)
 
 
@@ -169,6 +162,20 @@ class _Slice:
         return resident
 
 
+class _Dequantised:
+    """A weight of a quantised checkpoint, read and dequantised when it is indexed."""
+
+    def __init__(self, checkpoint: QuantisedCheckpoint, name: str, dtype: torch.dtype) -> None:
+        self._checkpoint, self._name, self._dtype = checkpoint, name, dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._checkpoint.numbers(self._name, self._dtype)[index]
+
+    def get_shape(self) -> list[int]:
+        """As of a slice of a file."""
+        return list(self._checkpoint.tensors[self._name].shape)
+
+
 def is_finite(value: torch.Tensor) -> bool:
     """Whether no number of ``value`` is NaN or infinite; looked at by parts, because torch copies what it looks at."""
     import torch
@@ -188,11 +195,9 @@ def _check_tensors(info: Any, name: str) -> None:
     absent = sorted(info["missing_keys"])
     misshapen = sorted(f"{key} ({_shape(file_shape)}, the model has {_shape(model_shape)})"
                        for key, file_shape, model_shape in info["mismatched_keys"])  # fmt: skip
-    surplus = sorted(
-        key for key in info["unexpected_keys"] if not _BESIDE.search(key) and not _SAVED_BUFFERS.search(key)
-    )
+    surplus = sorted(key for key in info["unexpected_keys"] if not is_beside(key))
     for keys, problem, hint in (
-        (absent, "tensors are missing", _COMPLETE),
+        (absent, "tensors are missing", COMPLETE_HINT),
         (misshapen, "tensors have another shape", "config.json and weights must be of the same model"),
         (surplus, "tensors have no place in the model", "config.json and weights must be of the same model"),
     ):
@@ -201,7 +206,9 @@ def _check_tensors(info: Any, name: str) -> None:
             shown = ", ".join(key[:_CHARS] for key in keys[:_SHOWN])
             raise UserError(f"{name}: {len(keys)} {problem}: {shown}{more}", hint=hint, param="model")
     if info.get("error_msgs"):
-        raise UserError(f"{name}: {str(info['error_msgs'][0]).splitlines()[0][:_CHARS]}", hint=_COMPLETE, param="model")
+        raise UserError(
+            f"{name}: {str(info['error_msgs'][0]).splitlines()[0][:_CHARS]}", hint=COMPLETE_HINT, param="model"
+        )
 
 
 def _shape(size: Any) -> str:
@@ -231,9 +238,10 @@ def _check_config(folder: Path, name: str) -> None:
             raise UserError(message, hint=hint, param="model")
 
 
-def _check_files(folder: Path, name: str, described: int) -> None:
-    """Raises :class:`UserError` when there are no safetensors, a file of them is damaged, or they are far too small for
-    the ``described`` values: a config may describe a model that would fill the memory before it is noticed."""
+def _check_files(folder: Path, name: str, described: int) -> QuantisedCheckpoint | None:
+    """Its quantised weights, if it has such. Raises :class:`UserError` when there are no safetensors, a file of them is
+    damaged, or they are far too small for the ``described`` values: a config may describe a model that would fill the
+    memory before it is noticed."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
@@ -242,31 +250,25 @@ def _check_files(folder: Path, name: str, described: int) -> None:
             hint = "load it where you trust it, save it with save_pretrained(folder), and serve that folder"
             raise UserError(message, hint=hint, param="model")
         message = f"cannot load {name} as a causal language model: it has no weights, no .safetensors file"
-        raise UserError(message, hint=_COMPLETE, param="model")
-    stored = sum(sum(_tensors_of(file).values()) for file in files)
+        raise UserError(message, hint=COMPLETE_HINT, param="model")
+    from memserve.model.loading.formats.checkpoint import quantised_checkpoint
+
+    quantised = quantised_checkpoint(folder, name)
+    sizes = [tensor_sizes(file) for file in files] if quantised is None else [quantised.sizes]
+    stored = sum(sum(size.values()) for size in sizes)
     if described > _TIMES_MAX * stored:
         message = f"config.json of {name} describes {described} weights, and its files hold {stored}"
         raise UserError(message, hint="config.json and weights must be of the same model", param="model")
+    return quantised
 
 
 def text_weights(folder: Path) -> tuple[int, int]:
     """How many values the weights in ``folder`` that take part in text have: all, and the largest. Reads no weights.
     Raises :class:`UserError` for a damaged file."""
-    sizes = [size for file in folder.glob("*.safetensors") for name, size in _tensors_of(file).items()
-             if not _BESIDE.search(name)]  # fmt: skip
-    return sum(sizes), max(sizes, default=0)
+    from memserve.model.loading.formats.checkpoint import quantised_checkpoint
 
-
-def _tensors_of(file: Path) -> dict[str, int]:
-    """How many values each tensor of a safetensors file has. Raises :class:`UserError` for a damaged one."""
-    with errors_named(f"{file} is damaged", _COMPLETE), file.open("rb") as opened:
-        size, start = file.stat().st_size, opened.read(8)
-        header_bytes = unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= header_bytes <= min(size - 8, _HEADER_BYTES_MAX):
-            raise ValueError(f"its header should have {header_bytes} bytes, the file has {size}")
-        header = json.loads(opened.read(header_bytes))
-        places = [entry for key, entry in header.items() if key != "__metadata__"]
-        end = max((entry["data_offsets"][1] for entry in places), default=0)
-        if min((entry["data_offsets"][0] for entry in places), default=0) < 0 or end != size - 8 - header_bytes:
-            raise ValueError(f"its tensors end at byte {end}, its data at {size - 8 - header_bytes}")
-        return {key: math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
+    quantised = quantised_checkpoint(folder, folder.name)
+    files = [quantised.sizes] if quantised is not None else map(tensor_sizes, folder.glob("*.safetensors"))
+    with errors_named(f"cannot read the sizes of {folder.name}", COMPLETE_HINT):
+        sizes = [size for tensors in files for name, size in tensors.items() if not is_beside(name)]
+        return sum(sizes), max(sizes, default=0)

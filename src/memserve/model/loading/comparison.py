@@ -29,7 +29,7 @@ from memserve.base.units import MIB
 from memserve.model.attention.context import ATTENTION_NAME, step_attention
 from memserve.model.attention.reference import attend_dense
 from memserve.model.loading.cache import cache_root, cached_fingerprint
-from memserve.model.loading.checkpoint import errors_named
+from memserve.model.loading.formats.headers import errors_named
 from memserve.model.loading.pages import WeightPages, pages_of
 from memserve.model.loading.probe import HINT, ProbedLayer
 from memserve.model.loading.stored import stored_of

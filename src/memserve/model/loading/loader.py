@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from memserve.base.config import DEFAULT_MAX_TOKENS
+from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import AS_COMPUTED
 from memserve.base.types import NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
-from memserve.model.loading.checkpoint import errors_named, load_module, text_weights
+from memserve.model.loading.checkpoint import load_module, text_weights
+from memserve.model.loading.formats.headers import errors_named
 from memserve.model.loading.lora import Adapter, read_adapters
 from memserve.model.loading.sources import (
     DEFAULT_MODEL,
@@ -119,27 +120,23 @@ def load_model(
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
     it goes to the device. ``kv_bytes``: of KV memory that is needed beside it: a model that does not fit with it is
-    refused before it is read; None: without a look at the memory. ``quantization``: ``auto``, weights that a GGUF file
-    holds quantised are computed with as they are there, in bfloat16 on a CPU. Raises :class:`UserError`."""
+    refused before it is read; None: without a look at the memory. ``quantization``: see
+    :attr:`memserve.base.config.EngineOptions.quantization`. Raises :class:`UserError`."""
     place = _choose_device(device)
     dtype_name = _choose_dtype(dtype, place)
     adapters = read_adapters(lora)
     import torch
 
-    may_keep = quantization == "auto" and dtype_name == "bfloat16" and place.type == "cpu" and not on_host
-    # float32 promises the arithmetic of the numbers; no kernel of a GPU, nor a cut for workers, takes stored weights
+    may_keep = quantization != "none" and _takes_stored(dtype_name, place, on_host=on_host)
     folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None, keep_file=may_keep)
-    from memserve.model.loading.pages import pages_of
-    from memserve.model.loading.probe import probe_model
+    folder = _rounded(folder, quantization)
     from memserve.model.rotary import install_length_rotaries
 
     if threads is not None:
         torch.set_num_threads(threads)
     module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
-    if folder.keeps_file:
-        _reserve_stored(module, folder)
-    with pages_of(module).one_layer_at_a_time(module):
-        geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
+    _reserve_stored(module, folder)
+    geometry, layers = _probe(module if on_host else module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
     identity, original = fingerprint(folder.path), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
@@ -167,6 +164,31 @@ def load_model(
     )
 
 
+def _probe(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry, list[ProbedLayer]]:
+    """See :func:`memserve.model.loading.probe.probe_model`; no more of a large model is resident than a layer."""
+    from memserve.model.loading.pages import pages_of
+    from memserve.model.loading.probe import probe_model
+
+    with pages_of(module).one_layer_at_a_time(module):
+        return probe_model(module, dtype, block_tokens)
+
+
+def _takes_stored(dtype: str, place: torch.device, *, on_host: bool) -> bool:
+    """Whether weights may be computed with as they are stored: float32 promises the arithmetic of the numbers; no
+    kernel of a GPU, nor a cut for workers, takes stored weights."""
+    return dtype == "bfloat16" and place.type == "cpu" and not on_host
+
+
+def _rounded(folder: ModelFolder, kind: str) -> ModelFolder:
+    """``folder``, or for a ``kind`` of :data:`ROUNDED_KINDS` its copy with the weights of linears rounded. Raises
+    :class:`UserError`."""
+    if kind not in ROUNDED_KINDS:
+        return folder
+    from memserve.model.loading.formats.rounding import rounded_folder
+
+    return rounded_folder(folder, kind)
+
+
 def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_file: bool) -> ModelFolder:
     """The folder of ``source``, unless the machine cannot hold it with ``kv_bytes`` of KV; None: without a look."""
     import torch
@@ -190,7 +212,8 @@ def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_fi
 def _reserve_stored(module: Any, folder: ModelFolder) -> None:
     from memserve.model.loading.stored import remember_stored, reserve_stored
 
-    assert folder.gguf is not None  # it keeps a file
+    if not folder.keeps_file or folder.gguf is None:
+        return
     stored = reserve_stored(module, folder.path, folder.gguf)
     remember_stored(module, stored)
     log.info("%d weights stay quantised as in %s", len(stored), folder.name)
@@ -212,9 +235,14 @@ def _compare(
 
 def _keep_stored(module: Any, folder: ModelFolder, identity: str) -> str:
     """Remember which weights of ``module`` stay quantised; its fingerprint: keys and values are rounded otherwise."""
-    from memserve.model.loading.stored import NOT_STORED, remember_stored, stored_in_file
+    from memserve.model.loading.formats.checkpoint import quantised_checkpoint
+    from memserve.model.loading.stored import NOT_STORED, remember_stored, stored_in_checkpoint, stored_in_file
 
-    stored = stored_in_file(module, folder.gguf) if folder.gguf is not None else NOT_STORED
+    stored = NOT_STORED
+    if folder.gguf is not None:
+        stored = stored_in_file(module, folder.gguf)
+    elif (checkpoint := quantised_checkpoint(folder.path, folder.name)) is not None:
+        stored = stored_in_checkpoint(module, checkpoint)
     if not len(stored):
         return identity
     remember_stored(module, stored)

@@ -16,7 +16,7 @@ from memserve.base.errors import UserError, check
 from memserve.base.types import KVGeometry
 from memserve.model.attention.context import ATTENTION_NAME, register_attention, step_attention
 from memserve.model.attention.reference import attend_dense
-from memserve.model.loading.checkpoint import errors_named
+from memserve.model.loading.formats.headers import errors_named
 from memserve.model.loading.stored import stored_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def _check_layers(layers: list[ProbedLayer], expected: int, family: str) -> None
 def _check_logits(logits: Tensor, expected: Tensor, dtype: str, family: str) -> None:
     """Ours and the family's own attention agree up to rounding, measured against the spread of the logits."""
     error = float((logits - expected).square().mean().sqrt() / expected.std())
-    if not error <= (1e-3 if dtype == "float32" else 0.2):
+    # in 16 bits rounding alone makes 0.2 of a small model with weights of 4 bits; the comparison in pieces looks closer
+    if not error <= (1e-3 if dtype == "float32" else 0.4):
         raise UserError(
             f"a {family} model cannot be served: its logits change by {error:.0%} with the attention that it describes",
             hint=HINT,

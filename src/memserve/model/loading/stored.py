@@ -12,7 +12,8 @@ import json
 import logging
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ from memserve import _kernels
 from memserve.base.errors import UserError
 from memserve.model.loading.cache import STORED
 from memserve.model.loading.conversion import tensor_names
+from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint
+from memserve.model.loading.formats.weights import StoredForm
 from memserve.model.loading.pages import drop_file_pages
 from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight, can_follow
 
@@ -45,6 +48,7 @@ class StoredWeight:
     k: int
     blocks: Tensor
     order: Tensor | None = None
+    inputs: Tensor | None = None
     #: ``blocks`` lie in a map of their file: pages of them may be dropped
     is_mapped: bool = False
     _packs: list[QuantisedWeight] = field(default_factory=list, compare=False, repr=False)
@@ -80,14 +84,14 @@ class StoredWeight:
 class StoredWeights:
     """The weights of a module that are stored quantised, by the addresses of their numbers, which the module has."""
 
-    def __init__(self, weights: Sequence[tuple[Tensor, StoredWeight]] = ()) -> None:
+    def __init__(self, weights: Sequence[tuple[Tensor, StoredForm]] = ()) -> None:
         """Each weight ``[n, k]`` as the module has it, and as its file has it."""
         self._weights = {value.data_ptr(): weight for value, weight in weights}
 
     def __len__(self) -> int:
         return len(self._weights)
 
-    def of(self, value: Tensor) -> StoredWeight | None:
+    def of(self, value: Tensor) -> StoredForm | None:
         """The stored form of ``value``, a weight of the module; None: it has none, or is a part of one."""
         is_plain = value.device.type == "cpu" and value.layout is torch.strided  # others have no address
         weight = self._weights.get(value.data_ptr()) if is_plain else None
@@ -96,7 +100,7 @@ class StoredWeights:
     def parts(self, values: Sequence[Tensor]) -> list[int]:
         """How many of ``values``, weights of linears with one input, become a layer: the first so many, the next ..."""
         counts: list[int] = []
-        last: StoredWeight | None = None
+        last: StoredForm | None = None
         for place, value in enumerate(values):
             weight = self.of(value)
             alike = can_follow(last, weight) if last is not None and weight is not None else last is weight
@@ -231,6 +235,35 @@ def stored_in_file(module: Any, path: Path) -> StoredWeights:
     return StoredWeights(weights)
 
 
+def stored_in_checkpoint(module: Any, checkpoint: QuantisedCheckpoint) -> StoredWeights:
+    """The weights of ``module``, loaded from ``checkpoint``, that the kernels can compute with as they are there. The
+    others are logged in a line: how many, and why."""
+    parameters = dict(module.named_parameters())
+    linears = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
+    weights: list[tuple[Tensor, StoredForm]] = []
+    reasons: Counter[str] = Counter()
+    for name, tensor in checkpoint.tensors.items():
+        parameter = parameters.get(name_in_module(parameters, name))
+        form = tensor.form() if id(parameter) in linears else "they are of no linear layer of their own"
+        if isinstance(form, str):
+            reasons[form] += 1
+        elif parameter is None or not _is_the_same(form, parameter.detach()):
+            reasons["the module has them in another order"] += 1
+        else:
+            weights.append((parameter.detach(), form))
+    if reasons:
+        why = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(4))
+        log.info("%d weights are computed with as numbers (%s)", sum(reasons.values()), why)
+    return StoredWeights(weights)
+
+
+def name_in_module(parameters: Collection[str], name: str) -> str:
+    """The name in a module of a tensor of a checkpoint, which may lack, or add, the name of the part with layers."""
+    bare = name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
+    candidates = (name, bare, *(start + bare for start in ("model.", "language_model.", "model.language_model.")))
+    return next((candidate for candidate in candidates if candidate in parameters), name)
+
+
 def _tensors(module: Any, path: Path) -> Iterator[tuple[str, StoredWeight]]:
     """Quantised matrices of the file, with the names of the module's parameters."""
     from gguf import GGUFReader
@@ -256,7 +289,7 @@ def _orders(module: Any, stored: StoredWeight) -> Iterator[StoredWeight]:
             yield StoredWeight(stored.format, stored.k, stored.blocks, order.contiguous())
 
 
-def _is_the_same(stored: StoredWeight, value: Tensor) -> bool:
+def _is_the_same(stored: StoredForm, value: Tensor) -> bool:
     if value.shape != stored.shape or value.device.type != "cpu":
         return False
     outputs = torch.linspace(0, len(value) - 1, min(_SAMPLE_ROWS, len(value))).long()

@@ -1,0 +1,125 @@
+"""A quantised checkpoint as the tensors of the model that it was made from.
+
+transformers reads a folder of safetensors file by file and name by name. Through this it sees the weights under their
+usual names, and gets their numbers when it takes them, one at a time: neither its own quantisers nor their packages are
+used, and the module is that of the architecture.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memserve.base.errors import UserError
+from memserve.model.loading.formats.compressed import compressed_tensors
+from memserve.model.loading.formats.files import FLOATS, TensorFiles
+from memserve.model.loading.formats.floats import fp8_tensors, mxfp4_tensors, torchao_tensors
+from memserve.model.loading.formats.headers import errors_named, is_beside, quantisation_of
+from memserve.model.loading.formats.integers import awq_tensors, gptq_tensors, unserved
+from memserve.model.loading.formats.weights import CheckpointTensor, values_of
+
+Reader = Callable[[dict[str, Any], TensorFiles], list[CheckpointTensor]]
+
+READERS: dict[str, Reader] = {
+    "compressed-tensors": compressed_tensors,
+    "gptq": gptq_tensors,
+    "awq": awq_tensors,
+    "fp8": fp8_tensors,
+    "fbgemm_fp8": fp8_tensors,
+    "mxfp4": mxfp4_tensors,
+    "torchao": torchao_tensors,
+}
+"""By ``quant_method``."""
+
+_OF_ACTIVATIONS = re.compile(
+    r"(^|[._])(input|output|activation|k|v|q)_(scale|zero_point|global_scale|scale_ub|amax)$|_weight_act_quant_"
+)
+"""Tensors that say how activations and KV are rounded elsewhere."""
+
+
+class QuantisedCheckpoint:
+    """The tensors of a folder whose weights are quantised."""
+
+    def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
+        """``config``: its ``quantization_config``. Raises :class:`UserError` for what is not understood, and for parts
+        of weights that do not fit each other, as far as that shows before they are read."""
+        method = str(config.get("quant_method") or "").replace("_", "-") or "none"
+        method = method if method in READERS else method.replace("-", "_")
+        if method not in READERS:
+            raise unserved("quant_method", config, tuple(READERS))
+        self.method = method
+        self._files = TensorFiles(folder, name)
+        tensors = READERS[method](config, self._files)
+        if not tensors:
+            raise self._files.refused(f"quantization_config says {method}, and no weight is quantised")
+        self.tensors = {tensor.name: tensor for tensor in tensors}
+        parts = {part for tensor in tensors for part in tensor.parts}
+        self._plain = {
+            key: entry
+            for key, entry in self._files.entries.items()
+            if key not in parts and not _OF_ACTIVATIONS.search(key) and not key.endswith(".weight_shape")
+        }
+        self._check_plain()
+        self._failure: UserError | None = None
+        self._lock = threading.Lock()
+
+    def _check_plain(self) -> None:
+        for key, entry in self._plain.items():
+            if key in self.tensors:
+                raise self._files.refused(f"{key} is there twice, quantised and not")
+            if entry.dtype not in FLOATS and key.endswith("weight") and not is_beside(key):
+                raise self._files.refused(
+                    f"{key} is {entry.dtype}, and nothing says what it means (its scale is missing)"
+                )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many values each tensor of the model has."""
+        plain = {key: values_of(entry.shape) for key, entry in self._plain.items()}
+        return plain | {name: values_of(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def names_in(self, file: Path) -> list[str]:
+        """Names of tensors of the model, whose values, or the largest parts of them, lie in ``file``."""
+        entries = self._files.entries
+        plain = [key for key, entry in self._plain.items() if entry.file == file]
+        return plain + [name for name, tensor in self.tensors.items() if entries[tensor.parts[0]].file == file]
+
+    def numbers(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The weight ``name``, dequantised; one at a time. An error is kept for :meth:`check`: transformers, which
+        calls this, lists errors and goes on."""
+        with self._lock:
+            try:
+                return self.tensors[name].numbers(dtype)
+            except UserError as error:
+                self._failure = self._failure or error
+                raise
+
+    def check(self) -> None:
+        """Raise the :class:`UserError` that a weight has met."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def quantised_checkpoint(folder: Path, name: str) -> QuantisedCheckpoint | None:
+    """The quantised checkpoint in ``folder``; None: its weights are numbers. ``name``: of the model, for errors. Raises
+    :class:`UserError`."""
+    config = quantisation_of(folder, name)
+    if config is None:
+        return None
+    hint = f"restore {folder / 'config.json'} and the weights beside it: download them again"
+    with errors_named(f"cannot read how {name} is quantised", hint):
+        return QuantisedCheckpoint(folder, name, config)
+
+
+def forget_quantisation(config: Any) -> None:
+    """Take what says so out of a config of transformers: the module will have numbers."""
+    for part in (config, config.get_text_config()):
+        for field in ("quantization_config", "compression_config"):
+            if hasattr(part, field):
+                delattr(part, field)

@@ -1,0 +1,251 @@
+"""Quantised folders of tiny models: served as numbers they are transformers' models of the dequantised values."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lora_files import save_adapter
+from memserve import LLM
+from memserve.model.attention.context import step_attention
+from memserve.model.capture.forward import CapturedForward, capture_forward
+from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint, quantised_checkpoint
+from memserve.model.loading.loader import LoadedModel, load_model
+from memserve.model.loading.probe import DenseAttention
+from memserve.model.loading.sources import weight_bytes
+from memserve.model.loading.stored import stored_of
+from memserve.model.quantised import QuantisedLinear
+from packages_weights import FILE, decoded
+from quantised_folders import (
+    Quantise,
+    awq,
+    awq_parts,
+    compressed,
+    fp8,
+    gptq,
+    gptq_parts,
+    mxfp4_folder,
+    quantised_folder,
+)
+from tiny_models import VOCAB, tiny_module
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+BY_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+FLOAT8, FLOAT4 = {"type": "float", "num_bits": 8}, {"type": "float", "num_bits": 4, "scale_dtype": torch.uint8}
+GROUPS = {"num_bits": 4, "group_size": 32, "strategy": "group"}
+CHANNELS = {"num_bits": 8, "strategy": "channel"}
+FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
+    "gptq4": gptq(),
+    "gptq4_groups_of_64": gptq(size=64),
+    "gptq4_order": gptq(order=True),
+    "gptq8_v2": gptq(8, version="gptq_v2"),
+    "gptq3_order": gptq(3, order=True),
+    "gptq2": gptq(2),
+    "awq4": awq(),
+    "awq8": awq(8),
+    "w4a16": compressed(GROUPS),
+    "w4a16_asymmetric": compressed(GROUPS | {"symmetric": False}),
+    "w8a16": compressed(CHANNELS),
+    "w8a8": compressed(CHANNELS, BY_TOKEN),
+    "w8a8_asymmetric": compressed(CHANNELS | {"symmetric": False}, BY_TOKEN),
+    "w8a8_tensor": compressed({"num_bits": 8, "strategy": "tensor"}, BY_TOKEN),
+    "mxfp4": compressed(FLOAT4 | {"strategy": "group", "group_size": 32}),
+    "fp8_tensor": compressed(FLOAT8 | {"strategy": "tensor"}, FLOAT8 | {"strategy": "tensor", "dynamic": True}),
+    "fp8_channel": compressed(FLOAT8 | {"strategy": "channel"}, FLOAT8 | {"strategy": "token", "dynamic": True}),
+    "fp8_block": compressed(
+        FLOAT8 | {"strategy": "block", "block_structure": [32, 32]},
+        FLOAT8 | {"strategy": "group", "group_size": 32, "dynamic": True},
+    ),
+    "fp8_scale_inv": fp8(),
+    "fp8_one_scale": fp8(None, "weight_scale"),
+}
+AS_NUMBERS = {name for name in FORMATS if name.startswith("fp8")}
+FAMILIES = ("llama", "qwen3", "gemma2", "qwen3_moe", "phi3")
+
+
+def folders_of(family: str, kind: str, folder: Path, **sizes: int) -> tuple[Path, Path]:
+    experts = {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
+    return quantised_folder(tiny_module(family, **(SIZES | experts | sizes)), folder, *FORMATS[kind])
+
+
+def load(folder: Path, dtype: str = "float32", quantization: str = "none") -> LoadedModel:
+    return load_model(str(folder), dtype, "cpu", quantization=quantization)
+
+
+def captured(model: LoadedModel) -> CapturedForward:
+    forward = capture_forward(model.module)
+    assert forward is not None
+    return forward
+
+
+def logits(forward: Any, tokens: int = 40, rows: int = 8) -> Tensor:
+    ids = (torch.arange(tokens) + 1) * 7919 % VOCAB
+    with step_attention(DenseAttention()), torch.inference_mode():
+        return torch.as_tensor(forward(ids, torch.arange(tokens), torch.arange(tokens - rows, tokens))).float()
+
+
+def expected_logits(plain: Path, tokens: int = 40, rows: int = 8) -> Tensor:
+    """Of transformers, in float32, with the dequantised values."""
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+    ids = (torch.arange(tokens) + 1) * 7919 % VOCAB
+    with torch.inference_mode():
+        return module(input_ids=ids[None], use_cache=False).logits[0, -rows:]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Root mean square, as a share of the logits' spread."""
+    return float((got - want).square().mean().sqrt() / want.std())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_logits_are_those_of_the_dequantised_values(kind: str, tmp_path: Path) -> None:
+    quantised, plain = folders_of("llama", kind, tmp_path)
+    assert not hasattr(load(quantised).module.config, "quantization_config")
+    assert error(logits(captured(load(quantised))), expected_logits(plain)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gptq4_order", "awq4", "w8a8", "fp8_scale_inv"])
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_other_families_are_those_of_the_dequantised_values(family: str, kind: str, tmp_path: Path) -> None:
+    """Experts that transformers joins, q, k and v in one linear, biases of norms, soft caps."""
+    quantised, plain = folders_of(family, kind, tmp_path)
+    assert error(logits(captured(load(quantised))), expected_logits(plain)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_auto_computes_with_integers_as_stored(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised, plain = folders_of("llama", kind, tmp_path)
+    with caplog.at_level(logging.INFO, "memserve"):
+        model, numbers = load(quantised, "bfloat16", "auto"), load(quantised, "bfloat16")
+    stored = stored_of(model.module)
+    assert len(stored) == (0 if kind in AS_NUMBERS else 21)
+    if kind in AS_NUMBERS:
+        assert "21 weights are computed with as numbers (21: numbers of 8 bits" in caplog.text
+        assert model.fingerprint == numbers.fingerprint
+        return
+    assert model.fingerprint != numbers.fingerprint and model.quantization == "auto"
+    for name, value in model.module.named_parameters():
+        if (weight := stored.of(value)) is not None:
+            assert torch.equal(QuantisedLinear([weight.packed()]).dequantised(torch.bfloat16), value), name
+    forward, want = captured(model), expected_logits(plain)
+    assert sum(isinstance(layer, QuantisedLinear) for layer in forward._linears) >= 12
+    assert 0 < error(logits(forward), want) < 0.2 and error(logits(captured(numbers)), want) < 0.2
+
+
+def test_weights_of_one_input_are_stacked_in_auto(tmp_path: Path) -> None:
+    """Queries, keys and values; gates and ups: as far as they fill whole strips, in an order of inputs as well."""
+    for kind in ("w4a16", "gptq4_order"):
+        quantised, _ = folders_of("llama", kind, tmp_path / kind, num_key_value_heads=4)
+        layers = [layer for layer in captured(load(quantised, "bfloat16", "auto"))._linears if layer.n != VOCAB]
+        assert sorted({layer.n for layer in layers}) == [64, 192, 256] and len(layers) == 12
+
+
+def test_experts_are_numbers_in_auto(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised, plain = folders_of("qwen3_moe", "w4a16", tmp_path)
+    with caplog.at_level(logging.INFO, "memserve"):
+        model = load(quantised, "bfloat16", "auto")
+    assert len(stored_of(model.module)) == 12
+    assert "36 weights are computed with as numbers (36: they are of no linear layer of their own)" in caplog.text
+    assert error(logits(captured(model)), expected_logits(plain)) < 0.2
+
+
+def test_biases_stay_beside_quantised_weights(tmp_path: Path) -> None:
+    for kind in ("gptq4", "awq4", "w8a8"):
+        module = tiny_module("llama", attention_bias=True, **SIZES)
+        for name, value in module.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(value)
+        quantised, plain = quantised_folder(module, tmp_path / kind, *FORMATS[kind])
+        want = expected_logits(plain)
+        assert error(logits(captured(load(quantised))), want) < 1e-5
+        assert error(logits(captured(load(quantised, "bfloat16", "auto"))), want) < 0.2
+
+
+def test_experts_in_one_tensor_of_mxfp4(tmp_path: Path) -> None:
+    """As of gpt-oss, dequantised by transformers."""
+    quantised, plain = mxfp4_folder(tiny_module("gpt_oss", **SIZES), tmp_path)
+    want = expected_logits(plain)
+    assert error(logits(captured(load(quantised))), want) < 1e-5
+    assert not len(stored_of(load(quantised, "bfloat16", "auto").module))
+
+
+def test_adapters_beside_quantised_weights(tmp_path: Path) -> None:
+    module = tiny_module("llama", **SIZES)
+    adapter = save_adapter(tmp_path / "adapter", module, ["q_proj", "v_proj", "down_proj"], seed=1)
+    quantised, plain = quantised_folder(module, tmp_path / "model", *FORMATS["gptq4_order"])
+    answers = {}
+    for name, folder, more in (
+        ("numbers", plain, {"dtype": "float32"}), ("quantised", quantised, {"dtype": "float32"}),
+        ("integers", quantised, {"dtype": "bfloat16", "quantization": "auto"}),
+    ):  # fmt: skip
+        with LLM(str(folder), lora=[f"one={adapter}"], threads=1, kv_memory="4MiB", **more) as llm:
+            asked: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+            adapted, bare = (
+                llm.generate([[5, 6, 7]], adapter="one", **asked), llm.generate([[5, 6, 7]], **asked)
+            )  # fmt: skip
+            answers[name] = adapted[0].outputs[0].tokens, bare[0].outputs[0].tokens
+    assert answers["quantised"] == answers["numbers"] and answers["quantised"][0] != answers["quantised"][1]
+    assert answers["integers"][0] != answers["integers"][1]
+
+
+def test_an_embedding_may_be_quantised_and_tied(tmp_path: Path) -> None:
+    """The output head reads it as stored; as a table it gives the same numbers."""
+    config, quantise = FORMATS["w8a16"]
+    group = config["config_groups"]["group_0"] | {"targets": ["Linear", "re:.*embed_tokens"]}
+    config = config | {"config_groups": {"group_0": group}, "ignore": []}
+    quantised, plain = quantised_folder(
+        tiny_module("llama", **SIZES), tmp_path, config, quantise, which=lambda name: "norm" not in name
+    )
+    want, model = expected_logits(plain), load(quantised, "bfloat16", "auto")
+    assert error(logits(captured(load(quantised))), want) < 1e-5
+    assert len(stored_of(model.module)) == 22
+    assert error(logits(captured(model)), want) < 0.2
+
+
+def test_an_engine_serves_the_answers_of_the_numbers(tmp_path: Path) -> None:
+    quantised, plain = folders_of("llama", "gptq4_order", tmp_path)
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB"}
+    answers = []
+    for folder in (quantised, plain):
+        with LLM(str(folder), **options) as llm:
+            answer = llm.generate([[5, 6, 7]], temperature=0, max_tokens=12, ignore_eos=True)
+            answers.append(answer[0].outputs[0].tokens)
+    assert answers[0] == answers[1]
+
+
+def test_sizes_are_those_of_the_numbers(tmp_path: Path) -> None:
+    quantised, plain = folders_of("llama", "gptq4_order", tmp_path)
+    checkpoint, numbers = (quantised_checkpoint(folder, "tiny") for folder in (quantised, plain))
+    assert numbers is None and checkpoint is not None
+    sizes = {name: value.numel() for name, value in load(plain).module.named_parameters()}
+    assert {name: checkpoint.sizes[name] for name in sizes} == sizes
+    file = quantised / "model.safetensors"
+    assert weight_bytes(str(quantised)) == 4 * file.stat().st_size
+
+
+def test_packers_of_the_tests_are_those_of_the_packages(tmp_path: Path) -> None:
+    """The words that :mod:`quantised_folders` makes of a case's integers are the words of the package."""
+    for case in json.loads(FILE.read_text())["cases"]:
+        tensors, config = decoded(case["tensors"]), case["config"]
+        if config["quant_method"] == "torchao":
+            continue
+        save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+        tensor: Any = QuantisedCheckpoint(tmp_path, "tiny", config).tensors["layer.weight"]
+        integers, zeros = tensor.unpack(tensor.words(), slice(0, 32)).int(), tensor.zeros().int()
+        if config["quant_method"] == "gptq":
+            first = config["checkpoint_format"] == "gptq"
+            groups = tensors["layer.g_idx"]
+            parts = gptq_parts(integers, tensor.scales(), zeros, groups, config["bits"], first=first)
+        else:
+            parts = awq_parts(integers, tensor.scales(), zeros, config["bits"])
+        for end, part in parts.items():
+            assert torch.equal(part, tensors[f"layer.{end}"]), (case["name"], end)
