@@ -88,9 +88,9 @@ def option_rows(command: Any) -> list[str]:
     """The arguments and options of one command; vLLM's names for them have no separate rows."""
     rows, hidden = [], {name for p in command.params if getattr(p, "hidden", False) for name in p.opts}
     vllm = {}
-    for one in options_of(config.EngineOptions):
-        if one.vllm_flag in hidden:
-            vllm[one.flag] = f"--no-{one.vllm_flag[2:]}" if one.form is NEGATED else one.vllm_flag
+    for entry in options_of(config.EngineOptions):
+        if entry.vllm_flag in hidden:
+            vllm[entry.flag] = f"--no-{entry.vllm_flag[2:]}" if entry.form is NEGATED else entry.vllm_flag
     for parameter in command.params:
         if parameter.name in ("help", "install_completion", "show_completion") or hidden & {*parameter.opts}:
             continue
