@@ -185,7 +185,7 @@ class FairQueue(Generic[Item]):
     def most_crowded(self, new_tenant: str) -> Item | None:
         """The item to reject when there are too many: the last of the tenant with most waiting items per weight.
 
-        Among equal tenants the ``new_tenant``'s own: no tenant loses a place to one that has as many.
+        Among equal tenants ``new_tenant``: no tenant loses a place to one that has as many.
         """
         if not self._lines:
             return None
