@@ -129,17 +129,11 @@ def load_model(
     may_keep = quantization == "auto" and dtype_name == "bfloat16" and place.type == "cpu" and not on_host
     # float32 promises the arithmetic of the numbers; no kernel of a GPU, nor a cut for workers, takes stored weights
     folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None, keep_file=may_keep)
-    from memserve.model.loading.pages import pages_of
-    from memserve.model.loading.probe import probe_model
     from memserve.model.rotary import install_length_rotaries
 
     if threads is not None:
         torch.set_num_threads(threads)
-    module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
-    if folder.keeps_file:
-        _reserve_stored(module, folder)
-    with pages_of(module).one_layer_at_a_time(module):
-        geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
+    module, geometry, layers = _read_and_probe(folder, dtype_name, None if on_host else place, block_tokens)
     tokenizer = load_tokenizer(folder)
     identity, original = fingerprint(folder.path), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
@@ -165,6 +159,23 @@ def load_model(
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
     )
+
+
+def _read_and_probe(
+    folder: ModelFolder, dtype_name: str, place: torch.device | None, block_tokens: int
+) -> tuple[Any, KVGeometry, list[ProbedLayer]]:
+    """The module on ``place`` (None: left in host memory), its KV, and what its layers pass to attention."""
+    import torch
+
+    from memserve.model.loading.pages import pages_of
+    from memserve.model.loading.probe import probe_model
+
+    module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
+    if folder.keeps_file:
+        _reserve_stored(module, folder)
+    with pages_of(module).one_layer_at_a_time(module):
+        geometry, layers = probe_model(module if place is None else module.to(place), dtype_name, block_tokens)
+    return module, geometry, layers
 
 
 def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_file: bool) -> ModelFolder:
