@@ -37,8 +37,8 @@ WAYS = ("no adapters at all", "served, none asked for", "one for all", "one each
 def asked(llm: LLM, way: str, prompts: list[list[int]], tokens: int) -> float:
     """Seconds until all ``prompts`` have ``tokens``, in steps that they share."""
     plans = []
-    for at, prompt in enumerate(prompts):
-        name = {"one for all": "a0", "one each": f"a{at % ADAPTERS}"}.get(way)
+    for slot, prompt in enumerate(prompts):
+        name = {"one for all": "a0", "one each": f"a{slot % ADAPTERS}"}.get(way)
         plans.append((prompt, {} if name is None else {"adapter": name}))
     begin = time.perf_counter()
     with ThreadPoolExecutor(len(plans)) as pool:
@@ -58,9 +58,9 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 
 def decode_ms(llm: LLM, way: str, rng: random.Random, count: int) -> float:
     """Of a step, with ``count`` sequences."""
-    some = prompts(rng, count)
-    asked(llm, way, some, 2)  # their prefixes are cached now
-    few, many = (asked(llm, way, some, tokens) for tokens in (2, 2 + DECODED))
+    all_prompts = prompts(rng, count)
+    asked(llm, way, all_prompts, 2)  # their prefixes are cached now
+    few, many = (asked(llm, way, all_prompts, tokens) for tokens in (2, 2 + DECODED))
     return (many - few) / DECODED * 1e3
 
 

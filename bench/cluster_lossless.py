@@ -59,8 +59,8 @@ def settings(small: str) -> list[Setting]:
     drafts = "memserve_instance_drafts_kept_total"
     tensor, stages = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2")
     stored = ("memserve_instance_store_blocks_taken_total", "memserve_instance_store_tokens_total")
-    kept = ("--kv-memory", small, "--policy", "least-load", "--store-dram", "2GiB")
-    taken, handed = f'{turns}{{turn="taken_over_parked"}}', f'{turns}{{turn="handed_over"}}'
+    memory_flags = ("--kv-memory", small, "--policy", "least-load", "--store-dram", "2GiB")
+    taken_over, handed = f'{turns}{{turn="taken_over_parked"}}', f'{turns}{{turn="handed_over"}}'
     return [
         Setting("colocated, caching off", (*roles(0, 0, 1), "--caching", "off", *ROOMY)),
         Setting("colocated, caching on", (*roles(0, 0, 1), *ROOMY), cached),
@@ -74,8 +74,8 @@ def settings(small: str) -> list[Setting]:
             Setting(f"1P1D, {mode}, nixl", (*pd, "--transfer", mode, "--link", "nixl", *ROOMY), pulled)
             for mode in ("by-layer", "by-request", "by-request-agg")
         ),
-        Setting("1P1D, KV by layer", by_layer, (*pulled, handed, taken)),
-        Setting("1P1D, KV by layer, nixl", (*by_layer, "--link", "nixl"), (*pulled, handed, taken)),
+        Setting("1P1D, KV by layer", by_layer, (*pulled, handed, taken_over)),
+        Setting("1P1D, KV by layer, nixl", (*by_layer, "--link", "nixl"), (*pulled, handed, taken_over)),
         Setting("drafts", (*roles(0, 0, 1), "--draft-tokens", "8", *ROOMY), (*cached, drafts)),
         Setting("drafts, 1P1D", (*pd, "--draft-tokens", "8", *ROOMY), (*pulled, drafts)),
         *(
@@ -87,8 +87,13 @@ def settings(small: str) -> list[Setting]:
         Setting("degrees: prefill TP 2, decode TP 1", (*pd, *degrees(2, 1), *ROOMY), pulled),
         Setting("degrees: prefill TP 2, decode TP 3", (*pd, *degrees(2, 3), *ROOMY), pulled),
         Setting("degrees: PP 2", (*pd, "--pipeline-parallel", "2", *ROOMY), pulled),
-        Setting("degrees: TP 2 and TP 1 on a store", (*roles(2, 1, 0), *degrees(2, 1), *kept), stored, in_rounds=True),
-        Setting("degrees: TP 2 and TP 1, KV by layer", (*by_layer, *degrees(2, 1)), (*pulled, handed, taken)),
+        Setting(
+            "degrees: TP 2 and TP 1 on a store",
+            (*roles(2, 1, 0), *degrees(2, 1), *memory_flags),
+            stored,
+            in_rounds=True,
+        ),
+        Setting("degrees: TP 2 and TP 1, KV by layer", (*by_layer, *degrees(2, 1)), (*pulled, handed, taken_over)),
         Setting("2P1D, DRAM sources", (*roles(2, 1, 0), *cramped), from_dram, in_rounds=True),
         Setting("2P1D, DRAM sources, nixl", (*roles(2, 1, 0), *cramped, "--link", "nixl"), from_dram, in_rounds=True),
     ]
@@ -101,10 +106,10 @@ def play(session: Session, url: str, model: str, new_tokens: int, turns: int = 1
     with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600) as client:
         end = len(session.answers) + turns
         while not session.done and len(session.answers) < end:
-            got = client.chat.completions.create(
+            completion = client.chat.completions.create(
                 model=model, messages=session.messages(), temperature=0, max_tokens=new_tokens
             )
-            session.answers.append(got.choices[0].message.content or "")
+            session.answers.append(completion.choices[0].message.content or "")
     return session
 
 
@@ -122,7 +127,9 @@ def run(setting: Setting, sessions: list[Session], want: dict[str, list[str]], a
         for session in played
         for turn, answer in enumerate(session.answers)
     ]
-    wrong = [f"{name} turn {turn}: {mine!r} instead of {right!r}" for name, turn, mine, right in pairs if mine != right]
+    wrong = [
+        f"{name} turn {turn}: {answer!r} instead of {right!r}" for name, turn, answer, right in pairs if answer != right
+    ]
     moved = {name.removeprefix("memserve_"): int(metric_sum(metrics, name)) for name in setting.must}
     return {
         "setting": setting.name, "answers": len(pairs), "equal": len(pairs) - len(wrong), "wrong": wrong[:5],

@@ -73,7 +73,7 @@ def run(name: str, flags: tuple[str, ...], sessions: list[Session], args: Namesp
     def of_role(metric: str, role: str) -> float:
         return metric_sum(metrics, f'memserve_instance_{metric}_total{{role="{role}"}}')
 
-    turns = [turn for mine in played for turn in mine]
+    turns = [turn for chat_turns in played for turn in chat_turns]
     prompt_tokens, cached = (
         sum(column) for column in zip(*((t.prompt_tokens, t.answer.cached) for t in turns), strict=True)
     )
@@ -93,8 +93,10 @@ def reuse_by_turn(turns: list[Turn]) -> dict[int, float]:
     """Share of the prompts that were cached, by number of the turn."""
     shares = {}
     for number in sorted({turn.number for turn in turns}):
-        mine = [turn for turn in turns if turn.number == number]
-        shares[number] = sum(turn.answer.cached for turn in mine) / sum(turn.prompt_tokens for turn in mine)
+        turns_of_number = [turn for turn in turns if turn.number == number]
+        shares[number] = sum(turn.answer.cached for turn in turns_of_number) / sum(
+            turn.prompt_tokens for turn in turns_of_number
+        )
     return shares
 
 

@@ -47,17 +47,17 @@ COLUMNS = {
 def prompt(i: int) -> Tokens:
     """Prompt ``i``: its first tokens are common to its group."""
     shared = np.random.default_rng((0, 1, i // GROUP)).integers(1, VOCABULARY, SHARED_TOKENS, dtype=np.int32)
-    own = np.random.default_rng((0, 2, i)).integers(1, VOCABULARY, PROMPT_TOKENS - SHARED_TOKENS, dtype=np.int32)
-    return np.concatenate([shared, own])
+    own_tokens = np.random.default_rng((0, 2, i)).integers(1, VOCABULARY, PROMPT_TOKENS - SHARED_TOKENS, dtype=np.int32)
+    return np.concatenate([shared, own_tokens])
 
 
 def partial(i: int, share: float, block: int) -> Tokens:
     """A prompt of which the first ``share`` (whole blocks) equals prompt ``i`` and the rest is fresh."""
-    kept = int(PROMPT_TOKENS * share) // block * block
+    kept_tokens = int(PROMPT_TOKENS * share) // block * block
     tokens = np.random.default_rng((0, 3, i)).integers(1, VOCABULARY, PROMPT_TOKENS, dtype=np.int32)
-    tokens[:kept] = prompt(i)[:kept]
-    if kept < PROMPT_TOKENS:
-        tokens[kept] = prompt(i)[kept] % (VOCABULARY - 1) + 1
+    tokens[:kept_tokens] = prompt(i)[:kept_tokens]
+    if kept_tokens < PROMPT_TOKENS:
+        tokens[kept_tokens] = prompt(i)[kept_tokens] % (VOCABULARY - 1) + 1
     return tokens
 
 
@@ -122,14 +122,14 @@ def bench_insert(pool: BlockPool, reps: int) -> Iterator[Record]:
 
 def bench_evict(pool: BlockPool, reps: int) -> Iterator[Record]:
     """Time an allocation of 256 blocks that must evict exactly 256 first."""
-    taken = pool.allocate_ids(pool.available() - pool.report().by_tier[Tier.HBM].blocks_evictable)
+    block_ids = pool.allocate_ids(pool.available() - pool.report().by_tier[Tier.HBM].blocks_evictable)
     timer = Timer()
     for _ in range(min(reps, 100, pool.available() // 256)):
         blocks = timer(pool.allocate_ids, 256)
         assert blocks is not None and len(blocks) == 256
     if timer.us:
         yield timer.record("evict_256_and_allocate")
-    assert taken is not None
+    assert block_ids is not None
 
 
 def bench_blocks(reps: int) -> Iterator[Record]:
@@ -217,8 +217,8 @@ def main() -> None:
 
     def show(record: Record) -> None:
         head = " ".join(str(record[key]) for key in ("peer", "impl", "op", "api") if key in record)
-        where = " ".join(f"{key}={record[key]}" for key in PLACES if key in record)
-        table.show({"head": head, "where": where, **record})
+        places_text = " ".join(f"{key}={record[key]}" for key in PLACES if key in record)
+        table.show({"head": head, "where": places_text, **record})
 
     trees = (bench_tree(prompts, block, args.reps) for block, prompts in product(args.blocks, args.trees))
     for record in chain(bench_limits(args.reps), bench_blocks(args.reps), chain.from_iterable(trees), bench_copies()):

@@ -81,9 +81,9 @@ def measure_router(args: Namespace) -> None:
         share = median(page_share(router.url, router.pid) for _ in range(5))
     rows = []
     for figure in ("requests_per_s", "router_cpu_us", "p99_ms"):
-        values = {kind: [row[figure] for row in mine] for kind, mine in rounds.items()}
+        values = {kind: [row[figure] for row in rows] for kind, rows in rounds.items()}
         low, middle, high = (100 * (ratio - 1) for ratio in quartiles(ratios(values["page"], values["alone"])))
-        row = {kind: median(mine) for kind, mine in values.items()}
+        row = {kind: median(figures) for kind, figures in values.items()}
         rows.append({"figure": figure, **row, "low": low, "middle": middle, "high": high})
     show(rows, {"figure": "{figure}", "without": "{alone:,.1f}", "with a page": "{page:,.1f}",
                 "change of a pair (quartiles)": "{middle:+.2f} % ({low:+.2f} to {high:+.2f} %)"})  # fmt: skip
@@ -141,7 +141,7 @@ def measure_ceiling(args: Namespace) -> None:
     from memserve.router.placement.reuse_ceiling import IDENTITY_BYTES, ReuseCeiling
 
     block = 512
-    ceiling, seen, new, known, sketch_s = ReuseCeiling(), 0, 0, set(), 0.0
+    ceiling, tokens_seen, new, identities_known, sketch_s = ReuseCeiling(), 0, 0, set(), 0.0
     with gzip.open(args.trace, "rt") as file:
         prompts = [json.loads(line)["hash_ids"] for line in file]
     for hashes in prompts:
@@ -150,11 +150,11 @@ def measure_ceiling(args: Namespace) -> None:
         started = time.perf_counter()
         ceiling.count_prompt("", names, tokens, block)
         sketch_s += time.perf_counter() - started
-        seen, new = seen + tokens, new + block * len(set(hashes) - known) + 1
-        known |= set(hashes)
-    exact, estimate = 1 - new / seen, ceiling.total_counts().attainable
+        tokens_seen, new = tokens_seen + tokens, new + block * len(set(hashes) - identities_known) + 1
+        identities_known |= set(hashes)
+    exact, estimate = 1 - new / tokens_seen, ceiling.total_counts().attainable
     sizes = sum(sketch.nbytes for sketch, _ in ceiling._tenants.values())
-    print(f"{len(known):,} different blocks, {seen:,} prompt tokens")
+    print(f"{len(identities_known):,} different blocks, {tokens_seen:,} prompt tokens")
     print(f"attainable: exact {exact:.4%}, sketch {estimate:.4%}, off by {100 * abs(estimate / exact - 1):.3f} %")
     print(f"{sizes:,} bytes for the tenant; {sketch_s * 1e6 / len(prompts):.0f} us a prompt")
 

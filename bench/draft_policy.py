@@ -59,22 +59,24 @@ def agreeing(drafts: list[int], answer: list[int]) -> int:
 
 def decode(answers: list[Answer], drafts_max: int, price: Price) -> dict[str, float]:
     """Every answer, with drafts that pay at ``price``."""
-    seen, steps, tokens, drafted, kept = Chances(FADE_SEEN), 0, 0, 0, 0
+    chances, steps, tokens, drafted, kept_count = Chances(FADE_SEEN), 0, 0, 0, 0
     for prompt, answer in answers:
         pace, place = Pace(), 1
         while place < len(answer):
-            known = np.array(prompt + answer[:place], np.int32)
-            draft = repeated_draft(known, min(drafts_max, len(answer) - place, -len(known) % BLOCK_TOKENS))
-            chance = pace.chances.chance_of(draft.source, seen.chance_of(draft.source, EXPECTED[draft.source]))
+            known_tokens = np.array(prompt + answer[:place], np.int32)
+            draft = repeated_draft(
+                known_tokens, min(drafts_max, len(answer) - place, -len(known_tokens) % BLOCK_TOKENS)
+            )
+            chance = pace.chances.chance_of(draft.source, chances.chance_of(draft.source, EXPECTED[draft.source]))
             count = paying_length(chance, price, len(draft.tokens))
             right = agreeing(draft.tokens[:count], answer[place:])
             if count:
                 pace.source = draft.source
                 pace.learn_outcome(count, right)
-                seen.learn_outcome(draft.source, count, right)
-            steps, drafted, kept, place = steps + 1, drafted + count, kept + right, place + 1 + right
+                chances.learn_outcome(draft.source, count, right)
+            steps, drafted, kept_count, place = steps + 1, drafted + count, kept_count + right, place + 1 + right
         tokens += len(answer) - 1
-    return {"tokens_a_step": round(tokens / max(1, steps), 3), "drafts": drafted, "kept": kept}
+    return {"tokens_a_step": round(tokens / max(1, steps), 3), "drafts": drafted, "kept": kept_count}
 
 
 def chances(answers: list[Answer]) -> dict[int, tuple[int, float, float]]:

@@ -88,8 +88,8 @@ def contention(model: str) -> dict[str, dict[str, float]]:
     passive, beside = {}, {}
     for kind in KINDS:
         passive[kind] = _rates([first], [kind])[0] / _rates([spinning], [kind])[0]
-    for kind, other in (("prefill", "decode"), ("decode", "prefill")):
-        beside[kind] = _rates([first, second], [kind, other])[0] / _rates([first], [kind])[0]
+    for kind, rival_kind in (("prefill", "decode"), ("decode", "prefill")):
+        beside[kind] = _rates([first, second], [kind, rival_kind])[0] / _rates([first], [kind])[0]
     twice = {kind: _rates([first, second], [kind, kind])[0] / _rates([first], [kind])[0] for kind in KINDS}
     for line in (spinning, first, second):
         line.send(None)
@@ -100,11 +100,11 @@ def _process(model: str, *, spins: bool = False) -> Connection:
     if not spins:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as runtime/supervisor does
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    context.Process(target=_compute, args=(theirs, model), daemon=True).start()
-    mine.recv()
+    own_end, far_end = context.Pipe()
+    context.Process(target=_compute, args=(far_end, model), daemon=True).start()
+    own_end.recv()
     os.environ.pop("OMP_WAIT_POLICY", None)
-    return mine
+    return own_end
 
 
 def _rates(lines: list[Connection], kinds: list[str]) -> list[float]:
@@ -123,8 +123,8 @@ def _compute(line: Connection, model: str) -> None:
         run()
     line.send("ready")
     while (kind := line.recv()) is not None:
-        begun, steps, spent_ns = time.perf_counter(), 0, 0
-        while time.perf_counter() - begun < CONTENTION_S:
+        begin_s, steps, spent_ns = time.perf_counter(), 0, 0
+        while time.perf_counter() - begin_s < CONTENTION_S:
             spent_ns += kinds[kind]()
             steps += 1
         line.send(steps / (spent_ns / NS_PER_S))
@@ -177,22 +177,22 @@ def _drive(servers: Servers, setting: Setting, workload: Workload, label: str, w
 def machine_of(out: Path, setting: str) -> tuple[Machine, Surroundings]:
     """This machine as measured: the profile, and the times that instances and server add to it."""
     machine = profiled(out / PROFILE, "smollm2-135m", 0)
-    known = json.loads((out / CALIBRATION).read_text())
+    calibration = json.loads((out / CALIBRATION).read_text())
     shares = setting != "1PD-CC"
     costs = machine.costs
     if shares:
-        passive = known["processes"]["passive"]
+        passive = calibration["processes"]["passive"]
         costs = dataclasses.replace(
             costs, prefill=_slower(costs.prefill, passive["prefill"]), decode=_slower(costs.decode, passive["decode"])
         )
-    item, many = known["streams"][setting]
+    item, many = calibration["streams"][setting]
     context = STREAM_PROMPT + STREAM_OUTPUT // 2
     beside = [e["tpot_ms"] * 1e6 - costs.decode_step_ns(e["users"], e["users"] * context) for e in (item, many)]
     row_ns = max(0.0, (beside[1] - beside[0]) / (many["users"] - 1))
     step_ns = max(0.0, costs.decode.step_ns + beside[0] - row_ns)
     decode = dataclasses.replace(costs.decode, step_ns=step_ns, row_ns=costs.decode.row_ns + row_ns)
     front_ns = max(0, round(item["ttft_ms"] * 1e6 - costs.prefill_ns(STREAM_PROMPT, 0)))
-    together = known["processes"]["beside"]
+    together = calibration["processes"]["beside"]
     around = Surroundings(
         front_ns=front_ns, back_ns=0, message_ns=MESSAGE_NS, instances_per_host=8,
         beside=(together["prefill"], together["decode"]) if shares else None,
@@ -268,7 +268,7 @@ def table(out: Path, data: Path | None, rate: float, model: str) -> None:
     foretold = foretell(out, data, rate, model, real)
     rows = []
     for name, kind in product(SETTINGS, WORKLOADS):
-        pair = [_chosen(some, name, kind) for some in (real, foretold)]
+        pair = [_chosen(side_figures, name, kind) for side_figures in (real, foretold)]
         rows.append({"setting": name, "workload": kind, **_row(*pair)})
     show(rows, COLUMNS)
     errors = [error for row in rows for error in row["errors"]]
@@ -286,11 +286,16 @@ def _row(real: Figures, foretold: Figures) -> dict[str, Any]:
     """Means and P90s in ms, their relative errors, the hit rates, and the tokens of a prompt."""
     row: dict[str, Any] = {"errors": []}
     for name, statistic in product(("ttft", "tpot", "jct"), ("mean", "p90")):
-        measured, simulated = (1e3 * getattr(getattr(some, f"{name}_s"), statistic) for some in (real, foretold))
+        measured, simulated = (
+            1e3 * getattr(getattr(side_figures, f"{name}_s"), statistic) for side_figures in (real, foretold)
+        )
         row |= {f"real_{name}_{statistic}": measured, f"foretold_{name}_{statistic}": simulated}
         row["errors"].append(abs(simulated / measured - 1))
-    for side, some in (("real", real), ("foretold", foretold)):
-        row |= {f"{side}_cached": some.cached_share, f"{side}_prompt": some.prompt_tokens / max(1, some.requests)}
+    for side, side_figures in (("real", real), ("foretold", foretold)):
+        row |= {
+            f"{side}_cached": side_figures.cached_share,
+            f"{side}_prompt": side_figures.prompt_tokens / max(1, side_figures.requests),
+        }
     return row
 
 

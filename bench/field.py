@@ -99,21 +99,21 @@ def trace(args: Namespace, url: str, folder: Path) -> list[str]:
     """The first requests of the trace that fit, at ``--trace-rate`` a second on average."""
     with gzip.open(args.data / TRACE, "rt", encoding="utf-8") as lines:
         every = [json.loads(line) for line in lines]
-    kept = [item for item in every if item["input_length"] <= LONGEST_TOKENS * SCALE][: args.requests]
-    first_ms = kept[0]["timestamp"]
-    seconds = (kept[-1]["timestamp"] - first_ms) / 1000 or 1.0
-    for item in kept:
+    items_kept = [item for item in every if item["input_length"] <= LONGEST_TOKENS * SCALE][: args.requests]
+    first_ms = items_kept[0]["timestamp"]
+    seconds = (items_kept[-1]["timestamp"] - first_ms) / 1000 or 1.0
+    for item in items_kept:
         item["timestamp"] -= first_ms
         for key in ("input_length", "output_length"):
             item[key] = max(2, math.ceil(item[key] / SCALE))
-    (folder / "trace.jsonl").write_text("".join(json.dumps(item) + "\n" for item in kept))
-    stretched = len(kept) / args.trace_rate / seconds / 1000
+    (folder / "trace.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items_kept))
+    stretched = len(items_kept) / args.trace_rate / seconds / 1000
     labels = {"timestamp": "timestamp", "input-length": "input_length", "output-length": "output_length",
               "hash-ids": "hash_ids"}  # fmt: skip
     words = ["--dataset-name", "timed_trace", "--dataset-path", str(folder / "trace.jsonl"), "--self-timed"]
     words += ["--timed-trace-chunk-hash-size", str(512 // SCALE), "--timed-trace-sec-multiplier", f"{stretched:.6f}"]
     words += [word for name, key in labels.items() for word in (f"--timed-trace-label-{name}", key)]
-    return vllm_bench(args, url, folder, *words, "--num-prompts", str(len(kept)))
+    return vllm_bench(args, url, folder, *words, "--num-prompts", str(len(items_kept)))
 
 
 def random(args: Namespace, url: str, folder: Path) -> list[str]:
@@ -156,14 +156,22 @@ def multi_turn(args: Namespace, url: str, folder: Path) -> list[str]:
 
 def of_serving(folder: Path) -> dict[str, float]:
     """vLLM's and SGLang's answers have the same names."""
-    told = json.loads((folder / "answer.json").read_text().splitlines()[-1])
-    return {"done": told["completed"], "requests_per_s": told["request_throughput"], "ttft_ms": told["mean_ttft_ms"]}
+    answer = json.loads((folder / "answer.json").read_text().splitlines()[-1])
+    return {
+        "done": answer["completed"],
+        "requests_per_s": answer["request_throughput"],
+        "ttft_ms": answer["mean_ttft_ms"],
+    }
 
 
 def of_lmcache(folder: Path) -> dict[str, float]:
-    told = json.loads((folder / "bench_summary.json").read_text())["results"]
-    done = told["successful_requests"]
-    return {"done": done, "requests_per_s": done / told["elapsed_time"], "ttft_ms": told["mean_ttft_ms"]}
+    summary = json.loads((folder / "bench_summary.json").read_text())["results"]
+    requests_done = summary["successful_requests"]
+    return {
+        "done": requests_done,
+        "requests_per_s": requests_done / summary["elapsed_time"],
+        "ttft_ms": summary["mean_ttft_ms"],
+    }
 
 
 BENCHES = (

@@ -61,8 +61,8 @@ def first_answers(times: int, serve: Sequence[str]) -> None:
 def measured(server: Served) -> dict[str, float]:
     """Mean TTFT and JCT in ms under the load."""
     command = [sys.executable, "-m", "memserve", "bench", "load", "--base-url", server.url, "--json", *LOAD.split()]
-    done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    figures = done["found"][0]["figures"]
+    output = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    figures = output["found"][0]["figures"]
     return {f"{name}_ms": 1000 * figures[f"{name}_s"]["mean"] for name in ("ttft", "jct")}
 
 
@@ -73,7 +73,7 @@ def compare_shapes(rounds: int, serve: Sequence[str]) -> list[dict[str, Any]]:
         with serving("--metadata", "none", *SHAPES[name], *serve) as server:
             ask(server, 2)
             rows[name].append({"ready_s": server.ready_s, **measured(server)})
-    return [{"shape": name, **medians(mine)} for name, mine in rows.items()]
+    return [{"shape": name, **medians(figures)} for name, figures in rows.items()]
 
 
 def main() -> None:

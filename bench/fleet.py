@@ -67,16 +67,16 @@ def compare(title: str, load: Load, servers: list[EventServer], args: Namespace,
         for server in servers:
             server.forget()
         try:
-            with way(name, servers, args, folder) as where:
-                asyncio.run(load(where, args.seed + number, tallies[name]))
+            with way(name, servers, args, folder) as place:
+                asyncio.run(load(place, args.seed + number, tallies[name]))
         except SystemExit as error:
             print(f"{name}: {error}", flush=True)
     print(f"\n## {title}\n")
     table = Table(COLUMNS)
     for name, tally in tallies.items():
         if tally.ttft_s:
-            seen, share = spread_of(tally.ttft_s), tally.cached_tokens / max(1, tally.prompt_tokens)
-            times = {key: 1000 * getattr(seen, key) for key in ("mean", "p50", "p99")}
+            ttft, share = spread_of(tally.ttft_s), tally.cached_tokens / max(1, tally.prompt_tokens)
+            times = {key: 1000 * getattr(ttft, key) for key in ("mean", "p50", "p99")}
             table.show({**vars(tally), "way": name, "requests": len(tally.ttft_s), "cached": share, **times})
     return tallies
 
@@ -92,8 +92,8 @@ def compare_trace(servers: list[EventServer], args: Namespace, folder: Path) -> 
     title = f"{args.trace.name.partition('.')[0]}: {sum(map(len, passes))} requests, {args.rate:g}/s"
     compare(title, load, servers, args, folder)
     blocks = args.blocks * len(servers)
-    unlimited, both = map(mean, zip(*(ceilings(calls, blocks) for calls in passes), strict=True))
-    print(f"\nAt best: {both:.1%} with one cache of {blocks} blocks, {unlimited:.1%} with any.")
+    unlimited, ceiling_of_both = map(mean, zip(*(ceilings(calls, blocks) for calls in passes), strict=True))
+    print(f"\nAt best: {ceiling_of_both:.1%} with one cache of {blocks} blocks, {unlimited:.1%} with any.")
 
 
 def compare_chats(servers: list[EventServer], args: Namespace, folder: Path) -> None:

@@ -57,23 +57,23 @@ class Relay:
         return f"vllm={self._server.url},events=tcp://127.0.0.1:{self._port},replay={self._server.replay}"
 
     def _run(self) -> None:
-        with zmq.Context() as context, context.socket(zmq.SUB) as heard, context.socket(zmq.PUB) as told:
-            for item in (heard, told):
+        with zmq.Context() as context, context.socket(zmq.SUB) as subscriber, context.socket(zmq.PUB) as publisher:
+            for item in (subscriber, publisher):
                 item.setsockopt(zmq.LINGER, 0)
-            heard.setsockopt(zmq.RCVHWM, 0)
-            heard.setsockopt(zmq.SUBSCRIBE, b"")
-            heard.connect(self._server.events)
-            told.bind(f"tcp://127.0.0.1:{self._port}")
+            subscriber.setsockopt(zmq.RCVHWM, 0)
+            subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+            subscriber.connect(self._server.events)
+            publisher.bind(f"tcp://127.0.0.1:{self._port}")
             while not self._ends.is_set():
-                if not heard.poll(50):
+                if not subscriber.poll(50):
                     continue
-                frames = heard.recv_multipart()
+                frames = subscriber.recv_multipart()
                 self._look(int.from_bytes(frames[1], "big"), frames[2])
                 if self._draw.random() < self.loss:
                     self.lost += 1
                 else:
                     self.passed += 1
-                    told.send_multipart(frames)
+                    publisher.send_multipart(frames)
 
     def _look(self, number: int, payload: bytes) -> None:
         """Which blocks have a salt; whether this subscriber itself has missed a batch."""
@@ -138,19 +138,19 @@ class Run:
 
     def difference(self, place: int) -> dict[int, tuple[int, int]]:
         """Blocks of which the fleet knows another number of copies than the server's map has."""
-        known = {
+        blocks_known = {
             item: upper for item, (upper, _) in self.fleet.host.machine.kv_counts(self.servers[place].url[7:]).items()
         }
-        held = {
+        blocks_held = {
             item: copies
             for item, copies in self.servers[place].held().items()
             if item not in self.relays[place].private
         }
-        self.counts[f"blocks held by {place}"] = len(held)
+        self.counts[f"blocks held by {place}"] = len(blocks_held)
         return {
-            item: (known.get(item, 0), held.get(item, 0))
-            for item in known.keys() | held
-            if known.get(item) != held.get(item)
+            item: (blocks_known.get(item, 0), blocks_held.get(item, 0))
+            for item in blocks_known.keys() | blocks_held
+            if blocks_known.get(item) != blocks_held.get(item)
         }
 
     def settle(self) -> dict[int, tuple[int, int]]:

@@ -113,10 +113,10 @@ def trace(path: Path, requests: int, rate: float, tokens_max: int, seed: int) ->
     draw = random.Random(seed)
     scale = BLOCK / TRACE_BLOCK
     limit = (tokens_max - 256) / scale
-    drawn = [item for item in _conversations(_rows(path)) if all(row["input_length"] < limit for row in item)]
-    draw.shuffle(drawn)
+    chats_drawn = [item for item in _conversations(_rows(path)) if all(row["input_length"] < limit for row in item)]
+    draw.shuffle(chats_drawn)
     rows: list[dict[str, Any]] = []
-    for conversation in drawn:
+    for conversation in chats_drawn:
         if len(rows) >= requests:
             break
         rows += conversation
@@ -192,15 +192,15 @@ async def run_chats(where: Where, chats: list[list[str]], clients: int, tally: T
 
         async def play(said: list[str]) -> None:
             messages: list[dict[str, str]] = []
-            known = 0
+            known_tokens = 0
             for question in said:
                 messages.append({"role": "user", "content": question})
                 async with free:
                     body = {"messages": messages, "max_tokens": 24}
                     answer = await ask(client, where, "/v1/chat/completions", body, tally)
                 prompt_tokens = answer.usage.get("prompt_tokens", 0)
-                tally.attainable_tokens += min(known, prompt_tokens - 1) // BLOCK * BLOCK
-                known = prompt_tokens + answer.usage.get("completion_tokens", 0) - 1
+                tally.attainable_tokens += min(known_tokens, prompt_tokens - 1) // BLOCK * BLOCK
+                known_tokens = prompt_tokens + answer.usage.get("completion_tokens", 0) - 1
                 messages.append({"role": "assistant", "content": answer.text})
 
         await asyncio.gather(*map(play, chats))

@@ -55,9 +55,9 @@ BOMBS: dict[str, Json] = {
     "ambiguous 2": {"structured_outputs": {"grammar": 'start: x\nx: x x | "a" | "b"'}},
     "regex of states": {"structured_outputs": {"regex": "[ab]*a[ab]{400}(.*c.{300}){40}"}},
     "intersection": {"structured_outputs": {"grammar": "start: A\nA: " + " & ".join(
-        f"/(.*[a-{letter}].*){{{40 + at}}}/" for at, letter in enumerate("bcdefghijk"))}},
+        f"/(.*[a-{letter}].*){{{40 + number}}}/" for number, letter in enumerate("bcdefghijk"))}},
     "tower of multiples": {"structured_outputs": {"json": {"type": "array", "prefixItems": [
-        {"type": "integer", "multipleOf": 1000003 + 2 * at} for at in range(20)], "minItems": 20}}},
+        {"type": "integer", "multipleOf": 1000003 + 2 * number} for number in range(20)], "minItems": 20}}},
 }  # fmt: skip
 
 
@@ -88,9 +88,9 @@ class Watch:
         """For one of two words every quarter of a second."""
         client = Client(self.served, "choices")
         while not over.wait(0.25):
-            begun = time.perf_counter()
+            begin_s = time.perf_counter()
             answer = client.ask({"structured_outputs": {"choice": ["yes", "no"]}}, tokens=4)
-            self.choices_s.append(time.perf_counter() - begun)
+            self.choices_s.append(time.perf_counter() - begin_s)
             text = answer.json()["choices"][0]["message"]["content"] if answer.status_code == 200 else ""
             self.wrong += text not in ("yes", "no")
 
@@ -144,8 +144,8 @@ def sizes(served: Served) -> str:
             with contextlib.suppress(OSError):
                 lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
                 kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
-                own = kib["Private_Clean:"] + kib["Private_Dirty:"]
-                texts.append(f"{kib['Rss:'] / 1024:.0f} MiB, {own / 1024:.1f} for itself")
+                own_kib = kib["Private_Clean:"] + kib["Private_Dirty:"]
+                texts.append(f"{kib['Rss:'] / 1024:.0f} MiB, {own_kib / 1024:.1f} for itself")
     return f"processes of grammars: {'; '.join(texts)}"
 
 
@@ -153,10 +153,10 @@ def drop(name: str, served: Served, bombs: list[Json], tokens: int = TOKENS) -> 
     """All ``bombs`` at once; a row of the table."""
 
     def ask(bomb: Json) -> str:
-        begun = time.perf_counter()
+        begin_s = time.perf_counter()
         answer = Client(served, "bombs").ask(bomb, tokens=tokens)
         code = answer.json().get("error", {}).get("code") or ""
-        return f"{answer.status_code} {code} {time.perf_counter() - begun:.1f} s"
+        return f"{answer.status_code} {code} {time.perf_counter() - begin_s:.1f} s"
 
     watch = Watch(served)
     with meanwhile(watch.ask_choices, watch.read_streams, watch.read_memory):

@@ -124,10 +124,10 @@ class Llguidance:
         return matcher
 
     def accepts(self, matcher: Any, token: int) -> bool:
-        taken = matcher.consume_token(token)
-        if taken:
+        is_taken = matcher.consume_token(token)
+        if is_taken:
             matcher.compute_bitmask()
-        return bool(taken)
+        return bool(is_taken)
 
     def may_end(self, matcher: Any) -> bool:
         return bool(matcher.is_accepting())
@@ -150,10 +150,10 @@ class Xgrammar:
         return matcher
 
     def accepts(self, matcher: Any, token: int) -> bool:
-        taken = matcher.accept_token(token)
-        if taken and not matcher.is_terminated():
+        is_taken = matcher.accept_token(token)
+        if is_taken and not matcher.is_terminated():
             matcher.fill_next_token_bitmask(self._mask)
-        return bool(taken)
+        return bool(is_taken)
 
     def may_end(self, matcher: Any) -> bool:
         return bool(matcher.is_completed())
@@ -226,9 +226,9 @@ class Figures:
         text = json.dumps(value, ensure_ascii=False)
         for token in tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids:
             begun_s = time.perf_counter()
-            taken = engine.accepts(matcher, token)
+            is_taken = engine.accepts(matcher, token)
             self.mask_us.append((time.perf_counter() - begun_s) * 1e6)
-            if not taken:
+            if not is_taken:
                 return False
         return engine.may_end(matcher)
 

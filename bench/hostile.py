@@ -72,9 +72,9 @@ class Report:
 def check_idle(served: Served) -> str | None:
     """Wait until nothing is held. Cancelled work may take a step to end."""
     deadline = time.monotonic() + IDLE_S_MAX
-    while left := served.left():
+    while leftovers := served.left():
         if time.monotonic() > deadline:
-            return f"still held: {left}"
+            return f"still held: {leftovers}"
         time.sleep(0.1)
     return None
 
@@ -126,7 +126,7 @@ def raw_connections(report: Report, served: Served) -> None:
     """Connections that no well-behaved client makes."""
 
     def expect(data: bytes, status: bytes) -> Callable[[], str | None]:
-        return lambda: None if status in (got := raw(served, data)[:200]) else f"got {got!r}"
+        return lambda: None if status in (answer := raw(served, data)[:200]) else f"got {answer!r}"
 
     def drop(data: bytes) -> Callable[[], str | None]:
         return lambda: raw(served, data, read=False).decode() or None
@@ -187,12 +187,12 @@ async def visit(client: httpx.AsyncClient, model: str, visitor: Visitor) -> str 
 
 
 async def _until(response: httpx.Response, count: int | None) -> Any:
-    seen = 0
+    offset = 0
     async for line in response.aiter_lines():
         if line:
-            seen += 1
+            offset += 1
             yield line
-        if seen == count:
+        if offset == count:
             return
 
 

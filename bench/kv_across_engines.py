@@ -52,10 +52,10 @@ def ask(url: str, prompt: list[int], tokens: int) -> Answer:
 def compare(name: str, results: list[Answer], alone: list[Answer], prompts: list[list[int]]) -> dict[str, int]:
     """Token by token with the same engine alone."""
     counts: Counter[str] = Counter({"equal": 0, "ties": 0, "others": 0})
-    for mine, right in zip(results, alone, strict=True):
-        place = judge(name, mine, right, counts, "others")
+    for answer, right in zip(results, alone, strict=True):
+        place = judge(name, answer, right, counts, "others")
         counts["equal tokens"] += len(right.tokens) if place is None else place
-        counts["tokens from the other engine"] += mine.cached
+        counts["tokens from the other engine"] += answer.cached
     counts["whole blocks of the prompts, in tokens"] = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in prompts)
     print(f"{name}: {dict(counts)}", flush=True)
     return dict(counts)
@@ -71,7 +71,7 @@ def wait_for_blocks(store: ServedStore, prompts: list[list[int]]) -> None:
 def measure(args: Namespace, folder: Path) -> dict[str, Any]:
     """Alone, then in both directions."""
     prompts = opening_ids(args.data, args.model, args.prompts, 2 * BLOCK + 1, 900)
-    mine, theirs = prompts[::2], prompts[1::2]
+    own_prompts, other_prompts = prompts[::2], prompts[1::2]
     tokens, record = args.tokens, {}
 
     def answers(source: Vllm | str, some: list[list[int]], count: int = tokens) -> list[Answer]:
@@ -82,25 +82,27 @@ def measure(args: Namespace, folder: Path) -> dict[str, Any]:
 
     alone = Vllm(args.vllm, args.model, log=folder / "alone.log")
     with running(alone):
-        right_vllm = answers(alone, mine)
+        right_vllm = answers(alone, own_prompts)
     with memserve(args, None) as url:
-        right_memserve = answers(url, theirs)
+        right_memserve = answers(url, other_prompts)
     with ServedStore(folder, dram="1GiB") as store:
         shares = {"share_with_memserve": True}
         sharing = Vllm(args.vllm, args.model, store, folder / "sharing.log", more=shares)
         with memserve(args, store) as url:
-            answers(url, mine, 1)
-            wait_for_blocks(store, mine)
+            answers(url, own_prompts, 1)
+            wait_for_blocks(store, own_prompts)
             with running(sharing):
-                results = answers(sharing, mine)
-                record["computed by memserve, answered by vLLM"] = compare("vLLM", results, right_vllm, mine)
-                answers(sharing, theirs, 1)
-                wait_for_blocks(store, mine + theirs)
-            results = answers(url, theirs)
-            record["computed by vLLM, answered by memserve"] = compare("memserve", results, right_memserve, theirs)
+                results = answers(sharing, own_prompts)
+                record["computed by memserve, answered by vLLM"] = compare("vLLM", results, right_vllm, own_prompts)
+                answers(sharing, other_prompts, 1)
+                wait_for_blocks(store, own_prompts + other_prompts)
+            results = answers(url, other_prompts)
+            record["computed by vLLM, answered by memserve"] = compare(
+                "memserve", results, right_memserve, other_prompts
+            )
         with memserve(args, store, "--no-foreign-kv") as url:
-            results = answers(url, theirs)
-            record["memserve with --no-foreign-kv"] = compare("--no-foreign-kv", results, right_memserve, theirs)
+            results = answers(url, other_prompts)
+            record["memserve with --no-foreign-kv"] = compare("--no-foreign-kv", results, right_memserve, other_prompts)
     return record
 
 

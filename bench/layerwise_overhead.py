@@ -79,7 +79,7 @@ def main() -> None:
                 "auto / off": "{auto_off:.3f}"})  # fmt: skip
     for side in sides.values():
         side.close()
-    save(args, {f"{case}, {name}": mine for (case, name), mine in times.items()})
+    save(args, {f"{case}, {name}": case_times for (case, name), case_times in times.items()})
 
 
 if __name__ == "__main__":

@@ -72,12 +72,12 @@ class Seen:
         self.lengths.learn_length("", self._size(prompt), tokens)
 
     def guess(self, prompt: int, edges: list[int]) -> Guess | None:
-        known = self.lengths._lengths_like("", self._size(prompt))
-        if known is None:
+        lengths_known = self.lengths._lengths_like("", self._size(prompt))
+        if lengths_known is None:
             return None
-        beyond = [known.total, *(known.count_longer(edge) for edge in edges), 0.0]
+        beyond = [lengths_known.total, *(lengths_known.count_longer(edge) for edge in edges), 0.0]
         shares = -np.diff(beyond) + 0.5
-        percentiles = tuple(float(known.length_at(known.total * (1 - share))) for share in QUANTILES)
+        percentiles = tuple(float(lengths_known.length_at(lengths_known.total * (1 - share))) for share in QUANTILES)
         return Guess(shares / shares.sum(), percentiles)
 
 
@@ -120,12 +120,12 @@ class Classifier:
         rows = np.stack([features for features, _ in self._rows])
         self._mean, self._scale = rows.mean(0), rows.std(0) + 1e-6
         rows = np.concatenate([(rows - self._mean) / self._scale, np.ones((len(rows), 1))], axis=1)
-        wanted = np.eye(len(RANGES) + 1)[labels]
+        targets = np.eye(len(RANGES) + 1)[labels]
         if self._weights is None:
-            self._weights = np.zeros((rows.shape[1], wanted.shape[1]))
+            self._weights = np.zeros((rows.shape[1], targets.shape[1]))
         weights, rate, first, second = self._weights, 0.05, np.zeros(self._weights.shape), np.zeros(self._weights.shape)
         for step in range(1, 201):  # Adam
-            slope = rows.T @ (softmax(rows @ weights) - wanted) / len(rows) + 1e-3 * weights
+            slope = rows.T @ (softmax(rows @ weights) - targets) / len(rows) + 1e-3 * weights
             first, second = 0.9 * first + 0.1 * slope, 0.99 * second + 0.01 * slope**2
             weights = weights - rate * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.99**step)) + 1e-8)
         self._weights = weights
@@ -207,15 +207,15 @@ class Replay:
 
     def _end(self, answer: Answer, features: Floats) -> None:
         self.kinds.learn(answer.prompt, answer.tokens)
-        for other in self.others.values():
-            other.learn(answer.prompt, answer.tokens)
+        for rival in self.others.values():
+            rival.learn(answer.prompt, answer.tokens)
         self.classifier.learn(features, answer.prompt, answer.tokens)
 
     def _watch(self, answer: Answer) -> None:
-        said = self.kinds.lengths.predict_length("", answer.prompt, 0, MOST)
-        if said.answers:
-            self.held["lower"].append(answer.tokens >= said.lower)
-            self.held["median"].append(answer.tokens <= said.median)
+        predicted = self.kinds.lengths.predict_length("", answer.prompt, 0, MOST)
+        if predicted.answers:
+            self.held["lower"].append(answer.tokens >= predicted.lower)
+            self.held["median"].append(answer.tokens <= predicted.median)
         later = self.kinds.lengths.predict_length("", answer.prompt, 64, MOST)
         if answer.tokens > 64 and later.answers:
             self.held["lower at 64"].append(answer.tokens >= later.lower)
@@ -225,10 +225,10 @@ class Replay:
         if results is None:
             return
         guess, edges = results
-        for name, seen in {"kinds": self.kinds, **self.others}.items():
-            known = seen.guess(answer.prompt, edges)
-            assert known is not None, "the classifier has seen enough, too"
-            self.scores[name].add(answer.tokens, known, edges)
+        for name, model in {"kinds": self.kinds, **self.others}.items():
+            class_guessed = model.guess(answer.prompt, edges)
+            assert class_guessed is not None, "the classifier has seen enough, too"
+            self.scores[name].add(answer.tokens, class_guessed, edges)
         self.scores["classifier"].add(answer.tokens, guess, edges)
 
 

@@ -71,8 +71,8 @@ def main() -> int:
         folder=(Path, "where the adapters of LMCache keep their files"), quick={"rounds": 1},
         tests=(Path, "folder with LMCache's tests of plugin adapters"),
     )  # fmt: skip
-    if missing := absent(args.python):
-        print(f"skipped: {missing}")
+    if packages_missing := absent(args.python):
+        print(f"skipped: {packages_missing}")
         return 0
     if args.tests is not None:
         return run_tests(args.python, args.tests)
@@ -91,8 +91,8 @@ def main() -> int:
 
 def absent(python: str) -> str | None:
     """Why there is nothing to measure; None: there is."""
-    told = "import lmcache.cli.main, memserve.integrations.lmcache"
-    run = subprocess.run([python, "-c", told], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    program = "import lmcache.cli.main, memserve.integrations.lmcache"
+    run = subprocess.run([python, "-c", program], env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     if run.returncode == 0:
         return None
     return f"{python} has no LMCache that can be loaded ({(run.stderr.strip().splitlines() or ['no word'])[-1]})"
@@ -109,7 +109,7 @@ def measure(
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _, name in turns(rounds, names):
         rows[name].append(once(python, name, size, disk, memory))
-    return {name: medians(mine) for name, mine in rows.items()}
+    return {name: medians(figures) for name, figures in rows.items()}
 
 
 def once(python: str, name: str, size: tuple[int, int], disk: Path, memory: Path) -> dict[str, float]:
@@ -117,11 +117,11 @@ def once(python: str, name: str, size: tuple[int, int], disk: Path, memory: Path
         with tempfile.TemporaryDirectory() as folder, ServedStore(Path(folder), dram="1GiB") as store:
             params = {"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 60}
             return run_tool(python, size, plugin(params), name)
-    kind, _, where = name.partition(" ")
-    folder = (memory if where else disk) / "l2"
+    kind, _, backend = name.partition(" ")
+    folder = (memory if backend else disk) / "l2"
     folder.mkdir()
     try:
-        place = raw_block(folder, size, bool(where)) if kind == "raw_block" else {"base_path": str(folder)}
+        place = raw_block(folder, size, bool(backend)) if kind == "raw_block" else {"base_path": str(folder)}
         return run_tool(python, size, {"type": kind, **place}, name)
     finally:
         shutil.rmtree(folder)
@@ -147,8 +147,8 @@ def run_tests(python: str, folder: Path) -> int:
 
 
 def plugin(params: dict[str, Any]) -> dict[str, Any]:
-    where = {"module_path": "memserve.integrations.lmcache", "class_name": "MemserveL2"}
-    return {"type": "plugin", **where, "adapter_params": params}
+    adapter_options = {"module_path": "memserve.integrations.lmcache", "class_name": "MemserveL2"}
+    return {"type": "plugin", **adapter_options, "adapter_params": params}
 
 
 def run_tool(python: str, size: tuple[int, int], spec: dict[str, Any], name: str) -> dict[str, float]:

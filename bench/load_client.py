@@ -72,8 +72,8 @@ def measure(url: str, rate: float, seconds: float) -> dict[str, float]:
 def main() -> None:
     args = options(__doc__, rates=Commas(500.0, 1000.0, 2000.0), seconds=5.0, rounds=3)
     cores = sorted(os.sched_getaffinity(0))
-    ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, cores[-1]), daemon=True)
+    ours, far_end = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(far_end, cores[-1]), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{ours.recv()}"
     os.sched_setaffinity(0, {cores[0]})
@@ -81,7 +81,7 @@ def main() -> None:
     for _, rate in turns(args.rounds, args.rates):
         rows[rate].append(measure(url, rate, args.seconds))
     server.terminate()
-    results = {rate: medians(mine) for rate, mine in rows.items()}
+    results = {rate: medians(figures) for rate, figures in rows.items()}
     names = {name: f"{{{name}:.2f}}" for name in next(iter(results.values()))}
     show(({"rate": rate} | row for rate, row in results.items()), {"rate, 1/s": "{rate:.0f}"} | names)
     save(args, {"load_average": os.getloadavg(), "medians": results})

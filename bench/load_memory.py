@@ -142,11 +142,11 @@ def measure_start(model: str, cache: Path, **options: object) -> Start:
             _sample(process.pid, start)
             time.sleep(SAMPLE_S)
         output.seek(0)
-        said = dict(line.split(maxsplit=1) for line in output.read().splitlines() if " " in line)
+        values_said = dict(line.split(maxsplit=1) for line in output.read().splitlines() if " " in line)
     if process.returncode != 0:
         raise SystemExit(f"the start of {model} ended with {process.returncode}")
-    start.ready_s, start.answer = float(said["ready"]), said["answer"]
-    start.steady_bytes = 1024 * int(said["steady"])
+    start.ready_s, start.answer = float(values_said["ready"]), values_said["answer"]
+    start.steady_bytes = 1024 * int(values_said["steady"])
     return start
 
 

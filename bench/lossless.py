@@ -51,7 +51,7 @@ def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
     tight = {"kv_memory_bytes": small, "dram_memory_bytes": large}
     by_layer = {**tight, "layerwise": "auto"}
     moved, cached, drafted = ("layers.begun", "layers.link.up_bytes"), ("cached_tokens",), ("drafts_kept",)
-    layerwise = ("auto", "layerkv", "next-layer", *(f"static-{kept}" for kept in range(31)))
+    layerwise = ("auto", "layerkv", "next-layer", *(f"static-{layer_count}" for layer_count in range(31)))
     return [
         Setting("caching off", {**roomy, "caching": False}),
         Setting("caching on, cold", roomy),

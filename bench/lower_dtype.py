@@ -91,9 +91,9 @@ class Document:
     def compute(self, start: int, end: int, *, tell: bool) -> list[tuple[float, int]]:
         """Of each token but the last: logprob of the one behind it, and the most probable one."""
         row = {"slots": [0], "starts": [start], "counts": [end - start], "sample_slots": [()]}
-        done = self._run(**row, prompt_logprob_rows=[0] if tell else [])
-        found = done.prompt_logprobs[0] if tell else []
-        return [(entry.logprob, entry.top[0][0]) for entry in found if entry is not None]
+        step_result = self._run(**row, prompt_logprob_rows=[0] if tell else [])
+        logprobs = step_result.prompt_logprobs[0] if tell else []
+        return [(entry.logprob, entry.top[0][0]) for entry in logprobs if entry is not None]
 
     def round_trip(self, end: int) -> None:
         """All KV before token ``end`` goes down to DRAM, is wiped above, and comes up again."""
@@ -122,14 +122,14 @@ def forced(device: ModelDevice, documents: list[list[int]], outcome: Outcome) ->
 
 def sizes(device: ModelDevice, block_bytes: int) -> Outcome:
     """Resident bytes of a block in both tiers, and how quick copies are."""
-    blocks, found = list(range(MEASURED_BLOCKS)), {}
+    blocks, figures = list(range(MEASURED_BLOCKS)), {}
     down, up = (CopyBlocks(*tiers, blocks, blocks) for tiers in ((Tier.HBM, Tier.DRAM), (Tier.DRAM, Tier.HBM)))
     before = resident_bytes()
     device._arenas.hbm[:MEASURED_BLOCKS] = 1
-    found["hbm"] = (resident_bytes() - before) / MEASURED_BLOCKS
+    figures["hbm"] = (resident_bytes() - before) / MEASURED_BLOCKS
     before = resident_bytes()
     device.execute(StepPlan(1, copies=[down]))
-    found["dram"] = (resident_bytes() - before) / MEASURED_BLOCKS
+    figures["dram"] = (resident_bytes() - before) / MEASURED_BLOCKS
     rates = []
     for order in (down, up):
         times = []
@@ -138,7 +138,7 @@ def sizes(device: ModelDevice, block_bytes: int) -> Outcome:
             device.execute(StepPlan(1, copies=[order]))
             times.append(time.perf_counter() - began)
         rates.append(MEASURED_BLOCKS * block_bytes / sorted(times)[3] / 1e9)
-    return Outcome(found, *rates)
+    return Outcome(figures, *rates)
 
 
 def answered(options: dict[str, Any], prompts: list[list[int]], block_bytes: int, count: int, to: Outcome) -> None:
@@ -157,11 +157,13 @@ def measure(options: dict[str, Any], args: Namespace, documents: list[str]) -> O
     parts = build_parts(EngineOptions(**options, kv_memory_bytes=800 * MIB, dram_memory_bytes=800 * MIB))
     tokenizer, block_bytes = parts.model.tokenizer, parts.model.geometry.block_bytes
     tokens = [tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens] for text in documents]
-    tokens = [some for some in tokens if len(some) == args.tokens]
+    tokens = [prompt_tokens for prompt_tokens in tokens if len(prompt_tokens) == args.tokens]
     outcome = sizes(parts.device, block_bytes)
     forced(parts.device, tokens, outcome)
     parts.device.close()
-    answered(options, [some[: args.tokens // 2] for some in tokens], block_bytes, args.answer, outcome)
+    answered(
+        options, [prompt_tokens[: args.tokens // 2] for prompt_tokens in tokens], block_bytes, args.answer, outcome
+    )
     return outcome
 
 
@@ -189,11 +191,11 @@ def main() -> None:
 
 def row_of(lower: str, outcome: Outcome, full: Outcome, answer: int) -> dict[str, Any]:
     """A row of the table."""
-    counts = [common(mine, right) for mine, right in zip(outcome.answers, full.answers, strict=True)]
+    counts = [common(answer, right) for answer, right in zip(outcome.answers, full.answers, strict=True)]
     return {
         "lower": lower, **outcome.block_bytes, "down_gb_s": outcome.down_gb_s, "up_gb_s": outcome.up_gb_s,
         "perplexity": math.exp(-mean(outcome.logprobs)), "answers": len(counts), "answer": answer,
-        "best": mean(mine == right for mine, right in zip(outcome.best, full.best, strict=True)),
+        "best": mean(token == right for token, right in zip(outcome.best, full.best, strict=True)),
         "alike": sum(count == answer for count in counts), "common": mean(counts), "dram_tokens": outcome.dram_tokens,
     }  # fmt: skip
 

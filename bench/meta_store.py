@@ -173,15 +173,15 @@ class Sqlite:
     def read(self) -> RecoveredState:
         """Read everything from the files."""
         self.base = sqlite3.connect(self.path, isolation_level=None)
-        held: dict[str, list[bytes]] = {}
+        bytes_held: dict[str, list[bytes]] = {}
         for name, identity in self.base.execute("SELECT name, identity FROM entries WHERE tier = 0"):
-            held.setdefault(name, []).append(identity)
+            bytes_held.setdefault(name, []).append(identity)
         members = []
         for name, generation, next_event in self.base.execute("SELECT * FROM members"):
             info = PeerInfo(
                 Peer(name, generation), Role.COLOCATED, "tcp://h:1", "weights", GEOMETRY, 4096, 0, 8192, True
             )
-            members.append(RecoveredMember(info, False, next_event, b"".join(held.get(name, [])), b""))
+            members.append(RecoveredMember(info, False, next_event, b"".join(bytes_held.get(name, [])), b""))
         return RecoveredState(ROUTER, "tcp://h:2", tuple(members))
 
     def disk_bytes(self) -> int:
@@ -197,10 +197,10 @@ def restart(store: Journal | Sqlite, world: World) -> tuple[Cluster, float]:
     router.handle(StateRecovered(recovered, Peer("router", 2), "tcp://h:3"), 0)
     info = next(m.info for m in recovered.members if m.info.peer == world.peer(prompt))
     router.handle(MessageArrived(info.peer, Join(info)), 1)
-    chosen = decide(router, world, prompt)
+    decision = decide(router, world, prompt)
     seconds = time.perf_counter() - started
-    if chosen != world.peer(prompt):
-        raise SystemExit(f"{store.name}: prompt {prompt} was routed to {chosen}, it lies at {world.peer(prompt)}")
+    if decision != world.peer(prompt):
+        raise SystemExit(f"{store.name}: prompt {prompt} was routed to {decision}, it lies at {world.peer(prompt)}")
     return router, seconds
 
 
@@ -208,8 +208,8 @@ def decide(router: Cluster, world: World, prompt: int) -> Peer | None:
     """The instance that computes a request that begins with ``prompt``."""
     tokens = np.append(world.tokens[prompt], np.int32(5))
     request = Request(f"r{prompt}", tokens, SamplingParams(), StopParams(max_tokens=1))
-    sent = [a for a in router.handle(RequestArrived(request), 2) if isinstance(a, Send)]
-    return next((a.to for a in sent if isinstance(a.message, Dispatch)), None)
+    messages = [a for a in router.handle(RequestArrived(request), 2) if isinstance(a, Send)]
+    return next((a.to for a in messages if isinstance(a.message, Dispatch)), None)
 
 
 def share_kept(router: Cluster, world: World, recovered: RecoveredState) -> float:
@@ -237,11 +237,11 @@ def measure(make: Callable[[Path], Journal | Sqlite], world: World, folder: Path
         router, spent_s = restart(store, world)
         restarts.append(spent_s)
         store.close()
-    kept = share_kept(router, world, store.read())
+    kept_share = share_kept(router, world, store.read())
     figures = {
         "entries": sum(world.prompts), "store": store.name, "write_ms": write_s * 1e3,
         "one_more_ms": median(times) * 1e3, "restart_ms": median(restarts) * 1e3,
-        "kept": kept, "disk_mb": store.disk_bytes() / 1e6,
+        "kept": kept_share, "disk_mb": store.disk_bytes() / 1e6,
     }  # fmt: skip
     store.close()
     return figures

@@ -107,9 +107,9 @@ def _iperf(source: Host, target: Host, nbytes: int) -> float:
     while "listening" not in (line := server.stdout.readline()):
         if not line:
             raise SystemExit("iperf3 does not start")
-    told = json.loads(source.run("iperf3", "-c", target.address, "-J", "-n", str(nbytes)))
+    iperf_report = json.loads(source.run("iperf3", "-c", target.address, "-J", "-n", str(nbytes)))
     server.wait(IPERF_S)
-    return float(told["end"]["sum_received"]["bits_per_second"]) / 8
+    return float(iperf_report["end"]["sum_received"]["bits_per_second"]) / 8
 
 
 class Sides:
@@ -117,9 +117,9 @@ class Sides:
 
     def __init__(self, link: str, network: Wired, nbytes: int, geometry: str, readers: int) -> None:
         source, target = network["owner"], network["reader"]
-        both = ("--links", link, "--bytes", str(nbytes), "--geometry", geometry, "--readers", str(readers))
-        self._nbytes, self._owner = nbytes, _side(source, "--own", source.address, *both)
-        self._reader = _side(target, "--read", target.address, "--owner", self._owner.hello, *both)
+        common_flags = ("--links", link, "--bytes", str(nbytes), "--geometry", geometry, "--readers", str(readers))
+        self._nbytes, self._owner = nbytes, _side(source, "--own", source.address, *common_flags)
+        self._reader = _side(target, "--read", target.address, "--owner", self._owner.hello, *common_flags)
         assert self._reader.hello == "ready"
         self.read()  # the first read connects
 
@@ -164,8 +164,12 @@ def main() -> None:
         f" {args.readers} readers"
     )
     rows = [
-        {"name": name, "mb_s": median(rate for rate, _ in mine) / 1e6, "cpu_s": median(cpu_s for _, cpu_s in mine)}
-        for name, mine in results.items()
+        {
+            "name": name,
+            "mb_s": median(rate for rate, _ in measurements) / 1e6,
+            "cpu_s": median(cpu_s for _, cpu_s in measurements),
+        }
+        for name, measurements in results.items()
     ]
     show((row | {"ratio": row["mb_s"] / rows[0]["mb_s"]} for row in rows),
          {"": "{name}", "MB/s": "{mb_s:.1f}", "of iperf3": "{ratio:.2f}", "CPU, s/GB": "{cpu_s:.2f}"})  # fmt: skip

@@ -174,9 +174,9 @@ def talks(answer_tokens: int) -> Load:
 
     async def load(tenant: Tenant, client: int) -> None:
         for turn in itertools.count():
-            said = text_of(60 * (1 + turn % 6), f"talk {os.getpid()} {client} {turn // 6}")
+            chat_text = text_of(60 * (1 + turn % 6), f"talk {os.getpid()} {client} {turn // 6}")
             session = f"talk {client} {turn // 6}"
-            if await tenant.status(tenant.completion(said, answer_tokens, session=session)) != 200:
+            if await tenant.status(tenant.completion(chat_text, answer_tokens, session=session)) != 200:
                 await asyncio.sleep(REFUSED_WAIT_S)
 
     return load
@@ -342,8 +342,8 @@ def row_of(resource: Resource, results: Times) -> dict[str, Any]:
     row: dict[str, Any] = {"resource": resource.name, "ratio": ratio(worst, honest)}
     for kind, times in (("honest", honest), ("worst", worst)):
         row |= {f"{kind}_p50": percentile(times, 0.5), f"{kind}_p99": percentile(times, 0.99)}
-    each = " ".join(f"{ratio(*pair):.2f}" for pair in zip(results["worst"], results["honest"], strict=True))
-    return row | {"verdict": "ok" if row["ratio"] <= RATIO_MAX else "ABOVE", "each": each}
+    ratios_text = " ".join(f"{ratio(*pair):.2f}" for pair in zip(results["worst"], results["honest"], strict=True))
+    return row | {"verdict": "ok" if row["ratio"] <= RATIO_MAX else "ABOVE", "each": ratios_text}
 
 
 COLUMNS = {
@@ -360,15 +360,15 @@ def main() -> int:
         every=(0.16, "seconds between two of them"), only=("", "comma-separated names"),
         settle=(0.8, "seconds beside the neighbour that do not count"), flags=("", "more flags of the servers"),
     )  # fmt: skip
-    chosen = [resource for resource in RESOURCES if not args.only or resource.name in args.only.split(",")]
+    resources = [resource for resource in RESOURCES if not args.only or resource.name in args.only.split(",")]
     os.environ["MEMSERVE_API_KEY"] = " ".join(f"{name}={key}" for name, key in KEYS.items())
     started, everything, rows, table = time.monotonic(), {}, [], Table(COLUMNS)
     for shape, flags in SHAPES.items():
-        here = [resource for resource in chosen if resource.shape == shape]
-        if not here:
+        resources_here = [resource for resource in resources if resource.shape == shape]
+        if not resources_here:
             continue
         with serving(*shlex.split(f"{flags} {args.flags}")) as server:
-            for resource in here:
+            for resource in resources_here:
                 everything[resource.name] = measure(resource, server, args)
                 rows.append(row_of(resource, everything[resource.name]))
                 table.show(rows[-1])

@@ -81,13 +81,13 @@ async def run(url: str, model: str, requests: Plan, new_tokens: int) -> list[Out
 
 def sum_up(setting: str, tenant: str, outcomes: list[Outcome], wall_s: float, patience_s: float) -> dict[str, Any]:
     """One tenant's figures; ``both``: of all requests."""
-    mine = [outcome for outcome in outcomes if tenant in ("both", outcome.tenant)]
-    served = [outcome for outcome in mine if outcome.status == 200]
-    rejected = Counter(outcome.status for outcome in mine if outcome.status != 200)
-    row: dict[str, Any] = {"setting": setting, "tenant": tenant, "sent": len(mine), "served": len(served)}
+    tenant_outcomes = [outcome for outcome in outcomes if tenant in ("both", outcome.tenant)]
+    served = [outcome for outcome in tenant_outcomes if outcome.status == 200]
+    rejected = Counter(outcome.status for outcome in tenant_outcomes if outcome.status != 200)
+    row: dict[str, Any] = {"setting": setting, "tenant": tenant, "sent": len(tenant_outcomes), "served": len(served)}
     row |= {"full": rejected[429], "in_vain": rejected[503], "rejected": rejected}
     if rejected:
-        row["after_ms"] = 1e3 * percentile((outcome.end_s for outcome in mine if outcome.status != 200), 0.5)
+        row["after_ms"] = 1e3 * percentile((outcome.end_s for outcome in tenant_outcomes if outcome.status != 200), 0.5)
     for name in ("first_s", "end_s") if served else ():
         times_s = [getattr(outcome, name) for outcome in served]
         row |= {f"{name}_p50": percentile(times_s, 0.5), f"{name}_p99": percentile(times_s, 0.99)}

@@ -65,7 +65,7 @@ def outcome(setup: Setup, workload: Workload) -> Outcome:
         (item.token_ns[-1] - item.token_ns[0]) / NS_PER_S / max(1, len(item.token_ns) - 1) for item in served
     ]  # fmt: skip
     late, slow = [ttft > TTFT_S for ttft in ttfts], [tpot > TPOT_S for tpot in tpots]
-    missed = [either or other for either, other in zip(late, slow, strict=True)]
+    missed = [either or is_slow for either, is_slow in zip(late, slow, strict=True)]
     cached = sum(item.cached_tokens or 0 for item in served)
     return Outcome(fmean(ttfts), fmean(tpots), fmean(jcts), cached, fmean(missed), fmean(late), fmean(slow))
 

@@ -39,7 +39,7 @@ def more(load: Load, answers: int) -> float:
 
 def told(load: Load) -> dict[str, Any]:
     """The figures of one part."""
-    failed = [(seed, repr(what)) for seed, what in load.wrong if isinstance(what, Exception)]
+    failed = [(seed, repr(error)) for seed, error in load.wrong if isinstance(error, Exception)]
     ordered = sorted(load.seconds)
     return {
         "answers": load.answers,

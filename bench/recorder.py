@@ -48,8 +48,8 @@ class Noted:
         for part in map(json.loads, lines):
             self.usage = part.get("usage") or self.usage
             for choice in part.get("choices", []):
-                told = choice.get("delta") or choice.get("message") or {}
-                self.answer += choice.get("text") or told.get("content") or ""
+                delta = choice.get("delta") or choice.get("message") or {}
+                self.answer += choice.get("text") or delta.get("content") or ""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -76,17 +76,17 @@ class _Handler(BaseHTTPRequestHandler):
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=TIMEOUT_S)
         try:
             upstream.request(self.command, self.path, body, headers)
-            answer, seen = upstream.getresponse(), bytearray()
+            answer, data = upstream.getresponse(), bytearray()
             self.send_response(answer.status)
             self.send_header("Content-Type", answer.getheader("Content-Type") or "text/plain")
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             for piece in _events(answer) if withheld else iter(lambda: answer.read1(1 << 16), b""):
-                seen += piece
+                data += piece
                 if not (withheld and b'"choices":[]' in piece.replace(b" ", b"")):
                     self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             if note is not None and answer.status == 200:
-                note.hear(bytes(seen))  # before the client knows that it has all
+                note.hear(bytes(data))  # before the client knows that it has all
             self.wfile.write(b"0\r\n\r\n")
         finally:
             upstream.close()
@@ -191,8 +191,8 @@ class Ceiling:
             text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=answer is None, tokenize=False)
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         prompt = body["prompt"]
-        said = list(prompt) if isinstance(prompt, list) else list(self._tokenizer(prompt)["input_ids"])
-        return said + (list(self._tokenizer(answer)["input_ids"]) if answer else [])
+        token_ids = list(prompt) if isinstance(prompt, list) else list(self._tokenizer(prompt)["input_ids"])
+        return token_ids + (list(self._tokenizer(answer)["input_ids"]) if answer else [])
 
     def _blocks(self, tokens: list[int]) -> list[int]:
         """A chain of hashes: equal numbers mean equal prefixes."""

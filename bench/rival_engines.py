@@ -64,8 +64,8 @@ class Memserve(Engine):
         self.version = version("memserve")
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        done = self.llm.generate(prompts, self.greedy, max_tokens=tokens, ignore_eos=True)
-        assert all(len(d.outputs[0].tokens) == tokens for d in done)
+        results = self.llm.generate(prompts, self.greedy, max_tokens=tokens, ignore_eos=True)
+        assert all(len(d.outputs[0].tokens) == tokens for d in results)
 
 
 class Vllm(Engine):
@@ -88,8 +88,8 @@ class Vllm(Engine):
         greedy = self.vllm.SamplingParams(
             max_tokens=tokens, min_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False
         )
-        done = self.llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
-        assert all(len(d.outputs[0].token_ids) == tokens for d in done)
+        results = self.llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
+        assert all(len(d.outputs[0].token_ids) == tokens for d in results)
 
 
 class Transformers(Engine):

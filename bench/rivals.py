@@ -136,8 +136,8 @@ def engines(args: Namespace) -> tuple[list[Engine], list[str]]:
         results.append(Engine("llama.cpp", "llamacpp", args.llamacpp, {"model": args.gguf, "dtype": args.dtype}))
     else:
         skipped.append("llama.cpp: --llamacpp PYTHON and --gguf FILE were not given")
-    wanted = [e for e in results if not args.only or e.name in args.only]
-    return wanted, skipped
+    engines_wanted = [e for e in results if not args.only or e.name in args.only]
+    return engines_wanted, skipped
 
 
 def run(wanted: list[Engine], shapes: list[str], rounds: int, logs: Path) -> tuple[list[Engine], list[str]]:
@@ -173,10 +173,10 @@ def table(ready: list[Engine]) -> str:
     """Markdown: a row per figure, a column per engine; in brackets how much better memserve is."""
     lines = [line_of(["", *(f"{engine.name} {engine.once['version']}" for engine in ready)])]
     lines.append(line_of("---" for _ in range(len(ready) + 1)))
-    own = next((engine for engine in ready if engine.name == "memserve"), None)
+    own_engine = next((engine for engine in ready if engine.name == "memserve"), None)
     for title, shape, key, more in FIGURES:
-        mine = own.figure(shape, key) if own else None
-        cells = [cell(mine, engine.figure(shape, key), more, engine is own) for engine in ready]
+        own_figure = own_engine.figure(shape, key) if own_engine else None
+        cells = [cell(own_figure, engine.figure(shape, key), more, engine is own_engine) for engine in ready]
         if any(cells):
             lines.append(line_of([title, *cells]))
     return "\n".join(lines)
@@ -190,12 +190,12 @@ def main() -> int:
         shape=([], "only these shapes", list(SHAPES)),
     )  # fmt: skip
     args.model = args.model or bundled_model(args.dtype)
-    wanted, skipped = engines(args)
+    engines_wanted, skipped = engines(args)
     with tempfile.TemporaryDirectory() as logs:
         try:
-            ready, broken = run(wanted, args.shape or list(SHAPES), args.rounds, Path(logs))
+            ready, broken = run(engines_wanted, args.shape or list(SHAPES), args.rounds, Path(logs))
         finally:
-            for engine in wanted:
+            for engine in engines_wanted:
                 engine.end()
     print(f"\n{args.dtype}, {os.cpu_count()} CPUs, medians of {args.rounds} rounds, engines in turn\n")
     print(table(ready) + "\n")

@@ -64,12 +64,12 @@ class NullInstance:
         from memserve.transport.mailbox import ZmqMailbox
         from memserve.transport.request_server import ListenAddress
 
-        me = Peer(name, time.time_ns())
+        self_peer = Peer(name, time.time_ns())
         self._router = Peer(ROUTER, 0)
-        self._mailbox = ZmqMailbox(me, ListenAddress(secret), self._hear)
+        self._mailbox = ZmqMailbox(self_peer, ListenAddress(secret), self._hear)
         geometry = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
         info = PeerInfo(
-            me, Role.COLOCATED, self._mailbox.address, "null", geometry, 4096, 0, context_tokens, True,
+            self_peer, Role.COLOCATED, self._mailbox.address, "null", geometry, 4096, 0, context_tokens, True,
             publishes_events=False, model_card=card,
         )  # fmt: skip
         self._mailbox.connect(self._router, router)

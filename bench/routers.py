@@ -83,21 +83,21 @@ def be_instance(name: str, model: Path, join: str) -> None:
     sizes = json.loads((model / "config.json").read_text())
     context, vocabulary = int(sizes["max_position_embeddings"]), int(sizes["vocab_size"])
     geometry = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
-    me = Peer(name, new_generation())
+    self_peer = Peer(name, new_generation())
     config = InstanceConfig(
         context, "null", PoolConfig(4096, identity_key=identity_key(as_followed(secret).initial_value)),
         SchedulerConfig(max_step_tokens=65536), Role.COLOCATED, ExchangeConfig(shares_kv=False), vocabulary,
     )  # fmt: skip
-    machine = Instance(config, geometry.block_tokens, self_peer=me, geometry=geometry)
+    machine = Instance(config, geometry.block_tokens, self_peer=self_peer, geometry=geometry)
     card = ModelCard(model.name, context, vocabulary, (0,), {}, "TokenizersBackend").encode()
     info = PeerInfo(
-        me, Role.COLOCATED, "", "null", geometry, 4096, 0, machine.context_tokens, True,
+        self_peer, Role.COLOCATED, "", "null", geometry, 4096, 0, machine.context_tokens, True,
         publishes_events=True, model_card=card,
     )  # fmt: skip
-    where = ListenAddress(secret)
+    address = ListenAddress(secret)
     links = MemberLinks(
-        lambda me, hear: ZmqMailbox(me, where, hear),
-        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, where),
+        lambda me, hear: ZmqMailbox(me, address, hear),
+        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, address),
     )
     member = MemberProcess(machine, NullDevice(), info, [f"tcp://{join}"], links)
     member.start()
@@ -124,13 +124,13 @@ def cpu_groups() -> Path:
 @contextmanager
 def limited(pids: list[int], share: float) -> Iterator[None]:
     """Each of ``pids`` has ``share`` of a core; 0: as much as there is."""
-    made: list[Path] = []
+    groups: list[Path] = []
     root = cpu_groups() if share else Path()
     try:
         for pid in pids if share else ():
             group = root / f"memserve-router-{pid}"
             group.mkdir()
-            made.append(group)
+            groups.append(group)
             quota_us = int(share * PERIOD_US)
             if (group / "cpu.max").exists():
                 (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
@@ -140,9 +140,9 @@ def limited(pids: list[int], share: float) -> Iterator[None]:
             (group / "cgroup.procs").write_text(str(pid))
         yield
     finally:
-        for group in made:
-            for left in (group / "cgroup.procs").read_text().split():
-                (root / "cgroup.procs").write_text(left)
+        for group in groups:
+            for leftover_pid in (group / "cgroup.procs").read_text().split():
+                (root / "cgroup.procs").write_text(leftover_pid)
             group.rmdir()
 
 
@@ -205,7 +205,7 @@ def main() -> None:
             rows[count].append(measure(args, script, count))
             table.show(rows[count][-1])
     print(f"\nmedians of {args.rounds} rounds\n")
-    results = [medians(mine) for mine in rows.values()]
+    results = [medians(figures) for figures in rows.values()]
     show((row | {"ratio": row["requests_per_s"] / results[0]["requests_per_s"]} for row in results), COLUMNS)
     save(args, rows)
 

@@ -105,20 +105,20 @@ def twin_match(twin: dict[bytes, set[int]], path: bytes) -> dict[int, int]:
     depth = 0
     while alive:
         depth += 1
-        here = twin.get(path[16 * depth : 16 * depth + 16], set())
-        results.update(dict.fromkeys(alive - here, depth))
-        alive &= here
+        holders = twin.get(path[16 * depth : 16 * depth + 16], set())
+        results.update(dict.fromkeys(alive - holders, depth))
+        alive &= holders
     return results
 
 
 def prompts(world: World, kind: str, reps: int) -> Iterator[Tokens]:
     """Different prompts of one kind, in random order."""
     for i in np.random.default_rng(6).permutation(max(reps, world.conversations))[:reps].tolist():
-        known = 1 + i % world.conversations
+        conversation = 1 + i % world.conversations
         if kind == "known conversation":
-            yield prompt(known % DOCUMENTS, known)
+            yield prompt(conversation % DOCUMENTS, conversation)
         elif kind == "new conversation":
-            yield prompt(known % DOCUMENTS, 10_000_000 + i)
+            yield prompt(conversation % DOCUMENTS, 10_000_000 + i)
         elif kind == "held by all in full":
             yield run_of(256, 9)
         else:
@@ -181,8 +181,10 @@ def bench_clear(world: World) -> Iterator[Record]:
         blocks.append(world.directory.blocks(holder))
         timer(world.directory.clear, holder)
     assert world.directory.entries == 0
-    each = sum(timer.us) / sum(blocks)
-    yield timer.record("clear(holder)", blocks_median=float(np.median(blocks)), blocks_max=max(blocks), us_a_block=each)
+    us_per_block = sum(timer.us) / sum(blocks)
+    yield timer.record(
+        "clear(holder)", blocks_median=float(np.median(blocks)), blocks_max=max(blocks), us_a_block=us_per_block
+    )
 
 
 def bench_directory(options: Namespace) -> Iterator[Record]:

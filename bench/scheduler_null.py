@@ -50,9 +50,9 @@ class Bench:
 
     def perform(self, event: Event) -> tuple[float, float]:
         """Handle ``event``; returns the seconds that ``handle`` took: by the clock, and of this thread's CPU time."""
-        begun, begun_cpu = time.perf_counter(), time.thread_time()
+        begin_s, begun_cpu = time.perf_counter(), time.thread_time()
         actions = self.instance.handle(event, 0)
-        spent = time.perf_counter() - begun, time.thread_time() - begun_cpu
+        spent = time.perf_counter() - begin_s, time.thread_time() - begun_cpu
         for action in actions:
             if isinstance(action, RunStep):
                 self.plans.append(action.plan)
@@ -61,8 +61,8 @@ class Bench:
         return spent
 
     def arrive(self) -> None:
-        own = self.random.integers(0, 49_000, 512 if self.mixed else 40, dtype=np.int32)
-        prompt = np.concatenate((self.shared, own)) if self.mixed else own
+        own_tokens = self.random.integers(0, 49_000, 512 if self.mixed else 40, dtype=np.int32)
+        prompt = np.concatenate((self.shared, own_tokens)) if self.mixed else own_tokens
         tokens = 64 + self.arrivals % 256 if self.mixed else 1900  # spread lengths, so that endings are spread
         stop = StopParams(max_tokens=tokens, stop_token_ids=() if self.load == "held" else (0, 2))
         name = f"request-{self.arrivals}"

@@ -242,26 +242,26 @@ def walk(schemas: list[Json], seed: int) -> None:
     eos, valid, tokens, spent_s = tokenizer.eos_token_id, 0, 0, []
     grammars = Grammars(tokenizer, len(tokenizer), (eos,))
     for place, schema in enumerate(schemas):
-        said: list[int] = []
+        tokens_said: list[int] = []
         grammar, built = json_grammar(schema, "schema"), threading.Event()
         grammars.build_grammar(place, grammar, lambda _, built=built: built.set())
         built.wait()
         grammars.open_slot(0, place, [])
-        while len(said) < TOKENS_MAX and (not said or said[-1] != eos):
+        while len(tokens_said) < TOKENS_MAX and (not tokens_said or tokens_said[-1] != eos):
             begun_s = time.perf_counter()
             while (mask := grammars.next_mask(0)) is None:
                 pass
             allowed = np.flatnonzero(mask)
-            said.append(eos if eos in allowed else int(draw.choice(allowed)))
+            tokens_said.append(eos if eos in allowed else int(draw.choice(allowed)))
             spent_s += [time.perf_counter() - begun_s]
-            if said[-1] != eos:
-                grammars.take_token(0, said[-1])
+            if tokens_said[-1] != eos:
+                grammars.take_token(0, tokens_said[-1])
                 grammars.flush_tokens()
         grammars.close_slot(0)
         grammars.forget_grammar(place)
-        text = tokenizer.decode(said, skip_special_tokens=True)
-        why = fault(text, "stop" if said[-1] == eos else "length", schema)
-        valid, tokens = valid + (not why), tokens + len(said)
+        text = tokenizer.decode(tokens_said, skip_special_tokens=True)
+        why = fault(text, "stop" if tokens_said[-1] == eos else "length", schema)
+        valid, tokens = valid + (not why), tokens + len(tokens_said)
         if why:
             print(f"schema {place}: {why}\n  {json.dumps(schema)[:400]}")
     print(f"masks alone: {valid} of {len(schemas)} valid, {tokens} tokens")

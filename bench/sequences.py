@@ -100,10 +100,10 @@ def hold(tokens: int, pipe: Connection) -> None:
     """A process that keeps a segment of one layer of the bundled model, of zeros."""
     geometry = KVGeometry(1, 3, 64, 64, "float32")
     arena = torch.zeros(tokens // 32 * geometry.block_bytes, dtype=torch.uint8)
-    held = HeldKv(arena.data_ptr(), geometry)
-    held.hold_segment("x", list(range(tokens // 32)), tokens)
+    held_kv = HeldKv(arena.data_ptr(), geometry)
+    held_kv.hold_segment("x", list(range(tokens // 32)), tokens)
     torch.set_num_threads(1)
-    server = SegmentServer(SECRET, "127.0.0.1", "float32", held.answer_query)
+    server = SegmentServer(SECRET, "127.0.0.1", "float32", held_kv.answer_query)
     pipe.send(server.address)
     pipe.recv()
     server.close()
@@ -112,8 +112,8 @@ def hold(tokens: int, pipe: Connection) -> None:
 def round_trips(tokens: int) -> list[Json]:
     """What one layer waits for one holder of ``tokens``: queries out, attention there, outputs and statistics back."""
     spawn, table, rows = multiprocessing.get_context("spawn"), Table(TRIPS), []
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=hold, args=(tokens, theirs))
+    ours, far_end = spawn.Pipe()
+    process = spawn.Process(target=hold, args=(tokens, far_end))
     process.start()
     segment, lines = Segment(Peer("i", 1), ours.recv(), tokens), ZmqSegmentLines(SECRET)
     for count in (1, 8, 512):
@@ -163,7 +163,7 @@ def main() -> None:
                 results["kills"] = kill_holders(server, url, prompts, prompt_tokens, args.instances, right)
         finally:
             end(server.process)
-    equal = sum(mine == right for mine, right in zip(results["shared"]["texts"], results["one"]["texts"], strict=True))
+    equal = sum(text == right for text, right in zip(results["shared"]["texts"], results["one"]["texts"], strict=True))
     added_ms = results["shared"]["token_ms"] - results["one"]["token_ms"]
     print(f"prompts of {prompt_tokens} tokens on instances of {args.blocks * 32}: {equal} of {len(prompts)} equal")
     show(({"name": name, **results[name]} for name in flags), COLUMNS)

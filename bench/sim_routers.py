@@ -65,16 +65,16 @@ CASES = {
 
 def load(case: Case, data: Path) -> Workload:
     """The workload of a case."""
-    made = build(Recipe(kind="trace", data=data, speed=case.speed, sessions=case.requests))
+    workload_made = build(Recipe(kind="trace", data=data, speed=case.speed, sessions=case.requests))
     if not case.spread:
-        return made
+        return workload_made
     random = Random("spread")
 
     def later(turn: Turn) -> Turn:
         return dataclasses.replace(turn, due_s=(turn.due_s or 0.0) + random.random() * STAMP_S / case.speed)
 
-    sessions = tuple(dataclasses.replace(item, turns=tuple(map(later, item.turns))) for item in made.sessions)
-    return dataclasses.replace(made, sessions=sessions)
+    sessions = tuple(dataclasses.replace(item, turns=tuple(map(later, item.turns))) for item in workload_made.sessions)
+    return dataclasses.replace(workload_made, sessions=sessions)
 
 
 def run(args: Namespace, routers: int, seed: int) -> dict[str, Any]:
@@ -83,11 +83,11 @@ def run(args: Namespace, routers: int, seed: int) -> dict[str, Any]:
     if args.requests:
         case = case._replace(requests=args.requests)
     workload = load(case, args.data)
-    made = cluster(case.instances, policy=args.policy, beat_ms=args.beat_ms or case.beat_ms)
-    done = simulate(dataclasses.replace(made, routers=routers, seed=seed), workload, args.case, workload.kind)
+    setup = cluster(case.instances, policy=args.policy, beat_ms=args.beat_ms or case.beat_ms)
+    simulated = simulate(dataclasses.replace(setup, routers=routers, seed=seed), workload, args.case, workload.kind)
     peak_mb = resident_bytes(os.getpid(), "VmHWM") / (1 << 20)
-    answered = sum(record.ok for record in done.records)
-    return {**summary(done), "answered": answered, "requests": len(done.records), "peak_mb": peak_mb}
+    answered = sum(record.ok for record in simulated.records)
+    return {**summary(simulated), "answered": answered, "requests": len(simulated.records), "peak_mb": peak_mb}
 
 
 def run_apart(args: Namespace, name: str, routers: int, seed: int) -> dict[str, Any]:

@@ -59,8 +59,8 @@ def shared_groups(requests: int, prompt: int, output: int, rate: float, groups: 
     sessions = []
     for number in range(requests):
         common = Span(1 + number % groups * half, half * 16)
-        own = Span((1 << 40) + number * half, half * 16)
-        turn = Turn(Blocks(16, (common, own)), output)
+        own_span = Span((1 << 40) + number * half, half * 16)
+        turn = Turn(Blocks(16, (common, own_span)), output)
         sessions.append(Session(f"r{number}", (turn,), history=History.GIVEN))
     return by_request(Workload("groups", "generated", tuple(sessions)), Poisson(rate), seed=0, overlap=1)
 

@@ -172,11 +172,11 @@ async def soak(served: Served, args: Namespace) -> Run:
         await fixed.learn()
         files_before, started, stop = open_files(served), time.monotonic(), asyncio.Event()
         clients = [Client(honest, tally, number, args.seed).run(stop) for number in range(args.clients)]
-        others = [watch(served, started, samples, stop), fixed.run(stop, 20)]
-        others += [kill(served, args.minutes, args.kills, args.seed, killed)] if args.kills else []
+        background = [watch(served, started, samples, stop), fixed.run(stop, 20)]
+        background += [kill(served, args.minutes, args.kills, args.seed, killed)] if args.kills else []
         if args.attacks:
-            others += [attack(served, attacks, args.attackers, args.seed, stop)]
-        tasks = [asyncio.ensure_future(work) for work in (*clients, *others)]
+            background += [attack(served, attacks, args.attackers, args.seed, stop)]
+        tasks = [asyncio.ensure_future(work) for work in (*clients, *background)]
         await asyncio.wait(tasks, timeout=args.minutes * 60, return_when=asyncio.FIRST_EXCEPTION)
         stop.set()
         load_s = time.monotonic() - started
@@ -214,18 +214,20 @@ def memory_checks(run: Run) -> list[Check]:
         spread = (max(steady) - min(steady)) / median(steady)
         text = f"{spread:.1%} of {median(steady) / MB:.0f} MB"
         checks.append(Check(f"{name}: resident memory, spread", text, f"<= {STEADY_SHARE:.0%}", spread <= STEADY_SHARE))
-        own = [results.held for results in run.samples if results.process == name]
-        most = max(held["VmRSS"] for held in own)
+        measurements = [results.held for results in run.samples if results.process == name]
+        most = max(measurement["VmRSS"] for measurement in measurements)
         if name != "router":
-            what = f"<= {INSTANCE_BYTES_MAX / MB:.0f} MB"
+            limit_text = f"<= {INSTANCE_BYTES_MAX / MB:.0f} MB"
             checks.append(
-                Check(f"{name}: resident memory, most", f"{most / MB:.0f} MB", what, most <= INSTANCE_BYTES_MAX)
+                Check(f"{name}: resident memory, most", f"{most / MB:.0f} MB", limit_text, most <= INSTANCE_BYTES_MAX)
             )
         else:
-            grown = max(held["RssAnon"] for held in own) - own[0]["RssAnon"]
-            what = f"<= {ROUTER_GROWTH_BYTES_MAX / MB:.0f} MB"
+            grown = max(measurement["RssAnon"] for measurement in measurements) - measurements[0]["RssAnon"]
+            limit_text = f"<= {ROUTER_GROWTH_BYTES_MAX / MB:.0f} MB"
             checks.append(
-                Check("router: RssAnon above start", f"{grown / MB:.0f} MB", what, grown <= ROUTER_GROWTH_BYTES_MAX)
+                Check(
+                    "router: RssAnon above start", f"{grown / MB:.0f} MB", limit_text, grown <= ROUTER_GROWTH_BYTES_MAX
+                )
             )
     return checks
 
@@ -249,11 +251,11 @@ def checks_of(run: Run, errors: str) -> list[Check]:
     for name, count in run.files_after.items():
         if count > run.files_before.get(name, count) + 4:
             grown[name] = count - run.files_before[name]
-    ended = sum(tally.ended.values())
+    ended_count = sum(tally.ended.values())
     broken = Counter(text.splitlines()[-1][:200] for text in tracebacks(errors))
     broken += Counter(line[:200] for line in errors.splitlines() if "InvariantError" in line)
     return [
-        Check("honest requests that ended correctly", f"{ended}", "> 0", ended > 0),
+        Check("honest requests that ended correctly", f"{ended_count}", "> 0", ended_count > 0),
         Check("honest requests that did not", f"{len(tally.misses)}", "0", not tally.misses),
         Check("fixed questions, not answered as before", f"{sum(m.startswith('fixed') for m in tally.misses)} of "
               f"{tally.compared}, {tally.ties} ties", "0", not any(m.startswith("fixed") for m in tally.misses)),
@@ -275,10 +277,12 @@ def plot(samples: list[Sample], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
     for name in dict.fromkeys(results.process for results in samples):
-        own = [results for results in samples if results.process == name]
-        place = [results.at_s / 60 for results in own]
-        (line,) = axes.plot(place, [results.held["VmRSS"] / MB for results in own], label=name)
-        axes.plot(place, [results.held["RssAnon"] / MB for results in own], linestyle="--", color=line.get_color())
+        measurements = [results for results in samples if results.process == name]
+        place = [results.at_s / 60 for results in measurements]
+        (line,) = axes.plot(place, [results.held["VmRSS"] / MB for results in measurements], label=name)
+        axes.plot(
+            place, [results.held["RssAnon"] / MB for results in measurements], linestyle="--", color=line.get_color()
+        )
     axes.axhline(INSTANCE_BYTES_MAX / MB, color="grey", linewidth=0.8)
     axes.set(
         xlabel="minutes", ylabel="MB resident (dashed: anonymous)", ylim=(0, None), title="memory under mixed load"

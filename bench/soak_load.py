@@ -143,22 +143,22 @@ class Client:
 
     async def _document(self, kind: str) -> None:
         """Put a document, send one request that begins with it, and in two of three cases delete it."""
-        name, kept = f"d{self._number}-{self._draw.randrange(10**9)}", self._draw.random() < 0.33
+        name, is_kept = f"d{self._number}-{self._draw.randrange(10**9)}", self._draw.random() < 0.33
         text = " ".join(
             self._draw.choice(("north", "south", "east", "west")) for _ in range(self._draw.randint(50, 600))
         )
-        put = {"text": text, "ttl_s": 60 if kept else 600, "endpoint": "completions"}
-        done = await call(self._target, self._tally, f"/v1/documents/{name}", put, "PUT")
-        if done.status != 201:
-            self._tally.miss(kind, f"PUT gave {done.status}: {done.error}")
+        put = {"text": text, "ttl_s": 60 if is_kept else 600, "endpoint": "completions"}
+        document = await call(self._target, self._tally, f"/v1/documents/{name}", put, "PUT")
+        if document.status != 201:
+            self._tally.miss(kind, f"PUT gave {document.status}: {document.error}")
             return
         body = self._body("Which way?") | {"document": name}
         body.pop("cache_salt", None)
         self._judge(kind, body, await call(self._target, self._tally, "/v1/completions", body))
-        if not kept:
-            done = await call(self._target, self._tally, f"/v1/documents/{name}", None, "DELETE")
-            if done.status != 200:
-                self._tally.miss(kind, f"DELETE gave {done.status}: {done.error}")
+        if not is_kept:
+            document = await call(self._target, self._tally, f"/v1/documents/{name}", None, "DELETE")
+            if document.status != 200:
+                self._tally.miss(kind, f"DELETE gave {document.status}: {document.error}")
 
     async def _leave(self, kind: str) -> None:
         """Ask, and disconnect in the middle of the answer."""
@@ -167,11 +167,11 @@ class Client:
         with contextlib.suppress(TimeoutError):
             async with (
                 asyncio.timeout(patience_s),
-                self._target.http.stream("POST", "/v1/completions", json=body) as got,
+                self._target.http.stream("POST", "/v1/completions", json=body) as response,
             ):
-                if got.status_code >= 500:
-                    self._tally.miss(kind, f"{got.status_code}: {(await got.aread())[:200]!r}")
-                async for _ in got.aiter_lines():
+                if response.status_code >= 500:
+                    self._tally.miss(kind, f"{response.status_code}: {(await response.aread())[:200]!r}")
+                async for _ in response.aiter_lines():
                     leaves_at -= 1
                     if leaves_at <= 0:
                         break

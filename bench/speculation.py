@@ -56,14 +56,14 @@ def agent_prompts(data: Path, llm: LLM, count: int) -> Iterator[list[int]]:
     """Calls of recorded agents, in the order of ``count`` sessions of each kind, as long as they fit."""
     mark = llm.tokenize("@@@")
     around = chat_prompt(llm, [{"role": "user", "content": "@@@"}])
-    at = next(at for at in range(len(around)) if around[at : at + len(mark)] == mark)
+    offset = next(offset for offset in range(len(around)) if around[offset : offset + len(mark)] == mark)
     for name in CALLS:
         for session in islice(chats.read(data / "agents" / f"agent_calls_{name}.jsonl.gz"), count):
             texts: list[str] = []
             for call in session["calls"]:
                 before = texts[call["base"]][: call["keep"]] if call["base"] >= 0 else ""
                 texts.append(before + call["append"])
-                prompt = [*around[:at], *llm.tokenize(texts[-1]), *around[at + len(mark) :]]
+                prompt = [*around[:offset], *llm.tokenize(texts[-1]), *around[offset + len(mark) :]]
                 if len(prompt) <= PROMPT_TOKENS_MAX:
                     yield prompt
 
@@ -90,10 +90,10 @@ def gather(args: Namespace) -> dict[str, Prompts]:
     if args.requests is not None and args.requests.exists():
         return json.loads(args.requests.read_text())
     with LLM(args.model, dtype=args.dtype, threads=args.threads, kv_memory="1GiB") as llm:
-        said = list(chat_prompts(args.data, llm, args.prompts, args.new_tokens))
+        chats_said = list(chat_prompts(args.data, llm, args.prompts, args.new_tokens))
         agents = list(agent_prompts(args.data, llm, args.prompts // 3 + 1))
-    step = max(1, len(agents) // max(1, len(said)))
-    results = {"chats": said, "agents": agents[::step][: len(said)]}
+    step = max(1, len(agents) // max(1, len(chats_said)))
+    results = {"chats": chats_said, "agents": agents[::step][: len(chats_said)]}
     if args.requests is not None:
         args.requests.write_text(json.dumps(results))
     return results
@@ -165,12 +165,12 @@ class Bench:
         """All requests of one kind, once with each of ``samplings``."""
         before = self.engines["on"].stats().instance
         paces = {name: Pace() for name in (*self.engines, *(["llama.cpp"] if self.rival else []))}
-        differ, asked = 0, 0
+        differ, request_count = 0, 0
         for sampling, group in product(samplings, groups):
             results = self.ask(group, sampling)
             pairs = list(zip(results["on"], results["off"], strict=True))
             differ += sum(on.outputs[0].tokens != off.outputs[0].tokens for on, off in pairs)
-            asked += len(group)
+            request_count += len(group)
             tokens = {name: taken(answers) for name, answers in results.items()}
             if min(count for count, _ in tokens.values()) < LEAST_TOKENS * len(group):
                 continue
@@ -186,7 +186,7 @@ class Bench:
         after = self.engines["on"].stats().instance
         ratios = [on / off for on, off in zip(paces["on"].rates, paces["off"].rates, strict=True)]
         return {
-            "kind": kind, "batch": self.args.batch, "requests": asked, "differ": differ,
+            "kind": kind, "batch": self.args.batch, "requests": request_count, "differ": differ,
             **{name: round(pace.rate, 1) for name, pace in paces.items()},
             "ratio": round(paces["on"].rate / paces["off"].rate, 3),
             "cpu": round(paces["on"].tokens / paces["on"].cpu_s * paces["off"].cpu_s / paces["off"].tokens, 3),
@@ -198,7 +198,7 @@ class Bench:
 def batches(prompts: Prompts, size: int) -> list[Prompts]:
     """``size`` at a time, full ones only, unless there is none."""
     whole = max(size, len(prompts) // size * size)
-    return [prompts[at : at + size] for at in range(0, min(whole, len(prompts)), size)]
+    return [prompts[offset : offset + size] for offset in range(0, min(whole, len(prompts)), size)]
 
 
 def main() -> None:

@@ -112,15 +112,15 @@ DIVISORS = {"put": VALUES, "get": VALUES, "blocks": 1, "match": CHAINS}
 
 
 def opened(buffers: Buffers, folder: Path, without: Iterable[str]) -> list[Contender]:
-    here = []
+    rows_here = []
     for kind in CONTENDERS:
         if kind.name.lower() in without:
             continue
         try:
-            here.append(kind(buffers, folder))
+            rows_here.append(kind(buffers, folder))
         except Skipped as reason:
             print(f"{kind.name}: skipped, {reason}", flush=True)
-    return here
+    return rows_here
 
 
 def measure(contenders: list[Contender], kinds: list[str], rounds: int) -> Samples:
@@ -182,13 +182,13 @@ def main() -> None:
     )  # fmt: skip
     block_bytes = geometries.SHAPES[args.geometry].kv.block_bytes
     kinds, buffers = args.only, Buffers(block_bytes)
-    wanted = ["put", *kinds] if "get" in kinds and "put" not in kinds else kinds
+    kinds_wanted = ["put", *kinds] if "get" in kinds and "put" not in kinds else kinds
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         contenders = opened(buffers, Path(folder), args.without.lower().split(","))
         try:
             if "match" in kinds:
                 fill(contenders, args.keys)
-            times = measure(contenders, wanted, args.rounds)
+            times = measure(contenders, kinds_wanted, args.rounds)
         finally:
             for contender in contenders:
                 contender.close()

@@ -59,17 +59,17 @@ class Store(DiskRig):
     def run(self, kind: str, seconds: float, depth: int) -> float:
         """Bytes of payload a second."""
         keys = self.disks.all_keys()
-        known = [keys[place : place + 16] for place in range(0, len(keys), 16)]
+        key_list = [keys[place : place + 16] for place in range(0, len(keys), 16)]
         self.seal(range(EXTENTS))
         extents, under_way, count = list(range(depth)), dict[bytes | int, int](), 0
         start = time.perf_counter()
         while True:
             is_over = time.perf_counter() - start > seconds
             while extents and not is_over:
-                begun = self._begin(kind, known, extents[-1])
-                if begun is None:
+                job_begun = self._begin(kind, key_list, extents[-1])
+                if job_begun is None:
                     break
-                under_way[begun] = extents.pop()
+                under_way[job_begun] = extents.pop()
             if is_over and not under_way:
                 return count * self.block_bytes / (time.perf_counter() - start)
             for outcome in self.step():
@@ -93,24 +93,24 @@ def fio(path: Path, nbytes: int, block_bytes: int, kind: str, seconds: float, de
     command = ["fio", "--name=blocks", f"--filename={path}", f"--size={nbytes}", f"--bs={block_bytes}"]
     command += [f"--rw={'randread' if kind == 'read' else 'write'}", "--blockalign=4096", "--direct=1"]
     command += ["--ioengine=io_uring", f"--iodepth={depth}", f"--runtime={seconds}", "--time_based", "--randrepeat=0"]
-    done = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True)
-    if done.returncode != 0:
+    fio_run = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True)
+    if fio_run.returncode != 0:
         command[command.index("--ioengine=io_uring")] = "--ioengine=libaio"
-        done = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True, check=True)
-    report = json.loads(done.stdout[done.stdout.index("{") :])
+        fio_run = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True, check=True)
+    report = json.loads(fio_run.stdout[fio_run.stdout.index("{") :])
     return float(report["jobs"][0][kind]["bw_bytes"])
 
 
 def lay_out(path: Path, nbytes: int) -> None:
     """A file whose every page was written."""
-    made = _core.DiskQueue(str(path), nbytes, 4)
+    queue = _core.DiskQueue(str(path), nbytes, 4)
     data = os.urandom(8 * MIB)
-    for at in range(0, nbytes, len(data)):
-        made.write_bytes(at, at, data)
-        while made.under_way >= 4:
-            made.take()
-    while made.under_way:
-        made.take()
+    for offset in range(0, nbytes, len(data)):
+        queue.write_bytes(offset, offset, data)
+        while queue.under_way >= 4:
+            queue.take()
+    while queue.under_way:
+        queue.take()
 
 
 def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:

@@ -68,9 +68,12 @@ def measure_fault(fault: str, plain: Side, stored: Side, texts: list[list[int]],
         tails[side.name].append(p99(latest))
     pairs = list(zip(*answers.values(), strict=True))
     row = {"fault": fault, "prompts": len(pairs), "p99_ratio": p99(answers["with"]) / p99(answers["without"])}
-    for name, mine in answers.items():
-        row[f"p99_{name}_s"], row[f"p50_{name}_s"] = p99(mine), median(answer.first_s for answer in mine)
-        row[f"cached_{name}"] = sum(answer.cached for answer in mine) / len(mine)
+    for name, side_answers in answers.items():
+        row[f"p99_{name}_s"], row[f"p50_{name}_s"] = (
+            p99(side_answers),
+            median(answer.first_s for answer in side_answers),
+        )
+        row[f"cached_{name}"] = sum(answer.cached for answer in side_answers) / len(side_answers)
     row |= {
         "p99_ratio_of_rounds": tails.ratio("with", "without"),
         "errors": [answer.error for pair in pairs for answer in pair if answer.error],

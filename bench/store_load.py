@@ -47,13 +47,13 @@ def measure(args: Namespace) -> list[dict[str, Any]]:
     words = ("--kv-memory", args.kv_memory)
     with ExitStack() as stack:
         disk = (args.ssd, args.store_dram, *words)
-        made = {
+        sides_made = {
             "no cache": lambda: plain_side("no cache", "--no-cache", *words, **flags),
             "cache": lambda: plain_side("cache", *words, **flags),
             "ssd": lambda: stored_side("ssd", *disk, **flags, folder=args.folder),
             "slow": lambda: stored_side("slow", *disk, **flags, folder=args.folder),
         }
-        sides = {name: stack.enter_context(made[name]()) for name in args.sides}
+        sides = {name: stack.enter_context(sides_made[name]()) for name in args.sides}
         fill_all(sides, texts, args)
         new = iter(documents(args.rounds * len(args.ratios) * len(texts), args.document, args.seed + 1))
         for number in range(args.rounds):

@@ -120,8 +120,10 @@ def owner_figures(tier: _core.MemoryTier, block_bytes: int) -> dict[str, float]:
         tier.release(offset)
         tier.take_evicted()
 
-    some = keys_of(0, KEYS_AT_ONCE)
-    present = b"".join(some[16 * i : 16 * i + 16] for i in range(KEYS_AT_ONCE) if some[16 * i : 16 * i + 16] in tier)
+    key_batch = keys_of(0, KEYS_AT_ONCE)
+    present = b"".join(
+        key_batch[16 * i : 16 * i + 16] for i in range(KEYS_AT_ONCE) if key_batch[16 * i : 16 * i + 16] in tier
+    )
     figures = {"owner: prefix, a key": timed(lambda: tier.prefix(present), 50) / max(1, len(present) // 16)}
     figures["owner: publish of 16 bytes"] = timed(lambda: put(16), CALLS)
     figures["owner: publish of a block"] = timed(lambda: put(block_bytes), BLOCKS // 2)
@@ -145,10 +147,10 @@ def measure(args: Namespace) -> dict[str, Any]:
         fill(tier, args.entries)
         add_blocks(tier, args.block_bytes)
         paths = (tier.data_path, tier.index_path, tier.open_client(1))
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=client, args=(paths, args, theirs))
+        ours, far_end = multiprocessing.get_context("spawn").Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=client, args=(paths, args, far_end))
         process.start()
-        theirs.close()
+        far_end.close()
         us: dict[str, float] = ours.recv()
         process.join()
         hidden, entries, bookkeeping = tier.counters()["hidden"], len(tier), tier.nbytes

@@ -72,7 +72,7 @@ def write(folder: Path, records: int, sparse: bool) -> None:
         os.posix_fallocate(fd, 0, nbytes)
     open_pages: list[tuple[int, bytes]] = []
     payload = np.zeros(PAYLOAD_BYTES, np.uint8)
-    none = np.zeros(1, np.int64)
+    no_blocks = np.zeros(1, np.int64)
 
     def perform() -> None:
         while commands := log.take_commands():
@@ -86,7 +86,7 @@ def write(folder: Path, records: int, sparse: bool) -> None:
     for number, key in enumerate(keys_of(2 * records)):
         value = payload_of(key)
         payload[:] = np.frombuffer(value, np.uint8)
-        seal = int(_core.seal_ranges(payload.ctypes.data, none, PAYLOAD_BYTES)[0])
+        seal = int(_core.seal_ranges(payload.ctypes.data, no_blocks, PAYLOAD_BYTES)[0])
         ticket = log.place(key, PAYLOAD_BYTES, b"", 0, seal)
         while ticket is None:
             perform()
@@ -103,8 +103,8 @@ def write(folder: Path, records: int, sparse: bool) -> None:
         perform()
         log.take_ended()
         if number == records - 1:
-            for offset, kept in open_pages:
-                os.pwrite(fd, kept, offset)
+            for offset, page_kept in open_pages:
+                os.pwrite(fd, page_kept, offset)
             os.fdatasync(fd)
             print("written", flush=True)
             if sparse:
@@ -130,9 +130,9 @@ def forget_pages(path: Path) -> None:
 def recover_sparse(path: Path) -> tuple[float, _core.SegmentLog]:
     start = time.perf_counter()
     fd = os.open(path, os.O_RDWR)
-    known = _core.SegmentLog.read_superblock(fd)
-    assert known is not None
-    log = _core.SegmentLog(*known)
+    superblock = _core.SegmentLog.read_superblock(fd)
+    assert superblock is not None
+    log = _core.SegmentLog(*superblock)
     log.recover(fd)
     os.close(fd)
     return time.perf_counter() - start, log

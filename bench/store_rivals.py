@@ -51,11 +51,11 @@ class Buffers:
     """Memory of the program's, touched before."""
 
     def __init__(self, block_bytes: int) -> None:
-        drawn = np.random.default_rng(1)
-        self.one = drawn.integers(0, 256, MIB, dtype=np.uint8)
+        generator = np.random.default_rng(1)
+        self.one = generator.integers(0, 256, MIB, dtype=np.uint8)
         self.out = np.zeros(MIB, np.uint8)
-        self.places = drawn.integers(0, 256, (VALUES, MIB), dtype=np.uint8)
-        self.blocks = drawn.integers(0, 256, (VALUES, block_bytes), dtype=np.uint8)
+        self.places = generator.integers(0, 256, (VALUES, MIB), dtype=np.uint8)
+        self.blocks = generator.integers(0, 256, (VALUES, block_bytes), dtype=np.uint8)
         self.targets = np.ones((VALUES, block_bytes), np.uint8)
 
 

@@ -60,16 +60,18 @@ def measure(args: Namespace) -> list[dict[str, Any]]:
             level = args.levels[number]
             clients = level * args.fit
             load = Load(shape_of(args), clients, clients, 1000 * args.seed + level)
-            seen = load.run_for(servers[setting].url, args.seconds, args.warm)
+            load_pass = load.run_for(servers[setting].url, args.seconds, args.warm)
             rows.append({
-                "setting": setting, "level": level, "clients": clients, "requests_per_s": seen.rate,
-                "hit_rate": seen.hit_rate, "of_ceiling": seen.cached_tokens / max(1, seen.reusable_tokens),
-                "median_s": median(seen.times_s) if seen.times_s else None,
-                "longest_s": max(seen.times_s, default=None), "refused": seen.refused, "requests": seen.requests,
+                "setting": setting, "level": level, "clients": clients, "requests_per_s": load_pass.rate,
+                "hit_rate": load_pass.hit_rate,
+                "of_ceiling": load_pass.cached_tokens / max(1, load_pass.reusable_tokens),
+                "median_s": median(load_pass.times_s) if load_pass.times_s else None,
+                "longest_s": max(load_pass.times_s, default=None), "refused": load_pass.refused,
+                "requests": load_pass.requests,
             })  # fmt: skip
-            print(f"{clients} clients, {setting}: {seen.rate:.2f}/s, {seen.hit_rate:.1%}", flush=True)
+            print(f"{clients} clients, {setting}: {load_pass.rate:.2f}/s, {load_pass.hit_rate:.1%}", flush=True)
     for row in rows:
-        peak = max(other["requests_per_s"] for other in rows if other["setting"] == row["setting"])
+        peak = max(same_setting["requests_per_s"] for same_setting in rows if same_setting["setting"] == row["setting"])
         row["of_peak"] = row["requests_per_s"] / peak if peak else 0.0
     return sorted(rows, key=lambda row: args.settings.index(row["setting"]))
 
@@ -87,8 +89,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     labels = {"requests_per_s": "requests/s", "hit_rate": "cached share of prompt tokens"}
     for axes, (name, label) in zip(panels, labels.items(), strict=True):
         for setting in dict.fromkeys(row["setting"] for row in rows):
-            mine = [row[name] for row in rows if row["setting"] == setting]
-            axes.plot(levels, mine, styles[setting], label=setting)
+            figures = [row[name] for row in rows if row["setting"] == setting]
+            axes.plot(levels, figures, styles[setting], label=setting)
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

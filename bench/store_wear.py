@@ -137,8 +137,8 @@ class Store(DiskRig):
         return outcomes
 
     def go_on(self) -> None:
-        for done in self.arrived():
-            self.disks.handle(done, self.now_ns)
+        for request_done in self.arrived():
+            self.disks.handle(request_done, self.now_ns)
         self.take()
 
     def busiest_day_bytes(self) -> int:
@@ -179,13 +179,13 @@ def play(trace: list[tuple[int, list[int]]], args: Namespace, budget: int) -> di
             store.go_on()
         store.settle()
         counters, busiest = store.disks.counters(), store.busiest_day_bytes()
-        written, wanted = counters["disk_bytes_written"], sum(store.found.values())
+        written, blocks_wanted = counters["disk_bytes_written"], sum(store.found.values())
         row = {
             "budget_mib": budget / MIB, "written_mib": written / MIB, "disks": written / (args.mib * MIB),
             "kernel_mib": (kernel_bytes() - before) / MIB, "busiest_mib": busiest / MIB,
             "payload_mib": counters["payload_bytes_written"] / MIB, "amplification": store.disks.write_amplification,
             "is_within": busiest <= budget, "found": dict(store.found),
-            "blocks": ", ".join(f"{where} {count / wanted:.1%}" for where, count in sorted(store.found.items())),
+            "blocks": ", ".join(f"{place} {count / blocks_wanted:.1%}" for place, count in sorted(store.found.items())),
             **{name: counters[name] for name in ("moves", "refused_budget", "refused_seldom")},
         }  # fmt: skip
         store.host.close()

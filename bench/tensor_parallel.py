@@ -96,8 +96,8 @@ def main() -> None:
     engine |= {"model": args.model} if args.model else {}
     lines, spawning, record = {}, multiprocessing.get_context("spawn"), {}
     for way, more in (("threads", {}), ("workers", {"tensor_parallel": args.workers})):
-        lines[way], theirs = spawning.Pipe()
-        spawning.Process(target=serve, args=(engine | more, theirs, args.cold)).start()
+        lines[way], far_end = spawning.Pipe()
+        spawning.Process(target=serve, args=(engine | more, far_end, args.cold)).start()
         lines[way].recv()
     table = Table(COLUMNS)
     for case in CASES:

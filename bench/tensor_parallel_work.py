@@ -80,13 +80,13 @@ def main() -> None:
         for number, key in turns(rounds, parts, warm=1):  # the first is the first use of each shape
             ms = parts[key].cpu_ms(count, context)
             times[key] += [ms] if number >= 0 else []
-        each = times.median(("whole", 0)) / args.workers
-        record[case] = {"each": each}
+        cpu_s_each = times.median(("whole", 0)) / args.workers
+        record[case] = {"each": cpu_s_each}
         for cut in cuts:
             ms = [times.median((cut, rank)) for rank in range(args.workers)]
-            record[case][cut] = {"ms": ms, "evenness": each / max(ms)}
+            record[case][cut] = {"ms": ms, "evenness": cpu_s_each / max(ms)}
             text = ", ".join(f"{part:.1f}" for part in ms)
-            table.show({"case": case, "cut": cut, "each": each, "text": text, **record[case][cut]})
+            table.show({"case": case, "cut": cut, "each": cpu_s_each, "text": text, **record[case][cut]})
     save(args, record)
 
 

@@ -80,11 +80,11 @@ def main() -> None:
                     prompts = token_prompts(count, args.prompt_tokens, rng)
                     row = measure(servers[case], prompts, clients, args.new_tokens)
                     results[case] += [row] if number >= 0 else []
-                figures = {case: medians(mine) for case, mine in results.items()}
-                for (mode, degree), mine in figures.items():
-                    rows.append({"link": link, "clients": clients, "mode": mode, "degrees": degree, **mine})
+                figures = {case: medians(measurements) for case, measurements in results.items()}
+                for (mode, degree), case_figures in figures.items():
+                    rows.append({"link": link, "clients": clients, "mode": mode, "degrees": degree, **case_figures})
                     whole = figures.get(("by-request", degree), {}).get("gap_ms", 0.0)
-                    rows[-1]["hidden"] = 1 - mine["gap_ms"] / whole if whole > 0 else None
+                    rows[-1]["hidden"] = 1 - case_figures["gap_ms"] / whole if whole > 0 else None
                     table.show(rows[-1])
     save(args, rows)
 

@@ -21,10 +21,10 @@ BATCH = 512
 def engine(memory):
     from mooncake.engine import TransferEngine
 
-    made = TransferEngine()
-    assert made.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-    assert made.register_memory(memory.ctypes.data, memory.nbytes) == 0
-    return made
+    transfer_engine = TransferEngine()
+    assert transfer_engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    assert transfer_engine.register_memory(memory.ctypes.data, memory.nbytes) == 0
+    return transfer_engine
 
 
 def read(made, session, src, dst, range_bytes):
@@ -38,9 +38,9 @@ def main():
     out = os.fdopen(os.dup(1), "w")  # the engine logs to stdout
     os.dup2(2, 1)
     memory = np.full(int(sys.argv[2]), 1, np.uint8)
-    made = engine(memory)
+    transfer_engine = engine(memory)
     if sys.argv[1] == "target":
-        print(json.dumps([f"127.0.0.1:{made.get_rpc_port()}", memory.ctypes.data]), file=out, flush=True)
+        print(json.dumps([f"127.0.0.1:{transfer_engine.get_rpc_port()}", memory.ctypes.data]), file=out, flush=True)
         sys.stdin.read()
         os._exit(0)
     session, address = sys.argv[3], int(sys.argv[4])
@@ -49,7 +49,7 @@ def main():
         src, dst, range_bytes = json.loads(line)
         src, dst = [address + offset for offset in src], [memory.ctypes.data + offset for offset in dst]
         begin = time.perf_counter()
-        read(made, session, src, dst, range_bytes)
+        read(transfer_engine, session, src, dst, range_bytes)
         print(time.perf_counter() - begin, file=out, flush=True)
     os._exit(0)
 

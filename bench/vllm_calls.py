@@ -33,16 +33,16 @@ class Calls:
         import torch
 
         caches = {f"layers.{place}": torch.rand(160, 3, 32, 128) for place in range(30)}
-        where = PoolOptions.from_mapping(
+        pool_options = PoolOptions.from_mapping(
             {"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0}
         )
         memory = HostMemory(caches, 160)
-        self._pool = BlockCache(where)
+        self._pool = BlockCache(pool_options)
         names = RankNames(b"vllm/bench/", memory.layout)
         self._mover = HostMover(self._pool, [memory], [names])
         self._worker = WorkerSide(self._pool, self._mover)
         self._layers = list(caches)
-        self._lookups = Lookups(BlockCache(where))
+        self._lookups = Lookups(BlockCache(pool_options))
         self._lookups.set_ranks([(names,)])
         self._side = SchedulerSide(self._lookups, EngineBlocks(32, 1), 10**10)
         self._state = SimpleNamespace(get_block_ids=lambda request_id: (list(range(1, BLOCKS + 1)),))
@@ -76,8 +76,8 @@ class Calls:
 
     def without_its_store(self, store: ServedStore) -> None:
         """What is left of the cost when the store is dead, and what looking for it takes."""
-        when = ", store dead"
-        prompts = [_request(f"prompt {number}{when}") for number in range(13)]
+        moment = ", store dead"
+        prompts = [_request(f"prompt {number}{moment}") for number in range(13)]
         for item in prompts:
             self._side.on_blocks_allocated(item, [[]], 0)
         orders = [self._side.plan_step(self._step({item.request_id: BLOCKS * 32}), 0) for item in prompts]
@@ -88,11 +88,11 @@ class Calls:
             if time.monotonic() > deadline_s:
                 raise SystemExit("a dead store was not noticed")
             time.sleep(0.01)
-        self.look_up_and_decode(when)
-        self.timed(f"a step that fills 64 blocks{when}", lambda place: self._save(orders[place + 1]), 10)
+        self.look_up_and_decode(moment)
+        self.timed(f"a step that fills 64 blocks{moment}", lambda place: self._save(orders[place + 1]), 10)
         begin_s, spent_s = time.monotonic(), time.process_time()
         time.sleep(WATCHED_S)
-        name = f"all other threads, a second{when}"
+        name = f"all other threads, a second{moment}"
         self.record[name] = (time.process_time() - spent_s) / (time.monotonic() - begin_s)
         print(f"  {name:<66} {self.record[name] * 1e6:10.1f} us")
 
@@ -154,9 +154,9 @@ def _request(name: str) -> Any:
 def calls(options: Namespace, folder: Path) -> dict[str, float]:
     """Seconds of CPU time, by call."""
     with ServedStore(folder, dram="4GiB") as store:
-        it = Calls(store)
-        it.look_up_and_decode()
-        it.save(store)
-        it.without_its_store(store)
-        it.close()
-    return it.record
+        calls = Calls(store)
+        calls.look_up_and_decode()
+        calls.save(store)
+        calls.without_its_store(store)
+        calls.close()
+    return calls.record

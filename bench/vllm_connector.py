@@ -69,18 +69,22 @@ def compare(
     """Ask all prompts, eight at a time, each of the server whose turn it is; what came. ``fate`` is what happens
     meanwhile; then what a server does not answer is asked of the next one, as clients do."""
     counts: Counter[str] = Counter()
-    before = {(server.url, what): server.metric(metric) for server in servers for what, metric in METRICS.items()}
+    before = {
+        (server.url, metric_name): server.metric(metric)
+        for server in servers
+        for metric_name, metric in METRICS.items()
+    }
 
     def ask(number: int) -> None:
-        expected, which = right[number], number + turn
+        expected, prompt_number = right[number], number + turn
         try:
-            answer = servers[which % len(servers)].ask(prompts[number], len(expected.tokens))
+            answer = servers[prompt_number % len(servers)].ask(prompts[number], len(expected.tokens))
         except RuntimeError as error:
             if fate is None:
                 raise
             print(f"  prompt {number} is asked again: {error}")
             counts["asked again"] += 1
-            answer = servers[(which + 1) % len(servers)].ask(prompts[number], len(expected.tokens))
+            answer = servers[(prompt_number + 1) % len(servers)].ask(prompts[number], len(expected.tokens))
         judge(f"prompt {number}", answer, expected, counts)
         counts["cached tokens"] += answer.cached
 
@@ -90,9 +94,9 @@ def compare(
     if fate is not None:
         fate.join()
     for server in servers:
-        for what, metric in METRICS.items():
-            now, earlier = server.metric(metric), before[server.url, what]
-            counts[what] += now - earlier if now >= earlier else now  # counted anew since its start
+        for metric_name, metric in METRICS.items():
+            now, earlier = server.metric(metric), before[server.url, metric_name]
+            counts[metric_name] += now - earlier if now >= earlier else now  # counted anew since its start
     print(f"  {name}: " + ", ".join(f"{value} {key}" for key, value in counts.items()), flush=True)
     for server in servers:
         server.forget()
@@ -234,8 +238,8 @@ def cost(args: Namespace, folder: Path) -> dict[str, Any]:
     names, rng, beside = ("none", "connector", "dead store"), Random(4), Samples()
     with ServedStore(folder, dram="2GiB") as store, ServedStore(folder, dram="2GiB") as dead:
         servers = {
-            name: Vllm(args.vllm, args.model, where, folder / f"{name}.log", args.cpus.partition("/")[0])
-            for name, where in zip(names, (None, store, dead), strict=True)
+            name: Vllm(args.vllm, args.model, options_of_setting, folder / f"{name}.log", args.cpus.partition("/")[0])
+            for name, options_of_setting in zip(names, (None, store, dead), strict=True)
         }
         with running(*servers.values()):
             for number in range(-1, args.rounds * 3):
@@ -248,8 +252,8 @@ def cost(args: Namespace, folder: Path) -> dict[str, Any]:
                     dead.kill()
                     continue
                 for name in names[1:]:
-                    for what, seconds in spent[name].items():
-                        beside[f"{name}, {what}"].append(seconds / spent["none"][what])
+                    for case, seconds in spent[name].items():
+                        beside[f"{name}, {case}"].append(seconds / spent["none"][case])
     print(f"beside no connector, {args.rounds * 3} prompts of 512 tokens that are found nowhere, 64 new ones each:")
     show(({"what": name, "ratio": spread(values)} for name, values in beside.items()), ("what", "ratio"))
     return beside

@@ -93,10 +93,10 @@ def counts_of(server: Vllm) -> Counter[str]:
 
 def done_since(name: str, server: Vllm, before: Counter[str]) -> dict[str, int]:
     """What it has done since."""
-    done = {key: value - before[key] for key, value in counts_of(server).items()}
-    done["computed"] = done["asked for"] - done["of its own cache"] - done["from the store"]
-    print(f"  {name}: " + ", ".join(f"{value} {key}" for key, value in done.items()), flush=True)
-    return done
+    counts = {key: value - before[key] for key, value in counts_of(server).items()}
+    counts["computed"] = counts["asked for"] - counts["of its own cache"] - counts["from the store"]
+    print(f"  {name}: " + ", ".join(f"{value} {key}" for key, value in counts.items()), flush=True)
+    return counts
 
 
 def prefills(url: str) -> int:

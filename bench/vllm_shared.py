@@ -63,10 +63,10 @@ def measure(setting: str, servers: list[Vllm], load: Load, args: Namespace) -> t
     urls, route = [server.url for server in servers], SETTINGS[setting]
     load.run(urls, route, requests=args.warm)
     before = [sum(server.total(name) for server in servers) for name in COUNTERS]
-    seen = load.run(urls, route, requests=args.requests)
+    load_pass = load.run(urls, route, requests=args.requests)
     after = [sum(server.total(name) for server in servers) for name in COUNTERS]
     spent_s, count, stored, tokens = (later - earlier for earlier, later in zip(before, after, strict=True))
-    return seen, {"ttft_s": spent_s / max(1, count), "from_store": stored / max(1, tokens)}
+    return load_pass, {"ttft_s": spent_s / max(1, count), "from_store": stored / max(1, tokens)}
 
 
 def measure_all(args: Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -81,15 +81,18 @@ def measure_all(args: Namespace, folder: Path) -> list[dict[str, Any]]:
             for number, name in turns(args.rounds, settings):
                 seed = len(settings) * (args.seed + number) + list(settings).index(name)
                 load = Load(shape_of(args), args.users, args.at_once, seed)
-                seen, counts = measure(name, servers[name.partition(",")[0]], load, args)
-                passes[name].append(seen)
+                load_pass, counts = measure(name, servers[name.partition(",")[0]], load, args)
+                passes[name].append(load_pass)
                 counted[name].append(counts)
-                print(f"round {number + 1}: {name}: {seen.hit_rate:.1%}, {seen.rate:.2f}/s, {counts}", flush=True)
-    base = [max(seen.hit_rate, 1e-9) for seen in next(iter(passes.values()))]
+                print(
+                    f"round {number + 1}: {name}: {load_pass.hit_rate:.1%}, {load_pass.rate:.2f}/s, {counts}",
+                    flush=True,
+                )
+    base = [max(load_pass.hit_rate, 1e-9) for load_pass in next(iter(passes.values()))]
     rows = rows_of(passes)
     for row in rows:
-        mine = [seen.hit_rate for seen in passes[row["setting"]]]
-        row |= medians(counted[row["setting"]]) | {"hits_ratio": ratio(mine, base)}
+        hit_rates = [load_pass.hit_rate for load_pass in passes[row["setting"]]]
+        row |= medians(counted[row["setting"]]) | {"hits_ratio": ratio(hit_rates, base)}
     return rows
 
 

@@ -71,16 +71,16 @@ def shrunk(config_class: Any) -> Any:
     if usual.get_text_config() is not usual:
         usual = usual.get_text_config()
         config_class = type(usual)
-    known = usual.to_dict()
-    small = {name: value for name, value in SMALL.items() if name in known or hasattr(usual, name)}
-    if known.get("sliding_window", 0) is None:
+    usual_fields = usual.to_dict()
+    small = {name: value for name, value in SMALL.items() if name in usual_fields or hasattr(usual, name)}
+    if usual_fields.get("sliding_window", 0) is None:
         del small["sliding_window"]
     layers = next((small[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if name in small), 4)
     for name in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types"):
-        if isinstance(kinds := known.get(name), list) and kinds:
+        if isinstance(kinds := usual_fields.get(name), list) and kinds:
             distinct = list(dict.fromkeys(kinds))
             small[name] = (distinct * layers)[:layers]
-    if "num_key_value_heads" in small and known.get("kv_lora_rank"):
+    if "num_key_value_heads" in small and usual_fields.get("kv_lora_rank"):
         small["num_key_value_heads"] = 4
     return config_class(**small)
 
@@ -173,31 +173,31 @@ def _child(name: str, said: Any) -> None:
     with tempfile.TemporaryDirectory(prefix="family-") as folder:
         os.environ["MEMSERVE_CACHE_DIR"] = f"{folder}/cache"
         try:
-            found = judge(name, Path(folder) / name)
+            outcome = judge(name, Path(folder) / name)
         except BaseException as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            found = BROKE, f"{_in_a_line(error)} ({Path(where.filename).name}:{where.lineno})"
-        said.send(found)
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            outcome = BROKE, f"{_in_a_line(error)} ({Path(frame.filename).name}:{frame.lineno})"
+        said.send(outcome)
     os._exit(0)
 
 
 def tried(name: str, limit_s: float) -> dict[str, Any]:
     """What has become of a family, in a process of its own."""
     began = time.monotonic()
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, theirs))
+    ours, far_end = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, far_end))
     process.start()
-    theirs.close()
-    found = BROKE, f"no answer within {limit_s:.0f} s"
+    far_end.close()
+    outcome = BROKE, f"no answer within {limit_s:.0f} s"
     try:
         if ours.poll(limit_s):
-            found = ours.recv()
+            outcome = ours.recv()
     except EOFError:
         process.join(5)
-        found = BROKE, f"its process ended with {process.exitcode}"
+        outcome = BROKE, f"its process ended with {process.exitcode}"
     process.kill()
     process.join()
-    return {"family": name, "outcome": found[0], "why": found[1], "seconds": round(time.monotonic() - began, 1)}
+    return {"family": name, "outcome": outcome[0], "why": outcome[1], "seconds": round(time.monotonic() - began, 1)}
 
 
 def page(rows: list[dict[str, Any]], version: str) -> str:
@@ -213,15 +213,15 @@ def page(rows: list[dict[str, Any]], version: str) -> str:
         "",
     ]  # fmt: skip
     for word in words:
-        chosen = [row for row in rows if row["outcome"] == word]
-        if not chosen:
+        rows_chosen = [row for row in rows if row["outcome"] == word]
+        if not rows_chosen:
             continue
-        lines += [f"## {word[0].upper()}{word[1:]}: {len(chosen)}", ""]
+        lines += [f"## {word[0].upper()}{word[1:]}: {len(rows_chosen)}", ""]
         if word == EXACT:
-            lines += [", ".join(f"`{row['family']}`" for row in chosen), ""]
+            lines += [", ".join(f"`{row['family']}`" for row in rows_chosen), ""]
             continue
         lines += ["| Family | Why |", "| --- | --- |"]
-        lines += [f"| `{row['family']}` | {row['why'].replace('|', chr(92) + '|')} |" for row in chosen] + [""]
+        lines += [f"| `{row['family']}` | {row['why'].replace('|', chr(92) + '|')} |" for row in rows_chosen] + [""]
     return "\n".join(lines).rstrip() + "\n"
 
 

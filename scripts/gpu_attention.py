@@ -82,8 +82,8 @@ class Step:
         g = self.geometry
         pages = self.arena.view(getattr(torch, g.dtype)).view(-1, g.num_layers, g.num_kv_heads, g.page_bytes //
                                                               (g.itemsize * g.num_kv_heads))  # fmt: skip
-        mine = pages[self.tables.long(), layer]  # [rows, blocks, Hkv, one head of a page]
-        k, v = mine.split([g.head_dim_k * g.block_tokens, g.head_dim_v * g.block_tokens], -1)
+        head_pages = pages[self.tables.long(), layer]  # [rows, blocks, Hkv, one head of a page]
+        k, v = head_pages.split([g.head_dim_k * g.block_tokens, g.head_dim_v * g.block_tokens], -1)
         k = k.unflatten(-1, (g.head_dim_k, g.block_tokens)).permute(0, 2, 1, 4, 3).flatten(2, 3)
         v = v.unflatten(-1, (g.block_tokens, g.head_dim_v)).permute(0, 2, 1, 3, 4).flatten(2, 3)
         return k[:, :, : self.context].contiguous(), v[:, :, : self.context].contiguous()
@@ -129,9 +129,9 @@ def check_large(geometry: KVGeometry, heads: int) -> Iterator[Row]:
     """Compare batches of real size with float64 attention over gathered KV."""
     for count, context in ((1, 1000), (1, 9000), (257, 257), (300, 1500)):
         step = Step(geometry, heads, 3, count, context)
-        got = step.run(layer=1)
+        result = step.run(layer=1)
         want = step.expected(*step.gathered(layer=1))
-        error = float((got.double() - want).abs().max() / want.abs().max())
+        error = float((result.double() - want).abs().max() / want.abs().max())
         limit = 1e-5 if geometry.dtype == "float32" else 1e-2
         name = f"3 rows, {count} new of {context}"
         yield {"what": name, "ok": error < limit, "dtype": geometry.dtype, "error": error, "limit": limit}
@@ -174,9 +174,9 @@ def settings() -> Iterator[Row]:
 
     steps = [Step(KVGeometry(2, 8, 128, 128, "bfloat16"), 32, *shape) for shape in SETTINGS_DECODES]
     usual = triton_attention._DECODE_LOADS
-    for chosen in [usual, *itertools.product((1 << 13, 1 << 14, 1 << 15), (3, 4, 5, 6), (4, 8))]:
-        triton_attention._DECODE_LOADS = chosen
-        row: Row = {"what": f"{chosen[0] // 256} keys, {chosen[1]} stages, {chosen[2]} warps"}
+    for tuning in [usual, *itertools.product((1 << 13, 1 << 14, 1 << 15), (3, 4, 5, 6), (4, 8))]:
+        triton_attention._DECODE_LOADS = tuning
+        row: Row = {"what": f"{tuning[0] // 256} keys, {tuning[1]} stages, {tuning[2]} warps"}
         for step in steps:
             with contextlib.suppress(Exception):  # too much for this device
                 row[f"{step.rows} of {step.context}, gb_s"] = decode_gb_s(step)[0]

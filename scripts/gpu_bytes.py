@@ -131,7 +131,7 @@ def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterato
     offsets = np.arange(count, dtype=np.int64) * size
     ranges = Ranges(offsets, offsets[::-1].copy(), size)
     pulled = link.read(peer, Tier.HBM, Tier.HBM, ranges)
-    yield {"what": "seals of what was pulled", "ok": [str(one) for one in pulled] == said["seals"]}
+    yield {"what": "seals of what was pulled", "ok": [str(seal) for seal in pulled] == said["seals"]}
     target, address = link._arenas[Tier.HBM].tensor, link._map_gpu(peer, Tier.HBM).addresses[0]
     mapped = torch.as_tensor(_Seen(address, count * size))
     ms = milliseconds(lambda: target.copy_(mapped))
@@ -149,10 +149,10 @@ def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterato
     owner.wait()
     try:
         link.read(peer, Tier.HBM, Tier.HBM, ranges)
-        told = "reads what was there"
+        outcome = "reads what was there"
     except LinkError as error:
-        told = str(error)
-    yield {"what": "a read after the owner was killed", "said": told}
+        outcome = str(error)
+    yield {"what": "a read after the owner was killed", "said": outcome}
     torch.zeros(1, device="cuda").item()
     yield {"what": "the reader's context lives", "ok": True}
 
@@ -174,7 +174,12 @@ def own_pages() -> None:
     arena = GpuMemory(torch.randint(0, 256, (128 * size,), dtype=torch.uint8, device="cuda"))
     arena.generation = 1
     torch.cuda.synchronize()
-    sealed = [str(one) for one in arena.seal(np.arange(128, dtype=np.int64) * size, size)]
-    said = {"address": arena.address, "fd": arena.fd, "pid": os.getpid(), "exported": arena.export_handle().hex()}
-    print(json.dumps(said | {"seals": sealed}), flush=True)
+    sealed = [str(seal) for seal in arena.seal(np.arange(128, dtype=np.int64) * size, size)]
+    description = {
+        "address": arena.address,
+        "fd": arena.fd,
+        "pid": os.getpid(),
+        "exported": arena.export_handle().hex(),
+    }
+    print(json.dumps(description | {"seals": sealed}), flush=True)
     sys.stdin.read()

@@ -75,12 +75,12 @@ ERROR_LINES = 30
 
 def native() -> Iterator[Row]:
     """The native modules, built here if they are missing."""
-    missing = [name for name in ("_core", "_kernels") if importlib.util.find_spec(f"memserve.{name}") is None]
-    if missing:
+    modules_missing = [name for name in ("_core", "_kernels") if importlib.util.find_spec(f"memserve.{name}") is None]
+    if modules_missing:
         build()
     for name in ("_core", "_kernels"):
         module = import_module(f"memserve.{name}")
-        yield {"what": name, "ok": True, "built_now": name in missing, "file": Path(str(module.__file__)).name}
+        yield {"what": name, "ok": True, "built_now": name in modules_missing, "file": Path(str(module.__file__)).name}
 
 
 def build() -> None:
@@ -94,9 +94,9 @@ def build() -> None:
     folder = str(ROOT / "build" / "gpu_check")
     options = ["-DMEMSERVE_INPLACE=ON", f"-DPython_EXECUTABLE={sys.executable}"]
     for command in ([cmake, "-S", str(ROOT), "-B", folder, *options], [cmake, "--build", folder, "--parallel"]):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command[:2])} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+        build_run = subprocess.run(command, capture_output=True, text=True)
+        if build_run.returncode:
+            raise RuntimeError(f"{' '.join(command[:2])} failed:\n{(build_run.stdout + build_run.stderr)[-3000:]}")
 
 
 def device() -> Iterator[Row]:
@@ -137,18 +137,18 @@ def say(row: Row) -> None:
 
 def where_this_runs() -> Row:
     """The device's name and the versions of what runs on it."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("torch", "triton", "transformers"):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    named = f"a CPU ({NO_DEVICE})"
+            versions[name] = "missing"
+    device_name = f"a CPU ({NO_DEVICE})"
     if has_device():
         import torch
 
-        named, found["cuda"] = torch.cuda.get_device_name(), str(torch.version.cuda)
-    return {"device": named, "versions": found}
+        device_name, versions["cuda"] = torch.cuda.get_device_name(), str(torch.version.cuda)
+    return {"device": device_name, "versions": versions}
 
 
 # -- all parts, from outside

@@ -86,7 +86,7 @@ def steps(shape: Shape) -> Iterator[Row]:
 
     model = shape.build()
     weights = shape.read_bytes(model.module)
-    theirs = _of_transformers(model.module)
+    rival_ms = _of_transformers(model.module)
     blocks = max(ROWS) * (CONTEXT // BLOCK_TOKENS + ROOM_BLOCKS)
     config = InstanceConfig(8192, pool=PoolConfig(blocks), scheduler=SchedulerConfig(max_running=max(ROWS)))
     began, before = time.perf_counter(), torch.cuda.memory_allocated()
@@ -105,7 +105,7 @@ def steps(shape: Shape) -> Iterator[Row]:
     ms = _prefill_ms(device, PROMPT, min(6, max(ROWS)))
     share = PROMPT * weights / ms / 1e9 / peak_tflops  # two operations for each weight, of two bytes
     prefill: Row = {"what": f"prefill of {PROMPT} tokens", "share": share, "ms": ms, "peak_tflops": peak_tflops}
-    prefill["times_as_fast_as_transformers"] = theirs["prefill"] / ms
+    prefill["times_as_fast_as_transformers"] = rival_ms["prefill"] / ms
     yield prefill | ({"target": f"prefill of an {shape.name}"} if shape.is_judged else {})
     _prefill_ms(device, CONTEXT, max(ROWS))
     for graphs in (False, True):
@@ -121,7 +121,7 @@ def steps(shape: Shape) -> Iterator[Row]:
             how = "graphs" if graphs else "kernel by kernel"
             row: Row = {"what": f"decode of {rows}, {how}", "share": moved / ms / 1e6 / copy_gb_s(), "ms": ms}
             if graphs and rows in ROWS_OF_TRANSFORMERS:
-                row["times_as_fast_as_transformers"] = theirs[f"decode of {rows}"] / ms
+                row["times_as_fast_as_transformers"] = rival_ms[f"decode of {rows}"] / ms
             counted = f"{rows} sequence{'s' if rows > 1 else ''}"
             is_judged = graphs and shape.is_judged
             yield row | ({"target": f"decode of an {shape.name}, {counted}"} if is_judged else {})
@@ -134,16 +134,16 @@ def _linears(forward: Any) -> Iterator[Row]:
     from memserve.model.linears import JoinedLinear
 
     shapes: dict[tuple[int, ...], list[Any]] = defaultdict(list)
-    for layer in (one for one in getattr(forward, "_linears", ()) if isinstance(one, JoinedLinear)):
+    for layer in (module for module in getattr(forward, "_linears", ()) if isinstance(module, JoinedLinear)):
         shapes[tuple(layer.weight.shape)].append(layer)
     for (outputs, inputs), layers in shapes.items():
-        some = layers[: max(1, (1 << 29) // layers[0].weight.nbytes)]
+        layers_timed = layers[: max(1, (1 << 29) // layers[0].weight.nbytes)]
         row: Row = {"what": f"linears of {inputs} to {outputs}"}
         for rows in (1, 8, 32, 64):
             x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda")
-            for named, how in (("", "__call__"), ("library_", "compute_plain")):
-                seconds = graph_seconds([partial(getattr(layer, how), x) for layer in some]) / len(some)
-                row[f"{named}{rows}"] = layers[0].weight.nbytes / seconds / 1e9 / copy_gb_s()
+            for prefix, how in (("", "__call__"), ("library_", "compute_plain")):
+                seconds = graph_seconds([partial(getattr(layer, how), x) for layer in layers_timed]) / len(layers_timed)
+                row[f"{prefix}{rows}"] = layers[0].weight.nbytes / seconds / 1e9 / copy_gb_s()
         yield row
 
 
@@ -155,9 +155,9 @@ def _prefill_ms(device: Any, count: int, slots: int) -> float:
     took, blocks = [], count // BLOCK_TOKENS + ROOM_BLOCKS
     device.execute(StepPlan(0, reset_slots=True))
     for slot in range(slots):
-        own = list(range(slot * blocks, (slot + 1) * blocks))
+        block_ids = list(range(slot * blocks, (slot + 1) * blocks))
         tokens = np.full(count, 7, np.int32)
-        opened = OpenSequence(slot, tokens, count, 0, SamplingParams(temperature=0), own, stop=StopParams())
+        opened = OpenSequence(slot, tokens, count, 0, SamplingParams(temperature=0), block_ids, stop=StopParams())
         rows_of: Any = {"slots": [slot], "starts": [0], "counts": [count], "sample_slots": [(slot,)]}
         took.append(device.execute(StepPlan(slot, open=[opened], **rows_of)).device_ns / 1e6)
     return float(np.median(took))
@@ -167,7 +167,7 @@ def _decode_ms(device: Any, rows: int, count: int = 44) -> float:
     """Of a step, two plans in flight."""
     from memserve.instance.events import StepPlan
 
-    begun: list[Callable[[], object]] = []
+    steps_begun: list[Callable[[], object]] = []
     began = 0.0
     for step in range(count):
         if step == 4:
@@ -176,10 +176,10 @@ def _decode_ms(device: Any, rows: int, count: int = 44) -> float:
             1000 + step, slots=list(range(rows)), starts=[CONTEXT + step] * rows, counts=[1] * rows,
             sample_slots=[(slot,) for slot in range(rows)], decodes=rows,
         )  # fmt: skip
-        begun.append(device.begin_step(plan))
-        if len(begun) > 1:
-            begun.pop(0)()
-    begun.pop()()
+        steps_begun.append(device.begin_step(plan))
+        if len(steps_begun) > 1:
+            steps_begun.pop(0)()
+    steps_begun.pop()()
     return (time.perf_counter() - began) * 1e3 / (count - 4)
 
 
@@ -189,10 +189,10 @@ def _of_transformers(module: Any, count: int = 20) -> dict[str, float]:
 
     ours = module.config._attn_implementation
     module.set_attn_implementation("sdpa")
-    found: dict[str, float] = {}
+    times_ms: dict[str, float] = {}
     with torch.inference_mode():
         prompt = torch.full((1, PROMPT), 7, device="cuda")
-        found["prefill"] = milliseconds(lambda: module(prompt, past_key_values=DynamicCache(), logits_to_keep=1), 5)
+        times_ms["prefill"] = milliseconds(lambda: module(prompt, past_key_values=DynamicCache(), logits_to_keep=1), 5)
         for rows in ROWS_OF_TRANSFORMERS:
             cache = DynamicCache()
             ids = torch.full((rows, CONTEXT), 7, device="cuda")
@@ -203,9 +203,9 @@ def _of_transformers(module: Any, count: int = 20) -> dict[str, float]:
                     began = time.perf_counter()
                 token = module(token, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
             torch.cuda.synchronize()
-            found[f"decode of {rows}"] = (time.perf_counter() - began) * 1e3 / count
+            times_ms[f"decode of {rows}"] = (time.perf_counter() - began) * 1e3 / count
             del cache
     module.set_attn_implementation(ours)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    return found
+    return times_ms

@@ -96,15 +96,15 @@ def counts(record: Record) -> dict[str, int]:
     words = [word for word in words if word in ("passed", "failed")] + [
         judged(record, name)[1].split(":")[0] for name in TARGETS
     ]
-    found = {word: words.count(word) for word in ("passed", "failed", "met", "missed", "not run")}
-    return found | {"broke": sum(part["status"] == BROKE for part in record["parts"].values())}
+    verdict_counts = {word: words.count(word) for word in ("passed", "failed", "met", "missed", "not run")}
+    return verdict_counts | {"broke": sum(part["status"] == BROKE for part in record["parts"].values())}
 
 
 def joined(records: list[Record]) -> Record:
     """Several runs on one kind of device, in their order, as one: of a part the last that was done, else the last."""
-    first, *others = records
+    first, *later_records = records
     parts = dict(first["parts"])
-    for record in others:
+    for record in later_records:
         if (record["device"], record["versions"]) != (first["device"], first["versions"]):
             raise SystemExit(f"{record['device']} {record['versions']} is not {first['device']} {first['versions']}")
         ran = {name: part for name, part in record["parts"].items() if part["rows"] or part["status"] != NOT_RUN}
@@ -146,8 +146,8 @@ def _table(rows: list[Row]) -> list[str]:
     lines = ["", "| What | | Figures |", "| --- | --- | --- |"]
     for row in rows:
         figures = {key: value for key, value in row.items() if key not in ("what", "ok", "target")}
-        said = ", ".join(f"{key} {figure(value)}" for key, value in figures.items())
-        lines.append(f"| {_cell(row['what'])} | {verdict(row)} | {_cell(said)} |")
+        figures_text = ", ".join(f"{key} {figure(value)}" for key, value in figures.items())
+        lines.append(f"| {_cell(row['what'])} | {verdict(row)} | {_cell(figures_text)} |")
     return lines
 
 

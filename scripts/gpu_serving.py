@@ -52,7 +52,7 @@ def prompts() -> list[list[int]]:
     """Of different lengths, within two blocks and beyond four."""
     from tiny_models import prompt
 
-    return [[int(token) for token in prompt(40 + 17 * at, at)] for at in range(PROMPTS)]
+    return [[int(token) for token in prompt(40 + 17 * number, number)] for number in range(PROMPTS)]
 
 
 @cache
@@ -63,19 +63,19 @@ def truth(dtype: str, kind: str = "llama") -> list[list[int]]:
     options: Any = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(folder(kind), **options).to(DEVICE)
     model.generation_config.eos_token_id = None
-    found = []
+    answers_found = []
     for tokens in prompts():
         ids = torch.tensor([tokens], device=DEVICE)
         out = model.generate(ids, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
-        found.append(out[0, len(tokens) :].tolist())
-    return found
+        answers_found.append(out[0, len(tokens) :].tolist())
+    return answers_found
 
 
 def answers(llm: Any, *, at_once: bool = True) -> list[list[int]]:
     """What an engine gives, to all prompts at once or one after the other."""
-    batches = [prompts()] if at_once else [[one] for one in prompts()]
+    batches = [prompts()] if at_once else [[prompt_tokens] for prompt_tokens in prompts()]
     options = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-    return [list(done.outputs[0].tokens) for batch in batches for done in llm.generate(batch, **options)]
+    return [list(result.outputs[0].tokens) for batch in batches for result in llm.generate(batch, **options)]
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def engine(dtype: str = "float32", kind: str = "llama", **options: Any) -> Itera
 
 def compared(what: str, got: list[list[int]], dtype: str = "float32", kind: str = "llama", **more: object) -> Row:
     """How many answers are those of transformers; in 16 bits sums are rounded otherwise, so that they may differ."""
-    equal = sum(one == other for one, other in zip(got, truth(dtype, kind), strict=True))
+    equal = sum(answer == expected for answer, expected in zip(got, truth(dtype, kind), strict=True))
     row: Row = {"what": what, "equal": f"{equal} of {len(got)}", **more}
     return row | ({"ok": equal == len(got)} if dtype == "float32" else {})
 
@@ -113,8 +113,8 @@ def one_kind(kind: str) -> Iterator[Row]:
             if DEVICE == "cuda":
                 device = llm._engine._instance._device
                 forward, graphs = type(device._forward).__name__, device._graphs
-                said = {"graphs": len(device.graph_sizes), "why": graphs.refused or "all fit"}
-                yield {"what": f"{dtype}, decodes", "forward": forward, **said}
+                graph_facts = {"graphs": len(device.graph_sizes), "why": graphs.refused or "all fit"}
+                yield {"what": f"{dtype}, decodes", "forward": forward, **graph_facts}
 
 
 def graphs() -> Iterator[Row]:
@@ -124,13 +124,13 @@ def graphs() -> Iterator[Row]:
         device = llm._engine._instance._device
         yield {"what": "captured", "ok": bool(device.graph_sizes), "rows": device.graph_sizes}
         captured = device._graphs
-        for named, held in (("with graphs", captured), ("kernel by kernel", None)):
-            device._graphs = held
+        for label, graphs_used in (("with graphs", captured), ("kernel by kernel", None)):
+            device._graphs = graphs_used
             answers(llm)  # compiles what it needs
             began, before = time.perf_counter(), llm.stats().steps
-            got = answers(llm)
+            tokens_got = answers(llm)
             steps = llm.stats().steps - before
-            yield compared(named, got, ms_a_step=(time.perf_counter() - began) * 1e3 / max(1, steps))
+            yield compared(label, tokens_got, ms_a_step=(time.perf_counter() - began) * 1e3 / max(1, steps))
 
 
 def tiers() -> Iterator[Row]:
@@ -139,8 +139,8 @@ def tiers() -> Iterator[Row]:
         block = llm.model.geometry.block_bytes
     for mode in ("swap", "recompute"):
         with engine(kv_memory=SWAPPED_BLOCKS * block, dram_memory="16MiB", preemption=mode) as llm:
-            got, stats = answers(llm), llm.stats().instance
-            yield compared(f"too little memory, {mode}", got)
+            tokens_got, stats = answers(llm), llm.stats().instance
+            yield compared(f"too little memory, {mode}", tokens_got)
             count = stats.preemptions_swap if mode == "swap" else stats.preemptions_recompute
             yield {"what": f"{mode} has happened", "ok": count > 0, "times": count}
     link = {"link_gbps": 1.0} if DEVICE == "cpu" else {}  # a GPU has a link of its own
@@ -148,10 +148,10 @@ def tiers() -> Iterator[Row]:
     with engine(**small, **link, dram_memory="16MiB", layerwise="auto", enable_prefix_caching=False) as llm:
         with ThreadPoolExecutor(PROMPTS) as pool:
             options = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-            asked = [pool.submit(llm.generate, [one], **options) for one in prompts()]
-            got = [list(one.result()[0].outputs[0].tokens) for one in asked]
+            futures = [pool.submit(llm.generate, [prompt_tokens], **options) for prompt_tokens in prompts()]
+            tokens_got = [list(future.result()[0].outputs[0].tokens) for future in futures]
         layers = llm.stats().instance.layers
-        yield compared("KV by layer", got)
+        yield compared("KV by layer", tokens_got)
         hidden = {"hidden_share": layers.link.hidden_share}
         yield {"what": "prompts began by layer", "ok": layers.begun > 0, "times": layers.begun, **hidden}
 
@@ -183,14 +183,14 @@ def clusters() -> Iterator[Row]:
     want = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in truth("float32")]
     for name, flags in CLUSTERS.items():
         with serving(*flags) as url, ThreadPoolExecutor(PROMPTS) as pool:
-            got = list(pool.map(lambda tokens, url=url: asked(url, tokens), prompts()))
-            equal = sum(one == other for one, other in zip(got, want, strict=True))
-            yield {"what": f"{name}: answers", "ok": equal == len(got), "equal": f"{equal} of {len(got)}"}
-            counter, what, least = (
+            texts_got = list(pool.map(lambda tokens, url=url: asked(url, tokens), prompts()))
+            equal = sum(text == expected for text, expected in zip(texts_got, want, strict=True))
+            yield {"what": f"{name}: answers", "ok": equal == len(texts_got), "equal": f"{equal} of {len(texts_got)}"}
+            counter, claim, least = (
                 (RECEIVED, "KV was pulled", 1) if "--prefill" in flags else (GENERATED, "both answer", 2)
             )
-            each = of_instances(url, counter, least)
-            yield {"what": f"{name}: {what}", "ok": sum(map(bool, each.values())) >= least, "by_instance": each}
+            counts = of_instances(url, counter, least)
+            yield {"what": f"{name}: {claim}", "ok": sum(map(bool, counts.values())) >= least, "by_instance": counts}
 
 
 def of_instances(url: str, name: str, least: int) -> dict[str, int]:
@@ -200,9 +200,9 @@ def of_instances(url: str, name: str, least: int) -> dict[str, int]:
         with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_S) as answer:
             page = answer.read().decode()
         rows = re.findall(rf'^{name}{{[^}}]*instance="(\w+)"[^}}]*}} (\S+)$', page, re.M)
-        found = {instance: int(float(value)) for instance, value in rows}
-        if sum(map(bool, found.values())) >= least or time.monotonic() > deadline:
-            return found
+        counts = {instance: int(float(value)) for instance, value in rows}
+        if sum(map(bool, counts.values())) >= least or time.monotonic() > deadline:
+            return counts
         time.sleep(0.2)
 
 

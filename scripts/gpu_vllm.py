@@ -25,8 +25,8 @@ def staged() -> Iterator[Row]:
 
     gpu = Cuda(torch.device("cuda"))
     caches = {
-        f"layers.{at}": torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16, device="cuda")
-        for at in range(LAYERS)
+        f"layers.{layer}": torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT, dtype=torch.bfloat16, device="cuda")
+        for layer in range(LAYERS)
     }
     nbytes = LAYERS * HEADS * TOKENS * CONTENT * 2
     memory = DeviceMemory(caches, BLOCKS, gpu, 2 * MOVED * nbytes)
@@ -57,10 +57,12 @@ def _there_and_back(
     memory: Any, caches: dict[str, torch.Tensor], saves: list[int], loads: list[int], ids: list[int], order: str
 ) -> Iterator[Row]:
     """Each layer is written while copies of others run, copied, overwritten at once, and brought back."""
-    wanted = {name: torch.randint(-999, 999, (len(ids), *cache.shape[1:])).to(cache) for name, cache in caches.items()}
+    expected = {
+        name: torch.randint(-999, 999, (len(ids), *cache.shape[1:])).to(cache) for name, cache in caches.items()
+    }
     torch.cuda.synchronize()
     for name, numbers in memory.layers.items():
-        caches[name][ids] = wanted[name]
+        caches[name][ids] = expected[name]
         memory.stage(numbers, saves, ids)
     mark = memory.mark_staged()
     for cache in caches.values():
@@ -73,7 +75,7 @@ def _there_and_back(
     right = True
     for name, cache in caches.items():
         memory.gpu.current_stream().wait_for(landing.layers[name])
-        right = right and torch.equal(cache[ids], wanted[name])
+        right = right and torch.equal(cache[ids], expected[name])
     yield {"what": f"vLLM's blocks {order} come back", "ok": right}
 
 
@@ -105,17 +107,17 @@ def _milliseconds(run: Callable[[], object]) -> float:
     run()
     marks[1].record()
     torch.cuda.synchronize()
-    return sum(one.elapsed_time(other) for one, other in pairwise(marks))
+    return sum(begin.elapsed_time(end) for begin, end in pairwise(marks))
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    found = []
+    times_s = []
     for _ in range(4):
         torch.cuda.synchronize()
         began = time.perf_counter()
         run()
-        found.append(time.perf_counter() - began)
-    return min(found)
+        times_s.append(time.perf_counter() - began)
+    return min(times_s)
 
 
 def _rate(what: str, nbytes: int, seconds: float, limit: float) -> Row:

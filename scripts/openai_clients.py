@@ -66,20 +66,20 @@ def _openai(url: str) -> Any:
 
 def openai_chat_and_stream(url: str, model: str) -> None:
     client, messages = _openai(url), [{"role": "user", "content": ASKED}]
-    asked = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0}
-    whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
-    told = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert told == whole.choices[0].message.content
+    request = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**request)
+    chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
 def openai_parse(url: str, model: str) -> None:
     kind, messages = weather_class(), [{"role": "user", "content": ASKED}]
-    asked = {"model": model, "messages": messages, "max_tokens": ANSWER_TOKENS}
-    parsed = _openai(url).chat.completions.parse(**asked, response_format=kind)
+    request = {"model": model, "messages": messages, "max_tokens": ANSWER_TOKENS}
+    parsed = _openai(url).chat.completions.parse(**request, response_format=kind)
     assert isinstance(parsed.choices[0].message.parsed, kind)
-    with _openai(url).chat.completions.stream(**asked, response_format=kind) as stream:
+    with _openai(url).chat.completions.stream(**request, response_format=kind) as stream:
         for _ in stream:
             pass
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, kind)
@@ -87,15 +87,15 @@ def openai_parse(url: str, model: str) -> None:
 
 def openai_tools(url: str, model: str) -> None:
     client, messages = _openai(url), [{"role": "user", "content": ASKED}]
-    asked: Any = {"model": model, "max_tokens": ANSWER_TOKENS, "tools": [TOOL]}
-    said = client.chat.completions.create(**asked, messages=messages, tool_choice="required").choices[0]
-    assert said.finish_reason == "tool_calls" and said.message.tool_calls
+    request: Any = {"model": model, "max_tokens": ANSWER_TOKENS, "tools": [TOOL]}
+    choice = client.chat.completions.create(**request, messages=messages, tool_choice="required").choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
     results = [
         {"role": "tool", "tool_call_id": call.id, "content": WEATHER[json.loads(call.function.arguments)["city"]]}
-        for call in said.message.tool_calls
+        for call in choice.message.tool_calls
     ]
-    after = [*messages, said.message, *results]
-    assert client.chat.completions.create(**asked, messages=after, tool_choice="none").choices[0].message.content
+    after = [*messages, choice.message, *results]
+    assert client.chat.completions.create(**request, messages=after, tool_choice="none").choices[0].message.content
 
 
 def openai_responses(url: str, model: str) -> None:
@@ -108,8 +108,8 @@ def openai_responses(url: str, model: str) -> None:
     )
     (call, *_) = [item for item in called.output if item.type == "function_call"]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": WEATHER["Rome"]}
-    given: Any = [result]
-    more = client.responses.create(model=model, input=given, previous_response_id=called.id, max_output_tokens=24)
+    inputs: Any = [result]
+    more = client.responses.create(model=model, input=inputs, previous_response_id=called.id, max_output_tokens=24)
     assert more.output_text
 
 
@@ -139,9 +139,9 @@ def langchain_tools(url: str, model: str) -> None:
         return WEATHER[city]
 
     messages: list[Any] = [HumanMessage(ASKED)]
-    said = _langchain(url, model).bind_tools([get_weather], tool_choice="any").invoke(messages)
-    assert said.tool_calls
-    messages += [said, *(get_weather.invoke(call) for call in said.tool_calls)]
+    message = _langchain(url, model).bind_tools([get_weather], tool_choice="any").invoke(messages)
+    assert message.tool_calls
+    messages += [message, *(get_weather.invoke(call) for call in message.tool_calls)]
     assert _langchain(url, model).invoke(messages).content
 
 
@@ -206,8 +206,8 @@ def _instructor(mode: str) -> Callable[[str, str], None]:
         import instructor
 
         kind, client = weather_class(), instructor.from_openai(_openai(url), mode=getattr(instructor.Mode, mode))
-        asked: Any = {"model": model, "messages": [{"role": "user", "content": ASKED}], "max_tokens": ANSWER_TOKENS}
-        assert isinstance(client.chat.completions.create(response_model=kind, max_retries=0, **asked), kind)
+        request: Any = {"model": model, "messages": [{"role": "user", "content": ASKED}], "max_tokens": ANSWER_TOKENS}
+        assert isinstance(client.chat.completions.create(response_model=kind, max_retries=0, **request), kind)
 
     example.__name__ = f"instructor_{mode.lower()}"
     return example
@@ -299,7 +299,7 @@ def run_one(url: str, model: str, library: str) -> dict[str, Any]:
         __import__(module)
     except ImportError as error:
         return {"library": library, "missing": str(error)}
-    told: dict[str, Any] = {"library": library, "version": importlib.metadata.version(library), "examples": {}}
+    report: dict[str, Any] = {"library": library, "version": importlib.metadata.version(library), "examples": {}}
     for example in examples:
         begun_s = time.perf_counter()
         try:
@@ -307,28 +307,30 @@ def run_one(url: str, model: str, library: str) -> dict[str, Any]:
             error = ""
         except Exception:  # whatever a library raises is the finding
             error = traceback.format_exc()
-        told["examples"][example.__name__] = {"error": error, "s": round(time.perf_counter() - begun_s, 2)}
-    return told
+        report["examples"][example.__name__] = {"error": error, "s": round(time.perf_counter() - begun_s, 2)}
+    return report
 
 
 def run_in(python: str, url: str, model: str, library: str) -> dict[str, Any]:
     """In a process of ``python``: what :func:`run_one` returns there."""
     command = [python, str(Path(__file__)), "--against", url, "--model", model, library]
     environment = {**os.environ, "OPENAI_API_KEY": KEY, "OPENAI_AGENTS_DISABLE_TRACING": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"library": library, "missing": f"{python} cannot run the examples: {done.stderr[-300:]}"}
+    library_run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_S)
+    lines = library_run.stdout.strip().splitlines()
+    if library_run.returncode or not lines:
+        return {"library": library, "missing": f"{python} cannot run the examples: {library_run.stderr[-300:]}"}
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer
 
 
 def table(results: list[dict[str, Any]]) -> str:
     lines = ["| library | version | examples | failed |", "| --- | --- | --- | --- |"]
-    for told in results:
-        if "missing" not in told:
-            failed = [name for name, one in told["examples"].items() if one["error"]]
-            lines.append(f"| {told['library']} | {told['version']} | {len(told['examples'])} | {', '.join(failed)} |")
+    for report in results:
+        if "missing" not in report:
+            failed = [name for name, example in report["examples"].items() if example["error"]]
+            lines.append(
+                f"| {report['library']} | {report['version']} | {len(report['examples'])} | {', '.join(failed)} |"
+            )
     return "\n".join(lines)
 
 
@@ -352,16 +354,16 @@ def main() -> None:
     end_in_order()
     with serving("--metadata", "none") as served:
         results = [run_in(options.python, served.url, served.model, library) for library in libraries]
-    for told in results:
-        if "missing" in told:
-            print(f"skipped: {told['library']}: {told['missing']}")
-        for name, one in told.get("examples", {}).items():
-            if one["error"]:
-                print(f"FAILED {name}:\n{one['error']}")
+    for report in results:
+        if "missing" in report:
+            print(f"skipped: {report['library']}: {report['missing']}")
+        for name, example in report.get("examples", {}).items():
+            if example["error"]:
+                print(f"FAILED {name}:\n{example['error']}")
     print(table(results))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    sys.exit(any(one["error"] for told in results for one in told.get("examples", {}).values()))
+    sys.exit(any(example["error"] for report in results for example in report.get("examples", {}).values()))
 
 
 if __name__ == "__main__":

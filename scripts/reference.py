@@ -88,9 +88,9 @@ def option_rows(command: Any) -> list[str]:
     """The arguments and options of one command; vLLM's names for them have no separate rows."""
     rows, hidden = [], {name for p in command.params if getattr(p, "hidden", False) for name in p.opts}
     vllm = {}
-    for one in options_of(config.EngineOptions):
-        if one.vllm_flag in hidden:
-            vllm[one.flag] = f"--no-{one.vllm_flag[2:]}" if one.form is NEGATED else one.vllm_flag
+    for entry in options_of(config.EngineOptions):
+        if entry.vllm_flag in hidden:
+            vllm[entry.flag] = f"--no-{entry.vllm_flag[2:]}" if entry.form is NEGATED else entry.vllm_flag
     for parameter in command.params:
         if parameter.name in ("help", "install_completion", "show_completion") or hidden & {*parameter.opts}:
             continue
@@ -161,12 +161,12 @@ HTTP_HEAD = """# The HTTP API
 
 Written by `make docs` from the code; do not edit. The same as an OpenAPI document: `GET /openapi.json`.
 
-Paths and fields are OpenAI's; fields from `top_k` on in the tables are extensions, under vLLM's names where it has
-them. A field that is malformed or not supported is an error that names it; so is an unknown one, except where vLLM
-knows it (and with `--lenient`): then it has no effect, and `x-memserve-ignored` names it. With an API key every path
-under `/v1`, and `/invocations`, `/tokenize` and `/detokenize`, require `Authorization: Bearer KEY`. Every answer has an
-`x-request-id`: the client's own, if it sent one. The examples are for a server at `http://127.0.0.1:8000`; `MODEL`
-stands for the `id` that `/v1/models` shows. Tests run them.
+Paths and fields are OpenAI's; further fields (`top_k`, `structured_outputs`, `session`, ...) are extensions, under
+vLLM's names where it has them. A field that is malformed or not supported is an error that names it; so is an unknown
+one, except where vLLM knows it (and with `--lenient`): then it has no effect, and `x-memserve-ignored` names it. With
+an API key every path under `/v1`, and `/invocations`, `/tokenize` and `/detokenize`, require
+`Authorization: Bearer KEY`. Every answer has an `x-request-id`: the client's own, if it sent one. The examples are for
+a server at `http://127.0.0.1:8000`; `MODEL` stands for the `id` that `/v1/models` shows. Tests run them.
 
 Completions and chats take an `Idempotency-Key` (1 to 255 printable characters): the same key with the same body gets
 the same answer again, continued where it is not complete. Events of such a stream have an `id`; with `Last-Event-ID` it

@@ -50,10 +50,10 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
     """What a command printed. Ends the script if it failed."""
     words = [str(word) for word in command]
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MEMSERVE"))}
-    done = subprocess.run(words, cwd=cwd, env=outside, capture_output=True, text=True, timeout=STEP_S)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(words)} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
+    step_run = subprocess.run(words, cwd=cwd, env=outside, capture_output=True, text=True, timeout=STEP_S)
+    if step_run.returncode != 0:
+        sys.exit(f"{' '.join(words)} failed:\n{step_run.stdout[-4000:]}\n{step_run.stderr[-4000:]}")
+    return step_run.stdout
 
 
 def version_here() -> str:
@@ -72,8 +72,8 @@ def build_sdist(out: Path) -> Path:
     path = out / run(sys.executable, "-c", hook, out).split()[-1]
     with tarfile.open(path) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
-    if gone := missing(names, IN_SDIST):
-        sys.exit(f"{path.name} lacks {gone}")
+    if files_missing := missing(names, IN_SDIST):
+        sys.exit(f"{path.name} lacks {files_missing}")
     say(f"sdist: {path.name}, {path.stat().st_size / 1e6:.1f} MB, {len(names)} files")
     return path
 
@@ -90,8 +90,8 @@ def check_wheel(wheel: Path) -> None:
     """The wheel has the native modules and the files of the dashboard."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    if gone := missing(names, IN_WHEEL):
-        sys.exit(f"{wheel.name} lacks {gone}")
+    if files_missing := missing(names, IN_WHEEL):
+        sys.exit(f"{wheel.name} lacks {files_missing}")
     say(f"wheel: {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB")
 
 
@@ -131,14 +131,14 @@ def serve_and_chat(commands: Path, folder: Path) -> None:
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
-        found = re.search(r"ready in ([\d.]+) s: (\S+) at (http://\S+)/v1", line)
-        if found is None:
+        ready_line = re.search(r"ready in ([\d.]+) s: (\S+) at (http://\S+)/v1", line)
+        if ready_line is None:
             sys.exit(f"memserve serve is not ready: {line!r}")
-        say(f"memserve serve: ready in {found[1]} s")
+        say(f"memserve serve: ready in {ready_line[1]} s")
         question = {"role": "user", "content": "What is the capital of France?"}
-        body = {"model": found[2], "messages": [question], "temperature": 0, "max_tokens": 24}
-        answer = json.loads(ask(f"{found[3]}/v1/chat/completions", body))["choices"][0]["message"]["content"]
-        if "Paris" not in answer or "<html" not in ask(f"{found[3]}/ui"):
+        body = {"model": ready_line[2], "messages": [question], "temperature": 0, "max_tokens": 24}
+        answer = json.loads(ask(f"{ready_line[3]}/v1/chat/completions", body))["choices"][0]["message"]["content"]
+        if "Paris" not in answer or "<html" not in ask(f"{ready_line[3]}/ui"):
             sys.exit(f"a wrong answer, or no dashboard: {answer!r}")
         say(f"a chat: {answer!r}")
         server.send_signal(signal.SIGTERM)
@@ -167,11 +167,11 @@ def main() -> None:
         if options.wheels is None:
             download(wheel, wheels)
         commands = install(wheel, wheels, folder / "venv")
-        said = run(commands / "memserve", "version", cwd=folder).strip()
-        if said != version_here():
-            sys.exit(f"memserve version says {said}, pyproject.toml {version_here()}")
+        version_text = run(commands / "memserve", "version", cwd=folder).strip()
+        if version_text != version_here():
+            sys.exit(f"memserve version says {version_text}, pyproject.toml {version_here()}")
         run(commands / "memserve", "doctor", cwd=folder)
-        say(f"memserve {said}: memserve doctor finds nothing wrong")
+        say(f"memserve {version_text}: memserve doctor finds nothing wrong")
         serve_and_chat(commands, folder)
     say(f"the release works, {time.monotonic() - began:.0f} s")
 

@@ -86,8 +86,8 @@ class Cluster:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if found := re.search(r"(\S+) at (http://\S+)/v1", line):
-                self.model, self.address = found[1], urlsplit(found[2]).netloc
+            if ready_line := re.search(r"(\S+) at (http://\S+)/v1", line):
+                self.model, self.address = ready_line[1], urlsplit(ready_line[2]).netloc
                 return
         raise SystemExit("memserve serve ended before it was ready")
 
@@ -121,7 +121,10 @@ class Cluster:
                 raise SystemExit(f"no report from {[report.stem for report in reports if not report.exists()]}")
             time.sleep(WATCH_S)
         lists = {report.stem: json.loads(report.read_text()) for report in reports}
-        return {process: {(file, name): when for file, name, when in found} for process, found in lists.items()}
+        return {
+            process: {(file, name): entered_ns for file, name, entered_ns in entries}
+            for process, entries in lists.items()
+        }
 
     def stop(self) -> None:
         self.process.terminate()
@@ -148,26 +151,31 @@ def measure(src: Path, arguments: list[str]) -> tuple[dict[str, Entered], dict[s
 
 def request_only(idle: dict[str, Entered], busy: dict[str, Entered]) -> dict[str, Entered]:
     """The functions that a process enters only for a request."""
-    return {p: {place: when for place, when in found.items() if place not in idle[p]} for p, found in busy.items()}
+    return {
+        p: {place: entered_ns for place, entered_ns in entries.items() if place not in idle[p]}
+        for p, entries in busy.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="further arguments go to memserve serve")
     parser.add_argument("--src", type=Path, default=SRC, help="another source tree, with native modules")
-    own, arguments = parser.parse_known_args()
-    idle, busy = measure(own.src.resolve(), arguments)
+    own_options, arguments = parser.parse_known_args()
+    idle, busy = measure(own_options.src.resolve(), arguments)
     entered = request_only(idle, busy)
     first: dict[str, tuple[int, str]] = {}
-    for when, file, function in sorted((when, *place) for found in entered.values() for place, when in found.items()):
-        first.setdefault(file, (when, function))
+    for entered_ns, file, function in sorted(
+        (entered_ns, *place) for entries in entered.values() for place, entered_ns in entries.items()
+    ):
+        first.setdefault(file, (entered_ns, function))
     for number, (file, (_, function)) in enumerate(first.items(), 1):
         processes = " ".join(p for p in PROCESSES if any(file == entered_file for entered_file, _ in entered[p]))
         print(f"{number:3} {file:34} {function:46} {processes}")
     packages = Counter(file.split("/")[0] if "/" in file else "words" for file in first)
-    lines = sum((own.src / "memserve" / file).read_text().count("\n") for file in first)
+    lines = sum((own_options.src / "memserve" / file).read_text().count("\n") for file in first)
     print(f"{len(first)} files, {lines:,} lines: " + ", ".join(f"{name} {n}" for name, n in packages.most_common()))
-    others = {file for found in busy.values() for file, _ in found} - set(first)
-    print(f"entered meanwhile only for heartbeats and timers: {', '.join(sorted(others)) or 'none'}")
+    other_files = {file for entries in busy.values() for file, _ in entries} - set(first)
+    print(f"entered meanwhile only for heartbeats and timers: {', '.join(sorted(other_files)) or 'none'}")
 
 
 if __name__ == "__main__":

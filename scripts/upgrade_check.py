@@ -62,9 +62,9 @@ class Cluster:
 
     def router(self, python: str, name: str) -> None:
         """The first one is active, the second one stands by."""
-        at = sum(one.startswith("router") for one in self._processes)
-        flags = ["--prefill", "0", "--decode", "0", "--port", str(self.http_ports[at]), "--drain-s", "10"]
-        flags += ["--cluster-port", str(self._cluster_ports[at]), "--metadata", f"etcd://{self._etcd}/upgrade"]
+        index = sum(process_name.startswith("router") for process_name in self._processes)
+        flags = ["--prefill", "0", "--decode", "0", "--port", str(self.http_ports[index]), "--drain-s", "10"]
+        flags += ["--cluster-port", str(self._cluster_ports[index]), "--metadata", f"etcd://{self._etcd}/upgrade"]
         self._start(python, name, "serve", *flags)
 
     def instance(self, python: str, role: str, name: str) -> None:
@@ -92,9 +92,11 @@ class Cluster:
     def until(self, condition: Callable[[], object], what: str) -> None:
         end_s = time.monotonic() + STEP_S
         while not condition():
-            ended = {name: one.returncode for name, one in self._processes.items() if one.poll() not in (None, 0)}
-            if time.monotonic() > end_s or ended:
-                raise SystemExit(f"it never came to that: {what}; ended: {ended or 'none'}\n{self._last_words()}")
+            exit_codes = {
+                name: process.returncode for name, process in self._processes.items() if process.poll() not in (None, 0)
+            }
+            if time.monotonic() > end_s or exit_codes:
+                raise SystemExit(f"it never came to that: {what}; ended: {exit_codes or 'none'}\n{self._last_words()}")
             time.sleep(0.05)
 
     def _last_words(self) -> str:
@@ -109,7 +111,7 @@ class Clients:
     def __init__(self, ports: Sequence[int], count: int) -> None:
         self._ports = list(ports)
         self._ended = threading.Event()
-        self._questions = [[int(token) for token in prompt(70 + 3 * at, at)] for at in range(QUESTIONS)]
+        self._questions = [[int(token) for token in prompt(70 + 3 * number, number)] for number in range(QUESTIONS)]
         self._answers: list[str] = []
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(count)]
         self.right = self.retried = 0
@@ -132,18 +134,18 @@ class Clients:
     def _run(self, number: int) -> None:
         rng = random.Random(number)
         while not self._ended.is_set():
-            at, begun_s = rng.randrange(QUESTIONS), time.monotonic()
+            index, begun_s = rng.randrange(QUESTIONS), time.monotonic()
             try:
-                text, calls = self._ask(self._questions[at], number)
+                text, calls = self._ask(self._questions[index], number)
             except TimeoutError as error:
                 self.failures.append(str(error))
                 continue
             self.retried += calls > 1
             self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
-            if text == self._answers[at]:
+            if text == self._answers[index]:
                 self.right += 1
             else:
-                self.failures.append(f"another answer: {text!r}, not {self._answers[at]!r}")
+                self.failures.append(f"another answer: {text!r}, not {self._answers[index]!r}")
 
     def _ask(self, question: list[int], first: int) -> tuple[str, int]:
         """The answer, and how many calls it took."""
@@ -169,8 +171,8 @@ def main() -> int:
         return 0
     old, new = (sys.executable, args.old) if args.back else (args.old, sys.executable)
     for python in (old, new):
-        said = subprocess.run([python, "-m", "memserve", "--version"], capture_output=True, text=True, cwd="/")
-        print(f"{'from' if python == old else 'to'} {said.stdout.strip()}", flush=True)
+        version_text = subprocess.run([python, "-m", "memserve", "--version"], capture_output=True, text=True, cwd="/")
+        print(f"{'from' if python == old else 'to'} {version_text.stdout.strip()}", flush=True)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         cluster = Cluster(folder, stack.enter_context(running_etcd(folder)), stack)
@@ -189,8 +191,8 @@ def main() -> int:
             ("router", lambda: None, lambda: (cluster.end("router1"), cluster.await_members("p2", "d2"))),
         ]  # fmt: skip
         with clients:
-            for what, begin, finish in steps:
-                print(what, flush=True)
+            for step_name, begin, finish in steps:
+                print(step_name, flush=True)
                 for act in (begin, finish):
                     act()
                     right = clients.right  # both releases answer together for a while

@@ -173,9 +173,9 @@ class StandIn:
 
     def __init__(self, model: str, arguments: list[str], *, env_dict: dict[str, str] | None = None, **_: Any) -> None:
         flags: list[str] = []
-        for at, name in enumerate(arguments):
+        for index, name in enumerate(arguments):
             if name in FLAGS:
-                flags += arguments[at : at + 1 + FLAGS[name]]
+                flags += arguments[index : index + 1 + FLAGS[name]]
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             flags += ["--api-key", key]
         self.url_root = self.servers.url(tuple(flags))
@@ -215,15 +215,15 @@ class Plugin:
         import vllm.transformers_utils.repo_utils as hub
 
         tokenizer = vllm.tokenizers.get_tokenizer(self._plan["model"])
-        named = {
+        replacements = {
             "get_tokenizer": lambda *_, **__: tokenizer,
             "get_vocab_size": lambda _: len(tokenizer),
             "download_weights_from_hf": lambda name, **_: name,
         }
         hub.hf_api = lambda: type("Hub", (), {"snapshot_download": staticmethod(lambda repo_id: repo_id)})
         for module in {item.module for item in items}:
-            for name in named.keys() & vars(module).keys():
-                setattr(module, name, named[name])
+            for name in replacements.keys() & vars(module).keys():
+                setattr(module, name, replacements[name])
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -319,9 +319,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     pytest_command = [options.vllm, "-m", "pytest", "-q", "-p", "vllm_server_tests", "-p", "pytest_asyncio.plugin"]
     pytest_command += ["-p", "pytest_timeout", "--timeout", str(TEST_S), "-p", "no:cacheprovider"]
     pytest_command += ["--rootdir", str(folder), "-c", str(folder / "pytest.ini"), *options.pytest, *files]
-    told = (folder / "pytest.log").open("w+")
+    log_file = (folder / "pytest.log").open("w+")
     pytest_run = subprocess.Popen(
-        pytest_command, env=environment, cwd=folder, stdout=told, stderr=told, start_new_session=True
+        pytest_command, env=environment, cwd=folder, stdout=log_file, stderr=log_file, start_new_session=True
     )
     try:
         pytest_run.wait(options.timeout_s)
@@ -334,23 +334,24 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
             os.killpg(pytest_run.pid, signal.SIGKILL)
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
-        for each in (folder / "pytest.log", log):
-            if each.exists():
-                shutil.copy(each, options.logs / f"{options.server}-{each.name}")
+        for log_path in (folder / "pytest.log", log):
+            if log_path.exists():
+                shutil.copy(log_path, options.logs / f"{options.server}-{log_path.name}")
     if not results.exists():
         raise SystemExit(f"pytest did not come to its end:\n{(folder / 'pytest.log').read_text()[-3000:]}")
-    found: dict[str, list[str]] = json.loads(results.read_text())
-    return found
+    outcomes: dict[str, list[str]] = json.loads(results.read_text())
+    return outcomes
 
 
 def table(vllm: dict[str, list[str]], memserve: dict[str, list[str]]) -> str:
     """Counts, and each test that vLLM passes and memserve does not."""
-    there = [name for name, (outcome, _) in vllm.items() if outcome == "passed"]
-    here = [name for name, (outcome, _) in memserve.items() if outcome == "passed"]
-    both = set(there) & set(here)
+    vllm_passed = [name for name, (outcome, _) in vllm.items() if outcome == "passed"]
+    memserve_passed = [name for name, (outcome, _) in memserve.items() if outcome == "passed"]
+    passed_by_both = set(vllm_passed) & set(memserve_passed)
     lines = ["| tests | passed by vLLM | passed by memserve | passed by both |", "| --- | --- | --- | --- |"]
-    lines.append(f"| {len(vllm.keys() | memserve.keys())} | {len(there)} | {len(here)} | {len(both)} |")
-    missed = sorted(set(there) - both)
+    counts = len(vllm.keys() | memserve.keys()), len(vllm_passed), len(memserve_passed), len(passed_by_both)
+    lines.append(f"| {' | '.join(map(str, counts))} |")
+    missed = sorted(set(vllm_passed) - passed_by_both)
     if missed:
         lines += ["", "| passed by vLLM alone | why |", "| --- | --- |"]
         lines += [f"| {name} | {reason(name) or memserve.get(name, ['', 'not run'])[1]} |" for name in missed]
@@ -387,8 +388,8 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.beside:
-        other = json.loads(options.beside.read_text())
-        print(table(*((results, other) if options.server == "vllm" else (other, results))))
+        other_results = json.loads(options.beside.read_text())
+        print(table(*((results, other_results) if options.server == "vllm" else (other_results, results))))
 
 
 if __name__ == "__main__":

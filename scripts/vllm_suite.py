@@ -158,9 +158,9 @@ class Suite:
         def waited(request: Any, computed: int) -> tuple[int | None, bool]:
             """The tests have one step in which to find KV: the look-up is waited for."""
             end_s = time.monotonic() + WAIT_S
-            while (found := matched(request, computed))[0] is None and time.monotonic() < end_s:
+            while (match := matched(request, computed))[0] is None and time.monotonic() < end_s:
                 time.sleep(0.001)
-            return found
+            return match
 
         scheduler.add_request, connector.get_num_new_matched_tokens = add_request, waited
         return scheduler
@@ -186,7 +186,9 @@ class Suite:
 
         page = np.zeros(names.layout.nbytes, np.uint8)
         pieces = [(page.ctypes.data, page.nbytes)]
-        values = [Value(names.name(bytes(one)), pieces, names.layout.digest) for one in request.block_hashes]
+        values = [
+            Value(names.name(bytes(block_hash)), pieces, names.layout.digest) for block_hash in request.block_hashes
+        ]
         assert all(connector._parts[0].pool.put(values)), "the store has not taken what the test needs"
 
     # -- what came of it
@@ -255,12 +257,12 @@ def copied(tests: Path, folder: Path, files: list[str]) -> list[Path]:
     for name in ("utils.py", "conftest.py"):
         if (tests / UNIT / name).is_file():
             shutil.copy(tests / UNIT / name, target / name)
-    found = [shutil.copy(tests / UNIT / name, target / name) for name in files if (tests / UNIT / name).is_file()]
+    copies = [shutil.copy(tests / UNIT / name, target / name) for name in files if (tests / UNIT / name).is_file()]
     for package in (folder / "tests").rglob("*/"):
         (package / "__init__.py").touch()
     (folder / "tests" / "__init__.py").touch()
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    cpu_test: of vLLM's\n")
-    return [Path(one) for one in found]
+    return [Path(path) for path in copies]
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
@@ -273,23 +275,25 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     files = copied(options.tests, folder, options.files or list(FILES))
     results = folder / "results.json"
     with ServedStore(folder, dram="256MiB") as store:
-        where = {"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": WAIT_S}
-        told = {"model": str(folder / "opt"), "options": where, "results": str(results)}
+        pool_options = {"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": WAIT_S}
+        plan = {"model": str(folder / "opt"), "options": pool_options, "results": str(results)}
         environment = dict(
             os.environ, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
             OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(folder), str(ROOT / "src"), str(ROOT / "scripts")]),
         )  # fmt: skip
-        environment[SUITE] = json.dumps(told)
+        environment[SUITE] = json.dumps(plan)
         command = [options.vllm, "-m", "pytest", "-q", "-p", "vllm_suite", "-p", "no:cacheprovider", "--rootdir"]
         command += [str(folder), "-c", str(folder / "pytest.ini"), *map(str, files)]
         log = (folder / "pytest.log").open("w+")
         subprocess.run(command, env=environment, cwd=folder, stdout=log, stderr=log, timeout=options.timeout_s)
     if not results.exists():
         raise SystemExit(f"pytest did not come to its end:\n{(folder / 'pytest.log').read_text()[-3000:]}")
-    found: dict[str, list[str]] = json.loads(results.read_text())
-    there = {file.name for file in files}
-    missing = {name: ["not applied", "this version of vLLM has no such file"] for name in FILES if name not in there}
-    return found | ({} if options.files else missing)
+    outcomes: dict[str, list[str]] = json.loads(results.read_text())
+    file_names = {file.name for file in files}
+    files_missing = {
+        name: ["not applied", "this version of vLLM has no such file"] for name in FILES if name not in file_names
+    }
+    return outcomes | ({} if options.files else files_missing)
 
 
 def main() -> None:

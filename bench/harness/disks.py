@@ -41,8 +41,10 @@ class DiskRig:
         """After reads into them, and before writes: extents hold what their checksums say again."""
         offsets = np.array(extents, np.int64) * self.block_bytes
         seals = _core.seal_ranges(self.arena.address, offsets, self.block_bytes)
-        known = getattr(self, "seals", {})
-        self.seals: dict[int, int] = known | {extent: int(seal) for extent, seal in zip(extents, seals, strict=True)}
+        known_seals = getattr(self, "seals", {})
+        self.seals: dict[int, int] = known_seals | {
+            extent: int(seal) for extent, seal in zip(extents, seals, strict=True)
+        }
 
     def write(self, key: bytes, extent: int) -> bool:
         """Whether it was begun; else a segment is being prepared first."""

@@ -36,10 +36,10 @@ CONNECTOR = ("MemserveConnector", "memserve.integrations.vllm")
 
 def transfer_config(store: ServedStore, connector: tuple[str, str] = CONNECTOR, **more: Any) -> dict[str, Any]:
     """vLLM's ``--kv-transfer-config``, as the guide has it."""
-    where = {"pool": store.address, "secret_file": str(store.secret_file), **more}
+    pool_options = {"pool": store.address, "secret_file": str(store.secret_file), **more}
     return {
         "kv_connector": connector[0], "kv_connector_module_path": connector[1], "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": where,
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": pool_options,
     }  # fmt: skip
 
 
@@ -193,18 +193,18 @@ def running(*servers: Vllm) -> Iterator[None]:
 def recorded(doc: str | None, measure: Callable[[argparse.Namespace, Path], Any], **flags: Any) -> Any:
     """Measure with the flags that all of these scripts have, and with ``flags``; the record."""
     model = ("", "a folder; default: memserve's own, as float32")
-    given = options(doc, vllm="python", model=model, folder=Path, **flags)
-    given.model = given.model or bundled_model("float32")
-    with working_folder(given.folder) as folder:
-        record = measure(given, folder)
-    save(given, record)
+    arguments = options(doc, vllm="python", model=model, folder=Path, **flags)
+    arguments.model = arguments.model or bundled_model("float32")
+    with working_folder(arguments.folder) as folder:
+        record = measure(arguments, folder)
+    save(arguments, record)
     return record
 
 
 def judge(name: object, answer: Answer, expected: Answer, counts: Counter[str], wrong: str = "WRONG") -> int | None:
     """Count an answer as equal, as a tie, or as ``wrong``; the first token that differs."""
     pairs = zip(answer.tokens, expected.tokens, strict=False)
-    place = next((place for place, (mine, right) in enumerate(pairs) if mine != right), None)
+    place = next((place for place, (answer, right) in enumerate(pairs) if answer != right), None)
     if place is None and len(answer.tokens) == len(expected.tokens):
         counts["equal"] += 1
     elif place is not None and expected.gaps[place] < TIE:

@@ -59,10 +59,10 @@ def options(
     parser.add_argument(*names, type=Path, dest="json", **words)
     if rest:
         parser.add_argument(rest, nargs="*", help=f"{HELP.get(rest, '')}, after --")
-    given = parser.parse_args()
-    if quick is not None and given.quick:
-        vars(given).update(quick)
-    return given
+    arguments = parser.parse_args()
+    if quick is not None and arguments.quick:
+        vars(arguments).update(quick)
+    return arguments
 
 
 def _add(parser: argparse.ArgumentParser, name: str, flag: Any, *, required: bool, hidden: bool) -> None:

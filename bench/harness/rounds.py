@@ -60,7 +60,7 @@ class Samples(defaultdict[Any, list[float]]):
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
     """Round by round."""
-    return [value / other for value, other in zip(values, base, strict=True)]
+    return [value / base_value for value, base_value in zip(values, base, strict=True)]
 
 
 def ratio(values: Sequence[float], base: Sequence[float]) -> float:

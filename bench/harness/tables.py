@@ -47,9 +47,9 @@ def line_of(cells: Iterable[object]) -> str:
 def _cell(text: str, fields: Mapping[str, Any], *, is_name: bool) -> str:
     if is_name:
         return str(fields.get(text, ""))
-    known = _Known({name: value for name, value in fields.items() if value is not None})
-    cell = text.format_map(known)
-    return "" if known.misses else cell
+    known_fields = _Known({name: value for name, value in fields.items() if value is not None})
+    cell = text.format_map(known_fields)
+    return "" if known_fields.misses else cell
 
 
 class _Known(dict[str, Any]):

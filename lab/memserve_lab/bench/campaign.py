@@ -73,7 +73,7 @@ Workloads = dict[tuple[str, int], Workload]
 
 def build_all(plan: Plan) -> Workloads:
     """Every workload of the plan. Raises :class:`UserError` for data that cannot be read."""
-    recipes = [item for one in plan.comparisons for item in one.recipes.items()]
+    recipes = [item for comparison in plan.comparisons for item in comparison.recipes.items()]
     return {
         (label, seed): build(replace(recipe, seed=seed), plan.meter) for seed in plan.seeds for label, recipe in recipes
     }

@@ -82,25 +82,25 @@ class Capacity:
 def judge(rate: float, records: Sequence[RequestRecord], slo: Slo, violations_max: float) -> Probe:
     """Whether ``rate`` was sustained: a bounded backlog, and at most ``violations_max`` of the requests miss
     ``slo``."""
-    found = figures(records, slo=slo)
+    summary = figures(records, slo=slo)
     middle, last = _thirds(backlog(records))
     why = []
     if last > GROWTH_MAX * middle + SPARE_REQUESTS:
         why.append(f"the queue grows: {middle:.1f}, then {last:.1f} requests")
-    if found.slo_violations > violations_max:
-        why.append(f"{found.slo_violations:.1%} of the requests miss the SLO")
-    return Probe(rate, found, middle, last, not why, "; ".join(why))
+    if summary.slo_violations > violations_max:
+        why.append(f"{summary.slo_violations:.1%} of the requests miss the SLO")
+    return Probe(rate, summary, middle, last, not why, "; ".join(why))
 
 
 def backlog(records: Sequence[RequestRecord]) -> list[int]:
     """For every arrival, in order: the number of earlier requests that have not ended."""
     came = sorted(record.scheduled_ns for record in records)
-    ended = sorted(record.end_ns for record in records if record.end_ns is not None)
-    gone, counts = 0, []
+    end_times_ns = sorted(record.end_ns for record in records if record.end_ns is not None)
+    count_ended, counts = 0, []
     for number, now_ns in enumerate(came):
-        while gone < len(ended) and ended[gone] <= now_ns:
-            gone += 1
-        counts.append(number - gone)
+        while count_ended < len(end_times_ns) and end_times_ns[count_ended] <= now_ns:
+            count_ended += 1
+        counts.append(number - count_ended)
     return counts
 
 
@@ -170,7 +170,7 @@ def _next_rate(low: float | None, high: float | None) -> float:
 def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, tell: Tell) -> Capacity:
     """The capacity of one setting, on one server from the first rate to the last."""
     seeds, salt = itertools.count(plan.recipe.seed), secrets.token_hex(SALT_BYTES)
-    ended: list[str] = []
+    notes: list[str] = []
     with Servers(plan.serve_flags, tell) as servers:
         address = servers.address(setting)
 
@@ -182,7 +182,7 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, tell: 
             limit_s = last_due_s(workload) + OVERTIME * plan.probe_s
             run = send(workload, Target(address.url), manner, labels, writer=writer, limit_s=limit_s)
             if run.partial is not None and not run.partial.startswith("time is up"):
-                ended.append(run.partial)
+                notes.append(run.partial)
                 return None
             probe = judge(rate, run.records, plan.slo, plan.violations_max)
             if run.partial is not None:
@@ -191,8 +191,8 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, tell: 
             return probe
 
         lowest = 1 / plan.probe_s  # with less than one request in a probe, nothing queues
-        found = search(setting.name, try_rate, start=plan.start, precision=plan.precision, lowest=lowest)
-        return replace(found, partial=ended[0]) if ended else found
+        capacity = search(setting.name, try_rate, start=plan.start, precision=plan.precision, lowest=lowest)
+        return replace(capacity, partial=notes[0]) if notes else capacity
 
 
 # -- the study
@@ -214,35 +214,35 @@ class CapacityResults(StudyResults):
 
 
 def _over_rate(pyplot: Any, results: CapacityResults) -> Any:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
-    for number, one in enumerate(results.found):
-        _line(left, right, one, f"C{number}")
+    figure, (left_axes, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    for number, capacity in enumerate(results.found):
+        _line(left_axes, right, capacity, f"C{number}")
     right.axhline(100 * results.violations_max, color="grey", linestyle=":", label="limit")
     if results.slo.ttft_s is not None:
-        left.axhline(MS * results.slo.ttft_s, color="grey", linestyle=":", label="limit")
-    left.set(xlabel="rate (requests/s)", ylabel="P99 time to first token (ms)", yscale="log")
+        left_axes.axhline(MS * results.slo.ttft_s, color="grey", linestyle=":", label="limit")
+    left_axes.set(xlabel="rate (requests/s)", ylabel="P99 time to first token (ms)", yscale="log")
     right.set(xlabel="rate (requests/s)", ylabel="requests that miss the SLO (%)")
-    left.yaxis.set_major_formatter("{x:g}")
-    left.yaxis.set_minor_formatter("{x:g}")
-    for axes in (left, right):
+    left_axes.yaxis.set_major_formatter("{x:g}")
+    left_axes.yaxis.set_minor_formatter("{x:g}")
+    for axes in (left_axes, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    where = f"{results.machine['processor']}, {results.machine['cores']} cores"
-    figure.suptitle(f"Capacity: {results.workload} on {where}\nfilled: sustained, hollow: not, dashed: largest")
+    machine_text = f"{results.machine['processor']}, {results.machine['cores']} cores"
+    figure.suptitle(f"Capacity: {results.workload} on {machine_text}\nfilled: sustained, hollow: not, dashed: largest")
     return figure
 
 
-def _line(left: Any, right: Any, one: Capacity, color: str) -> None:
-    probes = sorted((p for p in one.probes if p.figures.ttft_s is not None), key=lambda probe: probe.rate)
+def _line(left_axes: Any, right: Any, capacity: Capacity, color: str) -> None:
+    probes = sorted((p for p in capacity.probes if p.figures.ttft_s is not None), key=lambda probe: probe.rate)
     rates = [probe.rate for probe in probes]
     p99s = [probe.figures.ttft_s.p99 * MS for probe in probes if probe.figures.ttft_s is not None]
     missed = [100 * probe.figures.slo_violations for probe in probes]
-    for axes, values in ((left, p99s), (right, missed)):
-        axes.plot(rates, values, color=color, linewidth=1, label=one.setting)
+    for axes, values in ((left_axes, p99s), (right, missed)):
+        axes.plot(rates, values, color=color, linewidth=1, label=capacity.setting)
         for probe, value in zip(probes, values, strict=True):
             axes.plot(probe.rate, value, marker="o", color=color, fillstyle="full" if probe.borne else "none")
-        if one.rate is not None:
-            axes.axvline(one.rate, color=color, linestyle="--", alpha=0.6)
+        if capacity.rate is not None:
+            axes.axvline(capacity.rate, color=color, linestyle="--", alpha=0.6)
 
 
 DRAWINGS = {"capacity": Drawing("Latency over the rate.", _over_rate)}
@@ -264,24 +264,24 @@ class CapacityStudy(Study[CapacityResults]):
         self._plan, self._settings, self._folder = plan, settings, folder
 
     def measure(self, tell: Tell) -> None:
-        found = self.results.found
+        capacities = self.results.found
         for setting in self._settings:
             try:
-                found.append(search_capacity(self._plan, setting, self._folder.writer, tell))
+                capacities.append(search_capacity(self._plan, setting, self._folder.writer, tell))
             except KeyboardInterrupt:  # while a server starts; during a probe the driver handles it
-                found.append(Capacity(setting.name, None, (), INTERRUPTED))
+                capacities.append(Capacity(setting.name, None, (), INTERRUPTED))
             except UserError as error:
-                if not found:
+                if not capacities:
                     raise
-                found.append(Capacity(setting.name, None, (), str(error)))
-            if (why := found[-1].partial) is not None:
+                capacities.append(Capacity(setting.name, None, (), str(error)))
+            if (why := capacities[-1].partial) is not None:
                 self.results.partial = f"{setting.name}: {why}"
                 return
 
     def told(self) -> Iterator[str]:
-        for one in self.results.found:
-            rate = f"{one.rate:.2f} requests/s" if one.rate is not None else "no rate was sustained"
-            yield f"{one.setting}: {rate}" + (f" (partial: {one.partial})" if one.partial else "")
+        for capacity in self.results.found:
+            rate = f"{capacity.rate:.2f} requests/s" if capacity.rate is not None else "no rate was sustained"
+            yield f"{capacity.setting}: {rate}" + (f" (partial: {capacity.partial})" if capacity.partial else "")
 
     def head(self) -> Iterator[str]:
         results = self.results
@@ -291,15 +291,15 @@ class CapacityStudy(Study[CapacityResults]):
 
     def tables(self) -> Iterator[Table]:
         rows: list[list[Cell]] = [
-            [one.setting, f"{one.rate:.2f}" if one.rate else "none found", one.partial or ""]
-            for one in self.results.found
+            [capacity.setting, f"{capacity.rate:.2f}" if capacity.rate else "none found", capacity.partial or ""]
+            for capacity in self.results.found
         ]
         yield Table("Capacity", ("setting", "largest sustained rate (requests/s)", ""), rows)
         rows = [
-            [one.setting, f"{probe.rate:.2f}", "yes" if probe.borne else "no",
+            [capacity.setting, f"{probe.rate:.2f}", "yes" if probe.borne else "no",
              *(in_ms(probe.figures.ttft_s, "mean", "p99", digits=0)), f"{probe.figures.slo_violations:.1%}",
              f"{probe.backlog_middle:.1f}, {probe.backlog_last:.1f}", probe.why]
-            for one in self.results.found for probe in one.probes
+            for capacity in self.results.found for probe in capacity.probes
         ]  # fmt: skip
         columns = ["setting", "rate", "sustained", "TTFT mean (ms)", "P99", "SLO missed", "backlog, middle, last third"]
         yield Table("Rates", [*columns, "why not"], rows)

@@ -178,7 +178,9 @@ def _path(recipe: Recipe, name: str) -> Path:
 
 
 def _chats_of(recipe: Recipe, meter: Meter | None, *names: str) -> Workload:
-    conversations = [one for name in names for one in datasets.read_conversations(_path(recipe, name))]
+    conversations = [
+        conversation for name in names for conversation in datasets.read_conversations(_path(recipe, name))
+    ]
     source = ", ".join(Path(name).name.split(".")[0] for name in names)
     return chat_workload(conversations, kind=recipe.kind, source=source, meter=meter)
 
@@ -187,8 +189,8 @@ def _chat(recipe: Recipe, meter: Meter | None) -> Workload:
     if recipe.data is not None:
         return _chats_of(recipe, meter, *CHATS)
     count = recipe.sessions if recipe.sessions and recipe.turns_min == 1 else BUILTIN_SESSIONS
-    made = builtin.conversations(recipe.seed, count)
-    return chat_workload(made, source=builtin.SOURCE, meter=meter)
+    conversations = builtin.conversations(recipe.seed, count)
+    return chat_workload(conversations, source=builtin.SOURCE, meter=meter)
 
 
 def _document_tokens(recipe: Recipe) -> int:
@@ -200,17 +202,17 @@ def _document_tokens(recipe: Recipe) -> int:
 def _documents(recipe: Recipe, meter: Meter | None) -> Workload:
     if recipe.data is None:
         source, words = builtin.SOURCE, _document_tokens(recipe)
-        made = builtin.documents(recipe.seed, recipe.sessions or BUILTIN_SESSIONS, words=words)
+        documents_read = builtin.documents(recipe.seed, recipe.sessions or BUILTIN_SESSIONS, words=words)
     else:
         source = "loogle_wikipedia, qmsum_meetings"
-        made = [document for name in DOCUMENTS for document in datasets.read_documents(_path(recipe, name))]
-    return document_workload(made, source=source, meter=meter, document_tokens=_document_tokens(recipe))
+        documents_read = [document for name in DOCUMENTS for document in datasets.read_documents(_path(recipe, name))]
+    return document_workload(documents_read, source=source, meter=meter, document_tokens=_document_tokens(recipe))
 
 
 def _fewshot(recipe: Recipe, meter: Meter | None) -> Workload:
-    made = datasets.read_documents(_path(recipe, "fewshot/bbh_cot.jsonl.gz"))
+    documents_read = datasets.read_documents(_path(recipe, "fewshot/bbh_cot.jsonl.gz"))
     return document_workload(
-        made,
+        documents_read,
         kind="fewshot",
         source="bbh_cot",
         meter=meter,
@@ -299,7 +301,7 @@ def own_workload(path: Path, meter: Meter | None = None) -> Workload:
             return replay(rows, kind="file", source=name, block_tokens=datasets.MOONCAKE_BLOCK_TOKENS)
         case _:
             calls = enumerate(read_json_lines(path, _call), 1)
-            logs = [CallLog(given or f"{name}-{number}", (call,)) for number, (given, call) in calls]
+            logs = [CallLog(log_id or f"{name}-{number}", (call,)) for number, (log_id, call) in calls]
             return replay_calls(logs, kind="file", source=name, meter=meter)
 
 

@@ -141,29 +141,29 @@ def read_json_lines(path: Path, make: Callable[[Row], Made]) -> list[Made]:
         return make(Row(json.loads(line))) if line.strip() else None
 
     with _opened(path) as file:
-        made = [item for item in _made_of(path, enumerate(file, 1), parsed) if item is not None]
-    return _not_empty(path, made)
+        items = [item for item in _made_of(path, enumerate(file, 1), parsed) if item is not None]
+    return _not_empty(path, items)
 
 
 def read_csv(path: Path, make: Callable[[Row], Made]) -> list[Made]:
     """``make`` of each row; the first line names the fields. :class:`UserError` names file and line."""
     with _opened(path) as file:
-        made = list(_made_of(path, enumerate(csv.DictReader(file), 2), lambda fields: make(Row(fields))))
-    return _not_empty(path, made)
+        items = list(_made_of(path, enumerate(csv.DictReader(file), 2), lambda fields: make(Row(fields))))
+    return _not_empty(path, items)
 
 
 def _made_of(path: Path, lines: Iterator[tuple[int, Any]], make: Callable[[Any], Made]) -> Iterator[Made]:
-    at = 0
+    offset = 0
     try:
         for number, line in lines:
-            at = number
+            offset = number
             yield make(line)
     except (EOFError, OSError, zlib.error, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is damaged after line {at}: {error}", hint="fetch the file again") from error
+        raise UserError(f"{path} is damaged after line {offset}: {error}", hint="fetch the file again") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} line {at}: not JSON ({error.msg}, column {error.colno})") from error
+        raise UserError(f"{path} line {offset}: not JSON ({error.msg}, column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # BadRow, or a number with too many digits
-        raise UserError(f"{path} line {at}: {error}") from error
+        raise UserError(f"{path} line {offset}: {error}") from error
 
 
 def _opened(path: Path) -> TextIO:
@@ -175,10 +175,10 @@ def _opened(path: Path) -> TextIO:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _not_empty(path: Path, made: list[Made]) -> list[Made]:
-    if not made:
+def _not_empty(path: Path, items: list[Made]) -> list[Made]:
+    if not items:
         raise UserError(f"{path} contains no records")
-    return made
+    return items
 
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -195,7 +195,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     ``{"id", "transcript"}`` (``role:`` at the start of lines); ``{"id", "nodes": [{i, parent, role, content}]}`` (a
     tree: one conversation from the root to each leaf).
     """
-    return [conversation for made in read_json_lines(path, _conversations) for conversation in made]
+    return [conversation for conversations in read_json_lines(path, _conversations) for conversation in conversations]
 
 
 def _conversations(row: Row) -> list[Conversation]:
@@ -207,10 +207,10 @@ def _conversations(row: Row) -> list[Conversation]:
     if "transcript" in row:
         return [Conversation(name, tuple(_transcript(row.text("transcript"))))]
     if "conversations" in row:
-        said = [_message(item.text("from"), item.text("value", "")) for item in row.rows("conversations")]
+        words = [_message(item.text("from"), item.text("value", "")) for item in row.rows("conversations")]
     else:
-        said = [_message(item.text("role"), item.text("content", "")) for item in row.rows("messages")]
-    messages = [message for message in said if message.content]  # a bare tool call has no text
+        words = [_message(item.text("role"), item.text("content", "")) for item in row.rows("messages")]
+    messages = [message for message in words if message.content]  # a bare tool call has no text
     if row.items("contexts") if "contexts" in row else []:
         messages = _with_passages(messages, row.items("contexts"))
     return [Conversation(name, tuple(messages), group=row.name("group", ""))]
@@ -235,8 +235,8 @@ def _with_passages(messages: list[Message], passages: Iterable[object]) -> list[
     if last is None:
         return messages
     text = "\n\n".join(_as_text(passage).strip() for passage in passages)
-    asked = replace(messages[last], content=f"Passages:\n{text}\n\n{messages[last].content}")
-    return [*messages[:last], asked, *messages[last + 1 :]]
+    question = replace(messages[last], content=f"Passages:\n{text}\n\n{messages[last].content}")
+    return [*messages[:last], question, *messages[last + 1 :]]
 
 
 def _tree_paths(row: Row, name: str) -> list[Conversation]:
@@ -256,8 +256,8 @@ def _tree_paths(row: Row, name: str) -> list[Conversation]:
 def _transcript(text: str) -> list[Message]:
     """Plain text with ``role:`` at the start of a line."""
     parts = re.split(r"^(system|user|assistant|tool): ", text, flags=re.MULTILINE)
-    said = [_message(role, words.strip()) for role, words in zip(parts[1::2], parts[2::2], strict=True)]
-    return [message for message in said if message.content not in ("", "None")]
+    messages = [_message(role, words.strip()) for role, words in zip(parts[1::2], parts[2::2], strict=True)]
+    return [message for message in messages if message.content not in ("", "None")]
 
 
 def read_documents(path: Path) -> list[Document]:
@@ -268,10 +268,10 @@ def read_documents(path: Path) -> list[Document]:
 
 def _document(row: Row) -> Document:
     if "document" in row:
-        asked = [Question(item.text("question"), item.text("answer", "")) for item in row.rows("questions")]
-        return Document(row.name("id", "document"), row.text("document"), tuple(asked))
-    asked = [Question(item.text("input"), item.text("target", "")) for item in row.rows("questions")]
-    return Document(row.name("task", "examples"), row.text("prompt"), tuple(asked))
+        questions = [Question(item.text("question"), item.text("answer", "")) for item in row.rows("questions")]
+        return Document(row.name("id", "document"), row.text("document"), tuple(questions))
+    questions = [Question(item.text("input"), item.text("target", "")) for item in row.rows("questions")]
+    return Document(row.name("task", "examples"), row.text("prompt"), tuple(questions))
 
 
 def read_questions(path: Path) -> list[str]:
@@ -350,15 +350,15 @@ def read_agentic(path: Path) -> list[LengthLog]:
 
     Ranges name full blocks of 64 tokens; tokens behind them belong to this request alone.
     """
-    return [log for made in read_json_lines(path, _agentic_logs) for log in made]
+    return [log for logs in read_json_lines(path, _agentic_logs) for log in logs]
 
 
 def _agentic_logs(row: Row) -> list[LengthLog]:
     if row.count("block_size") != AGENTIC_BLOCK_TOKENS:
         raise BadRow(f"'block_size' should be {AGENTIC_BLOCK_TOKENS}")
     name, requests = row.name("id", "session"), row.rows("requests")
-    own = [request for request in requests if request.text("type", "n") != "subagent"]
-    logs = [LengthLog(name, tuple(_agentic_lengths(request) for request in own))]
+    requests_kept = [request for request in requests if request.text("type", "n") != "subagent"]
+    logs = [LengthLog(name, tuple(_agentic_lengths(request) for request in requests_kept))]
     for place, request in enumerate(request for request in requests if request.text("type", "n") == "subagent"):
         rows = tuple(_agentic_lengths(inner) for inner in request.rows("requests"))
         logs.append(LengthLog(f"{name}/agent-{place}", rows, parent=name))

@@ -118,32 +118,32 @@ class Figures:
 
 def figures(records: Sequence[RequestRecord], *, slo: Slo | None = None, wall_s: float | None = None) -> Figures:
     """Figures of ``records``. ``wall_s``: their total duration. None: from the first arrival to the last end."""
-    ended = [record for record in records if record.outcome is not Outcome.STOPPED]
-    felt = [timing(record) for record in ended]
-    answered = [one for one in felt if one is not None]
-    kept = sum(map((slo or Slo()).kept, felt))
-    wall_s = wall_s if wall_s is not None else wall_seconds(ended)
-    output_tokens = sum(record.output_tokens for record in ended if record.ok)
+    complete = [record for record in records if record.outcome is not Outcome.STOPPED]
+    felt = [timing(record) for record in complete]
+    answered = [latency for latency in felt if latency is not None]
+    kept_count = sum(map((slo or Slo()).kept, felt))
+    wall_s = wall_s if wall_s is not None else wall_seconds(complete)
+    output_tokens = sum(record.output_tokens for record in complete if record.ok)
     return Figures(
-        requests=len(ended),
-        failed=sum(not record.ok for record in ended),
-        stopped=len(records) - len(ended),
+        requests=len(complete),
+        failed=sum(not record.ok for record in complete),
+        stopped=len(records) - len(complete),
         wall_s=wall_s,
-        ttft_s=spread(one.ttft_s for one in answered),
-        tpot_s=spread(one.tpot_s for one in answered if one.tpot_s is not None),
-        itl_s=spread(gap for one in answered for gap in one.itl_s),
-        jct_s=spread(one.jct_s for one in answered),
-        late_s=spread((r.sent_ns - r.scheduled_ns) / NS_PER_S for r in ended if r.sent_ns is not None),
-        requests_per_s=_rate(sum(record.ok for record in ended), wall_s),
+        ttft_s=spread(latency.ttft_s for latency in answered),
+        tpot_s=spread(latency.tpot_s for latency in answered if latency.tpot_s is not None),
+        itl_s=spread(gap for latency in answered for gap in latency.itl_s),
+        jct_s=spread(latency.jct_s for latency in answered),
+        late_s=spread((r.sent_ns - r.scheduled_ns) / NS_PER_S for r in complete if r.sent_ns is not None),
+        requests_per_s=_rate(sum(record.ok for record in complete), wall_s),
         output_tokens_per_s=_rate(output_tokens, wall_s),
-        goodput_per_s=_rate(kept, wall_s),
-        slo_violations=1 - kept / len(ended) if ended else 0.0,
-        prompt_tokens=sum(record.prompt_tokens or 0 for record in ended if record.ok),
-        cached_tokens=sum(record.cached_tokens or 0 for record in ended if record.ok),
+        goodput_per_s=_rate(kept_count, wall_s),
+        slo_violations=1 - kept_count / len(complete) if complete else 0.0,
+        prompt_tokens=sum(record.prompt_tokens or 0 for record in complete if record.ok),
+        cached_tokens=sum(record.cached_tokens or 0 for record in complete if record.ok),
         output_tokens=output_tokens,
-        fetched_tokens=sum(record.fetched_tokens for record in ended if record.ok),
-        errors=_errors(ended),
-        reasons=_reasons(ended),
+        fetched_tokens=sum(record.fetched_tokens for record in complete if record.ok),
+        errors=_errors(complete),
+        reasons=_reasons(complete),
     )
 
 
@@ -235,8 +235,8 @@ def bootstrap(
     arrays = [np.asarray(group, dtype=np.float64) for group in groups if len(group)]
     if len(arrays) < 2:
         return None
-    drawn = np.random.default_rng(seed).integers(len(arrays), size=(rounds, len(arrays)))
-    return _middle([statistic(np.concatenate([arrays[at] for at in row])) for row in drawn])
+    rows_sampled = np.random.default_rng(seed).integers(len(arrays), size=(rounds, len(arrays)))
+    return _middle([statistic(np.concatenate([arrays[index] for index in row])) for row in rows_sampled])
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float]:
@@ -264,12 +264,12 @@ def paired(
     if len(common) < 2:
         return None
     pairs = [(np.asarray(olds[key], dtype=np.float64), np.asarray(news[key], dtype=np.float64)) for key in common]
-    drawn = np.random.default_rng(seed).integers(len(pairs), size=(BOOTSTRAP_ROUNDS, len(pairs)))
-    found = []
-    for row in drawn:
-        was, now = (statistic(np.concatenate([pairs[at][side] for at in row])) for side in (0, 1))
-        found.append(now / was - 1 if was > 0 else 0.0)
-    return _middle(found)
+    rows_sampled = np.random.default_rng(seed).integers(len(pairs), size=(BOOTSTRAP_ROUNDS, len(pairs)))
+    changes = []
+    for row in rows_sampled:
+        was, now = (statistic(np.concatenate([pairs[index][side] for index in row])) for side in (0, 1))
+        changes.append(now / was - 1 if was > 0 else 0.0)
+    return _middle(changes)
 
 
 def interval(
@@ -285,6 +285,6 @@ def _values_by_session(
     groups = {}
     for key, members in _grouped(records, lambda record: (record.seed, record.session)).items():
         felt = (timing(record) for record in members)
-        numbers = (value(one) for one in felt if one is not None)
+        numbers = (value(latency) for latency in felt if latency is not None)
         groups[key] = [number for number in numbers if number is not None]
     return groups

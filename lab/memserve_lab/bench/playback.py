@@ -111,22 +111,24 @@ class Playback:
         self._records, self._title = sorted(records, key=lambda record: record.scheduled_ns), title
         self._instances: list[str] = [] if simulated is None else list(simulated["instances"])
         self._looks: list[Any] = [] if simulated is None else simulated["timeline"]
-        own = self._records
-        self._start = np.array([record.scheduled_ns for record in own], float)
-        self._first = _times(record.first_ns for record in own)
-        self._end = _times(record.end_ns for record in own)
+        all_records = self._records
+        self._start = np.array([record.scheduled_ns for record in all_records], float)
+        self._first = _times(record.first_ns for record in all_records)
+        self._end = _times(record.end_ns for record in all_records)
         self._by_end = np.argsort(self._end, kind="stable")
         marks = [mark for mark in (self._start, self._first, self._end) if mark[np.isfinite(mark)].size]
         self.end_ns = max(float(mark[np.isfinite(mark)].max()) for mark in marks)
-        self._prompt = _Growth(self._end, np.array([record.prompt_tokens or 0 for record in own], float))
-        self._cached = _Growth(self._end, np.array([record.cached_tokens or 0 for record in own], float))
-        tokens = [np.array(record.token_ns, float) for record in own]
-        each = [record.output_tokens / max(1, len(record.token_ns)) for record in own]  # chunks may carry several
-        weights = [np.full(len(times), weight) for times, weight in zip(tokens, each, strict=True)]
+        self._prompt = _Growth(self._end, np.array([record.prompt_tokens or 0 for record in all_records], float))
+        self._cached = _Growth(self._end, np.array([record.cached_tokens or 0 for record in all_records], float))
+        tokens = [np.array(record.token_ns, float) for record in all_records]
+        tokens_per_chunk = [
+            record.output_tokens / max(1, len(record.token_ns)) for record in all_records
+        ]  # chunks may carry several
+        weights = [np.full(len(times), weight) for times, weight in zip(tokens, tokens_per_chunk, strict=True)]
         self._generated = _Growth(_joined(tokens), _joined(weights))
-        told = np.isfinite(self._first)
-        waits = (self._first - self._start)[told] / NS_PER_S
-        self._ttft = _Histogram(self._first[told], waits, FIRST_TOKEN_S)
+        has_first = np.isfinite(self._first)
+        waits = (self._first - self._start)[has_first] / NS_PER_S
+        self._ttft = _Histogram(self._first[has_first], waits, FIRST_TOKEN_S)
         gaps = _joined([np.diff(times) for times in tokens]) / NS_PER_S
         self._between = _Histogram(_joined([times[1:] for times in tokens]), gaps, TOKEN_S)
 
@@ -138,64 +140,64 @@ class Playback:
 
     def at(self, now_ns: float) -> Snapshot:
         """The snapshot of one moment, in nanoseconds since the run began."""
-        sent = int(np.searchsorted(self._start, now_ns, side="right"))
-        live = np.flatnonzero(self._end[:sent] > now_ns)
-        ended = self._by_end[: int(np.searchsorted(self._end[self._by_end], now_ns, side="right"))]
+        sent_count = int(np.searchsorted(self._start, now_ns, side="right"))
+        live = np.flatnonzero(self._end[:sent_count] > now_ns)
+        finished = self._by_end[: int(np.searchsorted(self._end[self._by_end], now_ns, side="right"))]
         return {
             "time_ms": now_ns / NS_PER_MS,
             "version": __version__,
             "model": self._title,
             "viewer": {"tenant": None, "sees_cluster": True},
-            "metrics": self._metrics(now_ns, live, len(ended)),
+            "metrics": self._metrics(now_ns, live, len(finished)),
             "members": [
                 {"name": name, "role": ROLES.get(name[0], "colocated"), "state": "live", "host": ""}
                 for name in self._instances
             ],
-            "live": [self._entry(int(at), now_ns) for at in live[:LIVE_MAX]],
-            "recent": [self._entry(int(at), None) for at in ended[: -RECENT_MAX - 1 : -1]],
+            "live": [self._entry(int(index), now_ns) for index in live[:LIVE_MAX]],
+            "recent": [self._entry(int(index), None) for index in finished[: -RECENT_MAX - 1 : -1]],
         }
 
-    def _metrics(self, now_ns: float, live: npt.NDArray[np.int64], ended: int) -> dict[str, Rows]:
+    def _metrics(self, now_ns: float, live: npt.NDArray[np.int64], ended_count: int) -> dict[str, Rows]:
         running = int((self._first[live] <= now_ns).sum())
         totals = {
             "memserve_http_requests_in_progress": len(live),
             "memserve_sequences_running": running,
             "memserve_requests_waiting": len(live) - running,
-            "memserve_http_requests_total": ended,
+            "memserve_http_requests_total": ended_count,
             "memserve_prompt_tokens_total": self._prompt.at(now_ns),
             "memserve_cached_prompt_tokens_total": self._cached.at(now_ns),
             "memserve_generated_tokens_total": self._generated.at(now_ns),
             "memserve_engine_up": 1,
         }
-        found: dict[str, Rows] = {name: [({}, float(value))] for name, value in totals.items()}
-        found |= dict(self._ttft.samples("memserve_time_to_first_token_seconds", now_ns))
-        found |= dict(self._between.samples("memserve_inter_token_seconds", now_ns))
-        return found | self._of_instances(now_ns)
+        rows: dict[str, Rows] = {name: [({}, float(value))] for name, value in totals.items()}
+        rows |= dict(self._ttft.samples("memserve_time_to_first_token_seconds", now_ns))
+        rows |= dict(self._between.samples("memserve_inter_token_seconds", now_ns))
+        return rows | self._of_instances(now_ns)
 
     def _of_instances(self, now_ns: float) -> dict[str, Rows]:
         look = next((look for look in reversed(self._looks) if look["at_s"] * NS_PER_S <= now_ns), None)
         if look is None:
             return {}
-        found: dict[str, Rows] = {
+        rows: dict[str, Rows] = {
             f"memserve_instance_{metric}": [
                 ({"instance": name}, float(value)) for name, value in zip(self._instances, look[field], strict=True)
             ]
             for metric, field in (("sequences_running", "running"), ("requests_waiting", "waiting"))
         }
         kinds = [{"tier": tier, "state": state} for tier in TIERS for state in STATES]
-        found["memserve_instance_blocks"] = [
+        rows["memserve_instance_blocks"] = [
             ({"instance": name, **kind}, float(count))
             for name, counts in zip(self._instances, look.get("blocks") or [()] * len(self._instances), strict=True)
             for kind, count in zip(kinds, counts, strict=False)
         ]
-        return found
+        return rows
 
-    def _entry(self, at: int, now_ns: float | None) -> Snapshot:
+    def _entry(self, index: int, now_ns: float | None) -> Snapshot:
         """A request; ``now_ns``: it is in flight then."""
-        record = self._records[at]
-        until_ns = now_ns if now_ns is not None else float(self._end[at])
+        record = self._records[index]
+        until_ns = now_ns if now_ns is not None else float(self._end[index])
         total_ms = (until_ns - record.scheduled_ns) / NS_PER_MS
-        first_ms = min(total_ms, (float(self._first[at]) - record.scheduled_ns) / NS_PER_MS)
+        first_ms = min(total_ms, (float(self._first[index]) - record.scheduled_ns) / NS_PER_MS)
         name = f"{record.session}, turn {record.turn + 1}"
         entry: Snapshot = {
             "request_id": name,

@@ -103,7 +103,7 @@ def draw_all(drawings: Mapping[str, Drawing], results: object, folder: Path) -> 
     """Draw all plots that have data; returns their names. None: matplotlib is not installed."""
     if not can_draw():
         return None
-    pyplot, drawn = open_pyplot(), []
+    pyplot, pictures = open_pyplot(), []
     for name, drawing in drawings.items():
         figure = drawing.draw(pyplot, results)
         if figure is not None:
@@ -111,8 +111,8 @@ def draw_all(drawings: Mapping[str, Drawing], results: object, folder: Path) -> 
                 figure.savefig(folder / f"{name}.{ending}", bbox_inches="tight", dpi=120)
                 figure.set_layout_engine("none")  # it is laid out once for all formats
             pyplot.close(figure)
-            drawn.append(name)
-    return drawn
+            pictures.append(name)
+    return pictures
 
 
 def picture(name: str, caption: str) -> str:
@@ -147,7 +147,7 @@ def finish(panels: Sequence[Any]) -> None:
 
 def draw_line(axes: Any, points: Mapping[Any, Spread], label: str, unit: float, **style: Any) -> None:
     """Medians over the keys of ``points``, in their order, with bars from P10 to P90. No points: no line."""
-    intervals = {at: (one.p50, one.p10, one.p90) for at, one in points.items()}
+    intervals = {place: (values.p50, values.p10, values.p90) for place, values in points.items()}
     draw_intervals(axes, intervals, label, unit, **style)
 
 

@@ -151,10 +151,12 @@ class Results(StudyResults):
         self.passes += passes
         for (workload, setting), members in metrics.by_setting(records).items():
             wall_s = sum(map(metrics.wall_seconds, metrics.by_run(members).values()))
-            turns = {turn: metrics.figures(own, slo=self.slo) for turn, own in metrics.by_turn(members).items()}
+            turns = {turn: metrics.figures(records, slo=self.slo) for turn, records in metrics.by_turn(members).items()}
             figures = metrics.figures(members, slo=self.slo, wall_s=wall_s)
             self.found.append(Found(workload, setting, figures, _intervals_of(members), turns))
-        self.partial = self.partial or next((one.partial for one in passes if one.partial is not None), None)
+        self.partial = self.partial or next(
+            (load_pass.partial for load_pass in passes if load_pass.partial is not None), None
+        )
 
 
 def sum_up(
@@ -167,12 +169,12 @@ def sum_up(
 
 
 def _intervals_of(records: Sequence[RequestRecord]) -> dict[str, tuple[float, float]]:
-    found = {
+    figures_by_label = {
         f"{name} {statistic_name}": metrics.interval(records, value, statistic)
         for name, value in QUANTITIES.items()
         for statistic_name, statistic in STATISTICS.items()
     }
-    return {name: interval for name, interval in found.items() if interval is not None}
+    return {name: interval for name, interval in figures_by_label.items() if interval is not None}
 
 
 # -- shapes
@@ -181,15 +183,15 @@ def _intervals_of(records: Sequence[RequestRecord]) -> dict[str, tuple[float, fl
 def shapes_of(workloads: Mapping[tuple[str, int], Workload], meter: Meter | None = None) -> list[Shape]:
     """``(label, seed)`` -> workload: one shape per kind and share ratio, over all seeds. A rate does not change the
     shape: the first one represents all. Seeds share no cache."""
-    chosen: dict[str, dict[int, Workload]] = {}
+    workloads_by_kind: dict[str, dict[int, Workload]] = {}
     for (text, seed), workload in workloads.items():
         label = Label.parse(text)
-        chosen.setdefault(str(Label(label.kind, label.ratio)), {}).setdefault(seed, workload)
+        workloads_by_kind.setdefault(str(Label(label.kind, label.ratio)), {}).setdefault(seed, workload)
     return [
         shape_of(name, next(iter(seeds.values())).source, [
-            measure(one, block_tokens=BLOCK_TOKENS, meter=meter) for one in seeds.values()
+            measure(workload, block_tokens=BLOCK_TOKENS, meter=meter) for workload in seeds.values()
         ])
-        for name, seeds in chosen.items()
+        for name, seeds in workloads_by_kind.items()
     ]  # fmt: skip
 
 
@@ -199,12 +201,14 @@ def shape_of(label: str, source: str, parts: Sequence[Measured]) -> Shape:
     for part in parts:
         per_output = part.prompt_tokens / part.output_tokens.clip(min=1)
         shared = part.blocks_seen / part.blocks.clip(min=1)
-        found = (part.prompt_tokens, part.output_tokens, per_output, shared, part.turns)
-        for column, values in zip(columns, found, strict=True):
+        values_by_column = (part.prompt_tokens, part.output_tokens, per_output, shared, part.turns)
+        for column, values in zip(columns, values_by_column, strict=True):
             column += [float(value) for value in values]
     prompts, outputs, ratios, shares, turns = columns
-    blocks, seen = (sum(int(getattr(part, name).sum()) for part in parts) for name in ("blocks", "blocks_seen"))
-    return Shape(label, source, len(prompts), prompts, outputs, ratios, shares, turns, seen / max(1, blocks))
+    blocks, blocks_repeated = (
+        sum(int(getattr(part, name).sum()) for part in parts) for name in ("blocks", "blocks_seen")
+    )
+    return Shape(label, source, len(prompts), prompts, outputs, ratios, shares, turns, blocks_repeated / max(1, blocks))
 
 
 # -- for a terminal
@@ -212,20 +216,20 @@ def shape_of(label: str, source: str, parts: Sequence[Measured]) -> Shape:
 
 def describe(results: Results) -> Iterator[str]:
     """Summary lines for the terminal after a run."""
-    for found in results.found:
-        title = " ".join(name for name in (found.workload, found.setting) if name)
+    for row in results.found:
+        title = " ".join(name for name in (row.workload, row.setting) if name)
         yield from ([f"== {title}"] if title else [])
-        yield from _figures(found.figures)
+        yield from _figures(row.figures)
     if results.partial is not None:
         yield f"partial: {results.partial}"
 
 
 def _figures(figures: Figures) -> Iterator[str]:
     yield f"{figures.requests} requests in {figures.wall_s:.1f} s, {figures.failed} failed" + "".join(
-        f", {count} {what}" for what, count in figures.errors.items()
+        f", {count} {error}" for error, count in figures.errors.items()
     )
-    for what, reason in figures.reasons.items():
-        yield f"  {what}: {reason}"
+    for error, reason in figures.reasons.items():
+        yield f"  {error}: {reason}"
     yield f"{'ms':<6}{'mean':>10}{'P50':>10}{'P90':>10}{'P99':>10}{'max':>10}"
     for name in ("ttft", "tpot", "itl", "jct", "late"):
         spread: Spread | None = getattr(figures, f"{name}_s")
@@ -243,5 +247,5 @@ def _figures(figures: Figures) -> Iterator[str]:
 def describe_slo(slo: Slo) -> str:
     """For example ``TTFT <= 500 ms, TPOT <= 50 ms``."""
     limits = {"TTFT": slo.ttft_s, "TPOT": slo.tpot_s, "JCT": slo.jct_s}
-    told = [f"{name} <= {1e3 * limit:g} ms" for name, limit in limits.items() if limit is not None]
-    return ", ".join(told) or "none: every answer is good"
+    limits_text = [f"{name} <= {1e3 * limit:g} ms" for name, limit in limits.items() if limit is not None]
+    return ", ".join(limits_text) or "none: every answer is good"

@@ -38,8 +38,8 @@ def _subject(results: Results) -> str:
     machine = results.machine
     if machine.get("simulated"):
         return f"simulated: {machine['simulated']}"
-    where = f"{machine['processor']}, {machine['cores']} cores" if machine.get("processor") else ""
-    return " on ".join(part for part in (", ".join(results.models), where) if part)
+    machine_text = f"{machine['processor']}, {machine['cores']} cores" if machine.get("processor") else ""
+    return " on ".join(part for part in (", ".join(results.models), machine_text) if part)
 
 
 # -- figure 7: what is sent
@@ -96,34 +96,34 @@ def _shape_label(shape: Shape) -> str:
 
 
 def _end_to_end(pyplot: Any, results: Results) -> Any | None:
-    found = [one for one in results.found if not one.setting.endswith(TRANSFER_MODES)]
-    return _over_rates(pyplot, results, found, "Settings over the request rate")
+    members = [row for row in results.found if not row.setting.endswith(TRANSFER_MODES)]
+    return _over_rates(pyplot, results, members, "Settings over the request rate")
 
 
 def _transfer(pyplot: Any, results: Results) -> Any | None:
-    found = [one for one in results.found if one.setting.endswith(TRANSFER_MODES)]
-    return _over_rates(pyplot, results, found, "Transfer modes over the request rate")
+    members = [row for row in results.found if row.setting.endswith(TRANSFER_MODES)]
+    return _over_rates(pyplot, results, members, "Transfer modes over the request rate")
 
 
 def _over_rates(pyplot: Any, results: Results, members: Sequence[Found], title: str) -> Any | None:
     """TTFT, JCT and TPOT, mean and P99, one line per setting; a row of panels per workload. None: one rate only."""
     groups: dict[str, list[Found]] = {}
-    for one in members:
-        if one.label.rate is not None:
-            groups.setdefault(str(Label(one.label.kind, one.label.ratio)), []).append(one)
-    names = [name for name, own in groups.items() if len({one.label.rate for one in own}) > 1]
+    for entry in members:
+        if entry.label.rate is not None:
+            groups.setdefault(str(Label(entry.label.kind, entry.label.ratio)), []).append(entry)
+    names = [name for name, rows in groups.items() if len({row.label.rate for row in rows}) > 1]
     if not names:
         return None
     size = (19, 3.6 * len(names) + 1.2)
     figure, grid = pyplot.subplots(len(names), 3, figsize=size, squeeze=False, layout="constrained")
     for row, name in zip(grid, names, strict=True):
-        members, rates = groups[name], sorted({one.label.rate or 0.0 for one in groups[name]})
+        members, rates = groups[name], sorted({row.label.rate or 0.0 for row in groups[name]})
         for axes, (quantity, unit) in zip(row, AXES.items(), strict=True):
-            for number, setting in enumerate(dict.fromkeys(found.setting for found in members)):
+            for number, setting in enumerate(dict.fromkeys(row.setting for row in members)):
                 for statistic, style in (("mean", "-"), ("p99", "--")):
-                    own = {f.label.rate or 0.0: f for f in members if f.setting == setting}
-                    told = f"{setting}: {statistic.replace('p99', 'P99')}"
-                    _line(axes, own, f"{quantity} {statistic}", told, color=f"C{number}", linestyle=style)
+                    row_by_rate = {f.label.rate or 0.0: f for f in members if f.setting == setting}
+                    label = f"{setting}: {statistic.replace('p99', 'P99')}"
+                    _line(axes, row_by_rate, f"{quantity} {statistic}", label, color=f"C{number}", linestyle=style)
             axes.set(title=name, xlabel="request rate (requests/s, all instances)", ylabel=unit)
             if quantity == "tpot":
                 axes.set_ylim(0, None)
@@ -137,13 +137,13 @@ def _over_rates(pyplot: Any, results: Results, members: Sequence[Found], title: 
     return figure
 
 
-def _line(axes: Any, found: dict[float, Found], name: str, label: str, **style: Any) -> None:
+def _line(axes: Any, rows_by_place: dict[float, Found], name: str, label: str, **style: Any) -> None:
     """``name`` (``ttft mean``) over the keys of ``found``, with its confidence intervals."""
     points = {}
-    for at, one in sorted(found.items()):
-        value = one.value(name)
+    for place, row in sorted(rows_by_place.items()):
+        value = row.value(name)
         if value is not None:
-            points[at] = (value, *one.intervals.get(name, (value, value)))
+            points[place] = (value, *row.intervals.get(name, (value, value)))
     draw_intervals(axes, points, label, 1 / MS, **style)
 
 
@@ -158,9 +158,9 @@ def _bars(pyplot: Any, results: Results) -> Any | None:
     for row, workload in zip(grid, workloads, strict=True):
         members = _members(results, workload)
         for axes, (quantity, label) in zip(row, AXES.items(), strict=True):
-            for place, found in enumerate(members):
-                _pair_of_bars(axes, place, found, quantity)
-            names = [found.setting for found in members]
+            for place, entry in enumerate(members):
+                _pair_of_bars(axes, place, entry, quantity)
+            names = [row.setting for row in members]
             axes.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize=9)
             axes.set(title=f"{workload}, {members[0].figures.requests} requests each", ylabel=label)
             axes.grid(axis="y", alpha=0.3)
@@ -173,20 +173,20 @@ def _bars(pyplot: Any, results: Results) -> Any | None:
 
 def _names(results: Results) -> list[str]:
     """Workloads with one share ratio and one rate."""
-    plain = [found.workload for found in results.found if found.label == Label(found.label.kind)]
+    plain = [row.workload for row in results.found if row.label == Label(row.label.kind)]
     return list(dict.fromkeys(plain))
 
 
 def _members(results: Results, workload: str) -> list[Found]:
-    return [found for found in results.found if found.workload == workload]
+    return [row for row in results.found if row.workload == workload]
 
 
-def _pair_of_bars(axes: Any, place: int, found: Found, quantity: str) -> None:
+def _pair_of_bars(axes: Any, place: int, row: Found, quantity: str) -> None:
     for offset, statistic, color in ((-0.2, "mean", "C0"), (0.2, "p99", "C1")):
-        value = found.value(f"{quantity} {statistic}")
+        value = row.value(f"{quantity} {statistic}")
         if value is not None:
             axes.bar(place + offset, value * MS, width=0.38, color=color)
-            if (interval := found.intervals.get(f"{quantity} {statistic}")) is not None:
+            if (interval := row.intervals.get(f"{quantity} {statistic}")) is not None:
                 point = {place + offset: (value, *interval)}
                 draw_intervals(axes, point, "", 1 / MS, color="black", marker="", linewidth=1)
 
@@ -195,7 +195,7 @@ def _pair_of_bars(axes: Any, place: int, found: Found, quantity: str) -> None:
 
 
 def _turns(pyplot: Any, results: Results) -> Any | None:
-    workloads = [w for w in _names(results) if any(len(_turns_of(found)) > 1 for found in _members(results, w))]
+    workloads = [w for w in _names(results) if any(len(_turns_of(row)) > 1 for row in _members(results, w))]
     if not workloads:
         return None
     size = (13, 3.6 * len(workloads) + 0.8)
@@ -203,8 +203,8 @@ def _turns(pyplot: Any, results: Results) -> Any | None:
     for row, workload in zip(grid, workloads, strict=True):
         members = _members(results, workload)
         for axes, quantity in zip(row, ("ttft", "jct"), strict=True):
-            for number, found in enumerate(members):
-                _line_over_turns(axes, found, quantity, TURN_SHIFT * (number - (len(members) - 1) / 2))
+            for number, entry in enumerate(members):
+                _line_over_turns(axes, entry, quantity, TURN_SHIFT * (number - (len(members) - 1) / 2))
             axes.set(title=workload, xlabel="turn of the session", ylabel=f"mean {AXES[quantity]}", ylim=(0, None))
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.grid(alpha=0.3)
@@ -213,35 +213,35 @@ def _turns(pyplot: Any, results: Results) -> Any | None:
     return figure
 
 
-def _turns_of(found: Found) -> dict[int, Figures]:
-    return {turn: figures for turn, figures in found.turns.items() if figures.requests >= TURN_REQUESTS_MIN}
+def _turns_of(row: Found) -> dict[int, Figures]:
+    return {turn: figures for turn, figures in row.turns.items() if figures.requests >= TURN_REQUESTS_MIN}
 
 
-def _line_over_turns(axes: Any, found: Found, quantity: str, shift: float) -> None:
-    turns = {t: s for t, f in _turns_of(found).items() if (s := getattr(f, f"{quantity}_s")) is not None}
+def _line_over_turns(axes: Any, row: Found, quantity: str, shift: float) -> None:
+    turns = {t: s for t, f in _turns_of(row).items() if (s := getattr(f, f"{quantity}_s")) is not None}
     points = {
         turn + 1 + shift: (s.mean, s.mean - s.standard_error, s.mean + s.standard_error) for turn, s in turns.items()
     }
-    draw_intervals(axes, points, found.setting, 1 / MS)
+    draw_intervals(axes, points, row.setting, 1 / MS)
 
 
 def _share_ratio(pyplot: Any, results: Results) -> Any | None:
     """Settings (policies) over the share ratio."""
     ratios: dict[str, set[float]] = {}
-    for found in results.found:
-        label = found.label
+    for entry in results.found:
+        label = entry.label
         if label.ratio is not None and label.rate is None:
             ratios.setdefault(label.kind, set()).add(label.ratio)
-    kinds = [kind for kind, known in ratios.items() if len(known) > 1]
+    kinds = [kind for kind, values in ratios.items() if len(values) > 1]
     if not kinds:
         return None
     figure, grid = pyplot.subplots(len(kinds), 2, figsize=(11, 3.8 * len(kinds)), squeeze=False, layout="constrained")
     for row, kind in zip(grid, kinds, strict=True):
         members = [f for f in results.found if f.label.kind == kind and f.label.ratio and f.label.rate is None]
         for axes, statistic in zip(row, ("mean", "p99"), strict=True):
-            for setting in dict.fromkeys(found.setting for found in members):
-                own = {f.label.ratio or 0.0: f for f in members if f.setting == setting}
-                _line(axes, own, f"ttft {statistic}", setting)
+            for setting in dict.fromkeys(row.setting for row in members):
+                row_by_ratio = {f.label.ratio or 0.0: f for f in members if f.setting == setting}
+                _line(axes, row_by_ratio, f"ttft {statistic}", setting)
             axes.set(title=kind, xlabel="share ratio (copies of each session)", ylim=(0, None))
             axes.set_ylabel(f"{statistic.replace('p99', 'P99')} {AXES['ttft']}")
             axes.set_xticks(sorted(ratios[kind]))
@@ -283,14 +283,21 @@ class ServeReport(Study[Results]):
 
     def tables(self) -> Iterator[Table]:
         groups: dict[str, list[Found]] = {}
-        for found in self.results.found:
-            groups.setdefault(str(Label(found.label.kind, found.label.ratio)), []).append(found)
+        for row in self.results.found:
+            groups.setdefault(str(Label(row.label.kind, row.label.ratio)), []).append(row)
         for name, members in groups.items():
             yield _table(name, members)
         yield from beside_the_paper(self.results)
         rows: list[list[Cell]] = [
-            [one.workload, one.setting, one.seed, one.planned, f"{one.wall_s:.1f}", one.partial or ""]
-            for one in self.results.passes
+            [
+                load_pass.workload,
+                load_pass.setting,
+                load_pass.seed,
+                load_pass.planned,
+                f"{load_pass.wall_s:.1f}",
+                load_pass.partial or "",
+            ]
+            for load_pass in self.results.passes
         ]
         yield Table("Passes", ("workload", "setting", "seed", "planned requests", "seconds", ""), rows)
         yield Table("", about=f"Every request is in `{RECORDS}`, every figure in `{RESULTS}`.")
@@ -304,17 +311,17 @@ def _table(name: str, members: Sequence[Found]) -> Table:
     below = """
 Times in milliseconds; cached, fetched: shares of the prompt tokens, as reported; fetched: of the cached ones,
 those that came from another instance."""
-    for found in members:
-        f, rate = found.figures, found.label.rate
-        row: list[Cell] = [found.setting, "" if rate is None else f"{rate:g}", f.requests, f.failed]
+    for entry in members:
+        f, rate = entry.figures, entry.label.rate
+        row: list[Cell] = [entry.setting, "" if rate is None else f"{rate:g}", f.requests, f.failed]
         row += in_ms(f.ttft_s, "mean", "p50", "p99")
         row += [*in_ms(f.tpot_s, "mean", "p99"), *in_ms(f.jct_s, "mean", "p99"), f"{f.output_tokens_per_s:.1f}"]
         row += [f"{f.goodput_per_s:.2f}", f"{f.slo_violations:.0%}", f"{f.cached_share:.0%}", f"{f.fetched_share:.0%}"]
         rows.append([*row, *in_ms(f.late_s, "p50")])
         if f.errors:
-            told = ", ".join(f"{count} {what}" for what, count in f.errors.items())
-            below += f"\n\n{found.setting}{'' if rate is None else f' at {rate:g}/s'}: {told}."
-    if all(found.label.rate is None for found in members):
+            errors_text = ", ".join(f"{count} {error}" for error, count in f.errors.items())
+            below += f"\n\n{entry.setting}{'' if rate is None else f' at {rate:g}/s'}: {errors_text}."
+    if all(row.label.rate is None for row in members):
         columns, rows = _without(columns, 1), [_without(row, 1) for row in rows]
     return Table(name, columns, rows, below=below)
 

@@ -65,8 +65,8 @@ class ServedChild:
         for line in self._process.stdout:
             if match := _READY.match(line.decode("utf-8", "replace").strip()):
                 return match[1], match[2]
-        said = self._log.read_text(encoding="utf-8", errors="replace").strip()[-LOG_CHARS:]
-        raise UserError(f"memserve serve did not start: {said}", hint="run memserve serve with these flags by hand")
+        log_text = self._log.read_text(encoding="utf-8", errors="replace").strip()[-LOG_CHARS:]
+        raise UserError(f"memserve serve did not start: {log_text}", hint="run memserve serve with these flags by hand")
 
     def ask_to_end(self) -> None:
         """Send SIGTERM; :meth:`end` waits. To end several servers together, ask all of them first."""
@@ -105,11 +105,13 @@ def _signals_held() -> Iterator[Callable[[], None]]:
         for sign in came:
             signal.raise_signal(sign)
 
-    held = {sign: signal.signal(sign, lambda sign, _: came.append(sign)) for sign in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        sign: signal.signal(sign, lambda sign, _: came.append(sign)) for sign in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield raise_now
     finally:
-        for sign, handler in held.items():
+        for sign, handler in handlers.items():
             signal.signal(sign, handler)
 
 
@@ -165,16 +167,16 @@ class Servers:
 
         Raises :class:`UserError` if the server does not start or cannot be reached.
         """
-        if (known := self._addresses.get(setting.name)) is not None:
-            return known
-        found = self._start(setting, coming)
-        warm = warm_up(found)
+        if (address := self._addresses.get(setting.name)) is not None:
+            return address
+        address_started = self._start(setting, coming)
+        warm = warm_up(address_started)
         if warm.partial == INTERRUPTED:
             raise KeyboardInterrupt
         if failed := next((record for record in warm.records if not record.ok), None):
             self.notes.append(f"{setting.name}: a request of the warm-up failed: {failed.error}")
-        self._addresses[setting.name] = found
-        return found
+        self._addresses[setting.name] = address_started
+        return address_started
 
     def release(self, coming: Sequence[str]) -> None:
         """End the servers that no pass of ``coming`` needs."""

@@ -88,8 +88,8 @@ def _option(word: str, text: str) -> tuple[str, str]:
         return "--policy", word
     if word in list(TransferMode):
         return "--transfer", word
-    known = ", ".join((*POLICIES, *TransferMode))
-    raise UserError(f"unknown policy or transfer mode {word!r} in setting {text!r}", hint=f"one of {known}")
+    names_text = ", ".join((*POLICIES, *TransferMode))
+    raise UserError(f"unknown policy or transfer mode {word!r} in setting {text!r}", hint=f"one of {names_text}")
 
 
 def parse_settings(texts: str, instances: int) -> tuple[Setting, ...]:
@@ -202,12 +202,12 @@ def parse_studies(text: str) -> tuple[str, ...]:
     return tuple(name for name in STUDIES if name in names)
 
 
-def parse_numbers(text: str, flag: str, what: str, least: float) -> tuple[float, ...]:
+def parse_numbers(text: str, flag: str, subject: str, least: float) -> tuple[float, ...]:
     """Comma-separated numbers of at least ``least``, each once. Raises :class:`UserError`."""
     try:
         numbers = tuple(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         numbers = ()
     if not numbers or not all(least <= number < 1e6 for number in numbers):
-        raise UserError(f"cannot read {text!r} as {what}", hint=f"for example {flag} 1,2,4")
+        raise UserError(f"cannot read {text!r} as {subject}", hint=f"for example {flag} 1,2,4")
     return numbers

@@ -102,27 +102,27 @@ class Study(ABC, Generic[Results]):
     def write(self, folder: Path) -> None:
         """Write ``results.json``, ``report.md`` and the plots."""
         write_json(self.results, folder)
-        drawn = draw_all(self.drawings, self.results, folder)
-        (folder / REPORT).write_text("\n".join(self._page(drawn)) + "\n", encoding="utf-8")
+        pictures = draw_all(self.drawings, self.results, folder)
+        (folder / REPORT).write_text("\n".join(self._page(pictures)) + "\n", encoding="utf-8")
 
-    def _page(self, drawn: list[str] | None) -> Iterator[str]:
-        results, here = self.results, self.results.machine
+    def _page(self, pictures: list[str] | None) -> Iterator[str]:
+        results, machine = self.results, self.results.machine
         yield f"# {self.title}\n"
         if results.partial is not None:
             yield f"**Partial:** {results.partial}. The figures below were measured before that.\n"
         if results.models:
             yield f"* {', '.join(results.models)}"
         yield f"* `{results.command}`, memserve {results.version}"
-        if here.get("simulated"):
-            yield f"* simulated: {here['simulated']}"
+        if machine.get("simulated"):
+            yield f"* simulated: {machine['simulated']}"
         else:
-            yield f"* {here['processor']}, {here['cores']} cores; {here['system']}"
-            yield f"* load average at the end: {', '.join(map(str, here['load_average']))}"
+            yield f"* {machine['processor']}, {machine['cores']} cores; {machine['system']}"
+            yield f"* load average at the end: {', '.join(map(str, machine['load_average']))}"
         yield from self.head()
         yield from (f"* {note}" for note in results.notes)
-        if drawn is None:
+        if pictures is None:
             yield NO_PLOTS
-        yield from (picture(name, self.drawings[name].caption) for name in drawn or ())
+        yield from (picture(name, self.drawings[name].caption) for name in pictures or ())
         for table in self.tables():
             yield from table.markdown()
 

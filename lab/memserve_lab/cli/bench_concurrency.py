@@ -59,10 +59,10 @@ def concurrency(
         QUICK if quick else FULL, repetitions=repetitions, prompt_words=prompt_words, output_tokens=output_tokens
     )
     limit = Limit(max_active, queue) if max_active else None
-    others = parse_settings(",".join(map(named_server, base_url or ())), 1)
-    own = parse_settings(setting, 1)
-    contenders = contenders_of(own[0], limit, others) if own else others
-    if not contenders or len(own) > 1:
+    other_settings = parse_settings(",".join(map(named_server, base_url or ())), 1)
+    own_settings = parse_settings(setting, 1)
+    contenders = contenders_of(own_settings[0], limit, other_settings) if own_settings else other_settings
+    if not contenders or len(own_settings) > 1:
         raise UserError("give one --setting, or --base-url NAME=URL", hint="for example --setting 1PD-CC")
     plan = BurstPlan(
         contenders, parse_counts(at_once, "--at-once 1,3,5,10") or (), size.repetitions, size.prompt_words,
@@ -70,7 +70,7 @@ def concurrency(
     )  # fmt: skip
     results = BurstResults(
         command=command(), prompt_words=size.prompt_words, output_tokens=size.output_tokens,
-        limit=limit.text if limit is not None and own else "",
+        limit=limit.text if limit is not None and own_settings else "",
     )  # fmt: skip
     folder = RunFolder(out)
     run_study(ConcurrencyStudy(plan, results, folder), folder)

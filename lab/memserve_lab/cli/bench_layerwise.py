@@ -54,11 +54,11 @@ def layerwise(
     )
 
     require_aiohttp()
-    wanted = tuple(name.strip() for name in figures.split(","))
-    if unknown := [name for name in wanted if name not in FIGURES]:
+    names_wanted = tuple(name.strip() for name in figures.split(","))
+    if unknown := [name for name in names_wanted if name not in FIGURES]:
         raise UserError(f"unknown figure {unknown[0]!r}", hint=f"some of {', '.join(FIGURES)}")
     words = [word.strip() for word in settings.split(",") if word.strip()]
-    always = (BY_REQUEST, BY_LAYER) if "hidden" in wanted else (BY_REQUEST,)
+    always = (BY_REQUEST, BY_LAYER) if "hidden" in names_wanted else (BY_REQUEST,)
     names = [
         name
         for name in settings_of(slo_ttft_ms / 1000, slo_tpot_ms / 1000)
@@ -66,7 +66,8 @@ def layerwise(
     ]
     flags = ["--model", model, "--kv-memory", kv_memory, "--dram-memory", dram_memory]
     plan = Plan(
-        wanted, tuple(names), parse_counts(contexts, "--contexts 256,1024") or (), context_rate, parse_rates(rates),
+        names_wanted, tuple(names), parse_counts(contexts, "--contexts 256,1024") or (), context_rate,
+        parse_rates(rates),
         min(requests, 8) if quick else requests, min(answer_tokens, 64) if quick else answer_tokens,
         1 if quick else rounds, (*flags, "--link-gbps", f"{link_gbps:g}", *shlex.split(serve_flags)), link_gbps,
         slo_ttft_ms / 1000, slo_tpot_ms / 1000, seed,

@@ -61,11 +61,11 @@ def command() -> str:
     return shlex.join(["memserve", *sys.argv[1:]])
 
 
-def chosen(default: Any, **given: Any) -> Any:
+def chosen(default: Any, **alternatives: Any) -> Any:
     """``default`` (a dataclass) with the given fields replaced."""
     import dataclasses
 
-    return dataclasses.replace(default, **{name: value for name, value in given.items() if value is not None})
+    return dataclasses.replace(default, **{name: value for name, value in alternatives.items() if value is not None})
 
 
 def parse_counts(text: str | None, example: str) -> tuple[int, ...] | None:
@@ -189,8 +189,8 @@ def _run(
     writer = folder.writer if folder is not None else None
     labels = Labels(target.base_url, workload.kind, seed)
     run = send(workload, target, manner, labels, writer=writer, limit_s=max_s)
-    done = Pass.of(run, workload.kind, target.base_url, seed)
-    results = sum_up(run.records, [done], slo, command(), workload.notes)
+    load_pass = Pass.of(run, workload.kind, target.base_url, seed)
+    results = sum_up(run.records, [load_pass], slo, command(), workload.notes)
     if folder is not None:
         with folder:
             write_json(results, folder.path)

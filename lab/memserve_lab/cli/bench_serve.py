@@ -142,10 +142,10 @@ def _comparisons(
     """The user's choices apply to the study of settings; the others are fixed."""
     from memserve_lab.bench import settings as known
 
-    chosen = known.parse_settings(contenders, instances)
+    settings_chosen = known.parse_settings(contenders, instances)
     ratios = known.parse_numbers(share_ratios, "--share-ratio", "share ratios", 1)
     makers = {
-        "settings": lambda: known.settings_compared(chosen, workloads, ratios, size, data),
+        "settings": lambda: known.settings_compared(settings_chosen, workloads, ratios, size, data),
         "turns": lambda: known.levels_compared(TURNS, data),
         "transfer": lambda: known.transfer_compared(TRANSFER),
         "policies": lambda: known.policies_compared(POLICIES, data),

@@ -62,11 +62,13 @@ def workload(
             caps=Caps(prompt_tokens_max, output_tokens_max, turns_max), block_tokens=block_tokens,
             arrivals=arrivals, requests_per_s=rate, users=users, speed=speed,
         )  # fmt: skip
-        made, measured = _measured(recipe, meter)
-        summary = summarize(made, measured)
+        workload_made, measured = _measured(recipe, meter)
+        summary = summarize(workload_made, measured)
         typer.echo(json.dumps(dataclasses.asdict(summary)) if as_json else "\n".join(_lines(summary)))
         if plot is not None:
-            shapes.append(shape_of(f"{name}, {made.source}" if data else name, made.source, [measured]))
+            shapes.append(
+                shape_of(f"{name}, {workload_made.source}" if data else name, workload_made.source, [measured])
+            )
             if data is not None and name in BUILT_IN:
                 stand_in, measured = _measured(dataclasses.replace(recipe, data=None), meter)
                 shapes.append(shape_of(f"{name}, {stand_in.source}", stand_in.source, [measured]))
@@ -77,8 +79,8 @@ def workload(
 
 
 def _measured(recipe: Recipe, meter: Meter | None) -> tuple[Workload, Measured]:
-    made = build(recipe, meter)
-    return made, measure(made, block_tokens=recipe.block_tokens or BLOCK_TOKENS, meter=meter)
+    workload_made = build(recipe, meter)
+    return workload_made, measure(workload_made, block_tokens=recipe.block_tokens or BLOCK_TOKENS, meter=meter)
 
 
 def _lines(summary: Summary) -> list[str]:

@@ -48,8 +48,8 @@ def fuzz(
     if layerwise and layerwise not in LAYERWISE:
         raise UserError(f"unknown layerwise mode {layerwise!r}", hint=f"use one of {', '.join(LAYERWISE)}")
     if seed is not None:
-        chosen = parse_setting(setting) if setting else setting_of(seed, weather or None)
-        failed = _replay(seed, chosen, plant or None, layerwise or None, routers, story, log)
+        fuzz_setting = parse_setting(setting) if setting else setting_of(seed, weather or None)
+        failed = _replay(seed, fuzz_setting, plant or None, layerwise or None, routers, story, log)
     elif setting or story or log is not None:
         raise UserError("--setting, --story and --log belong to --seed", hint="memserve sim fuzz --seed 17 --story")
     else:
@@ -89,12 +89,12 @@ def _campaign(seeds: range, weather: str, plant: str, layerwise: str, routers: i
     """Run many scenarios. Returns whether any fails."""
     from memserve_lab.sim.fuzz.campaign import run_campaign
 
-    started, done, requests, steps, failures = time.perf_counter(), 0, 0, 0, 0
+    started, seeds_done, requests, steps, failures = time.perf_counter(), 0, 0, 0, 0
     happened: Counter[str] = Counter()
     options = {"weather": weather or None, "plant": plant or None, "layerwise": layerwise or None}
-    with progress_bar("seeds", len(seeds), lambda: done):
+    with progress_bar("seeds", len(seeds), lambda: seeds_done):
         for verdict in run_campaign(seeds, **options, routers=routers, jobs=jobs):
-            done, requests, steps = done + 1, requests + verdict.requests, steps + verdict.steps
+            seeds_done, requests, steps = seeds_done + 1, requests + verdict.requests, steps + verdict.steps
             happened += verdict.happened
             if verdict.failure:
                 failures += 1
@@ -107,8 +107,8 @@ def _campaign(seeds: range, weather: str, plant: str, layerwise: str, routers: i
                 break
     spent_s = time.perf_counter() - started
     typer.echo(
-        f"{done:,} seeds, {requests:,} requests, {steps:,} steps in {spent_s:.1f} s"
-        f" ({done / spent_s * 3600:,.0f} seeds an hour): {failures} failed"
+        f"{seeds_done:,} seeds, {requests:,} requests, {steps:,} steps in {spent_s:.1f} s"
+        f" ({seeds_done / spent_s * 3600:,.0f} seeds an hour): {failures} failed"
     )
     typer.echo("  " + ", ".join(f"{name} {count:,}" for name, count in sorted(happened.items())))
     return failures > 0

@@ -78,12 +78,12 @@ def simulate(
     wall_s = time.perf_counter() - started
     records = [record_of(served, setting, label, seed) for served in world.clients.served]
     partial = None if world.clients.done else f"time is up: {limit_s} s"
-    done = Pass(label, setting, seed, workload.request_count, world.elapsed_s, partial)
+    load_pass = Pass(label, setting, seed, workload.request_count, world.elapsed_s, partial)
     names = tuple(node.peer.name for node in world.instances)
     looks = padded(world.timeline.looks, len(names))
     counts = [f"{at_s:.0f} s: {order.text}" for at_s, order in world.scaling.decisions] if world.scaling else []
     return Simulated(
-        setting, setup.machine.name, records, done, usage(world), looks, names, wall_s, world.clock.steps, counts
+        setting, setup.machine.name, records, load_pass, usage(world), looks, names, wall_s, world.clock.steps, counts
     )
 
 
@@ -170,8 +170,8 @@ def write_folder(path: Path, runs: Sequence[Simulated], slo: Slo, command: str, 
 def summed_up(runs: Sequence[Simulated], slo: Slo, command: str, notes: Sequence[str]) -> Results:
     """The figures of all runs."""
     records = [record for run in runs for record in run.records]
-    told = [f"**simulated**: {run.setting}, {run.machine}" for run in runs]
-    results = sum_up(records, [run.done for run in runs], slo, command, [*told, *notes])
+    lines = [f"**simulated**: {run.setting}, {run.machine}" for run in runs]
+    results = sum_up(records, [run.done for run in runs], slo, command, [*lines, *notes])
     results.machine = {"simulated": ", ".join(dict.fromkeys(run.machine for run in runs))}
     return results
 
@@ -217,9 +217,9 @@ def draw_timeline(pyplot: Any, run: Simulated) -> Any:
                 axes.plot(at_s, [row[place] for row in rows], label=name, linewidth=1)
         else:
             for role, places in roles.items():
-                own = [[row[place] for place in places] for row in rows]
-                line = axes.plot(at_s, [sum(values) / len(values) for values in own], label=f"{role}: mean, range")
-                low, high = [min(values) for values in own], [max(values) for values in own]
+                columns = [[row[place] for place in places] for row in rows]
+                line = axes.plot(at_s, [sum(values) / len(values) for values in columns], label=f"{role}: mean, range")
+                low, high = [min(values) for values in columns], [max(values) for values in columns]
                 axes.fill_between(at_s, low, high, alpha=0.15, color=line[0].get_color())
         axes.set(ylabel=label, ylim=(0, None))
         axes.grid(alpha=0.3)

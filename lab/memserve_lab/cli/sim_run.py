@@ -126,13 +126,15 @@ class Wanted:
         from memserve_lab.sim.hardware import machine
 
         if self.profile is not None:
-            found = profiled(self.profile, self.model, self.dram_memory_bytes)
+            profile_values = profiled(self.profile, self.model, self.dram_memory_bytes)
         else:
             kind, _, count = self.device.partition("x")
             if count and not (count.isdecimal() and int(count)):
                 raise UserError(f"cannot read {self.device!r} as devices", hint="for example h100 or h100x4")
-            found = machine(self.model, kind, int(count or 1), self.dram_memory_bytes, self.block_tokens)
-        return found if self.kv_blocks is None else dataclasses.replace(found, hbm_blocks=self.kv_blocks)
+            profile_values = machine(self.model, kind, int(count or 1), self.dram_memory_bytes, self.block_tokens)
+        return (
+            profile_values if self.kv_blocks is None else dataclasses.replace(profile_values, hbm_blocks=self.kv_blocks)
+        )
 
     def name(self) -> str:
         """The setting in short."""
@@ -179,23 +181,23 @@ def run(
     from memserve_lab.bench.results import describe
     from memserve_lab.cli.sim_results import simulate, summed_up, write_folder
 
-    setup, made = dataclasses.replace(wanted.setup(), seed=workload.seed), build(workload.recipe())
-    head = what_comes(made, wanted, setup.machine)
+    setup, workload_made = dataclasses.replace(wanted.setup(), seed=workload.seed), build(workload.recipe())
+    head = what_comes(workload_made, wanted, setup.machine)
     for line in () if as_json else head:
         typer.echo(line)
-    done = simulate(setup, made, wanted.name(), made.kind, workload.seed, limit_s=limit_s)
+    simulated = simulate(setup, workload_made, wanted.name(), workload_made.kind, workload.seed, limit_s=limit_s)
     aims, command = wanted.scheduler, shlex.join(["memserve", *sys.argv[1:]])
     slo = read_slo(_ms(aims.slo_ttft_ns), _ms(aims.slo_tpot_ns), slo_jct_ms)
     if out is not None:
-        results = write_folder(out, [done], slo, command, [*head, *made.notes])
+        results = write_folder(out, [simulated], slo, command, [*head, *workload_made.notes])
     else:
-        results = summed_up([done], slo, command, [*head, *made.notes])
+        results = summed_up([simulated], slo, command, [*head, *workload_made.notes])
     if as_json:
         import msgspec
 
         typer.echo(json.dumps(msgspec.to_builtins(results, str_keys=True)))
         return
-    typer.echo("\n".join([*describe(results), *told(done)]))
+    typer.echo("\n".join([*describe(results), *told(simulated)]))
     if out is not None:
         typer.echo(f"report: {out / 'report.md'}")
 
@@ -204,32 +206,34 @@ def _ms(ns: int | None) -> float | None:
     return None if ns is None else ns / NS_PER_MS
 
 
-def what_comes(made: Workload, wanted: Wanted, machine: Machine) -> list[str]:
+def what_comes(workload: Workload, simulation: Wanted, machine: Machine) -> list[str]:
     """Lines about the workload, its arrivals and the cluster: figures mean nothing without them."""
-    due_s = [turn.due_s for session in made.sessions for turn in session.turns if turn.due_s is not None]
+    due_s = [turn.due_s for session in workload.sessions for turn in session.turns if turn.due_s is not None]
     if not any(due_s):
-        when = "every session arrives at 0 s, the worst case; --rate R sends R requests per second"
+        arrival_text = "every session arrives at 0 s, the worst case; --rate R sends R requests per second"
     else:
-        when = f"{made.arrivals}, the last one due at {max(due_s):.0f} s"
+        arrival_text = f"{workload.arrivals}, the last one due at {max(due_s):.0f} s"
     origin = "a measured profile" if machine.measured else "a roofline estimate, nothing measured"
     return [
-        f"workload: {made.kind} ({made.source}), {len(made.sessions)} sessions, {made.request_count} requests",
-        f"arrivals: {when}",
-        f"cluster: {wanted.instances}, each {machine.name} ({origin})"
-        + (f", {wanted.routers} routers" if wanted.routers > 1 else ""),
+        f"workload: {workload.kind} ({workload.source}), {len(workload.sessions)} sessions,"
+        f" {workload.request_count} requests",
+        f"arrivals: {arrival_text}",
+        f"cluster: {simulation.instances}, each {machine.name} ({origin})"
+        + (f", {simulation.routers} routers" if simulation.routers > 1 else ""),
     ]
 
 
-def told(done: Simulated) -> list[str]:
+def told(simulated: Simulated) -> list[str]:
     """Devices, links and wall time of a simulation."""
-    used = done.usage
+    used = simulated.usage
     devices = f"{used.devices} device{'s' if used.devices != 1 else ''}"
     return [
         f"{devices} for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "
         f"{used.busy_share:.0%} busy, {used.tokens_per_device_hour:,.0f} tokens per device hour",
         f"KV moved: {used.pulled_bytes / 1e9:.2f} GB, waits for links {used.link_waits_s:.2f} s",
-        *done.counts,
-        tell_hits(used.hits, sum(record.prompt_tokens or 0 for record in done.records)),
+        *simulated.counts,
+        tell_hits(used.hits, sum(record.prompt_tokens or 0 for record in simulated.records)),
         *(tell_stores(used.stores) if used.stores is not None else ()),
-        f"simulated in {done.wall_s:.2f} s: {done.requests_per_wall_s:,.0f} requests per second, {done.events} events",
+        f"simulated in {simulated.wall_s:.2f} s: {simulated.requests_per_wall_s:,.0f} requests per second,"
+        f" {simulated.events} events",
     ]

@@ -43,14 +43,14 @@ def compare(
     A setting is INSTANCES, then any of a policy, caching level, transfer mode, device and number of routers:
     prefill=1,decode=3/session, colocated=8/routers=2.
     """
-    one, other = (_figures_of(text, workload, wanted) for text in (first, second))
-    for name in [name for name in one if name in other] or [""]:
-        before = one.get(name) or next(iter(one.values()))
-        after = other.get(name) or next(iter(other.values()))
+    first_figures, second_figures = (_figures_of(text, workload, wanted) for text in (first, second))
+    for name in [name for name in first_figures if name in second_figures] or [""]:
+        before = first_figures.get(name) or next(iter(first_figures.values()))
+        after = second_figures.get(name) or next(iter(second_figures.values()))
         typer.echo("\n".join(table(name, first, second, before, after)))
 
 
-def _figures_of(text: str, workload: sim.WorkloadFlags, wanted: sim.Wanted) -> dict[str, Figures]:
+def _figures_of(text: str, workload: sim.WorkloadFlags, simulation: sim.Wanted) -> dict[str, Figures]:
     """The figures of a result folder, or of a setting that is simulated now, by workload."""
     if Path(text).is_dir():
         return read_figures(Path(text))
@@ -58,9 +58,13 @@ def _figures_of(text: str, workload: sim.WorkloadFlags, wanted: sim.Wanted) -> d
     from memserve_lab.bench.metrics import figures
     from memserve_lab.cli.sim_results import simulate
 
-    chosen = parse_setting(text, wanted)
-    made = build(workload.recipe())
-    return {made.kind: figures(simulate(chosen.setup(), made, text, made.kind, workload.seed).records)}
+    simulation_chosen = parse_setting(text, simulation)
+    workload_made = build(workload.recipe())
+    return {
+        workload_made.kind: figures(
+            simulate(simulation_chosen.setup(), workload_made, text, workload_made.kind, workload.seed).records
+        )
+    }
 
 
 def read_figures(folder: Path) -> dict[str, Figures]:
@@ -77,22 +81,22 @@ def read_figures(folder: Path) -> dict[str, Figures]:
     return {" ".join(key) if several else key[0]: figures(records) for key, records in grouped.items()}
 
 
-def parse_setting(text: str, wanted: sim.Wanted) -> sim.Wanted:
+def parse_setting(text: str, simulation: sim.Wanted) -> sim.Wanted:
     """``INSTANCES/word/word``: each word a policy, caching level, transfer mode or ``routers=N``, else a device."""
     instances, *words = text.split("/")
-    chosen = dataclasses.replace(wanted, instances=instances)
+    simulation_chosen = dataclasses.replace(simulation, instances=instances)
     for word in words:
         if word in POLICIES:
-            chosen = with_values(chosen, {("cluster", "policy"): word})
+            simulation_chosen = with_values(simulation_chosen, {("cluster", "policy"): word})
         elif word in list(Caching):
-            chosen = with_values(chosen, {("cluster", "caching"): Caching(word)})
+            simulation_chosen = with_values(simulation_chosen, {("cluster", "caching"): Caching(word)})
         elif word in list(TransferMode):
-            chosen = with_values(chosen, {("cluster", "transfer"): TransferMode(word)})
+            simulation_chosen = with_values(simulation_chosen, {("cluster", "transfer"): TransferMode(word)})
         elif (routers := word.removeprefix("routers=")) != word and routers.isdecimal():
-            chosen = dataclasses.replace(chosen, routers=int(routers))
+            simulation_chosen = dataclasses.replace(simulation_chosen, routers=int(routers))
         else:
-            chosen = dataclasses.replace(chosen, device=word)
-    return chosen
+            simulation_chosen = dataclasses.replace(simulation_chosen, device=word)
+    return simulation_chosen
 
 
 def table(workload: str, first: str, second: str, before: Figures, after: Figures) -> list[str]:
@@ -144,19 +148,21 @@ def search(
     slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
     if slo == read_slo(None, None, None):
         raise UserError("no SLO is given", hint="for example --slo-ttft-ms 500 --slo-tpot-ms 50")
-    made, known = build(workload.recipe()), read_prices(prices)
-    found: list[tuple[str, Trial | None]] = []
+    workload_made, prices_by_device = build(workload.recipe()), read_prices(prices)
+    trials: list[tuple[str, Trial | None]] = []
     for kind in (kind.strip() for kind in devices.split(",")):
         for mix in parse_mixes(mixes):
-            tried = _Tried(dataclasses.replace(wanted, device=kind), mix, made, slo, violations_max, known)
+            tried = _Tried(
+                dataclasses.replace(wanted, device=kind), mix, workload_made, slo, violations_max, prices_by_device
+            )
             best, _ = smallest(tried, mix.least, max(mix.least, instances_max))
-            found.append((f"{mix.name} on {kind}", best))
-    best_of_all = cheapest(found)
+            trials.append((f"{mix.name} on {kind}", best))
+    best_of_all = cheapest(trials)
     if as_json:
-        rows = [{"setting": name, "trial": dataclasses.asdict(t) if t else None} for name, t in found]
+        rows = [{"setting": name, "trial": dataclasses.asdict(t) if t else None} for name, t in trials]
         typer.echo(json.dumps({"cheapest": best_of_all[0] if best_of_all else None, "found": rows}))
     else:
-        typer.echo("\n".join(_lines(found, best_of_all, instances_max)))
+        typer.echo("\n".join(_lines(trials, best_of_all, instances_max)))
     if best_of_all is None:
         raise typer.Exit(1)
 
@@ -179,8 +185,8 @@ class _Tried:
         counts = self._mix.instances(size)
         text = ",".join(f"{role.value}={count}" for role, count in counts.items())
         setup = dataclasses.replace(self._wanted, instances=text).setup()
-        done = simulate(setup, self._made, text, self._made.kind)
-        missed = figures(done.records, slo=self._slo).slo_violations
+        simulated = simulate(setup, self._made, text, self._made.kind)
+        missed = figures(simulated.records, slo=self._slo).slo_violations
         good = missed <= self._violations_max
         why = "" if good else f"{missed:.1%} of the requests miss the SLO"
         typer.echo(f"{text} on {self._wanted.device}: {why or f'good, {missed:.1%} miss it'}", err=True)
@@ -199,12 +205,12 @@ def read_prices(text: str) -> dict[str, float]:
     return prices
 
 
-def _lines(found: list[tuple[str, Trial | None]], best: tuple[str, Trial] | None, instances_max: int) -> list[str]:
+def _lines(trials: list[tuple[str, Trial | None]], best: tuple[str, Trial] | None, instances_max: int) -> list[str]:
     lines = [f"{'setting':<24}{'instances':>10}{'price/hour':>12}"]
-    for name, trial in found:
+    for name, trial in trials:
         if trial is None:
             lines.append(f"{name:<24}{'more than ' + str(instances_max):>22}  (not even {instances_max} meet the SLO)")
         else:
             lines.append(f"{name:<24}{trial.size:>10}{trial.cost:>12.2f}")
-    told = f"cheapest: {best[0]}, {best[1].size} instances" if best else "none of them meets the SLO"
-    return [*lines, told]
+    verdict = f"cheapest: {best[0]}, {best[1].size} instances" if best else "none of them meets the SLO"
+    return [*lines, verdict]

@@ -55,7 +55,7 @@ class SimulatedStores:
         from memserve_lab.sim.timed_disk import disk_model
 
         folders = tuple((f"disk-{number}", nbytes) for number, nbytes in enumerate(self.ssd_bytes))
-        asked = StoreOptions(
+        store_options = StoreOptions(
             folders, self.store_bytes, None, self.ssd_sync, self.ssd_writes_per_day_bytes, self.ssd_admission
         )  # fmt: skip
         model = disk_model(self.ssd_device)
@@ -64,7 +64,7 @@ class SimulatedStores:
                 raise UserError("--stores does nothing without a store", hint="add --store 64GiB", param="stores")
             return None
         memory_bytes = DRAM_BYTES if self.store_bytes is None else self.store_bytes
-        return StoreSetup(memory_bytes, self.ssd_bytes, disks_config(asked), model, self.store_count)
+        return StoreSetup(memory_bytes, self.ssd_bytes, disks_config(store_options), model, self.store_count)
 
     def name(self) -> str:
         """The stores in short. Empty: there are none."""

@@ -85,23 +85,23 @@ def thrash(
     run_study(study, RunFolder(out))
 
 
-def contenders_of(wanted: Wanted) -> tuple[Contender, ...]:
+def contenders_of(simulation: Wanted) -> tuple[Contender, ...]:
     """The four settings. The store has the memory that is asked for, or enough for all conversations."""
     from memserve_lab.experiments.thrash import Contender
 
-    plain = dataclasses.replace(wanted, stores=type(wanted.stores)()).setup()
-    stores = wanted.stores
+    plain = dataclasses.replace(simulation, stores=type(simulation.stores)()).setup()
+    stores = simulation.stores
     if not stores.is_wanted:
         kv_bytes = plain.machine.hbm_blocks * plain.machine.geometry.block_bytes * sum(plain.instances.values())
         stores = dataclasses.replace(stores, store_bytes=STORE_MULTIPLE * kv_bytes)
     admission = dataclasses.replace(plain.cluster.admission, mode=Admission.CACHE)
     gated = dataclasses.replace(plain, cluster=dataclasses.replace(plain.cluster, admission=admission))
-    kept = stores.setup()
+    store_setup = stores.setup()
     return (
         Contender("as it is", plain),
         Contender("--admission cache", gated),
-        Contender("store", dataclasses.replace(plain, stores=kept)),
-        Contender("store, --admission cache", dataclasses.replace(gated, stores=kept)),
+        Contender("store", dataclasses.replace(plain, stores=store_setup)),
+        Contender("store, --admission cache", dataclasses.replace(gated, stores=store_setup)),
     )
 
 
@@ -138,14 +138,16 @@ def layerkv(
     from memserve_lab.bench.study import RunFolder
     from memserve_lab.experiments.layerkv import LayerKvResults, LayerKvStudy, Plan, contenders, sweeps_of
 
-    wanted = [name.strip() for name in figures.split(",")]
-    if unknown := [name for name in wanted if name not in FIGURES]:
+    names = [name.strip() for name in figures.split(",")]
+    if unknown := [name for name in names if name not in FIGURES]:
         raise UserError(f"unknown figure {unknown[0]!r}", hint=f"some of {', '.join(FIGURES)}")
     words = [word.strip() for word in settings.split(",") if word.strip()]
-    chosen = [one for one in contenders() if not words or any(word in one.name for word in words)]
-    if not chosen:
-        hint = "words of: " + ", ".join(one.name for one in contenders())
+    contenders_chosen = [
+        contender for contender in contenders() if not words or any(word in contender.name for word in words)
+    ]
+    if not contenders_chosen:
+        hint = "words of: " + ", ".join(contender.name for contender in contenders())
         raise UserError(f"no setting has {settings!r} in its name", hint=hint)
-    plan = Plan(sweeps_of(wanted, parse_rates(rates)), tuple(chosen), device, requests, seed)
+    plan = Plan(sweeps_of(names, parse_rates(rates)), tuple(contenders_chosen), device, requests, seed)
     results = LayerKvResults(command=command(), machine={"simulated": f"one instance of {device}, its roofline"})
     run_study(LayerKvStudy(plan, results), RunFolder(out))

@@ -51,8 +51,8 @@ class Limit:
     @property
     def flags(self) -> tuple[str, ...]:
         """For ``memserve serve``."""
-        asked = {"--admission": "bounded", "--max-active": self.active_max, "--admission-queue": self.queue}
-        return tuple(str(part) for pair in asked.items() for part in pair)
+        flags = {"--admission": "bounded", "--max-active": self.active_max, "--admission-queue": self.queue}
+        return tuple(str(part) for pair in flags.items() for part in pair)
 
     @property
     def text(self) -> str:
@@ -60,13 +60,13 @@ class Limit:
         return f"at most {self.active_max} active requests, {self.queue or 'none'} may wait"
 
 
-def contenders_of(setting: Setting, limit: Limit | None, others: tuple[Setting, ...]) -> tuple[Setting, ...]:
+def contenders_of(setting: Setting, limit: Limit | None, other_settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
     """``setting`` without and with ``limit``, then ``others`` unchanged."""
-    own = [Setting(f"{setting.name}, no limit" if limit else setting.name, setting.flags, setting.instances)]
+    own_settings = [Setting(f"{setting.name}, no limit" if limit else setting.name, setting.flags, setting.instances)]
     if limit is not None:
         name = f"{setting.name}, limit {limit.active_max}"
-        own.append(Setting(name, (*setting.flags, *limit.flags), setting.instances))
-    return (*own, *others)
+        own_settings.append(Setting(name, (*setting.flags, *limit.flags), setting.instances))
+    return (*own_settings, *other_settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class Story:
         texts = {
             "cold": [first] * self.concurrency,
             "warm": [first] * self.concurrency,
-            "shared": [f"{head} {self._prose(self.prompt_words - head_words, 'end', at)}" for at in count],
-            "unrelated": [self._prose(self.prompt_words, "own", at) for at in count],
+            "shared": [f"{head} {self._prose(self.prompt_words - head_words, 'end', index)}" for index in count],
+            "unrelated": [self._prose(self.prompt_words, "own", index) for index in count],
         }
         return {scenario: self._burst(scenario, texts[scenario]) for scenario in SCENARIOS}
 
@@ -115,9 +115,9 @@ class Story:
 
     def _burst(self, scenario: str, texts: list[str]) -> Workload:
         sessions = []
-        for at, text in enumerate(texts):
+        for index, text in enumerate(texts):
             turns = (Turn(Text(text), self.output_tokens, due_s=0.0),)
-            name = f"{scenario}-{self.turn}-{self.concurrency}-{at}"
+            name = f"{scenario}-{self.turn}-{self.concurrency}-{index}"
             sessions.append(Session(name, turns, group=str(self.concurrency)))
         return Workload(scenario, "built-in", tuple(sessions), self.seed, "all at once")
 
@@ -158,28 +158,31 @@ def cell_of(contender: str, scenario: str, concurrency: int, bursts: Sequence[Se
     records = [record for burst in bursts for record in burst]
     refused = [record for record in records if record.http_status in REFUSED_STATUS]
     accepted = [record for record in records if record.ok]
-    felt = [[one for record in burst if (one := timing(record)) is not None] for burst in bursts]
+    felt = [[latency for record in burst if (latency := timing(record)) is not None] for burst in bursts]
     walls_s = [metrics.wall_seconds(burst) for burst in bursts]
     rates = [sum(record.ok for record in burst) / wall for burst, wall in zip(bursts, walls_s, strict=True) if wall]
 
     def by_burst(value: Callable[[Timing], float]) -> list[list[float]]:
-        return [[value(one) for one in burst] for burst in felt]
+        return [[value(latency) for latency in burst] for burst in felt]
 
     groups = {
-        "latency": by_burst(lambda one: one.jct_s), "ttft": by_burst(lambda one: one.ttft_s),
-        "decode": by_burst(lambda one: one.jct_s - one.ttft_s),
+        "latency": by_burst(lambda latency: latency.jct_s), "ttft": by_burst(lambda latency: latency.ttft_s),
+        "decode": by_burst(lambda latency: latency.jct_s - latency.ttft_s),
         "wall": [[wall] for wall in walls_s], "rate": [[rate] for rate in rates],
     }  # fmt: skip
     latency_s, ttft_s, decode_s, wall_s, per_s = (spread(itertools.chain(*values)) for values in groups.values())
-    wanted = [("latency", "mean"), ("latency", "p95"), ("ttft", "mean"), ("ttft", "p95"), ("rate", "mean")]
-    found = {f"{name} {one}": metrics.bootstrap(groups[name], getattr(metrics, one)) for name, one in wanted}
+    statistics = [("latency", "mean"), ("latency", "p95"), ("ttft", "mean"), ("ttft", "p95"), ("rate", "mean")]
+    intervals = {
+        f"{name} {statistic}": metrics.bootstrap(groups[name], getattr(metrics, statistic))
+        for name, statistic in statistics
+    }
     waits_s = [((r.end_ns or r.scheduled_ns) - r.scheduled_ns) / NS_PER_S for r in refused]
     prompt_tokens = sum(record.prompt_tokens or 0 for record in accepted)
     return Cell(
         contender, scenario, concurrency, len(bursts), len(accepted), len(refused),
         len(records) - len(accepted) - len(refused), latency_s, ttft_s, decode_s, wall_s, per_s, spread(waits_s),
         sum(record.cached_tokens or 0 for record in accepted) / prompt_tokens if prompt_tokens else 0.0,
-        {name: interval for name, interval in found.items() if interval is not None},
+        {name: interval for name, interval in intervals.items() if interval is not None},
     )  # fmt: skip
 
 
@@ -298,10 +301,10 @@ def _concurrency(pyplot: Any, results: BurstResults) -> Any | None:
             for number, contender in enumerate(results.measured):
                 cells = [cell for cell in results.cells if (cell.contender, cell.scenario) == (contender, scenario)]
                 for statistic, style in zip(statistics, ("-", "--"), strict=False):
-                    told = f"{contender}: {statistic.replace('p95', 'P95')}" if len(statistics) > 1 else contender
+                    line_label = f"{contender}: {statistic.replace('p95', 'P95')}" if len(statistics) > 1 else contender
                     points = {cell.concurrency: _interval(cell, value(cell), name, statistic) for cell in cells}
-                    known = {at: point for at, point in points.items() if point is not None}
-                    draw_intervals(axes, known, told, unit, color=f"C{number}", linestyle=style)
+                    points_measured = {place: point for place, point in points.items() if point is not None}
+                    draw_intervals(axes, points_measured, line_label, unit, color=f"C{number}", linestyle=style)
             axes.grid(alpha=0.3)
             axes.set_xlabel("requests at once")
         row[0].set_ylabel(label)
@@ -315,11 +318,11 @@ def _concurrency(pyplot: Any, results: BurstResults) -> Any | None:
     return figure
 
 
-def _interval(cell: Cell, found: Spread | None, name: str, statistic: str) -> tuple[float, float, float] | None:
+def _interval(cell: Cell, values: Spread | None, name: str, statistic: str) -> tuple[float, float, float] | None:
     """Value, low end and high end."""
-    if found is None:
+    if values is None:
         return None
-    value: float = getattr(found, statistic)
+    value: float = getattr(values, statistic)
     return (value, *cell.intervals.get(f"{name} {statistic}", (value, value)))
 
 
@@ -332,21 +335,21 @@ def _overload(pyplot: Any, results: BurstResults) -> Any | None:
     figure, (counts, tail) = pyplot.subplots(1, 2, figsize=(15, 4.8), layout="constrained")
     width = 0.8 / len(contenders)
     for number, contender in enumerate(contenders):
-        mine = {
-            at + (number - (len(contenders) - 1) / 2) * width: cells[contender, name]
-            for at, name in enumerate(SCENARIOS)
+        cell_by_place = {
+            place + (number - (len(contenders) - 1) / 2) * width: cells[contender, name]
+            for place, name in enumerate(SCENARIOS)
             if (contender, name) in cells
         }
-        served = [cell.accepted / cell.repetitions for cell in mine.values()]
-        refused = [cell.rejected / cell.repetitions for cell in mine.values()]
-        counts.bar(list(mine), served, width, color=f"C{number}", label=f"{contender}: accepted")
-        counts.bar(list(mine), refused, width, served, color=f"C{number}", alpha=0.35, hatch="//", edgecolor="white",
-                   label=f"{contender}: rejected")  # fmt: skip
-        found = {at: _interval(cell, cell.latency_s, "latency", "p95") for at, cell in mine.items()}
-        known = {at: point for at, point in found.items() if point is not None}
-        values = [MS * value for value, _, _ in known.values()]
-        tail.bar(list(known), values, width, color=f"C{number}", label=contender)
-        draw_intervals(tail, known, "", 1 / MS, color="black", linestyle="none", marker="")
+        served = [cell.accepted / cell.repetitions for cell in cell_by_place.values()]
+        refused = [cell.rejected / cell.repetitions for cell in cell_by_place.values()]
+        counts.bar(list(cell_by_place), served, width, color=f"C{number}", label=f"{contender}: accepted")
+        hatched = {"alpha": 0.35, "hatch": "//", "edgecolor": "white", "label": f"{contender}: rejected"}
+        counts.bar(list(cell_by_place), refused, width, served, color=f"C{number}", **hatched)
+        intervals = {place: _interval(cell, cell.latency_s, "latency", "p95") for place, cell in cell_by_place.items()}
+        intervals_known = {place: point for place, point in intervals.items() if point is not None}
+        values = [MS * value for value, _, _ in intervals_known.values()]
+        tail.bar(list(intervals_known), values, width, color=f"C{number}", label=contender)
+        draw_intervals(tail, intervals_known, "", 1 / MS, color="black", linestyle="none", marker="")
     counts.set(title=f"Of {most} requests at once", ylabel="requests a burst")
     tail.set(title="Accepted requests", ylabel="P95 latency (ms)")
     for axes in (counts, tail):

@@ -102,11 +102,11 @@ class Accuracy:
 
 def accuracy(points: Sequence[Foretold]) -> dict[str, Accuracy]:
     """Accuracy by curve, in the order of measuring."""
-    found = {}
+    medians = {}
     for curve in dict.fromkeys(point.curve for point in points):
         errors = [point.error for point in points if point.curve == curve]
-        found[curve] = Accuracy(spread_of(map(abs, errors)), median(errors))
-    return found
+        medians[curve] = Accuracy(spread_of(map(abs, errors)), median(errors))
+    return medians
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +199,14 @@ class Measurement:
         for (curve, count), spent_ns in self._swaps.items():
             if count not in COPY_BLOCKS:
                 samples[curve].append(Sample(count * self.geometry.block_bytes, count, round(median(spent_ns))))
-        for curve, found in self._transfers.items():
-            samples[curve] = [one for one in found if self._blocks(one) not in COPY_BLOCKS]
-        missing = dict(self._missing)
+        for curve, copies in self._transfers.items():
+            samples[curve] = [copy_sample for copy_sample in copies if self._blocks(copy_sample) not in COPY_BLOCKS]
+        missing_curves = dict(self._missing)
         for curve in SWAPS:
             if len(samples[curve]) < SAMPLES_MIN:
-                missing[curve] = "the pool has hardly any second tier"
+                missing_curves[curve] = "the pool has hardly any second tier"
                 del samples[curve]
-        return Measured(samples, missing)
+        return Measured(samples, missing_curves)
 
     def held_out(self, costs: CostModel) -> Iterator[Foretold]:
         """The held-out points, beside the times that ``costs`` predicts."""
@@ -222,11 +222,13 @@ class Measurement:
         for curve, count in sorted(pair for pair in self._swaps if pair[1] in COPY_BLOCKS):
             expected_ns = getattr(costs, curve).ns(count * self.geometry.block_bytes, count)
             yield Foretold(curve, expected_ns, spread_of(self._swaps[curve, count]), blocks=count, pieces=count)
-        for curve, found in self._transfers.items():
-            for one in found:
-                if (blocks := self._blocks(one)) in COPY_BLOCKS:
-                    expected_ns = getattr(costs, curve).ns(one.first, one.second)
-                    yield Foretold(curve, expected_ns, spread_of([one.ns]), blocks=blocks, pieces=one.second)
+        for curve, copies in self._transfers.items():
+            for copy_sample in copies:
+                if (blocks := self._blocks(copy_sample)) in COPY_BLOCKS:
+                    expected_ns = getattr(costs, curve).ns(copy_sample.first, copy_sample.second)
+                    yield Foretold(
+                        curve, expected_ns, spread_of([copy_sample.ns]), blocks=blocks, pieces=copy_sample.second
+                    )
 
     # -- inside
 
@@ -344,12 +346,12 @@ def _curves(pyplot: Any, results: CostResults) -> Any | None:
     moves = [point for point in results.points if point.blocks and point.curve in MOVES]
     if not decodes and not moves:
         return None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(16, 5), layout="constrained")
+    figure, (left_axes, right) = pyplot.subplots(1, 2, figsize=(16, 5), layout="constrained")
     for number, (context, members) in enumerate(sorted(_grouped(decodes, _tokens).items())):
-        _line(left, {point.batch: point for point in sorted(members, key=_batch)}, f"{context:,}", f"C{number}")
-    left.set(title="A step of decoding", xlabel="sequences in the step", ylabel="time (ms)", ylim=(0, None))
+        _line(left_axes, {point.batch: point for point in sorted(members, key=_batch)}, f"{context:,}", f"C{number}")
+    left_axes.set(title="A step of decoding", xlabel="sequences in the step", ylabel="time (ms)", ylim=(0, None))
     if decodes:
-        legend_beside(left, "tokens attended\nto by each")
+        legend_beside(left_axes, "tokens attended\nto by each")
     for number, (curve, name) in enumerate(MOVES.items()):
         groups = _grouped([point for point in moves if point.curve == curve], lambda point: point.pieces > point.blocks)
         for by_page, members in groups.items():
@@ -362,7 +364,7 @@ def _curves(pyplot: Any, results: CostResults) -> Any | None:
         plain_log_axis(right.xaxis, sorted({point.blocks for point in moves}))
         plain_log_axis(right.yaxis)
         legend_beside(right)
-    for axes in (left, right):
+    for axes in (left_axes, right):
         axes.grid(alpha=0.3)
     figure.suptitle(f"The other curves, {', '.join(results.models)}; {BARS}", fontsize=11)
     return figure
@@ -392,10 +394,10 @@ def _errors(pyplot: Any, results: CostResults) -> Any | None:
     for row, curve in enumerate(curves):
         errors = [100 * point.error for point in results.points if point.curve == curve]
         shown = [max(-LIMIT_PERCENT, min(LIMIT_PERCENT, error)) for error in errors]
-        spread = [row + 0.25 * (at / max(1, len(shown) - 1) - 0.5) for at in range(len(shown))]
+        spread = [row + 0.25 * (index / max(1, len(shown) - 1) - 0.5) for index in range(len(shown))]
         axes.scatter(shown, spread, s=14, alpha=0.6, color=f"C{row}", label=None if row else "a point")
-        found = results.accuracy[curve]
-        axes.plot(100 * found.bias, row, marker="|", markersize=22, markeredgewidth=2, color="black",
+        accuracy = results.accuracy[curve]
+        axes.plot(100 * accuracy.bias, row, marker="|", markersize=22, markeredgewidth=2, color="black",
                   linestyle="none", label=None if row else "median")  # fmt: skip
     names = [f"{curve}\n(median error {100 * results.accuracy[curve].error.p50:.1f} %)" for curve in curves]
     axes.set_yticks(range(len(curves)), names)
@@ -420,7 +422,12 @@ def _line(axes: Any, points: Mapping[Any, Foretold], label: str, color: str, sty
     """Measured dots and the fitted line between them."""
     points = dict(sorted(points.items()))
     draw_line(
-        axes, {at: point.spent_ns for at, point in points.items()}, label, NS_PER_MS, color=color, linestyle="none"
+        axes,
+        {place: point.spent_ns for place, point in points.items()},
+        label,
+        NS_PER_MS,
+        color=color,
+        linestyle="none",
     )
     axes.plot(list(points), [point.expected_ns / NS_PER_MS for point in points.values()], style, color=color, lw=1.2)
 
@@ -463,30 +470,30 @@ class CostStudy(Study[CostResults]):
         measured = measurement.measured()
         if results.partial is not None and len(measured.samples["prefill"]) < SAMPLES_MIN:
             return
-        known = (model.fingerprint, geometry, device, options.threads)
-        found = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*known)}")
-        results.profile = profile_values(found, geometry)
+        model_key = (model.fingerprint, geometry, device, options.threads)
+        profile_fitted = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*model_key)}")
+        results.profile = profile_values(profile_fitted, geometry)
         results.notes += [f"{curve} was not measured, the default is used: {why}"
                           for curve, why in measured.failures.items()]  # fmt: skip
-        results.points = list(measurement.held_out(found.costs))
+        results.points = list(measurement.held_out(profile_fitted.costs))
         results.accuracy = accuracy(results.points)
         if self._plan.save and results.partial is None:
-            path = profile_path(*known)
+            path = profile_path(*model_key)
             save_profile(path, results.profile)
             results.saved = str(path)
 
     def told(self) -> Iterator[str]:
-        for curve, found in self.results.accuracy.items():
-            errors = f"off by {found.error.p50:.1%}, worst {found.error.max:.1%}"
-            yield f"{curve:<20}{found.error.count:>4} points, {errors}"
+        for curve, accuracy in self.results.accuracy.items():
+            errors = f"off by {accuracy.error.p50:.1%}, worst {accuracy.error.max:.1%}"
+            yield f"{curve:<20}{accuracy.error.count:>4} points, {errors}"
         if self.results.saved is not None:
             yield f"profile: {self.results.saved}"
 
     def head(self) -> Iterator[str]:
         if self.results.profile:
             yield f"* {self.results.profile['model']}"
-        kept = f"kept in `{self.results.saved}`, where `serve` and `instance` read it"
-        yield f"* the profile is {kept if self.results.saved else 'not kept'}"
+        saved_text = f"kept in `{self.results.saved}`, where `serve` and `instance` read it"
+        yield f"* the profile is {saved_text if self.results.saved else 'not kept'}"
         yield "* medians; the curves were fitted to none of the points below; both were measured in the same rounds"
 
     def tables(self) -> Iterator[Table]:
@@ -511,11 +518,15 @@ Errors as shares of the measured time; the bias is signed (above 0: the curve ov
 column is the profile's own: a third of its points left out, three times over."""
         rows: list[list[Cell]] = []
         quality = self.results.profile.get("quality", {})
-        for curve, found in self.results.accuracy.items():
-            own = quality.get(curve)
-            told = f"{own['median_error']:.1%} of {own['samples']}" if own is not None else ""
-            shares = (f"{share:.1%}" for share in (found.error.p50, found.error.p90, found.error.max))
-            rows.append([curve, found.error.count, *shares, f"{found.bias:+.1%}", told])
+        for curve, accuracy in self.results.accuracy.items():
+            curve_quality = quality.get(curve)
+            quality_text = (
+                f"{curve_quality['median_error']:.1%} of {curve_quality['samples']}"
+                if curve_quality is not None
+                else ""
+            )
+            shares = (f"{share:.1%}" for share in (accuracy.error.p50, accuracy.error.p90, accuracy.error.max))
+            rows.append([curve, accuracy.error.count, *shares, f"{accuracy.bias:+.1%}", quality_text])
         columns = ("curve", "points", "median", "P90", "worst", "bias", "in the profile")
         return Table("How well the curves predict", columns, rows, about)
 
@@ -524,8 +535,8 @@ column is the profile's own: a third of its points left out, three times over.""
         for way, tokens in self.results.profile["pays_from_tokens"].items():
             yield f"* {way}: {'never' if tokens is None else f'from {tokens} tokens on'}"
         yield "\nA prompt of 2,048 tokens whose first half lies\n"
-        for where, reason in self.results.profile["decisions"].items():
-            yield f"* {where}: {reason}"
+        for place, reason in self.results.profile["decisions"].items():
+            yield f"* {place}: {reason}"
 
 
 def _measure_all(measurement: Measurement, tell: Tell) -> None:
@@ -550,27 +561,27 @@ def takeaways(points: list[Foretold]) -> Iterator[list[str]]:
     gains = ", ".join(f"{alone[t][0.0] / alone[t][most[t]]:.1f} times at {t} tokens" for t in alone)
     yield ["the benefit grows with the cached ratio", _yes(falls), f"TTFT at the largest ratio falls {gains}"]
     saved = {tokens: ratios[0.0] - ratios[most[tokens]] for tokens, ratios in alone.items()}
-    told = ", ".join(f"{saved[tokens] / NS_PER_MS:.0f} ms at {tokens}" for tokens in saved)
+    savings_text = ", ".join(f"{saved[tokens] / NS_PER_MS:.0f} ms at {tokens}" for tokens in saved)
     grows = list(saved.values()) == sorted(saved.values())
-    yield ["at the same ratio, longer prompts gain more", _yes(grows), told]
+    yield ["at the same ratio, longer prompts gain more", _yes(grows), savings_text]
     same = list(_batches_and_lengths(points, alone))
     if same:
         close = all(abs(share - 1) < 0.35 for _, share in same)
-        told = ", ".join(f"{share:.2f} of one prompt as long ({batch})" for batch, share in same)
-        yield ["a batch costs as much as one prompt of its length", _yes(close), told]
+        savings_text = ", ".join(f"{share:.2f} of one prompt as long ({batch})" for batch, share in same)
+        yield ["a batch costs as much as one prompt of its length", _yes(close), savings_text]
     if dram:
         pays = [f"{_pays_from(ratios, alone[tokens][0.0])} at {tokens}" for tokens, ratios in dram.items()]
-        holds = all("never" not in told for told in pays)
+        holds = all("never" not in savings_text for savings_text in pays)
         yield ["reuse from DRAM pays from some cached ratio on", _yes(holds), ", ".join(pays)]
 
 
 def _by_length(points: list[Foretold], curve: str) -> dict[int, dict[float, float]]:
     """Prompt tokens -> cached ratio -> measured ns."""
-    found: dict[int, dict[float, float]] = {}
+    ratios: dict[int, dict[float, float]] = {}
     for point in points:
         if point.curve == curve:
-            found.setdefault(point.tokens, {})[point.cached_ratio] = point.spent_ns.p50
-    return {tokens: dict(sorted(ratios.items())) for tokens, ratios in sorted(found.items())}
+            ratios.setdefault(point.tokens, {})[point.cached_ratio] = point.spent_ns.p50
+    return {tokens: dict(sorted(ratios.items())) for tokens, ratios in sorted(ratios.items())}
 
 
 def _falls(ratios: dict[float, float]) -> bool:

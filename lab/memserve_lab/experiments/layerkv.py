@@ -60,15 +60,21 @@ class ProgramPolicy(LayerPolicy):
     ) -> list[int]:
         """Solve where the requests have changed, or some steps have passed. Those that are paused are parked."""
         self._steps[0] += 1
-        ready = [at for at, one in enumerate(lying) if one.may_park]
-        numbers = {lying[at].number for at in ready}
+        ready = [index for index, view in enumerate(lying) if view.may_park]
+        numbers = {lying[index].number for index in ready}
         if not ready or (numbers == self._last.keys() and self._steps[0] < SOLVES_EVERY):
             return []
         self._steps[0] = 0
         self._last.clear()
-        found = solve([lying[at] for at in ready], budget, step_ns, free_blocks)
-        self._last.update({lying[at].number: kept for at, kept in zip(ready, found, strict=True) if kept is not None})
-        return [at for at, kept in zip(ready, found, strict=True) if kept is None]
+        layers_solved = solve([lying[index] for index in ready], budget, step_ns, free_blocks)
+        self._last.update(
+            {
+                lying[index].number: layer_count
+                for index, layer_count in zip(ready, layers_solved, strict=True)
+                if layer_count is not None
+            }
+        )
+        return [index for index, layer_count in zip(ready, layers_solved, strict=True) if layer_count is None]
 
     def kept_most(self, number: int, num_layers: int) -> int:
         """What the last solution has; all, of a request that was not in it."""
@@ -84,21 +90,21 @@ def solve(lying: Sequence[LayeredView], budget: LayerBudget, step_ns: int, free_
     page_ms = budget.page_bytes / budget.link_bytes_s * NS_PER_S / NS_PER_MS
     token_ms = budget.tpot_ns / NS_PER_MS
     compute_ms = min(step_ns / NS_PER_MS, token_ms)
-    kept = sorted({layers * n // (CHOICES - 1) for n in range(CHOICES)})
-    width = len(kept) + 1  # of one request: its choices, and the pause; behind all requests: the waits
+    layer_choices = sorted({layers * n // (CHOICES - 1) for n in range(CHOICES)})
+    width = len(layer_choices) + 1  # of one request: its choices, and the pause; behind all requests: the waits
     count = width * len(lying) + 1
     cost, frames, reads = np.zeros(count), np.zeros(count), np.zeros(count)
     one_each = np.zeros((len(lying), count))
-    for row, one in enumerate(lying):
-        at, each = row * width, ceil_div(one.entries, layers)
-        one_each[row, at : at + width] = 1
-        for choice, number in enumerate(kept):
-            cost[at + choice] = _KEEPS_MS * abs(number - one.resident_layers)
-            frames[at + choice] = number * each
-            reads[at + choice] = (layers - number) * one.entries * page_ms
-        cost[at + width - 1] = _PAUSE_MS
+    for row, view in enumerate(lying):
+        first_column, blocks_per_layer = row * width, ceil_div(view.entries, layers)
+        one_each[row, first_column : first_column + width] = 1
+        for choice, number in enumerate(layer_choices):
+            cost[first_column + choice] = _KEEPS_MS * abs(number - view.resident_layers)
+            frames[first_column + choice] = number * blocks_per_layer
+            reads[first_column + choice] = (layers - number) * view.entries * page_ms
+        cost[first_column + width - 1] = _PAUSE_MS
     cost[-1], reads[-1] = 1, -1
-    room = free_blocks + sum(one.resident_layers * ceil_div(one.entries, layers) for one in lying)
+    room = free_blocks + sum(view.resident_layers * ceil_div(view.entries, layers) for view in lying)
     solution = milp(
         cost,
         integrality=np.append(np.ones(count - 1), 0),
@@ -111,9 +117,9 @@ def solve(lying: Sequence[LayeredView], budget: LayerBudget, step_ns: int, free_
         options={"time_limit": 1.0, "mip_rel_gap": 1e-3},
     )
     if solution.x is None:
-        return [one.resident_layers for one in lying]
-    chosen = solution.x[:-1].reshape(len(lying), width).argmax(axis=1)
-    return [kept[at] if at < len(kept) else None for at in chosen.tolist()]
+        return [view.resident_layers for view in lying]
+    choices = solution.x[:-1].reshape(len(lying), width).argmax(axis=1)
+    return [layer_choices[index] if index < len(layer_choices) else None for index in choices.tolist()]
 
 
 BLOCK_TOKENS = 32
@@ -156,12 +162,12 @@ def contenders() -> tuple[Contender, ...]:
         "by layer": layers,
         "by layer, slo": {**layers, **slo},
     }
-    others = {"static-16": "static-16", "next-layer": "next-layer", ORBITFLOW: "prompts-first"}
+    contender_names = {"static-16": "static-16", "next-layer": "next-layer", ORBITFLOW: "prompts-first"}
     return (
         *(Contender(name, dataclasses.replace(GPU_SCHEDULER, **options)) for name, options in ways.items()),
         *(
             Contender(name, dataclasses.replace(GPU_SCHEDULER, layerwise=mode), "orbitflow", name == ORBITFLOW)
-            for name, mode in others.items()
+            for name, mode in contender_names.items()
         ),
     )
 
@@ -230,22 +236,22 @@ class Plan:
 
 def sweeps_of(figures: Sequence[str], rates: Sequence[float]) -> tuple[Sweep, ...]:
     """The paper's sweeps: context lengths at 1 request/s for three models, devices for Yi, rates for Llama 2."""
-    found: list[Sweep] = []
+    sweeps: list[Sweep] = []
     if "context" in figures:
-        found += [
+        sweeps += [
             Sweep("context", model, tuple((context, devices, 1.0) for context in CONTEXTS))
             for model, devices in MODELS.items()
         ]
     if "devices" in figures:
-        found.append(Sweep("devices", "yi-34b-200k", tuple((devices, devices, 1.0) for devices in (2, 4, 8))))
+        sweeps.append(Sweep("devices", "yi-34b-200k", tuple((devices, devices, 1.0) for devices in (2, 4, 8))))
     by_rate = tuple((rate, 1, rate) for rate in rates)
     if "rate" in figures:
-        found.append(Sweep("rate", "llama-2-7b-16k", by_rate))
+        sweeps.append(Sweep("rate", "llama-2-7b-16k", by_rate))
     if "stagger" in figures:
-        found.append(Sweep("stagger", "llama-2-7b-16k", by_rate[-1:], contenders=aligned_and_staggered()))
+        sweeps.append(Sweep("stagger", "llama-2-7b-16k", by_rate[-1:], contenders=aligned_and_staggered()))
     if "orbitflow" in figures:
-        found.append(Sweep("orbitflow", "llama-3-8b", tuple((rate, 1, rate) for rate in LONG_RATES), LONG_TTFT_S))
-    return tuple(found)
+        sweeps.append(Sweep("orbitflow", "llama-3-8b", tuple((rate, 1, rate) for rate in LONG_RATES), LONG_TTFT_S))
+    return tuple(sweeps)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -260,8 +266,8 @@ class LayerKvResults(StudyResults):
 
     def of(self, figure: str, model: str, contender: str) -> list[Point]:
         """One line."""
-        mine = (figure, model, contender)
-        return [point for point in self.points if (point.figure, point.model, point.contender) == mine]
+        key = (figure, model, contender)
+        return [point for point in self.points if (point.figure, point.model, point.contender) == key]
 
 
 def requests(shapes: Sequence[tuple[int, int]], rate: float, random: Random) -> Workload:
@@ -324,23 +330,23 @@ def measure_point(
 def _point(
     figure: str, model: str, devices: int, contender: str, at: float, world: ReplayWorld, ttft_s: float
 ) -> Point:
-    done = [served for served in world.clients.served if served.answered]
-    if len(done) < len(world.clients.served):
-        raise UserError(f"{len(world.clients.served) - len(done)} requests of {contender} were not answered")
+    answered = [served for served in world.clients.served if served.answered]
+    if len(answered) < len(world.clients.served):
+        raise UserError(f"{len(world.clients.served) - len(answered)} requests of {contender} were not answered")
     node = world.instances[0]
     link = node.device.link.counters
-    ttfts = sorted(_ttft_s(served) for served in done)
-    tpots = [_tpot_s(served) for served in done]
-    elapsed_s = max(served.end_ns or 0 for served in done) / NS_PER_S
-    missed = sum(ttft > ttft_s or tpot > TPOT_S for ttft, tpot in zip(map(_ttft_s, done), tpots, strict=True))
+    ttfts = sorted(_ttft_s(served) for served in answered)
+    tpots = [_tpot_s(served) for served in answered]
+    elapsed_s = max(served.end_ns or 0 for served in answered) / NS_PER_S
+    missed = sum(ttft > ttft_s or tpot > TPOT_S for ttft, tpot in zip(map(_ttft_s, answered), tpots, strict=True))
     worst = ttfts[min(len(ttfts) - 1, len(ttfts) * 99 // 100)]
     return Point(
         figure, model, devices, contender, at, sum(ttfts) / len(ttfts), worst,
-        sum(tpots) / len(tpots), sum(len(served.token_ns) for served in done) / elapsed_s, missed / len(done),
+        sum(tpots) / len(tpots), sum(len(served.token_ns) for served in answered) / elapsed_s, missed / len(answered),
         node.machine.state.memory.layers.report(0).parkings, link.waited_ns / max(1, node.device.busy_ns),
-        link.hidden_share, sum(ttft <= ttft_s for ttft in ttfts) / len(done),
-        sum(tpot <= TPOT_S for tpot in tpots) / len(done),
-        sum(map(_in_time, done)) / sum(len(served.token_ns) for served in done), tuple(link.read_pages),
+        link.hidden_share, sum(ttft <= ttft_s for ttft in ttfts) / len(answered),
+        sum(tpot <= TPOT_S for tpot in tpots) / len(answered),
+        sum(map(_in_time, answered)) / sum(len(served.token_ns) for served in answered), tuple(link.read_pages),
     )  # fmt: skip
 
 
@@ -397,41 +403,41 @@ class LayerKvStudy(Study[LayerKvResults]):
         self._plan = plan
         about = "{} on {}, by {}. Simulated."
         self.drawings = {
-            _file_of(one): Drawing(
-                about.format(one.model, plan.device, AXES[one.figure] if one.figure != "stagger" else "layer"),
-                draw_depth if one.figure == "stagger" else _drawing(one),
+            _file_of(sweep): Drawing(
+                about.format(sweep.model, plan.device, AXES[sweep.figure] if sweep.figure != "stagger" else "layer"),
+                draw_depth if sweep.figure == "stagger" else _drawing(sweep),
             )
-            for one in plan.sweeps
+            for sweep in plan.sweeps
         }
 
     def measure(self, tell: Tell) -> None:
         plan = self._plan
         for sweep in plan.sweeps:
-            for at, devices, rate in sweep.points:
+            for place, devices, rate in sweep.points:
                 random = Random(f"{plan.seed} {sweep.figure}")  # with each load the same requests
                 contenders = sweep.contenders or plan.contenders
-                shapes = self._shapes(sweep.figure, at, random)
+                shapes = self._shapes(sweep.figure, place, random)
                 workload = requests(shapes, rate, random)
                 for contender in contenders:
                     if contender.figure not in ("", sweep.figure):
                         continue
                     point = measure_point(
-                        sweep.figure, sweep.model, plan.device, devices, contender, at, workload, sweep.ttft_s
+                        sweep.figure, sweep.model, plan.device, devices, contender, place, workload, sweep.ttft_s
                     )
                     self.results.points.append(point)
-                    tell(f"{sweep.model}, {at:g} {AXES[sweep.figure]}, {point.contender}: {point.ttft_mean_s:.2f} s")
+                    tell(f"{sweep.model}, {place:g} {AXES[sweep.figure]}, {point.contender}: {point.ttft_mean_s:.2f} s")
 
-    def _shapes(self, figure: str, at: float, random: Random) -> list[tuple[int, int]]:
+    def _shapes(self, figure: str, place: float, random: Random) -> list[tuple[int, int]]:
         count = self._plan.requests
         if figure in ("rate", "stagger"):
             return conversation_lengths(count, random)
         if figure == "orbitflow":
             return long_lengths(max(20, count // 4), random)
-        return [(int(at) - 512 * (at > 16000) if figure == "context" else 4096, 512)] * max(20, count // 4)
+        return [(int(place) - 512 * (place > 16000) if figure == "context" else 4096, 512)] * max(20, count // 4)
 
     def tables(self) -> Iterator[Table]:
         for sweep in self._plan.sweeps:
-            rows = [row for at, *_ in sweep.points for row in self._rows(sweep, at)]
+            rows = [row for place, *_ in sweep.points for row in self._rows(sweep, place)]
             axis = AXES[sweep.figure]
             title = f"{sweep.model} on {self._plan.device}, by {axis} (simulated: a roofline, not measured)"
             columns = (
@@ -449,9 +455,9 @@ class LayerKvStudy(Study[LayerKvResults]):
                 f"{point.at:g}", point.contender, f"{point.ttft_met:.1%}", f"{point.tpot_met:.1%}",
                 f"{point.tbt_met:.1%}", f"{point.waited_share:.1%}",
             ]
-            for at, *_ in sweep.points
+            for place, *_ in sweep.points
             for point in self.results.points
-            if (point.figure, point.model, point.at) == (sweep.figure, sweep.model, at)
+            if (point.figure, point.model, point.at) == (sweep.figure, sweep.model, place)
         ]  # fmt: skip
         about = (
             f"Objectives: {sweep.ttft_s:g} s to the first token, {1000 * TPOT_S:g} ms for each further one; a token is "
@@ -459,12 +465,12 @@ class LayerKvStudy(Study[LayerKvResults]):
         )
         return Table(f"{sweep.model} on {self._plan.device}: objectives met", columns, rows, about=about)
 
-    def _rows(self, sweep: Sweep, at: float) -> Iterator[list[Cell]]:
-        mine = [p for p in self.results.points if (p.figure, p.model, p.at) == (sweep.figure, sweep.model, at)]
-        for point in mine:
-            base = mine[0]
+    def _rows(self, sweep: Sweep, place: float) -> Iterator[list[Cell]]:
+        points = [p for p in self.results.points if (p.figure, p.model, p.at) == (sweep.figure, sweep.model, place)]
+        for point in points:
+            base = points[0]
             yield [
-                f"{at:g}", point.contender, f"{point.ttft_mean_s:.2f}", f"{point.ttft_p99_s:.2f}",
+                f"{place:g}", point.contender, f"{point.ttft_mean_s:.2f}", f"{point.ttft_p99_s:.2f}",
                 sooner(base.ttft_mean_s / point.ttft_mean_s), f"{1000 * point.tpot_mean_s:.0f}",
                 f"{point.tokens_per_s:.0f}", f"{point.tokens_per_s / base.tokens_per_s - 1:+.1%}",
                 f"{point.violations:.1%}", point.parked, f"{point.hidden:.0%}",
@@ -500,11 +506,11 @@ def _drawing(sweep: Sweep) -> Any:
         figure, panels = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True, layout="constrained")
         for name in dict.fromkeys(point.contender for point in results.points if point.figure == sweep.figure):
             points = results.of(sweep.figure, sweep.model, name)
-            at, style = [point.at for point in points], {"marker": "x" if "slo" in name else "o", "label": name}
-            line = panels[0].plot(at, [point.ttft_mean_s for point in points], **style)[0]
-            panels[0].plot(at, [point.ttft_p99_s for point in points], linestyle=":", color=line.get_color())
-            panels[1].plot(at, [point.tokens_per_s for point in points], **style)
-            panels[2].plot(at, [100 * point.violations for point in points], **style)
+            places, style = [point.at for point in points], {"marker": "x" if "slo" in name else "o", "label": name}
+            line = panels[0].plot(places, [point.ttft_mean_s for point in points], **style)[0]
+            panels[0].plot(places, [point.ttft_p99_s for point in points], linestyle=":", color=line.get_color())
+            panels[1].plot(places, [point.tokens_per_s for point in points], **style)
+            panels[2].plot(places, [100 * point.violations for point in points], **style)
         panels[0].set(ylabel="TTFT (s): mean, P99 dotted", yscale="log")
         panels[1].set(ylabel="tokens / s", ylim=(0, None))
         panels[2].set(ylabel="requests that miss an objective (%)", ylim=(0, 100), xlabel=AXES[sweep.figure])

@@ -117,8 +117,8 @@ class LayerwiseResults(StudyResults):
 
     def of(self, figure: str, setting: str, at: float) -> list[Point]:
         """The rounds of one cell."""
-        wanted = (figure, setting, at)
-        return [point for point in self.points if (point.figure, point.setting, point.at) == wanted]
+        key = (figure, setting, at)
+        return [point for point in self.points if (point.figure, point.setting, point.at) == key]
 
 
 def conversation_lengths(count: int, answer_tokens: int, random: Random) -> list[tuple[int, int]]:
@@ -133,17 +133,18 @@ def conversation_lengths(count: int, answer_tokens: int, random: Random) -> list
 
 def point_of(figure: str, setting: str, at: float, run: LoadRun, plan: Plan) -> Point:
     """Sum up one pass."""
-    done = [record for record in run.records if record.ok and record.first_ns is not None]
-    ttfts = sorted(_ttft_s(record) for record in done) or [0.0]
-    tpots = [_tpot_s(record) for record in done]
-    kept = sum(
-        _ttft_s(one) <= plan.slo_ttft_s and tpot <= plan.slo_tpot_s for one, tpot in zip(done, tpots, strict=True)
+    answered = [record for record in run.records if record.ok and record.first_ns is not None]
+    ttfts = sorted(_ttft_s(record) for record in answered) or [0.0]
+    tpots = [_tpot_s(record) for record in answered]
+    kept_count = sum(
+        _ttft_s(record) <= plan.slo_ttft_s and tpot <= plan.slo_tpot_s
+        for record, tpot in zip(answered, tpots, strict=True)
     )
-    elapsed_s = max((record.end_ns or 0 for record in done), default=1) / NS_PER_S
+    elapsed_s = max((record.end_ns or 0 for record in answered), default=1) / NS_PER_S
     return Point(
         figure, setting, at, mean(ttfts), ttfts[min(len(ttfts) - 1, len(ttfts) * 99 // 100)],
-        mean(tpots) if tpots else 0.0, sum(record.output_tokens for record in done) / elapsed_s,
-        1 - kept / max(1, run.planned), run.planned - len(done),
+        mean(tpots) if tpots else 0.0, sum(record.output_tokens for record in answered) / elapsed_s,
+        1 - kept_count / max(1, run.planned), run.planned - len(answered),
     )  # fmt: skip
 
 
@@ -170,7 +171,7 @@ def link_use(url: str) -> dict[str, float]:
 
 
 def _totals(text: str) -> dict[str, float]:
-    wanted = (
+    columns = (
         "memserve_layerwise_link_seconds_total",
         "memserve_layerwise_bytes_total",
         "memserve_device_seconds_total",
@@ -179,7 +180,7 @@ def _totals(text: str) -> dict[str, float]:
         "".join(sample.labels.values()) or "device": sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name in wanted
+        if sample.name in columns
     }
 
 
@@ -204,7 +205,7 @@ class LayerwiseStudy(Study[LayerwiseResults]):
         flags = settings_of(plan.slo_ttft_s, plan.slo_tpot_s)
         settings = [Setting(name, flags[name]) for name in plan.settings]
         with Servers(plan.flags, tell) as servers:
-            addresses = {one.name: servers.address(one, plan.settings) for one in settings}
+            addresses = {setting.name: servers.address(setting, plan.settings) for setting in settings}
             self.results.models = sorted({address.model for address in addresses.values()})
             for turn in range(plan.rounds):
                 for figure in plan.figures:
@@ -215,17 +216,17 @@ class LayerwiseStudy(Study[LayerwiseResults]):
 
     def _sweep(self, figure: str, turn: int, addresses: Mapping[str, Address], tell: Tell) -> None:
         plan = self._plan
-        for at in plan.contexts if figure == "context" else plan.rates:
+        for place in plan.contexts if figure == "context" else plan.rates:
             names = [*plan.settings[turn % len(plan.settings) :], *plan.settings[: turn % len(plan.settings)]]
             for name in names:
                 random = Random(f"{plan.seed} {turn} {figure}")  # each setting gets the same requests
                 lengths = conversation_lengths(plan.requests, plan.answer_tokens, random)
-                shapes = [(int(at), plan.answer_tokens)] * plan.requests if figure == "context" else lengths
-                rate = plan.context_rate if figure == "context" else at
-                run = self._send(addresses[name], shapes, rate, random, f"{figure}-{at:g}-{turn}")
-                point = point_of(figure, name, at, run, plan)
+                shapes = [(int(place), plan.answer_tokens)] * plan.requests if figure == "context" else lengths
+                rate = plan.context_rate if figure == "context" else place
+                run = self._send(addresses[name], shapes, rate, random, f"{figure}-{place:g}-{turn}")
+                point = point_of(figure, name, place, run, plan)
                 self.results.points.append(point)
-                tell(f"{at:g} {AXES[figure]}, {name}: {point.ttft_mean_s:.2f} s, {point.tokens_per_s:.0f} tokens/s")
+                tell(f"{place:g} {AXES[figure]}, {name}: {point.ttft_mean_s:.2f} s, {point.tokens_per_s:.0f} tokens/s")
 
     def _send(
         self, address: Address, shapes: Sequence[tuple[int, int]], rate: float, random: Random, salt: str
@@ -255,35 +256,37 @@ class LayerwiseStudy(Study[LayerwiseResults]):
 
     def tables(self) -> Iterator[Table]:
         plan = self._plan
-        for figure in (one for one in plan.figures if one in AXES):
+        for figure in (figure_name for figure_name in plan.figures if figure_name in AXES):
             columns = (
                 AXES[figure], "setting", "TTFT mean (s)", "P99 (s)", "beside by request", "TPOT (ms)", "tokens/s",
                 "beside by request", "miss an objective", "failed",
             )  # fmt: skip
-            rows = [row for at in dict.fromkeys(p.at for p in self._of(figure)) for row in self._rows(figure, at)]
+            rows = [row for place in dict.fromkeys(p.at for p in self._of(figure)) for row in self._rows(figure, place)]
             title = f"By {AXES[figure]}, emulated link of {plan.link_gbps:g} Gbit/s, medians of rounds: {plan.rounds}"
             yield Table(title, columns, rows)
         if self.results.copied:
             head = ("load", "copies (s)", "waited for (s)", "hidden", "steps (s)", "of the link's time", "up", "down")
-            yield Table("What copies cost steps, by layer", head, [_copied_row(one) for one in self.results.copied])
+            yield Table(
+                "What copies cost steps, by layer", head, [_copied_row(copied) for copied in self.results.copied]
+            )
 
     def _of(self, figure: str) -> list[Point]:
         return [point for point in self.results.points if point.figure == figure]
 
-    def _rows(self, figure: str, at: float) -> Iterator[list[Cell]]:
-        base = self.results.of(figure, BY_REQUEST, at)
+    def _rows(self, figure: str, place: float) -> Iterator[list[Cell]]:
+        base = self.results.of(figure, BY_REQUEST, place)
         for name in self._plan.settings:
-            mine = self.results.of(figure, name, at)
-            pairs = list(zip(mine, base, strict=False))
+            points = self.results.of(figure, name, place)
+            pairs = list(zip(points, base, strict=False))
             if not pairs:
                 continue
-            ratio = median(theirs.ttft_mean_s / max(1e-9, one.ttft_mean_s) for one, theirs in pairs)
-            more = median(one.tokens_per_s / max(1e-9, theirs.tokens_per_s) for one, theirs in pairs)
+            ratio = median(rival.ttft_mean_s / max(1e-9, point.ttft_mean_s) for point, rival in pairs)
+            more = median(point.tokens_per_s / max(1e-9, rival.tokens_per_s) for point, rival in pairs)
             yield [
-                f"{at:g}", name, f"{median(p.ttft_mean_s for p in mine):.2f}",
-                f"{median(p.ttft_p99_s for p in mine):.2f}", sooner(ratio),
-                f"{1000 * median(p.tpot_mean_s for p in mine):.0f}", f"{median(p.tokens_per_s for p in mine):.0f}",
-                f"{more - 1:+.1%}", f"{median(p.violations for p in mine):.1%}", sum(p.failed for p in mine),
+                f"{place:g}", name, f"{median(p.ttft_mean_s for p in points):.2f}",
+                f"{median(p.ttft_p99_s for p in points):.2f}", sooner(ratio),
+                f"{1000 * median(p.tpot_mean_s for p in points):.0f}", f"{median(p.tokens_per_s for p in points):.0f}",
+                f"{more - 1:+.1%}", f"{median(p.violations for p in points):.1%}", sum(p.failed for p in points),
             ]  # fmt: skip
 
     def told(self) -> Iterator[str]:
@@ -291,11 +294,11 @@ class LayerwiseStudy(Study[LayerwiseResults]):
             yield from table.text()
 
 
-def _copied_row(one: Copied) -> list[Cell]:
+def _copied_row(copied: Copied) -> list[Cell]:
     return [
-        one.load, f"{one.busy_s:.2f}", f"{one.waited_s:.2f}", f"{one.hidden:.0%}", f"{one.device_s:.1f}",
-        f"{one.busy_s / one.device_s if one.device_s else 0.0:.0%}", f"{one.up_bytes / 1e9:.2f} GB",
-        f"{one.down_bytes / 1e9:.2f} GB",
+        copied.load, f"{copied.busy_s:.2f}", f"{copied.waited_s:.2f}", f"{copied.hidden:.0%}", f"{copied.device_s:.1f}",
+        f"{copied.busy_s / copied.device_s if copied.device_s else 0.0:.0%}", f"{copied.up_bytes / 1e9:.2f} GB",
+        f"{copied.down_bytes / 1e9:.2f} GB",
     ]  # fmt: skip
 
 
@@ -303,24 +306,24 @@ def _drawing(figure: str, link_gbps: float) -> Any:
     """Three panels over one axis: time to the first token, throughput, missed objectives; medians of the rounds."""
 
     def draw(pyplot: Any, results: LayerwiseResults) -> Any:
-        drawn, panels = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True, layout="constrained")
+        picture, panels = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True, layout="constrained")
         points = [point for point in results.points if point.figure == figure]
-        at = list(dict.fromkeys(point.at for point in points))
+        places = list(dict.fromkeys(point.at for point in points))
         for name in dict.fromkeys(point.setting for point in points):
-            cells = [results.of(figure, name, one) for one in at]
+            cells = [results.of(figure, name, place) for place in places]
             style = {"marker": "x" if "slo" in name else "o", "label": name}
-            line = panels[0].plot(at, [median(p.ttft_mean_s for p in cell) for cell in cells], **style)[0]
+            line = panels[0].plot(places, [median(p.ttft_mean_s for p in cell) for cell in cells], **style)[0]
             worst = [median(p.ttft_p99_s for p in cell) for cell in cells]
-            panels[0].plot(at, worst, linestyle=":", color=line.get_color())
-            panels[1].plot(at, [median(p.tokens_per_s for p in cell) for cell in cells], **style)
-            panels[2].plot(at, [100 * median(p.violations for p in cell) for cell in cells], **style)
+            panels[0].plot(places, worst, linestyle=":", color=line.get_color())
+            panels[1].plot(places, [median(p.tokens_per_s for p in cell) for cell in cells], **style)
+            panels[2].plot(places, [100 * median(p.violations for p in cell) for cell in cells], **style)
         panels[0].set(ylabel="TTFT (s): mean, P99 dotted", yscale="log")
         panels[1].set(ylabel="tokens / s", ylim=(0, None))
         panels[2].set(ylabel="requests that miss an objective (%)", ylim=(0, 100), xlabel=AXES[figure])
         for axes in panels:
             axes.grid(alpha=0.3)
         panels[1].legend(loc="lower left")
-        drawn.suptitle(f"KV by layer, emulated link of {link_gbps:g} Gbit/s")
-        return drawn
+        picture.suptitle(f"KV by layer, emulated link of {link_gbps:g} Gbit/s")
+        return picture
 
     return draw

@@ -101,7 +101,7 @@ class SourceDevice:
     def step_ns(self, plan: StepPlan) -> int:
         """How long ``plan`` takes. Computing only the last known token is part of drawing the next one."""
         rows = zip(plan.counts, plan.sample_slots, strict=True)
-        self._spent_ns = TOKEN_NS * sum((count if count > 1 else 0) + len(drawn) for count, drawn in rows)
+        self._spent_ns = TOKEN_NS * sum((count if count > 1 else 0) + len(draft_tokens) for count, draft_tokens in rows)
         return self._spent_ns
 
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
@@ -219,7 +219,7 @@ class SourceWorld:
     def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
         """After each event, check the machine's invariants."""
 
-    def say(self, line: str, what: object = "") -> None:
+    def say(self, line: str, detail: object = "") -> None:
         """Not recorded."""
 
     def admission(self) -> AdmissionStats:
@@ -304,9 +304,9 @@ class LlmServingCache(Study[ScenarioResults]):
         results = self.results
         for case in CASES:
             answers, world = play(case)
-            found = outcome(answers)
-            shares = (f"{found.hit_percent} %", f"{found.rejected_percent} %")
-            results.cases.append((case.name, str(found.mean_ms), str(found.p95_ms), *shares))
+            result = outcome(answers)
+            shares = (f"{result.hit_percent} %", f"{result.rejected_percent} %")
+            results.cases.append((case.name, str(result.mean_ms), str(result.p95_ms), *shares))
             results.notes += [f"{case.name}: rejected: {answer.rejected}" for answer in answers if answer.rejected]
             if world.admission().evictions:
                 results.notes.append(f"{case.name}: {world.admission().evictions} ended requests were evicted")

@@ -93,9 +93,9 @@ def steps(results: Results) -> Iterator[Step]:
             if name is not None:
                 has_figure = name != CACHING or _SPLIT.match(before.setting)
                 paper = PAPER.get((before.label.kind, name), {}) if has_figure else {}
-                changes = {one: _change(before, after, one) for one in TOLD}
-                known = {one: change for one, change in changes.items() if change is not None}
-                yield Step(name, before, after, known, paper)
+                changes = {name: _change(before, after, name) for name in TOLD}
+                changes_known = {name: change for name, change in changes.items() if change is not None}
+                yield Step(name, before, after, changes_known, paper)
 
 
 def _step(before: str, after: str) -> str | None:
@@ -128,14 +128,14 @@ class Ranking:
     @property
     def values(self) -> tuple[float, ...]:
         """The compared quantity of each setting, in seconds."""
-        return tuple(found.value(self.judged) or 0.0 for found in self.members)
+        return tuple(row.value(self.judged) or 0.0 for row in self.members)
 
     @property
     def holds(self) -> bool:
         """Whether our values are in the paper's order."""
-        first, *others = self.values
+        first, *later_values = self.values
         if self.name == TRANSFER:
-            return all(first < other for other in others)
+            return all(first < value for value in later_values)
         return all(better < worse for better, worse in pairwise(self.values))
 
 
@@ -143,11 +143,11 @@ def rankings(results: Results) -> Iterator[Ranking]:
     """The paper's orders for which ``results`` has at least two settings."""
     for name, judged, endings in ORDERS:
         groups: dict[tuple[str, str], dict[str, Found]] = {}
-        for found in results.found:
+        for row in results.found:
             for ending in endings:
-                if found.setting.endswith(ending) and found.value(judged) is not None:
-                    stem = found.setting.removesuffix(ending)
-                    groups.setdefault((found.workload, stem), {})[ending] = found
+                if row.setting.endswith(ending) and row.value(judged) is not None:
+                    stem = row.setting.removesuffix(ending)
+                    groups.setdefault((row.workload, stem), {})[ending] = row
         for members in groups.values():
             if len(members) > 1:
                 yield Ranking(name, judged, tuple(members[ending] for ending in endings if ending in members))
@@ -156,21 +156,28 @@ def rankings(results: Results) -> Iterator[Ranking]:
 def compare(results: Results, records: Sequence[RequestRecord]) -> None:
     """Add the confidence interval of every step, and of best against worst in every order."""
     groups = metrics.by_setting(records)
-    wanted = [(step.before, step.after, step.judged) for step in steps(results)]
-    wanted += [(one.members[-1], one.members[0], one.judged) for one in rankings(results)]
-    for before, after, name in wanted:
+    pairs = [(step.before, step.after, step.judged) for step in steps(results)]
+    pairs += [(ranking.members[-1], ranking.members[0], ranking.judged) for ranking in rankings(results)]
+    for before, after, name in pairs:
         quantity, statistic = name.split()
         change = _change(before, after, name)
         if change is not None and _pair(results, before, after, name) is None:
             pair = (groups[before.workload, before.setting], groups[before.workload, after.setting])
             interval = metrics.paired(*pair, QUANTITIES[quantity], STATISTICS[statistic])
-            found = Compared(before.workload, before.setting, after.setting, name, change, interval)
-            results.compared.append(found)
+            comparison = Compared(before.workload, before.setting, after.setting, name, change, interval)
+            results.compared.append(comparison)
 
 
 def _pair(results: Results, before: Found, after: Found, name: str) -> Compared | None:
-    wanted = (before.workload, before.setting, after.setting, name)
-    return next((one for one in results.compared if (one.workload, one.before, one.after, one.name) == wanted), None)
+    key = (before.workload, before.setting, after.setting, name)
+    return next(
+        (
+            comparison
+            for comparison in results.compared
+            if (comparison.workload, comparison.before, comparison.after, comparison.name) == key
+        ),
+        None,
+    )
 
 
 # -- in words
@@ -178,12 +185,12 @@ def _pair(results: Results, before: Found, after: Found, name: str) -> Compared 
 
 def beside_the_paper(results: Results) -> Iterator[Table]:
     """Sections of the report; none if the paper compares no two of the settings."""
-    found, orders = list(steps(results)), list(rankings(results))
-    if found:
-        yield _changes(results, found)
-    by_name = {name: [one for one in orders if one.name == name] for name in (LEVELS, TRANSFER, POLICIES)}
-    for workload in dict.fromkeys(one.members[0].workload for one in by_name[LEVELS]):
-        yield _levels(results, [one for one in by_name[LEVELS] if one.members[0].workload == workload])
+    steps_found, orders = list(steps(results)), list(rankings(results))
+    if steps_found:
+        yield _changes(results, steps_found)
+    by_name = {name: [ranking for ranking in orders if ranking.name == name] for name in (LEVELS, TRANSFER, POLICIES)}
+    for workload in dict.fromkeys(ranking.members[0].workload for ranking in by_name[LEVELS]):
+        yield _levels(results, [ranking for ranking in by_name[LEVELS] if ranking.members[0].workload == workload])
     columns = ("JCT mean (ms)", "JCT P99", "TTFT mean", "TTFT P99", "TPOT mean")
     names = ("jct mean", "jct p99", "ttft mean", "ttft p99", "tpot mean")
     title = "Transfer modes over the request rate (figure 12)"
@@ -192,18 +199,18 @@ def beside_the_paper(results: Results) -> Iterator[Table]:
     yield _order_table(results, by_name[POLICIES], title, POLICIES_ABOUT, two, ("ttft p99", "ttft mean"))
 
 
-def _changes(results: Results, found: Sequence[Step]) -> Table:
+def _changes(results: Results, steps_found: Sequence[Step]) -> Table:
     rows: list[list[Cell]] = []
-    for step in found:
+    for step in steps_found:
         cells = []
         for name in TOLD:
-            own = f"{step.changes[name]:+.0%}" if name in step.changes else ""
-            cells.append(own + (f" ({step.paper[name]:+.1%})" if name in step.paper else ""))
+            change_text = f"{step.changes[name]:+.0%}" if name in step.changes else ""
+            cells.append(change_text + (f" ({step.paper[name]:+.1%})" if name in step.paper else ""))
         path = f"{step.name}: {step.before.setting} to {step.after.setting}"
         pair = _pair(results, step.before, step.after, step.judged)
         rows.append([step.before.workload, path, *cells, verdict(step, pair)])
-    about = CHANGES_ABOUT + (ONE_SEED if len({one.seed for one in results.passes}) < 2 else "")
-    below = SHARED_CORES if any(step.name == DISAGGREGATION for step in found) else ""
+    about = CHANGES_ABOUT + (ONE_SEED if len({load_pass.seed for load_pass in results.passes}) < 2 else "")
+    below = SHARED_CORES if any(step.name == DISAGGREGATION for step in steps_found) else ""
     columns = ["workload", "step", *map(titled, TOLD), "in words"]
     return Table("Beside the paper", columns, rows, about, below)
 
@@ -218,10 +225,10 @@ def verdict(step: Step, pair: Compared | None) -> str:
     """Whether the step has the effect that the paper reports; if not, why."""
     if pair is None:
         return "not compared: no request was answered"
-    what = f"{titled(step.judged)} {told(pair)}"
+    title = f"{titled(step.judged)} {told(pair)}"
     if not pair.is_told_apart:
-        return f"{what}: within noise; {_why(step)}"
-    return f"{what}: falls, as the paper says" if pair.change < 0 else f"{what}: rises; {_why(step)}"
+        return f"{title}: within noise; {_why(step)}"
+    return f"{title}: falls, as the paper says" if pair.change < 0 else f"{title}: rises; {_why(step)}"
 
 
 def told(pair: Compared) -> str:
@@ -245,7 +252,7 @@ def _why(step: Step) -> str:
 
 def in_words(results: Results, order: Ranking) -> str:
     """Whether an order holds: the settings, best first in the paper, and our values."""
-    names = ", ".join(found.setting for found in order.members)
+    names = ", ".join(row.setting for row in order.members)
     values = ", ".join(f"{MS * value:.0f}" for value in order.values)
     holds = "the paper's order" if order.holds else "another order"
     pair = _pair(results, order.members[-1], order.members[0], order.judged)
@@ -257,11 +264,13 @@ def in_words(results: Results, order: Ranking) -> str:
 def _levels(results: Results, orders: Sequence[Ranking]) -> Table:
     """One workload's caching levels, turn by turn."""
     members = orders[0].members
-    turns = sorted({turn for found in members for turn in found.turns})
-    rows = [[found.setting, *(_two(found.turns.get(turn)) for turn in turns)] for found in members]
+    turns = sorted({turn for row in members for turn in row.turns})
+    rows = [[row.setting, *(_two(row.turns.get(turn)) for turn in turns)] for row in members]
     columns = ["setting", *(f"turn {turn + 1}: TTFT, JCT (ms)" for turn in turns)]
-    said = "; ".join(in_words(results, order) for order in orders)
-    return Table(f"Caching levels over turns: {members[0].workload}", columns, rows, LEVELS_ABOUT, f"{said}.", level=3)
+    sentences = "; ".join(in_words(results, order) for order in orders)
+    return Table(
+        f"Caching levels over turns: {members[0].workload}", columns, rows, LEVELS_ABOUT, f"{sentences}.", level=3
+    )
 
 
 def _two(figures: Figures | None) -> str:
@@ -276,10 +285,10 @@ def _order_table(
     """The settings of all ``orders``, one row each, and the verdicts below."""
     rows: list[list[Cell]] = []
     for order in orders:
-        for found in order.members:
-            times = (f"{MS * (found.value(name) or 0):.0f}" for name in names)
-            shares = (f"{found.figures.cached_share:.0%}", f"{found.figures.fetched_share:.0%}")
-            rows.append([order.members[0].workload, found.setting, *times, *shares])
+        for row in order.members:
+            times = (f"{MS * (row.value(name) or 0):.0f}" for name in names)
+            shares = (f"{row.figures.cached_share:.0%}", f"{row.figures.fetched_share:.0%}")
+            rows.append([order.members[0].workload, row.setting, *times, *shares])
     below = "\n".join(f"* {order.members[0].workload}: {in_words(results, order)}" for order in orders)
     columns = ("workload", "setting", *columns, "prompt tokens cached", "fetched")
     return Table(title, columns, rows, about, below, level=3)

@@ -50,11 +50,11 @@ class Prompts:
 
     def sharing(self, tokens: TokenArray, shared: int) -> TokenArray:
         """A prompt as long as ``tokens`` that shares exactly its first ``shared`` tokens."""
-        other = self.fresh(len(tokens))
-        other[:shared] = tokens[:shared]
+        other_tokens = self.fresh(len(tokens))
+        other_tokens[:shared] = tokens[:shared]
         if shared < len(tokens):
-            other[shared] = tokens[shared] % (VOCABULARY - 1) + 1
-        return other
+            other_tokens[shared] = tokens[shared] % (VOCABULARY - 1) + 1
+        return other_tokens
 
 
 def plant_tree(pool: BlockPool, prompts: Prompts, count: int, tokens: int = TREE_PROMPT_TOKENS) -> list[TokenArray]:
@@ -131,14 +131,14 @@ def measure_accounts(
 def _account_by_blocks(pool: MemPool, prompts: Prompts, times: Times, count: int) -> None:
     tokens = prompts.fresh(count * pool.geometry.block_tokens)
     times(("free_mem", count, None), pool.free_mem, times(("alloc_mem", count, None), pool.alloc_mem, count))
-    held = _allocated(pool, count)
-    times(("insert", count, 0.0), pool.insert, tokens, held)
-    pool.free_mem(held)
-    found = times(("match", count, 1.0), pool.match, tokens)
-    check(len(found) == count, "all of it was inserted")
-    pool.free_mem(found)
-    gone = times(("delete", count, 0.0), pool.delete, tokens)
-    check(gone == count, "all of it goes")
+    addresses = _allocated(pool, count)
+    times(("insert", count, 0.0), pool.insert, tokens, addresses)
+    pool.free_mem(addresses)
+    match = times(("match", count, 1.0), pool.match, tokens)
+    check(len(match) == count, "all of it was inserted")
+    pool.free_mem(match)
+    removed = times(("delete", count, 0.0), pool.delete, tokens)
+    check(removed == count, "all of it goes")
 
 
 def _account_by_ratio(pool: MemPool, prompts: Prompts, times: Times, count: int, ratio: float) -> None:
@@ -148,30 +148,30 @@ def _account_by_ratio(pool: MemPool, prompts: Prompts, times: Times, count: int,
     first = prompts.fresh(count * block_tokens)
     _insert(pool, first[: shared * block_tokens])
     tokens = prompts.sharing(first, shared * block_tokens)
-    found = times(("match", count, ratio), pool.match, tokens)
-    check(len(found) == shared, "what was planted is found, and no more")
-    pool.free_mem(found)
-    held = _allocated(pool, count)
-    added = times(("insert", count, ratio), pool.insert, tokens, held)
+    match = times(("match", count, ratio), pool.match, tokens)
+    check(len(match) == shared, "what was planted is found, and no more")
+    pool.free_mem(match)
+    addresses = _allocated(pool, count)
+    added = times(("insert", count, ratio), pool.insert, tokens, addresses)
     check(added == count - shared, "what was there is kept")
-    pool.free_mem(held)
+    pool.free_mem(addresses)
     if shared < count:  # deleting a prompt that extends to another one deletes that as well
         _insert(pool, first)
-        gone = times(("delete", count, ratio), pool.delete, tokens)
-        check(gone == count - shared, "what the other prompt needs stays")
+        removed = times(("delete", count, ratio), pool.delete, tokens)
+        check(removed == count - shared, "what the other prompt needs stays")
     pool.delete(first)
 
 
 def _allocated(pool: MemPool, count: int) -> Addresses:
-    held = pool.alloc_mem(count)
-    assert held is not None, "the pool was made for it"
-    return held
+    addresses = pool.alloc_mem(count)
+    assert addresses is not None, "the pool was made for it"
+    return addresses
 
 
 def _insert(pool: MemPool, tokens: TokenArray) -> None:
-    held = _allocated(pool, len(tokens) // pool.geometry.block_tokens)
-    pool.insert(tokens, held)
-    pool.free_mem(held)
+    addresses = _allocated(pool, len(tokens) // pool.geometry.block_tokens)
+    pool.insert(tokens, addresses)
+    pool.free_mem(addresses)
 
 
 def measure_swaps(geometry: KVGeometry, counts: Sequence[int], rounds: int) -> list[CallPoint]:
@@ -180,8 +180,8 @@ def measure_swaps(geometry: KVGeometry, counts: Sequence[int], rounds: int) -> l
     pool, times = MemPool(geometry, hbm_bytes=size_bytes, dram_bytes=size_bytes), Times()
     for turn in range(rounds + 1):
         for count in reversed(counts):  # the first round touches all of the memory
-            held = _allocated(pool, count)
-            below = times(("swap_out", count, None), pool.swap_out_blocks, held)
+            addresses = _allocated(pool, count)
+            below = times(("swap_out", count, None), pool.swap_out_blocks, addresses)
             above = times(("swap_in", count, None), pool.swap_in, below)
             check(above is not None and above.tier is Tier.HBM, "there is room for all blocks")
             pool.free_mem(above)
@@ -211,9 +211,9 @@ def measure_peers(pairs: dict[str, Pair], counts: Sequence[int], ratio_blocks: i
                 for key, spent_ns in pair.ask(question):
                     times[name].add(key, spent_ns)
         if turn == 0:
-            for one in times.values():
-                one.forget()
-    return [point for name, one in times.items() for point in one.points(name)]
+            for samples in times.values():
+                samples.forget()
+    return [point for name, samples in times.items() for point in samples.points(name)]
 
 
 def _peer(name: str, geometry: KVGeometry, link: str, blocks: int) -> PoolPeer:
@@ -225,23 +225,23 @@ def _receive(sender: Connection, geometry: KVGeometry, link: str, blocks_max: in
     with _peer("receiver", geometry, link, 2 * blocks_max) as peer:
         sender.send(peer.info())
         while True:
-            what, tokens = sender.recv()
-            if what == "plant":
-                held = peer.alloc_mem(len(tokens) // geometry.block_tokens)
-                assert held is not None, "the pool was made for it"
-                peer.insert(tokens, held)
-                peer.free_mem(held)
+            command, tokens = sender.recv()
+            if command == "plant":
+                addresses = peer.alloc_mem(len(tokens) // geometry.block_tokens)
+                assert addresses is not None, "the pool was made for it"
+                peer.insert(tokens, addresses)
+                peer.free_mem(addresses)
             else:
                 peer.delete(tokens)
             sender.send("done")
 
 
-def _send(told: Connection, receiver: Connection, geometry: KVGeometry, link: str, blocks_max: int) -> None:
+def _send(commands: Connection, receiver: Connection, geometry: KVGeometry, link: str, blocks_max: int) -> None:
     """The sender's process: makes the calls."""
     with _peer("sender", geometry, link, blocks_max) as peer:
         caller = _Caller(peer, receiver, geometry)
         peer.connect(receiver.recv())
-        serve(told, caller.answer)
+        serve(commands, caller.answer)
 
 
 class _Caller:
@@ -252,40 +252,40 @@ class _Caller:
     def answer(self, question: Question) -> list[tuple[Key, int]]:
         """Make the calls that ``question`` describes, timed."""
         count, ratio = question
-        held = self._peer.alloc_mem(count)
-        assert held is not None, "the pool was made for it"
+        addresses = self._peer.alloc_mem(count)
+        assert addresses is not None, "the pool was made for it"
         try:
-            return self._raw(held) if ratio is None else self._with_insert(held, ratio)
+            return self._raw(addresses) if ratio is None else self._with_insert(addresses, ratio)
         finally:
-            self._peer.free_mem(held)
+            self._peer.free_mem(addresses)
 
-    def _raw(self, held: Addresses) -> list[tuple[Key, int]]:
-        count = len(held)
-        found: list[tuple[Key, int]] = []
+    def _raw(self, addresses: Addresses) -> list[tuple[Key, int]]:
+        count = len(addresses)
+        samples: list[tuple[Key, int]] = []
         for name, flags in ((TRANSFER, TransferFlag.NONE), (BY_PAGE, TransferFlag.BY_PAGE)):
             begin_ns = time.perf_counter_ns()
-            there = self._peer.alloc_mem(count, id="receiver", timeout_s=ANSWER_S)
-            found.append(((ALLOCATE, count, None), time.perf_counter_ns() - begin_ns))
-            check(there is not None, f"the receiver, which has room, gave no blocks in {ANSWER_S:.0f} s")
+            remote_addresses = self._peer.alloc_mem(count, id="receiver", timeout_s=ANSWER_S)
+            samples.append(((ALLOCATE, count, None), time.perf_counter_ns() - begin_ns))
+            check(remote_addresses is not None, f"the receiver, which has room, gave no blocks in {ANSWER_S:.0f} s")
             begin_ns = time.perf_counter_ns()
-            done = self._peer.transfer("receiver", held, there, flags)
-            found.append(((name, count, None), time.perf_counter_ns() - begin_ns))
-            check(done, f"the receiver did not take it: {done.reason}")
-            self._peer.free_mem(there or ())
-        return found
+            outcome = self._peer.transfer("receiver", addresses, remote_addresses, flags)
+            samples.append(((name, count, None), time.perf_counter_ns() - begin_ns))
+            check(outcome, f"the receiver did not take it: {outcome.reason}")
+            self._peer.free_mem(remote_addresses or ())
+        return samples
 
-    def _with_insert(self, held: Addresses, ratio: float) -> list[tuple[Key, int]]:
-        tokens = self._prompts.fresh(len(held) * self._block_tokens)
-        shared = round(len(held) * ratio)
+    def _with_insert(self, addresses: Addresses, ratio: float) -> list[tuple[Key, int]]:
+        tokens = self._prompts.fresh(len(addresses) * self._block_tokens)
+        shared = round(len(addresses) * ratio)
         if shared:
             self._tell("plant", tokens[: shared * self._block_tokens])
         begin_ns = time.perf_counter_ns()
-        done = self._peer.transfer_with_insert("receiver", tokens, held)
+        outcome = self._peer.transfer_with_insert("receiver", tokens, addresses)
         spent_ns = time.perf_counter_ns() - begin_ns
-        check(done, f"the receiver did not take it: {done.reason}")
+        check(outcome, f"the receiver did not take it: {outcome.reason}")
         self._tell("forget", tokens)
-        return [((WITH_INSERT, len(held), ratio), spent_ns)]
+        return [((WITH_INSERT, len(addresses), ratio), spent_ns)]
 
-    def _tell(self, what: str, tokens: Any) -> None:
-        self._receiver.send((what, tokens))
+    def _tell(self, command: str, tokens: Any) -> None:
+        self._receiver.send((command, tokens))
         self._receiver.recv()

@@ -97,17 +97,17 @@ class HashIndex(Index):
 
     def match(self) -> int:
         self._keys = list(self._keys_of(self._tokens, self._block_tokens))
-        found = 0
+        matched = 0
         for key in self._keys:
             if key not in self._blocks:
                 break
-            found += 1
-        return found
+            matched += 1
+        return matched
 
     def insert(self) -> int:
         blocks, before = self._blocks, len(self._blocks)
-        for at, key in enumerate(self._keys):
-            blocks.setdefault(key, at)
+        for index, key in enumerate(self._keys):
+            blocks.setdefault(key, index)
         return len(blocks) - before
 
     def forget(self) -> None:
@@ -130,9 +130,9 @@ class RadixOfPool(Index):
 
     def take(self, tokens: TokenArray) -> None:
         # allocate blocks now, outside the timed match: the rivals have none
-        held = self._pool.allocate_ids(len(tokens) // self._pool.block_tokens)
-        assert held is not None, "the pool has room for the prompt"
-        self._tokens, self._held = tokens, held
+        block_ids = self._pool.allocate_ids(len(tokens) // self._pool.block_tokens)
+        assert block_ids is not None, "the pool has room for the prompt"
+        self._tokens, self._held = tokens, block_ids
 
     def match(self) -> int:
         assert self._tokens is not None
@@ -177,7 +177,7 @@ def race(block_tokens: int, works: Sequence[tuple[int, float]], tree_prompts: in
             for name, index in indexes.items():
                 spent[name].append(_one(index, prompt, block_tokens, ratio))
         for name, times in spent.items():
-            columns = ([match for match, _ in times], [insert for _, insert in times], [sum(both) for both in times])
+            columns = ([match for match, _ in times], [insert for _, insert in times], [sum(pair) for pair in times])
             yield IndexPoint(name, tokens, ratio, *(spread_of(column) for column in columns))
 
 
@@ -189,10 +189,10 @@ def _one(index: Index, prompt: TokenArray, block_tokens: int, ratio: float) -> t
         index.plant(prompt[: shared * block_tokens])
     index.take(prompt)
     begin_ns = time.perf_counter_ns()
-    found = index.match()
+    matched = index.match()
     matched_ns = time.perf_counter_ns()
     added = index.insert()
     inserted_ns = time.perf_counter_ns()
-    check((found, added) == (shared, blocks - shared), f"{found} and {added} blocks of {shared} and {blocks}")
+    check((matched, added) == (shared, blocks - shared), f"{matched} and {added} blocks of {shared} and {blocks}")
     index.forget()
     return matched_ns - begin_ns, inserted_ns - matched_ns

@@ -50,14 +50,14 @@ Side = Callable[..., None]
 class Pair:
     """``own`` in one process and ``take`` in another, until :meth:`close`. Both must be importable by name."""
 
-    def __init__(self, name: str, own: Side, take: Side, environment: dict[str, str], *arguments: Any) -> None:
+    def __init__(self, name: str, own_side: Side, take: Side, environment: dict[str, str], *arguments: Any) -> None:
         """Raises :class:`UserError` if the taker does not become ready."""
         self.name = name
         context = multiprocessing.get_context("spawn")
         owner_side, taker_side = context.Pipe()
         self._told, telling = context.Pipe()
         self._processes = [
-            context.Process(target=_run, args=(environment, own, owner_side, *arguments), daemon=True),
+            context.Process(target=_run, args=(environment, own_side, owner_side, *arguments), daemon=True),
             context.Process(target=_run, args=(environment, take, telling, taker_side, *arguments), daemon=True),
         ]
         for process in self._processes:
@@ -86,12 +86,12 @@ class Pair:
 
     def _answer(self, within_s: float) -> Any:
         try:
-            found = self._told.recv() if self._told.poll(within_s) else Failed("no answer in time")
+            answer = self._told.recv() if self._told.poll(within_s) else Failed("no answer in time")
         except (EOFError, OSError):
-            found = Failed("a process died")
-        if isinstance(found, Failed):
-            raise UserError(f"{self.name} does not work here: {found.why}")
-        return found
+            answer = Failed("a process died")
+        if isinstance(answer, Failed):
+            raise UserError(f"{self.name} does not work here: {answer.why}")
+        return answer
 
 
 class Failed:
@@ -101,18 +101,18 @@ class Failed:
         self.why = why
 
 
-def serve(told: Connection, answer: Callable[[Any], Any]) -> None:
+def serve(commands: Connection, answer: Callable[[Any], Any]) -> None:
     """The taker's loop: report ready, then answer each question, until the parent has gone."""
-    told.send("ready")
+    commands.send("ready")
     while True:
         try:
-            question = told.recv()
+            question = commands.recv()
         except EOFError:
             return
         try:
-            told.send(answer(question))
+            commands.send(answer(question))
         except Exception as error:  # told to the parent, which decides
-            told.send(Failed(f"{type(error).__name__}: {error}"))
+            commands.send(Failed(f"{type(error).__name__}: {error}"))
 
 
 def _run(environment: dict[str, str], work: Side, *arguments: Any) -> None:
@@ -250,7 +250,7 @@ def _own(taker: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -
         port.close()
 
 
-def _take(told: Connection, owner: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -> None:
+def _take(commands: Connection, owner: Connection, geometry: KVGeometry, link: str, arena_bytes: int) -> None:
     """The taker's process: reads the requested ranges."""
     arenas = {Tier.HBM: _arena(arena_bytes)}
     reader: PageLink = ShmLink(arenas) if link == "shm" else NixlLink(arenas, geometry.block_bytes)
@@ -260,7 +260,11 @@ def _take(told: Connection, owner: Connection, geometry: KVGeometry, link: str, 
 
     def move(work: Work) -> int:
         ranges = work.ranges
-        parts = [ranges] if work.calls == ONE_CALL else [ranges.slice_ranges(at, at + 1) for at in range(len(ranges))]
+        parts = (
+            [ranges]
+            if work.calls == ONE_CALL
+            else [ranges.slice_ranges(index, index + 1) for index in range(len(ranges))]
+        )
         owner.send("seal")
         owner.recv()
         begin_ns = time.perf_counter_ns()
@@ -269,7 +273,7 @@ def _take(told: Connection, owner: Connection, geometry: KVGeometry, link: str, 
         return time.perf_counter_ns() - begin_ns
 
     try:
-        serve(told, move)
+        serve(commands, move)
     finally:
         reader.close()
 

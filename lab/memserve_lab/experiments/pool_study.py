@@ -114,16 +114,16 @@ class PoolResults(StudyResults):
 def by_blocks(calls: Iterable[CallPoint], call: str, link: str = "") -> dict[int, Spread]:
     """Number of blocks -> time of ``call``."""
     ratio = FRESH_OR_WHOLE.get(call)
-    found = {p.blocks: p.spent_ns for p in calls if (p.call, p.link, p.cached_ratio) == (call, link, ratio)}
-    return dict(sorted(found.items()))
+    spent_by_blocks = {p.blocks: p.spent_ns for p in calls if (p.call, p.link, p.cached_ratio) == (call, link, ratio)}
+    return dict(sorted(spent_by_blocks.items()))
 
 
 def by_ratio(calls: Iterable[CallPoint], call: str, link: str = "") -> dict[float, Spread]:
     """Cached ratio -> time of ``call``, at the number of blocks that has all ratios."""
-    mine = [p for p in calls if (p.call, p.link) == (call, link) and p.cached_ratio is not None]
-    varied = {p.blocks for p in mine if p.cached_ratio not in (None, 0.0, 1.0)}
-    found = {p.cached_ratio: p.spent_ns for p in mine if p.blocks in varied and p.cached_ratio is not None}
-    return dict(sorted(found.items()))
+    points = [p for p in calls if (p.call, p.link) == (call, link) and p.cached_ratio is not None]
+    varied = {p.blocks for p in points if p.cached_ratio not in (None, 0.0, 1.0)}
+    spent_by_ratio = {p.cached_ratio: p.spent_ns for p in points if p.blocks in varied and p.cached_ratio is not None}
+    return dict(sorted(spent_by_ratio.items()))
 
 
 def ratio_blocks(calls: Iterable[CallPoint]) -> int | None:
@@ -180,7 +180,7 @@ def _index(pyplot: Any, results: PoolResults) -> Any | None:
         draw_line(lengths, cold, name, NS_PER_US)
         middle = {p.cached_ratio: p for p in results.index if ratios and p.prompt_tokens == ratios[0].prompt_tokens and
                   p.index == name}  # fmt: skip
-        draw_line(shares, {at: middle[at].check_ns for at in sorted(middle)}, name, NS_PER_US)
+        draw_line(shares, {place: middle[place].check_ns for place in sorted(middle)}, name, NS_PER_US)
         part = {t: 100 * spent.p50 / (spent.p50 + forward[t]) for t, spent in cold.items() if t in forward}
         prefill.plot(list(part), list(part.values()), marker="o", markersize=4, label=name)
     lengths.set(title="Nothing cached", xlabel="prompt (tokens)", ylabel="check index: match and insert (µs)")
@@ -209,12 +209,12 @@ def _moves(pyplot: Any, results: PoolResults) -> Any | None:
     movers = list(dict.fromkeys(move.mover for move in results.moves))
     for number, mover in enumerate(movers):
         for calls, style in ((ONE_CALL, "-"), (CALL_EACH, "--")):
-            mine = [move for move in results.moves if (move.mover, move.calls) == (mover, calls) and move.layout]
-            times = {f"{move.layout}\n{move.pieces} x {_size(move.piece_bytes)}": move.spent_ns for move in mine}
+            moves = [move for move in results.moves if (move.mover, move.calls) == (mover, calls) and move.layout]
+            times = {f"{move.layout}\n{move.pieces} x {_size(move.piece_bytes)}": move.spent_ns for move in moves}
             draw_line(layouts, times, f"{mover}, {calls}", NS_PER_MS, color=f"C{number}", ls=style)
         swept = [move for move in results.moves if move.mover == mover and not move.layout]
-        rates = {one.piece_bytes / KIB: (one.gb_per_s, one.total_bytes / one.spent_ns.p90,
-                 one.total_bytes / one.spent_ns.p10) for one in swept}  # fmt: skip
+        rates = {move.piece_bytes / KIB: (move.gb_per_s, move.total_bytes / move.spent_ns.p90,
+                 move.total_bytes / move.spent_ns.p10) for move in swept}  # fmt: skip
         draw_intervals(sizes, rates, mover, 1, color=f"C{number}")
     layouts.set(title="KV of a prompt of 2,048 tokens", ylabel="time (ms)", xlabel="pieces of the KV", yscale="log")
     sizes.set(title="Bandwidth by the size of pieces", xlabel="piece (KiB)", ylabel="GB/s", xscale="log", yscale="log")
@@ -312,8 +312,8 @@ MemServe section 8.4 (Llama2-13B, eight H800, blocks of 16 tokens). The machines
 *{ONE_CALL}*: all pieces in one request; *{CALL_EACH}*: as a library without lists of pieces needs. The paper tunes
 NCCL's communicators beside it; these links have none."""
         rows = [
-            [one.mover, one.calls, one.layout, one.pieces, human_bytes(one.piece_bytes),
-             one.spent_ns.told(NS_PER_MS, 2), f"{one.gb_per_s:.2f}"] for one in results.moves
+            [move.mover, move.calls, move.layout, move.pieces, human_bytes(move.piece_bytes),
+             move.spent_ns.told(NS_PER_MS, 2), f"{move.gb_per_s:.2f}"] for move in results.moves
         ]  # fmt: skip
         columns = ("by", "calls", "layout", "pieces", "each", "ms", "GB/s")
         yield Table("Between processes (figure 11)", columns, rows, about)
@@ -349,8 +349,8 @@ def _call_claims(results: PoolResults) -> Iterator[list[str]]:
     for call in ("alloc_mem", "free_mem"):
         times = by_blocks(calls, call)
         count = max(times)
-        here = f"{times[count].p50 / count:.0f} ns ({times[count].p50 / NS_PER_US:.1f} µs for {count})"
-        yield ["9", f"`{call}`, a block", f"about {PAPER_BLOCK_NS} ns", here]
+        figure_text = f"{times[count].p50 / count:.0f} ns ({times[count].p50 / NS_PER_US:.1f} µs for {count})"
+        yield ["9", f"`{call}`, a block", f"about {PAPER_BLOCK_NS} ns", figure_text]
     tokens = (ratio_blocks(calls) or 0) * results.geometry.block_tokens
     for call in ("insert", "match"):
         times_by = by_ratio(calls, call)
@@ -358,8 +358,8 @@ def _call_claims(results: PoolResults) -> Iterator[list[str]]:
             worst = max(spent.p50 for spent in times_by.values())
             best = min(spent.p50 for spent in times_by.values())
             paper = f"at most {PAPER_INSERT_MS} ms" if call == "insert" else "mostly flat over the cached ratio"
-            here = f"{best / NS_PER_US:.1f} to {worst / NS_PER_US:.1f} µs over all cached ratios"
-            yield ["9", f"`{call}`, a prompt of {tokens} tokens", paper, here]
+            figure_text = f"{best / NS_PER_US:.1f} to {worst / NS_PER_US:.1f} µs over all cached ratios"
+            yield ["9", f"`{call}`, a prompt of {tokens} tokens", paper, figure_text]
 
 
 def _index_claims(results: PoolResults) -> Iterator[list[str]]:
@@ -372,12 +372,12 @@ def _index_claims(results: PoolResults) -> Iterator[list[str]]:
     for point in cold:
         if point.prompt_tokens == longest:
             share = point.check_ns.p50 / (point.check_ns.p50 + forward[longest])
-            here = f"{point.check_ns.p50 / NS_PER_US:.0f} µs, {100 * share:.2g} % of the prefill"
-            yield ["10", f"{point.index}, a prompt of {longest} tokens", papers.get(point.index, ""), here]
+            figure_text = f"{point.check_ns.p50 / NS_PER_US:.0f} µs, {100 * share:.2g} % of the prefill"
+            yield ["10", f"{point.index}, a prompt of {longest} tokens", papers.get(point.index, ""), figure_text]
     tokens = max(point.prompt_tokens for point in results.index)
     times = {p.index: p.check_ns.p50 for p in results.index if (p.prompt_tokens, p.cached_ratio) == (tokens, 0.0)}
-    told = ", ".join(f"{name} {ns / NS_PER_US:,.0f} µs" for name, ns in times.items())
-    yield ["10", f"all, a prompt of {tokens} tokens", "", told]
+    times_text = ", ".join(f"{name} {ns / NS_PER_US:,.0f} µs" for name, ns in times.items())
+    yield ["10", f"all, a prompt of {tokens} tokens", "", times_text]
 
 
 def _move_claims(results: PoolResults) -> Iterator[list[str]]:
@@ -387,9 +387,11 @@ def _move_claims(results: PoolResults) -> Iterator[list[str]]:
             groups.setdefault((move.mover, move.calls), []).append(move.spent_ns.p50)
     for (mover, calls), times in groups.items():
         if len(times) == 3:
-            here = f"{times[1] / times[0]:.1f} times (a layer of a block), {times[2] / times[0]:.1f} (K and V apart)"
+            figure_text = (
+                f"{times[1] / times[0]:.1f} times (a layer of a block), {times[2] / times[0]:.1f} (K and V apart)"
+            )
             paper = "by a large margin" if calls == CALL_EACH else ""
-            yield ["11", f"{mover}, {calls}: aggregated is faster", paper, here]
+            yield ["11", f"{mover}, {calls}: aggregated is faster", paper, figure_text]
 
 
 def _index_tables(results: PoolResults) -> Iterator[Table]:
@@ -403,5 +405,8 @@ all tokens up to the block's end, as in vLLM at the time of the paper. Neither c
     ]  # fmt: skip
     columns = ("index", "prompt tokens", "cached ratio", "match (µs)", "insert (µs)", "both (µs)")
     yield Table("Index (figure 10)", columns, rows, about)
-    rows = [[one.prompt_tokens, f"{one.spent_ns.p50 / NS_PER_MS:.1f}", one.spent_ns.count] for one in results.forward]
+    rows = [
+        [point.prompt_tokens, f"{point.spent_ns.p50 / NS_PER_MS:.1f}", point.spent_ns.count]
+        for point in results.forward
+    ]
     yield Table("", ("prompt tokens", "forward (ms)", "times"), rows)

@@ -120,12 +120,12 @@ def conversations(talk: Talk, clients: int, count: int) -> Workload:
     sessions, first = [], 1
     for number in range(count):
         turns = number % talk.turns + 1 if number < clients else talk.turns
-        asked = []
+        requests = []
         for turn in range(turns):
             tokens = talk.turn_tokens if turn else talk.first_tokens
-            asked.append(Turn(Blocks(BLOCK_TOKENS, (Span(first, tokens),)), talk.answer_tokens))
+            requests.append(Turn(Blocks(BLOCK_TOKENS, (Span(first, tokens),)), talk.answer_tokens))
             first += -(-tokens // BLOCK_TOKENS)
-        sessions.append(Session(f"talk-{number}", tuple(asked)))
+        sessions.append(Session(f"talk-{number}", tuple(requests)))
     return Workload("conversations", "generated", tuple(sessions), users=clients)
 
 
@@ -141,14 +141,19 @@ def measure_point(contender: Contender, plan: Plan, multiple: float) -> Point:
 
 def _point(name: str, multiple: float, clients: int, served: Sequence[Served], plan: Plan) -> Point:
     from_ns, until_ns = plan.warm_s * NS_PER_S, (plan.warm_s + plan.measured_s) * NS_PER_S
-    ended = [one for one in served if one.end_ns is not None and from_ns <= one.end_ns < until_ns]
-    done = [one for one in ended if one.answered]
-    prompts = max(1, sum(one.prompt_tokens for one in done))
-    stored = sum(min(one.fetched_tokens, one.cached_tokens) for one in done if one.fetched_tier in ("store", "ssd"))
-    waits_ns = [one.first_ns - one.scheduled_ns for one in done if one.first_ns is not None]
+    finished = [request for request in served if request.end_ns is not None and from_ns <= request.end_ns < until_ns]
+    answered = [request for request in finished if request.answered]
+    prompts = max(1, sum(request.prompt_tokens for request in answered))
+    stored = sum(
+        min(request.fetched_tokens, request.cached_tokens)
+        for request in answered
+        if request.fetched_tier in ("store", "ssd")
+    )
+    waits_ns = [request.first_ns - request.scheduled_ns for request in answered if request.first_ns is not None]
     return Point(
-        name, multiple, clients, len(done) / plan.measured_s, sum(one.cached_tokens for one in done) / prompts,
-        stored / prompts, sum(waits_ns) / max(1, len(waits_ns)) / NS_PER_S, len(ended) - len(done),
+        name, multiple, clients, len(answered) / plan.measured_s,
+        sum(request.cached_tokens for request in answered) / prompts,
+        stored / prompts, sum(waits_ns) / max(1, len(waits_ns)) / NS_PER_S, len(finished) - len(answered),
     )  # fmt: skip
 
 
@@ -193,7 +198,7 @@ class ThrashStudy(Study[ThrashResults]):
 
 
 def _of_peak(results: ThrashResults, point: Point) -> float:
-    peak = max(one.requests_per_s for one in results.of(point.contender))
+    peak = max(same.requests_per_s for same in results.of(point.contender))
     return point.requests_per_s / peak if peak else 0.0
 
 
@@ -202,10 +207,10 @@ def draw_thrash(pyplot: Any, results: ThrashResults) -> Any:
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
     for name in results.contenders:
         points = results.of(name)
-        at = [point.multiple for point in points]
+        multiples = [point.multiple for point in points]
         style: dict[str, Any] = {"marker": "o", "label": name, "linestyle": "--" if "admission" in name else "-"}
-        above.plot(at, [point.requests_per_s for point in points], **style)
-        below.plot(at, [100 * point.hit_rate for point in points], **style)
+        above.plot(multiples, [point.requests_per_s for point in points], **style)
+        below.plot(multiples, [100 * point.hit_rate for point in points], **style)
     above.set(ylabel="requests / s", ylim=(0, None))
     below.set(ylabel="hit rate (% of prompt tokens)", ylim=(0, 100))
     below.set_xlabel(f"clients, in multiples of the {results.fitting} conversations that fit into HBM")

@@ -98,10 +98,10 @@ class Cores:
         count = len(self._jobs)
         return 1.0 if count == 1 else job.beside * 2 / count
 
-    def start(self, alone_ns: int, beside: float, done: Callable[[], None]) -> None:
+    def start(self, alone_ns: int, beside: float, on_done: Callable[[], None]) -> None:
         """Call ``done`` at the end of a job that takes ``alone_ns`` alone; ``beside``: its speed beside one other."""
         self._progress()
-        self._jobs[_Job(float(alone_ns), beside, done)] = None
+        self._jobs[_Job(float(alone_ns), beside, on_done)] = None
         self._plan_next()
 
     def _progress(self) -> None:
@@ -120,9 +120,9 @@ class Cores:
         if turn != self._turn:
             return
         self._progress()
-        ended = [job for job in self._jobs if job.left_ns < 1]
-        for job in ended:
+        jobs_ended = [job for job in self._jobs if job.left_ns < 1]
+        for job in jobs_ended:
             del self._jobs[job]
         self._plan_next()
-        for job in ended:
+        for job in jobs_ended:
             job.done()

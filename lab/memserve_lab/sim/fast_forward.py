@@ -110,10 +110,12 @@ class FastForwardInstance(Instance):
         before they end."""
         state, link = self.state, self.link
         decoding = state.decoding.items
-        others = state.waiting or state.parked or state.prefilling.items or state.remote_kv_ready or state.idle.items
+        has_other_work = (
+            state.waiting or state.parked or state.prefilling.items or state.remote_kv_ready or state.idle.items
+        )
         unsettled = state.closing or state.slots_unknown or state.memory.pool.has_copies
         unsettled = unsettled or state.memory.layers.is_busy
-        if not decoding or others or unsettled or len(self.inflight) < self.config.scheduler.steps_in_flight:
+        if not decoding or has_other_work or unsettled or len(self.inflight) < self.config.scheduler.steps_in_flight:
             return 0
         if any(plan.void or plan.chunks or plan.prefill_tokens or plan.targets != decoding for plan in self.inflight):
             return 0
@@ -129,7 +131,7 @@ class FastForwardInstance(Instance):
         memory = self.state.memory
         room = [sequence.writable_until - sequence.computed for sequence in self.state.decoding.items]
         free, block_tokens = memory.pool.blocks_free, memory.block_tokens
-        if free >= sum(max(0, -(-(limit - left) // block_tokens)) for left in room):
+        if free >= sum(max(0, -(-(limit - tokens_left) // block_tokens)) for tokens_left in room):
             return limit
         return max(0, min(room))
 

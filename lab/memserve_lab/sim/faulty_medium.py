@@ -75,10 +75,10 @@ class FaultyMedium:
             tail[start:end] = bytes(len(tail[start:end]))
         self._safe, self._unsafe = self._safe + bytes(tail), bytearray()
 
-    def damage(self, at: int, data: bytes) -> None:
+    def damage(self, offset: int, data: bytes) -> None:
         """Overwrite the bytes from ``at`` on with ``data``."""
         everything = bytearray(self._everything())
-        everything[at : at + len(data)] = data
+        everything[offset : offset + len(data)] = data
         self._safe, self._unsafe = bytes(everything), bytearray()
 
     def _everything(self) -> bytes:

@@ -243,8 +243,8 @@ def _curves(roof: Roof, kind: DeviceModel, devices: int, name: str) -> CostModel
     )  # fmt: skip
 
 
-def find(known: dict[str, Named], name: str, what: str) -> Named:
+def find(choices: dict[str, Named], name: str, subject: str) -> Named:
     """``known[name]``; raises :class:`UserError` with the known names if there is none."""
-    if name not in known:
-        raise UserError(f"unknown {what} {name!r}", hint=f"one of {', '.join(known)}")
-    return known[name]
+    if name not in choices:
+        raise UserError(f"unknown {subject} {name!r}", hint=f"one of {', '.join(choices)}")
+    return choices[name]

@@ -43,9 +43,9 @@ class Fabric:
         self._leaving: dict[str, dict[Flow, None]] = {}
         self._entering: dict[str, dict[Flow, None]] = {}
 
-    def start(self, source: str, target: str, alone_ns: int, done: Callable[[], None]) -> None:
+    def start(self, source: str, target: str, alone_ns: int, on_done: Callable[[], None]) -> None:
         """Start a flow that would take ``alone_ns`` on idle links; call ``done`` at its end."""
-        flow = Flow(source, target, float(alone_ns), done, since_ns=self._clock.now)
+        flow = Flow(source, target, float(alone_ns), on_done, since_ns=self._clock.now)
         self._leaving.setdefault(source, {})[flow] = None
         self._entering.setdefault(target, {})[flow] = None
         self._shares_changed(flow)

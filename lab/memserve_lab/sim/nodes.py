@@ -98,7 +98,7 @@ class MemberHost(Protocol):
     def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
         """A machine has handled ``event``; none of ``actions`` is done yet."""
 
-    def say(self, line: str, what: object = "") -> None:
+    def say(self, line: str, detail: object = "") -> None:
         """Something worth telling happened; ``what`` is written out only when it is read."""
 
 

@@ -52,9 +52,9 @@ class Network:
     def travel(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         """Send ``message`` off; it arrives after all that were sent before it."""
         way = (sender, to)
-        when = max(self.clock.now + self.span_ns(sender, to, message), self._last_arrival.get(way, 0))
-        self._last_arrival[way] = when
-        self.clock.at(when, self.arrive, sender, to, message)
+        arrival_ns = max(self.clock.now + self.span_ns(sender, to, message), self._last_arrival.get(way, 0))
+        self._last_arrival[way] = arrival_ns
+        self.clock.at(arrival_ns, self.arrive, sender, to, message)
 
     def arrive(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         """``message`` arrives."""

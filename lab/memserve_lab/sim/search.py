@@ -91,7 +91,7 @@ def smallest(attempt: Try, least: int, most: int) -> tuple[Trial | None, list[Tr
     return best, trials
 
 
-def cheapest(found: Sequence[tuple[str, Trial | None]]) -> tuple[str, Trial] | None:
+def cheapest(trials: Sequence[tuple[str, Trial | None]]) -> tuple[str, Trial] | None:
     """The cheapest of the smallest clusters of each kind; ties go to the first. None: none was good enough."""
-    good = [(name, trial) for name, trial in found if trial is not None]
+    good = [(name, trial) for name, trial in trials if trial is not None]
     return min(good, key=lambda pair: pair[1].cost) if good else None

@@ -127,11 +127,11 @@ class Shares:
         self._jobs: list[tuple[float, int, Callable[[], None]]] = []  # by the progress at which they end
         self._number = self._turn = 0
 
-    def start(self, alone_ns: float, done: Callable[[], None]) -> None:
+    def start(self, alone_ns: float, on_done: Callable[[], None]) -> None:
         """Begin with what takes ``alone_ns`` alone; call ``done`` at its end."""
         self._go_on()
         self._number += 1
-        heappush(self._jobs, (self._progress_ns + alone_ns, self._number, done))
+        heappush(self._jobs, (self._progress_ns + alone_ns, self._number, on_done))
         self._plan()
 
     def _go_on(self) -> None:
@@ -150,12 +150,12 @@ class Shares:
         if turn != self._turn:
             return
         self._go_on()
-        ended = []
+        jobs_ended = []
         while self._jobs and self._jobs[0][0] - self._progress_ns < _DONE_NS:
-            ended.append(heappop(self._jobs)[2])
+            jobs_ended.append(heappop(self._jobs)[2])
         self._plan()
-        for done in ended:
-            done()
+        for on_done in jobs_ended:
+            on_done()
 
 
 class TimedDisk:
@@ -173,34 +173,34 @@ class TimedDisk:
         self._running = 0
         self._busy_since_ns = 0
 
-    def read(self, nbytes: int, done: Callable[[], None]) -> None:
+    def read(self, nbytes: int, on_done: Callable[[], None]) -> None:
         """Read; call ``done`` at the end."""
-        self._submit(nbytes, 0, done)
+        self._submit(nbytes, 0, on_done)
 
-    def write(self, nbytes: int, done: Callable[[], None]) -> None:
+    def write(self, nbytes: int, on_done: Callable[[], None]) -> None:
         """Write; call ``done`` at the end."""
-        self._submit(0, nbytes, done)
+        self._submit(0, nbytes, on_done)
 
-    def sync(self, done: Callable[[], None]) -> None:
+    def sync(self, on_done: Callable[[], None]) -> None:
         """Make safe what was written. It takes its time beside the others, and no place among them."""
-        self._clock.after(self.model.sync_ns, done)
+        self._clock.after(self.model.sync_ns, on_done)
 
-    def _submit(self, read: int, written: int, done: Callable[[], None]) -> None:
+    def _submit(self, read: int, written: int, on_done: Callable[[], None]) -> None:
         if self._running == self.model.depth:
-            self._waiting.append((read, written, done))
+            self._waiting.append((read, written, on_done))
             return
         if not self._running:
             self._busy_since_ns = self._clock.now
         self._running += 1
-        self._begin(read, written, done)
+        self._begin(read, written, on_done)
 
-    def _begin(self, read: int, written: int, done: Callable[[], None]) -> None:
+    def _begin(self, read: int, written: int, on_done: Callable[[], None]) -> None:
         model = self.model
         work_ns = NS_PER_S * (read / model.read_bytes_per_s + written / model.write_bytes_per_s)
         latency_ns = model.read_latency_ns if read else model.write_latency_ns
-        self._clock.after(latency_ns, self._shares.start, work_ns, lambda: self._ended(read, written, done))
+        self._clock.after(latency_ns, self._shares.start, work_ns, lambda: self._ended(read, written, on_done))
 
-    def _ended(self, read: int, written: int, done: Callable[[], None]) -> None:
+    def _ended(self, read: int, written: int, on_done: Callable[[], None]) -> None:
         self.read_bytes += read
         if written:
             self.written_bytes += written
@@ -211,7 +211,7 @@ class TimedDisk:
             self._running -= 1
             if not self._running:
                 self.busy_ns += self._clock.now - self._busy_since_ns
-        done()
+        on_done()
 
 
 class OneAfterTheOther:
@@ -273,8 +273,8 @@ class TimedDisks:
     def _read(self, job: int, number: int, offset: int, length: int) -> None:
         def arrived() -> None:
             head = self._heads[number][offset].ljust(PAGE_BYTES, b"\0")
-            done = ev.DiskDone(job, True, 0, head)
-            self._checkers[number].after(round(SEAL_BYTE_NS * length), self._answer(done))
+            job_done = ev.DiskDone(job, True, 0, head)
+            self._checkers[number].after(round(SEAL_BYTE_NS * length), self._answer(job_done))
 
         self._disks[number].read(_record_bytes(length), arrived)
 

@@ -85,32 +85,32 @@ class TimedLink:
 
     def _pages(self, plan: StepPlan) -> tuple[list[int], int]:
         """Pages that the rows read back, layer by layer, and those that they write, of each layer alike."""
-        up, down, placed = [0] * self._layers, 0, self._placed
-        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True) if placed else ():
-            where = placed.get(slot)
-            if where is None:
+        up, down, placed_ranges = [0] * self._layers, 0, self._placed
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True) if placed_ranges else ():
+            placed_range = placed_ranges.get(slot)
+            if placed_range is None:
                 continue
-            read = _inside(where, ceil_div(start, self._block_tokens))
-            down += _inside(where, ceil_div(start + count, self._block_tokens)) - _inside(
-                where, start // self._block_tokens
+            read = _inside(placed_range, ceil_div(start, self._block_tokens))
+            down += _inside(placed_range, ceil_div(start + count, self._block_tokens)) - _inside(
+                placed_range, start // self._block_tokens
             )
             if read:
                 for layer in range(self._layers):
-                    if layer not in where.kept:
+                    if layer not in placed_range.kept:
                         up[layer] += read
         return up, down
 
     def _pipelined_ns(self, up: list[int], down: int, layer_ns: float) -> float:
         page_ns, layers = self._page_ns, self._layers
         come = [0.0] * layers  # when its pages are there
-        left = [0.0] * layers  # when what was computed of it has left
+        left_s = [0.0] * layers  # when what was computed of it has left
         come[0] = up[0] * page_ns
         if layers > 1:
             come[1] = come[0] + up[1] * page_ns
         up_free, down_free, now = come[min(1, layers - 1)], 0.0, 0.0
         for layer in range(layers):
-            now = max(now, come[layer], left[layer - 2] if layer >= 2 else 0.0) + layer_ns
-            down_free = left[layer] = max(down_free, now) + down * page_ns
+            now = max(now, come[layer], left_s[layer - 2] if layer >= 2 else 0.0) + layer_ns
+            down_free = left_s[layer] = max(down_free, now) + down * page_ns
             if layer + 2 < layers:
                 up_free = come[layer + 2] = max(up_free, now) + up[layer + 2] * page_ns
         return max(now, down_free)
@@ -120,8 +120,8 @@ def _of(order: PlaceByLayer) -> _Placed:
     return _Placed(order.first, len(order.dram_blocks), frozenset(order.resident_layers))
 
 
-def _inside(where: _Placed, entry: int) -> int:
-    return min(max(0, entry - where.first), where.count)
+def _inside(placed_range: _Placed, entry: int) -> int:
+    return min(max(0, entry - placed_range.first), placed_range.count)
 
 
 def _moved(orders: Iterable[MovePages], to: Tier) -> int:

@@ -53,12 +53,12 @@ def prose(rng: Draws, words: int) -> str:
 
     Every word has three letters or more: at least ``words`` tokens with any tokenizer, and at four bytes per token.
     """
-    drawn = rng.choice(_WORDS, size=words, p=_SHARES).tolist()
+    words_drawn = rng.choice(_WORDS, size=words, p=_SHARES).tolist()
     sentences = []
-    while drawn:
+    while words_drawn:
         length = int(rng.integers(5, SENTENCE_WORDS_MAX + 1))
-        sentences.append(" ".join(drawn[:length]).capitalize() + ".")
-        drawn = drawn[length:]
+        sentences.append(" ".join(words_drawn[:length]).capitalize() + ".")
+        words_drawn = words_drawn[length:]
     return " ".join(sentences)
 
 
@@ -173,16 +173,16 @@ def _due(session: Session, times_s: Sequence[float | None]) -> Session:
 
 def _dealing_order(sessions: Sequence[Session], rng: Draws, overlap: int) -> list[int]:
     """The session of each request: a session number for every request, at most ``overlap`` sessions open at a time."""
-    left = [len(session.turns) for session in sessions]
+    turns_left = [len(session.turns) for session in sessions]
     opened = list(range(min(overlap, len(sessions))))
     waiting = iter(range(len(opened), len(sessions)))
     order = []
-    for chance in rng.random(sum(left)).tolist():
+    for chance in rng.random(sum(turns_left)).tolist():
         slot = int(chance * len(opened))
         session = opened[slot]
         order.append(session)
-        left[session] -= 1
-        if not left[session]:
+        turns_left[session] -= 1
+        if not turns_left[session]:
             following = next(waiting, None)
             opened[slot : slot + 1] = [] if following is None else [following]
     return order

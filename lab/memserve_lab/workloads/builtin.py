@@ -36,12 +36,14 @@ def _conversation(rng: Draws, number: int) -> Conversation:
 
 def documents(seed: int, count: int, *, words: int = 2000, questions: int = 6) -> list[Document]:
     """Documents of ``words`` words, with questions and short answers."""
-    made = []
+    documents_made = []
     for number in range(count):
         rng = draws(seed, "document", number)
-        asked = tuple(Question(_question(rng), prose(rng, int(rng.integers(20, 118)))) for _ in range(questions))
-        made.append(Document(f"document-{number}", prose(rng, words), asked))
-    return made
+        questions_asked = tuple(
+            Question(_question(rng), prose(rng, int(rng.integers(20, 118)))) for _ in range(questions)
+        )
+        documents_made.append(Document(f"document-{number}", prose(rng, words), questions_asked))
+    return documents_made
 
 
 def _question(rng: Draws) -> str:

@@ -77,8 +77,8 @@ def chat_workload(
 
 
 def _chat_turns(conversation: Conversation, meter: Meter, answer_tokens_default: int) -> Iterator[Turn]:
-    for asked, answer in exchanges(conversation.messages):
-        yield Turn(Chat(asked), _bound(answer, meter, answer_tokens_default), answer=answer)
+    for question_messages, answer in exchanges(conversation.messages):
+        yield Turn(Chat(question_messages), _bound(answer, meter, answer_tokens_default), answer=answer)
 
 
 def exchanges(messages: Sequence[Message]) -> Iterator[tuple[tuple[Message, ...], str | None]]:
@@ -86,15 +86,15 @@ def exchanges(messages: Sequence[Message]) -> Iterator[tuple[tuple[Message, ...]
 
     An assistant message that follows no question (the first one, or a second in a row) stays in the history as given.
     """
-    asked: list[Message] = []
+    question_messages: list[Message] = []
     for message in messages:
-        if message.role != "assistant" or not _is_asked(asked):
-            asked.append(message)
+        if message.role != "assistant" or not _is_asked(question_messages):
+            question_messages.append(message)
             continue
-        yield tuple(asked), message.content
-        asked = []
-    if _is_asked(asked):
-        yield tuple(asked), None
+        yield tuple(question_messages), message.content
+        question_messages = []
+    if _is_asked(question_messages):
+        yield tuple(question_messages), None
 
 
 def _is_asked(messages: Sequence[Message]) -> bool:
@@ -132,8 +132,8 @@ def document_workload(
     for document in documents:
         head = meter.cut(document.text, document_tokens)
         turns = tuple(
-            Turn(_document_says(head, one, layout), _bound(one.answer, meter), answer=one.answer)
-            for one in document.questions[:questions]
+            Turn(_document_says(head, question, layout), _bound(question.answer, meter), answer=question.answer)
+            for question in document.questions[:questions]
         )
         if turns:
             sessions.append(Session(document.record_id, turns, history=History.GIVEN))
@@ -176,15 +176,15 @@ def react_workload(
     meter, head = meter or ByteMeter(), _examples_head(examples, shots)
     episodes = [episode for episode in episodes if episode.steps]
     check(episodes, "an episode with a step to draw from")
-    rng, made = draws(seed, "react"), []
+    rng, sessions_made = draws(seed, "react"), []
     for number in range(len(episodes) if sessions is None else sessions):
         further = number - len(episodes)
         episode = episodes[number] if further < 0 else episodes[int(rng.integers(len(episodes)))]
         asks_another = further >= 0 and more_questions
         question = more_questions[further % len(more_questions)] if asks_another else episode.question
         name = f"{episode.record_id}-{number}" if further >= 0 else episode.record_id
-        made.append(Session(name, _agent_turns(head, question, episode.steps, meter), group="react"))
-    return Workload("react", source, tuple(made), seed=seed, notes=(f"{shots} worked examples in front",))
+        sessions_made.append(Session(name, _agent_turns(head, question, episode.steps, meter), group="react"))
+    return Workload("react", source, tuple(sessions_made), seed=seed, notes=(f"{shots} worked examples in front",))
 
 
 def _examples_head(examples: str, shots: int) -> str:
@@ -194,11 +194,11 @@ def _examples_head(examples: str, shots: int) -> str:
 
 
 def _agent_turns(head: str, question: str, steps: Sequence[Step], meter: Meter) -> tuple[Turn, ...]:
-    turns, asked = [], f"{head.rstrip()}\nQuestion: {question}\nThought 1:"
+    turns, prompt_text = [], f"{head.rstrip()}\nQuestion: {question}\nThought 1:"
     for number, step in enumerate(steps, 1):
         answer = f" {step.thought}\nAction {number}: {step.action}"
-        turns.append(Turn(Text(asked), _bound(answer, meter), answer=answer, stop=STOP))
-        asked = f"\nObservation {number}: {step.observation}\nThought {number + 1}:"
+        turns.append(Turn(Text(prompt_text), _bound(answer, meter), answer=answer, stop=STOP))
+        prompt_text = f"\nObservation {number}: {step.observation}\nThought {number + 1}:"
     return tuple(turns)
 
 
@@ -229,10 +229,12 @@ def group_workload(
         group, user = divmod(place, users)
         name = f"group-{group}-user-{user}"
         rng = draws(seed, name)
-        asked = [Message("user", meter.cut(prose(rng, question_tokens), question_tokens)) for _ in range(turns)]
-        said = [(heads[group], asked[0]), *((message,) for message in asked[1:])]
-        made = tuple(Turn(Chat(messages), answer_tokens) for messages in said)
-        sessions.append(Session(name, made, group=f"group-{group}"))
+        questions_asked = [
+            Message("user", meter.cut(prose(rng, question_tokens), question_tokens)) for _ in range(turns)
+        ]
+        conversations = [(heads[group], questions_asked[0]), *((message,) for message in questions_asked[1:])]
+        turns_made = tuple(Turn(Chat(messages), answer_tokens) for messages in conversations)
+        sessions.append(Session(name, turns_made, group=f"group-{group}"))
     notes = (f"{groups} groups of {users} users, {prefix_tokens} tokens shared by a group",)
     return Workload("groups", "built-in", tuple(sessions), seed=seed, notes=notes)
 
@@ -253,8 +255,8 @@ def uniform_workload(
     first = seed * (shared_blocks + requests * own_blocks)
     sessions = []
     for number in range(requests):
-        own = Span(first + shared_blocks + number * own_blocks, prompt_tokens - shared_tokens)
-        spans = tuple(span for span in (Span(first, shared_tokens), own) if span.tokens)
+        own_span = Span(first + shared_blocks + number * own_blocks, prompt_tokens - shared_tokens)
+        spans = tuple(span for span in (Span(first, shared_tokens), own_span) if span.tokens)
         turn = Turn(Blocks(UNIFORM_BLOCK_TOKENS, spans), output_tokens)
         sessions.append(Session(f"request-{number}", (turn,), history=History.GIVEN))
     return Workload("uniform", f"{prompt_tokens} + {output_tokens} tokens", tuple(sessions), seed=seed)

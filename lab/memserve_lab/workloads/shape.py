@@ -132,10 +132,10 @@ def sampled(workload: Workload, sessions: int, *, seed: int) -> Workload:
     """``sessions`` of the workload's sessions, drawn without repetition, in their old order; all if there are fewer."""
     if sessions >= len(workload.sessions):
         return workload
-    chosen = np.sort(draws(seed, "sample").permutation(len(workload.sessions))[:sessions]).tolist()
+    indexes = np.sort(draws(seed, "sample").permutation(len(workload.sessions))[:sessions]).tolist()
     note = f"{sessions} of {len(workload.sessions)} sessions"
     return replace(
-        workload, sessions=tuple(workload.sessions[n] for n in chosen), seed=seed, notes=(*workload.notes, note)
+        workload, sessions=tuple(workload.sessions[n] for n in indexes), seed=seed, notes=(*workload.notes, note)
     )
 
 
@@ -168,10 +168,10 @@ def shared(workload: Workload, ratio: float, *, seed: int) -> Workload:
     rng, base = draws(seed, "share"), len(workload.sessions)
     copies = [n for _ in range(int(ratio)) for n in range(base)]
     copies += rng.permutation(base)[: round((ratio - int(ratio)) * base)].tolist()
-    order, made, seen = rng.permutation(len(copies)).tolist(), [], [0] * base
+    order, copies_made, copy_counts = rng.permutation(len(copies)).tolist(), [], [0] * base
     for place in order:
         session = workload.sessions[copies[place]]
-        seen[copies[place]] += 1
-        nth = seen[copies[place]]
-        made.append(session if nth == 1 else replace(session, session_id=f"{session.session_id}#{nth}"))
-    return replace(workload, sessions=tuple(made), seed=seed, notes=(*workload.notes, f"share ratio {ratio:g}"))
+        copy_counts[copies[place]] += 1
+        nth = copy_counts[copies[place]]
+        copies_made.append(session if nth == 1 else replace(session, session_id=f"{session.session_id}#{nth}"))
+    return replace(workload, sessions=tuple(copies_made), seed=seed, notes=(*workload.notes, f"share ratio {ratio:g}"))

@@ -57,9 +57,9 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 def spread_of(values: Iterable[float]) -> Spread:
     """:func:`spread` of at least one value."""
-    found = spread(values)
-    assert found is not None, "at least one value"
-    return found
+    values_spread = spread(values)
+    assert values_spread is not None, "at least one value"
+    return values_spread
 
 
 @dataclass(frozen=True, slots=True)

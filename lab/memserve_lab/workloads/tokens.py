@@ -74,10 +74,10 @@ class TokenizerMeter:
         """The text of the first ``tokens`` tokens; a character cut in two is dropped."""
         if tokens < 1:
             return ""
-        ids, seen = self._encode(text[: CUT_CHARACTERS * tokens]), CUT_CHARACTERS * tokens
-        while len(ids) <= tokens and seen < len(text):  # long tokens: encode more, but rarely the whole text
-            seen *= 2
-            ids = self._encode(text[:seen])
+        ids, characters = self._encode(text[: CUT_CHARACTERS * tokens]), CUT_CHARACTERS * tokens
+        while len(ids) <= tokens and characters < len(text):  # long tokens: encode more, but rarely the whole text
+            characters *= 2
+            ids = self._encode(text[:characters])
         return text if len(ids) <= tokens else self._decode(list(ids)[:tokens]).rstrip("�")
 
 
@@ -90,8 +90,8 @@ def tokens_of(blocks: Blocks, *, vocab_size: int, seed: int = 0) -> TokenArray:
     lowest = vocab_size // SPECIAL_SHARE
     check(vocab_size - lowest >= 2, "a vocabulary of two tokens at least")
     parts = [_span_tokens(span, blocks.block_tokens, seed) for span in blocks.spans]
-    drawn = np.concatenate(parts) if parts else np.zeros(0, np.uint64)
-    return (drawn % np.uint64(vocab_size - lowest) + np.uint64(lowest)).astype(np.int32)
+    numbers = np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+    return (numbers % np.uint64(vocab_size - lowest) + np.uint64(lowest)).astype(np.int32)
 
 
 def _span_tokens(span: Span, block_tokens: int, seed: int) -> NDArray[np.uint64]:
@@ -123,13 +123,13 @@ class Asked:
 def unrolled(session: Session, meter: Meter | None = None, *, vocab_size: int = VOCAB_DEFAULT) -> Iterator[Asked]:
     """The requests of ``session`` in order, histories written out."""
     meter = meter or ByteMeter()
-    said = np.zeros(0, np.int32)
+    history = np.zeros(0, np.int32)
     for number, turn in enumerate(session.turns):
         added = said_tokens(turn, meter, vocab_size=vocab_size)
-        prompt = np.concatenate([said, added]) if session.history is History.CLOSED else added
+        prompt = np.concatenate([history, added]) if session.history is History.CLOSED else added
         answer = _answer_tokens(session, number, meter, vocab_size)
         yield Asked(prompt, answer)
-        said = np.concatenate([prompt, answer])
+        history = np.concatenate([prompt, answer])
 
 
 def said_tokens(turn: Turn, meter: Meter, *, vocab_size: int = VOCAB_DEFAULT) -> TokenArray:
@@ -157,8 +157,8 @@ def as_blocks(workload: Workload, *, block_tokens: int, meter: Meter | None = No
     Prompts that are blocks already keep their own block size.
     """
     names = _BlockNames(block_tokens)
-    given = (s if _is_in_blocks(s) else _session_as_blocks(s, names, meter) for s in workload.sessions)
-    return replace(workload, sessions=tuple(given))
+    sessions_given = (s if _is_in_blocks(s) else _session_as_blocks(s, names, meter) for s in workload.sessions)
+    return replace(workload, sessions=tuple(sessions_given))
 
 
 def blocks_said(turn: Turn) -> Blocks:
@@ -173,10 +173,10 @@ def _is_in_blocks(session: Session) -> bool:
 
 
 def _session_as_blocks(session: Session, names: _BlockNames, meter: Meter | None) -> Session:
-    asked = unrolled(session, meter)
+    prompts = unrolled(session, meter)
     turns = tuple(
         replace(turn, says=names.blocks(request.prompt), output_tokens_max=max(1, request.output_tokens), answer=None)
-        for turn, request in zip(session.turns, asked, strict=True)
+        for turn, request in zip(session.turns, prompts, strict=True)
     )
     return replace(session, turns=turns, history=History.GIVEN)
 
@@ -214,8 +214,8 @@ def runs_of(ids: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 def blocks_from_ids(ids: list[int] | tuple[int, ...], *, tokens: int, block_tokens: int) -> Blocks:
     """``Blocks`` of a list of identities, one per block; the last is partial if ``tokens`` does not fill it."""
-    spans, left = [], tokens
+    spans, tokens_left = [], tokens
     for first, count in runs_of(ids):
-        spans.append(Span(first, min(left, count * block_tokens)))
-        left -= spans[-1].tokens
+        spans.append(Span(first, min(tokens_left, count * block_tokens)))
+        tokens_left -= spans[-1].tokens
     return Blocks(block_tokens, tuple(spans))

@@ -217,7 +217,7 @@ class AdmissionConfig:
     """None: KV of finished requests counts as free. N: it counts as used; admitting one request may evict the KV of at
     most N finished requests, oldest first."""
     hold: bool = option(False, "--admission-hold")
-    """With ``cache``: chats that fit in memory keep their KV, and go on before newcomers of their tenant."""
+    """With ``cache``: chats that fit in memory keep their KV, and go on before new requests of their tenant."""
     kept_ns: int = 60 * NS_PER_S
     """KV of a request that finished longer ago counts as free, whatever ``evictions_max`` says."""
     weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=WEIGHTS)

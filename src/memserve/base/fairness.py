@@ -182,14 +182,14 @@ class FairQueue(Generic[Item]):
         self._close_if_empty(tenant)
         return True
 
-    def most_crowded(self, newcomer: str) -> Item | None:
+    def most_crowded(self, new_tenant: str) -> Item | None:
         """The item to reject when there are too many: the last of the tenant with most waiting items per weight.
 
-        Among equal tenants the ``newcomer``'s own: no tenant loses a place to one that has as many.
+        Among equal tenants ``new_tenant``: no tenant loses a place to one that has as many.
         """
         if not self._lines:
             return None
-        tenant = max(self._lines, key=lambda name: (self._queue_weight(name), name == newcomer, name))
+        tenant = max(self._lines, key=lambda name: (self._queue_weight(name), name == new_tenant, name))
         return self._items[self._lines[tenant][-1].key][3]
 
     def waiting_by_tenant(self) -> dict[str, int]:

@@ -238,6 +238,9 @@ def command_line_of(config: Any) -> tuple[str, ...]:
         if entry.form is MANY:
             words += [word for value in entry.default for word in (entry.flag, value)]
             continue
+        if entry.form is None and isinstance(entry.default, bool):  # a switch takes no value
+            words.append(entry.flag if entry.default else f"--no-{entry.flag[2:]}")
+            continue
         words.append(entry.flag)
         if entry.form is not NEGATED:
             words.append(str(entry.default if entry.form is SIZE else entry.flag_default))  # a size is written exactly

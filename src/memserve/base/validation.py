@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 0.01, 100.0),
 )
 """Field of :class:`SamplingParams`, least and greatest value; infinities are never values."""
+
+_numbers_of = attrgetter(*(name for name, _, _ in _RANGES))
 
 _COUNTS = (("n", 0), ("beam_width", 0), ("max_tokens", 0), ("min_tokens", 0), ("top_k", -1))
 """Field of :class:`Request` or of its parts, and least value."""
@@ -88,10 +91,7 @@ def check_request(request: Request, vocab_size: int) -> None:
     if stop.stop_token_ids:
         _check_ids(stop.stop_token_ids, vocab_size, "stop_token_ids")
     counts = (request.n, request.beam_width, stop.max_tokens, stop.min_tokens, sampling.top_k, sampling.logprobs)
-    numbers = (
-        sampling.temperature, sampling.top_p, sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty,
-        sampling.repetition_penalty,
-    )  # fmt: skip
+    numbers = _numbers_of(sampling)
     try:
         _check_counts(*counts, request.length_penalty)
         _check_numbers(*numbers)

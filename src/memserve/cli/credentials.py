@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from memserve.base.errors import UserError
+from memserve.base.options import MANY, option
 from memserve.journal.etcd import EtcdAccess
 from memserve.system.secrets import Followed, GivenKeys, follow_secret, read_private
 from memserve.system.secrets import read_secret as read_secret
@@ -29,37 +31,6 @@ KEY_VARIABLE, KEY_FILE_VARIABLE = "MEMSERVE_API_KEY", "MEMSERVE_API_KEY_FILE"
 METRICS_VARIABLE = "MEMSERVE_METRICS_KEY"
 ETCD_SETTINGS = ("ca", "cert", "key", "user", "password")
 
-ApiKeys = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="KEY, or NAME=KEY for a tenant of its own; repeatable. Every user of this machine can read it in the"
-        f" process list: prefer --api-key-file, or {KEY_VARIABLE}."
-    ),
-]
-ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with one API key per line, KEY or NAME=KEY; empty lines and lines that begin with # are skipped."
-        f" Read again when changed. Also {KEY_FILE_VARIABLE}."
-    ),
-]
-MetricsKey = Annotated[
-    str | None,
-    typer.Option(
-        help="GET /metrics requires this key, and then names tenants by the names of their API keys. Prefer"
-        f" {METRICS_VARIABLE} or --metrics-key-file: every user of this machine can read the process list."
-    ),
-]
-MetricsKeyFile = Annotated[
-    Path | None, typer.Option(help="File with keys of GET /metrics, one per line. Read again when changed.")
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(
-        help="Serve HTTPS: file with the certificate in PEM, with the chain behind it. Read again when changed."
-    ),
-]
-TlsKey = Annotated[Path | None, typer.Option(help="File with the certificate's key in PEM, without a passphrase.")]
 MetadataCredentials = Annotated[
     Path | None,
     typer.Option(
@@ -83,6 +54,36 @@ StoreSecretFile = Annotated[
         envvar="MEMSERVE_CLUSTER_SECRET_FILE",
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeyOptions:
+    """Keys and certificate of an HTTP server."""
+
+    api_key: tuple[str, ...] = option((), form=MANY)
+    """KEY, or NAME=KEY for a tenant of its own; repeatable. Every user of this machine can read it in the process list:
+    prefer --api-key-file, or MEMSERVE_API_KEY."""
+    api_key_file: Path | None = option(None)
+    """File with one API key per line, KEY or NAME=KEY; empty lines and lines that begin with # are skipped. Read again
+    when changed. Also MEMSERVE_API_KEY_FILE."""
+    metrics_key: str | None = option(None)
+    """GET /metrics requires this key, and then names tenants by the names of their API keys. Prefer
+    MEMSERVE_METRICS_KEY or --metrics-key-file: every user of this machine can read the process list."""
+    metrics_key_file: Path | None = option(None)
+    """File with keys of GET /metrics, one per line. Read again when changed."""
+    tls_cert: Path | None = option(None)
+    """Serve HTTPS: file with the certificate in PEM, with the chain behind it. Read again when changed."""
+    tls_key: Path | None = option(None)
+    """File with the certificate's key in PEM, without a passphrase."""
+
+    def read_tls(self) -> Tls | None:
+        """What HTTP is encrypted with. Raises as :func:`tls_of`."""
+        return tls_of(self.tls_cert, self.tls_key)
+
+    def read_keys(self) -> tuple[GivenKeys, GivenKeys]:
+        """Those of the API, and of ``/metrics``. Raises as :func:`api_keys` and :func:`metrics_keys`."""
+        own_keys = api_keys(list(self.api_key), self.api_key_file)
+        return own_keys, metrics_keys(self.metrics_key, self.metrics_key_file)
 
 
 def tls_of(cert: Path | None, key: Path | None) -> Tls | None:

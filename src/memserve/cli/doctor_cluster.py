@@ -1,7 +1,7 @@
 """``memserve doctor --cluster URL``: what is wrong with a cluster that runs, by what its router says of it.
 
 Nothing is asked of the router that clients may not ask: ``/health``, and the snapshot behind ``/ui``, which has the
-samples of ``/metrics``. With ``--join`` and the secret file it also knocks at the cluster port, as an instance would.
+samples of ``/metrics``. With ``--join`` and the secret file it also probes the cluster port, as an instance would.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ _LOG = "the router's log has the reason, by name"
 _COUNTS = (
     ("joins refused", "router_members_refused_total", "an instance has another model, dtype, block size or version"),
     ("messages refused", "router_messages_malformed_total", "processes of several versions share this cluster"),
-    ("strangers", "router_handshakes_failed_total", "a process has another cluster secret, or is no member at all"),
+    (
+        "failed handshakes",
+        "router_handshakes_failed_total",
+        "a process has another cluster secret, or is no member at all",
+    ),
     ("members lost", "router_members_died_total", "look for the kernel's out-of-memory killer, and for the network"),
     ("damaged KV", "instance_checksum_mismatches_total", "check the network cards and the memory of these hosts"),
     ("failed reads of KV", "instance_pulls_failed_total", "its instance's log names the member and the cause"),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
-from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.api.http.config import ApiConfig, EdgeConfig, ServerConfig
 from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
 from memserve.base.options import Option, contradiction, options_of, with_values
@@ -52,27 +52,20 @@ LogLevel = Annotated[str, typer.Option(help=f"Lowest level that is logged: {', '
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """The HTTP server: where it listens, its keys, its answers' defaults and limits."""
+    """The HTTP server: where it listens and how it answers, its keys, and its limits."""
 
-    host: str
-    port: int
+    server: ServerConfig
     api_keys: GivenKeys
     metrics_keys: GivenKeys
     tls: Tls | None
     """None: plain HTTP."""
-    served_model_names: tuple[str, ...]
-    """The first stands in answers. Empty: the model's own."""
-    generation_config: bool
-    default_max_tokens: int
-    drain_s: float
     limits: EdgeConfig
-    log_level: str
     api: ApiConfig = field(default_factory=ApiConfig)
 
     def api_url(self, port: int) -> str:
         """Where clients of this host find the API; ``port`` is the one that listens."""
-        local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-        shown = local.get(self.host, f"[{self.host}]" if ":" in self.host else self.host)
+        host, local = self.server.host, {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+        shown = local.get(host, f"[{host}]" if ":" in host else host)
         return f"http{'' if self.tls is None else 's'}://{shown}:{port}/v1"
 
 

@@ -11,12 +11,14 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 
 from memserve.base.types import FinishReason, NamedPrefix, Request, TokenArray, TokenOutput
-from memserve.host.stats import EngineStats, StepTimer
+from memserve.host.stats import EngineStats
 from memserve.instance.events import (
     Action,
     AwaitMask,
@@ -32,6 +34,7 @@ from memserve.instance.events import (
     StepPlan,
 )
 from memserve.instance.machine import Instance
+from memserve.instance.stats import InstanceStats
 from memserve.protocol.events import (
     EmitTokens,
     KeyConflict,
@@ -43,12 +46,53 @@ from memserve.protocol.events import (
     SequenceStopped,
 )
 from memserve.system.loop import ANSWER_TIMEOUT_S, MachineLoop
+from memserve.system.memory import resident_bytes
 from memserve.transport.ports import Device
 
 log = logging.getLogger(__name__)
 
+WINDOW_STEPS = 512
+"""Steps over which medians are taken."""
 CLOSING_RETRY_S = 5.0
 """After this long another engine may have taken the place of one that closes."""
+
+
+@dataclass(slots=True)
+class StepTimer:
+    """Adds up the machine's and the device's time. Used by the engine thread only."""
+
+    steps: int = 0
+    machine_ns: int = 0
+    device_ns: int = 0
+    bound_bytes: int = 0
+    _machine_mark_ns: int = 0  # machine_ns at the last finished step
+    _machine_steps_ns: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    _device_steps_ns: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+
+    def machine_worked(self, spent_ns: int) -> None:
+        """The machine handled one event in ``spent_ns``."""
+        self.machine_ns += spent_ns
+
+    def step_finished(self, device_ns: int) -> None:
+        """One step ended; what the machine spent since the last one belongs to it."""
+        self.steps += 1
+        self.device_ns += device_ns
+        self._machine_steps_ns.append(self.machine_ns - self._machine_mark_ns)
+        self._device_steps_ns.append(device_ns)
+        self._machine_mark_ns = self.machine_ns
+
+    def take_snapshot(self, instance: InstanceStats) -> EngineStats:
+        """The figures so far, with the machine's own."""
+        return EngineStats(
+            steps=self.steps,
+            machine_ns=self.machine_ns,
+            device_ns=self.device_ns,
+            machine_step_ns=int(median(self._machine_steps_ns)) if self._machine_steps_ns else 0,
+            device_step_ns=int(median(self._device_steps_ns)) if self._device_steps_ns else 0,
+            instance=instance,
+            resident_bytes=resident_bytes(),
+            bound_bytes=self.bound_bytes,
+        )
 
 
 class Refusal(enum.Enum):

@@ -208,7 +208,7 @@ class PeerGroup:
         self._actions.append(RemovePeer(peer))
 
     def _send_sign_of_life(self, neighbour: _Neighbour) -> None:
-        """Greet until there is an answer, then send heartbeats."""
+        """Send hellos until there is an answer, then send heartbeats."""
         peer = neighbour.info.peer
         if neighbour.has_answered:
             self._actions.append(Send(peer, Heartbeat(Load())))
@@ -398,7 +398,7 @@ class PoolMachine:
         return sorted(peer.name for peer in self._group.live_peers())
 
     def add_peer(self, info: PeerInfo, now_ns: int) -> Future[None]:
-        """Greet a peer; the future ends when it has answered, and is cancelled when it is lost."""
+        """Send a peer a hello; the future ends when it has answered, and is cancelled when it is lost."""
         name, self_info = info.peer.name, self.info
         if name == self_info.peer.name:
             raise UserError(f"both are called {name!r}", hint="give every peer a name of its own", param="info")

@@ -43,7 +43,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The fitted model, and how well its curves foretell samples that they were not fitted to."""
+    """The fitted model, and how well its curves predict samples that they were not fitted to."""
 
     costs: CostModel
     quality: Mapping[str, Quality]

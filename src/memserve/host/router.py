@@ -120,7 +120,7 @@ class MemberLog:
             since_s, has_died = self._last_ends.pop(name, (None, bool(why)))
             why += [] if since_s is None else [f"after {self._clock() - since_s:.1f} s"]
             level = level if has_died else logging.INFO  # it said goodbye, here or to a router before this one
-        # one process that knocks at short intervals under ever new generations has one line, too
+        # one process that connects at short intervals under ever new generations has one line, too
         thing = (change, name, report.address)
         place = f" at {report.address}" if report.address else ""
         change_text = _WORDS[change] + (f": {', '.join(why)}" if why else "")
@@ -172,7 +172,7 @@ class RouterEngine:
         """Called when an instance has joined."""
         self._closed = False
         self._keeper = keeper
-        self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
+        self._is_listening = keeper is None  # before the machine has recovered, it would not know its members
         self._loop: SharedLoop[Any] = SharedLoop(
             machine, self._perform_actions, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
         )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -17,11 +15,7 @@ from memserve.instance.stats import InstanceStats
 from memserve.journal.keeper import Durability
 from memserve.router.members.autoscaling import RoleCount
 from memserve.router.report import ClusterStats, InstanceView
-from memserve.system.memory import resident_bytes
 from memserve.transport.outbound import MailboxCounters
-
-WINDOW_STEPS = 512
-"""Steps over which medians are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,44 +51,6 @@ class EngineStats:
     def encode(self) -> bytes:
         """As msgpack, for a heartbeat."""
         return msgspec.msgpack.encode(self)
-
-
-@dataclass(slots=True)
-class StepTimer:
-    """Adds up the machine's and the device's time. Used by the engine thread only."""
-
-    steps: int = 0
-    machine_ns: int = 0
-    device_ns: int = 0
-    bound_bytes: int = 0
-    _machine_mark_ns: int = 0  # machine_ns at the last finished step
-    _machine_steps_ns: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-    _device_steps_ns: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-
-    def machine_worked(self, spent_ns: int) -> None:
-        """The machine handled one event in ``spent_ns``."""
-        self.machine_ns += spent_ns
-
-    def step_finished(self, device_ns: int) -> None:
-        """One step ended; what the machine spent since the last one belongs to it."""
-        self.steps += 1
-        self.device_ns += device_ns
-        self._machine_steps_ns.append(self.machine_ns - self._machine_mark_ns)
-        self._device_steps_ns.append(device_ns)
-        self._machine_mark_ns = self.machine_ns
-
-    def take_snapshot(self, instance: InstanceStats) -> EngineStats:
-        """The figures so far, with the machine's own."""
-        return EngineStats(
-            steps=self.steps,
-            machine_ns=self.machine_ns,
-            device_ns=self.device_ns,
-            machine_step_ns=int(median(self._machine_steps_ns)) if self._machine_steps_ns else 0,
-            device_step_ns=int(median(self._device_steps_ns)) if self._device_steps_ns else 0,
-            instance=instance,
-            resident_bytes=resident_bytes(),
-            bound_bytes=self.bound_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,8 @@ class ChildStart:
         patience = {"drain_s": OFFERS_S} if self.offers or has_store else {}
         secret = as_followed(self.secret)
         file = {"secret_file": str(secret.files[0].absolute())} if secret.files else {}
-        greeting = {"secret": secret.value(), **file, "parent_pid": os.getpid(), **outlive, **patience}
-        return {role: greeting | (dict(self.router_keys) if role is Role.ROUTER else {}) for role in Role}
+        startup_payload = {"secret": secret.value(), **file, "parent_pid": os.getpid(), **outlive, **patience}
+        return {role: startup_payload | (dict(self.router_keys) if role is Role.ROUTER else {}) for role in Role}
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,15 +347,16 @@ class Supervisor:
             return child.process
 
     def _wait_for_exit(self, child: _Child, process: subprocess.Popen[str] | AdoptedProcess) -> str:
-        """Greet the process and wait for its end; its last words. While it cannot be written down, try again."""
-        greeting: str | None = json.dumps(self._startup_payloads[child.order.role]) + "\n"
+        """Send the process its start-up payload and wait for its end; its last output. While it cannot be
+        written down, try again."""
+        startup_payload: str | None = json.dumps(self._startup_payloads[child.order.role]) + "\n"
         while True:
             patience_s = None if self._is_recorded(child, process) else RECORD_S
             try:
-                output, _ = process.communicate(greeting, patience_s)
+                output, _ = process.communicate(startup_payload, patience_s)
                 return output
             except subprocess.TimeoutExpired:
-                greeting = None  # it was sent
+                startup_payload = None  # it was sent
 
     def _is_recorded(self, child: _Child, process: subprocess.Popen[str] | AdoptedProcess) -> bool:
         """Write a new child down; ``False``: impossible at present (disk full, no descriptors)."""

@@ -63,7 +63,7 @@ def app(args: Mapping[str, Any]) -> Any:
         name=NAME,
         num_replicas=1,  # all requests of a cluster pass its one router
         max_ongoing_requests=settings.http.limits.connections_max,
-        graceful_shutdown_timeout_s=settings.http.drain_s,
+        graceful_shutdown_timeout_s=settings.http.server.drain_s,
         ray_actor_options={"num_cpus": 1},
     )
     return deployment(serve.ingress(build)()).bind()
@@ -164,7 +164,7 @@ def _run_cluster(settings: ServeArguments, options: ClusterOptions) -> Iterator[
     try:
         with plain_errors(ray):
             ray.get(controller.start.remote())
-        with running_cluster(settings.engine, router, http.log_level, log.info, scale) as running:
+        with running_cluster(settings.engine, router, http.server.log_level, log.info, scale) as running:
             ray.get(controller.wait_members.remote())
             adapters = read_adapters(settings.engine.lora)
             yield app_of(running.engine, running.model, settings.engine.model, adapters, http)[0]

@@ -279,9 +279,9 @@ def sample_drafts(
     ahead = np.arange(len(logits)) - np.repeat(begins, widths)
     sampled = sample(logits, np.arange(len(logits)), np.repeat(slots, widths), table, ahead)
     accepted = []
-    for begin, foretold in zip(begins.tolist(), drafts, strict=True):
-        tokens = sampled.tokens[begin : begin + len(foretold) + 1].tolist()
-        right = next((index for index, token in enumerate(foretold) if tokens[index] != token), len(foretold))
+    for begin, predicted in zip(begins.tolist(), drafts, strict=True):
+        tokens = sampled.tokens[begin : begin + len(predicted) + 1].tolist()
+        right = next((index for index, token in enumerate(predicted) if tokens[index] != token), len(predicted))
         accepted.append(tokens[: right + 1])
     return accepted, sampled.failed
 

@@ -136,7 +136,7 @@ class RouterAddresses:
 
 
 ANY_ROUTER = Peer(ROUTER, 0)
-"""Any router that is at the address that is dialled."""
+"""Any router that is at the address that is connected to."""
 
 
 class MemberMachine:
@@ -187,7 +187,7 @@ class MemberMachine:
         return info is not None and info.peer == peer
 
     def start(self, now_ns: int) -> list[MemberAction]:
-        """Dial the first address and ask to join. Without an address: wait to be called."""
+        """Connect to the first address and ask to join. Without an address: wait to be called."""
         if self.is_detached:
             return []
         self.addresses.mark_contact(now_ns)

@@ -60,7 +60,7 @@ class _Query:
     answer: Future[Any]
 
     def resolve_call(self) -> None:
-        """Whatever is wrong with the answer is the asker's to know: the machine goes on."""
+        """Whatever is wrong with the answer is the caller's to know: the machine goes on."""
         try:
             self.answer.set_result(self.question())
         except Exception as error:

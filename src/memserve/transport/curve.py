@@ -1,8 +1,8 @@
-"""Which processes may speak: keys that follow from the cluster's secret, and the doorkeeper that asks for them.
+"""Which processes may speak: keys that follow from the cluster's secret, and the authenticator that asks for them.
 
 Every member has the same CURVE key pair, derived from the secret. No other process knows even the public key, which a
-client needs to say anything at all; the doorkeeper (ZeroMQ's authentication protocol, RFC 27) makes sure that the
-client has the secret one as well. What is sent is encrypted, and cannot be recorded and sent again by a stranger.
+client needs to say anything at all; the authenticator (ZeroMQ's authentication protocol, RFC 27) makes sure that the
+client has the secret one as well. What is sent is encrypted, and cannot be recorded and sent again by another process.
 
 Connections that came to a mailbox and went without a message: peers without the secret are named, counted.
 
@@ -95,7 +95,7 @@ class CurveKeys:
         return tuple(cls.derived_from(secret) for secret in secrets_in(text) or ("",))
 
     def configure_server(self, socket: Socket) -> None:
-        """Make ``socket`` accept only clients that a doorkeeper lets in."""
+        """Make ``socket`` accept only clients that an authenticator lets in."""
         socket.curve_server = True
         socket.curve_secretkey = self.secret
 
@@ -185,7 +185,7 @@ class FailedHandshakes:
         """Can be read when there is something to :meth:`read_events` at."""
         self._port = port
         self._unproven: dict[int, str] = {}
-        """Descriptor -> address of all connections that may be a stranger's; no more than there are descriptors."""
+        """Descriptor -> address of all connections that may be unauthenticated; no more than there are descriptors."""
         self._passed = 0
         """Handshakes that succeeded, each of another one of those connections."""
         self._failed_connections: list[tuple[int, str, str]] = []
@@ -225,7 +225,7 @@ class FailedHandshakes:
 
     @property
     def has_unproven(self) -> bool:
-        """Whether a connection may still be a stranger's."""
+        """Whether a connection may still be unauthenticated."""
         return bool(self._unproven or self._failed_connections)
 
     def mark_proven(self, descriptor: int) -> None:

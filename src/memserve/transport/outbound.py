@@ -72,17 +72,17 @@ class _PeerConnection:
     address: str
     socket: Socket | None = None
     key: int = 0
-    """Which of the cluster's keys it is dialled with."""
+    """Which of the cluster's keys it is connected with."""
     monitor: Socket | None = None
     """While the secret changes: tells that the peer has another one."""
     recent: deque[bytes] = field(default_factory=deque)
-    """While the secret changes: what was sent, as it may have been on its way when the peer hung up. The peer drops
-    what it has."""
+    """While the secret changes: what was sent, as it may have been on its way when the peer disconnected. The peer
+    drops what it has."""
     recent_bytes: int = 0
     is_refused: bool = False
-    """Whether the peer did not take the key when it was last dialled."""
+    """Whether the peer did not take the key when it was last connected."""
     retry_at_s: float = 0.0
-    """When it may be dialled with the next key."""
+    """When it may be connected with the next key."""
     pause_s: float = RECONNECT_S
 
     def add_recent(self, frame: bytes) -> None:
@@ -126,7 +126,7 @@ def configure(socket: Socket, address: str = "", own_address: str = "") -> None:
 
 
 def new_context(*, gives_way: bool = False) -> Context:
-    """A context of its own: a doorkeeper answers for a whole context. ``gives_way``: as of a mailbox.
+    """A context of its own: an authenticator answers for a whole context. ``gives_way``: as of a mailbox.
 
     Every line takes two descriptors, and ZeroMQ may abort when there are no more: the process gets as many as it may.
     """
@@ -213,7 +213,7 @@ class Outbound:
                 self._send_reply(to, message)
 
     def close(self) -> None:
-        """Hang up everywhere; what is queued has a second to leave."""
+        """Disconnect everywhere; what is queued has a second to leave."""
         with self._lock:
             self._closed = True
             for connection in self._connections.values():
@@ -221,7 +221,7 @@ class Outbound:
             self._connections.clear()
 
     def change_keys(self, keys: tuple[CurveKeys, ...]) -> None:
-        """The secret changes, or has changed: lines with a key that is none of ``keys`` are dialled anew."""
+        """The secret changes, or has changed: connections with a key that is none of ``keys`` are made anew."""
         with self._lock:
             if self._closed:
                 return
@@ -240,7 +240,7 @@ class Outbound:
                     connection.clear_recent()
 
     def reconnect_rejected(self) -> None:
-        """While the secret changes: dial peers that have changed theirs."""
+        """While the secret changes: reconnect to peers that have changed theirs."""
         if len(self._keys) == 1:
             return
         with self._lock:
@@ -248,7 +248,7 @@ class Outbound:
                 self._check_key(connection)
 
     def _check_key(self, connection: _PeerConnection) -> None:
-        """If its peer does not take its key, dial with the next one."""
+        """If its peer does not take its key, connect with the next one."""
         if connection.monitor is None:
             return
         is_rejected, now_s = handshake_failed(connection.monitor), time.monotonic()
@@ -322,7 +322,7 @@ class Outbound:
     def _connect_socket(self, address: str, keys: CurveKeys) -> Socket | None:
         """A socket that connects to ``address`` and keeps trying; ``None`` when that is no address, or no more sockets
         can be had."""
-        check(not self._closed, "a closed mailbox dials")
+        check(not self._closed, "a closed mailbox connects")
         try:
             socket = self._context.socket(zmq.PUSH)
         except zmq.ZMQError:

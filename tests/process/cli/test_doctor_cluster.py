@@ -128,7 +128,7 @@ def member(at: int, **what: str) -> Change:
         ("metadata", "warn", put("router_metadata_durable", 0.0)),
         ("joins refused", "warn", put("router_members_refused_total", 3.0)),
         ("messages refused", "warn", put("router_messages_malformed_total", 3.0)),
-        ("strangers", "warn", put("router_handshakes_failed_total", 2.0)),
+        ("failed handshakes", "warn", put("router_handshakes_failed_total", 2.0)),
         ("members lost", "warn", put("router_members_died_total", 1.0)),
         ("damaged KV", "warn", put("instance_checksum_mismatches_total", 1.0)),
         ("failed reads of KV", "warn", put("instance_pulls_failed_total", 1.0)),

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec import structs
 
 from cluster_world import BLOCK, info
-from memserve.base.config import ClusterConfig, EngineOptions, SchedulerConfig
+from memserve.api.http.config import ApiConfig, EdgeConfig, ServerConfig
+from memserve.base.config import AdmissionConfig, ClusterConfig, EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import Parallel
 from memserve.base.options import command_line_of
-from memserve.base.types import Caching, Role
+from memserve.base.types import Admission, Caching, Role
 from memserve.base.units import GIB
 from memserve.cli.cluster import members as cluster
+from memserve.cli.cluster import serve
 from memserve.cli.cluster import topology as shape_module
 from memserve.cli.cluster.members import ClusterOptions
 from memserve.cli.cluster.topology import choose_counts, follow_context, room_text, shape_text
-from memserve.cli.flags import split_address
+from memserve.cli.flags import HttpOptions, split_address
 from memserve.cli.main import command_line
 from memserve.instance.scheduler.capacity import Hardware, Shape, choose_shape
 from memserve.model.loading.card import Context, ModelCard
 from memserve.model.loading.sources import weight_bytes
 from memserve.system import memory
 from memserve.system.gpus import DeviceChoice, FoundGpu
+from memserve.system.secrets import GivenKeys
 
 
 @pytest.mark.parametrize(
@@ -137,6 +143,27 @@ def test_children_are_given_the_same_engine_options(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("memserve.cli.cluster.instance._run_supervised", lambda options, *rest: seen.append(options))
     command_line()(["instance", "--join", "h:1", "--supervised", *command_line_of(options)], standalone_mode=False)
     assert seen == [options]
+
+
+def test_routers_of_a_server_are_given_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switches take no value: ``--lenient``, ``--no-generation-config``."""
+    http = HttpOptions(
+        ServerConfig("10.0.0.1", 8001, ("a", "b"), False, 7, 3.5, "error"), GivenKeys(), GivenKeys(), None,
+        EdgeConfig(connections_max=9), ApiConfig(True, "/llm", "hermes", "none", True, True),
+    )  # fmt: skip
+    admission = AdmissionConfig(Admission.CACHE, hold=True, priority_across_tenants=True)
+    options = ClusterOptions(config=ClusterConfig(admission=admission))
+    with socket.create_server(("127.0.0.1", 0)) as shared, socket.create_server(("127.0.0.1", 0)) as own:
+        ports = [listener.getsockname()[1] for listener in (shared, own)]
+        followers = serve._followers(EngineOptions(model="m"), options, http, [shared, own])
+    calls: list[Any] = []
+    monkeypatch.setattr("memserve.cli.cluster.router._run_supervised", lambda *arguments: calls.append(arguments))
+    command_line()(["router", "--join", "h:1", "--supervised", *followers.flags], standalone_mode=False)
+    engine, _, _, cluster_config, read_http, _, owner_url = calls[0]
+    read = read_http(GivenKeys(), GivenKeys())
+    assert engine == EngineOptions(model="m") and cluster_config.admission == admission
+    assert read == dataclasses.replace(http, server=dataclasses.replace(http.server, port=ports[0]))
+    assert owner_url.endswith(f":{ports[1]}")
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":5900", "host:port", "host:0", "host:70000"])

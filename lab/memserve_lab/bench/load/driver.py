@@ -228,8 +228,8 @@ class Driver:
             if await self._client.alive():
                 return
             await asyncio.sleep(PROBE_GAP_S)
-        self.stop(gone := f"the server at {self._target.base_url} is gone")
-        self._run.partial = self._run.partial or gone
+        self.stop(reason := f"the server at {self._target.base_url} is gone")
+        self._run.partial = self._run.partial or reason
 
 
 def drive(make: Callable[[], Driver]) -> LoadRun:

@@ -57,8 +57,8 @@ class Dialogue:
     def request(self, number: int) -> tuple[str, dict[str, Any]]:
         """Path and body of turn ``number``; turns are asked for in order, each once."""
         turn, manner = self._session.turns[number], self._manner
-        path, asked = self._asked(turn)
-        body: dict[str, Any] = {"model": manner.model, **asked, "max_tokens": turn.output_tokens_max}
+        path, fields = self._asked(turn)
+        body: dict[str, Any] = {"model": manner.model, **fields, "max_tokens": turn.output_tokens_max}
         body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
         if turn.stop:
             body["stop"] = list(turn.stop)
@@ -74,8 +74,8 @@ class Dialogue:
         closed = self._session.history is History.CLOSED
         match turn.says:
             case Chat(messages):
-                said = [{"role": message.role, "content": message.content} for message in messages]
-                self._messages = [*self._messages, *said] if closed else said
+                chat_messages = [{"role": message.role, "content": message.content} for message in messages]
+                self._messages = [*self._messages, *chat_messages] if closed else chat_messages
                 return CHAT_PATH, {"messages": self._messages}
             case Text(text):
                 self._text = self._text + text if closed else text

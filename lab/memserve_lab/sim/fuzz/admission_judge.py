@@ -55,14 +55,16 @@ def fits_surely(
     sides = _sides(cluster, len(request.prompt))
     live = cluster._lifecycle.requests.by_id | cluster._lifecycle.remote_requests.by_id
     requests = [] if empty else list(live.values())
-    kept = sum(_all_of(cluster, gone) for gone in ended)
+    cached_blocks = sum(_all_of(cluster, request_ended) for request_ended in ended)
     paired = len(sides) > 1
     for side in sides:
         decodes = {m: m.info.role is not Role.PREFILL or not paired for m in side}  # a colocated one does in any team
-        need = {m: kept + _most(cluster, request, 0, decodes=decodes[m]) for m in side}
-        taken = {m: _used(cluster, requests, m) + (0 if empty else _claimed(cluster, requests, m)) for m in side}
-        left = {m: recovered.get(m.peer, 0) * ceil_div(m.info.geometry.block_tokens, _unit(cluster)) for m in side}
-        if not any(_total(cluster, m) - taken[m] - left[m] >= need[m] for m in side):
+        need = {m: cached_blocks + _most(cluster, request, 0, decodes=decodes[m]) for m in side}
+        blocks_taken = {m: _used(cluster, requests, m) + (0 if empty else _claimed(cluster, requests, m)) for m in side}
+        blocks_recovered = {
+            m: recovered.get(m.peer, 0) * ceil_div(m.info.geometry.block_tokens, _unit(cluster)) for m in side
+        }
+        if not any(_total(cluster, m) - blocks_taken[m] - blocks_recovered[m] >= need[m] for m in side):
             return False
     return bool(sides)
 
@@ -76,9 +78,9 @@ def is_too_large(cluster: Cluster, request: Request) -> bool:
 
 def _sides(cluster: Cluster, prompt_tokens: int) -> list[Sequence[Member]]:
     """Members that compute such prompts, and, where those hand over, members that decode."""
-    here = [m for m in cluster._registry if m.state is MemberState.LIVE and m.info.context_tokens > prompt_tokens]
-    roles = teams({member.info.role for member in here})
-    return [[member for member in here if member.info.role in team] for team in roles if team]
+    members = [m for m in cluster._registry if m.state is MemberState.LIVE and m.info.context_tokens > prompt_tokens]
+    roles = teams({member.info.role for member in members})
+    return [[member for member in members if member.info.role in team] for team in roles if team]
 
 
 def _unit(cluster: Cluster) -> int:
@@ -92,10 +94,10 @@ def _total(cluster: Cluster, member: Member) -> int:
 
 def _most(cluster: Cluster, request: Request, generated: int, *, decodes: bool) -> int:
     """Blocks that it may need, if sequences share nothing."""
-    prompt, own = tokens_needed(request, cluster.config.admission.output_tokens_max, generated)
+    prompt, own_tokens = tokens_needed(request, cluster.config.admission.output_tokens_max, generated)
     if not decodes:
         return ceil_div(prompt + generated, _unit(cluster))
-    return max(request.n, request.beam_width) * ceil_div(prompt + own, _unit(cluster))
+    return max(request.n, request.beam_width) * ceil_div(prompt + own_tokens, _unit(cluster))
 
 
 def _all_of(cluster: Cluster, request: Request) -> int:
@@ -242,30 +244,30 @@ class AdmissionChecker:
             self._gone, self._recovered = [], (0, {})
         if isinstance(event, StateRecovered):
             self._recovered = now_ns, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
-        here, was_closed = self._here, self._was_closed
+        members, was_closed = self._here, self._was_closed
         self._was_closed = cluster._lifecycle.admission.is_closed
         asks = self._comes(event, now_ns)
         before_opening = was_closed and not cluster._lifecycle.admission.is_closed
         at_once = before_opening or asks > 1
-        read = {waiter.reader: name for name, waiter in here.items()}
-        waited = {name: waiter for name, waiter in here.items() if waiter.waits}
-        returning = [waiter for waiter in here.values() if waiter.returns]
-        ran = [name for name, waiter in here.items() if not (waiter.waits or waiter.returns)]
+        read = {waiter.reader: name for name, waiter in members.items()}
+        waited = {name: waiter for name, waiter in members.items() if waiter.waits}
+        returning = [waiter for waiter in members.values() if waiter.returns]
+        ran = [name for name, waiter in members.items() if not (waiter.waits or waiter.returns)]
         for action in actions:
             if isinstance(action, Send) and isinstance(action.message, Dispatch):
-                waiter = here.get(action.message.request.request_id.rpartition("#")[0])
+                waiter = members.get(action.message.request.request_id.rpartition("#")[0])
                 if waiter is not None:  # it may be admitted, and end, in one event
                     waiter.waits = False
-        told = _told_to_followers(actions)
-        for name, grant in told:
-            if name in here and not grant.cause:
-                here[name].waits = here[name].returns = False
+        messages = _told_to_followers(actions)
+        for name, grant in messages:
+            if name in members and not grant.cause:
+                members[name].waits = members[name].returns = False
         for action in actions:
             self._ended(action, read, now_ns)
         admission = cluster._lifecycle.admission
         assert isinstance(admission, AdmissionController)
         live = cluster._lifecycle.requests.by_id | cluster._lifecycle.remote_requests.by_id
-        for name, waiter in list(here.items()):
+        for name, waiter in list(members.items()):
             req = live.get(name)
             if req is None:
                 require(not waiter.reader, f"{name} has ended, and its client was not told")
@@ -275,7 +277,7 @@ class AdmissionChecker:
             handed_over = attempt is not None and attempt.first not in attempt.involved
             waiter.waits, waiter.left = waiter.waits and admission.is_waiting(req), len(req.past) + handed_over
             waiter.returns = req in admission._returning
-        let_in = [name for name in waited if name in here and not here[name].waits]
+        let_in = [name for name in waited if name in members and not members[name].waits]
         before = Before(waited, ran, bool(let_in), at_once, sum(not waiter.returns for waiter in returning))
         for action in actions:
             if isinstance(action, RejectRequest) and (cause := cause_of(action)):
@@ -284,7 +286,7 @@ class AdmissionChecker:
                     self.told[action.request_id] = action.retry_after_s
                 name = read.get(action.request_id, action.request_id)
                 self._judge_refusal(cluster, name, action, cause, before, now_ns)
-        for name, grant in told:
+        for name, grant in messages:
             if grant.cause:
                 late = RejectRequest(name, grant.reason, grant.retry_after_s, grant.cause in ("wait", "pressure"))
                 require(cause_of(late) == grant.cause, f"{name}: {grant}")
@@ -393,7 +395,7 @@ class AdmissionChecker:
             spent_ns = now_ns - waiter.arrived_ns
             require(spent_ns >= config.wait_ns, f"{name} waited {spent_ns} ns only: {action.reason}")
         elif cause == "pressure":
-            still = [other for other in before.ran if other in self._here]
+            still = [rank for rank in before.ran if rank in self._here]
             require(not still, f"{name}: {still} run, and would have made room: {action.reason}")
             fits = fits_surely(cluster, waiter.request, empty=True, **self._room(now_ns))
             require(not fits, f"{name} fits: {action.reason}")
@@ -422,16 +424,16 @@ class AdmissionChecker:
 
     def _judge_waiting(self, cluster: Cluster, now_ns: int) -> None:
         """No request waits without a reason, for too long, or in too long a queue."""
-        config, here = self._config, self._here
+        config, members = self._config, self._here
         admission = cluster._lifecycle.admission
-        waiting = [name for name, waiter in here.items() if waiter.waits]
-        returning = sum(waiter.returns for waiter in here.values())
-        active = len(here) - len(waiting) - returning
+        waiting = [name for name, waiter in members.items() if waiter.waits]
+        returning = sum(waiter.returns for waiter in members.values())
+        active = len(members) - len(waiting) - returning
         require(config.active_max is None or active <= config.active_max, f"{active} are active: {config}")
         require(admission.is_closed or len(waiting) <= config.waiting_max, f"{waiting} wait: {config}")
         if not waiting:
             return
-        spent_ns = now_ns - min(here[name].arrived_ns for name in waiting)
+        spent_ns = now_ns - min(members[name].arrived_ns for name in waiting)
         require(spent_ns < config.wait_ns, f"{waiting}: the first waits for {spent_ns} ns: {config}")
         if admission.is_closed:
             return
@@ -456,13 +458,13 @@ class AdmissionChecker:
         if len(let_in) != 1 or let_in[0].tenant not in waiting:
             self._served = self._served if not let_in else {}
             return
-        mine, tokens = let_in[0].tenant, self._cost(let_in[0])
-        for other in sorted(waiting - {mine}):
-            self._served[mine, other] = self._served.get((mine, other), 0) + tokens
-            mine_weight, other_weight = weights.get(mine, 1), weights.get(other, 1)
-            ahead = self._served[mine, other] / mine_weight - self._served.get((other, mine), 0) / other_weight
+        tenant, tokens = let_in[0].tenant, self._cost(let_in[0])
+        for rival in sorted(waiting - {tenant}):
+            self._served[tenant, rival] = self._served.get((tenant, rival), 0) + tokens
+            mine_weight, other_weight = weights.get(tenant, 1), weights.get(rival, 1)
+            ahead = self._served[tenant, rival] / mine_weight - self._served.get((rival, tenant), 0) / other_weight
             most = self._cost_most / mine_weight + self._cost_most / other_weight
-            require(ahead <= most, f"{mine!r} is {ahead} tokens ahead of {other!r}, {most} are fair")
+            require(ahead <= most, f"{tenant!r} is {ahead} tokens ahead of {rival!r}, {most} are fair")
 
     def _cost(self, request: Request) -> int:
         return cost_tokens(request, self._config.output_tokens_max)

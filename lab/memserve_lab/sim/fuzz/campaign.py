@@ -98,19 +98,19 @@ def judge(
     """Run one scenario and return its verdict. ``plant`` is a safeguard to take out, ``layerwise`` and
     ``routers`` as in :func:`draw`, ``log`` as in :class:`World`."""
     started = time.perf_counter()
-    failure = where = ""
+    failure = place = ""
     with planted(plant):
         world = World(draw(seed, setting, layerwise, routers), story_lines, log)
         try:
             world.run()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-            where = _place_of(error)
+            place = _place_of(error)
     story = (*world.story, str(world.scenario)) if failure or keep_story else ()
     happened = world.happened + world.achievements()
     spent_s = time.perf_counter() - started
     requests, steps = len(world.referee.asks), world.clock.steps
-    return Verdict(seed, str(setting), requests, steps, spent_s, happened, failure, where, story)
+    return Verdict(seed, str(setting), requests, steps, spent_s, happened, failure, place, story)
 
 
 def _place_of(error: Exception) -> str:

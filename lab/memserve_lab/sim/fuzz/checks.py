@@ -44,14 +44,14 @@ def check_memory_is_whole(nodes: Sequence[InstanceNode]) -> None:
 
 def achievements(router: Cluster, *, remembers: bool) -> Counter[str]:
     """Counts of what a router has gone through."""
-    counters, done = router.stats().counters, Counter[str]()
-    done.update(resumed=counters.resumptions, gaps=counters.kv_gaps, snapshots=counters.kv_snapshots)
-    done.update(expelled=counters.expelled, died=counters.members_died, left=counters.members_left)
+    counters, counts = router.stats().counters, Counter[str]()
+    counts.update(resumed=counters.resumptions, gaps=counters.kv_gaps, snapshots=counters.kv_snapshots)
+    counts.update(expelled=counters.expelled, died=counters.members_died, left=counters.members_left)
     if counters.answers_continued or counters.attempts_adopted:
-        done.update({"keyed: continued": counters.answers_continued, "keyed: adopted": counters.attempts_adopted})
+        counts.update({"keyed: continued": counters.answers_continued, "keyed: adopted": counters.attempts_adopted})
     if remembers:
-        done.update(readopted=counters.members_readopted)
-    return done
+        counts.update(readopted=counters.members_readopted)
+    return counts
 
 
 def _name(peer: Peer) -> str:
@@ -65,8 +65,8 @@ def _check_idle(node: InstanceNode) -> None:
     require((load.requests_waiting, load.sequences_running) == (0, 0), f"{name} is busy: {machine!r}")
     require(load.transfers_open == 0, f"{name}: {load.transfers_open} transfers are open")
     for report in machine.pool.report().tiers:
-        held, tier = report.blocks_used - report.blocks_evictable, report.tier.name
-        require(held == 0, f"{name}: {held} blocks of {tier} leaked: {report}")
+        blocks_held, tier = report.blocks_used - report.blocks_evictable, report.tier.name
+        require(blocks_held == 0, f"{name}: {blocks_held} blocks of {tier} leaked: {report}")
         require(report.blocks_pinned == 0, f"{name}: {report.blocks_pinned} blocks of {tier} pinned")
 
 
@@ -77,12 +77,12 @@ def _check_tree(router: Cluster, node: InstanceNode) -> None:
     require(member is not None, f"{node.peer} is no member")
     number = member.number if member is not None else -1
     believed = [(bytes(name), hbm, dram) for name, hbm, dram in trees.directory.dump(number)]
-    there: Counter[tuple[bytes, Tier]] = Counter()
+    places: Counter[tuple[bytes, Tier]] = Counter()
     for tier in (Tier.HBM, Tier.DRAM):
         packed = pool.cached_identities(tier)
-        there.update((packed[at : at + 16], tier) for at in range(0, len(packed), 16))
-    names = sorted({name for name, _ in there})
-    truth = [(name, there[name, Tier.HBM], there[name, Tier.DRAM]) for name in names]
+        places.update((packed[offset : offset + 16], tier) for offset in range(0, len(packed), 16))
+    names = sorted({name for name, _ in places})
+    truth = [(name, places[name, Tier.HBM], places[name, Tier.DRAM]) for name in names]
     if believed != truth:
         too_much = [(n.hex()[:8], h, d) for n, h, d in believed if (n, h, d) not in truth]
         too_little = [(n.hex()[:8], h, d) for n, h, d in truth if (n, h, d) not in believed]
@@ -96,8 +96,8 @@ def check_stores_at_rest(router: Cluster, store: FuzzedStore) -> None:
     machine = store.machine
     machine.check_invariants()
     require(store.alive and not store.paused, "the store does not run")
-    held = {extent: count for extent, count in machine.count_references().items() if count}
-    require(not held, f"the store holds {held}")
+    references = {extent: count for extent, count in machine.count_references().items() if count}
+    require(not references, f"the store holds {references}")
     require(not machine.kv.exchange.transfers_open, f"{machine.kv.exchange.transfers_open} transfers are open")
     require(not machine.loads.open_loads and not machine.values.writes_open, "the store still reads or writes")
     require(machine.values.disks.is_idle, "its disks are busy")
@@ -116,24 +116,26 @@ def check_contents(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) 
     for identity, truth in _truths(store, pool, referee):
         entry = store.tier.find(identity, counts=False)
         if entry is not None:
-            there = store.memory.read(entry.offset, entry.length)
+            stored = store.memory.read(entry.offset, entry.length)
             store.machine.values.tier.release(entry.offset)
-            require(there == truth or not entry.verified, f"{identity.hex()[:8]} in memory is something else")
+            require(stored == truth or not entry.verified, f"{identity.hex()[:8]} in memory is something else")
             require(entry.seal == seal_of(truth), f"{identity.hex()[:8]} in memory was sealed as something else")
         for number, disk in enumerate(store.disks):
             log = store.machine.values.disks._disks[number].log
-            found = log.look(identity) if log is not None else None
-            if log is None or found is None:
+            record = log.look(identity) if log is not None else None
+            if log is None or record is None:
                 continue
-            offset, inside = place_of(found)
-            _, payload = read_record(disk, offset, found.length, inside)
+            offset, inside = place_of(record)
+            _, payload = read_record(disk, offset, record.length, inside)
             require(payload == truth or store.has_damage, f"{identity.hex()[:8]} on disk {number} is something else")
-            require(found.seal == seal_of(truth), f"{identity.hex()[:8]} on disk {number} was sealed as something else")
+            require(
+                record.seal == seal_of(truth), f"{identity.hex()[:8]} on disk {number} was sealed as something else"
+            )
 
 
 def _truths(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[bytes, bytes]]:
     """Identity and bytes of every block of what clients have asked and were answered."""
-    geometry, told = store.host.geometry, set[bytes]()
+    geometry, identities = store.host.geometry, set[bytes]()
     size = geometry.block_tokens
     for ask in referee.asks.values():
         answers = [] if ask.request.beam_width else list(ask.got.values())
@@ -141,18 +143,18 @@ def _truths(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> Iter
             tokens = [*ask.request.prompt.tolist(), *answer]
             packed = pool.identities(ask.request.isolation, np.asarray(tokens, np.int32))
             cells = _cells(tokens)
-            for at in range(len(tokens) // size):
-                identity = bytes(packed[16 * at : 16 * at + 16])
-                if identity not in told:
-                    told.add(identity)
-                    yield identity, _block(cells[at * size : (at + 1) * size], geometry.num_layers)
+            for index in range(len(tokens) // size):
+                identity = bytes(packed[16 * index : 16 * index + 16])
+                if identity not in identities:
+                    identities.add(identity)
+                    yield identity, _block(cells[index * size : (index + 1) * size], geometry.num_layers)
 
 
 def _cells(tokens: list[int]) -> list[int]:
-    seen, cells = 0, []
+    hash_so_far, cells = 0, []
     for position, token in enumerate(tokens):
-        cells.append(cell(token, position, seen))
-        seen = mix(seen, cells[-1])
+        cells.append(cell(token, position, hash_so_far))
+        hash_so_far = mix(hash_so_far, cells[-1])
     return cells
 
 

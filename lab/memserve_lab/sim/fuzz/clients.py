@@ -177,12 +177,12 @@ class OutputChecker:
         require(ask.rejected is None, f"{key}: an output after the rejection")
         require(output.index not in ask.final, f"{key}: an output after the final one")
         require(0 <= output.index < ask.request.n, f"{key}: no such sequence")
-        got = ask.got.setdefault(output.index, [])
+        tokens_got = ask.got.setdefault(output.index, [])
         if output.prompt_logprobs is not None:
             self._judge_prompt_logprobs(ask, output, key)
-        if output.cached_tokens or (output.tokens and not got):
+        if output.cached_tokens or (output.tokens and not tokens_got):
             self._judge_cached(ask, output, key)
-        got.extend(output.tokens)
+        tokens_got.extend(output.tokens)
         self.tokens_judged += len(output.tokens)
         if ask.request.sampling.logprobs is not None:
             require([entry.token for entry in output.logprobs] == list(output.tokens), f"{key}: logprobs {output}")
@@ -191,7 +191,7 @@ class OutputChecker:
         if ask.request.beam_width:
             self._judge_beam(ask, output, key)
         else:
-            self._judge_tokens(ask, output, key, got)
+            self._judge_tokens(ask, output, key, tokens_got)
         self._judge_reason(ask, output, key, now_ns)
         if ask.over:
             ask.ended_ns = now_ns
@@ -207,22 +207,25 @@ class OutputChecker:
         ran_before = dict(output.story).get("attempts", 1) != 1 or request.request_id in self.dispatched_twice
         if request.beam_width or ran_before or request.key:
             return  # it may reuse its own KV
-        known = max((self._shared(ask, other) for other in self.asks.values()), default=0)
-        require(cached <= known, f"{key}: {cached} cached tokens, its tenant has said {known} of them before")
+        shared_tokens = max((self._shared(ask, earlier) for earlier in self.asks.values()), default=0)
+        require(
+            cached <= shared_tokens,
+            f"{key}: {cached} cached tokens, its tenant has said {shared_tokens} of them before",
+        )
 
-    def _shared(self, ask: Ask, other: Ask) -> int:
+    def _shared(self, ask: Ask, earlier: Ask) -> int:
         """How many of the prompt's tokens another request of the same isolation begins with: its prompt and its answer,
         including tokens that were computed but have not reached the client."""
-        request = other.request
-        if other is ask or request.isolation != ask.request.isolation or not request.use_cache:
+        request = earlier.request
+        if earlier is ask or request.isolation != ask.request.isolation or not request.use_cache:
             return 0
-        prompt, theirs, best = ask.request.prompt.tolist(), request.prompt.tolist(), 0
-        if request.beam_width and prompt[: len(theirs)] == theirs:
+        prompt, other_prompt, best = ask.request.prompt.tolist(), request.prompt.tolist(), 0
+        if request.beam_width and prompt[: len(other_prompt)] == other_prompt:
             return len(prompt)  # the tokens that beams have tried are not known
-        for answer in [[], *(other.expected(index, self._limit(request)) for index in range(request.n))]:
-            said = theirs + answer
-            same = next((i for i, (a, b) in enumerate(zip(prompt, said, strict=False)) if a != b), None)
-            best = max(best, min(len(prompt), len(said)) if same is None else same)
+        for answer in [[], *(earlier.expected(index, self._limit(request)) for index in range(request.n))]:
+            text_tokens = other_prompt + answer
+            same = next((i for i, (a, b) in enumerate(zip(prompt, text_tokens, strict=False)) if a != b), None)
+            best = max(best, min(len(prompt), len(text_tokens)) if same is None else same)
         return best
 
     def rejected(self, request_id: str, reason: str, now_ns: int, *, by_gate: bool = False) -> Ask:
@@ -237,26 +240,28 @@ class OutputChecker:
     def _limit(self, request: Request) -> int:
         return min(request.stop.max_tokens, self.context_tokens - len(request.prompt))
 
-    def _judge_tokens(self, ask: Ask, output: TokenOutput, key: str, got: list[int]) -> None:
+    def _judge_tokens(self, ask: Ask, output: TokenOutput, key: str, tokens_got: list[int]) -> None:
         request, reason = ask.request, output.finish_reason
         expected = ask.expected(output.index, self._limit(request))
-        require(got == expected[: len(got)], f"{key}: {got} instead of {expected}")
+        require(tokens_got == expected[: len(tokens_got)], f"{key}: {tokens_got} instead of {expected}")
         stop = request.stop
-        ends = [i for i, token in enumerate(got, 1) if token in stop.stop_token_ids and i >= stop.min_tokens]
+        ends = [i for i, token in enumerate(tokens_got, 1) if token in stop.stop_token_ids and i >= stop.min_tokens]
         if ends:
-            require(ends == [len(got)], f"{key}: went on behind a stop token: {got}")
+            require(ends == [len(tokens_got)], f"{key}: went on behind a stop token: {tokens_got}")
             require(reason in (FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE), f"{key}: {reason}")
-        require(len(got) <= self._limit(request), f"{key}: {len(got)} tokens, {self._limit(request)} at most")
+        require(
+            len(tokens_got) <= self._limit(request), f"{key}: {len(tokens_got)} tokens, {self._limit(request)} at most"
+        )
         if reason is FinishReason.STOP:
             require(ends or output.index in ask.stopped | ask.stopped_before, f"{key}: STOP without a reason")
         if reason is FinishReason.LENGTH:
             room = [context - len(request.prompt) for context in self.contexts]
             limits = [min(request.stop.max_tokens, max(1, tokens)) for tokens in room]
             # a request that was moved to an instance with less room ends there at once
-            fits = len(got) in limits or (self.excused and min(limits) < len(got) < max(limits))
-            require(fits, f"{key}: LENGTH after {len(got)} tokens, not {limits}")
+            fits = len(tokens_got) in limits or (self.excused and min(limits) < len(tokens_got) < max(limits))
+            require(fits, f"{key}: LENGTH after {len(tokens_got)} tokens, not {limits}")
         if reason is None:
-            require(len(got) < self._limit(request), f"{key}: full length, but not finished")
+            require(len(tokens_got) < self._limit(request), f"{key}: full length, but not finished")
 
     def _judge_beam(self, ask: Ask, output: TokenOutput, key: str) -> None:
         require(output.finish_reason is not None, f"{key}: beams are delivered when they are finished")
@@ -302,19 +307,19 @@ class OutputChecker:
     def _judge_prompt_logprobs(ask: Ask, output: TokenOutput, key: str) -> None:
         require(not ask.got.get(output.index), f"{key}: prompt logprobs behind the first token")
         entries = output.prompt_logprobs or ()
-        wanted = [(int(token), -float(at)) for at, token in enumerate(ask.request.prompt) if at]
-        require([(e.token, e.logprob) if e else None for e in entries] == [None, *wanted], f"{key}: prompt logprobs")
+        expected = [(int(token), -float(index)) for index, token in enumerate(ask.request.prompt) if index]
+        require([(e.token, e.logprob) if e else None for e in entries] == [None, *expected], f"{key}: prompt logprobs")
 
     # -- the end
 
     def check_starvation(self) -> None:
         """One request of a tenant ends before a quarter of another tenant's flood, however large the flood is."""
         for name, ask in self.asks.items():
-            flood = [other for other in self.asks.values() if other.request.tenant == FLOOD]
-            before = [other for other in flood if other.arrived_ns <= ask.arrived_ns]
+            flood = [flood_ask for flood_ask in self.asks.values() if flood_ask.request.tenant == FLOOD]
+            before = [flood_ask for flood_ask in flood if flood_ask.arrived_ns <= ask.arrived_ns]
             excused = self.excused or ask.returned
             if ask.request.tenant == QUIET and ask.ended_ns is not None and not excused:
-                later = sum((other.ended_ns or 0) > ask.ended_ns for other in before)
+                later = sum((flood_ask.ended_ns or 0) > ask.ended_ns for flood_ask in before)
                 require(4 * later >= len(before), f"{name} starves: {later} of {len(before)} before it ended after it")
 
     def check_all_ended(self, patience_ns: int) -> None:

@@ -87,8 +87,8 @@ class FuzzedMember(MemberNode):
         export = self.open_offers().get(ready.transfer_id)
         if export is None:  # it has ended since
             return
-        for at, checksum in enumerate(ready.checksums, ready.first_block - export.first_block):
-            page = (*export.places[at], ready.first_layer, ready.end_layer, checksum)
+        for block, checksum in enumerate(ready.checksums, ready.first_block - export.first_block):
+            page = (*export.places[block], ready.first_layer, ready.end_layer, checksum)
             self.promises.setdefault(page, set()).add(ready.transfer_id)
 
     def check_promise(self, job: PullPages, place: int) -> None:
@@ -213,28 +213,28 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
 
     def achievements(self) -> Counter[str]:
         """Counts of what its present process has done."""
-        done, link, layers = Counter[str](), self.machine.link, self.machine.state.memory.layers
+        counts, link, layers = Counter[str](), self.machine.link, self.machine.state.memory.layers
         if link is not None:
             exchange = link.exchange.counters
-            done.update(handed_over=link.sender.handed_over, taken_over=link.receiver.taken_over)
-            done.update(fetched=link.fetches.fetched_tokens, sent_home=link.receiver.blocks_sent_back)
-            done.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
-            done.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
-            done.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
+            counts.update(handed_over=link.sender.handed_over, taken_over=link.receiver.taken_over)
+            counts.update(fetched=link.fetches.fetched_tokens, sent_home=link.receiver.blocks_sent_back)
+            counts.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
+            counts.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
+            counts.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
         counters = self.machine.state.counters
         if counters.late_draws:
-            done["late draws"] = counters.late_draws
+            counts["late draws"] = counters.late_draws
         if counters.drafted_tokens:
-            done.update({"drafts: tokens": counters.drafted_tokens, "drafts: kept": counters.kept_tokens})
+            counts.update({"drafts: tokens": counters.drafted_tokens, "drafts: kept": counters.kept_tokens})
         if isinstance(layers, LayerPlacer):
             kv = self.memory.kv
-            done.update({"by layer: admitted": layers.admitted, "by layer: converted": layers.converted})
-            done.update({"by layer: parked": layers.parked, "by layer: resumed": layers.resumed})
+            counts.update({"by layer: admitted": layers.admitted, "by layer: converted": layers.converted})
+            counts.update({"by layer: parked": layers.parked, "by layer: resumed": layers.resumed})
             if link is not None:
-                done.update({"by layer: handed_over": link.sender.by_layer})
-                done.update({"by layer: taken_over": link.receiver.parked})
-            done.update({"by layer: pages_moved": kv.moved_pages, "by layer: pages_read": kv.read_by_layer})
-        return done
+                counts.update({"by layer: handed_over": link.sender.by_layer})
+                counts.update({"by layer: taken_over": link.receiver.parked})
+            counts.update({"by layer: pages_moved": kv.moved_pages, "by layer: pages_read": kv.read_by_layer})
+        return counts
 
 
 def cells_of(instances: Iterable[FuzzedInstance], segment: Segment, name: str) -> list[int] | None:
@@ -344,12 +344,12 @@ class FaultyPort:
             node.later(TICK_MIN_NS, node.post, PagesPulled(job.job_id, "no such peer"))
             return
         pull = _Pull(node, job, owner)
-        at = 0
+        offset = 0
         for place in range(len(job.src_blocks)):
-            at = min(max(at, node.span_ns(node.host.scenario.pull_ns, node.pull_slowness)), PULL_MAX_NS)
-            node.later(at, partial(pull.read, place))
-        node.host.say(f"{node.peer.name} pulls for {at / 1e6:.3f} ms: ", job)
-        node.later(at + 1, pull.end)
+            offset = min(max(offset, node.span_ns(node.host.scenario.pull_ns, node.pull_slowness)), PULL_MAX_NS)
+            node.later(offset, partial(pull.read, place))
+        node.host.say(f"{node.peer.name} pulls for {offset / 1e6:.3f} ms: ", job)
+        node.later(offset + 1, pull.end)
 
 
 class _Pull:

@@ -46,7 +46,7 @@ class Host(Protocol):
     def routers(self) -> Balancer:
         """All routers."""
 
-    def say(self, line: str, what: object = "") -> None:
+    def say(self, line: str, detail: object = "") -> None:
         """One line of the story."""
 
     def next_turn(self, ask: Ask) -> None:
@@ -86,8 +86,8 @@ class KeyedClients:
         client = self._clients[request.request_id] = _Client(ask, request.request_id)
         for _ in range(self._random.choice([0, 1, 1, 2])):
             after_ns = self._random.choice([self._random.randint(0, 30), self._random.randint(0, 300)]) * MS
-            what = self._random.choice([self._loses, self._loses, self._doubles, self._goes_for_good])
-            self._host.clock.after(after_ns, what, client)
+            behaviour = self._random.choice([self._loses, self._loses, self._doubles, self._goes_for_good])
+            self._host.clock.after(after_ns, behaviour, client)
         return ask.request
 
     def connection(self, request_id: str) -> str:

@@ -15,7 +15,7 @@ Way = tuple[str, str]
 """Sender and receiver."""
 
 
-def _silent(line: str, what: object = "") -> None:
+def _silent(line: str, detail: object = "") -> None:
     """A log that drops every line."""
 
 
@@ -84,12 +84,12 @@ class FaultyNetwork(Network):
 
     def travel(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         ends = (sender, to)
-        when = self.clock.now + self.span_ns(sender, to, message)
+        arrival_ns = self.clock.now + self.span_ns(sender, to, message)
         if not self.overtakes or self.random.random() >= self.overtakes:
-            when = max(when, self._last_arrival.get(ends, 0))
-        self._last_arrival[ends] = max(when, self._last_arrival.get(ends, 0))
+            arrival_ns = max(arrival_ns, self._last_arrival.get(ends, 0))
+        self._last_arrival[ends] = max(arrival_ns, self._last_arrival.get(ends, 0))
         connection = self._connection.get((sender.name, to.name), 0)
-        self.clock.at(when, self._come, sender, to, message, connection)
+        self.clock.at(arrival_ns, self._come, sender, to, message, connection)
 
     def _come(self, sender: Peer, to: Peer, message: AnyMessage, connection: int) -> None:
         """At the receiver."""
@@ -98,9 +98,9 @@ class FaultyNetwork(Network):
         else:
             self._lose(sender, to, message)
 
-    def part(self, one: str, other: str, mode: str, both_ways: bool) -> list[Way]:
+    def part(self, first: str, second: str, mode: str, both_ways: bool) -> list[Way]:
         """Cut the way from ``one`` to ``other`` (and back); returns the ways for :meth:`heal`."""
-        ways = [(one, other), (other, one)] if both_ways else [(one, other)]
+        ways = [(first, second), (second, first)] if both_ways else [(first, second)]
         for way in ways:
             self.cut.setdefault(way, []).append(mode)
         return ways
@@ -113,6 +113,6 @@ class FaultyNetwork(Network):
                 for sender, to, message in self._held.pop(way, ()):
                     self.travel(sender, to, message)
 
-    def is_cut(self, one: str, other: str) -> bool:
+    def is_cut(self, first: str, second: str) -> bool:
         """Whether data cannot flow from ``one`` to ``other``."""
-        return bool(self.cut.get((one, other)))
+        return bool(self.cut.get((first, second)))

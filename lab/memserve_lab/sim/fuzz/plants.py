@@ -61,8 +61,8 @@ Swap = tuple[Any, str, Any]
 """An object, the name of its attribute, and the attribute's replacement."""
 
 
-def _same_head(log: SegmentLog, key: bytes, found: Found, done: DiskDone) -> bytes | None:
-    return _name_if_same(log, key, found, replace(done, seal=found.seal) if done.ok else done)
+def _same_head(log: SegmentLog, key: bytes, record: Found, job_done: DiskDone) -> bytes | None:
+    return _name_if_same(log, key, record, replace(job_done, seal=record.seal) if job_done.ok else job_done)
 
 
 _name_if_same = disk_steps.name_if_same
@@ -85,12 +85,12 @@ def store_seal() -> list[Swap]:
 
 def _publishes_at_once(self: KvBlocks, sender: Peer, offer: Offer, now_ns: int) -> None:
     _offered(self, sender, offer, now_ns)
-    taken = self.exchange._receiver.open.get(offer.transfer_id)
-    if taken is None or taken.placement is None or taken.placement.lease.blocks:
+    imported = self.exchange._receiver.open.get(offer.transfer_id)
+    if imported is None or imported.placement is None or imported.placement.lease.blocks:
         return
-    first, block_bytes = taken.offer.first_block, self._pool.block_bytes
+    first, block_bytes = imported.offer.first_block, self._pool.block_bytes
     identities = self._pool.block_identities(offer.tenant, offer.tokens)[first:]
-    for identity, block in zip(identities, taken.placement.blocks, strict=False):
+    for identity, block in zip(identities, imported.placement.blocks, strict=False):
         self._values.put_kv(identity, block * block_bytes, block_bytes, 0, now_ns, keep=False)
 
 
@@ -176,8 +176,8 @@ def _checksum() -> list[Swap]:
 
 def _goes_through(self: DurabilityGate, actions: Iterable[ClusterAction]) -> list[ClusterAction | Write]:
     """All actions pass at once; records are still written."""
-    held = _admit(self, actions)
-    return [*held, *self.release_actions(self._writes_requested)]
+    admitted = _admit(self, actions)
+    return [*admitted, *self.release_actions(self._writes_requested)]
 
 
 _admit = DurabilityGate.admit_actions
@@ -278,8 +278,8 @@ def _draft_check() -> list[Swap]:
 
 
 def _takes_anything(self: AnswerLog, output: TokenOutput) -> int:
-    told = self._sequences.get(output.index)
-    return _take_log(self, replace_struct(output, offset=len(told.tokens) if told is not None else 0))
+    sequence_log = self._sequences.get(output.index)
+    return _take_log(self, replace_struct(output, offset=len(sequence_log.tokens) if sequence_log is not None else 0))
 
 
 _take_log = AnswerLog.append_output
@@ -335,8 +335,8 @@ def _segment_turns() -> list[Swap]:
     return [(RequestIntake, "_has_part", _has_no_part), (spans_module, "in_turn", _by_number)]
 
 
-def _says_it_runs(self: RouterChanges, held: AnswerHeld, router: Peer) -> AnswerHeld:
-    return held
+def _says_it_runs(self: RouterChanges, answer: AnswerHeld, router: Peer) -> AnswerHeld:
+    return answer
 
 
 def _two_routers() -> list[Swap]:
@@ -412,11 +412,11 @@ def planted(name: str | None) -> Iterator[None]:
     if name is not None and name not in PLANTS:
         raise UserError(f"unknown planted fault {name!r}", hint=f"use one of {', '.join(PLANTS)}")
     swaps = PLANTS[name]() if name is not None else []
-    kept = [(thing, attribute, thing.__dict__[attribute]) for thing, attribute, _ in swaps]
+    originals = [(thing, attribute, thing.__dict__[attribute]) for thing, attribute, _ in swaps]
     try:
-        for thing, attribute, other in swaps:
-            setattr(thing, attribute, other)
+        for thing, attribute, replacement in swaps:
+            setattr(thing, attribute, replacement)
         yield
     finally:
-        for thing, attribute, before in kept:
+        for thing, attribute, before in originals:
             setattr(thing, attribute, before)

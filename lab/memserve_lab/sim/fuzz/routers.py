@@ -85,19 +85,19 @@ class Promises:
             self._unsafe.pop(id(records), None)
         self._pending.clear()
 
-    def check(self, found: MetadataState) -> None:
+    def check(self, recovered: MetadataState) -> None:
         """Raise :class:`Violation` unless ``found`` keeps the promise. Further records may still be lost: they were
         read, but not synced."""
-        there = list(found.checkpoint_records())
+        records = list(recovered.checkpoint_records())
         state = MetadataState()
         state.apply(self._kept.checkpoint_records())
         for count in range(len(self._pending) + 1):
-            if list(state.checkpoint_records()) == there:
+            if list(state.checkpoint_records()) == records:
                 del self._pending[count:]
                 return
             if count < len(self._pending):
                 state.apply(self._pending[count])
-        raise Violation(f"durable is not durable: the disk gives {len(there)} records, and more was promised")
+        raise Violation(f"durable is not durable: the disk gives {len(records)} records, and more was promised")
 
 
 class FuzzedRouter(RouterNode):
@@ -294,9 +294,9 @@ class Routers:
         self._host.router.restart()
         self._break_off(self._host.router)
 
-    def follower_dies(self, which: int) -> FollowerNode | None:
+    def follower_dies(self, number: int) -> FollowerNode | None:
         """Its clients get an error from the network. Returns it. None: it is dead already, or there is none."""
-        node = self.followers[which % len(self.followers)] if self.followers else None
+        node = self.followers[number % len(self.followers)] if self.followers else None
         if node is None or not node.alive:
             return None
         node.kill()
@@ -321,18 +321,20 @@ class Routers:
 
     def achievements(self) -> Counter[str]:
         """What the followers have gone through."""
-        done = Counter[str]()
+        counts = Counter[str]()
         for node in self.followers:
             counters = node.machine.cluster.stats().counters
-            done.update({"followers: dispatches": counters.dispatches, "followers: adopted": counters.attempts_adopted})
-            done.update({"followers: finished": counters.requests_finished})
-            done.update({"followers: sequences shared": counters.sequences_split})
-            done.update({"followers: attempts refused": counters.attempts_failed.get("refused", 0)})
-            done.update({"followers: outrun": counters.attempts_failed.get("outrun", 0)})
+            counts.update(
+                {"followers: dispatches": counters.dispatches, "followers: adopted": counters.attempts_adopted}
+            )
+            counts.update({"followers: finished": counters.requests_finished})
+            counts.update({"followers: sequences shared": counters.sequences_split})
+            counts.update({"followers: attempts refused": counters.attempts_failed.get("refused", 0)})
+            counts.update({"followers: outrun": counters.attempts_failed.get("outrun", 0)})
             admission = node.machine.cluster.stats().admission
-            done.update({"followers: admitted": admission.admitted})
-            done.update({f"followers: {cause} rejected": count for cause, count in admission.rejected.items()})
-        return done
+            counts.update({"followers: admitted": admission.admitted})
+            counts.update({f"followers: {cause} rejected": count for cause, count in admission.rejected.items()})
+        return counts
 
     def check_at_rest(self, has_events: bool) -> None:
         """Followers know exactly what instances cache, and keep nothing of requests that have ended."""
@@ -372,7 +374,7 @@ def check_stalls(host: Host, node: RouterNode | FollowerNode, actions: Sequence[
     for action in actions:
         if isinstance(action, Send) and isinstance(action.message, Cancel):
             name = action.message.request_id
-            machines = [one.machine for one in host.instances if name in one.machine.state.groups]
+            machines = [instance.machine for instance in host.instances if name in instance.machine.state.groups]
             waits = any(machine.link is None or machine.link.routers.is_of(name, node.peer) for machine in machines)
             require(waits, f"{node.peer.name} waits for {name} in a healthy world, and no instance has it for that")
 
@@ -393,7 +395,9 @@ def check_dispatches(host: Host, node: FollowerNode, actions: Sequence[object]) 
     for action in actions:
         if isinstance(action, Send) and isinstance(action.message, Dispatch):
             name = action.message.request.request_id.partition("#")[0]
-            numbers = [one.number for one in asking._by_number.values() if one.req.request_id == name]
-            known = [remote_requests.get(remote_name(node.peer, number)) for number in numbers]
-            counted = [req for req in known if req is not None and req.request_id in admission._active_since_ns]
+            numbers = [pending.number for pending in asking._by_number.values() if pending.req.request_id == name]
+            requests_known = [remote_requests.get(remote_name(node.peer, number)) for number in numbers]
+            counted = [
+                req for req in requests_known if req is not None and req.request_id in admission._active_since_ns
+            ]
             require(bool(counted), f"{node.peer.name} dispatches {name}, which the owner does not count")

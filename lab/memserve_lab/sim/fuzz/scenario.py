@@ -215,7 +215,9 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     _put_shared(scenario, len(roles))
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
     followers = put_followers(scenario, routers)
-    scenario.faults += [Fault(kind, at * MS, span * MS, 0, -1, which) for kind, at, span, which in followers]
+    scenario.faults += [
+        Fault(kind, begin_ms * MS, span * MS, 0, -1, number) for kind, begin_ms, span, number in followers
+    ]
     scenario.faults = _in_order(scenario.faults)
     return scenario
 
@@ -302,9 +304,9 @@ def _put_store(scenario: Scenario, instances: int) -> None:
     scenario.store = store = replace(draw_store(random), is_called=is_called)
     if scenario.setting.faulty or scenario.setting.swarm:
         kinds = random.choices(store.kinds, k=random.choice([1, 2, 4, 8]))
-        mine = [_draw_fault(random, kind, instances) for kind in kinds]
-        mine = [replace(fault, at_ns=random.randint(0, random.choice([60, 400, 1500])) * MS) for fault in mine]
-        scenario.faults = _in_order([*mine, *random.choice([(), scenario.faults])])
+        faults = [_draw_fault(random, kind, instances) for kind in kinds]
+        faults = [replace(fault, at_ns=random.randint(0, random.choice([60, 400, 1500])) * MS) for fault in faults]
+        scenario.faults = _in_order([*faults, *random.choice([(), scenario.faults])])
 
 
 def _make_uneven(random: Random, scenario: Scenario, least: int) -> None:
@@ -393,8 +395,8 @@ def _draw_swarm(random: Random, instances: int) -> list[Fault]:
     share = random.choice([0.1, 0.3, 0.6])
     kinds = [kind for kind in SWARM if random.random() < share] or [random.choice(SWARM)]
     weights = [random.random() ** 3 + 0.01 for _ in kinds]
-    drawn = random.choices(kinds, weights, k=random.choice([1, 2, 3, 5, 8, 12]))
-    return _in_order(_draw_fault(random, kind, instances) for kind in drawn)
+    kinds_drawn = random.choices(kinds, weights, k=random.choice([1, 2, 3, 5, 8, 12]))
+    return _in_order(_draw_fault(random, kind, instances) for kind in kinds_drawn)
 
 
 def _draw_fault(random: Random, kind: str, instances: int) -> Fault:

@@ -109,11 +109,11 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
     if random.random() < 0.5:  # else they die beside all that goes wrong anyway
         scenario.faults = [fault for fault in scenario.faults if fault.kind == "router-restart"]
     kinds = random.choices(FOLLOWER_FAULTS, k=random.choice([1, 2, 3]))
-    drawn = [(kind, random.randint(0, 400), random.choice([5, 300, 1500]), random.randrange(2)) for kind in kinds]
+    faults = [(kind, random.randint(0, 400), random.choice([5, 300, 1500]), random.randrange(2)) for kind in kinds]
     if scenario.admission.mode is not Admission.NONE and random.random() < 0.6:
         _slow_down(random, scenario, turns)
-        drawn += [("follower-asks", random.randint(0, 100), 2500, which) for which in range(2)]
-    return drawn
+        faults += [("follower-asks", random.randint(0, 100), 2500, number) for number in range(2)]
+    return faults
 
 
 LAYERWISE = ("auto", "off")
@@ -363,8 +363,8 @@ def foretell(instance: Instance, random: Random) -> None:
         sampling = sequence.group.request.sampling
         right = lone_tokens(sequence.known_tokens().tolist(), count, sampling.seed, sequence.index, VOCAB)
         if random.random() < 0.4:
-            at = random.randrange(count)
-            right[at] = (right[at] + 1) % VOCAB
+            index = random.randrange(count)
+            right[index] = (right[index] + 1) % VOCAB
         return Draft(right[: random.randint(1, count)], LEAST)
 
     speculation.propose = propose

@@ -66,17 +66,19 @@ class StoreMemory(PageMemory):
 
     def page(self, tier: Tier, block: int, layer: int) -> Sequence[int | None]:
         require(tier is Tier.DRAM, "a store has DRAM alone")
-        at = block * self.block_bytes + layer * self._page_bytes
-        page = self.arena[at : at + self._page_bytes]
-        cells = [int.from_bytes(page[at : at + _CELL_BYTES], "little") for at in range(0, len(page), _CELL_BYTES)]
+        offset = block * self.block_bytes + layer * self._page_bytes
+        page = self.arena[offset : offset + self._page_bytes]
+        cells = [
+            int.from_bytes(page[offset : offset + _CELL_BYTES], "little") for offset in range(0, len(page), _CELL_BYTES)
+        ]
         return [None if cell == _NEVER else cell for cell in cells]
 
     def set_page(self, tier: Tier, block: int, layer: int, cells: Sequence[int | None]) -> None:
         require(tier is Tier.DRAM, "a store has DRAM alone")
-        at = block * self.block_bytes + layer * self._page_bytes
+        offset = block * self.block_bytes + layer * self._page_bytes
         page = b"".join((_NEVER if cell is None else cell).to_bytes(_CELL_BYTES, "little") for cell in cells)
         require(self.is_held(block * self.block_bytes), f"block {block} is written, and nothing refers to it")
-        self.arena[at : at + self._page_bytes] = page
+        self.arena[offset : offset + self._page_bytes] = page
 
     def read(self, extent: int, length: int) -> bytes:
         """Bytes of an extent."""
@@ -104,14 +106,14 @@ class Entry:
 class KeptTier:
     """A private ``_core.MemoryTier`` that may begin with what an earlier process has published, not verified."""
 
-    def __init__(self, blocks: int, block_bytes: int, kept: Sequence[Entry] = ()) -> None:
+    def __init__(self, blocks: int, block_bytes: int, entries: Sequence[Entry] = ()) -> None:
         self._tier = _core.MemoryTier(blocks * block_bytes, block_bytes)
-        self._unverified = {entry.key for entry in kept}
-        if not kept:
+        self._unverified = {entry.key for entry in entries}
+        if not entries:
             return
         everything = self._tier.allocate_blocks(blocks)
         require(everything is not None, "a new memory tier is not empty")
-        for entry in kept:
+        for entry in entries:
             fresh = self._tier.publish(entry.key, entry.offset, entry.length, scope=entry.scope, seal=entry.seal)
             require(fresh, "a key stood twice in the table")
         if everything is not None:
@@ -150,13 +152,13 @@ class KeptTier:
 
     def entries(self) -> list[Entry]:
         """What the shared table says, for the next process, by key."""
-        found, keys = [], self._tier.keys()
-        for at in range(0, len(keys), 16):
-            entry = self.find(keys[at : at + 16], counts=False)
+        entries, keys = [], self._tier.keys()
+        for offset in range(0, len(keys), 16):
+            entry = self.find(keys[offset : offset + 16], counts=False)
             if entry is not None:
                 self._tier.release(entry.offset)
-                found.append(entry)
-        return sorted(found, key=lambda entry: entry.key)
+                entries.append(entry)
+        return sorted(entries, key=lambda entry: entry.key)
 
 
 IO_MAX_NS = 4_000_000_000
@@ -198,7 +200,7 @@ class SymbolicDisks:
         """Begin with a job; it ends at a time of its own."""
         node, disk = self._node, self._disks[action.disk]
         writes: list[Write] = []
-        there = b""
+        data = b""
         match action:
             case ev.ForgetDisk():
                 disk.forget(2 * PAGE_BYTES)
@@ -209,15 +211,15 @@ class SymbolicDisks:
             case ev.WritePages():
                 writes = [disk.begin(action.offset, action.data)]
             case ev.WriteExtent():
-                there = self._memory.read(action.extent, action.length)
-                writes = _begin_record(disk, action.offset, action.head, there, action.inside)
+                data = self._memory.read(action.extent, action.length)
+                writes = _begin_record(disk, action.offset, action.head, data, action.inside)
             case ev.WriteRecord():
                 payload = self._kept.pop(action.source)
                 writes = _begin_record(disk, action.offset, action.head, payload, 0)
             case _:
                 pass
         spent_ns = min(node.span_ns(node.setup.io_ns, node.disk_slowness), IO_MAX_NS)
-        node.later(spent_ns, self._end, action, writes, there)
+        node.later(spent_ns, self._end, action, writes, data)
 
     def go_on(self) -> None:
         """What hung ends now."""
@@ -227,10 +229,10 @@ class SymbolicDisks:
             if self._node.life == life:
                 self._end(*job)
 
-    def _end(self, action: ev.DiskAction, writes: list[Write], there: bytes) -> None:
+    def _end(self, action: ev.DiskAction, writes: list[Write], data: bytes) -> None:
         node, disk = self._node, self._disks[action.disk]
         if node.hanging_disks:
-            self._hanging.append((action, writes, there))
+            self._hanging.append((action, writes, data))
             return
         why = self._failure(bool(writes))
         for write in writes:
@@ -238,12 +240,12 @@ class SymbolicDisks:
         if isinstance(action, ev.WriteExtent):
             now_there = self._memory.read(action.extent, action.length)
             require(self._memory.is_held(action.extent), f"extent {action.extent} is free, and a disk reads it")
-            require(now_there == there, f"extent {action.extent} was changed while a disk read it")
+            require(now_there == data, f"extent {action.extent} was changed while a disk read it")
         require(not isinstance(action, ev.DropRecord | ev.ForgetDisk), "this job has no answer")
-        done = ev.DiskDone(getattr(action, "job", 0), not why, why=why)
+        job_done = ev.DiskDone(getattr(action, "job", 0), not why, why=why)
         if not why:
-            done = self._done(action, done, disk)
-        node.post(done)
+            job_done = self._done(action, job_done, disk)
+        node.post(job_done)
 
     def _failure(self, is_write: bool) -> str:
         node = self._node
@@ -251,22 +253,22 @@ class SymbolicDisks:
             return "ENOSPC"
         return "EIO" if node.disk_errors and node.random.random() < node.disk_errors else ""
 
-    def _done(self, action: ev.DiskAction, done: ev.DiskDone, disk: SymbolicDisk) -> ev.DiskDone:
+    def _done(self, action: ev.DiskAction, job_done: ev.DiskDone, disk: SymbolicDisk) -> ev.DiskDone:
         match action:
             case ev.SyncDisk():
                 disk.sync()
             case ev.ReadExtent():
                 head, payload = read_record(disk, action.offset, action.length, action.inside)
                 self._memory.write(action.extent, payload)
-                return replace(done, seal=seal_of(payload), head=head)
+                return replace(job_done, seal=seal_of(payload), head=head)
             case ev.ReadRecord():
                 head, payload = read_record(disk, action.offset, action.length, action.inside)
                 if action.keep:
                     self._kept[action.job] = payload
-                return replace(done, seal=seal_of(payload), head=head)
+                return replace(job_done, seal=seal_of(payload), head=head)
             case _:
                 pass
-        return done
+        return job_done
 
 
 def _begin_record(disk: SymbolicDisk, offset: int, head: bytes, payload: bytes, inside: int) -> list[Write]:
@@ -421,9 +423,11 @@ class FuzzedStore(StoreNode, DiskOwner):
         return _core.SegmentLog(segments, SEGMENT_BYTES, secret, disks.move_share, SYNC_CODES[disks.sync])
 
     def _found(self, segments: int, disk: SymbolicDisk) -> _core.SegmentLog:
-        known = _core.SegmentLog.read_superblock(disk.read)
-        log = self._log(segments, known[2] if known is not None else b"")  # else what lies there is of no log's
-        if known is None:
+        superblock = _core.SegmentLog.read_superblock(disk.read)
+        log = self._log(
+            segments, superblock[2] if superblock is not None else b""
+        )  # else what lies there is of no log's
+        if superblock is None:
             log.format()
         else:
             log.recover(disk.read)

@@ -283,15 +283,15 @@ class World:
         if isinstance(node, RouterNode) and node.machine.config.admission.mode is not Admission.NONE:
             self.gate_judge.judge(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 
-    def say(self, line: str, what: object = "") -> None:
+    def say(self, line: str, detail: object = "") -> None:
         """One line of the story; ``what`` is written out only when it is read."""
-        if not isinstance(what, Heartbeat):  # heartbeats would drown everything else
-            self._story.append((self.clock.now, line, what))
+        if not isinstance(detail, Heartbeat):  # heartbeats would drown everything else
+            self._story.append((self.clock.now, line, detail))
 
     @property
     def story(self) -> list[str]:
         """The last lines, for people."""
-        return [f"{now / MS:10.3f}  {line}{_brief(what)}" for now, line, what in self._story]
+        return [f"{now / MS:10.3f}  {line}{_brief(detail)}" for now, line, detail in self._story]
 
     # -- running
 
@@ -327,18 +327,18 @@ class World:
         lengths = [9] * 2 * len(self.instances) + [self.scenario.context_tokens - 8] * (not is_open)
         waiting: Iterable[list[int]] = ([self.random.randrange(VOCAB) for _ in range(length)] for length in lengths)
         for turn in range(2 * len(lengths) + 2):
-            asked = {}
+            asks = {}
             for number, prefix in enumerate(waiting):
                 name = f"later{turn}-{number}"
-                asked[name] = prefix
+                asks[name] = prefix
                 self.talking[name] = Conversation(name, "", "", prefix, [Turn([1], 0, max_tokens=4)], 0)
                 self._ask(self.talking[name])
             self._run_while(lambda: not self.everyone_is_served(), self.clock.now + patience_ns)
             require(self.everyone_is_served(), "the cluster was healed, and does not serve")
-            refused = {name: told for name in asked if (told := self.gate_judge.told.get(f"{name}.0")) is not None}
+            refused = {name: reason for name in asks if (reason := self.gate_judge.told.get(f"{name}.0")) is not None}
             if not refused:
                 break
-            waiting = [asked[name] for name in refused]
+            waiting = [asks[name] for name in refused]
             self._run_until(self.clock.now + ns_from_s(max(refused.values())))
         require(not refused, f"the cluster was healed, and its gate never lets in what fits: {refused}")
         self._run_until(self.clock.now + 6 * SECOND)  # a store may not know the process that offers it blocks
@@ -370,8 +370,8 @@ class World:
     def check_at_rest(self) -> None:
         """Nothing is held, nothing is open, and the router knows where everything lies."""
         stores = [self.store] if self.store is not None else []
-        has_events, others = self.scenario.event_capacity > 0, [*stores, *self.routers.followers]
-        checks.check_at_rest(self.router.machine, self.instances, others, has_events)
+        has_events, nodes = self.scenario.event_capacity > 0, [*stores, *self.routers.followers]
+        checks.check_at_rest(self.router.machine, self.instances, nodes, has_events)
         self.routers.check_at_rest(has_events)
         for store in stores:
             store_checks.check_stores_at_rest(self.router.machine, store)
@@ -383,11 +383,11 @@ class World:
 
     def achievements(self) -> Counter[str]:
         """Counts of the features that the scenario exercised."""
-        done = checks.achievements(self.router.machine, remembers=self.scenario.remembers)
-        done.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
+        counts = checks.achievements(self.router.machine, remembers=self.scenario.remembers)
+        counts.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
         for node in (*self.instances, self.store, self.keyed, self.routers):
-            done.update(node.achievements() if node is not None else ())
-        return done
+            counts.update(node.achievements() if node is not None else ())
+        return counts
 
 
 def _fuzzed(node: InstanceNode) -> FuzzedInstance:
@@ -395,6 +395,6 @@ def _fuzzed(node: InstanceNode) -> FuzzedInstance:
     return node  # type: ignore[return-value]  # as was just required
 
 
-def _brief(what: object) -> str:
-    text = what if isinstance(what, str) else repr(what)
+def _brief(detail: object) -> str:
+    text = detail if isinstance(detail, str) else repr(detail)
     return text if len(text) < 300 else text[:300] + " ..."

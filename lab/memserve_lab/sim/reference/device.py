@@ -62,7 +62,7 @@ class SymbolicPages:
     def spoil(self, tier: Tier, pages: Iterable[int], seed: int) -> None:
         """Leave numbers that belong to no token."""
         for page in pages:
-            self.tiers[tier][page] = [seed + at for at in range(self.block_tokens)]
+            self.tiers[tier][page] = [seed + index for index in range(self.block_tokens)]
 
     def spoil_block(self, tier: Tier, block: int, seed: int) -> None:
         """All pages of a block."""
@@ -71,8 +71,8 @@ class SymbolicPages:
     def copy(self, order: CopyBlocks) -> None:
         """Whole blocks, one after the other."""
         for src, dst in zip(order.src, order.dst, strict=True):
-            there = [list(page) for page in self.of_block(order.src_tier, src)]
-            self.tiers[order.dst_tier][dst * self.layers : (dst + 1) * self.layers] = there
+            target = [list(page) for page in self.of_block(order.src_tier, src)]
+            self.tiers[order.dst_tier][dst * self.layers : (dst + 1) * self.layers] = target
 
     # -- beside the rows
 
@@ -126,8 +126,8 @@ class SymbolicPages:
                 passing += 1
             number = frames[place // self.layers] * self.layers + place % self.layers
             if passes:
-                there = self.tiers[Tier.DRAM][order.dram_blocks[place] * self.layers + layer]
-                self.tiers[Tier.HBM][number] = list(there)
+                target = self.tiers[Tier.DRAM][order.dram_blocks[place] * self.layers + layer]
+                self.tiers[Tier.HBM][number] = list(target)
             pages.append(list(self.tiers[Tier.HBM][number]))
         self.read_by_layer += self.layers
         return pages
@@ -269,7 +269,7 @@ class SymbolicDevice:
     def _place(self, order: PlaceByLayer) -> None:
         require(order.slot in self.slots, f"slot {order.slot} is placed by layer, but not open")
         slot, frames = self.slots[order.slot], [*order.staging[0], *order.staging[1]]
-        frames += [frame for kept in order.resident_layers.values() for frame in kept]
+        frames += [frame for layer_frames in order.resident_layers.values() for frame in layer_frames]
         require(order.first + len(order.dram_blocks) <= len(slot.table), "entries that do not exist lie by layer")
         require(len(set(frames)) == len(frames), "a frame is used twice")
         slot.placed = order
@@ -279,10 +279,10 @@ class SymbolicDevice:
         seen_by_row, logprobs = [], {}
         for row, number in enumerate(plan.slots):
             slot, drafts = self.slots[number], plan.drafts.get(row, [])
-            known = len(slot.tokens)
+            token_count = len(slot.tokens)
             slot.tokens += drafts
             behind, entries = self._row(row, slot, slot.first + plan.starts[row], plan.counts[row], writers)
-            del slot.tokens[known:]
+            del slot.tokens[token_count:]
             seen_by_row.append(behind)
             if row in plan.prompt_logprob_rows:
                 logprobs[row] = entries
@@ -292,12 +292,12 @@ class SymbolicDevice:
         for row, draws in enumerate(plan.sample_slots):
             if row == plain:
                 self._draw_late(plan, event, late)
-            drafts, seen = plan.drafts.get(row, []), seen_by_row[row]
+            drafts, cells_seen = plan.drafts.get(row, []), seen_by_row[row]
             at_end = self.slots[plan.slots[row]].first + plan.starts[row] + plan.counts[row] - len(drafts)
             for number in draws:
-                self._sample(number, at_end, seen[-1 - len(drafts)], event, late)
+                self._sample(number, at_end, cells_seen[-1 - len(drafts)], event, late)
             if drafts:
-                self._verify(plan.slots[row], drafts, seen[-len(drafts) :], event)
+                self._verify(plan.slots[row], drafts, cells_seen[-len(drafts) :], event)
         if not plan.drafts:
             self._draw_late(plan, event, late)
         for number in plan.slots:
@@ -309,20 +309,20 @@ class SymbolicDevice:
         for draw_late in plan.late_draws:
             slot = self.slots[draw_late.slot]
             require(slot.late is not None, f"slot {draw_late.slot} draws what was not late")
-            seen, slot.late = slot.late or 0, None
-            self._sample(draw_late.slot, len(slot.tokens), seen, event, late)
+            cells_seen, slot.late = slot.late or 0, None
+            self._sample(draw_late.slot, len(slot.tokens), cells_seen, event, late)
 
-    def _verify(self, number: int, drafts: list[int], seen: list[int], event: StepFinished) -> None:
+    def _verify(self, number: int, drafts: list[int], cells_seen: list[int], event: StepFinished) -> None:
         """``seen``: by attention, behind each of the ``drafts``."""
-        slot, kept = self.slots[number], list[int]()
+        slot, accepted = self.slots[number], list[int]()
         opened = slot.opened
         require(not (opened.beam_candidates or opened.sampling.logprobs), "drafts where draws are not plain")
-        for token, behind in zip(drafts, seen, strict=True):
+        for token, behind in zip(drafts, cells_seen, strict=True):
             if slot.tokens[-1] != token:
                 break
-            kept.append(draw(behind, opened.sampling.seed, opened.index, self.vocab))
-            slot.tokens.append(kept[-1])
-        event.accepted_drafts[number] = kept
+            accepted.append(draw(behind, opened.sampling.seed, opened.index, self.vocab))
+            slot.tokens.append(accepted[-1])
+        event.accepted_drafts[number] = accepted
 
     # -- rows
 
@@ -332,9 +332,9 @@ class SymbolicDevice:
         """Write the row's cells, reading all before them through the table, but none that another row writes now.
         Returns what attention has seen behind each of its tokens."""
         require(count >= 1 and start + count <= len(slot.tokens), f"row {row} computes tokens that do not exist")
-        seen = 0
+        hash_seen = 0
         for value in self._context(slot, start, writers):
-            seen = mix(seen, value)
+            hash_seen = mix(hash_seen, value)
         behind, entries = list[int](), list[TokenLogprobs | None]()
         for position in range(start, start + count):
             entry, inside = divmod(position - slot.first, self.block_tokens)
@@ -343,7 +343,7 @@ class SymbolicDevice:
                 block = -1 - order.dram_blocks[place]
             if writers.setdefault(block, {}).setdefault(inside, row) != row:
                 raise Violation("two rows write the same cell")
-            value = cell(slot.tokens[position], position, seen)
+            value = cell(slot.tokens[position], position, hash_seen)
             if order is not None and place is not None:
                 self._written_by_layer.append((order, place, inside, value))
             else:
@@ -351,8 +351,8 @@ class SymbolicDevice:
             entries.append(None)
             if position - slot.first + 1 < slot.opened.prompt_tokens:
                 entries[-1] = TokenLogprobs(slot.tokens[position + 1], -float(position + 1))
-            seen = mix(seen, value)
-            behind.append(seen)
+            hash_seen = mix(hash_seen, value)
+            behind.append(hash_seen)
         self.computed_tokens += count
         return behind, entries
 
@@ -379,9 +379,9 @@ class SymbolicDevice:
         """The cells of earlier parts, as their holders have them."""
         before, values = slot.opened.before, list[int]()
         for segment in before.segments if before is not None else ():
-            there = self.segment(segment, before.name) if before is not None and not slot.is_lost else None
-            slot.is_lost |= there is None
-            values += there or []
+            segment_cells = self.segment(segment, before.name) if before is not None and not slot.is_lost else None
+            slot.is_lost |= segment_cells is None
+            values += segment_cells or []
         return values
 
     def cells(self, blocks: Sequence[int], tokens: int) -> list[int]:
@@ -396,39 +396,39 @@ class SymbolicDevice:
         for layer, page in enumerate(self.kv.of_block(Tier.HBM, block)):
             page[inside] = in_layer(value, layer)
 
-    def _sample(self, number: int, at_end: int, seen: int, event: StepFinished, late: set[int]) -> None:
+    def _sample(self, number: int, at_end: int, hash_seen: int, event: StepFinished, late: set[int]) -> None:
         slot = self.slots[number]
         opened = slot.opened
         require(at_end == len(slot.tokens), "a draw that is not at the end of the slot's tokens")
         if opened.beam_candidates:
-            event.candidates[len(event.tokens)] = candidates(seen, opened.beam_candidates, self.vocab)
+            event.candidates[len(event.tokens)] = candidates(hash_seen, opened.beam_candidates, self.vocab)
             event.tokens.append(0)
             return
         if slot.late is not None or (opened.sampling.grammar and self.mask_is_late(opened)):
-            slot.late = seen if slot.late is None else slot.late  # what is behind a late draw has no meaning
+            slot.late = hash_seen if slot.late is None else slot.late  # what is behind a late draw has no meaning
             late.add(number)
             slot.tokens.append(0)
             event.tokens.append(0)
             return
-        token = draw(seen, opened.sampling.seed, opened.index, self.vocab)
+        token = draw(hash_seen, opened.sampling.seed, opened.index, self.vocab)
         slot.tokens.append(token)
         if opened.sampling.logprobs is not None:
             event.logprobs[len(event.tokens)] = TokenLogprobs(token, -1.0)
         event.tokens.append(token)
 
 
-def _belonging_together(pages: Cells, count: int, where: str) -> list[int]:
+def _belonging_together(pages: Cells, count: int, place: str) -> list[int]:
     """The first ``count`` cells of a block, if each layer has its part of them."""
-    there: list[int] = []
+    cells_of_pages: list[int] = []
     for layer, page in enumerate(pages):
         cells = [value for value in page[:count] if value is not None]
         if len(cells) < count:
-            raise Violation(f"{where}, layer {layer}: never written, or not there yet")
+            raise Violation(f"{place}, layer {layer}: never written, or not there yet")
         if not layer:
-            there = cells
-        elif cells != [in_layer(value, layer) for value in there]:
-            raise Violation(f"{where}: the layers do not belong together")
-    return there
+            cells_of_pages = cells
+        elif cells != [in_layer(value, layer) for value in cells_of_pages]:
+            raise Violation(f"{place}: the layers do not belong together")
+    return cells_of_pages
 
 
 LAYERS = 2

@@ -45,10 +45,12 @@ class SymbolicDisk:
         write.completed = works
         if works:
             return
-        self.writes = [other for other in self.writes if other is not write]
-        for at in range(0, len(write.data), SECTOR_BYTES):
+        self.writes = [pending for pending in self.writes if pending is not write]
+        for offset in range(0, len(write.data), SECTOR_BYTES):
             if self.rng.random() < 0.5:
-                self.writes.append(Write(write.offset + at, write.data[at : at + SECTOR_BYTES], completed=True))
+                self.writes.append(
+                    Write(write.offset + offset, write.data[offset : offset + SECTOR_BYTES], completed=True)
+                )
 
     def sync(self) -> None:
         """What has completed stays; what is on its way may still be lost."""
@@ -91,16 +93,16 @@ class SymbolicDisk:
 
     def flip(self, bit: int) -> None:
         """One bit is another one, also of what is on its way there."""
-        at, mask = bit // 8, 1 << bit % 8
-        self.synced[at] ^= mask
+        byte_index, mask = bit // 8, 1 << bit % 8
+        self.synced[byte_index] ^= mask
         for write in self.writes:
-            place = at - write.offset
+            place = byte_index - write.offset
             if 0 <= place < len(write.data):
                 write.data = write.data[:place] + bytes([write.data[place] ^ mask]) + write.data[place + 1 :]
 
     @staticmethod
     def _apply(view: bytearray, start: int, write: Write, torn: random.Random | None) -> None:
-        for at in range(0, len(write.data), SECTOR_BYTES):
-            place = write.offset + at - start
+        for offset in range(0, len(write.data), SECTOR_BYTES):
+            place = write.offset + offset - start
             if 0 <= place < len(view) and (torn is None or torn.random() < 0.5):
-                view[place : place + SECTOR_BYTES] = write.data[at : at + SECTOR_BYTES]
+                view[place : place + SECTOR_BYTES] = write.data[offset : offset + SECTOR_BYTES]

@@ -29,46 +29,46 @@ def mix(state: int, value: int) -> int:
     return (state * 6364136223846793005 + value * 1442695040888963407 + 1013904223) & _MASK
 
 
-def cell(token: int, position: int, seen: int) -> int:
+def cell(token: int, position: int, hash_seen: int) -> int:
     """The KV of ``token`` at ``position``, after attention has ``seen`` all before it."""
-    return mix(mix(mix(seen, 17), token), position) >> 3
+    return mix(mix(mix(hash_seen, 17), token), position) >> 3
 
 
-def draw(seen: int, seed: int, index: int, vocab: int) -> int:
+def draw(hash_seen: int, seed: int, index: int, vocab: int) -> int:
     """The next token of sequence ``index``."""
-    return (mix(mix(seen, seed + 1), index + 1) >> 20) % vocab
+    return (mix(mix(hash_seen, seed + 1), index + 1) >> 20) % vocab
 
 
-def candidates(seen: int, count: int, vocab: int) -> list[tuple[int, float]]:
+def candidates(hash_seen: int, count: int, vocab: int) -> list[tuple[int, float]]:
     """Distinct tokens with falling logprobs that depend on everything seen."""
-    found: list[tuple[int, float]] = []
-    logprob, state = 0.0, seen
-    while len(found) < min(count, vocab):
+    results: list[tuple[int, float]] = []
+    logprob, state = 0.0, hash_seen
+    while len(results) < min(count, vocab):
         state = mix(state, 5)
         token = (state >> 20) % vocab
         logprob -= 0.01 + ((state >> 30) % 1000) / 1000
-        while token in [t for t, _ in found]:
+        while token in [t for t, _ in results]:
             token = (token + 1) % vocab
-        found.append((token, logprob))
-    return found
+        results.append((token, logprob))
+    return results
 
 
 def chain(tokens: Iterable[int]) -> int:
     """What attention sees after ``tokens``."""
-    seen = 0
+    hash_seen = 0
     for position, token in enumerate(tokens):
-        seen = mix(seen, cell(int(token), position, seen))
-    return seen
+        hash_seen = mix(hash_seen, cell(int(token), position, hash_seen))
+    return hash_seen
 
 
 def lone_tokens(prompt: Sequence[int] | Iterable[int], count: int, seed: int, index: int, vocab: int) -> list[int]:
     """The first ``count`` tokens of sequence ``index`` of a request that is alone in the world."""
     prompt = list(prompt)
-    seen, out = chain(prompt), []
+    hash_seen, out = chain(prompt), []
     for position in range(len(prompt), len(prompt) + count):
-        token = draw(seen, seed, index, vocab)
+        token = draw(hash_seen, seed, index, vocab)
         out.append(token)
-        seen = mix(seen, cell(token, position, seen))
+        hash_seen = mix(hash_seen, cell(token, position, hash_seen))
     return out
 
 
@@ -86,35 +86,35 @@ def lone_beams(request: Request, context: int, vocab: int) -> list[Beam]:
     width, stops = request.beam_width, set(request.stop.stop_token_ids)
     limit = min(request.stop.max_tokens, context - len(request.prompt))
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
-    done: list[tuple[float, tuple[int, ...], float, FinishReason]] = []
+    finished: list[tuple[float, tuple[int, ...], float, FinishReason]] = []
     while live:
         pool = _continuations(request, live, width * max(2, 1 + len(stops)), vocab)
         live = []
         for place, (tokens, total) in enumerate(pool):
             if tokens[-1] in stops and len(tokens) >= request.stop.min_tokens:
                 if place < width:
-                    done.append((_score(request, tokens, total), tokens, total, FinishReason.STOP))
+                    finished.append((_score(request, tokens, total), tokens, total, FinishReason.STOP))
             elif len(live) < width:
                 live.append((tokens, total))
         if live and len(live[0][0]) >= limit:
-            done += [(_score(request, tokens, total), tokens, total, FinishReason.LENGTH) for tokens, total in live]
+            finished += [(_score(request, tokens, total), tokens, total, FinishReason.LENGTH) for tokens, total in live]
             live = []
-        done = sorted(done, key=lambda entry: -entry[0])[:width]
-        if live and len(done) == width and _score(request, *live[0]) <= done[-1][0]:
+        finished = sorted(finished, key=lambda entry: -entry[0])[:width]
+        if live and len(finished) == width and _score(request, *live[0]) <= finished[-1][0]:
             break
-    return [(tokens, total, reason) for _, tokens, total, reason in done[: request.n]]
+    return [(tokens, total, reason) for _, tokens, total, reason in finished[: request.n]]
 
 
 def _continuations(
-    request: Request, live: list[tuple[tuple[int, ...], float]], wanted: int, vocab: int
+    request: Request, live: list[tuple[tuple[int, ...], float]], count: int, vocab: int
 ) -> list[tuple[tuple[int, ...], float]]:
     """The best ``wanted`` of all one-token continuations."""
     pool = [
         ((*tokens, token), total + logprob)
         for tokens, total in live
-        for token, logprob in lone_candidates([*request.prompt.tolist(), *tokens], wanted, vocab)
+        for token, logprob in lone_candidates([*request.prompt.tolist(), *tokens], count, vocab)
     ]
-    return sorted(pool, key=lambda entry: -entry[1])[:wanted]
+    return sorted(pool, key=lambda entry: -entry[1])[:count]
 
 
 def _score(request: Request, tokens: tuple[int, ...], total: float) -> float:

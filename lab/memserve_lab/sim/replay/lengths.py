@@ -41,13 +41,13 @@ class LengthStudy:
             message = f"the {self.length_predictor} predictor takes no noise"
             raise UserError(message, hint="--length-predictor oracle does", param="length_noise")
 
-    def expected(self, request_id: str, told: int, tokens: int, most: int) -> int:
+    def expected(self, request_id: str, emitted: int, tokens: int, most: int) -> int:
         """Tokens of an answer that has ``told`` and will have ``tokens``, ``most`` at the latest, as predicted."""
         if self.length_predictor == "shortest":
-            return told + 1
+            return emitted + 1
         if self.length_predictor == "longest":
-            return max(told + 1, most)
-        return max(told + 1, round(tokens * error_of(request_id, self.length_noise, self.length_seed)))
+            return max(emitted + 1, most)
+        return max(emitted + 1, round(tokens * error_of(request_id, self.length_noise, self.length_seed)))
 
 
 @functools.lru_cache(1 << 14)
@@ -70,10 +70,10 @@ class StudiedObjectives(Objectives):
     def expected(self, sequence: Sequence) -> Prediction:
         """How long the answer of ``sequence``, which goes on, is expected to be."""
         group, study = sequence.group, self._study
-        told = len(sequence.out) + sequence.inflight
-        most = max(self._context_tokens - sequence.prompt_tokens, told + 1)
+        emitted = len(sequence.out) + sequence.inflight
+        most = max(self._context_tokens - sequence.prompt_tokens, emitted + 1)
         if study.length_predictor == "learnt":
-            return self.lengths.predict_length(group.tenant, sequence.prompt_tokens, told, most)
+            return self.lengths.predict_length(group.tenant, sequence.prompt_tokens, emitted, most)
         request_id = sequence.request_id.partition("#")[0]  # whichever attempt this is
-        tokens = study.expected(request_id, told, sequence.max_tokens, most)
+        tokens = study.expected(request_id, emitted, sequence.max_tokens, most)
         return Prediction(tokens, tokens, 0)

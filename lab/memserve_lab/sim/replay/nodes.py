@@ -52,7 +52,7 @@ class Balancer:
 
     def at(self, router: Process) -> list[str]:
         """All requests that came to ``router``."""
-        return [request_id for request_id, at in self._at.items() if at is router]
+        return [request_id for request_id, place in self._at.items() if place is router]
 
 
 class ReplayNode(InstanceNode):
@@ -193,7 +193,7 @@ class ReplayNode(InstanceNode):
         begun_ns = self._begun_ns if not steps else ends_ns[steps - 1]
         if steps:
             spent_ns = begun_ns - self._begun_ns
-            steps_ns = [end - begun for begun, end in itertools.pairwise((self._begun_ns, *ends_ns[:steps]))]
+            steps_ns = [end - begin for begin, end in itertools.pairwise((self._begun_ns, *ends_ns[:steps]))]
             machine.fast_forward(self.host.moments.add(ends_ns[:steps]), steps_ns)
             for plan in self.plans:
                 plan.step_id += steps

@@ -33,10 +33,10 @@ MINUTES_PER_DAY = 24 * 60
 def store_info(like: PeerInfo, setup: StoreSetup, costs: CostModel) -> PeerInfo:
     """What members are told of a store on the host of the instance ``like``: of its disks what it would have found."""
     disks = [(nbytes, setup.model.curve) for nbytes in setup.disk_bytes]
-    told = dataclasses.replace(costs, disk=curve_of_disks(disks)) if disks else costs
+    known_costs = dataclasses.replace(costs, disk=curve_of_disks(disks)) if disks else costs
     return replace(
         like, role=Role.STORE, hbm_blocks=0, dram_blocks=setup.blocks(like.geometry.block_bytes), context_tokens=0,
-        caching=True, costs=told.to_json(),
+        caching=True, costs=known_costs.to_json(),
     )  # fmt: skip
 
 
@@ -101,14 +101,14 @@ class HitTokens:
 
 def hit_tokens(served: Sequence[Served]) -> HitTokens:
     """Of all requests."""
-    found = dict.fromkeys(HitTokens.__dataclass_fields__, 0)
-    for one in served:
-        fetched = min(one.fetched_tokens, one.cached_tokens)
-        dram = min(one.dram_tokens, one.cached_tokens - fetched)
-        found["hbm"] += one.cached_tokens - fetched - dram
-        found["dram"] += dram
-        found[one.fetched_tier if one.fetched_tier in ("store", "ssd") else "instances"] += fetched
-    return HitTokens(**found)
+    tokens_by_source = dict.fromkeys(HitTokens.__dataclass_fields__, 0)
+    for answer in served:
+        fetched = min(answer.fetched_tokens, answer.cached_tokens)
+        dram = min(answer.dram_tokens, answer.cached_tokens - fetched)
+        tokens_by_source["hbm"] += answer.cached_tokens - fetched - dram
+        tokens_by_source["dram"] += dram
+        tokens_by_source[answer.fetched_tier if answer.fetched_tier in ("store", "ssd") else "instances"] += fetched
+    return HitTokens(**tokens_by_source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +158,15 @@ def store_usage(stores: Sequence[ReplayStore], setup: StoreSetup, elapsed_s: flo
     counters = [node.machine.counters for node in stores]
     on_disk = [node.machine.values.disks.counters() for node in stores]
     disks = [disk for node in stores for disk in node.disks]
-    sums = {name: sum(one[name] for one in on_disk) for name in on_disk[0]}
+    sums = {name: sum(counts[name] for counts in on_disk) for name in on_disk[0]}
     busy_s = sum(disk.busy_ns for disk in disks) / NS_PER_S
     return StoreUsage(
         stores=len(stores),
         memory_bytes=setup.memory_bytes * len(stores),
         capacity_bytes=sum(setup.disk_bytes) * len(stores),
-        blocks_stored=sum(one.kv_stored for one in counters),
-        blocks_lent=sum(one.kv_lent for one in counters),
-        fetches_cut=sum(one.fetches_cut for one in counters),
+        blocks_stored=sum(store_counters.kv_stored for store_counters in counters),
+        blocks_lent=sum(store_counters.kv_lent for store_counters in counters),
+        fetches_cut=sum(store_counters.fetches_cut for store_counters in counters),
         written_bytes=sums["disk_bytes_written"],
         payload_bytes=sums["payload_bytes_written"],
         moved_blocks=sums["moves"],

@@ -79,10 +79,10 @@ class Timeline:
 
 def padded(looks: Sequence[Look], instances: int) -> list[Look]:
     """``looks`` with nothing for those of ``instances`` that did not exist yet."""
-    none, nothing, no_blocks = (0,), (0.0,), ((0,) * 6,)
+    no_counts, nothing, no_blocks = (0,), (0.0,), ((0,) * 6,)
     return [
         replace(
-            look, waiting=look.waiting + none * more, running=look.running + none * more,
+            look, waiting=look.waiting + no_counts * more, running=look.running + no_counts * more,
             busy=look.busy + nothing * more, blocks_used=look.blocks_used + nothing * more,
             blocks=look.blocks + no_blocks * more,
         )

@@ -126,10 +126,12 @@ class ReplayWorld:
         """An instance's machine."""
         machine = self.setup.machine
         profile = machine.costs if self.setup.has_profiles else None
-        known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=profile)
+        preemption_costs = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=profile)
         block_tokens = machine.geometry.block_tokens
         kind = FastForwardInstance if isinstance(node, ReplayNode) and node.fast_forwards else Instance
-        instance = kind(self._config(node), block_tokens, known, self_peer=node.peer, geometry=machine.geometry)
+        instance = kind(
+            self._config(node), block_tokens, preemption_costs, self_peer=node.peer, geometry=machine.geometry
+        )
         state = instance.state
         if state.objectives is not None:
             state.objectives = StudiedObjectives(
@@ -192,7 +194,7 @@ class ReplayWorld:
     def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
         """A machine has handled an event."""
 
-    def say(self, line: str, what: object = "") -> None:
+    def say(self, line: str, detail: object = "") -> None:
         """Not recorded."""
 
     # -- running

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from memserve.base.config import DEFAULT_MAX_TOKENS, DRAIN_S
 from memserve.base.errors import UserError
 from memserve.base.options import MANY, MEBIBYTES, SIZE, check_ranges, option
 from memserve.base.types import RequestLogFormat
@@ -17,6 +18,29 @@ _ORIGIN = re.compile(
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 TOOL_CALL_PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral")
 REASONING_PARSERS = ("auto", "think", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where the HTTP server listens, under which names it answers, and how it ends."""
+
+    host: str = option("127.0.0.1")
+    """Address to listen on. 0.0.0.0: every network."""
+    port: int = option(8000, least=0, most=65535)
+    """Port to listen on, which routers of one host may share. 0: any free one."""
+    served_model_names: tuple[str, ...] = option((), "--served-model-name", form=MANY)
+    """Name under which clients ask for the model; repeatable, the first stands in answers. Default: the model's own."""
+    generation_config: bool = option(True)
+    """Take defaults of sampling from the model's generation_config.json."""
+    default_max_tokens: int = option(DEFAULT_MAX_TOKENS, least=0)
+    """Longest chat answer of a request without max_tokens, in tokens. 0: what the context has room for."""
+    drain_s: float = option(DRAIN_S, least=0)
+    """Seconds that streams may go on after SIGTERM or SIGHUP."""
+    log_level: str = option("warning")
+    """Lowest level that is logged: debug, info, warning, error."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Handshake:
         self.task: asyncio.Task[None] | None = None
 
     def start_handshake(self, context: ssl.SSLContext, connection: Callable[[], asyncio.BufferedProtocol]) -> None:
-        """Greet the client, if there is room for it. ``connection`` makes what takes over."""
+        """Begin the handshake with the client, if there is room for it. ``connection`` makes what takes over."""
         if self._edge.connections.admit_connection(self, self._address) is not None:
             self._client.close()  # it expects TLS, and could not read why
             return
@@ -116,7 +116,7 @@ class Handshakes:
     def __init__(
         self, listener: socket.socket, tls: Tls, edge: Edge, connection: Callable[[Handshake], asyncio.BufferedProtocol]
     ) -> None:
-        """``connection`` makes the protocol of a greeted one."""
+        """``connection`` makes the protocol after the handshake."""
         self._listener, self._tls, self._edge, self._connection = listener, tls, edge, connection
         listener.setblocking(False)
         self._handshakes: set[Handshake] = set()

@@ -73,19 +73,12 @@ RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repe
 
 
 def sampling_params_of(model: ServedModel, request_fields: Mapping[str, Any], **further_fields: Any) -> SamplingParams:
-    """What ``request_fields`` set (by OpenAI's names; ``None``: nothing), else what the model's authors
-    recommend (as in vLLM), else OpenAI's defaults. Covers what authors may recommend (:data:`RECOMMENDED`);
-    ``further_fields`` go on as they are, the rest keep their defaults."""
-    request_values = {name: request_fields[name] for name in RECOMMENDED if request_fields.get(name) is not None}
-    values = {**RECOMMENDED, **model.generation_defaults, **request_values}
-    return SamplingParams(
-        temperature=values["temperature"],
-        top_p=values["top_p"],
-        top_k=max(int(values["top_k"]), 0),
-        min_p=values["min_p"],
-        repetition_penalty=values["repetition_penalty"],
-        **further_fields,
-    )
+    """What ``request_fields`` set (``None``: nothing), else what the model's authors recommend (as in vLLM), else
+    OpenAI's defaults (:data:`RECOMMENDED`). ``further_fields`` go on as they are, the rest keep their defaults."""
+    values = {**RECOMMENDED, **model.generation_defaults, **further_fields}
+    values |= {name: value for name, value in request_fields.items() if value is not None}
+    values["top_k"] = max(int(values["top_k"]), 0)  # -1: from all, in vLLM's words
+    return SamplingParams(**values)
 
 
 class ServingEngine(Protocol):

@@ -315,7 +315,7 @@ def described_fields(body: type) -> dict[str, str]:
     return {
         name: text
         for cls in reversed(body.__mro__)
-        if cls.__module__ == body.__module__
+        if issubclass(cls, msgspec.Struct) and cls is not msgspec.Struct
         for name, text in field_docs(cls).items()
     }
 

@@ -77,9 +77,11 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
         print_lines(ready, f"{up} of {len(views)} engines take requests", result=True)
 
     try:
-        with signals_raise(), bind(http.host, http.port) as listener:
+        with signals_raise(), bind(http.server.host, http.server.port) as listener:
             make_room_for_connections(http.limits.connections_max)
-            server = Server(app, drain_s=http.drain_s, log_level=http.log_level, tls=http.tls, on_ready=on_ready)
+            server = Server(
+                app, drain_s=http.server.drain_s, log_level=http.server.log_level, tls=http.tls, on_ready=on_ready
+            )
             on_ending_signals(server.handle_exit)
             server.run(sockets=[listener])
     except EndRequested as end_request:

@@ -51,7 +51,7 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
     ray = _connect_ray(cluster.placement.address)
     from memserve.host.ray import START_S, new_controller
 
-    port = http.port or free_port()
+    port = http.server.port or free_port()
     try:
         node = ray.util.get_node_ip_address() if cluster.host == opt.DEFAULT_HOST else cluster.host
         plan = _plan(engine, http, cluster, node, port)
@@ -144,7 +144,8 @@ def members_plan(
     that do not suit an instance."""
     from memserve.host.ray import ClusterPlan, ProcessOrder
 
-    common = ("--join", join, "--link", cluster.link, "--log-level", http.log_level, "--drain-s", str(http.drain_s))
+    server = http.server
+    common = ("--join", join, "--link", cluster.link, "--log-level", server.log_level, "--drain-s", str(server.drain_s))
     members, env, resources = {}, _environment(), cluster.placement.by_role()
     most = cluster.at_most
     instance_counts = {Role.PREFILL: most.prefill, Role.DECODE: most.decode, Role.COLOCATED: most.colocated}
@@ -157,9 +158,9 @@ def members_plan(
                 raise
             continue  # `memserve scale` is told that this cluster has no such role
         words = ("instance", *common, "--role", role.value, *command_line_of(role_options))
-        members[role.value] = ProcessOrder("", words, secret, http.drain_s, env=env)
+        members[role.value] = ProcessOrder("", words, secret, server.drain_s, env=env)
     words = ("store", *common, *cluster.store.store_flags)
-    members[Role.STORE.value] = ProcessOrder("", words, secret, http.drain_s, env=env)
+    members[Role.STORE.value] = ProcessOrder("", words, secret, server.drain_s, env=env)
     counts = {Role.PREFILL.value: cluster.prefill, Role.DECODE.value: cluster.decode}
     counts |= {Role.COLOCATED.value: cluster.colocated, Role.STORE.value: int(cluster.store.is_wanted)}
     counts = {role: count for role, count in counts.items() if role in members}
@@ -183,7 +184,7 @@ def _router_order(
         keys[credentials.METRICS_VARIABLE] = http.metrics_keys.read_keys()[0]
     words = (*without_flags(sys.argv[1:], _DROPPED), *no_instances, *address_flags)
     scales = bool(cluster.placement.scaling.scale)
-    return ProcessOrder(ROUTER, words, secret, http.drain_s, os.getcwd(), scales, {**_environment(), **keys})
+    return ProcessOrder(ROUTER, words, secret, http.server.drain_s, os.getcwd(), scales, {**_environment(), **keys})
 
 
 def _connect_ray(address: str | None) -> Any:

@@ -10,19 +10,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.api.http.config import ApiConfig, EdgeConfig
-from memserve.base.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOptions, MemberConfig
+from memserve.api.http.config import ApiConfig, EdgeConfig, ServerConfig
+from memserve.base.config import ClusterConfig, EngineOptions, MemberConfig
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
 from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listen_host, own_address_to
-from memserve.cli.cluster.serve import ChatTokens, GenerationDefaults, ServedNames, serve_until_signal
+from memserve.cli.cluster.serve import serve_until_signal
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
 from memserve.cli.output import print_lines
 from memserve.model.loading.lora import read_adapters
@@ -41,9 +42,6 @@ Join = Annotated[
         help="HOST:PORT of the owner, as opened by `memserve serve --cluster-port`. With standby routers: all of"
         " them, separated by commas."
     ),
-]
-Port = Annotated[
-    int, typer.Option(min=0, max=65535, help="Port to listen on; routers of one host may share it. 0: a free one.")
 ]
 OwnerUrl = Annotated[
     str, typer.Option(help="Where clients find the owner, http://HOST:PORT: those that name documents are sent there.")
@@ -82,27 +80,16 @@ class FollowerOptions:
 def router(
     *,
     join: Join,
-    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = opt.DEFAULT_HOST,
-    port: Port = opt.DEFAULT_PORT,
+    server: ServerConfig,
     owner_url: OwnerUrl = "",
     name: Name = None,
     advertise: Advertise = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
     engine: Annotated[EngineOptions, opt.Only("model", "lora")],
-    served_model_name: ServedNames = None,
     api: ApiConfig,
-    generation_config: GenerationDefaults = True,
-    default_max_tokens: ChatTokens = DEFAULT_MAX_TOKENS,
-    api_key: credentials.ApiKeys = None,
-    api_key_file: credentials.ApiKeyFile = None,
-    metrics_key: credentials.MetricsKey = None,
-    metrics_key_file: credentials.MetricsKeyFile = None,
-    tls_cert: credentials.TlsCert = None,
-    tls_key: credentials.TlsKey = None,
-    drain_s: opt.DrainS = DRAIN_S,
+    keys: credentials.KeyOptions,
     edge: EdgeConfig,
     cluster: ClusterConfig,
-    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
     supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
     """Serve the API of a cluster beside its `memserve serve`: this router places requests by itself.
@@ -111,17 +98,11 @@ def router(
     --sequence-parallel, keys.
     """
     cluster.admission.refuse_idle()
-    tls = credentials.tls_of(tls_cert, tls_key)
-    names = tuple(served_model_name or ())
-
-    def http(keys: GivenKeys, of_metrics: GivenKeys) -> opt.HttpOptions:
-        answers = (names, generation_config, default_max_tokens)
-        return opt.HttpOptions(host, port, keys, of_metrics, tls, *answers, drain_s, edge, log_level, api)
-
+    http = partial(opt.HttpOptions, server, tls=keys.read_tls(), limits=edge, api=api)
     if supervised:
-        _run_supervised(engine, join, name or "", cluster, http, log_level, owner_url)
+        _run_supervised(engine, join, name or "", cluster, http, server.log_level, owner_url)
         return
-    opt.set_up_logging(log_level)
+    opt.set_up_logging(server.log_level)
     opt.check_name(name or "")
     if cluster_secret_file is None:
         raise UserError("a router needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
@@ -136,8 +117,7 @@ def router(
         owner_url=owner_url.rstrip("/"),
         advertise=own_host,
     )
-    keys = http(credentials.api_keys(api_key, api_key_file), credentials.metrics_keys(metrics_key, metrics_key_file))
-    run_follower(engine, place, keys, print_lines)
+    run_follower(engine, place, http(*keys.read_keys()), print_lines)
 
 
 def _run_supervised(
@@ -145,15 +125,15 @@ def _run_supervised(
     join: str,
     name: str,
     cluster: ClusterConfig,
-    http: Callable[[GivenKeys, GivenKeys], opt.HttpOptions],
+    http: Callable[..., opt.HttpOptions],
     log_level: str,
     owner_url: str,
 ) -> None:
     """Run as a child of ``memserve serve``: secret and keys come through stdin, a final error goes to stdout."""
     with child_of_serve(join, name, log_level) as child:
         place = FollowerOptions(name, (join,), child.secret, cluster, child.host, owner_url, outlive=child.outlive)
-        keys = http(*(GivenKeys.from_payload(child.startup_payload[name]) for name in ("api_keys", "metrics_keys")))
-        run_follower(engine, place, keys, lambda line: None)
+        keys = (GivenKeys.from_payload(child.startup_payload[name]) for name in ("api_keys", "metrics_keys"))
+        run_follower(engine, place, http(*keys), lambda line: None)
 
 
 def run_follower(
@@ -180,7 +160,7 @@ def run_follower(
             model = model_of(infos, folder, place.config.sequence_instances_max)
             follow_context(router, model, place.config.sequence_instances_max)
             served = Served(router, model)
-            with bind(http.host, http.port, is_shared=http.port != 0) as listener:
+            with bind(http.server.host, http.server.port, is_shared=http.server.port != 0) as listener:
                 serve_until_signal(served, engine.model, adapters, [listener], http, started)
     except EndRequested:
         pass

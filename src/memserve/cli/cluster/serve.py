@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memserve.api.http.config import ApiConfig, EdgeConfig
-from memserve.base.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
+from memserve.api.http.config import ApiConfig, EdgeConfig, ServerConfig
+from memserve.base.config import AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.base.deployment import Followers, PlacementOptions, StoreOptions
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import AS_COMPUTED
@@ -50,23 +50,6 @@ MetadataOption = Annotated[
     str,
     typer.Option(help="Where the router keeps records: a folder, etcd://HOST:PORT or none; auto: a folder per --port."),
 ]
-ServedNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Name under which clients ask for the model; repeatable, the first stands in answers. "
-        "Default: the model's own."
-    ),
-]
-ChatTokens = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Longest chat answer of a request without max_tokens, in tokens. 0: what the context has room for."
-    ),
-]
-
-GenerationDefaults = Annotated[
-    bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
-]
 RouterCount = Annotated[
     int, typer.Option(min=1, max=64, help="Router processes that share the port, each placing requests by itself.")
 ]
@@ -79,22 +62,11 @@ ClusterPort = Annotated[
 @opt.grouped
 def serve(
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = opt.DEFAULT_HOST,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = opt.DEFAULT_PORT,
+    server: ServerConfig,
     engine: EngineOptions,
-    served_model_name: ServedNames = None,
     api: ApiConfig,
-    generation_config: GenerationDefaults = True,
-    default_max_tokens: ChatTokens = DEFAULT_MAX_TOKENS,
-    api_key: credentials.ApiKeys = None,
-    api_key_file: credentials.ApiKeyFile = None,
-    metrics_key: credentials.MetricsKey = None,
-    metrics_key_file: credentials.MetricsKeyFile = None,
-    tls_cert: credentials.TlsCert = None,
-    tls_key: credentials.TlsKey = None,
-    drain_s: opt.DrainS = DRAIN_S,
+    keys: credentials.KeyOptions,
     edge: EdgeConfig,
-    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
     prefill: Count = None,
     decode: Count = None,
     colocated: Count = None,
@@ -113,12 +85,9 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
-    opt.set_up_logging(log_level)
+    opt.set_up_logging(server.log_level)
     _check_routers(routers, placement, standalone=in_process, engines=bool(fleet.engines))
-    keys = credentials.api_keys(api_key, api_key_file)
-    secrets = keys, credentials.metrics_keys(metrics_key, metrics_key_file), credentials.tls_of(tls_cert, tls_key)
-    answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
-    http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level, api)
+    http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api)
     if fleet.engines or fleet.admin_key_file is not None:
         shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
         has_instances = in_process or any(option is not None for option in shape_options)
@@ -132,7 +101,7 @@ def serve(
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
     local = engine if placement.remote_place is None else dataclasses.replace(engine, device="cpu")  # Ray has the GPUs
     shape = choose_counts(prefill, decode, colocated, local, placement.scaling)
-    records = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
+    records = metadata_place(metadata, server.port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
     members = (cluster_host, cluster_port, secret, records, shape_text(shape), with_absolute_folders(store), placement)
     run = ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members, routers=routers)
@@ -203,13 +172,14 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     try:
         is_shared = cluster is not None and cluster.routers > 1
         with signals_raise(), ExitStack() as open_sockets:
-            listener = open_sockets.enter_context(bind(http.host, http.port, is_shared=is_shared))
+            listener = open_sockets.enter_context(bind(http.server.host, http.server.port, is_shared=is_shared))
             listeners = [listener]
             print_lines(f"loading {engine_options.model} ...")
             if cluster is not None and is_shared:
-                listeners.append(open_sockets.enter_context(_own_listener(http.host, listener)))
+                listeners.append(open_sockets.enter_context(_own_listener(http.server.host, listener)))
                 cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
-            backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
+            log_level = http.server.log_level
+            backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, log_level)
             with backend as served:
                 serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
     except EndRequested as end_request:
@@ -235,15 +205,12 @@ def _followers(
     owner's own."""
     shared, own_port = (part.getsockname()[1] for part in listeners)
     tls = () if http.tls is None else ("--tls-cert", str(http.tls.files[0]), "--tls-key", str(http.tls.files[1]))
-    names = [word for name in http.served_model_names for word in ("--served-model-name", name)]
-    plain = "--host", http.host, "--port", str(shared), "--drain-s", str(http.drain_s)
-    chat = "--default-max-tokens", str(http.default_max_tokens), "--log-level", http.log_level
-    generation = () if http.generation_config else ("--no-generation-config",)
-    model = EngineOptions(model=engine.model, lora=engine.lora)
-    configs = [word for part in (model, http.api, http.limits, cluster.config) for word in command_line_of(part)]
+    model, server = EngineOptions(model=engine.model, lora=engine.lora), dataclasses.replace(http.server, port=shared)
+    parts = (server, model, http.api, http.limits, cluster.config)
+    configs = [word for part in parts for word in command_line_of(part)]
     owner = "--owner-url", http.api_url(own_port).removesuffix("/v1")
     keys = {"api_keys": http.api_keys.as_payload(), "metrics_keys": http.metrics_keys.as_payload()}
-    return Followers((*plain, *owner, *chat, *generation, *names, *tls, *configs), keys)
+    return Followers((*owner, *tls, *configs), keys)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -297,13 +264,13 @@ def app_of(
     from memserve.api.app import create_app
 
     aliases = (source, model.name)  # as it was configured, and as it calls itself
-    if http.served_model_names:
-        model = dataclasses.replace(model, name=http.served_model_names[0])
-    if not http.generation_config:
+    if http.server.served_model_names:
+        model = dataclasses.replace(model, name=http.server.served_model_names[0])
+    if not http.server.generation_config:
         model = dataclasses.replace(model, generation_defaults={})
-    model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
+    model = dataclasses.replace(model, default_max_tokens=http.server.default_max_tokens or None)
     app = create_app(
-        engine, model, aliases=aliases, further_names=http.served_model_names[1:], adapters=adapters,
+        engine, model, aliases=aliases, further_names=http.server.served_model_names[1:], adapters=adapters,
         api_keys=http.api_keys.follow_keys(), metrics_keys=http.metrics_keys.follow_keys(), limits=http.limits,
         config=http.api,
     )  # fmt: skip
@@ -343,7 +310,7 @@ def serve_until_signal(
         print_lines(*text, result=True)
 
     ends = {"on_ready": on_ready, "on_end": served.on_end}
-    server = Server(app, drain_s=http.drain_s, log_level=http.log_level, tls=http.tls, **ends)
+    server = Server(app, drain_s=http.server.drain_s, log_level=http.server.log_level, tls=http.tls, **ends)
     on_ending_signals(
         server.handle_exit
     )  # uvicorn restores these handlers when it returns: a later signal must not kill the process

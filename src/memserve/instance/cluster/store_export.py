@@ -482,7 +482,7 @@ class StoreWriter:
         self.offers.kv_lost()
 
     def clear(self) -> None:
-        """The instance was expelled: all offers have ended silently, and all members are strangers."""
+        """The instance was expelled: all offers have ended silently, and all members are unknown."""
         self._drop_pending()
         self.offers.clear()
         self._messages.clear()

@@ -3,10 +3,10 @@
     plan k        DECODING, a token under way: is a draft worth it?  -> no plan behind it, until the token is known
     plan k + 1    DECODING, all tokens known: drafts are looked up   -> one row: the last token and the drafts behind it
     meanwhile     IDLE (``held``): what comes next is known with the result
-    its result    the first draw, and the draws that drafts foretold -> DECODING
+    its result    the first draw, and the draws that drafts predicted -> DECODING
 
 Drafts lie in blocks that the sequence has, so none is allocated for tokens that may not come; what was computed for
-drafts that were not kept is written over. Only plain draws are foretold: with changed logits or reported logprobs each
+drafts that were not kept is written over. Only plain draws are predicted: with changed logits or reported logprobs each
 token is drawn from what the one before it left.
 """
 
@@ -160,7 +160,7 @@ class Speculation:
 
 
 NEVER = Pace()
-"""Of a sequence whose draws are not foretold."""
+"""Of a sequence whose draws are not predicted."""
 
 
 def is_predictable(group: Group) -> bool:

@@ -236,7 +236,7 @@ class Peers:
         return [info.peer for info in self._members.values()]
 
     def forget_all(self) -> None:
-        """Every peer is a stranger again."""
+        """Every peer is unknown again."""
         self._members.clear()
         self._gone.clear()
 

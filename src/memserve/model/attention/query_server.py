@@ -181,7 +181,7 @@ class ZmqSegmentLines:
         return line
 
     def _try_next_key(self, segment: Segment) -> Line:
-        """The peer has another secret than its line: dial anew, and ask again what it has not answered."""
+        """The peer has another secret than its line: reconnect, and ask again what it has not answered."""
         line = self._connections[_connection_key(segment)] = self._connections[_connection_key(segment)].with_next_key()
         for number, (of, head, data) in self._pending.items():
             if _connection_key(of) == _connection_key(segment) and number not in self._early:

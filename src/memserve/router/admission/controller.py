@@ -87,8 +87,8 @@ class RequestAdmission(ABC):
         """``req`` has ended in whatever way: it was active, waited, or was rejected on arrival."""
 
     @abstractmethod
-    def reject_overflow(self, newcomer: RequestState) -> Rejection | None:
-        """Whether too many wait with ``newcomer``, which does."""
+    def reject_overflow(self, new_request: RequestState) -> Rejection | None:
+        """Whether too many wait with ``new_request``, which does."""
 
     @abstractmethod
     def reject_timed_out(self, req: RequestState, now_ns: int) -> Rejection | None:
@@ -260,11 +260,11 @@ class AdmissionController(RequestAdmission):
 
     # -- rejecting
 
-    def reject_overflow(self, newcomer: RequestState) -> Rejection | None:
-        """Too many wait, with ``newcomer``, which does: the last request of the tenant with most waiting is
+    def reject_overflow(self, new_request: RequestState) -> Rejection | None:
+        """Too many wait, with ``new_request``, which does: the last request of the tenant with most waiting is
         rejected."""
-        victim = self._overflow_victim(newcomer.request.tenant)
-        self.stats.queued += victim is not newcomer
+        victim = self._overflow_victim(new_request.request.tenant)
+        self.stats.queued += victim is not new_request
         return None if victim is None else self._reject_overflowing(victim)
 
     def reject_over_limit(self) -> Rejection | None:
@@ -272,9 +272,9 @@ class AdmissionController(RequestAdmission):
         victim = self._overflow_victim("")
         return None if victim is None else self._reject_overflowing(victim)
 
-    def _overflow_victim(self, newcomer: str) -> RequestState | None:
+    def _overflow_victim(self, new_tenant: str) -> RequestState | None:
         may_overflow = len(self._queue) > self._config.waiting_max
-        return self._queue.most_crowded(newcomer) if may_overflow and self._queue_state().is_over_limit else None
+        return self._queue.most_crowded(new_tenant) if may_overflow and self._queue_state().is_over_limit else None
 
     def _reject_overflowing(self, victim: RequestState) -> Rejection:
         return self._make_rejection(

@@ -108,7 +108,7 @@ class RemoteAdmission(RequestAdmission):
         """Whether the owner counts ``req``, and does so still."""
         return self._by_request[req.request_id].is_granted and self._has_lease(now_ns)
 
-    def reject_overflow(self, newcomer: RequestState) -> Rejection | None:
+    def reject_overflow(self, new_request: RequestState) -> Rejection | None:
         """The owner rejects what is too much; only while it does not answer, too many may wait here."""
         most = self._config.waiting_max + (self._config.active_max or FOLLOWERS_MAX)
         self.stats.queued += 1
@@ -117,7 +117,7 @@ class RemoteAdmission(RequestAdmission):
         reason = (
             f"{len(self._waiting_since_ns)} requests wait for the owner, which decides on admission; at most {most} may"
         )
-        return self._make_rejection(newcomer, "queue", reason, RETRY_MIN_S)
+        return self._make_rejection(new_request, "queue", reason, RETRY_MIN_S)
 
     def reject_timed_out(self, req: RequestState, now_ns: int) -> Rejection | None:
         """The timer of a request that waits."""

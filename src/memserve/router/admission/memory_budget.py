@@ -6,7 +6,7 @@ instance, cannot be evicted for it (``Reservations``). Instances keep accounts o
 whether an admitted request will find room, before it is sent anywhere.
 
 KV of a finished request is cache. By default it counts as free. With ``evictions_max`` it counts as used until a
-newcomer's request evicts it (``BlockLedger``), or ``kept_ns`` have passed. With ``hold`` it is *held*
+new request evicts it (``BlockLedger``), or ``kept_ns`` have passed. With ``hold`` it is *held*
 for as long as computing it again would take: a client that asks on at once finds its KV, although others wait.
 """
 

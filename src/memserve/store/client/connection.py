@@ -1,7 +1,7 @@
-"""A client's line to its store: the greeting and its repetition, calls and their answers, and beginning anew.
+"""A client's line to its store: the hello and its repetition, calls and their answers, and beginning anew.
 
 The store is addressed by its place, so a store that was restarted is the next one that answers. What belongs to one
-greeting is a :class:`Session`: it ends when another incarnation answers, or when the store has forgotten the client.
+hello is a :class:`Session`: it ends when another incarnation answers, or when the store has forgotten the client.
 Calls under way then are made again, until their deadline.
 """
 
@@ -61,7 +61,7 @@ Answer = StoreDone | StorePlaces | StoreStatus | StoreListing
 
 @dataclass(eq=False)
 class Session:
-    """What one greeting has brought."""
+    """What one hello has brought."""
 
     peer: Peer
     welcome: StoreWelcome
@@ -177,7 +177,7 @@ class StoreConnection:
         raise self._unreachable_error()
 
     def renew_session(self, session: Session) -> None:
-        """``session`` was found to be over before the store said so: greet the store again."""
+        """``session`` was found to be over before the store said so: send a hello again."""
         if self._session is session:
             self._change_session(None)
             self._tick.set()
@@ -317,7 +317,7 @@ class StoreConnection:
     # -- the client's own thread
 
     def _run_hellos(self) -> None:
-        """Greet the store until the client is closed and no memory of the store is in use, then leave."""
+        """Send the store hellos until the client is closed and no memory of the store is in use, then leave."""
         while not (self._closed and not self._has_pins()):
             hello = self._hello if self._may_map else _without_memory(self._hello)
             self._mailbox.send(STORE, hello)

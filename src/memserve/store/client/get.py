@@ -79,7 +79,7 @@ def get_held_value(connection: StoreConnection, name: bytes) -> View | None:
 def _hold_value(
     connection: StoreConnection, session: Session, reader: _core.TierReader, key: bytes, name: bytes
 ) -> tuple[int, int, int] | None:
-    """Address, length and pin. None: not in memory; or the store has dropped this client, and is greeted again.
+    """Address, length and pin. None: not in memory; or the store has dropped this client, and gets a hello again.
     Raises :class:`_HoldsTooMuchError`."""
     try:
         return reader.hold(key, name)

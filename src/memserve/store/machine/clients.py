@@ -1,8 +1,8 @@
 """The clients of a store: programs that keep values of their own beside the KV blocks.
 
-A client greets the store every second and is dropped when it is silent: what it has pinned is free then, and what it
-asked for ends. Clients of one tenant share values. A tenant's keys follow from a secret that only its clients are
-told, and its values carry its tag, which is compared each time: no tenant reads, replaces or deletes another's.
+A client sends the store a hello every second and is dropped when it is silent: what it has pinned is free then, and
+what it asked for ends. Clients of one tenant share values. A tenant's keys follow from a secret that only its clients
+are told, and its values carry its tag, which is compared each time: no tenant reads, replaces or deletes another's.
 
 Work that looks at everything (purges, verification, listings) is done a bit at a time: nothing else waits for it.
 """
@@ -344,7 +344,7 @@ class Clients:
 
     def _accepts_model(self, peer: Peer, model: KvModel) -> bool:
         """Whether KV blocks of ``model`` can be kept here. While no model is known they are waited for: the client
-        repeats its greeting."""
+        repeats its hello."""
         if self._model.namespace and model != self._model:
             self._values.counters.refused += 1
             self._jobs.send_message(peer, Refused(_incompatibility(model, self._model)))

@@ -229,7 +229,7 @@ class StoreCounters:
         "store_loads_failed", "Values on a disk of the store that could not be read in time and intact"
     )
     loads_joined: int = 0
-    """Askers that waited for a read which another one had begun."""
+    """Callers that waited for a read which another one had begun."""
     compared: int = 0
     """Values adopted from an earlier life, or verified, with the right checksum."""
     damaged: int = counter(
@@ -238,7 +238,7 @@ class StoreCounters:
     no_room: int = 0
     clients_dropped: int = 0
     refused: int = 0
-    """Messages of strangers, and of members with another namespace."""
+    """Messages of unknown peers, and of members with another namespace."""
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)

@@ -183,11 +183,11 @@ class Loads:
             waiter(ok, now_ns)
 
     def _void_load(self, key: bytes) -> None:
-        """The value is forgotten: what is being read is no longer it. Askers get what there is then."""
+        """The value is forgotten: what is being read is no longer it. Callers get what there is then."""
         load = self._loads.pop(key, None)
         if load is not None:
             load.is_void = True
-            self._voided.append(load)  # askers are told by `advance`: what was forgotten may be replaced right now
+            self._voided.append(load)  # callers are told by `advance`: what was forgotten may be replaced right now
 
     @property
     def open_loads(self) -> int:

@@ -140,7 +140,7 @@ class CurveLink:
         return seals
 
     def close(self) -> None:
-        """Answer nothing any more, hang up everywhere."""
+        """Answer nothing any more, disconnect everywhere."""
         self._answering.close()
         with self._lock:
             self._close_connections()

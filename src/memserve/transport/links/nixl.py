@@ -239,7 +239,7 @@ class PollThread:
         self._poll_requested = False
         self._closed = False
         self._busy_since_s = 0.0
-        self._thread = threading.Thread(target=self._run_polls, name="nixl attendant", daemon=True)
+        self._thread = threading.Thread(target=self._run_polls, name="nixl poll", daemon=True)
         self._thread.start()
 
     def poll_soon(self) -> None:

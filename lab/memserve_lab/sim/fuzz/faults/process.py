@@ -121,12 +121,12 @@ def _follower_asks(world: World, fault: Fault, node: FuzzedInstance, random: Ran
     follower = followers[fault.seed % len(followers)]
     life, stopped = follower.life, []
 
-    def stop(left: int) -> None:
+    def stop(stops_left: int) -> None:
         if follower.life == life and follower.machine.cluster.stats().admission.waiting:
             follower.pause()
             stopped.append(True)
-        elif follower.life == life and left:
-            world.clock.after(MS // 2, stop, left - 1)
+        elif follower.life == life and stops_left:
+            world.clock.after(MS // 2, stop, stops_left - 1)
 
     def resume() -> None:
         if stopped and follower.life == life:

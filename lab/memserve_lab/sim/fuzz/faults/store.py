@@ -95,10 +95,10 @@ def _rot(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> No
         for _ in range(random.choice([1, 20])):
             disk.flip(random.randrange(8 * disk.nbytes))
         keys = log.keys()
-        for key in sorted(keys[at : at + 16] for at in range(0, len(keys), 16)):
-            found = log.look(key)
-            if found is not None and random.random() < share:
-                disk.flip(8 * found.offset + random.randrange(8 * found.length))
+        for key in sorted(keys[offset : offset + 16] for offset in range(0, len(keys), 16)):
+            record = log.look(key)
+            if record is not None and random.random() < share:
+                disk.flip(8 * record.offset + random.randrange(8 * record.length))
 
 
 def _disk_errors(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:

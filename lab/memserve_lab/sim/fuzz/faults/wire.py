@@ -12,13 +12,13 @@ from memserve_lab.sim.fuzz.scenario import MS, Fault
 
 def _partition(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     name, mode, both_ways = node.peer.name, random.choice(["lose", "hold"]), random.random() < 0.7
-    others = [other.peer.name for other in world.instances if other is not node]
+    other_names = [instance.peer.name for instance in world.instances if instance is not node]
     if world.store is not None:
-        others.append(world.store.peer.name)
+        other_names.append(world.store.peer.name)
     if fault.other == -2:
         ends = [world.router.peer.name]
     elif fault.other == -1 or world.instances[fault.other] is node:
-        ends = [*others, world.router.peer.name]
+        ends = [*other_names, world.router.peer.name]
     else:
         ends = [world.instances[fault.other].peer.name]
     ways = [way for end in ends for way in world.network.part(name, end, mode, both_ways)]
@@ -31,7 +31,7 @@ def _follower_cut(world: World, fault: Fault, node: FuzzedInstance, random: Rand
     if not followers:
         return None
     name, owner = followers[fault.seed % len(followers)].peer.name, world.router.peer.name
-    instances = [one.peer.name for one in world.instances]
+    instances = [instance.peer.name for instance in world.instances]
     mode, both_ways = random.choice(["lose", "hold"]), random.random() < 0.7
     stores = [] if world.store is None else [[world.store.peer.name]]
     ends = random.choice([[owner], [owner], [node.peer.name], [owner, *instances], *stores])

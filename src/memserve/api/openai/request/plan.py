@@ -14,9 +14,9 @@ from msgspec import structs
 
 from memserve.api.http.errors import bad_request
 from memserve.api.openai.documents import document_handle
-from memserve.api.openai.interfaces import RECOMMENDED, ServedModel, sampling_params_of
+from memserve.api.openai.interfaces import ServedModel, sampling_params_of
 from memserve.api.openai.request.prompts import Prompt, context_exceeded
-from memserve.api.openai.request.schema import ChatBody, CompletionBody, GenerationBody
+from memserve.api.openai.request.schema import AnswerBody, ChatBody, CompletionBody, GenerationBody
 from memserve.api.openai.request.structured_output import structure_of
 from memserve.api.openai.request.tool_calls import CallPlan
 from memserve.api.openai.response.reasoning import Thoughts
@@ -28,6 +28,10 @@ from memserve.base.validation import check_request
 from memserve.model.loading.lora import Adapter
 
 _seeds = random.Random()
+_NUMBERS = tuple(  # by one name here and in the engine; those of the body alone, as `n`, are no part of sampling
+    name for name in AnswerBody.__struct_fields__
+    if name in SamplingParams.__struct_fields__ and name not in ("seed", "logit_bias")
+)  # fmt: skip
 os.register_at_fork(after_in_child=_seeds.seed)
 
 SEQUENCES_MAX = 4096
@@ -360,9 +364,7 @@ def _sampling(
     own_seed = _seeds.getrandbits(63) if caller.seed is None else caller.seed
     return sampling_params_of(
         model,
-        {name: getattr(body, name) for name in RECOMMENDED},
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
+        {name: getattr(body, name) for name in _NUMBERS},
         seed=own_seed if body.seed is None else body.seed % (1 << 63),
         logit_bias=_logit_bias(body.logit_bias or {}),
         logprobs=0 if rank and logprobs is None else logprobs,  # best_of ranks by the drawn tokens' logprobs

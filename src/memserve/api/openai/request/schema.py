@@ -103,14 +103,12 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """With `include_usage`: each chunk carries the `usage` so far."""
 
 
-class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """What both generating endpoints share."""
+class AnswerBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """How an answer is drawn, and where it runs: the fields of chats, completions and responses alike."""
 
     model: ModelName | None = None
     """The served model's name, one of its aliases, or an adapter's; letter case does not matter. Default: the served
     model."""
-    n: Choices | None = None
-    """Answers to draw from each prompt. Default 1."""
     temperature: Temperature | None = None
     """0: greedy. Default: what the model's `generation_config.json` recommends, else 1."""
     top_p: PositiveProbability | None = None
@@ -127,20 +125,12 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     """Maps token ids to numbers that are added to their logits."""
     stream: bool | None = None
     """Send the answer as server-sent events while it is computed."""
-    stream_options: StreamOptions | None = None
-    """Only with `stream`."""
 
     # Hints: they decide where a request runs and what stays cached, never the answer.
     prompt_cache_key: str | None = None
     """Requests with the same key run where their prefix is cached, as with `session`."""
 
     # Tolerated: the official client sends these fields, and they cannot change the answer here.
-    user: str | None = None
-    """Accepted, no effect."""
-    store: bool | None = None
-    """Accepted, no effect."""
-    metadata: dict[str, str] | None = None
-    """Accepted, no effect."""
     service_tier: str | None = None
     """Accepted, no effect."""
     safety_identifier: str | None = None
@@ -153,19 +143,46 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     """Drop tokens less probable than this share of the most probable one."""
     repetition_penalty: RepetitionPenalty | None = None
     """Lowers the logits of tokens that the prompt or the answer contains. 1: off."""
-    min_tokens: TokenCountOrZero | None = None
-    """The answer does not end before this many tokens."""
     stop_token_ids: StopIds | None = None
     """Tokens that end the answer, in addition to the model's own."""
     ignore_eos: bool | None = None
     """Go on after the model's end-of-sequence token."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text. Default true."""
-    allowed_token_ids: AllowedIds | None = None
-    """Draw from these tokens alone."""
     structured_outputs: dict[str, Any] | None = None
     """The form of the answer: an object with one of `choice` (a list of texts), `regex`, `json` (a JSON schema),
     `json_object` (true), or `grammar` (Lark, or GBNF)."""
+    priority: Priority | None = None
+    """Lower runs first, among requests of the same tenant."""
+    timeout_s: Seconds | None = None
+    """Seconds after which the request ends with 504."""
+    use_cache: bool | None = None
+    """false: neither read nor fill the prefix cache."""
+    cache_salt: ShortText | None = None
+    """A request shares cached KV only with requests of the same tenant and the same salt."""
+
+
+class GenerationBody(AnswerBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """What both generating endpoints share."""
+
+    n: Choices | None = None
+    """Answers to draw from each prompt. Default 1."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+
+    # Tolerated: the official client sends these fields, and they cannot change the answer here.
+    user: str | None = None
+    """Accepted, no effect."""
+    store: bool | None = None
+    """Accepted, no effect."""
+    metadata: dict[str, str] | None = None
+    """Accepted, no effect."""
+
+    # Extensions.
+    min_tokens: TokenCountOrZero | None = None
+    """The answer does not end before this many tokens."""
+    allowed_token_ids: AllowedIds | None = None
+    """Draw from these tokens alone."""
     response_format: dict[str, Any] | None = None
     """`{"type": "json_schema", "json_schema": {"schema": ...}}`: an answer that the schema admits. `json_object`: any
     JSON object. `text`: anything."""
@@ -188,21 +205,13 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     """Beams that are kept. Default `n`. Only with `use_beam_search`."""
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     """Beams are ranked by the sum of logprobs divided by length to this power. Default 1."""
-    priority: Priority | None = None
-    """Lower runs first, among requests of the same tenant."""
-    timeout_s: Seconds | None = None
-    """Seconds after which the request ends with 504."""
     slo_ttft_ms: ObjectiveMs | None = None
     """Milliseconds that the first token may take. Where that cannot be expected, the request is rejected at once."""
     slo_tpot_ms: ObjectiveMs | None = None
     """Milliseconds that each further token may take on average. Default: the server's `--slo-tpot-ms`. Steps are
     planned by it with `--scheduling slo`."""
-    use_cache: bool | None = None
-    """false: neither read nor fill the prefix cache."""
     exact: bool | None = None
     """true: refuse the request where its KV may be rounded, that is with `--kv-lower-dtype` (400)."""
-    cache_salt: ShortText | None = None
-    """A request shares cached KV only with requests of the same tenant and the same salt."""
     explain: bool | None = None
     """Report where the time to the first token went and what was decided, in the answer's `memserve`."""
     session: SessionName | None = None

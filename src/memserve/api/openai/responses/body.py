@@ -9,29 +9,14 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from memserve.api.http.errors import bad_request, unsupported
 from memserve.api.openai.request.plan import Generation
 from memserve.api.openai.request.schema import (
-    BiasMap,
+    AnswerBody,
     ChatBody,
     LogprobCount,
-    ModelName,
-    Penalty,
-    PositiveProbability,
-    Priority,
-    Probability,
-    RepetitionPenalty,
-    Seconds,
-    Seed,
-    ShortText,
-    StopIds,
-    Stops,
     StreamOptions,
-    Temperature,
     TokenCount,
-    TopK,
     body_of,
 )
 from memserve.api.openai.request.tool_calls import CallPiece, ToolCall
@@ -43,11 +28,9 @@ _INCLUDED = {LOGPROBS, "reasoning.encrypted_content"}
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
-class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+class ResponsesBody(AnswerBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """``POST /v1/responses``."""
 
-    model: ModelName | None = None
-    """The served model's name. Default: the one that is served."""
     input: Any = None
     """A text, or a list of items: messages (`role`, `content`), `function_call`, `function_call_output`. Items of
     `reasoning` are left out."""
@@ -57,10 +40,6 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
     """Continue this response: its input and output come first, and their KV is kept."""
     max_output_tokens: TokenCount | None = None
     """Longest answer. Default: as for chats."""
-    temperature: Temperature | None = None
-    """0: greedy. Default: as for chats."""
-    top_p: PositiveProbability | None = None
-    """Draw from the smallest set of tokens with this probability mass."""
     top_logprobs: LogprobCount | None = None
     """Alternatives to each token. Only with `include: ["message.output_text.logprobs"]`."""
     include: list[str] | None = None
@@ -73,8 +52,6 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
     """`none`, `auto`, `required`, or `{"type": "function", "name": ...}`."""
     parallel_tool_calls: bool | None = None
     """false: at most one call in an answer."""
-    stream: bool | None = None
-    """Send the answer as server-sent events while it is computed."""
     background: bool | None = None
     """Answer at once with a response that is `queued`; `GET /v1/responses/{id}` tells what came of it."""
     store: bool | None = None
@@ -89,60 +66,17 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
     """Repeated in the answer."""
     user: str | None = None
     """Repeated in the answer."""
-    service_tier: str | None = None
-    """Accepted, no effect."""
-    safety_identifier: str | None = None
-    """Accepted, no effect."""
     max_tool_calls: int | None = None
     """Accepted, no effect: it counts tools that a server runs, and here are none."""
-    prompt_cache_key: str | None = None
-    """As in chats."""
 
     # Extensions.
-    top_k: TopK | None = None
-    """As in chats."""
-    min_p: Probability | None = None
-    """As in chats."""
-    presence_penalty: Penalty | None = None
-    """As in chats."""
-    frequency_penalty: Penalty | None = None
-    """As in chats."""
-    repetition_penalty: RepetitionPenalty | None = None
-    """As in chats."""
-    seed: Seed | None = None
-    """As in chats."""
-    stop: Stops | None = None
-    """As in chats."""
-    stop_token_ids: StopIds | None = None
-    """As in chats."""
-    ignore_eos: bool | None = None
-    """As in chats."""
-    logit_bias: BiasMap | None = None
-    """As in chats."""
-    skip_special_tokens: bool | None = None
-    """As in chats."""
-    structured_outputs: dict[str, Any] | None = None
-    """As in chats."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """As in chats."""
-    priority: Priority | None = None
-    """As in chats."""
-    timeout_s: Seconds | None = None
-    """As in chats."""
-    cache_salt: ShortText | None = None
-    """As in chats."""
-    use_cache: bool | None = None
     """As in chats."""
     enable_response_messages: bool | None = None
     """Report prompt and answer as the model has them: `input_messages` and `output_messages`, with text and tokens."""
 
 
-_AS_IN_CHATS = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
-    "stop", "stop_token_ids", "ignore_eos", "logit_bias", "skip_special_tokens", "structured_outputs",
-    "chat_template_kwargs", "priority", "timeout_s", "cache_salt", "use_cache", "prompt_cache_key", "tool_choice",
-    "parallel_tool_calls", "stream",
-)  # fmt: skip
+_AS_IN_CHATS = (*AnswerBody.__struct_fields__, "chat_template_kwargs", "tool_choice", "parallel_tool_calls")
 
 Messages = list[dict[str, Any]]
 
