@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from memserve.base.metrics import WHOSE, metrics_of
 from memserve.base.units import NS_PER_S
 
-Read = str | Callable[[Any], float]
+Read = str | Callable[[Any], float | None]
 """A field, a path of fields (``view.load.requests_waiting``), a key of a mapping, or a function."""
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 GAUGE: Kind = GaugeMetricFamily
