@@ -25,9 +25,9 @@ from memserve import _core
 from memserve.base.types import KvCodecMode
 from memserve.base.units import KIB, MIB
 
-_OPENS, _CLOSES = 2.0, 1.25
+_OPENS, _CLOSES = 4.0, 2.5
 """How many times its time the codec must save to be begun with, and to be gone on with: what comes encoded costs more
-than that time, a piece of memory more, and a wait for the core."""
+than that time. It lands in memory of its own, which no cache has, and waits for the core."""
 _TRY_EVERY = 64
 """Where the codec did not pay, but might, so many values go by before the next is tried."""
 _MEMORY_BYTES = 4 * MIB

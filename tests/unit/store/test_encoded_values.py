@@ -202,10 +202,10 @@ def test_lost_disk_ends_what_is_encoded() -> None:
 def test_gate_opens_where_the_way_is_slower_than_the_codec() -> None:
     gate = CodecGate("auto", 0.1)
     assert not gate.lets_encode(None, 0.1, 0.7), "nothing is known of the way"
-    assert not gate.lets_encode(0.6, 0.1, 0.7)  # saves 0.18, and the codec has to be clearly better
-    assert gate.lets_encode(0.7, 0.1, 0.7)
-    assert gate.lets_encode(0.45, 0.1, 0.7), "it goes on as long as it saves more than it takes"
-    assert not gate.lets_encode(0.4, 0.1, 0.7) and not gate.lets_encode(0.6, 0.1, 0.7)
+    assert not gate.lets_encode(1.2, 0.1, 0.7)  # saves 0.36, and the codec has to be clearly better
+    assert gate.lets_encode(1.4, 0.1, 0.7)
+    assert gate.lets_encode(0.9, 0.1, 0.7), "it goes on as long as it saves clearly more than it takes"
+    assert not gate.lets_encode(0.8, 0.1, 0.7) and not gate.lets_encode(1.2, 0.1, 0.7)
     assert not CodecGate("none").lets_encode(100.0, 0.1, 0.7)
     assert CodecGate("always").lets_encode(None, 100.0, 1.0)
 
@@ -216,19 +216,19 @@ def test_values_that_do_not_shrink_close_the_gate_but_for_a_try() -> None:
     for _ in range(20):
         assert codec.encode(noise.ctypes.data, np.zeros(1, np.int64), noise.nbytes, out) == 0
     gate = CodecGate("auto", 0.1)
-    tries = [gate.lets_encode(1.0, 0.1, codec.rates.share) for _ in range(640)]
+    tries = [gate.lets_encode(2.0, 0.1, codec.rates.share) for _ in range(640)]
     assert tries.count(True) == 10 and not tries[0]
     value = floats("bfloat16", 1 << 20)
     for _ in range(20):
         assert codec.encode(value.ctypes.data, np.zeros(1, np.int64), value.nbytes, out)
-    assert all(gate.lets_encode(1.0, 0.1, codec.rates.share) for _ in range(100)), "values have become shorter again"
+    assert all(gate.lets_encode(2.0, 0.1, codec.rates.share) for _ in range(100)), "values have become shorter again"
 
 
 def test_codec_that_was_slow_for_a_while_is_tried_again() -> None:
     gate = CodecGate("auto", 0.1)
-    tries = [gate.lets_encode(1.0, 2.0, 0.7) for _ in range(640)]  # the core was busy: 20 times as slow as it can be
+    tries = [gate.lets_encode(2.0, 2.0, 0.7) for _ in range(640)]  # the core was busy: 20 times as slow as it can be
     assert tries.count(True) == 10
-    assert gate.lets_encode(1.0, 0.1, 0.7)
+    assert gate.lets_encode(2.0, 0.1, 0.7)
     quick = CodecGate("auto", 0.1)
     assert not any(quick.lets_encode(0.2, 2.0, 0.7) for _ in range(640)), "here it can never pay"
 
@@ -258,11 +258,11 @@ def test_disk_encodes_where_it_is_slow() -> None:
     assert codec.pays, "reads are taken to be as slow"
     codec.reads.rate.byte_ns = 0.2
     assert not codec.pays, "a value would be read later"
-    codec.reads.rate.byte_ns = 1.0
+    codec.reads.rate.byte_ns = 2.0
     assert codec.pays
-    codec.writes.rate.byte_ns = 0.26
+    codec.writes.rate.byte_ns = 0.6
     assert codec.pays, "one value is encoded while another is written"
-    codec.writes.rate.byte_ns = 0.19
+    codec.writes.rate.byte_ns = 0.4
     assert not codec.pays, "the disk would wait for the codec"
 
 
