@@ -4,6 +4,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC NB_DOMAIN memserve
   src/core/bind/disk_queue.cpp
   src/core/bind/identity.cpp
   src/core/bind/json_shape.cpp
+  src/core/bind/kv_codec.cpp
   src/core/bind/memory.cpp
   src/core/bind/memory_tier.cpp
   src/core/bind/module.cpp
@@ -13,6 +14,8 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC NB_DOMAIN memserve
   src/core/bind/shared_arena.cpp
   src/core/bind/stop_strings.cpp
   src/core/bind/tier_reader.cpp
+  src/core/codec/kv_codec.cpp
+  src/core/codec/tiers.cpp
   src/core/directory/check.cpp
   src/core/directory/directory.cpp
   src/core/directory/entry.cpp
@@ -63,6 +66,7 @@ set_source_files_properties(src/core/routing/cheapest.cpp PROPERTIES COMPILE_OPT
 set_source_files_properties(src/core/pool/lower_pages.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-trapping-math;-fno-math-errno")
 # gcc 12's own AVX-512 header is what it warns of.
 set_source_files_properties(src/core/transfer/seal_sums.cpp PROPERTIES COMPILE_OPTIONS -Wno-maybe-uninitialized)
+set_source_files_properties(src/core/codec/tiers.cpp PROPERTIES COMPILE_OPTIONS "-Wno-maybe-uninitialized;-Wno-uninitialized")
 target_compile_options(_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
 target_include_directories(_core PRIVATE src/core)
 target_link_libraries(_core PRIVATE Threads::Threads)

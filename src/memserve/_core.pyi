@@ -344,6 +344,41 @@ def copy_ranges_sealed(
     Each byte is read once: the checksum is of the copy, even if the owner writes meanwhile. Ranges must not overlap.
     """
 
+KV_CODEC_VERSION: int
+"""Of the encoding of KV; decoding refuses others."""
+
+def kv_encoded_bytes_max(range_bytes: int, ranges: int = 1) -> int:
+    """The memory that :func:`kv_encode_ranges` needs for ``ranges`` ranges of ``range_bytes``."""
+
+def kv_encode_ranges(
+    base: int, offsets: Offsets, range_bytes: int, floats: str | None, out: int, out_bytes: int
+) -> int:
+    """Encode each of ``n`` ranges of floats, one behind the other at ``out``, without the GIL; returns their bytes.
+
+    0: at least one does not become shorter by a thirty-second. ``floats``: ``bfloat16``, ``float16`` or ``float32``;
+    None: found by a sample of the first range. Any bytes of any length come back the same. ``ValueError``: too little
+    memory at ``out``, a negative offset, an empty range. Addresses are trusted.
+    """
+
+def kv_decode_ranges(
+    src: int, src_bytes: int, base: int, offsets: Offsets, range_bytes: int
+) -> NDArray[np.uint64] | None:
+    """Decode ``n`` ranges that lie one behind the other at ``src``; returns the checksums (:func:`seal_ranges`) of
+    what was written. None: they are damaged; the ranges may be written in part.
+
+    Whatever the ``src_bytes`` bytes are, nothing else is read, and nothing but the ranges written. Bytes behind the
+    last encoding are not looked at.
+    """
+
+def detect_floats(base: int, range_bytes: int) -> str | None:
+    """What the floats of a range are, by which encoding would be shortest; None: none becomes shorter."""
+
+def kv_codec_isas() -> list[str]:
+    """Instruction sets that the codec has code for here, the one in use last."""
+
+def force_kv_codec_isa(name: str | None) -> None:
+    """Use one of :func:`kv_codec_isas` from now on (``None``: the best), for tests. All write the same bytes."""
+
 def seal_isas() -> list[str]:
     """Instruction sets that checksums can be computed with here, the one in use last."""
 
@@ -596,6 +631,9 @@ class Found:
     def length(self) -> int:
         """Bytes of the payload."""
     @property
+    def encoded_bytes(self) -> int:
+        """Whole pages in which its encoding lies; 0: it is as it is."""
+    @property
     def segment(self) -> int:
         """For :meth:`SegmentLog.let_go`."""
     @property
@@ -617,6 +655,8 @@ class SegmentLog:
     is found once it is written, and, with ``sync`` 2, synced. ``ValueError``: sizes that no segment has.
     """
 
+    FORMAT_VERSION: int
+    """The highest version of a superblock that is read."""
     HEAD_BYTES: int
     """Bytes in front of a record's name; a short payload stands right behind the name, in the same page."""
 
@@ -628,12 +668,28 @@ class SegmentLog:
     @staticmethod
     def read_superblock(source: Source) -> tuple[int, int, bytes] | None:
         """``(segments, segment_bytes, secret)`` of a disk; None: nothing of ours is on it."""
+    @staticmethod
+    def superblock_version(source: Source) -> int:
+        """The version that a disk of ours has, known here or not; 0: nothing of ours is on it."""
+    @staticmethod
+    def saves_pages(length: int, encoded_bytes: int) -> bool:
+        """Whether an encoding of a value of ``length`` bytes takes fewer pages than the value."""
+    def expect_encoded(self) -> None:
+        """Encoded payloads are to come: the superblock has to say so first."""
+    @property
+    def takes_encoded(self) -> bool:
+        """Whether it does, in both copies."""
     def format(self) -> None:
         """Begin on a disk that nothing was on."""
     def recover(self, source: Source) -> None:
         """Begin with what an earlier life left. ``ValueError``: the disk is another log's."""
-    def place(self, key: bytes, length: int, name: bytes = b"", scope: int = 0, seal: int = 0) -> Ticket | None:
-        """Room for a record; None: no segment is ready. The host writes :meth:`head` and the payload behind it."""
+    def place(
+        self, key: bytes, length: int, name: bytes = b"", scope: int = 0, seal: int = 0, encoded_bytes: int = 0
+    ) -> Ticket | None:
+        """Room for a record; None: no segment is ready. The host writes :meth:`head` and the payload behind it.
+
+        ``encoded_bytes``: of the payload as it is written; 0: as it is. ``ValueError``: these save no page, or
+        :attr:`takes_encoded` is False."""
     def place_moved(self, command: int, name: bytes = b"") -> Ticket | None:
         """Room for a record that has to move; None: it is gone meanwhile, or there is no room."""
     def head(self, ticket: int, name: bytes = b"", payload: bytes = b"") -> bytes:

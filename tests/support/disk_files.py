@@ -6,6 +6,7 @@ import errno
 import queue
 import select
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,12 +29,19 @@ class FaultyQueue:
         """Errno of operations of a kind (read, write, sync); 0: they work."""
         self.through = threading.Event()
         self.through.set()
+        self.delay_s = 0.0
+        """Before ends of operations are told."""
+        self.byte_ns = 0.0
+        """What a byte takes at least, one operation after the other."""
+        self._bytes: dict[int, int] = {}
         self._failed: dict[int, int] = {}
 
     def _begin(self, kind: str, tag: int, *rest: object) -> None:
         error = self.fails(kind.partition("_")[0])
         if error:
             self._failed[tag] = error
+        if kind in ("read", "write") and isinstance(rest[-1], int):
+            self._bytes[tag] = rest[-1]
         getattr(self.queue, kind)(tag, *rest)
 
     def read(self, tag: int, *rest: object) -> None:
@@ -49,9 +57,13 @@ class FaultyQueue:
         self._begin("sync", tag)
 
     def take(self) -> list[tuple[int, int]]:
+        time.sleep(self.delay_s)
         if not self.through.wait(WAIT_S):
             return [(tag, errno.ETIMEDOUT) for tag, _ in self.queue.take()]
-        return [(tag, self._failed.pop(tag, error)) for tag, error in self.queue.take()]
+        began_ns, done = time.perf_counter_ns(), self.queue.take()
+        due_ns = began_ns + self.byte_ns * sum(self._bytes.pop(tag, 0) for tag, _ in done)
+        time.sleep(max(0.0, (due_ns - time.perf_counter_ns()) / 1e9))
+        return [(tag, self._failed.pop(tag, error)) for tag, error in done]
 
     def fileno(self) -> int:
         return self.queue.fileno()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+import kv_floats
 from memserve import _core
 from memserve.base.units import NS_PER_MS
 from memserve.store.disks import events as ev
@@ -24,6 +25,12 @@ def seal_of(payload: bytes | bytearray) -> int:
         return 0
     data = np.frombuffer(bytes(payload), np.uint8)
     return int(_core.seal_ranges(data.ctypes.data, np.zeros(1, np.int64), len(payload))[0])
+
+
+def decoded(encoded: bytes, length: int) -> bytes | None:
+    """None: it is no encoding of so many bytes."""
+    value = kv_floats.decode(np.frombuffer(encoded, np.uint8), length)
+    return None if value is None else value[0].tobytes()
 
 
 def split(keys: bytes) -> list[bytes]:
@@ -178,12 +185,17 @@ class DisksWorld:
             case ev.WriteExtent(_, disk, offset, head, extent, length, inside):
                 payload = bytes(self.arena[extent : extent + length])
                 writes = self.begin_record(disk, offset, head, payload, inside)
+            case ev.EncodeExtent(_, _, extent, length):
+                encoded = kv_floats.encode(np.frombuffer(self.arena, np.uint8)[extent : extent + length].copy(), None)
+                if encoded.nbytes and _core.SegmentLog.saves_pages(length, encoded.nbytes):
+                    self.kept[action.job] = encoded.tobytes()
+                writes = []
             case ev.WriteRecord(_, disk, offset, head, source, _):
                 writes = self.begin_record(disk, offset, head, self.kept.pop(source), 0)
             case _:
                 writes = []
         self.jobs[action.job] = Job(action, writes)
-        if isinstance(action, ev.WriteExtent | ev.ReadExtent):
+        if isinstance(action, ev.WriteExtent | ev.EncodeExtent | ev.ReadExtent):
             self.disk_of[self.key_at[action.extent]] = action.disk
 
     def begin_record(self, disk: int, offset: int, head: bytes, payload: bytes, inside: int) -> list[Write]:
@@ -199,16 +211,22 @@ class DisksWorld:
         literal = self.literal[action.disk]
         for write in job.writes:
             literal.end(write, works)
-        done = ev.DiskDone(job_id, works, why="" if works else why)
+        if isinstance(action, ev.EncodeExtent):
+            works, why = True, ""
+        encodes = self.config.kv_codec != "none" and self.rng.random() < 0.8
+        done = ev.DiskDone(job_id, works, why="" if works else why, encodes=encodes)
+        if isinstance(action, ev.EncodeExtent):
+            done = replace(done, encoded_bytes=len(self.kept.get(job_id, b"")), codec_ns=1)
         if works and isinstance(action, ev.SyncDisk):
             self.synced(action.disk)
         if works and isinstance(action, ev.ReadExtent | ev.ReadRecord):
             head, payload = self.read_record(action)
-            done = replace(done, seal=seal_of(payload), head=head)
-            if isinstance(action, ev.ReadExtent):
-                self.arena[action.extent : action.extent + len(payload)] = payload
-            elif action.keep:
+            if isinstance(action, ev.ReadRecord) and action.keep:
                 self.kept[job_id] = payload
+            value = decoded(payload, action.length) if action.encoded_bytes else payload
+            done = replace(done, seal=0 if value is None else seal_of(value), head=head)
+            if isinstance(action, ev.ReadExtent) and value is not None:
+                self.arena[action.extent : action.extent + len(value)] = value
         self.disks.handle(done, self.now)
         self.take()
 
@@ -217,8 +235,9 @@ class DisksWorld:
         head = literal.read(action.offset, PAGE_BYTES)
         if action.inside:
             return head, head[action.inside : action.inside + action.length]
-        pages = -(-action.length // PAGE_BYTES)
-        return head, literal.read(action.offset + PAGE_BYTES, pages * PAGE_BYTES)[: action.length]
+        length = action.encoded_bytes or action.length
+        pages = -(-length // PAGE_BYTES)
+        return head, literal.read(action.offset + PAGE_BYTES, pages * PAGE_BYTES)[:length]
 
     def work(self) -> None:
         """Some job ends."""
@@ -349,7 +368,11 @@ def life(world: DisksWorld, keys: list[bytes], steps: int) -> Iterator[DisksWorl
         act = rng.random()
         key = rng.choice(keys)
         if act < 0.3:
-            world.put(key, rng.randbytes(rng.choice(sizes)), name=key[: rng.choice((0, 0, 9))])
+            payload = rng.randbytes(rng.choice(sizes))
+            if world.config.kv_codec != "none" and rng.random() < 0.5:
+                floats = rng.choice([*kv_floats.KINDS]), rng.choice((16_384, 20_001, EXTENT_BYTES))
+                payload = kv_floats.floats(*floats, rng.randrange(1 << 30)).tobytes()
+            world.put(key, payload, name=key[: rng.choice((0, 0, 9))])
         elif act < 0.33:
             world.remove(key)
         elif act < 0.5:

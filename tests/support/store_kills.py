@@ -19,6 +19,7 @@ request fails.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import re
@@ -118,6 +119,8 @@ class Killed:
     def __init__(self, model: Path, home: Path, truth: Truth, top: Top, seed: int) -> None:
         self._model, self._home, self._truth, self._top = model, home, truth, top
         self._random = random.Random(seed)
+        self._codecs = itertools.cycle(("always", "none", "auto"))
+        """Of each start: values of all kinds lie on the disk."""
         self._ports = free_port(), free_port()
         self._secret = home / "secret"
         self._secret.write_text(secrets.token_hex(16))
@@ -140,6 +143,7 @@ class Killed:
         command = [sys.executable, "-m", "memserve", "store", "--join", f"127.0.0.1:{self._ports[0]}", "--name", STORE]
         command += ["--listen", f"127.0.0.1:{self._ports[1]}", "--cluster-secret-file", str(self._secret)]
         command += ["--ssd", f"{self._home}/ssd=768MiB", "--dram", "4MiB", "--ssd-sync", "segment", "--drain-s", "0"]
+        command += ["--kv-codec", next(self._codecs)]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def client(self) -> StoreClient:

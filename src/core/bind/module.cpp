@@ -28,6 +28,7 @@ NB_MODULE(_core, m) {
   memserve::bind_identity(m);
   memserve::bind_shared_arena(m);
   memserve::bind_sealed_copy(m);
+  memserve::bind_kv_codec(m);
   memserve::bind_directory(m);
   memserve::bind_shortlist(m);
   memserve::bind_cheapest(m);

@@ -66,6 +66,15 @@ std::optional<Superblock> read_super(nb::object source) {
   return SegmentLog::read_superblock(call);
 }
 
+uint32_t version_of(nb::object source) {
+  if (nb::isinstance<nb::int_>(source)) {
+    FileSource file(nb::cast<int>(source));
+    return SegmentLog::superblock_version(file);
+  }
+  CallSource call(nb::cast<nb::callable>(source));
+  return SegmentLog::superblock_version(call);
+}
+
 void make(SegmentLog* self, uint32_t segments, uint64_t segment_bytes, nb::bytes secret, double move_share, int sync) {
   if (segments < 4 || segments > UINT16_MAX) throw nb::value_error("a log needs 4 to 65535 segments");
   if (segment_bytes % kPage || segment_bytes < 8 * kPage || segment_bytes > uint64_t{1} << 31) {
@@ -94,10 +103,13 @@ void recover(SegmentLog& self, nb::object source) {
 }
 
 std::optional<Ticket> place(SegmentLog& self, nb::bytes key, uint32_t length, nb::bytes name, uint32_t scope,
-                            uint64_t seal) {
+                            uint64_t seal, uint32_t encoded_bytes) {
+  if (encoded_bytes > 0 && (units_of(length, encoded_bytes) == 0 || !self.takes_encoded())) {
+    throw nb::value_error("an encoded payload takes fewer pages, and not before takes_encoded");
+  }
   if (length > self.record_bytes_max()) throw nb::value_error("the record is longer than a segment takes");
   if (name.size() > kNameBytesMax) throw nb::value_error("a name must have at most 1,024 bytes");
-  return self.place(key_of(key), length, text_of(name), scope, seal);
+  return self.place(key_of(key), length, text_of(name), scope, seal, encoded_bytes);
 }
 
 nb::bytes head_page(const SegmentLog& self, uint64_t ticket, nb::bytes name, nb::bytes payload) {
@@ -164,12 +176,14 @@ void bind_segment_log(nb::module_& m) {
       .def_ro("offset", &Found::offset)
       .def_ro("head_offset", &Found::head_offset)
       .def_ro("length", &Found::length)
+      .def_ro("encoded_bytes", &Found::encoded_bytes)
       .def_ro("segment", &Found::segment)
       .def_ro("seal", &Found::seal)
       .def_ro("scope", &Found::scope)
       .def_ro("name_bytes", &Found::name_bytes);
   nb::class_<SegmentLog>(m, "SegmentLog")
       .def_ro_static("HEAD_BYTES", &kRecordHeadBytes)
+      .def_ro_static("FORMAT_VERSION", &kVersionEncoded)
       .def("__init__", &make, nb::arg("segments"), nb::arg("segment_bytes"), nb::arg("secret"),
            nb::arg("move_share") = 0.25, nb::arg("sync") = 1)
       .def_static("read_superblock", [](nb::object source) -> nb::object {
@@ -177,10 +191,16 @@ void bind_segment_log(nb::module_& m) {
         if (!super) return nb::none();
         return nb::make_tuple(super->segments, super->segment_bytes, nb::bytes(super->secret, sizeof super->secret));
       }, nb::arg("source"))
+      .def_static("superblock_version", &version_of, nb::arg("source"))
+      .def_static("saves_pages", [](uint32_t length, uint32_t encoded_bytes) {
+        return units_of(length, encoded_bytes) > 0;
+      }, nb::arg("length"), nb::arg("encoded_bytes"))
       .def("format", &SegmentLog::format)
+      .def("expect_encoded", &SegmentLog::expect_encoded)
+      .def_prop_ro("takes_encoded", &SegmentLog::takes_encoded)
       .def("recover", &recover, nb::arg("source"))
       .def("place", &place, nb::arg("key"), nb::arg("length"), nb::arg("name") = nb::bytes("", 0),
-           nb::arg("scope") = 0, nb::arg("seal") = 0)
+           nb::arg("scope") = 0, nb::arg("seal") = 0, nb::arg("encoded_bytes") = 0)
       .def("place_moved", [](SegmentLog& self, uint64_t command, nb::bytes name) {
         return self.place_moved(command, text_of(name));
       }, nb::arg("command"), nb::arg("name") = nb::bytes("", 0))

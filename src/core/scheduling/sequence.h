@@ -60,6 +60,7 @@ void bind_memory(nb::module_& m);
 void bind_identity(nb::module_& m);
 void bind_shared_arena(nb::module_& m);
 void bind_sealed_copy(nb::module_& m);
+void bind_kv_codec(nb::module_& m);
 void bind_directory(nb::module_& m);
 void bind_shortlist(nb::module_& m);
 void bind_cheapest(nb::module_& m);

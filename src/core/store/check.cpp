@@ -48,7 +48,7 @@ void SegmentLog::check_invariants() const {
                        segment.state == State::sealed || segment.state == State::emptying ||
                        segment.state == State::reopening;
     check(holds && !segment.stale, "a record is found in a segment that may be written again");
-    check(entry.page + record_pages(entry.length, entry.name_bytes) <= segment_pages(), "a record leaves its segment");
+    check(entry.page + record_pages(entry.length, entry.name_bytes, entry.units) <= segment_pages(), "a record leaves its segment");
   });
 }
 

@@ -5,11 +5,17 @@
 //            0      4096                             ends with the segment
 //   record   | head: one page; a short payload lies in it | payload, padded to whole pages |
 //
+// A payload may be encoded (codec/kv_codec.h): its record then says how many units of pages that takes. Length and seal
+// are those of the value itself. The superblock's version is 2 from before the first such record on, so that a program
+// that does not know them does not read the disk.
+//
 // Every structure carries a keyed checksum, with a secret that only the superblock holds: a value that a client chose
 // can't be taken for a record. Segments and records carry the serial number of the segment's life as well, so what an
 // earlier life left behind is never read as of this one. Payloads are checked by their seal (transfer/seal_sums.h).
 #pragma once
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -20,7 +26,8 @@ namespace memserve::store {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kHeadBytes = 64 << 10;  // in front of the first segment
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersionPlain = 1;    // no payload is encoded
+constexpr uint32_t kVersionEncoded = 2;  // some may be
 
 // A record's or a tombstone's place in a footer.
 enum class Kind : uint8_t { value = 1, removed = 2 };
@@ -28,7 +35,7 @@ enum class Kind : uint8_t { value = 1, removed = 2 };
 struct Superblock {
   static constexpr uint64_t kMagic = 0x4b53494453564d;  // "MVSDISK"
   uint64_t magic = kMagic;
-  uint32_t version = kVersion;
+  uint32_t version = kVersionPlain;
   uint32_t segments = 0;
   uint64_t segment_bytes = 0;
   uint64_t written = 0;  // counts up with each write: the higher copy counts
@@ -59,7 +66,8 @@ struct RecordHead {
   uint64_t layers = 0;  // a bit each, 0 = all
   uint32_t length = 0;  // of the payload, in bytes
   uint32_t scope = 0;   // a tag chosen by the owner
-  uint32_t page = 0;    // of the record, in its segment
+  uint32_t page : 20 = 0;   // of the record, in its segment
+  uint32_t units : 12 = 0;  // of its encoded payload; 0: it is as it is
   uint16_t name_bytes = 0;
   Kind kind = Kind::value;
   uint8_t unused = 0;
@@ -72,12 +80,13 @@ struct FooterEntry {
   uint64_t number = 0;
   uint32_t length = 0;
   uint32_t scope = 0;
-  uint32_t page = 0;
+  uint32_t page : 20 = 0;
+  uint32_t units : 12 = 0;
   uint16_t name_bytes = 0;
   Kind kind = Kind::value;
   uint8_t unused = 0;
 };
-static_assert(sizeof(FooterEntry) == 48);
+static_assert(sizeof(FooterEntry) == 48 && sizeof(RecordHead) == 80);
 
 struct Trailer {
   static constexpr uint64_t kMagic = 0x444e45564d;  // "MVEND"
@@ -95,7 +104,18 @@ constexpr size_t kInlineBytesMax = kPage - sizeof(RecordHead);
 
 // Whether the payload lies in the head's page.
 constexpr bool lies_in_head(size_t length, size_t name_bytes) { return length + name_bytes <= kInlineBytesMax; }
-constexpr size_t record_pages(size_t length, size_t name_bytes) {
+// The pages of a unit: of values of up to 16 MiB one, of longer ones as many as let 12 bits count them.
+constexpr size_t unit_pages(size_t length) {
+  return size_t{1} << std::max(0, static_cast<int>(std::bit_width(pages_of(length))) - 12);
+}
+// How many units an encoding takes. 0: no fewer pages than the value itself.
+constexpr uint32_t units_of(size_t length, size_t encoded_bytes) {
+  const size_t pages = unit_pages(length), units = (pages_of(encoded_bytes) + pages - 1) / pages;
+  return units * pages < pages_of(length) ? static_cast<uint32_t>(units) : 0;
+}
+constexpr size_t encoded_pages(size_t length, uint32_t units) { return units * unit_pages(length); }
+constexpr size_t record_pages(size_t length, size_t name_bytes, uint32_t units) {
+  if (units > 0) return 1 + encoded_pages(length, units);
   return 1 + (lies_in_head(length, name_bytes) ? 0 : pages_of(length));
 }
 

@@ -237,7 +237,8 @@ void SegmentLog::failed_command(const Step& step) {
     case Step::Kind::super:
     case Step::Kind::sync_super:
       super_under_way_ = false;
-      ++super_wanted_;
+      super_wanted_ += version_ == kVersionEncoded ? 2 : 1;  // it may lie there or not: then both copies once more
+      if (encoded_from_ > 0) encoded_from_ = super_written_ + 2;
       break;
     case Step::Kind::move:
       break;
@@ -277,7 +278,7 @@ void SegmentLog::empty_oldest() {
   std::stable_sort(hit.begin(), hit.end(), [](const Entry& a, const Entry& b) { return a.hits > b.hits; });
   double pages_left = options_.move_share * static_cast<double>(segment_pages());
   for (const Entry& entry : hit) {
-    const auto pages = static_cast<double>(record_pages(entry.length, entry.name_bytes));
+    const auto pages = static_cast<double>(record_pages(entry.length, entry.name_bytes, entry.units));
     if (pages > pages_left) continue;
     pages_left -= pages;
     ++segment.moves;
@@ -349,6 +350,7 @@ void SegmentLog::write_super() {
   super_under_way_ = true;
   super_wanted_ = std::min(super_wanted_, super_written_ + 2);
   Superblock super;
+  super.version = version_;
   super.segments = options_.segments;
   super.segment_bytes = options_.segment_bytes;
   super.written = ++super_written_;

@@ -16,7 +16,8 @@ struct Entry {
   uint64_t number = 0;  // of the put that wrote it
   uint32_t length = 0;
   uint32_t scope = 0;
-  uint32_t page = 0;
+  uint32_t page : 20 = 0;
+  uint32_t units : 12 = 0;  // of its encoded payload; 0: it is as it is
   uint16_t segment = 0;
   uint16_t name_bytes : 12 = 0;
   uint16_t hits : 3 = 0;  // since it was written, saturating

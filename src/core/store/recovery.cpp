@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <utility>
 
+#include "codec/kv_codec.h"
 #include "errors.h"
 #include "store/segment_log.h"
 #include "transfer/seal_sums.h"
@@ -46,6 +47,17 @@ class Window {
   bool unread_ = false;
 };
 
+// Whether what lies at `offset` is the encoded payload of that record.
+bool is_encoded(Window& window, uint64_t offset, const RecordHead& head) {
+  const size_t pages = encoded_pages(head.length, head.units);
+  std::vector<uint8_t> encoded(pages * kPage), payload(head.length);
+  for (size_t page = 0; page < pages; ++page) {
+    std::memcpy(encoded.data() + page * kPage, window.page(offset + page * kPage), kPage);
+  }
+  const auto decoded = codec::decode(encoded.data(), encoded.size(), payload.data(), payload.size());
+  return decoded.encoded_bytes > 0 && decoded.seal == head.seal;
+}
+
 template <class T>
 T load(const uint8_t* bytes) {
   T item;
@@ -61,10 +73,21 @@ std::optional<Superblock> SegmentLog::read_superblock(Source& source) {
   for (const uint64_t offset : {uint64_t{0}, uint64_t{kPage}}) {
     if (!source.read(offset, page.data(), kPage)) continue;
     const auto super = load<Superblock>(page.data());
-    if (!Checksum(kNoSecret).holds(super) || super.version != kVersion) continue;
+    if (!Checksum(kNoSecret).holds(super) || super.version < kVersionPlain || super.version > kVersionEncoded) continue;
     if (!newest || newest->written < super.written) newest = super;
   }
   return newest;
+}
+
+uint32_t SegmentLog::superblock_version(Source& source) {
+  uint32_t version = 0;
+  std::vector<uint8_t> page(kPage);
+  for (const uint64_t offset : {uint64_t{0}, uint64_t{kPage}}) {
+    if (!source.read(offset, page.data(), kPage)) continue;
+    const auto super = load<Superblock>(page.data());
+    if (Checksum(kNoSecret).holds(super)) version = std::max(version, super.version);
+  }
+  return version;
 }
 
 void SegmentLog::recover(Source& source, const Superblock& super) {
@@ -72,6 +95,7 @@ void SegmentLog::recover(Source& source, const Superblock& super) {
         "a superblock of another size");
   super_written_ = super_wanted_ = super.written;
   epoch_ = super.epoch;
+  version_ = super.version;
   // Numbers of this life exceed all that an earlier one gave, even those of which nothing is left.
   next_serial_ = (super.written + 1) << 32;
   next_number_ = (super.written + 1) << 40;
@@ -192,6 +216,7 @@ void SegmentLog::recovered(const FooterEntry& entry, uint32_t segment) {
   record.length = entry.length;
   record.scope = entry.scope;
   record.page = entry.page;
+  record.units = entry.units;
   record.segment = static_cast<uint16_t>(segment);
   record.name_bytes = entry.name_bytes;
   index_.insert(record);
@@ -263,9 +288,18 @@ SegmentLog::Scanned SegmentLog::scan(Source& source, uint32_t number) {
     entry.seal = head.seal;
     entry.length = head.length;
     entry.scope = head.scope;
+    entry.units = head.units;
     entry.name_bytes = head.name_bytes;
-    const size_t pages = record_pages(head.length, head.name_bytes);
+    const size_t pages = record_pages(head.length, head.name_bytes, head.units);
     SealSums sums;
+    if (head.units > 0) {
+      const bool same = at + pages <= segment_pages() && is_encoded(window, begin + (at + 1) * uint64_t{kPage}, head);
+      if (same) segment.footer.push_back(entry);
+      if (!same) scanned.torn.push_back(at);
+      at += static_cast<uint32_t>(pages);
+      scanned.pages_used = at;
+      continue;
+    }
     if (lies_in_head(head.length, head.name_bytes)) {
       sums = seal_sums(inside, nullptr, 0, head.length);
     } else {

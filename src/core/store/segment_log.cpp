@@ -28,7 +28,8 @@ bool SegmentLog::room_in_open(size_t pages, size_t entries) const {
 }
 
 std::optional<Ticket> SegmentLog::place(Hash128 key, uint32_t length, const std::string& name, uint32_t scope,
-                                        uint64_t seal) {
+                                        uint64_t seal, uint32_t encoded_bytes) {
+  check(encoded_bytes == 0 || takes_encoded(), "the superblock knows of no encoded payload");
   check(length <= record_bytes_max() && name.size() <= kNameBytesMax, "a record is too long for a segment");
   FooterEntry entry;
   entry.key = key;
@@ -36,8 +37,10 @@ std::optional<Ticket> SegmentLog::place(Hash128 key, uint32_t length, const std:
   entry.number = next_number_++;
   entry.length = length;
   entry.scope = scope;
+  entry.units = encoded_bytes > 0 ? units_of(length, encoded_bytes) : 0;
+  check(encoded_bytes == 0 || entry.units > 0, "an encoded payload takes no fewer pages");
   entry.name_bytes = static_cast<uint16_t>(name.size());
-  const auto ticket = append(entry, record_pages(length, name.size()), std::nullopt, true);
+  const auto ticket = append(entry, record_pages(length, name.size(), entry.units), std::nullopt, true);
   if (ticket) counters_.payload_bytes += length;
   return ticket;
 }
@@ -54,8 +57,9 @@ std::optional<Ticket> SegmentLog::place_moved(uint64_t command, const std::strin
   entry.number = from.number;
   entry.length = from.length;
   entry.scope = from.scope;
+  entry.units = from.units;
   entry.name_bytes = static_cast<uint16_t>(name.size());
-  const auto ticket = append(entry, record_pages(from.length, name.size()), from, false);
+  const auto ticket = append(entry, record_pages(from.length, name.size(), from.units), from, false);
   if (ticket) counters_.moved_bytes += from.length;
   return ticket;
 }
@@ -101,6 +105,7 @@ void SegmentLog::write_head(uint64_t ticket, const std::string& name, const uint
   head.length = entry.length;
   head.scope = entry.scope;
   head.page = entry.page;
+  head.units = entry.units;
   head.name_bytes = entry.name_bytes;
   head.kind = entry.kind;
   head.check = checksum_.of_record(head, reinterpret_cast<const uint8_t*>(name.data()));
@@ -118,6 +123,14 @@ std::optional<RecordHead> SegmentLog::read_head(const uint8_t* page) const {
   if (head.magic != RecordHead::kMagic || head.name_bytes > kNameBytesMax) return std::nullopt;
   if (checksum_.of_record(head, page + sizeof head) != head.check) return std::nullopt;
   return head;
+}
+
+void SegmentLog::expect_encoded() {
+  if (version_ == kVersionEncoded) return;
+  version_ = kVersionEncoded;
+  super_wanted_ += 2;  // both copies
+  encoded_from_ = super_written_ + 2;
+  tend();
 }
 
 void SegmentLog::finish_record(uint64_t ticket, bool written) {
@@ -172,6 +185,7 @@ void SegmentLog::publish(uint64_t ticket) {
   record.length = entry.length;
   record.scope = entry.scope;
   record.page = entry.page;
+  record.units = entry.units;
   record.segment = static_cast<uint16_t>(pending.segment);
   record.name_bytes = entry.name_bytes;
   index_.insert(record);
@@ -196,8 +210,9 @@ std::optional<Found> SegmentLog::look(Hash128 key) const {
   if (!entry) return std::nullopt;
   const uint64_t head = offset_of(entry->segment, entry->page);
   const bool inside = lies_in_head(entry->length, entry->name_bytes);
-  return Found{head + (inside ? sizeof(RecordHead) + entry->name_bytes : kPage), head, entry->length, entry->segment,
-               entry->seal, entry->scope, entry->name_bytes};
+  const auto encoded_bytes = static_cast<uint32_t>(encoded_pages(entry->length, entry->units) * kPage);
+  return Found{head + (inside ? sizeof(RecordHead) + entry->name_bytes : kPage), head, entry->length, encoded_bytes,
+               entry->segment, entry->seal, entry->scope, entry->name_bytes};
 }
 
 void SegmentLog::let_go(uint32_t segment) {

@@ -54,6 +54,7 @@ struct Found {
   uint64_t offset = 0;  // of the payload, in bytes; in the head's page when short
   uint64_t head_offset = 0;
   uint32_t length = 0;
+  uint32_t encoded_bytes = 0;  // whole pages that the encoded payload takes; 0: it is as it is
   uint32_t segment = 0;
   uint64_t seal = 0;
   uint32_t scope = 0;
@@ -86,13 +87,20 @@ class SegmentLog {
 
   // Reads back what an earlier life left. True: this disk is one of ours, with these options. Else nothing has changed.
   static std::optional<Superblock> read_superblock(Source& source);
+  // The version that its superblock has, known or not; 0: there is none.
+  static uint32_t superblock_version(Source& source);
   void recover(Source& source, const Superblock& super);
   // Formats an empty disk: writes the superblock, by commands.
   void format();
 
   // Room for a record, at the end of the open segment. Nothing: no segment is ready; the caller drops the record, or
-  // waits until commands are done. `length` is at most `record_bytes_max()`.
-  std::optional<Ticket> place(Hash128 key, uint32_t length, const std::string& name, uint32_t scope, uint64_t seal);
+  // waits until commands are done. `length` is at most `record_bytes_max()`. `encoded_bytes`: of the payload as it will
+  // be written, 0: as it is; not before `takes_encoded()`.
+  std::optional<Ticket> place(Hash128 key, uint32_t length, const std::string& name, uint32_t scope, uint64_t seal,
+                              uint32_t encoded_bytes = 0);
+  // Encoded payloads are to come: the superblock says so first.
+  void expect_encoded();
+  bool takes_encoded() const { return version_ == kVersionEncoded && super_written_ >= encoded_from_ && !super_under_way_; }
   // The same for a move, with what the host read; nothing: the record has gone meanwhile.
   std::optional<Ticket> place_moved(uint64_t command, const std::string& name);
   // The record's first page; `payload` is copied behind the head when it is short. `page` has kPage bytes.
@@ -242,6 +250,8 @@ class SegmentLog {
   std::vector<Removal> removals_;
   uint64_t next_id_ = 1, next_serial_ = 1, next_number_ = 1;
   uint64_t super_written_ = 0, super_wanted_ = 0, epoch_ = 1;
+  uint32_t version_ = kVersionPlain;
+  uint64_t encoded_from_ = 0;  // when so many superblocks are written, both copies have the version
   bool super_under_way_ = false, syncing_ = false;
   bool started_ = false;  // the superblock says that this life has begun: from then on segments are written
   uint32_t failures_ = 0;  // commands in a row

@@ -25,7 +25,7 @@ from memserve.base.options import (
     check_ranges,
     option,
 )
-from memserve.base.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
+from memserve.base.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode, check_kv_codec
 from memserve.base.units import MIB, NS_PER_S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -365,6 +365,9 @@ class EngineOptions:
     kv_lower_dtype: str = option(AS_COMPUTED)
     """How KV lies in the second tier. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3): rounded, in about half
     the bytes of 16-bit values; answers may differ, and requests with ``exact`` are refused."""
+    kv_codec: str = option("auto")
+    """Whether KV rests on a store's disks, and travels between hosts, in fewer bytes, without losing a bit. ``auto``:
+    where it pays, by what disk, link and codec take here; ``none``; ``always``."""
     gpu_memory_share: float | None = option(None, least=0.01, most=1.0, vllm="gpu_memory_utilization")
     """Share of the GPU's memory for this instance: weights, steps, and what is left of it KV, instead of
     ``--kv-memory``. None: KV gets ``--kv-memory``, and where that is not set either, the instances that
@@ -392,6 +395,7 @@ class EngineOptions:
             hint = f"use one of {', '.join(QUANTIZATIONS)}"
             raise UserError(f"unknown quantization {self.quantization!r}", hint=hint, param="quantization")
         check_lower_dtype(self.kv_lower_dtype, self.dram_memory_bytes)
+        check_kv_codec(self.kv_codec)
 
     @property
     def is_lossy(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -45,6 +46,18 @@ def check_link(link: str) -> None:
     """Raise :class:`UserError` for what is none of :data:`LINKS`."""
     if link not in LINKS:
         raise UserError(f"unknown link {link!r}", hint=f"use one of {', '.join(LINKS)}", param="link")
+
+
+KvCodecMode = Literal["auto", "none", "always"]
+KV_CODECS: Mapping[str, KvCodecMode] = {"auto": "auto", "none": "none", "always": "always"}
+"""Values of ``--kv-codec``: where it pays, nowhere, everywhere."""
+
+
+def check_kv_codec(kv_codec: str) -> None:
+    """Raise :class:`UserError` for what is none of :data:`KV_CODECS`."""
+    if kv_codec not in KV_CODECS:
+        hint = f"use one of {', '.join(KV_CODECS)}"
+        raise UserError(f"unknown --kv-codec {kv_codec!r}", hint=hint, param="kv_codec")
 
 
 class Role(enum.StrEnum):

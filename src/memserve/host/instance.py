@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from memserve.base.config import EngineOptions
-from memserve.base.types import Role
+from memserve.base.types import KV_CODECS, KvCodecMode, Role
 from memserve.host.build import Parts, build_parts
 from memserve.host.member import MemberLinks, MemberProcess
 from memserve.host.profile_file import LearntProfile
@@ -95,7 +95,7 @@ def run_instance(
         key = identity_key(as_followed(place.secret).initial_value)
         nixl_at = (place.advertise or place.host) if uses_nixl(place.link) else None
         parts = build_parts(options, self_peer=self_peer, role=place.role, identity_key=key, nixl_at=nixl_at)
-    member = _open_member(parts, place, self_peer)
+    member = _open_member(parts, place, self_peer, KV_CODECS[options.kv_codec])
     members.append(member)
     counter = SignalCounter()
 
@@ -167,7 +167,7 @@ def wait_joined(member: MemberProcess, place: MemberOptions, say: Callable[[str]
     raise AssertionError("unreachable: the pauses do not end")
 
 
-def _open_member(parts: Parts, place: MemberOptions, self_peer: Peer) -> MemberProcess:
+def _open_member(parts: Parts, place: MemberOptions, self_peer: Peer, kv_codec: KvCodecMode) -> MemberProcess:
     geometry, arenas = parts.model.geometry, parts.device.shared_arenas
     listen_address = ListenAddress(place.secret, place.host, place.advertise, place.port)
     segments = _open_segments(parts, listen_address)
@@ -175,7 +175,7 @@ def _open_member(parts: Parts, place: MemberOptions, self_peer: Peer) -> MemberP
     _free_tokenizer(parts)
     links = MemberLinks(
         lambda self_peer, on_message: ZmqMailbox(self_peer, listen_address, on_message),
-        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, listen_address),
+        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, listen_address, kv_codec=kv_codec),
         segments,
     )
     return MemberProcess(parts.machine, parts.device, info, place.join, links)

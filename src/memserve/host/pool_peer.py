@@ -92,7 +92,7 @@ class PoolHost:
         self._closed = False
         self._deliveries = ThreadPoolExecutor(1, thread_name_prefix="memserve-delivery")
         arenas = {tier: arena for tier, arena in memory.arenas.items() if isinstance(arena, _core.SharedArena)}
-        self._data = open_data_port(terms.link, memory.geometry, arenas, self._on_pages, where)
+        self._data = open_data_port(terms.link, memory.geometry, arenas, self._on_pages, where, kv_codec="auto")
         self._mailbox = ZmqMailbox(self_peer, where, self._on_message)
         info = self._data.describe(_describe_pool(memory, self_peer, terms.namespace, self._mailbox.address))
         config = ExchangeConfig(lease_ns=terms.lease_ns)

@@ -118,6 +118,13 @@ class InstanceStats:
     dram_bytes_received: int = counter(
         "instance_received_dram_bytes", "Bytes of KV pulled out of the DRAM tier of other instances"
     )
+    bytes_saved: int = counter(
+        "instance_received_saved_bytes",
+        "Bytes of KV pulled from other instances that did not travel, since KV was encoded",
+    )
+    codec_ns: int = counter(
+        "instance_codec_seconds", "Seconds in which KV for {whose} was encoded and decoded, at both ends"
+    )
     transfers_open: int = 0
     transfers_failed: int = counter(
         "instance_transfers_failed", "KV transfers to {whose} that failed; their tokens are computed instead"
@@ -208,6 +215,8 @@ def _with_cluster(stats: InstanceStats, link: ClusterLink) -> InstanceStats:
         blocks_reused=counters.reused_blocks,
         bytes_received=counters.pulled_bytes,
         dram_bytes_received=counters.pulled_dram_bytes,
+        bytes_saved=counters.pulled_saved_bytes,
+        codec_ns=counters.pulled_codec_ns,
         transfers_open=link.exchange.transfers_open,
         transfers_failed=counters.imports_failed,
         checksum_mismatches=counters.mismatches,

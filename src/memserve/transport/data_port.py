@@ -11,13 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
 from memserve.base.errors import UserError, check
-from memserve.base.types import KVGeometry, check_link
+from memserve.base.types import KvCodecMode, KVGeometry, check_link
 from memserve.base.units import NS_PER_S
 from memserve.kv.transfer.events import CancelPulls, PageJob, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.protocol.peers import ArenaPlace, Peer, PeerInfo
@@ -28,7 +28,15 @@ from memserve.transport.links.gpu_memory import GpuMemory, seal_ranges
 from memserve.transport.links.nixl import NixlLink
 from memserve.transport.links.nixl_agent import nixl_is_installed
 from memserve.transport.links.shared_memory import ShmLink, this_host
-from memserve.transport.ports import Arenas, ChecksumError, LinkError, OnPages, PageLink, UnreachableError
+from memserve.transport.ports import (
+    Arenas,
+    ChecksumError,
+    LinkError,
+    OnPages,
+    PageLink,
+    Travelled,
+    UnreachableError,
+)
 from memserve.transport.ranges import Ranges, block_ranges, fits, layer_offsets
 from memserve.transport.request_server import ListenAddress
 
@@ -107,10 +115,17 @@ class Lanes:
 
 
 def open_data_port(
-    link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages, listen_address: ListenAddress | None = None
+    link: str,
+    geometry: KVGeometry,
+    arenas: Arenas,
+    on_pages: OnPages,
+    listen_address: ListenAddress | None = None,
+    *,
+    kv_codec: KvCodecMode = "none",
 ) -> PagePort:
     """The port for ``link`` (:data:`memserve.base.types.LINKS`), whose links listen as ``listen_address`` says; None:
-    NIXL at all addresses of this machine, and no member is asked through the cluster's channel.
+    NIXL at all addresses of this machine, and no member is asked through the cluster's channel. ``kv_codec``: of that
+    channel; other links read memory as it is.
 
     ``arenas`` holds the tiers that have blocks. Raises :class:`UserError` for ``nixl`` without NIXL, for ``curve``
     without ``listen_address``, and for a link that does not exist.
@@ -123,7 +138,7 @@ def open_data_port(
     if uses_nixl(link):
         links += _nixl_links(arenas, geometry, listen_address, needed=link == "nixl")
     if link in ("auto", "trusted", "curve") and listen_address is not None:
-        links.append(CurveLink(arenas, listen_address, geometry.block_bytes))
+        links.append(CurveLink(arenas, listen_address, geometry.block_bytes, kv_codec=kv_codec))
     if not links:
         raise UserError("pages go through the channel of a cluster, and this process is in none", param="link")
     return PagePort(geometry, arenas, links, on_pages)
@@ -284,13 +299,14 @@ class PagePort:
     def _run_pull(self, pull: _Pull, link: PageLink, route: _Route) -> None:
         """Read, compare, answer; or leave it to the next link."""
         begin_ns, pulled_bytes, error, mismatches = time.monotonic_ns(), 0, "", 0
+        travelled = Travelled()
         try:
             # a number rather than a set of jobs: one cancel covers all that were queued before it, and what comes
             # later runs
             if self._closing or pull.number < route.cancelled_before:
                 self._report_result(PagesPulled(pull.job.job_id, "not begun: cancelled", 0, link.name))
                 return
-            pulled_bytes = self._read_verified(pull.job, link)
+            pulled_bytes = self._read_verified(pull.job, link, travelled)
         except UnreachableError as reason:
             self._drop_link(link, route, pull.job.peer, str(reason))
             self._queue_pull(pull, str(reason))
@@ -305,7 +321,8 @@ class PagePort:
         spent_ns = time.monotonic_ns() - begin_ns
         if error and not self._closing:
             self._log_failed_pull(pull.job, link, error, spent_ns)
-        self._report_result(PagesPulled(pull.job.job_id, error, pulled_bytes, link.name, spent_ns, mismatches))
+        answer = PagesPulled(pull.job.job_id, error, pulled_bytes, link.name, spent_ns, mismatches)
+        self._report_result(replace(answer, saved_bytes=travelled.saved_bytes, codec_ns=travelled.codec_ns))
 
     def _log_failed_pull(self, job: PullPages, link: PageLink, error: str, spent_ns: int) -> None:
         """Each peer's failures are one line in a while: what was not read is computed instead, so nothing else shows
@@ -315,7 +332,7 @@ class PagePort:
             logging.WARNING, job.peer, "KV of %s (%d blocks, over %s) was not read in %.2f s: %s", *about
         )
 
-    def _read_verified(self, job: PullPages, link: PageLink) -> int:
+    def _read_verified(self, job: PullPages, link: PageLink, travelled: Travelled) -> int:
         """Bytes pulled; every block has the checksum that its owner gave."""
         layers = job.first_layer, job.end_layer
         blocks = block_ranges(self._geometry, job.src_blocks, job.dst_blocks, *layers)
@@ -323,11 +340,11 @@ class PagePort:
             raise LinkError(f"{len(job.checksums)} checksums of {len(blocks)} blocks")
         if job.by_page:
             pages = block_ranges(self._geometry, job.src_blocks, job.dst_blocks, *layers, by_page=True)
-            link.read(job.peer, job.src_tier, job.dst_tier, pages)
+            link.read(job.peer, job.src_tier, job.dst_tier, pages, travelled)
             # a seal covers a block: pages that came alone are summed once all have landed
             seals = self._checksums_of_landed(job, blocks)
         else:
-            seals = link.read(job.peer, job.src_tier, job.dst_tier, blocks)
+            seals = link.read(job.peer, job.src_tier, job.dst_tier, blocks, travelled)
         wrong = np.flatnonzero(seals != np.array(job.checksums, np.uint64))
         if len(wrong):
             raise ChecksumError(len(wrong), len(blocks))

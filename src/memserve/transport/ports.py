@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -122,6 +123,16 @@ Seals = NDArray[np.uint64]
 """A checksum a range."""
 
 
+@dataclass(slots=True)
+class Travelled:
+    """How the bytes of one read came, where that is another thing than how many they are."""
+
+    saved_bytes: int = 0
+    """So many fewer were sent."""
+    codec_ns: int = 0
+    """What encoding and decoding took."""
+
+
 class LinkError(MemserveError):
     """Pages could not be read. Nothing writes the destination any more."""
 
@@ -181,8 +192,11 @@ class PageLink(Protocol):
     def expect_reads(self) -> None:
         """Peers will read our arenas in a moment."""
 
-    def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
-        """Copy ``ranges``; the checksums of what was written, one a range. Blocks for a bounded time.
+    def read(
+        self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges, travelled: Travelled | None = None
+    ) -> Seals:
+        """Copy ``ranges``; the checksums of what was written, one a range. Blocks for a bounded time. ``travelled``:
+        where to add how they came.
 
         Raises :class:`LinkError`; then, and on return, nothing writes the destination any more.
         """

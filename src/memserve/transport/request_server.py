@@ -136,6 +136,8 @@ class Line:
         """``bytes_max``: of a frame of an answer; ``key``: which of ``keys``."""
         self._context, self._address, self._bytes_max, self._key = context, address, bytes_max, key
         self.keys = keys
+        #: whether an answer has come over it
+        self.was_used = False
         self.socket: Socket = context.socket(zmq.DEALER)
         configure(self.socket, address)
         limit_frames(self.socket, bytes_max)

@@ -25,6 +25,8 @@ class Tally:
     wanted: int = 0
     found: int = 0
     filled: int = 0
+    encoded: int = 0
+    """Values that were written in fewer bytes."""
 
 
 def killed_lives(seed: int, kills: int, tally: Tally) -> None:
@@ -32,8 +34,9 @@ def killed_lives(seed: int, kills: int, tally: Tally) -> None:
     rng = random.Random(seed)
     pause_ns = rng.choice((1, 20 * NS_PER_MS))
     config = DisksConfig(
-        sync=rng.choice(SYNCS), admission="all", writes_max=rng.choice((2, 32)), full_pause_ns=pause_ns
-    )
+        sync=rng.choice(SYNCS), admission="all", writes_max=rng.choice((2, 32)), full_pause_ns=pause_ns,
+        kv_codec=rng.choice(("none", "auto", "always")),
+    )  # fmt: skip
     world = DisksWorld(rng, config, disks=rng.choice((1, 2, 3)), segments=rng.choice((4, 6, 20)))
     keys = [rng.randbytes(16) for _ in range(rng.choice((5, 40)))]
     for _ in range(kills):
@@ -45,6 +48,7 @@ def killed_lives(seed: int, kills: int, tally: Tally) -> None:
         lost = any(isinstance(outcome, ev.DiskLost) for outcome in world.outcomes)
         assert not lost or world.failing > 0, "a disk without room is lost"
         tally.filled += world.disks.counters()["disks_filled"]
+        tally.encoded += world.disks.counters()["values_encoded"]
         power = rng.random() < 0.5
         promised = not power or config.sync != "none"
         wanted, found = world.restart(power=power)
@@ -68,5 +72,5 @@ def test_synced_values_survive_a_kill(pytestconfig: pytest.Config) -> None:
         except Exception as error:
             error.add_note(f"killed_lives({seed}, 6, Tally())")
             raise
-    assert tally.filled > tally.kills // 20, tally
+    assert tally.filled > tally.kills // 20 and tally.encoded > tally.kills, tally
     assert tally.wanted > tally.kills and tally.found >= 0.99 * tally.wanted, tally

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from memserve.base.config import ClusterConfig, MemberConfig
+from memserve.base.config import ClusterConfig, EngineOptions, MemberConfig
 from memserve.base.deployment import StoreOptions, read_folders, refuse_store
 from memserve.base.errors import UserError
 from memserve.base.options import from_keywords, options_of
 from memserve.base.types import Caching, Role
 from memserve.base.units import GIB, MIB, NS_PER_S
 from memserve.cli import doctor
-from memserve.cli.cluster.members import DECLINED_S, JOIN_S, ClusterOptions, NamedStore, find_store
+from memserve.cli.cluster.members import DECLINED_S, JOIN_S, ClusterOptions, NamedStore, _orders, find_store
+from memserve.cli.cluster.store import disks_config
 from memserve.cli.main import run
 from memserve.host.supervisor import ChildOrder
 from memserve.protocol.peers import Peer
@@ -169,3 +170,22 @@ def test_doctor_looks_at_the_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert of(f"{tmp_path}/file=64MiB").status is doctor.Status.FAIL
     monkeypatch.setattr(doctor, "_takes_direct_io", lambda folder: False)
     assert of(f"{tmp_path}=64MiB").status is doctor.Status.WARN
+
+
+# -- KV in fewer bytes
+
+
+def test_members_and_store_get_the_codec_of_serve() -> None:
+    options = ClusterOptions(store=StoreOptions((("/mnt/a", GIB),)))
+    for asked in ("auto", "none", "always"):
+        for order in _orders(EngineOptions(kv_codec=asked), options, "tcp://127.0.0.1:1", "info"):
+            words = [*order.command_line, "--kv-codec", "auto"]  # left out, it is the default
+            assert words[words.index("--kv-codec") + 1] == asked
+    assert disks_config(options.store, "always").kv_codec == "always"
+
+
+def test_unknown_codec_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="unknown --kv-codec 'zip'"):
+        EngineOptions(kv_codec="zip")
+    assert run(["store", "--listen", "127.0.0.1:1", "--kv-codec", "zip"]) != 0
+    assert "unknown --kv-codec 'zip'" in capsys.readouterr().err

@@ -13,11 +13,12 @@ import pytest
 from disk_files import FaultyQueue, Files
 from faulty_store import Faults
 from faulty_store import FaultyQueue as SlowQueue
+from kv_floats import floats
 from memserve import _core
 from memserve.base.units import MIB, NS_PER_MS, NS_PER_S
 from memserve.store.disks.disks import DisksConfig
 from memserve.store.host.disks import DiskHost
-from memserve.store.host.files import measured_curve
+from memserve.store.host.files import measured_curve, spans_to_read
 from waiting import eventually
 
 SIZE = 64 * MIB
@@ -111,3 +112,17 @@ def test_failing_disk_gives_no_curve(tmp_path: Path, fails: str) -> None:
 
     assert measured_curve(logs_of(host), failing, within_ns=20 * NS_PER_S) is None
     assert host.close()
+
+
+def test_encoded_values_are_read_for_the_curve_as_they_will_be(tmp_path: Path) -> None:
+    config = DisksConfig(admission="all", kv_codec="always")
+    files = Files([(tmp_path, SIZE)], config)
+    for number in range(8):
+        assert files.write(bytes([number]) * 16, 0, floats("bfloat16", 500_000, number).tobytes())
+    files.close()
+    host = DiskHost([(tmp_path, SIZE)], config)
+    spans = spans_to_read(host.logs[0])
+    assert [span.value_bytes for span in spans] == [500_000] * 8 and all(span.nbytes < 400_000 for span in spans)
+    curve = host.read_curve()
+    assert curve is not None and curve.byte_ns > 0
+    host.close()

@@ -55,7 +55,7 @@ class FakeLink:
     def expect_reads(self) -> None:
         self.expected_reads += 1
 
-    def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
+    def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges, *_: object) -> Seals:
         self.begun.release()
         if peer in self.gates:
             assert self.gates[peer].wait(10)

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from memserve.base.metrics import WHOSE, metrics_of
 from memserve.base.units import NS_PER_S
 
-Read = str | Callable[[Any], float]
+Read = str | Callable[[Any], float | None]
 """A field, a path of fields (``view.load.requests_waiting``), a key of a mapping, or a function."""
 Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 GAUGE: Kind = GaugeMetricFamily
@@ -47,12 +47,17 @@ def declared(statistics: type, path: str = "", *, is_engine: bool = False) -> Ta
         name = metric.engine_name if is_engine else metric.name
         kind, text = COUNTER if metric.kind == "counter" else GAUGE, metric.text.replace(WHOSE, whose)
         if name:
-            rows.append((name, kind, text, _seconds(field_name) if field_name.endswith("_ns") else path + field_name))
+            read = path + field_name
+            rows.append((name, kind, text, _seconds(read) if field_name.endswith("_ns") else read))
     return rows
 
 
-def _seconds(field_name: str) -> Callable[[Any], float]:
-    return lambda source: getattr(source, field_name) / NS_PER_S
+def _seconds(read: str) -> Callable[[Any], float | None]:
+    def seconds(source: Any) -> float | None:
+        ns = _number(source, read)
+        return None if ns is None else ns / NS_PER_S
+
+    return seconds
 
 
 OLD_NAMES = {

@@ -317,6 +317,7 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
             orders.append(ChildOrder(f"{role.value[0]}{number}", role, flags))
     if options.store.is_wanted:
         flags = ("--join", address, "--link", link, "--log-level", log_level, *options.store.store_flags)
+        flags += ("--kv-codec", engine_options.kv_codec)
         orders.append(ChildOrder(STORE_NAME, Role.STORE, flags))
     flags = ("--join", address, *options.followers.flags)
     orders += [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, options.routers + 1)]

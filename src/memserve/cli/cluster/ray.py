@@ -159,7 +159,7 @@ def members_plan(
             continue  # `memserve scale` is told that this cluster has no such role
         words = ("instance", *common, "--role", role.value, *command_line_of(role_options))
         members[role.value] = ProcessOrder("", words, secret, server.drain_s, env=env)
-    words = ("store", *common, *cluster.store.store_flags)
+    words = ("store", *common, *cluster.store.store_flags, "--kv-codec", engine.kv_codec)
     members[Role.STORE.value] = ProcessOrder("", words, secret, server.drain_s, env=env)
     counts = {Role.PREFILL.value: cluster.prefill, Role.DECODE.value: cluster.decode}
     counts |= {Role.COLOCATED.value: cluster.colocated, Role.STORE.value: int(cluster.store.is_wanted)}

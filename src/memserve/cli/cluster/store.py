@@ -17,6 +17,7 @@ import typer
 
 from memserve.base.deployment import StoreOptions, read_folders
 from memserve.base.errors import UserError
+from memserve.base.types import KV_CODECS, check_kv_codec
 from memserve.base.units import human_bytes, parse_bytes
 from memserve.cli import credentials
 from memserve.cli import flags as opt
@@ -190,6 +191,13 @@ SsdAdmission = Annotated[
         help="What is written once a disk has been full: second-hit: what was asked for before; all: everything."
     ),
 ]
+KvCodec = Annotated[
+    str,
+    typer.Option(
+        help="Whether values rest on disks, and KV travels between hosts, in fewer bytes, without losing a bit: auto:"
+        " where it pays, by what disk, link and codec take here; none; always."
+    ),
+]
 Join = Annotated[
     str | None,
     typer.Option(
@@ -227,6 +235,7 @@ def store(
     advertise: Advertise = None,
     cluster_secret_file: credentials.StoreSecretFile = None,
     link: opt.Link = opt.DEFAULT_LINK,
+    kv_codec: KvCodec = "auto",
     drain_s: DrainS = DRAIN_S,
     health_file: opt.HealthFile = None,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
@@ -244,17 +253,18 @@ def store(
         admission=ssd_admission,
     )
     options = with_absolute_folders(options)
+    check_kv_codec(kv_codec)
     name = name or f"store-{socket.gethostname()}"
     opt.check_name(name)
     if supervised:
-        _run_supervised(options, join, name, link, drain_s, log_level)
+        _run_supervised(options, join, name, link, drain_s, log_level, kv_codec)
         return
     if listen is None and join is None:
         hint = "--listen 127.0.0.1:7100 for clients, or --join HOST:PORT for a cluster, or both"
         raise UserError("this store would serve neither clients nor a cluster", hint=hint, param="listen")
     opt.set_up_logging(log_level)
     secret = _secret(options, cluster_secret_file)
-    place = _place(options, join, name, advertise, secret, link, drain_s, health_file=health_file)
+    place = _place(options, join, name, advertise, secret, link, drain_s, kv_codec, health_file=health_file)
     started = time.perf_counter()
     from memserve.store.host.process import run_store
 
@@ -262,13 +272,13 @@ def store(
 
 
 def _run_supervised(
-    options: StoreOptions, join: str | None, name: str, link: str, drain_s: float, log_level: str
+    options: StoreOptions, join: str | None, name: str, link: str, drain_s: float, log_level: str, kv_codec: str
 ) -> None:
     """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
     with child_of_serve(join or "", name, log_level) as child:
         from memserve.store.host.process import run_store
 
-        place = _place(options, join, name, None, child.secret, link, drain_s, child.host)
+        place = _place(options, join, name, None, child.secret, link, drain_s, kv_codec, child.host)
         run_store(place, lambda run: None, is_supervised=True, outlive=child.outlive)
         logging.shutdown()
 
@@ -291,6 +301,7 @@ def _place(
     secret: Secret,
     link: str,
     drain_s: float,
+    kv_codec: str,
     own_host: str | None = None,
     health_file: Path | None = None,
 ) -> StorePlace:
@@ -308,7 +319,7 @@ def _place(
         port=port,
         dram_bytes=options.memory_bytes,
         folders=tuple((Path(folder), nbytes) for folder, nbytes in options.folders),
-        disks=disks_config(options),
+        disks=disks_config(options, kv_codec),
         secret=secret,
         join=tuple(f"tcp://{with_port(*router)}" for router in routers),
         advertise=advertise,
@@ -330,7 +341,7 @@ def _print_ready(place: StorePlace, run: StoreRun, started: float) -> None:
     )
 
 
-def disks_config(options: StoreOptions) -> DisksConfig:
+def disks_config(options: StoreOptions, kv_codec: str = "none") -> DisksConfig:
     """The settings of all disks."""
     from memserve.store.disks.events import DisksConfig
 
@@ -338,4 +349,5 @@ def disks_config(options: StoreOptions) -> DisksConfig:
         sync=cast("Sync", options.sync),
         writes_per_day_bytes=options.writes_per_day_bytes,
         admission=cast("Admission", options.admission),
+        kv_codec=KV_CODECS[kv_codec],
     )

@@ -74,6 +74,10 @@ class PagesPulled:
     spent_ns: int = 0
     mismatches: int = 0
     """Blocks whose checksum differed; above 0 there is an ``error``."""
+    saved_bytes: int = 0
+    """So many fewer bytes travelled than were pulled."""
+    codec_ns: int = 0
+    """What the codec took for that, at both ends."""
 
 
 PageJob = SealPages | PullPages | CancelPulls
@@ -233,6 +237,10 @@ class ExchangeCounters:
     pulled_bytes: int = 0
     pulled_dram_bytes: int = 0
     """Of them: out of the owner's DRAM."""
+    pulled_saved_bytes: int = 0
+    """Of them: bytes that did not travel, since what came was encoded."""
+    pulled_codec_ns: int = 0
+    """Time of the codec for that, at both ends."""
     pulled_blocks: int = 0
     """Blocks that completed imports pulled."""
     reused_blocks: int = 0

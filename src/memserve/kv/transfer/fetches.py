@@ -195,6 +195,8 @@ class Pulls:
         counters = self._context.counters
         counters.pulled_bytes += event.pulled_bytes
         counters.pulled_dram_bytes += event.pulled_bytes if job.src_tier == Tier.DRAM else 0
+        counters.pulled_saved_bytes += event.saved_bytes
+        counters.pulled_codec_ns += event.codec_ns
         counters.pulls_failed += bool(event.error)
         counters.mismatches += event.mismatches
         return pull

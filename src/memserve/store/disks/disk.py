@@ -3,6 +3,7 @@
 ::
 
     write -> place --> WriteExtent --> finish_record --> (sync) --> Written
+    write -> EncodeExtent --> place --> WriteRecord --> ... as above, where fewer bytes pay
     read  -> hold ---> ReadExtent ---> compare, let_go -----------> ReadEnded
     move  -> hold ---> ReadRecord ---> compare, let_go, place_moved --> WriteRecord --> finish_record
     check -> hold ---> ReadRecord ---> compare, let_go
@@ -35,6 +36,7 @@ from collections import deque
 from memserve._core import Found, SegmentLog
 from memserve.base.errors import check
 from memserve.store.disks import events as ev
+from memserve.store.disks.encoding import ENCODED_BYTES_MIN, EncodedWrites, EncodeStep
 from memserve.store.disks.events import PAGE_BYTES, DiskDone, DiskFull, DiskHasRoom
 from memserve.store.disks.jobs import (
     CheckStep,
@@ -48,9 +50,9 @@ from memserve.store.disks.jobs import (
     Verification,
     WriteStep,
     actions_of_move,
+    bytes_on_disk,
     name_if_same,
     place_of,
-    record_bytes,
 )
 
 
@@ -223,6 +225,8 @@ class Disk:
         self._moving = 0
         self._failures = 0
         self._room = DiskRoom(number, shared)
+        self._encoded_writes = EncodedWrites()
+        self._encodes = self._config.kv_codec == "always"
         self._check = RecordsToCheck(self._config.check_pause_ns)
         self.pump_log(0)
 
@@ -231,7 +235,8 @@ class Disk:
     @property
     def is_busy(self) -> bool:
         """No write is taken: too many are under way, or there is no room."""
-        return len(self._tickets) >= self._config.writes_max or not self._room.takes_writes
+        writes = len(self._tickets) + len(self._encoded_writes)
+        return writes >= self._config.writes_max or not self._room.takes_writes
 
     @property
     def is_full(self) -> bool:
@@ -246,7 +251,9 @@ class Disk:
     @property
     def is_idle(self) -> bool:
         """Nothing is under way; what waits for room is not."""
-        return not self._jobs and (self.log is None or self.log.idle or self.is_full)
+        if self._jobs:
+            return False
+        return self.log is None or self.is_full or (self.log.idle and not len(self._encoded_writes))
 
     @property
     def is_verifying(self) -> bool:
@@ -262,23 +269,68 @@ class Disk:
     ) -> bool:
         """Begin to write a record. False: no segment is ready."""
         log = self.log
-        ticket = log.place(key, length, name, scope, seal) if log is not None else None
-        if log is None or ticket is None:
+        if log is None:
+            return False
+        write = EncodeStep(key, extent, length, scope, seal, name)
+        if self._encodes and length >= ENCODED_BYTES_MIN:
+            log.expect_encoded()
+            self._encoded_writes.add_write(write)
+        elif not self._place_write(log, write, now_ns):
             self.pump_log(now_ns)
             return False
-        step = WriteStep(ticket.id, key)
-        inside = SegmentLog.HEAD_BYTES + len(name) if ticket.pages == 1 else 0
-        head = log.head(ticket.id, name, bytes(length) if inside else b"")
-        job = self._begin_job(step)
-        self._shared.actions.append(ev.WriteExtent(job, self.number, ticket.offset, head, extent, length, inside))
-        self._tickets[ticket.id] = step
         self._room.write_begins()
         self._writing[key] = self._writing.get(key, 0) + 1
         self._counters.writes += 1
         self._counters.payload_bytes_written += length
-        self._shared.charge_bytes(ticket.pages * PAGE_BYTES, now_ns)
         self.pump_log(now_ns)
         return True
+
+    def _place_write(self, log: SegmentLog, write: EncodeStep, now_ns: int) -> bool:
+        """Begin to write a value, encoded or not. False: no segment is ready, or the superblock."""
+        encoded_bytes = write.encoded_bytes
+        if encoded_bytes and not log.takes_encoded:
+            return False
+        ticket = log.place(write.key, write.length, write.name, write.scope, write.seal, encoded_bytes)
+        if ticket is None:
+            return False
+        inside = SegmentLog.HEAD_BYTES + len(write.name) if ticket.pages == 1 else 0
+        head = log.head(ticket.id, write.name, bytes(write.length) if inside else b"")
+        self._tickets[ticket.id] = step = WriteStep(ticket.id, write.key)
+        to = self._begin_job(step), self.number, ticket.offset, head
+        if encoded_bytes:
+            self._shared.actions.append(ev.WriteRecord(*to, write.source, encoded_bytes))
+            self._counters.values_encoded += 1
+            self._counters.encoded_from_bytes += write.length
+            self._counters.encoded_to_bytes += (ticket.pages - 1) * PAGE_BYTES
+        else:
+            self._shared.actions.append(ev.WriteExtent(*to, write.extent, write.length, inside))
+        self._shared.charge_bytes(ticket.pages * PAGE_BYTES, now_ns)
+        return True
+
+    def _pump_encoded(self, log: SegmentLog, now_ns: int) -> bool:
+        """Let values be encoded, and write those that are. False: nothing could be done."""
+        writes, progress = self._encoded_writes, False
+        while (step := writes.take_due()) is not None:
+            progress = True
+            if step.is_removed:
+                self._write_ended(step.key, False)
+                continue
+            job = self._begin_job(step)
+            writes.on_begin(step, job)
+            self._shared.actions.append(ev.EncodeExtent(job, self.number, step.extent, step.length))
+        while (encoded := writes.next_encoded) is not None:
+            if encoded.is_removed:
+                self._drop_encoded(encoded)
+                self._write_ended(encoded.key, False)
+            elif not self._place_write(log, encoded, now_ns):
+                break
+            writes.pop_encoded()
+            progress = True
+        return progress
+
+    def _drop_encoded(self, step: EncodeStep) -> None:
+        if step.encoded_bytes:
+            self._shared.actions.append(ev.DropRecord(self.number, step.source))
 
     def read_record(self, read_id: int, key: bytes, extent: int, now_ns: int, deadline_ns: int) -> bool:
         """Begin to read a record that is here. False: too many reads are under way, or one of them is late."""
@@ -291,14 +343,16 @@ class Disk:
         step = ReadStep(read_id, key, record)
         job = self._begin_job(step)
         offset, inside = place_of(record)
-        self._shared.actions.append(ev.ReadExtent(job, self.number, offset, extent, record.length, inside))
+        self._shared.actions.append(
+            ev.ReadExtent(job, self.number, offset, extent, record.length, inside, record.encoded_bytes)
+        )
         self._reads.add_read(step, deadline_ns)
         self._counters.reads += 1
         return True
 
     def remove_record(self, key: bytes, now_ns: int) -> bool:
         """Forget a record."""
-        if self.log is None or not self.log.remove(key):
+        if self.log is None or not self.log.remove(key) | self._encoded_writes.remove_value(key):
             return False
         self.pump_log(now_ns)
         return True
@@ -307,6 +361,7 @@ class Disk:
         """Forget everything."""
         self.pump_log(now_ns)
         if self.log is not None:
+            self._encoded_writes.remove_all()
             self.log.purge()
             self.log.take_evicted()  # the caller knows
             self.pump_log(now_ns)
@@ -324,17 +379,20 @@ class Disk:
         check(result.job in self._jobs, "no such job is under way")
         step = self._jobs.pop(result.job)
         self._counters.device_errors += not result.ok
+        self._note_codec(step, result)
         if self.log is None:
             self._ended_after_loss(step, result)
             return
         had_no_room = self._room.on_job_end(step, result, now_ns)
-        if not had_no_room:
+        if not had_no_room and not isinstance(step, EncodeStep):  # which tells nothing of the device
             self._failures = 0 if result.ok else self._failures + 1
         match step:
             case CommandStep(command) if not had_no_room:
                 self.log.finish_command(command, result.ok)
             case WriteStep(ticket) | MoveWrite(ticket):
                 self.log.finish_record(ticket, result.ok)
+            case EncodeStep():
+                self._encoded_writes.on_encoded(result.job, result.encoded_bytes)
             case ReadStep():
                 self._on_read_end(self.log, step, result)
             case MoveRead():
@@ -344,6 +402,14 @@ class Disk:
         self.pump_log(now_ns)
         if self._failures >= self._config.failures_max or self.log.broken:
             self._lose_disk(result.why)
+
+    def _note_codec(self, step: Step, result: DiskDone) -> None:
+        self._encodes = result.encodes
+        if isinstance(step, EncodeStep):
+            self._counters.encode_ns += result.codec_ns
+        else:
+            self._counters.decode_ns += result.codec_ns
+            self._counters.values_decoded += result.codec_ns > 0
 
     def advance_time(self, now_ns: int) -> None:
         """Time has passed."""
@@ -393,7 +459,7 @@ class Disk:
     def _start_move(self, log: SegmentLog, now_ns: int) -> None:
         command, key = self._moves.popleft()
         record = log.hold(key, False)
-        if record is None or not self._shared.budget.allows_bytes(record_bytes(record.length), now_ns):
+        if record is None or not self._shared.budget.allows_bytes(bytes_on_disk(record), now_ns):
             if record is not None:
                 log.let_go(record.segment)
             self._counters.moves_refused += 1
@@ -402,7 +468,9 @@ class Disk:
         self._moving += 1
         job = self._begin_job(MoveRead(command, key, record))
         offset, inside = place_of(record)
-        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, record.length, inside, keep=True))
+        self._shared.actions.append(
+            ev.ReadRecord(job, self.number, offset, record.length, inside, True, record.encoded_bytes)
+        )
 
     def _move_read(self, log: SegmentLog, step: MoveRead, result: DiskDone, now_ns: int) -> None:
         log.let_go(step.record.segment)
@@ -419,7 +487,7 @@ class Disk:
         move = MoveWrite(ticket.id, step.command)
         self._tickets[ticket.id] = move
         job = self._begin_job(move)
-        self._shared.actions += actions_of_move(log, self.number, job, ticket, name, result, step.record.length)
+        self._shared.actions += actions_of_move(log, self.number, job, ticket, name, result, step.record)
         self._shared.charge_bytes(ticket.pages * PAGE_BYTES, now_ns)
 
     # -- verification
@@ -439,7 +507,9 @@ class Disk:
         key, record = next_record
         self._check.job = job = self._begin_job(CheckStep(key, record))
         offset, inside = place_of(record)
-        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, record.length, inside, keep=False))
+        self._shared.actions.append(
+            ev.ReadRecord(job, self.number, offset, record.length, inside, False, record.encoded_bytes)
+        )
 
     def _on_check_read(self, log: SegmentLog, step: CheckStep, result: DiskDone, now_ns: int) -> None:
         log.let_go(step.record.segment)
@@ -470,7 +540,8 @@ class Disk:
             moved = bool(self._moves) and self._moving < self._config.moves_max and not self.is_full
             if moved:
                 self._start_move(log, now_ns)
-            if not (commands or ended_tickets or moved):
+            encoded = self._pump_encoded(log, now_ns)
+            if not (commands or ended_tickets or moved or encoded):
                 break
         if log is not None and (evicted := log.take_evicted()):
             self._shared.outcomes.append(ev.Dropped(evicted))
@@ -520,6 +591,9 @@ class Disk:
                 del self._tickets[ticket]
                 if isinstance(step, WriteStep):
                     self._write_ended(step.key, False)
+        for encoded in self._encoded_writes.take_idle():
+            self._drop_encoded(encoded)
+            self._write_ended(encoded.key, False)
         self._moves.clear()
         self._room.drop_commands()
         self._check.stop_check()
@@ -529,6 +603,10 @@ class Disk:
             case ReadStep():
                 self._reads.remove_read(step)
                 self._shared.outcomes.append(ev.ExtentFree(step.id))
+            case EncodeStep():
+                self._encoded_writes.on_encoded(result.job, result.encoded_bytes)
+                self._drop_encoded(self._encoded_writes.pop_encoded())
+                self._write_ended(step.key, False)
             case WriteStep(ticket, key):
                 del self._tickets[ticket]
                 self._write_ended(key, False)
@@ -549,7 +627,8 @@ class Disk:
         steps = list(self._jobs.values())
         self._reads.check_invariants([step for step in steps if isinstance(step, ReadStep)])
         check(len(self._reads) <= self._config.reads_max, "more reads than allowed")
-        writing = sum(isinstance(step, WriteStep) for step in self._tickets.values())
+        writing = sum(isinstance(step, WriteStep) for step in self._tickets.values()) + len(self._encoded_writes)
+        self._encoded_writes.check_invariants({job for job, step in self._jobs.items() if isinstance(step, EncodeStep)})
         check(writing == sum(self._writing.values()), "writes are miscounted")
         check(all(count > 0 for count in self._writing.values()), "a key without a write")
         written = {step.ticket for step in steps if isinstance(step, WriteStep | MoveWrite)}

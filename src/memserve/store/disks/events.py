@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memserve.base.metrics import counter
+from memserve.base.types import KvCodecMode
 from memserve.base.units import GIB, MIB, NS_PER_MS, NS_PER_S
 
 PAGE_BYTES = 4096
@@ -47,11 +48,23 @@ class WriteExtent:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeExtent:
+    """Encode the extent's ``length`` bytes into memory of the host's, and keep that until :class:`WriteRecord` or
+    :class:`DropRecord`. Answered with its bytes; 0: no page is saved, and nothing kept."""
+
+    job: int
+    disk: int
+    extent: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadExtent:
     """Read a record: its first page is answered in :attr:`DiskDone.head`, its payload goes to ``extent``, and the
     payload's checksum (:func:`memserve._core.seal_ranges`; 0 for an empty one) is answered as well.
 
-    ``inside`` above 0: the payload stands in the first page, at that byte. Else it follows on the next page.
+    ``inside`` above 0: the payload stands in the first page, at that byte. Else it follows on the next page;
+    ``encoded_bytes`` above 0: encoded, in whole pages. What is no encoding is answered with the checksum 0.
     """
 
     job: int
@@ -60,12 +73,13 @@ class ReadExtent:
     extent: int
     length: int
     inside: int
+    encoded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRecord:
-    """As :class:`ReadExtent`, into memory of the host's. ``keep``: until :class:`WriteRecord` or
-    :class:`DropRecord`."""
+    """As :class:`ReadExtent`, into memory of the host's. ``keep``, as it lies on the disk: until :class:`WriteRecord`
+    or :class:`DropRecord`."""
 
     job: int
     disk: int
@@ -73,11 +87,13 @@ class ReadRecord:
     length: int
     inside: int
     keep: bool
+    encoded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
-    """Write the page ``head`` and behind it the payload that the job ``source`` has read, and forget that one."""
+    """Write the page ``head`` and behind it the ``length`` bytes that the job ``source`` has read or encoded, and
+    forget that one."""
 
     job: int
     disk: int
@@ -89,7 +105,7 @@ class WriteRecord:
 
 @dataclass(frozen=True, slots=True)
 class DropRecord:
-    """What the job ``source`` has read is not needed. No answer."""
+    """What the job ``source`` has read or encoded is not needed. No answer."""
 
     disk: int
     source: int
@@ -112,7 +128,9 @@ class ForgetDisk:
     why: str
 
 
-DiskAction = WritePages | WriteExtent | ReadExtent | ReadRecord | WriteRecord | DropRecord | SyncDisk | ForgetDisk
+DiskAction = (
+    WritePages | WriteExtent | EncodeExtent | ReadExtent | ReadRecord | WriteRecord | DropRecord | SyncDisk | ForgetDisk
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +142,12 @@ class DiskDone:
     seal: int = 0
     head: bytes = b""
     why: str = ""
+    encoded_bytes: int = 0
+    """Of :class:`EncodeExtent`."""
+    codec_ns: int = 0
+    """What encoding or decoding took."""
+    encodes: bool = False
+    """Whether the host would encode a value now: where it says so, writes come as :class:`EncodeExtent` first."""
 
 
 # -- outcomes
@@ -260,6 +284,8 @@ class DisksConfig:
     """A disk that fails so many jobs in a row is lost; one that has no room for so many writes in a row is full."""
     full_pause_ns: int = 60 * NS_PER_S
     """How long a full disk is not written before one more write is tried."""
+    kv_codec: KvCodecMode = "none"
+    """Whether values are written in fewer bytes: where that pays, nowhere, everywhere."""
     check_pause_ns: int = 10 * NS_PER_MS
     """How long a verification waits before its next record while callers read."""
 
@@ -298,6 +324,23 @@ class DiskCounters:
         "store_disk_payload_bytes", "Bytes of values written to the disks of the store"
     )
     """Of writes that were begun."""
+    values_encoded: int = counter("store_disk_encoded", "Values written to the disks of the store in fewer bytes")
+    encoded_from_bytes: int = counter(
+        "store_disk_encoded_value_bytes", "Bytes of the values that were written to the disks of the store in fewer"
+    )
+    encoded_to_bytes: int = counter(
+        "store_disk_encoded_bytes", "Bytes in which these values were written to the disks of the store"
+    )
+    """Whole pages."""
+    encode_ns: int = counter(
+        "store_disk_encode_seconds", "Seconds in which values for the disks of the store were encoded"
+    )
+    """By the disks' threads, also what did not become shorter."""
+    values_decoded: int = 0
+    """Reads of encoded values."""
+    decode_ns: int = counter(
+        "store_disk_decode_seconds", "Seconds in which values from the disks of the store were decoded"
+    )
     disk_bytes_written: int = counter(
         "store_disk_written_bytes", "Bytes written to the disks of the store, all overhead included"
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from memserve._core import Found, SegmentLog, Ticket
 from memserve.base.units import MIB, NS_PER_S, ceil_div
+from memserve.store.disks.encoding import EncodeStep
 from memserve.store.disks.events import (
     PAGE_BYTES,
     DiskAction,
@@ -218,7 +219,7 @@ class CheckStep:
     record: Found
 
 
-Step = CommandStep | WriteStep | ReadStep | MoveRead | MoveWrite | CheckStep
+Step = CommandStep | WriteStep | EncodeStep | ReadStep | MoveRead | MoveWrite | CheckStep
 
 
 def place_of(record: Found) -> tuple[int, int]:
@@ -228,9 +229,10 @@ def place_of(record: Found) -> tuple[int, int]:
 
 
 def actions_of_move(
-    log: SegmentLog, disk: int, job: int, ticket: Ticket, name: bytes, result: DiskDone, length: int
+    log: SegmentLog, disk: int, job: int, ticket: Ticket, name: bytes, result: DiskDone, record: Found
 ) -> list[DiskAction]:
     """What writes the record that ``result`` has read to where it moves."""
+    length = record.encoded_bytes or record.length
     if ticket.pages > 1:
         return [WriteRecord(job, disk, ticket.offset, log.head(ticket.id, name), result.job, length)]
     payload_start = SegmentLog.HEAD_BYTES + len(name)
@@ -242,6 +244,13 @@ def record_bytes(length: int, name_bytes: int = 0) -> int:
     """What a record takes on a disk."""
     in_head = length + name_bytes <= PAGE_BYTES - SegmentLog.HEAD_BYTES
     return PAGE_BYTES * (1 + (0 if in_head else ceil_div(length, PAGE_BYTES)))
+
+
+def bytes_on_disk(record: Found) -> int:
+    """What a record takes on its disk, its head included."""
+    if record.encoded_bytes:
+        return PAGE_BYTES + record.encoded_bytes
+    return record_bytes(record.length, record.name_bytes)
 
 
 def name_if_same(log: SegmentLog, key: bytes, record: Found, result: DiskDone) -> bytes | None:

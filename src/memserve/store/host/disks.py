@@ -10,6 +10,10 @@
 Extents are read and written in place where they are whole pages; others go through memory of the host's. Checksums
 are computed behind each read, in the disk's thread, without the GIL.
 
+Values are encoded and decoded in the disk's thread as well (``system/kv_codec.py``), between its reads: one value, then
+a look at what has come. Whether that pays follows from what a byte takes on the disk: the time in which at least one
+read was under way, or one write, without what the codec took of it.
+
 Memory of a disk's thread: pages for heads of records, and whole payloads that can't be read or written in place.
 """
 
@@ -20,9 +24,10 @@ import logging
 import os
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,15 +35,18 @@ import numpy as np
 
 from memserve import _core
 from memserve.base.errors import UserError
-from memserve.base.units import ceil_div
+from memserve.base.units import MIB, NS_PER_MS, ceil_div
 from memserve.kv.costs import CopyCurve
 from memserve.store.disks import events as ev
+from memserve.store.disks.encoding import ENCODED_BYTES_MIN
 from memserve.store.disks.events import PAGE_BYTES, DiskAction, DiskDone, DisksConfig
 from memserve.store.host.files import DiskFile, measured_curve, open_files
+from memserve.system.kv_codec import CodecGate, KvCodec, LearntRate
 
 _PAGES = 512
 _IDLE_MAX = 8
-"""Larger pieces of one size that are kept for the next job."""
+"""Larger pieces of one size that are kept for the next job, or as many as are this much memory:"""
+_IDLE_BYTES = 32 * MIB
 
 
 @dataclass(slots=True)
@@ -81,8 +89,17 @@ class BounceMemory:
         if bounce is None:
             return
         idle = self._idle[len(bounce.view)]
-        if len(idle) < (_PAGES if len(bounce.view) == PAGE_BYTES else _IDLE_MAX):
+        size = len(bounce.view)
+        if len(idle) < (_PAGES if size == PAGE_BYTES else max(_IDLE_MAX, _IDLE_BYTES // size)):
             idle.append(bounce)
+
+    def prepare_pieces(self, nbytes: int) -> None:
+        """Have memory for pieces of ``nbytes`` that the kernel has filled with zeros already, which takes longer than a
+        quick disk takes to read as much."""
+        pieces = [self.take_piece(nbytes) for _ in range(max(1, _IDLE_BYTES // nbytes))]
+        for piece in pieces:
+            np.frombuffer(piece.view, np.uint8)[::PAGE_BYTES] = 0
+            self.return_piece(piece)
 
 
 log = logging.getLogger(__name__)
@@ -127,6 +144,94 @@ class Extents:
         return whole and (self.address + extent) % PAGE_BYTES == 0 and extent + padded <= self.nbytes
 
 
+_LOOKS = 64
+_LANDING_BYTES_MAX = 32 * MIB
+"""Encoded values that may be under way from a disk into memory of the host's; a longer value comes alone."""
+_WINDOW_NS = 50 * NS_PER_MS
+_WINDOW_BYTES = MIB
+"""A rate is learnt from so much at least, in windows of about so long."""
+
+
+class DiskWay:
+    """What a byte takes in one direction of a disk, by the time in which something was under way."""
+
+    def __init__(self) -> None:
+        self.rate = LearntRate()
+        self._under_way = 0
+        self._since_ns = self._busy_ns = 0
+        self._bytes = 0
+
+    def begin_job(self, now_ns: int) -> None:
+        """A read, or a write, has begun."""
+        if self._under_way == 0:
+            self._since_ns = now_ns
+        self._under_way += 1
+
+    def end_job(self, nbytes: int, now_ns: int) -> None:
+        """It has ended. ``nbytes``: on the disk; 0: it has failed, or tells nothing."""
+        self._under_way -= 1
+        self._bytes += nbytes
+        if self._under_way > 0 and now_ns - self._since_ns < _WINDOW_NS:
+            return
+        self._busy_ns += now_ns - self._since_ns
+        self._since_ns = now_ns
+        if self._bytes >= _WINDOW_BYTES:
+            self.rate.note(self._bytes, max(0, self._busy_ns))
+            self._busy_ns = self._bytes = 0
+
+    def leave_out(self, spent_ns: int) -> None:
+        """The disk's thread has done something else."""
+        if self._under_way > 0:
+            self._busy_ns -= spent_ns
+
+
+def usual_encoded_bytes(segments: _core.SegmentLog) -> int:
+    """The longest encoding among some values of a disk; 0: there is none. Not while the machine uses the log."""
+    keys = segments.keys()[: 16 * _LOOKS]
+    records = [segments.look(keys[at : at + 16]) for at in range(0, len(keys), 16)]
+    return max((record.encoded_bytes for record in records if record is not None), default=0)
+
+
+class DiskCodec:
+    """The codec in a disk's thread, and whether it pays there."""
+
+    def __init__(self, codec: KvCodec) -> None:
+        self._codec = codec
+        self.reads, self.writes = DiskWay(), DiskWay()
+        self._read_gate = CodecGate(codec.mode, codec.least.decode_byte_ns)
+        self._write_gate = CodecGate(codec.mode, codec.least.encode_byte_ns)
+        self.spent_ns = 0
+        """By the last job."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether a value should be encoded now: it is to be read sooner, and encoded more quickly than it is written.
+        For a write no request waits, and one value is encoded while another is written."""
+        rates, reads, writes = self._codec.rates, self.reads.rate.byte_ns, self.writes.rate.byte_ns
+        read_ns, write_ns = writes if reads is None else reads, reads if writes is None else writes
+        sooner = self._read_gate.lets_encode(read_ns, rates.decode_byte_ns, rates.share)
+        return self._write_gate.lets_encode(write_ns, rates.encode_byte_ns, 0.0) and sooner
+
+    def encode_value(self, address: int, length: int, out: Bounce) -> int:
+        """Bytes of the encoding; 0: it saves no page."""
+        began_ns = time.perf_counter_ns()
+        nbytes = self._codec.encode_to(address, _NO_OFFSET, length, out.address, len(out.view))
+        self._note_spent(began_ns)
+        return nbytes if nbytes and _core.SegmentLog.saves_pages(length, nbytes) else 0
+
+    def decode_value(self, source: int, nbytes: int, target: int, length: int) -> int:
+        """The checksum of what was decoded; 0: it is no encoding of a value of this length."""
+        began_ns = time.perf_counter_ns()
+        seals = self._codec.decode(source, nbytes, target, _NO_OFFSET, length)
+        self._note_spent(began_ns)
+        return 0 if seals is None else int(seals[0])
+
+    def _note_spent(self, began_ns: int) -> None:
+        self.spent_ns = time.perf_counter_ns() - began_ns
+        self.reads.leave_out(self.spent_ns)
+        self.writes.leave_out(self.spent_ns)
+
+
 class DiskHost:
     """The files of a store, and a thread each."""
 
@@ -138,6 +243,7 @@ class DiskHost:
         self._files = open_files(disks, config)
         self.logs = [file.log for file in self._files]
         self.engine, self.depth = engine, depth
+        self._kv_codec = config.kv_codec
         self._workers: list[_Worker] = []
 
     def read_curve(self) -> CopyCurve | None:
@@ -154,7 +260,10 @@ class DiskHost:
         """
         extents = Extents(address, nbytes, unit_bytes)
         make = make_queue or self._open_queue
-        self._workers = [_Worker(number, file, extents, post, make) for number, file in enumerate(self._files)]
+        self._workers = [
+            _Worker(number, file, extents, post, make, KvCodec(self._kv_codec))
+            for number, file in enumerate(self._files)
+        ]
         for worker in self._workers:
             worker.start()
 
@@ -194,8 +303,16 @@ class _Worker:
     """One disk. Its thread alone uses its queue: io_uring hands results to the thread that asked, and another one would
     be woken for each."""
 
-    def __init__(self, number: int, file: DiskFile, extents: Extents, post: Post, make_queue: MakeQueue) -> None:
+    def __init__(
+        self, number: int, file: DiskFile, extents: Extents, post: Post, make_queue: MakeQueue, codec: KvCodec
+    ) -> None:
         self._file, self._extents, self._post = file, extents, post
+        self._codec = DiskCodec(codec)
+        self._to_encode: deque[ev.EncodeExtent] = deque()
+        self._to_read: deque[ev.ReadExtent | ev.ReadRecord] = deque()
+        """Encoded values, for which there is no memory while others are read."""
+        self._landing_bytes = 0
+        self._usual_bytes = usual_encoded_bytes(file.log)
         self._memory = BounceMemory()
         memory_ranges = (
             [(extents.address, extents.nbytes), self._memory.pages] if extents.nbytes else [self._memory.pages]
@@ -235,18 +352,22 @@ class _Worker:
     def _run_worker(self) -> None:
         queue = self._queue
         assert queue is not None
+        if self._usual_bytes:
+            self._memory.prepare_pieces(self._usual_bytes)
         poll = select.poll()
         poll.register(queue.fileno(), select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         # what was asked for before the stop is done: the machine waits for an end of each job
-        while self._running or self._inbox or not self._stopping:
-            ready = poll.poll()
+        while self._running or self._inbox or self._to_encode or not self._stopping:
+            ready = poll.poll(0 if self._to_encode else None)
             if any(fd == self._wake for fd, _ in ready):
                 os.eventfd_read(self._wake)
             while self._inbox:
                 self._begin_job(queue, self._inbox.popleft())
             for tag, error in queue.take():
                 self._part_ended(tag, error)
+            if self._to_encode:
+                self._encode_extent(self._to_encode.popleft())
         # io_uring is closed by the thread that used it, and before the file
         self._queue = queue = None
         self._file.close()
@@ -260,7 +381,17 @@ class _Worker:
             case ev.DropRecord(_, source):
                 self._memory.return_piece(self._kept_payloads.pop(source, None))
                 return
+            case ev.EncodeExtent():
+                self._to_encode.append(action)
+                return
+            case ev.ReadExtent() | ev.ReadRecord() if action.encoded_bytes:
+                if self._landing_bytes and self._landing_bytes + action.encoded_bytes > _LANDING_BYTES_MAX:
+                    self._to_read.append(action)
+                    return
+                self._landing_bytes += action.encoded_bytes
         self._running[action.job] = running = _Running(action, action.job)
+        if (way := self._way_of(action)) is not None:
+            way.begin_job(time.perf_counter_ns())
         try:
             self._submit_operations(queue, running)
         except Exception:  # a job always has an end: the machine counts on it
@@ -268,6 +399,30 @@ class _Worker:
             running.error = errno.EINVAL
             if running.parts == 0:
                 self._finish_job(running)
+
+    def _encode_extent(self, action: ev.EncodeExtent) -> None:
+        nbytes, self._codec.spent_ns = 0, 0
+        try:
+            piece = self._memory.take_piece(_core.kv_encoded_bytes_max(action.length))
+            nbytes = self._codec.encode_value(self._extents.address + action.extent, action.length, piece)
+            if nbytes:
+                self._kept_payloads[action.job] = piece
+            else:
+                self._memory.return_piece(piece)
+        except Exception:
+            log.exception("a value for %s cannot be encoded", self._file.path)
+        self._post_done(DiskDone(action.job, True, encoded_bytes=nbytes, codec_ns=self._codec.spent_ns))
+
+    def _post_done(self, done: DiskDone) -> None:
+        self._post(replace(done, encodes=self._codec.pays))
+
+    def _way_of(self, action: DiskAction) -> DiskWay | None:
+        """None: it tells nothing of how quick the disk is with long values."""
+        if isinstance(action, ev.ReadExtent | ev.ReadRecord) and action.length >= ENCODED_BYTES_MIN:
+            return self._codec.reads
+        if isinstance(action, ev.WriteExtent | ev.WriteRecord) and action.length >= ENCODED_BYTES_MIN // 2:
+            return self._codec.writes
+        return None
 
     def _submit_operations(self, queue: Queue, running: _Running) -> None:
         tag = _PARTS * running.job
@@ -299,13 +454,18 @@ class _Worker:
                 running.parts = 1
                 queue.write(tag, offset, running.head.address, PAGE_BYTES)
                 running.parts = 2
-            case ev.ReadExtent(_, _, offset, extent, length, inside):
-                address = 0 if inside else self._payload_address(running, extent, length)
-                self._submit_read(queue, running, offset, address, length)
-            case ev.ReadRecord(_, _, offset, length, inside, _):
+            case ev.ReadExtent(_, _, offset, extent, length, inside, encoded_bytes):
+                if encoded_bytes:
+                    running.body = self._memory.take_piece(encoded_bytes)
+                    self._submit_read(queue, running, offset, running.body.address, encoded_bytes)
+                else:
+                    address = 0 if inside else self._payload_address(running, extent, length)
+                    self._submit_read(queue, running, offset, address, length)
+            case ev.ReadRecord(_, _, offset, length, inside, _, encoded_bytes):
+                nbytes = encoded_bytes or length
                 if not inside:
-                    running.body = self._memory.take_piece(_padded(length))
-                self._submit_read(queue, running, offset, 0 if inside else _address(running.body), length)
+                    running.body = self._memory.take_piece(_padded(nbytes))
+                self._submit_read(queue, running, offset, 0 if inside else _address(running.body), nbytes)
 
     def _submit_read(self, queue: Queue, running: _Running, offset: int, address: int, length: int) -> None:
         """A record's head and, unless ``address`` is 0, the payload behind it."""
@@ -334,35 +494,58 @@ class _Worker:
 
     def _finish_job(self, running: _Running) -> None:
         del self._running[running.job]
-        self._post(self._result_of(running))
+        if (way := self._way_of(running.action)) is not None:
+            way.end_job(0 if running.error else _bytes_moved(running.action), time.perf_counter_ns())
+        self._codec.spent_ns = 0
+        self._post_done(self._result_of(running))
         self._memory.return_piece(running.head)
         # a record that is being moved keeps its payload until the write of the move takes it
         if running.job not in self._kept_payloads:
             self._memory.return_piece(running.body)
+        if isinstance(running.action, ev.ReadExtent | ev.ReadRecord) and running.action.encoded_bytes:
+            self._landing_bytes -= running.action.encoded_bytes
+            if self._to_read:  # one ends, one begins: what is under way stays below the limit
+                self._inbox.appendleft(self._to_read.popleft())
+                os.eventfd_write(self._wake, 1)
 
     def _result_of(self, running: _Running) -> DiskDone:
         if running.error:
             return DiskDone(running.job, False, why=errno.errorcode.get(running.error, str(running.error)))
         match running.action:
-            case ev.ReadExtent(_, _, _, extent, length, inside):
+            case ev.ReadExtent(_, _, _, extent, length, inside, encoded_bytes):
                 assert running.head is not None
                 head, target = bytes(running.head.view), self._extents.address + extent
+                if encoded_bytes:
+                    seal = self._codec.decode_value(_address(running.body), encoded_bytes, target, length)
+                    return DiskDone(running.job, True, seal, head, codec_ns=self._codec.spent_ns)
                 if not inside and running.body is None:
                     return DiskDone(running.job, True, _checksum_of(target, length), head)
                 source = running.head.address + inside if inside else _address(running.body)
                 return DiskDone(running.job, True, _copy_with_checksum(target, source, length), head)
-            case ev.ReadRecord(_, _, _, length, inside, keep):
+            case ev.ReadRecord(_, _, _, length, inside, keep, encoded_bytes):
                 assert running.head is not None
                 head = bytes(running.head.view)
                 source = running.head.address + inside if inside else _address(running.body)
                 if keep:
                     self._kept_payloads[running.job] = running.body
+                if encoded_bytes:
+                    value = self._memory.take_piece(length)
+                    seal = self._codec.decode_value(source, encoded_bytes, value.address, length)
+                    self._memory.return_piece(value)
+                    return DiskDone(running.job, True, seal, head, codec_ns=self._codec.spent_ns)
                 return DiskDone(running.job, True, _checksum_of(source, length), head)
         return DiskDone(running.job, True)
 
 
 def _padded(length: int) -> int:
     return ceil_div(length, PAGE_BYTES) * PAGE_BYTES
+
+
+def _bytes_moved(action: DiskAction) -> int:
+    """Behind a record's head."""
+    if isinstance(action, ev.ReadExtent | ev.ReadRecord):
+        return action.encoded_bytes or action.length
+    return action.length if isinstance(action, ev.WriteExtent | ev.WriteRecord) else 0
 
 
 def _address(body: Bounce | None) -> int:

@@ -44,7 +44,7 @@ from memserve.journal.folder import write_private
 from memserve.kv.costs import CopyCurve, CostModel
 from memserve.kv.identity import kv_secret
 from memserve.store.disks.events import PAGE_BYTES, SYNC_CODES, DisksConfig, segments_of
-from memserve.store.disks.jobs import record_bytes
+from memserve.store.disks.jobs import bytes_on_disk
 
 MEASURE_NS = 150 * NS_PER_MS
 """How long reads may take at a start, all disks side by side."""
@@ -63,6 +63,9 @@ class ReadSpan:
 
     offset: int
     nbytes: int
+    value_bytes: int
+    """What they bring: of an encoded value its own bytes."""
+    encoded_bytes: int = 0
 
 
 def spans_to_read(log: SegmentLog) -> list[ReadSpan]:
@@ -74,9 +77,11 @@ def spans_to_read(log: SegmentLog) -> list[ReadSpan]:
         record = log.look(keys[16 * index : 16 * index + 16])
         if record is None or record.length < RECORD_BYTES_MIN:
             continue
-        nbytes = min(record_bytes(record.length, record.name_bytes), PAGE_BYTES + RECORD_BYTES_MAX)
+        nbytes, value_bytes = bytes_on_disk(record), record.length
+        if not record.encoded_bytes:
+            nbytes = value_bytes = min(nbytes, PAGE_BYTES + RECORD_BYTES_MAX)
         if nbytes <= bytes_left and len(spans) < RECORDS_MAX:
-            spans.append(ReadSpan(record.head_offset, nbytes))
+            spans.append(ReadSpan(record.head_offset, nbytes, value_bytes, record.encoded_bytes))
             bytes_left -= nbytes
     return spans if len(spans) >= RECORDS_MIN else []
 
@@ -178,6 +183,12 @@ class DiskFile:
 
     def _recover_log(self, config: DisksConfig) -> SegmentLog:
         sync = SYNC_CODES[config.sync]
+        if (version := SegmentLog.superblock_version(self.fd)) > SegmentLog.FORMAT_VERSION:
+            hint = "start that one, or remove the file, and what it holds is forgotten"
+            message = (
+                f"{self.path} was written by a later memserve (format {version}, here {SegmentLog.FORMAT_VERSION})"
+            )
+            raise UserError(message, hint=hint, param="ssd")
         superblock = SegmentLog.read_superblock(self.fd)
         if superblock is None:
             segments, segment_bytes = segments_of(self.nbytes)
@@ -263,7 +274,7 @@ class _Reading:
         arrived = list(self._arrived)
         if self._failed:
             return None
-        next_bytes = self._spans[len(arrived)].nbytes if len(arrived) < len(self._spans) else 0
+        next_bytes = self._spans[len(arrived)].value_bytes if len(arrived) < len(self._spans) else 0
         since_ns = self._began_ns if arrived else self._requested_ns  # the thread may have begun late, or not yet
         return curve_of_reads(arrived, next_bytes, time.monotonic_ns() - since_ns)
 
@@ -278,7 +289,9 @@ class _Reading:
 
     def _read_spans(self) -> None:
         arena = _core.Arena(sum(span.nbytes for span in self._spans))
-        np.frombuffer(memoryview(arena), np.uint8)[::PAGE_BYTES] = 0  # a store's memory is there when it is read into
+        values = _core.Arena(max(span.value_bytes for span in self._spans))
+        for memory in (arena, values):
+            np.frombuffer(memoryview(memory), np.uint8)[::PAGE_BYTES] = 0  # a store's is there when it is read into
         queue, address, addresses = self._make_queue(str(self._path)), arena.address, []
         poll, total = select.poll(), 0
         poll.register(queue.fileno(), select.POLLIN)
@@ -295,9 +308,13 @@ class _Reading:
                 if error:
                     self._failed = True
                     continue
-                nbytes = self._spans[tag].nbytes
-                _core.seal_ranges(addresses[tag], _NO_OFFSET, nbytes)  # as every read of the store is compared
-                total += nbytes
+                span = self._spans[tag]
+                if span.encoded_bytes:
+                    source, target = addresses[tag] + PAGE_BYTES, values.address
+                    _core.kv_decode_ranges(source, span.encoded_bytes, target, _NO_OFFSET, span.value_bytes)
+                else:
+                    _core.seal_ranges(addresses[tag], _NO_OFFSET, span.nbytes)  # as every read is compared
+                total += span.value_bytes
                 self._arrived.append(ReadArrived(total, time.monotonic_ns() - self._began_ns))
 
 

@@ -197,7 +197,8 @@ class StoreRun:
         self._opened.append(self._values.close)
         link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
         listen_address = ListenAddress(place.secret, place.host, place.advertise, place.port)
-        self._port = open_data_port(link, geometry, {Tier.DRAM: arena}, self._post_event, listen_address)
+        arenas, kv_codec = {Tier.DRAM: arena}, place.disks.kv_codec
+        self._port = open_data_port(link, geometry, arenas, self._post_event, listen_address, kv_codec=kv_codec)
         self._opened.append(self._port.close)
         self._lock = threading.Lock()
         with self._lock:  # messages may arrive as soon as there is a mailbox

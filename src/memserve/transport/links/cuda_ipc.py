@@ -19,6 +19,7 @@ from memserve.transport.ports import (
     Arenas,
     LinkError,
     Seals,
+    Travelled,
     UnreachableError,
     check_ranges,
     place_of,
@@ -51,7 +52,9 @@ class IpcLink(ShmLink):
             for key in [key for key in self._gpu_maps if key[0] == peer]:
                 del self._gpu_maps[key]
 
-    def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
+    def read(
+        self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges, travelled: Travelled | None = None
+    ) -> Seals:
         """Copy and seal. Raises :class:`LinkError`."""
         target = self._arenas.get(dst_tier)
         if target is None:

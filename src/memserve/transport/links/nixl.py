@@ -39,7 +39,7 @@ from memserve.base.units import MIB, NS_PER_S, ns_from_s
 from memserve.protocol.peers import ArenaPlace, Peer, PeerInfo
 from memserve.transport.links.gpu_memory import GpuMemory, land_ranges, shards_of
 from memserve.transport.links.nixl_agent import Agent, Transfer
-from memserve.transport.ports import ArenaMemory, Arenas, LinkError, Seals, check_ranges, place_of
+from memserve.transport.ports import ArenaMemory, Arenas, LinkError, Seals, Travelled, check_ranges, place_of
 from memserve.transport.ranges import Ranges, Shards, cut_pieces
 
 SLOTS_MAX = 64
@@ -379,7 +379,9 @@ class NixlLink:
                 if isinstance(arena, GpuMemory):
                     arena.on_expected()
 
-    def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
+    def read(
+        self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges, travelled: Travelled | None = None
+    ) -> Seals:
         """Read slot by slot, then copy and checksum each. Raises :class:`LinkError`."""
         target = self._arenas.get(dst_tier)
         if target is None:

@@ -11,7 +11,7 @@ from memserve.base.types import Tier
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.system.memory import PEERS_BYTES
 from memserve.transport.links.gpu_memory import BEACON_BYTES
-from memserve.transport.ports import Arenas, LinkError, Seals, UnreachableError, check_ranges, place_of
+from memserve.transport.ports import Arenas, LinkError, Seals, Travelled, UnreachableError, check_ranges, place_of
 from memserve.transport.ranges import Ranges
 
 
@@ -69,7 +69,9 @@ class ShmLink:
     def expect_reads(self) -> None:
         """Readers need nothing from us."""
 
-    def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
+    def read(
+        self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges, travelled: Travelled | None = None
+    ) -> Seals:
         """Copy and checksum in one pass. Raises :class:`LinkError`."""
         source, target = self._map_arena(peer, src_tier), self._arenas.get(dst_tier)
         if target is None:
