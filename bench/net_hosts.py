@@ -141,7 +141,16 @@ class Sides:
 
     def __init__(self, link: str, network: Network | Wired, nbytes: int, args: Namespace) -> None:
         source, target = network.hosts["owner"], network.hosts["reader"]
-        common_flags = ("--links", link, "--bytes", str(nbytes), "--geometry", args.geometry, "--readers", str(args.readers))
+        common_flags = (
+            "--links",
+            link,
+            "--bytes",
+            str(nbytes),
+            "--geometry",
+            args.geometry,
+            "--readers",
+            str(args.readers),
+        )
         values = ("--kv", str(args.kv)) if args.kv is not None else ()
         self._nbytes, self._owner = nbytes, _side(source, "--own", source.address, *common_flags, *values)
         self._reader = _side(target, "--read", target.address, "--owner", self._owner.hello, *common_flags)
