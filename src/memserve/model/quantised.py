@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,18 @@ FORMATS = tuple(_kernels.QUANTISED_FORMATS)
 _GROUPS = {name: int(name.rpartition("_")[2]) for name in FORMATS if name.startswith("INT")}
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT = (torch.float32, torch.bfloat16)
+_MARK = "memserve_is_quantised"
+
+
+def mark_quantised(module: Any) -> None:
+    """From now on :func:`is_quantised` holds of ``module``."""
+    setattr(module, _MARK, True)
+
+
+def is_quantised(module: Any) -> bool:
+    """Whether weights of ``module`` come from fewer bits than those of its dtype. Rounding then makes more of a
+    difference to its logits."""
+    return bool(getattr(module, _MARK, False))
 
 
 class Stacked(Protocol):

@@ -87,6 +87,10 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     if not all(is_finite(value) for value in _first_and_last(module)):
         raise UserError(f"{name} has weights that are not finite (NaN or infinite)", hint=COMPLETE_HINT, param="model")
     module.requires_grad_(False)
+    if quantised is not None:
+        from memserve.model.quantised import mark_quantised
+
+        mark_quantised(module)
     if gguf_file is None:
         remember_pages(module, sorted(folder.glob("*.safetensors")), lambda: load_module(folder, name, dtype))
     return module.train(False)

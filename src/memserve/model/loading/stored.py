@@ -30,7 +30,7 @@ from memserve.model.loading.conversion import tensor_names
 from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint
 from memserve.model.loading.formats.weights import StoredForm
 from memserve.model.loading.pages import drop_file_pages
-from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight, can_follow
+from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight, can_follow, mark_quantised
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +141,8 @@ NOT_STORED = StoredWeights()
 def remember_stored(module: Any, weights: StoredWeights) -> None:
     """From now on :func:`stored_of` knows the stored weights of ``module``."""
     setattr(module, _ATTRIBUTE, weights)
+    if len(weights):
+        mark_quantised(module)
 
 
 def stored_of(module: Any) -> StoredWeights:
