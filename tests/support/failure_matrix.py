@@ -343,17 +343,23 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
     except TimeoutError as problem:
         result.leaks = f"{str(problem).splitlines()[0]}: {fleet.left_behind()}"
     finally:
-        survivors = [*fleet.roles, *([victim] if lasting or case.fault == "corrupt" else [])]
-        ended = fleet.find_ended(survivors)
-        result.leaks = "; ".join(filter(None, (*ended.values(), result.leaks)))
-        fleet.stop(victim)
-        if NEWCOMER in fleet.processes:
-            fleet.stop(NEWCOMER)
-            fleet.healthy -= 1
-        for name in ended.keys() - {victim}:  # the next case is another one's
-            fleet.start(name, fleet.roles[name])
+        _leave_healthy(fleet, victim, result)
     result.seconds = time.monotonic() - started
     return result
+
+
+def _leave_healthy(fleet: Fleet, victim: str, result: Result) -> None:
+    """Say what has ended and should not, and leave the fleet to the next case as it was."""
+    doomed = [victim] if result.case.fault in ("kill", "restart") else []
+    ended = fleet.find_ended([name for name in fleet.processes if name not in doomed])
+    result.leaks = "; ".join(filter(None, (*ended.values(), result.leaks)))
+    fleet.stop(victim)
+    if NEWCOMER in fleet.processes:
+        fleet.stop(NEWCOMER)
+        fleet.healthy -= 1
+    for name, role in fleet.roles.items():
+        if name in ended:
+            fleet.start(name, role)
 
 
 def _restart_when_dead(fleet: Fleet, name: str, role: str) -> None:
