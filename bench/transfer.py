@@ -43,7 +43,7 @@ from memserve.kv.transfer.events import PagesPulled, PagesSealed, SealPages
 from memserve.protocol import codec as wire
 from memserve.protocol.messages import Join
 from memserve.protocol.peers import Peer, PeerInfo
-from memserve.transport.data_port import open_data_port
+from memserve.transport.data_port import PagePort
 from memserve.transport.links.nixl import NixlLink
 from memserve.transport.links.nixl_agent import Agent, nixl_is_installed
 from memserve.transport.links.shared_memory import ShmLink
@@ -70,13 +70,14 @@ def shared(nbytes: int) -> _core.SharedArena:
     return arena
 
 
-def own(nbytes: int, kv: KVGeometry, link: str) -> None:
-    """Child process: memory that the other one reads over ``link``. Each line on stdin seals a page, as before real
-    reads."""
+def own(nbytes: int, kv: KVGeometry, *, with_nixl: bool) -> None:
+    """Child process: memory that the other one reads. Each line on stdin seals a page, as before real reads."""
     arena = shared(nbytes)
     np.frombuffer(arena, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
     sealed: list[PagesSealed | PagesPulled] = []
-    port = open_data_port(link, kv, {Tier.HBM: arena}, sealed.append)
+    arenas = {Tier.HBM: arena}
+    links: list[PageLink] = [ShmLink(arenas), *([NixlLink(arenas, kv.block_bytes)] if with_nixl else [])]
+    port = PagePort(kv, arenas, links, sealed.append)
     info = PeerInfo(Peer("owner", 1), Role.PREFILL, "", "", kv, 0, 0, 0, True)
     print(wire.encode(Join(port.describe(info))).hex(), flush=True)
     reader = PeerInfo(Peer("reader", 1), Role.DECODE, "", "", kv, 0, 0, 0, True, nixl_agent=b"-")
@@ -212,14 +213,14 @@ def report(records: list[dict[str, Any]], works: dict[str, Ranges]) -> None:
 
 def main() -> None:
     args = options(
-        __doc__, hidden="own links", mib=(128, "MiB moved at a time in the table of sizes"), rounds=9,
+        __doc__, hidden="own", mib=(128, "MiB moved at a time in the table of sizes"), rounds=9,
         ucx=(str, "transports that UCX may use (UCX_TLS), e.g. tcp"), without_nixl=False,
         small_pages=(False, "leave the shared memory on pages of 4 KiB"), geometry="smollm2",
-        mooncake=(str, "a Python that has mooncake-transfer-engine"), own=int, links="shm",
+        mooncake=(str, "a Python that has mooncake-transfer-engine"), own=int,
     )  # fmt: skip
     kv = geometries.SHAPES[args.geometry].kv
     if args.own:
-        return own(args.own, kv, args.links)
+        return own(args.own, kv, with_nixl=has_nixl(args))
     if args.ucx:
         os.environ["UCX_TLS"] = args.ucx
     if args.small_pages:
@@ -230,8 +231,8 @@ def main() -> None:
     pieces = zip(LAYOUTS, (kv.block_bytes, kv.page_bytes, 8 << 10), strict=True)
     works |= {name: shuffled(prompt_bytes // size, size) for name, size in pieces}
     with ExitStack() as stack:
-        links = "trusted" if has_nixl(args) else "shm"
-        words = ("--own", str(nbytes), "--geometry", args.geometry, "--links", links)
+        words = ("--own", str(nbytes), "--geometry", args.geometry)
+        words += () if has_nixl(args) else ("--without-nixl",)
         owner = LineChild(sys.executable, __file__, *words)
         stack.callback(owner.close)
         records = measure(contenders(owner, nbytes, args, stack), works, args.rounds, owner)

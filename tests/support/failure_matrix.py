@@ -6,9 +6,9 @@
 
 For each role and link a router and healthy instances are started, once; for each case one more instance of that role,
 which fails by itself at the chosen moment (``faulty_instance.py``), while a crowd of clients streams. Every answer must
-be exactly what one engine alone gives, or one clean error within the deadline; afterwards no block may be held
-anywhere. The model is tiny and random, with ``--geometry`` its KV is that of a real one (``geometries.py``);
-everything else is what users run.
+be exactly what one engine alone gives, as transformers does, or one clean error within the deadline; afterwards all
+others must live, and no block may be held anywhere. The model is tiny and random, with ``--geometry`` its KV is that of
+a real one (``geometries.py``); everything else is what users run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -130,17 +130,12 @@ class Result:
 # -- clients
 
 
-def requests(count: int, seed: int) -> list[dict[str, Any]]:
-    """Streaming completions: shared and own prefixes, greedy and drawn."""
-    rng = random.Random(seed)
-    heads = [[rng.randrange(3, 131) for _ in range(96)] for _ in range(3)]
-    bodies = []
-    for i in range(count):
-        prompt = [*heads[i % 3], *(rng.randrange(3, 131) for _ in range(rng.randrange(1, 60)))]
-        body = {"prompt": prompt, "max_tokens": rng.randrange(24, 60), "stream": True, "ignore_eos": True}
-        body |= {"temperature": 0} if i % 2 else {"temperature": 1.0, "seed": 1000 + i}
-        bodies.append(body | {"timeout_s": DEADLINE_S, "model": "tiny"})
-    return bodies
+def draw_request(rng: random.Random, heads: list[list[int]], number: int) -> dict[str, Any]:
+    """A streaming completion: with a prefix that others have as well, greedy or drawn in turn."""
+    prompt = [*heads[number % len(heads)], *(rng.randrange(3, 131) for _ in range(rng.randrange(1, 60)))]
+    body = {"prompt": prompt, "max_tokens": rng.randrange(24, 60), "stream": True, "ignore_eos": True}
+    body |= {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": rng.randrange(1 << 30)}
+    return body | {"timeout_s": DEADLINE_S, "model": "tiny"}
 
 
 def ask(url: str, body: dict[str, Any]) -> tuple[str, str, float]:
@@ -164,17 +159,27 @@ def ask(url: str, body: dict[str, Any]) -> tuple[str, str, float]:
     return text, error, time.monotonic() - started
 
 
-def expected(model: Path, shape: Shape, bodies: list[dict[str, Any]]) -> list[str]:
-    """The texts that one engine alone gives."""
+def ask_alone(folder: Path, module: Any, shape: Shape, count: int, seed: int) -> list[tuple[dict[str, Any], str]]:
+    """``count`` requests, each with the text that one engine alone gives, which is what transformers gives. A request
+    with an answer that the rounding of float32 decides is drawn anew: with other rows in a step it may have another."""
+    from margins import AnswerCheck
     from memserve import LLM, SamplingParams
 
-    texts, kv_bytes = [], KV_TOKENS * shape.in_dtype("float32").token_bytes
-    with LLM(str(model), dtype="float32", kv_memory=kv_bytes, threads=1) as llm:
-        for body in bodies:
+    rng, check, asked = random.Random(seed), AnswerCheck(module), list[tuple[dict[str, Any], str]]()
+    heads = [[rng.randrange(3, 131) for _ in range(96)] for _ in range(3)]
+    kv_bytes = KV_TOKENS * shape.in_dtype("float32").token_bytes
+    with LLM(str(folder), dtype="float32", kv_memory=kv_bytes, threads=1) as llm:
+        for _ in range(10 * count):
+            body = draw_request(rng, heads, len(asked))
             sampling = SamplingParams(temperature=body["temperature"], seed=body.get("seed", 0))
             [answer] = llm.generate([body["prompt"]], sampling, max_tokens=body["max_tokens"], ignore_eos=True)
-            texts.append(answer.outputs[0].text)
-    return texts
+            tokens = answer.outputs[0].tokens
+            verdict = check.judge(body["prompt"], tokens, sampling.temperature, sampling.seed)
+            assert verdict.is_right, f"not what transformers gives: {verdict}"
+            asked += [(body, answer.text)] if verdict.is_decided else []
+            if len(asked) == count:
+                return asked
+    raise AssertionError(f"rounding decides too many answers: {len(asked)} of {10 * count} are left")
 
 
 # -- processes
@@ -197,10 +202,10 @@ class Fleet:
         self.url = f"http://127.0.0.1:{self.http}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._launch("router", [sys.executable, "-m", "memserve", *self._serve()])
-        self.healthy = 0
-        for number, role in enumerate(roles):
-            self.start(f"{role}-{number}", role)
-            self.healthy += 1
+        self.roles = {f"{role}-{number}": role for number, role in enumerate(roles)}
+        self.healthy = len(roles)  # with the newcomer, while it is there
+        for name, role in self.roles.items():
+            self.start(name, role)
         if roles:  # without an instance the router does not know its model, and has no metrics
             self.wait_for(lambda: self.up() == self.healthy, 180, "the healthy instances did not join")
 
@@ -261,6 +266,12 @@ class Fleet:
                 logs = "\n".join(self.log(name)[-800:] for name in self.processes)
                 raise TimeoutError(f"{complaint} within {seconds:.0f} s\n{logs}")
             time.sleep(0.1)
+
+    def find_ended(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of ``names`` whose processes have ended, with their last words."""
+        codes = {name: self.processes[name].poll() for name in names}
+        words = {name: (self.log(name).splitlines() or [""])[-1] for name in codes}
+        return {name: f"{name} ended ({code}): {words[name]}" for name, code in codes.items() if code is not None}
 
     def stop(self, name: str) -> None:
         """End one process, whatever state it is in."""
@@ -332,12 +343,23 @@ def run_case(fleet: Fleet, case: Case, bodies: list[dict[str, Any]], want: list[
     except TimeoutError as problem:
         result.leaks = f"{str(problem).splitlines()[0]}: {fleet.left_behind()}"
     finally:
-        fleet.stop(victim)
-        if NEWCOMER in fleet.processes:
-            fleet.stop(NEWCOMER)
-            fleet.healthy -= 1
+        _leave_healthy(fleet, victim, result)
     result.seconds = time.monotonic() - started
     return result
+
+
+def _leave_healthy(fleet: Fleet, victim: str, result: Result) -> None:
+    """Say what has ended and should not, and leave the fleet to the next case as it was."""
+    doomed = [victim] if result.case.fault in ("kill", "restart") else []
+    ended = fleet.find_ended([name for name in fleet.processes if name not in doomed])
+    result.leaks = "; ".join(filter(None, (*ended.values(), result.leaks)))
+    fleet.stop(victim)
+    if NEWCOMER in fleet.processes:
+        fleet.stop(NEWCOMER)
+        fleet.healthy -= 1
+    for name, role in fleet.roles.items():
+        if name in ended:
+            fleet.start(name, role)
 
 
 def _restart_when_dead(fleet: Fleet, name: str, role: str) -> None:
@@ -374,9 +396,9 @@ def run_matrix(
 
     with ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memserve-tiny-")))
-        save_folder(shape.module(), model)
-        bodies = requests(clients, seed)
-        want = expected(model, shape, bodies)
+        module = shape.module()
+        save_folder(module, model)
+        bodies, want = map(list, zip(*ask_alone(model, module, shape, clients, seed), strict=True))
         ordered = sorted(cases, key=lambda case: (ROLES.index(case.role), case.link))
         for (role, link), group in itertools.groupby(ordered, key=lambda case: (case.role, case.link)):
             with fleet_for(role, link, model, shape) as fleet:

@@ -71,6 +71,10 @@ class Owner:
         print(json.dumps(what), file=self._process.stdin, flush=True)
         return self._read()
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self._process.pid, number)
 

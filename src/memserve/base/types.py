@@ -30,8 +30,8 @@ class Tier(enum.IntEnum):
 
 LINKS = {
     "auto": "shared memory on one host, the cluster's encrypted channel between hosts",
-    "trusted": "shared memory on one host, NIXL between hosts (RDMA or TCP, neither encrypted nor authenticated: for"
-    " networks that no stranger reaches), the encrypted channel where an end has no NIXL",
+    "trusted": "shared memory on one host, NIXL between hosts with RDMA (neither encrypted nor authenticated: for"
+    " networks that no stranger reaches), the encrypted channel where an end has no RDMA adapter or no NIXL",
     "shm": "shared memory alone",
     "curve": "the encrypted channel alone",
     "nixl": "NIXL alone",
@@ -122,8 +122,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """How the next token is drawn from the logits (OpenAI's meanings and ranges).
 
     Drawing is stateless: token ``i`` of sequence ``k`` depends only on the logits and ``(seed, k, i)``. So a sequence
-    that is preempted or migrated continues as it would have: exactly in float32; in bfloat16 other rows of a step can
-    change how a logit is rounded.
+    that is preempted or migrated continues as it would have: exactly in float32, but for ties in the last digits; in
+    bfloat16 other rows of a step can change how a logit is rounded.
     """
 
     temperature: float = 1.0  # 0 = greedy

@@ -190,7 +190,7 @@ def _hosts(members: list[dict[str, str]], samples: Samples) -> Iterator[Finding]
     if len(hosts) < 2:
         return
     if not nixl_is_installed():
-        hint = "where the network is trusted: pip install 'memserve[nixl]' on every host, and --link trusted"
+        hint = "on a trusted network with RDMA: pip install 'memserve[nixl]' on every host, and --link trusted"
         detail = "not installed here: KV goes between hosts through the cluster's encrypted channel, which is slower"
         yield Finding("NIXL", Status.OK, f"{detail} ({hint})")
     moved = samples.total("instance_handed_over_total")

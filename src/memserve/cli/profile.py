@@ -40,7 +40,10 @@ def profile(
     engine: ProfiledEngine = PROFILED,
     seconds: Annotated[float, typer.Option(min=1, help="Approximate seconds to measure.")] = 60.0,
     link: Annotated[
-        str, typer.Option(help="--link of the instances: trusted has NIXL measured for other hosts.")
+        str,
+        typer.Option(
+            help="--link of the instances: nixl, and trusted where there is RDMA, has NIXL measured for other hosts."
+        ),
     ] = "auto",
     save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
     even_if_busy: Annotated[
@@ -84,14 +87,15 @@ def _why_untrusted(fitted_profile: Profile) -> str | None:
 def _measure(options: EngineOptions, seconds: float, link: str) -> tuple[Profile, KVGeometry, Path]:
     from memserve.host.profile import (
         LINKS,
+        NIXL_LINKS,
         SHARES,
-        TRUSTED_LINKS,
         fit_profile,
         measure_steps,
         open_profiler,
         with_transfers,
     )
     from memserve.host.profile_file import machine_name, model_name, profile_path
+    from memserve.transport.data_port import uses_nixl
 
     _print_line(f"loading {options.model} ...")
     with progress_bar("loading"):
@@ -102,7 +106,7 @@ def _measure(options: EngineOptions, seconds: float, link: str) -> tuple[Profile
             measured = measure_steps(profiler, config, geometry, seconds, _print_line)
         finally:
             profiler.close()
-        links = TRUSTED_LINKS if link in ("trusted", "nixl") else LINKS
+        links = NIXL_LINKS if uses_nixl(link, None) else LINKS
         measured = with_transfers(measured, geometry, SHARES["transfer"] * seconds, _print_line, links)
     model_key = (model.fingerprint, geometry, device, options.threads)
     fitted_profile = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*model_key)}")

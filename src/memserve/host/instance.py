@@ -93,7 +93,7 @@ def run_instance(
     with objects_that_stay():
         leave_compiler_out(options.device)
         key = identity_key(as_followed(place.secret).initial_value)
-        nixl_at = (place.advertise or place.host) if uses_nixl(place.link) else None
+        nixl_at = _nixl_host(place)
         parts = build_parts(options, self_peer=self_peer, role=place.role, identity_key=key, nixl_at=nixl_at)
     member = _open_member(parts, place, self_peer, KV_CODECS[options.kv_codec])
     members.append(member)
@@ -128,6 +128,12 @@ def run_instance(
         if health is not None:
             health.remove_file()
         member.close()
+
+
+def _nixl_host(place: MemberOptions) -> str | None:
+    """The host at which NIXL listens; None: it is not used."""
+    host = place.advertise or place.host
+    return host if uses_nixl(place.link, host) else None
 
 
 def _costs_keeper(parts: Parts, member: MemberProcess) -> Callable[[], None]:

@@ -68,8 +68,8 @@ NETWORK_ENVIRONMENT = {"UCX_TLS": "tcp,self"}
 Links = dict[str, tuple[str, dict[str, str]]]
 """Curve -> link and environment."""
 LINKS: Links = {"same_host": ("shm", {}), "network": ("curve", {})}
-TRUSTED_LINKS: Links = LINKS | {"network": ("nixl", NETWORK_ENVIRONMENT)}
-"""Of instances with ``--link trusted``."""
+NIXL_LINKS: Links = LINKS | {"network": ("nixl", NETWORK_ENVIRONMENT)}
+"""Of instances that read other hosts over NIXL."""
 
 Point = TypeVar("Point", bound=Hashable)
 Tell = Callable[[str], None]

@@ -28,6 +28,7 @@ from memserve.transport.links.gpu_memory import GpuMemory, seal_ranges
 from memserve.transport.links.nixl import NixlLink
 from memserve.transport.links.nixl_agent import nixl_is_installed
 from memserve.transport.links.shared_memory import ShmLink, this_host
+from memserve.transport.network_devices import has_rdma
 from memserve.transport.ports import (
     Arenas,
     ChecksumError,
@@ -135,8 +136,11 @@ def open_data_port(
     if link in ("auto", "trusted", "shm"):
         on_gpu = any(isinstance(arena, GpuMemory) for arena in arenas.values())
         links.append(IpcLink(arenas) if on_gpu else ShmLink(arenas))
-    if uses_nixl(link):
-        links += _nixl_links(arenas, geometry, listen_address, needed=link == "nixl")
+    host = None if listen_address is None else listen_address.known_as
+    if uses_nixl(link, host):
+        links += _nixl_links(arenas, geometry, host, needed=link == "nixl")
+    elif link == "trusted":
+        log.warning("no RDMA adapter: KV goes to other hosts through the cluster's encrypted channel")
     if link in ("auto", "trusted", "curve") and listen_address is not None:
         links.append(CurveLink(arenas, listen_address, geometry.block_bytes, kv_codec=kv_codec))
     if not links:
@@ -144,22 +148,21 @@ def open_data_port(
     return PagePort(geometry, arenas, links, on_pages)
 
 
-def uses_nixl(link: str) -> bool:
-    """Whether peers read over NIXL where it is to be had."""
-    return link in ("trusted", "nixl")
+def uses_nixl(link: str, host: str | None) -> bool:
+    """Whether peers read over NIXL where it is to be had: with ``trusted`` by RDMA alone, for over TCP a reader that
+    dies takes this process with it (``links/nixl.py``). ``host``: where this process listens; None: everywhere."""
+    return link == "nixl" or (link == "trusted" and has_rdma(host))
 
 
-def _nixl_links(
-    arenas: Arenas, geometry: KVGeometry, listen_address: ListenAddress | None, *, needed: bool
-) -> list[PageLink]:
+def _nixl_links(arenas: Arenas, geometry: KVGeometry, host: str | None, *, needed: bool) -> list[PageLink]:
     """None where it is not needed and not to be had."""
+    if needed and not has_rdma(host):
+        log.warning("NIXL finds no RDMA adapter: over TCP, UCX aborts an instance when one that reads its KV dies")
     if not needed and not nixl_is_installed():
         log.warning("NIXL is not installed: KV goes to other hosts through the cluster's encrypted channel")
         return []
     try:
-        return [
-            NixlLink(arenas, geometry.block_bytes, host=None if listen_address is None else listen_address.known_as)
-        ]
+        return [NixlLink(arenas, geometry.block_bytes, host=host)]
     except UserError as error:
         if needed:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 from pathlib import Path
 from struct import pack, unpack_from
@@ -14,6 +15,8 @@ _SIOCGIFCONF = 0x8912
 _IFREQ_BYTES = 40
 _INTERFACES_MAX = 256
 _RDMA = Path("/sys/class/infiniband")
+NET_DEVICES = "UCX_NET_DEVICES"
+"""The variable that tells UCX which devices it may use, ``eth0`` or ``mlx5_0:1``."""
 
 
 def own_address(host: str) -> str | None:
@@ -68,6 +71,15 @@ def ucx_devices(host: str) -> str | None:
         return None
     adapters = sorted(path.parents[2].name for path in _RDMA.glob(f"*/device/net/{device}"))
     return ",".join([device, *(f"{adapter}:1" for adapter in adapters)])
+
+
+def has_rdma(host: str | None) -> bool:
+    """Whether UCX, listening at ``host``, may use an RDMA adapter: one that ``UCX_NET_DEVICES`` names, else one that
+    :func:`ucx_devices` finds; any of this machine where ``host`` is none of its addresses."""
+    devices = os.environ.get(NET_DEVICES) or (ucx_devices(host) if host is not None else None)
+    if devices is None or devices == "all":
+        return any(_RDMA.glob("*"))
+    return any(":" in device for device in devices.split(","))
 
 
 def _ipv4_devices() -> list[tuple[str, ipaddress.IPv4Address]]:

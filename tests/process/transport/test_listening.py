@@ -113,6 +113,31 @@ def test_nixl_is_told_the_network_device_of_the_host(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("named", "host", "rdma"),
+    [
+        (None, "127.0.0.1", False),  # the adapter is behind another device
+        (None, "no.such.host.invalid", True),
+        (None, None, True),
+        ("lo", None, False),
+        ("lo,mlx5_0:1", "127.0.0.1", True),
+        ("all", "127.0.0.1", True),
+    ],
+)
+def test_rdma_is_what_ucx_may_use(
+    named: str | None, host: str | None, rdma: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlx5_0" / "device" / "net" / "other").mkdir(parents=True)
+    monkeypatch.setattr(devices, "_RDMA", tmp_path)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("UCX_NET_DEVICES", named)
+    assert devices.has_rdma(host) is rdma
+    (tmp_path / "mlx5_0" / "device" / "net" / "other").rmdir()
+    monkeypatch.setattr(devices, "_RDMA", tmp_path / "none")
+    assert devices.has_rdma(host) is (named is not None and ":" in named)
+
+
+@pytest.mark.parametrize(
     ("host", "port", "spans"),
     [("127.0.0.1", 1, False), ("localhost", 1, False), ("10.0.0.1", 1, True), ("10.0.0.1", None, False)],
 )

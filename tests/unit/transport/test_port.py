@@ -219,15 +219,17 @@ def test_links_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         port.close()
     monkeypatch.setattr(data, "nixl_is_installed", lambda: True)
     monkeypatch.setattr(data, "NixlLink", lambda *_, host=None: FakeLink("nixl"))
-    installed = (("auto", ["shm", "curve"]), ("trusted", ["shm", "nixl", "curve"]), ("nixl", ["nixl"]))
-    for kind, names in installed:
-        port = open_data_port(kind, GEOMETRY, {}, print, here)
-        assert [link.name for link in port._links] == names, "NIXL alone where the network is said to be trusted"
-        port.close()
+    for adapters, trusted in ((True, ["shm", "nixl", "curve"]), (False, ["shm", "curve"])):
+        monkeypatch.setattr(data, "has_rdma", lambda _host, adapters=adapters: adapters)
+        for kind, names in (("auto", ["shm", "curve"]), ("trusted", trusted), ("nixl", ["nixl"])):
+            port = open_data_port(kind, GEOMETRY, {}, print, here)
+            assert [link.name for link in port._links] == names, "NIXL where the network is trusted and has RDMA"
+            port.close()
 
 
 def test_failing_nixl_start_leaves_the_other_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_MODULES", ("json",))  # installed, but no NIXL
+    monkeypatch.setattr(data, "has_rdma", lambda _host: True)
     with pytest.raises(UserError, match="does not start"):
         open_data_port("nixl", GEOMETRY, {}, print)
     port = open_data_port("trusted", GEOMETRY, {}, print, ListenAddress(SECRET))

@@ -9,6 +9,10 @@ UCX listens where the process does: on the network device of the host that it wa
 that (``UCX_NET_DEVICES`` in the environment says otherwise). It asks no peer for the cluster's secret, and encrypts
 nothing: this link is for networks that are said to be trusted. Instances on one host need no NIXL.
 
+Over TCP a READ is a request that the owner's UCX answers. UCX 1.23 takes an answer that cannot be sent for a bug of its
+own, and aborts: a reader that is killed, or whose connection breaks, takes with it the processes that it reads at that
+moment. RDMA adapters read without the owner. So ``trusted`` has NIXL only with them (``data_port.py``).
+
 A thread that looks after something: often for a while, then now and then.
 
 Reads go through slots: memory of ours that READs may write, whatever became of them. A READ that was given up can

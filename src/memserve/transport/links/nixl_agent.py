@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from memserve.base.errors import UserError
-from memserve.transport.network_devices import ucx_devices
+from memserve.transport.network_devices import NET_DEVICES, ucx_devices
 from memserve.transport.ports import LinkError, UnreachableError
 from memserve.transport.ranges import Ranges
 
@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 _READING = b"reading"
 
-_NET_DEVICES = "UCX_NET_DEVICES"
 _MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 _DEFAULTS = {
     "NIXL_LOG_LEVEL": "WARN",
@@ -165,9 +164,9 @@ def _new_agent(name: str, host: str | None) -> Any:
         os.environ.setdefault(option, value)
     devices = ucx_devices(host) if host is not None else None
     if devices is not None:
-        os.environ.setdefault(_NET_DEVICES, devices)
-    elif host is not None and _NET_DEVICES not in os.environ:
-        log.warning("NIXL listens on every network of this machine: %s names those that it may use", _NET_DEVICES)
+        os.environ.setdefault(NET_DEVICES, devices)
+    elif host is not None and NET_DEVICES not in os.environ:
+        log.warning("NIXL listens on every network of this machine: %s names those that it may use", NET_DEVICES)
     try:
         api = importlib.import_module(f"{module}._api")
         return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
