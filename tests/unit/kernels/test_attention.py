@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memserve import _kernels
+from memserve.base.types import KV_DTYPES, KVGeometry
+from memserve.model.attention.reference import CodedReferencePages, round_kv, values_of
 
 LAYERS = 2
 TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3}  # relative, in the Euclidean norm of a sequence
@@ -38,6 +40,7 @@ class Case:
     dim_v: int = 64
     block_tokens: int = 32
     dtype: str = "float32"
+    kv_dtype: str = "auto"
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
@@ -48,6 +51,10 @@ class Case:
     @property
     def contexts(self) -> list[int]:
         return [d + n for d, n in zip(self.done, self.new, strict=True)]
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return KVGeometry(LAYERS, self.kv_heads, self.dim_k, self.dim_v, self.dtype, self.block_tokens, self.kv_dtype)
 
 
 class World:
@@ -71,8 +78,11 @@ class World:
         self.tables = np.full((len(needed) + 1, max(needed) + 1), -1, np.int32)  # row 0 belongs to nobody
         for row, (count, start) in enumerate(zip(needed, np.cumsum([0, *needed]), strict=False)):
             self.tables[row + 1, :count] = ids[start : start + count]
-        head = c.block_tokens * (c.dim_k + c.dim_v)
-        self.arena = torch.full((self.blocks, LAYERS, c.kv_heads, head), torch.nan, dtype=self.kind)
+        if c.kv_dtype == "auto":
+            head = c.block_tokens * (c.dim_k + c.dim_v)
+            self.arena = torch.full((self.blocks, LAYERS, c.kv_heads, head), torch.nan, dtype=self.kind)
+        else:
+            self.arena = torch.full((self.blocks * c.geometry.block_bytes,), 0xFF, dtype=torch.uint8)  # maxima: NaN
 
     def step(self, layer: int, first: list[int], end: list[int], write: bool = True) -> list[Tensor]:
         """Tokens [first, end) of every sequence in one call; returns each sequence's outputs."""
@@ -81,7 +91,7 @@ class World:
         starts = np.cumsum([0, *counts]).astype(np.int32)
         batch = _kernels.PagedBatch(
             self.arena.data_ptr(),
-            (LAYERS, c.kv_heads, c.dim_k, c.dim_v, c.block_tokens, c.dtype),
+            (LAYERS, c.kv_heads, c.dim_k, c.dim_v, c.block_tokens, c.dtype, c.kv_dtype),
             self.tables,
             np.arange(1, len(counts) + 1, dtype=np.int32),
             starts,
@@ -101,9 +111,12 @@ class World:
         return list(out.split(counts))
 
     def truth(self, row: int) -> Tensor:
-        """All positions of one sequence in float64, from the same inputs."""
+        """All positions of one sequence in float64, from the same inputs, of which codes are made first."""
         c = self.case
-        q, k, v = (t[row].double().transpose(0, 1) for t in (self.q, self.k, self.v))
+        k, v = self.k[row], self.v[row]
+        if c.kv_dtype != "auto":
+            k, v = (values_of(*round_kv(t, c.geometry), c.geometry) for t in (k, v))
+        q, k, v = (t.double().transpose(0, 1) for t in (self.q[row], k, v))
         k, v = (t.repeat_interleave(c.group, 0) for t in (k, v))
         scores = q @ k.transpose(1, 2) * self.scale
         if c.softcap:
@@ -145,6 +158,7 @@ CASES = st.builds(
     dim_v=st.sampled_from([8, 16, 32, 64, 72, 96, 128, 256]),
     block_tokens=st.sampled_from([32, 32, 16, 48, 64]),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    kv_dtype=st.sampled_from(["auto", *KV_DTYPES]),
     window=st.sampled_from([0, 0, 1, 7, 40, 1000]),
     softcap=st.sampled_from([0.0, 0.0, 0.5, 20.0]),
     sinks=st.booleans(),
