@@ -44,32 +44,39 @@ template <Scheme S>
 class CodedPages {
  public:
   CodedPages(const Batch& batch, const AttendArgs& args, int row, int kv_head)
-      : layout_(&batch.layout), head_(batch.layout.coded_head()), blocks_(batch.row_blocks(row)), layer_(args.layer),
-        kv_head_(kv_head) {}
+      : head_(batch.layout.coded_head()), blocks_(batch.row_blocks(row)) {
+    const PageLayout& layout = batch.layout;  // its sizes take divisions: not for every panel
+    first_ = layout.head(0, args.layer, kv_head);
+    block_bytes_ = layout.page_bytes() * layout.num_layers;
+    maxima_ = head_.maxima();
+    value_maxima_ = head_.value_maximum(0, 0);
+    values_ = head_.values();
+  }
 
   // The units of K with the first elements, and of V with the first element. Of V, `token` is the first of a unit.
-  char* key(int token) const { return at(token) + head_.key_unit(0, slot(token)); }
-  char* value(int token) const { return at(token) + head_.value_unit(slot(token), 0); }
+  char* key(int token) const { return at(token) + slot(token) * kUnitBytes; }
+  char* value(int token) const { return at(token) + values_ + slot(token) / Codes<S>::kDepth * value_stride(); }
   // Of group 0; those of the next group lie `block_tokens` further.
-  uint16_t* key_maxima(int token) const { return maxima(token, head_.key_maximum(0, slot(token))); }
-  uint16_t* value_maxima(int token) const { return maxima(token, head_.value_maximum(0, slot(token))); }
+  uint16_t* key_maxima(int token) const { return reinterpret_cast<uint16_t*>(at(token) + maxima_) + slot(token); }
+  uint16_t* value_maxima(int token) const {
+    return reinterpret_cast<uint16_t*>(at(token) + value_maxima_) + slot(token);
+  }
 
   int key_stride() const { return head_.tokens * kUnitBytes; }    // bytes to the next units of the same tokens
   int value_stride() const { return head_.dim_v * kUnitBytes; }
   int maxima_stride() const { return head_.tokens; }
-  size_t maxima_offset() const { return head_.maxima(); }
+  size_t maxima_offset() const { return maxima_; }
   // As of HeadPages.
   int piece() const { return head_.tokens % kPanelTokens == 0 ? kPanelTokens : 16; }
 
  private:
   int slot(int token) const { return token % head_.tokens; }
-  char* at(int token) const { return layout_->head(blocks_[token / head_.tokens], layer_, kv_head_); }
-  uint16_t* maxima(int token, size_t place) const { return reinterpret_cast<uint16_t*>(at(token) + place); }
+  char* at(int token) const { return first_ + size_t(blocks_[token / head_.tokens]) * block_bytes_; }
 
-  const PageLayout* layout_;
   CodedHead head_;
   const int32_t* blocks_;
-  int layer_, kv_head_;
+  char* first_;  // the head of block 0
+  size_t block_bytes_, values_, maxima_, value_maxima_;
 };
 
 // ---- writing ----

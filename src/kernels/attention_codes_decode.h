@@ -23,6 +23,7 @@ struct KeyPanel {
 // V of a round's tokens, from one column on.
 struct ValuePanels {
   const char *units[kRoundPanels], *ahead[kRoundPanels];
+  const uint16_t* maxima[kRoundPanels];
   int count, stride;
 };
 
@@ -50,10 +51,9 @@ class FloatMath {
     const float* q = space_.queries + row * dim;
     for (int column = 0; column < kPanelTokens; column += kBlockColumns) {
       VecF totals[R][2] = {};
-      for (int d = 0, group = 0; d < dim; ++group) {
+      for (int d = 0, group = 0, at = column * kUnitBytes; d < dim; ++group) {
         VecF sums[R][2] = {};
-        for (const int end = std::min(d + kGroup, dim); d < end; d += kDepth) {
-          const int at = d / kDepth * keys.stride + column * kUnitBytes;
+        for (const int end = std::min(d + kGroup, dim); d < end; d += kDepth, at += keys.stride) {
           prefetch_bytes(keys.ahead + at, kBlockColumns * kUnitBytes);
           add_products<R>(load_units(keys.units + at), load_units(keys.units + at + kLanes * kUnitBytes), q + d, sums);
         }
@@ -86,8 +86,7 @@ class FloatMath {
       for (int c = 0; c < C; ++c) held[r][c] = load(sums + r * dim + c * kLanes) * decay[r];
     const float* weights = space_.weights + row * kDecodeTokens;
     for (int panel = 0; panel < values.count; ++panel)
-      for (int t = 0; t < kPanelTokens; t += kDepth, weights += kDepth) {
-        const int at = t / kDepth * values.stride;
+      for (int t = 0, at = 0; t < kPanelTokens; t += kDepth, at += values.stride, weights += kDepth) {
         prefetch_bytes(values.ahead[panel] + at, C * kLanes * kUnitBytes);
 #pragma GCC unroll 2
         for (int c = 0; c < C; ++c) {
@@ -141,20 +140,24 @@ class ByteMath {
   }
 
   void take_query(int row, const float* query) {
-    float most = 0, sum = 0;
-    for (int d = 0; d < space_.dim_k; ++d) {
-      most = std::max(most, __builtin_fabsf(query[d]));
-      sum += query[d];
-    }
-    const float inverse = most > 0 ? kQueryMax / most : 0;
-    query_scales_[row] = most / kQueryMax + (sum - sum);  // no number where one of the query is none
-    std::memset(offsets_[row], 0, sizeof offsets_[row]);
-    for (int d = 0; d < space_.dim_k; ++d) {
-      const int whole = __builtin_irintf(query[d] * inverse), high = (whole + 64) >> 7, low = whole - high * 128;
-      high_[row * space_.dim_k + d] = int8_t(high);
-      low_[row * space_.dim_k + d] = int8_t(low);
-      offsets_[row][d / kGroup][0] -= kOffset * high;
-      offsets_[row][d / kGroup][1] -= kOffset * low;
+    const int dim = space_.dim_k;
+    uint32_t most = 0;
+    for (int d = 0; d < dim; ++d) most = std::max(most, std::bit_cast<uint32_t>(query[d]) & 0x7FFFFFFF);
+    const float largest = std::bit_cast<float>(most);  // no number where one of the query is none
+    query_scales_[row] = largest / kQueryMax;
+    const float inverse = largest > 0 && largest < __builtin_inff() ? kQueryMax / largest : 0;
+    int8_t *to_high = high_ + row * dim, *to_low = low_ + row * dim;
+    for (int first = 0, group = 0; first < dim; first += kGroup, ++group) {
+      int32_t sum_high = 0, sum_low = 0;
+      for (int d = first; d < std::min(first + kGroup, dim); ++d) {
+        const int whole = __builtin_irintf(query[d] * inverse), high = (whole + 64) >> 7, low = whole - high * 128;
+        to_high[d] = int8_t(high);
+        to_low[d] = int8_t(low);
+        sum_high += high;
+        sum_low += low;
+      }
+      offsets_[row][group][0] = -kOffset * sum_high;
+      offsets_[row][group][1] = -kOffset * sum_low;
     }
   }
 
@@ -162,15 +165,14 @@ class ByteMath {
   void score(int row, const KeyPanel& keys, float* scores) const {
     const int dim = space_.dim_k;
     VecF totals[R][2] = {};
-    for (int d = 0, group = 0; d < dim; ++group) {
+    for (int d = 0, group = 0, at = 0; d < dim; ++group) {
       __m512i high[R][2], low[R][2];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
         high[r][0] = high[r][1] = _mm512_set1_epi32(offsets_[row + r][group][0]);
         low[r][0] = low[r][1] = _mm512_set1_epi32(offsets_[row + r][group][1]);
       }
-      for (const int end = std::min(d + kGroup, dim); d < end; d += kDepth) {
-        const int at = d / kDepth * keys.stride;
+      for (const int end = std::min(d + kGroup, dim); d < end; d += kDepth, at += keys.stride) {
         prefetch_bytes(keys.ahead + at, kPanelTokens * kUnitBytes);
         const __m512i left = _mm512_loadu_si512(keys.units + at), right = _mm512_loadu_si512(keys.units + at + 64);
 #pragma GCC unroll 2
@@ -180,10 +182,10 @@ class ByteMath {
           for (int r = 0; r < R; ++r) {
             const __m512i q_high = broadcast(high_ + (row + r) * dim + d + 4 * quad);
             const __m512i q_low = broadcast(low_ + (row + r) * dim + d + 4 * quad);
-            high[r][0] = _mm512_dpbusd_epi32(high[r][0], a, q_high);
-            high[r][1] = _mm512_dpbusd_epi32(high[r][1], b, q_high);
-            low[r][0] = _mm512_dpbusd_epi32(low[r][0], a, q_low);
-            low[r][1] = _mm512_dpbusd_epi32(low[r][1], b, q_low);
+            high[r][0] = add_quads(high[r][0], a, q_high);
+            high[r][1] = add_quads(high[r][1], b, q_high);
+            low[r][0] = add_quads(low[r][0], a, q_low);
+            low[r][1] = add_quads(low[r][1], b, q_low);
           }
         }
       }
@@ -234,8 +236,7 @@ class ByteMath {
       for (int c = 0; c < C; ++c) high[r][c] = low[r][c] = _mm512_setzero_si512();
     const uint8_t *w_high = weights_high_ + row * kDecodeTokens, *w_low = weights_low_ + row * kDecodeTokens;
     for (int panel = 0; panel < values.count; ++panel)
-      for (int t = 0; t < kPanelTokens; t += kDepth, w_high += kDepth, w_low += kDepth) {
-        const int at = t / kDepth * values.stride;
+      for (int t = 0, at = 0; t < kPanelTokens; t += kDepth, at += values.stride, w_high += kDepth, w_low += kDepth) {
         prefetch_bytes(values.ahead[panel] + at, C * kLanes * kUnitBytes);
 #pragma GCC unroll 2
         for (int c = 0; c < C; ++c) {
@@ -246,8 +247,8 @@ class ByteMath {
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
               const int place = r * kDecodeTokens + 4 * quad;
-              high[r][c] = _mm512_dpbusd_epi32(high[r][c], broadcast(w_high + place), codes);
-              low[r][c] = _mm512_dpbusd_epi32(low[r][c], broadcast(w_low + place), codes);
+              high[r][c] = add_quads(high[r][c], broadcast(w_high + place), codes);
+              low[r][c] = add_quads(low[r][c], broadcast(w_low + place), codes);
             }
           }
         }
@@ -269,6 +270,12 @@ class ByteMath {
     int32_t bits;
     std::memcpy(&bits, quad, sizeof bits);
     return _mm512_set1_epi32(bits);
+  }
+
+  // As _mm512_dpbusd_epi32, around which gcc 12 copies every sum twice.
+  static __m512i add_quads(__m512i sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+    return sum;
   }
 
   // Four codes of each unit, plus kOffset.
@@ -355,35 +362,37 @@ class CodedDecodeKernel {
   }
 
   void sum_round(int first, int end) {
-    ValuePanels values{{}, {}, 0, pages_.value_stride()};
+    ValuePanels values{{}, {}, {}, 0, pages_.value_stride()};
     for (int token = first; token < end; token += kPanelTokens, ++values.count) {
       const char *here = pages_.value(token), *ahead = ahead_.next();
       values.units[values.count] = here;
       values.ahead[values.count] = ahead ? ahead : here;
+      values.maxima[values.count] = pages_.value_maxima(token);
     }
     for (int column = 0; column < dim_v_; column += kGroup) {
-      weigh_values(first, column / kGroup, values.count);
+      weigh_values(values, column / kGroup);
       sum_columns(values, column, std::min(column + kGroup, dim_v_));
     }
   }
 
   // Weights times the scales of V. A weight of zero stays zero: what no query sees may be no number.
-  void weigh_values(int first, int group, int panels) {
+  void weigh_values(const ValuePanels& values, int group) {
     alignas(64) float weights[kDecodeTokens];
     for (int r = 0; r < rows_; ++r) {
-      for (int panel = 0; panel < panels; ++panel) {
-        const uint16_t* maxima =
-            pages_.value_maxima(first + panel * kPanelTokens) + group * pages_.maxima_stride();
-        for (int t = panel * kPanelTokens; t < (panel + 1) * kPanelTokens; t += kLanes, maxima += kLanes) {
-          const VecF weight = load(scores_ + r * kDecodeTokens + t);
-          store(weights + t, weight == 0.0f ? VecF{} : weight * load_scales<S>(maxima));
+      const float* from = scores_ + r * kDecodeTokens;
+      float* to = weights;
+      for (int panel = 0; panel < values.count; ++panel) {
+        const uint16_t* maxima = values.maxima[panel] + group * pages_.maxima_stride();
+        for (int t = 0; t < kPanelTokens; t += kLanes, from += kLanes, to += kLanes) {
+          const VecF weight = load(from);
+          store(to, weight == 0.0f ? VecF{} : weight * load_scales<S>(maxima + t));
         }
       }
-      math_.take_weights(r, weights, panels * kPanelTokens);
+      math_.take_weights(r, weights, values.count * kPanelTokens);
     }
   }
 
-  void sum_columns(ValuePanels values, int column, int end) {
+  void sum_columns(const ValuePanels& values, int column, int end) {
     while (column < end) {
       const bool two = column + 2 * kLanes <= end;
       ValuePanels here = values;
@@ -417,7 +426,7 @@ class CodedDecodeKernel {
   const AttendArgs& args_;
   const Tile& tile_;
   const CodedPages<S> pages_;
-  ReadAhead<CodedPages<S>> ahead_;
+  ReadAhead<CodedPages<S>, 2 * kAheadParts> ahead_;  // parts are half as long, or less
   const int group_, rows_, dim_v_, first_position_;
   const float factor_;  // scores times this factor are exponents of 2
   float *scores_, *sums_;

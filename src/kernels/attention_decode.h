@@ -61,14 +61,14 @@ inline void store_two(float* p, Two v) {
 // ---- what will be read ----
 
 // The panels' K and V in the order of reading (per round K K .. V V ..), then those of the next tiles.
-template <class Pages>
+template <class Pages, int kParts = kAheadParts>
 class ReadAhead {
   using Pointer = decltype(std::declval<const Pages&>().key(0));
 
  public:
   explicit ReadAhead(const TileJob& job) : job_(job), pages_(*job.batch, *job.args, 0, 0) {
     start(job.planned);
-    for (int i = 0; i < kAheadParts; ++i) next();
+    for (int i = 0; i < kParts; ++i) next();
   }
 
   // The part to prefetch now; nullptr at the end.
