@@ -200,6 +200,58 @@ def test_chunks_do_not_change_the_result(isa: str, dtype: str, chunks: list[int]
 
 
 @pytest.mark.parametrize("isa", _kernels.supported_isas())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+@settings(max_examples=3, deadline=None)
+@given(chunks=st.lists(st.integers(1, 90), min_size=1, max_size=6), block_tokens=st.sampled_from([16, 32, 64]))
+def test_codes_are_those_of_their_token_in_any_chunks(
+    kv_dtype: str, dtype: str, isa: str, chunks: list[int], block_tokens: int
+) -> None:
+    """To the last bit, on each instruction set, whatever else is computed with a token; all other bytes stay."""
+    case = Case((0, 0), (sum(chunks), 37), 2, 3, 40, 72, block_tokens, dtype, kv_dtype, isa=isa)
+    _kernels.force_isa(isa)
+    world, first = World(case), 0
+    expected = torch.full_like(world.arena, 0xFF)
+    pages = CodedReferencePages(expected, case.geometry)
+    for row, context in enumerate(case.contexts):
+        places = torch.arange(context)
+        blocks = torch.from_numpy(world.tables[row + 1]).long()[places // block_tokens]
+        pages.write_kv(1, blocks, places % block_tokens, world.k[row], world.v[row])
+    for chunk in chunks:
+        world.step(1, [first, 37 if first else 0], [first + chunk, 37])
+        first += chunk
+    assert torch.equal(world.arena, expected)
+
+
+SHAPES = {"smollm2": (3, 3, 64), "llama3": (8, 4, 128), "mqa": (1, 32, 256), "phi": (2, 4, 80), "phi3": (2, 1, 96)}
+
+
+@pytest.mark.parametrize("isa", _kernels.supported_isas())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_coded_attention_has_the_shapes_of_models(shape: str, kv_dtype: str, dtype: str, isa: str) -> None:
+    """A long decode, a short one and a chunk; then decodes alone, with all that a model may ask for."""
+    kv_heads, group, dim = SHAPES[shape]
+    rows = (600, 60, 0), (1, 40, 3)
+    run(Case(*rows, kv_heads, group, dim, dim, 32, dtype, kv_dtype, isa=isa))
+    run(Case((700, 31), (1, 2), kv_heads, group, dim, dim, 32, dtype, kv_dtype, 300, 20.0, sinks=True, isa=isa))
+
+
+@pytest.mark.parametrize("isa", _kernels.supported_isas())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+def test_what_is_no_number_makes_its_own_row_none(kv_dtype: str, dtype: str, isa: str) -> None:
+    """A decode over a value that is none; the other row shares no block with it."""
+    _kernels.force_isa(isa)
+    world = World(Case((300, 80), (1, 1), 1, 2, 64, 64, 32, dtype, kv_dtype, isa=isa))
+    world.v[0][300, 0, 5] = torch.nan
+    world.step(1, [0, 0], [300, 80])
+    broken, whole = world.step(1, [300, 80], [301, 81])
+    assert bool(broken[0, 0].isnan().any()) and bool(whole.isfinite().all())
+
+
+@pytest.mark.parametrize("isa", _kernels.supported_isas())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_only_the_slots_of_new_tokens(isa: str, dtype: str) -> None:
     """Every slot but those of the context still holds the NaN it was born with, in this layer and the other."""

@@ -6,6 +6,8 @@ Clear and slow; the layout is the one of :class:`memserve.base.types.KVGeometry`
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,10 +50,12 @@ def round_kv(x: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
     of ``src/kernels/kv_codes.h``."""
     kind, groups = geometry.kv_dtype, geometry.code_groups(x.shape[-1])
     width = -(-x.shape[-1] // groups) if groups == 1 else 32
-    padded = torch.nn.functional.pad(x.float(), (0, groups * width - x.shape[-1])).unflatten(-1, (groups, width))
+    padded: Any = torch.nn.functional.pad(x.float(), (0, groups * width - x.shape[-1]))
+    padded = padded.unflatten(-1, (groups, width))
     magnitudes = padded.abs()
     largest = torch.where(magnitudes < _LIMIT, magnitudes, torch.nan).amax(-1)
     maxima = torch.where(largest < _LEAST, torch.zeros_like(largest), largest).to(torch.bfloat16)
+    maxima.view(torch.int16)[maxima.isnan()] = 0x7FC0  # of all that are no numbers
     counts = (maxima > 0)[..., None]
     # one division: `number / tensor` is a product with a reciprocal, which rounds twice
     inverse = torch.full_like(padded[..., :1], _LARGEST[kind]) / torch.where(counts, maxima[..., None].float(), 1.0)
@@ -69,9 +73,10 @@ def values_of(codes: Tensor, maxima: Tensor, geometry: KVGeometry) -> Tensor:
     else:
         half = 8 if kind == "int4" else 128
         numbers = (codes.int() + half) % (2 * half) - half
-    scales = maxima.float() * np.float32(1 / np.float32(_LARGEST[kind]))
+    scales = maxima.float() * torch.tensor(1.0).div(_LARGEST[kind])
     width = codes.shape[-1] if groups == 1 else 32
-    return numbers.float() * scales.repeat_interleave(width, -1)[..., : codes.shape[-1]]
+    values: Tensor = numbers.float() * scales.repeat_interleave(width, -1)[..., : codes.shape[-1]]
+    return values
 
 
 class CodedReferencePages:
@@ -79,7 +84,7 @@ class CodedReferencePages:
 
     def __init__(self, arena: Tensor, geometry: KVGeometry) -> None:
         self.geometry = g = geometry
-        heads = arena.view(-1, g.num_layers, g.num_kv_heads, g.head_bytes)
+        heads: Any = arena.view(-1, g.num_layers, g.num_kv_heads, g.head_bytes)
         depth, tokens, dims = g.code_depth, g.block_tokens, (g.head_dim_k, g.head_dim_v)
         shapes = (-(-dims[0] // depth), tokens, 4), (-(-tokens // depth), dims[1], 4)
         groups = [(g.code_groups(dim), tokens) for dim in dims]
@@ -94,7 +99,7 @@ class CodedReferencePages:
         """See :meth:`ReferencePages.write_kv`."""
         for units, maxima, x in ((self.k, self._maxima[0], k), (self.v, self._maxima[1], v)):
             codes, maximum = round_kv(x, self.geometry)
-            used, numbers = blocks.unique(return_inverse=True)
+            used, numbers = torch.unique(blocks, return_inverse=True)
             dense = self._codes_of(units[used, layer], is_key=units is self.k)
             dense[numbers, :, offsets] = codes
             units[used, layer] = self._units_of(dense, is_key=units is self.k)
@@ -120,8 +125,8 @@ class CodedReferencePages:
         depth = self.geometry.code_depth
         dense = codes.transpose(-1, -2) if is_key else codes
         rows = -(-dense.shape[-2] // depth) * depth
-        padded = torch.nn.functional.pad(dense, (0, 0, 0, rows - dense.shape[-2]))
-        units = padded.unflatten(-2, (-1, depth)).transpose(-1, -2)
+        padded: Any = torch.nn.functional.pad(dense, (0, 0, 0, rows - dense.shape[-2]))
+        units: Tensor = padded.unflatten(-2, (-1, depth)).transpose(-1, -2)
         return units[..., :4] | units[..., 4:] << 4 if depth == 8 else units
 
 

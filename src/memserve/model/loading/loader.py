@@ -6,13 +6,12 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
 from memserve.base.errors import UserError
-from memserve.base.kv_layout import AS_COMPUTED
-from memserve.base.types import NO_REGIMES, KVGeometry, PositionRegimes
+from memserve.base.types import AS_COMPUTED, NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import load_module, text_weights
 from memserve.model.loading.formats.headers import errors_named
@@ -81,12 +80,17 @@ class LoadedModel:
     context_note: str = ""  # why max_model_tokens is less than the model's own; empty: it is not
     kv_tokens: int = 0  # how many the KV memory holds, once it is known
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # of a chat; None: what the context has room for
-    kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known
+    kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known; auto: as in the first
     quantization: str = "none"  # auto: some weights are computed with as they are stored
     attends_plainly: bool = True  # no layer has a window or sinks
     adapters: Adapters | None = None  # LoRA adapters; None: none
     position_regimes: PositionRegimes = NO_REGIMES  # what decides how positions are computed
     query_heads: int = 0  # of every layer; 0: not known, or not alike
+
+    @property
+    def kv_dtype(self) -> str:
+        """How KV lies in the first tier (:data:`memserve.base.types.KV_DTYPES`)."""
+        return self.geometry.kv_dtype
 
 
 def model_sizes(model: LoadedModel) -> ModelSizes:
@@ -113,6 +117,7 @@ def load_model(
     on_host: bool = False,
     kv_bytes: int | None = None,
     quantization: str = "none",
+    kv_dtype: str = AS_COMPUTED,
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
@@ -146,7 +151,7 @@ def load_model(
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
-        geometry=geometry,
+        geometry=replace(geometry, kv_dtype=kv_dtype),
         fingerprint=_with_regimes(stored, regimes),
         name=folder.name,
         max_model_tokens=_max_model_tokens(module.config, layers, original, regimes),
