@@ -77,7 +77,7 @@ def attend(
 
     ``q [T, heads, head_dim_k]``, ``k [T, kv_heads, head_dim_k]``, ``v [T, kv_heads, head_dim_v]`` and ``out [T, heads,
     head_dim_v]`` have the geometry's dtype; query head ``h`` reads kv head ``h // (heads // kv_heads)``. Softmax and
-    sums are float32 (weights are rounded to bfloat16 where the processor multiplies bfloat16). All rows write before any
+    sums are float32 (weights are rounded to bfloat16 where the processor multiplies it). All rows write before any
     row reads. ``window`` > 0: only the last ``window`` positions, the own one included. ``softcap`` > 0:
     ``s = softcap * tanh(s / softcap)``. ``sinks [heads]``: one extra logit a head, in the denominator only.
     ``write=False``: the pages hold ``k, v`` already; both arguments are ignored. ``statistics [T, heads]``: gets the

@@ -2,7 +2,7 @@
 
     python tests/support/failure_matrix.py [--roles prefill,decode] [--faults kill,stop] [--phases decoding]
                                            [--links shm] [--pause-s 30] [--sample N --seed S] [--table FILE]
-                                           [--geometry llama3]
+                                           [--geometry llama3] [--kv-dtype int8]
 
 For each role and link a router and healthy instances are started, once; for each case one more instance of that role,
 which fails by itself at the chosen moment (``faulty_instance.py``), while a crowd of clients streams. Every answer must
@@ -35,6 +35,7 @@ from typing import Any
 import httpx
 
 from geometries import SHAPES, TINY, Shape
+from memserve.base.types import KV_DTYPES
 from ports import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -168,8 +169,9 @@ def expected(model: Path, shape: Shape, bodies: list[dict[str, Any]]) -> list[st
     """The texts that one engine alone gives."""
     from memserve import LLM, SamplingParams
 
-    texts, kv_bytes = [], KV_TOKENS * shape.in_dtype("float32").token_bytes
-    with LLM(str(model), dtype="float32", kv_memory=kv_bytes, threads=1) as llm:
+    texts, kv = [], shape.in_dtype("float32")
+    options: dict[str, Any] = {"dtype": "float32", "kv_dtype": kv.kv_dtype, "threads": 1}
+    with LLM(str(model), kv_memory=KV_TOKENS * kv.token_bytes, **options) as llm:
         for body in bodies:
             sampling = SamplingParams(temperature=body["temperature"], seed=body.get("seed", 0))
             [answer] = llm.generate([body["prompt"]], sampling, max_tokens=body["max_tokens"], ignore_eos=True)
@@ -408,6 +410,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--geometry", choices=SHAPES, help="of the model's KV; without it, tiny")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="how that KV is kept")
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
     combos = set(itertools.product(*(w.split(",") for w in (args.roles, args.faults, args.phases, args.links))))
@@ -415,7 +418,7 @@ def main() -> int:
     if args.sample:
         chosen = random.Random(args.seed).sample(chosen, min(args.sample, len(chosen)))
     results = []
-    shape = SHAPES[args.geometry] if args.geometry else TINY
+    shape = (SHAPES[args.geometry] if args.geometry else TINY).with_codes(args.kv_dtype)
     for result in run_matrix(chosen, args.pause_s, args.clients, args.seed, shape):
         results.append(result)
         print(result.line(), flush=True)
