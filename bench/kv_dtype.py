@@ -1,7 +1,7 @@
 """What ``--kv-dtype`` saves, and what it costs in answers: KV as codes in the tier that attention reads.
 
     python bench/kv_dtype.py [--data DIR] [--documents 20] [--tokens 1024] [--rounds 9] [--model FOLDER] [--dtype D]
-        [--only memory,attention,steps,quality]
+        [--only memory,attention,steps,quality] [--isa avx2]
 
 * memory: bytes of a token, and sequences of 1,024 tokens in the default ``--kv-memory``;
 * attention: CPU time of one thread for a decode over all layers, KV read once, and for a chunk of a prompt; contenders
@@ -203,8 +203,10 @@ def main() -> None:
         __doc__, data=(Path, "folder with longdocs/; default: made from a seed"), documents=20,
         tokens=(1024, "of each document"), rounds=9, model=("smollm2-135m-instruct", "folder, file or name"),
         dtype="bfloat16", only=(Commas(*PARTS), "what is measured"),
+        isa=(str, "the instruction set of attention; default: the widest"),
     )  # fmt: skip
     torch.set_num_threads(1)
+    _kernels.force_isa(args.isa)
     print(f"isa {_kernels.isa()}, one thread; {args.documents} documents of {args.tokens} tokens")
     text, saved = texts(args.data, 1)[0], []
     parts: dict[str, tuple[dict[str, str], Callable[[], Iterator[dict[str, Any]]]]] = {

@@ -76,6 +76,8 @@ KV_TOKENS, DRAM_TOKENS = 680, 1360
 ROUNDING = 0.1
 """Of a logprob, with KV of codes. What is computed again, in other chunks, has other last bits in float32; one of them
 may make another code. A block that is wrong makes another answer: about one token in twenty is so near to the best."""
+UNSEEN = (0, 2)
+"""Tokens that texts do not show (the unknown one, and the end): none of an answer whose tokens are judged."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ def requests(count: int, seed: int, *, greedy: bool = False) -> list[dict[str, A
         prompt = [*heads[i % 3], *(rng.randrange(3, 131) for _ in range(rng.randrange(1, 60)))]
         body = {"prompt": prompt, "max_tokens": rng.randrange(24, 60), "stream": True, "ignore_eos": True}
         body |= {"temperature": 0} if i % 2 or greedy else {"temperature": 1.0, "seed": 1000 + i}
+        body |= {"logit_bias": dict.fromkeys(map(str, UNSEEN), -100)} if greedy else {}
         bodies.append(body | {"timeout_s": DEADLINE_S, "model": "tiny"})
     return bodies
 
@@ -185,7 +188,8 @@ class Truth:
 
         texts = []
         for body in bodies:
-            sampling = SamplingParams(temperature=body["temperature"], seed=body.get("seed", 0))
+            bias = tuple((int(token), float(value)) for token, value in body.get("logit_bias", {}).items())
+            sampling = SamplingParams(temperature=body["temperature"], seed=body.get("seed", 0), logit_bias=bias)
             [answer] = self._llm.generate([body["prompt"]], sampling, max_tokens=body["max_tokens"], ignore_eos=True)
             texts.append(answer.outputs[0].text)
         return texts
@@ -193,13 +197,16 @@ class Truth:
     def accepts(self, body: dict[str, Any], right: str, text: str) -> bool:
         """Whether ``text`` is the begin of ``right``; or, with KV of codes, each of its tokens the best behind those
         before it, as far as rounding goes."""
+        from memserve import SamplingParams
+
         if right.startswith(text):
             return True
+        best_first = SamplingParams(temperature=0, logit_bias=tuple((token, -100.0) for token in UNSEEN), logprobs=20)
         tokens = [int(word[1:]) for word in text.split()]
         done = 0
         while not self.is_exact and done < len(tokens):
             prompt, count = [*body["prompt"], *tokens[:done]], len(tokens) - done
-            [answer] = self._llm.generate([prompt], temperature=0, max_tokens=count, ignore_eos=True, logprobs=20)
+            [answer] = self._llm.generate([prompt], best_first, max_tokens=count, ignore_eos=True)
             best = answer.outputs[0]
             pairs = zip(best.tokens, tokens[done:], strict=True)
             same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -393,7 +400,7 @@ def _send_crowd(fleet: Fleet, bodies: list[dict[str, Any]], want: list[str], res
             result.errors.append(f"request {number}: {error}")
             if not fleet.truth.accepts(body, right, text):
                 result.wrong.append(f"request {number}: {text[-60:]!r} before its error")
-        elif text == right or (len(text.split()) == len(right.split()) and fleet.truth.accepts(body, right, text)):
+        elif text == right or (len(text.split()) == body["max_tokens"] and fleet.truth.accepts(body, right, text)):
             result.right += 1
         else:
             result.wrong.append(f"request {number}: {text!r} instead of {right!r}")
