@@ -139,7 +139,7 @@ def attention(rounds: int) -> Iterator[dict[str, Any]]:
 
 def device_of(args: Namespace, kv: str, kv_memory_bytes: int) -> tuple[ModelDevice, Any]:
     """A device with one thread, and its tokenizer."""
-    given = {"model": args.model, "dtype": args.dtype, "threads": 1, "kv_dtype": kv}
+    given = {"model": args.model, "dtype": args.dtype, "threads": 1, "kv_dtype": kv, "quantization": "none"}
     parts = build_parts(EngineOptions(**given, kv_memory_bytes=kv_memory_bytes))
     return parts.device, parts.model.tokenizer
 
