@@ -159,11 +159,11 @@ def _load_with_adapters(options: EngineOptions) -> LoadedModel:
     model = load_model(
         options.model, options.dtype, device, block_tokens=options.block_tokens, threads=threads, lora=options.lora,
         on_host=workers > 1, kv_bytes=options.kv_memory_bytes + options.dram_memory_bytes,
-        quantization=options.quantization, kv_dtype=options.kv_dtype,
+        quantization=options.quantization,
     )  # fmt: skip
     if model.device.type == "cpu":
         refuse_without_gpu(options)
-    return model
+    return model.keep_kv_as(options.kv_dtype)
 
 
 def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:

@@ -92,6 +92,10 @@ class LoadedModel:
         """How KV lies in the first tier (:data:`memserve.base.types.KV_DTYPES`)."""
         return self.geometry.kv_dtype
 
+    def keep_kv_as(self, kv_dtype: str) -> LoadedModel:
+        """This model, whose KV is to lie so."""
+        return replace(self, geometry=replace(self.geometry, kv_dtype=kv_dtype))
+
 
 def model_sizes(model: LoadedModel) -> ModelSizes:
     """The sizes that its memory depends on. Call it while the module still has its weights."""
@@ -117,7 +121,6 @@ def load_model(
     on_host: bool = False,
     kv_bytes: int | None = None,
     quantization: str = "none",
-    kv_dtype: str = AS_COMPUTED,
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
@@ -151,7 +154,7 @@ def load_model(
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
-        geometry=replace(geometry, kv_dtype=kv_dtype),
+        geometry=geometry,
         fingerprint=_with_regimes(stored, regimes),
         name=folder.name,
         max_model_tokens=_max_model_tokens(module.config, layers, original, regimes),
