@@ -50,7 +50,7 @@ class Step:
         tables = np.random.default_rng(0).permutation(self.rows * blocks).astype(np.int32).reshape(self.rows, blocks)
         self.batch = _kernels.PagedBatch(
             self.arena.data_ptr(),
-            (LAYERS, KV_HEADS, DIM, DIM, BLOCK, self.dtype),
+            (LAYERS, KV_HEADS, DIM, DIM, BLOCK, self.dtype, "auto"),
             tables,
             np.arange(self.rows, dtype=np.int32),
             (np.arange(self.rows + 1) * self.count).astype(np.int32),

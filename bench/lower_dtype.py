@@ -32,8 +32,7 @@ from harness.tables import Table
 
 from memserve import LLM
 from memserve.base.config import EngineOptions
-from memserve.base.kv_layout import LOWER_DTYPES
-from memserve.base.types import CopyBlocks, SamplingParams, Tier
+from memserve.base.types import KV_DTYPES, CopyBlocks, SamplingParams, Tier
 from memserve.base.units import MIB
 from memserve.host.build import build_parts
 from memserve.instance.events import OpenSequence, StepPlan
@@ -179,7 +178,7 @@ def main() -> None:
         model=("smollm2-135m-instruct", "folder, file or name"), dtype="auto", threads=int,
     )  # fmt: skip
     documents, rows, full, table = texts(args.data, args.documents), [], None, Table(COLUMNS)
-    for lower in LOWER_DTYPES:
+    for lower in KV_DTYPES:
         engine = {"model": args.model, "dtype": args.dtype, "threads": args.threads, "kv_lower_dtype": lower}
         outcome = measure(engine, args, documents)
         full = full or outcome

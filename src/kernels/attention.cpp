@@ -24,6 +24,21 @@ const AttentionKernels* const kKernels[kIsaCount] = {&portable::attention_kernel
 const AttentionKernels* const kKernels[kIsaCount] = {&portable::attention_kernels};
 #endif
 
+// Every processor so far that multiplies bfloat16 has dot products of bytes too.
+const CodedKernels& coded_kernels() {
+#if defined(MEMSERVE_X86_ISAS)
+  switch (current_isa()) {
+    case Isa::amx:
+    case Isa::avx512_bf16:
+      return __builtin_cpu_supports("avx512vnni") ? avx512_bf16_vnni::coded_kernels : avx512::coded_kernels;
+    case Isa::avx512: return avx512::coded_kernels;
+    case Isa::avx2: return avx2::coded_kernels;
+    case Isa::portable: break;
+  }
+#endif
+  return portable::coded_kernels;
+}
+
 int thread_number() {
 #if defined(_OPENMP)
   return omp_get_thread_num();
@@ -53,7 +68,7 @@ class Workspace {
   size_t bytes_ = 0;
 };
 
-constexpr int kWriteTokens = 32;  // per piece of parallel work
+constexpr int kWriteTokens = 32;  // per piece of parallel work; tokens that share a byte are in one piece
 
 struct WriteJob {
   int row, first, count;
@@ -63,8 +78,10 @@ struct WriteJob {
 std::vector<WriteJob> write_jobs(const Batch& batch, const Plan& plan) {
   std::vector<WriteJob> jobs;
   for (const int row : plan.rows_written_first)
-    for (int first = 0; first < batch.count(row); first += kWriteTokens)
-      jobs.push_back({row, first, std::min(kWriteTokens, batch.count(row) - first)});
+    for (int first = 0, count; first < batch.count(row); first += count) {
+      count = std::min(kWriteTokens - (batch.first_position(row) + first) % kWriteTokens, batch.count(row) - first);
+      jobs.push_back({row, first, count});
+    }
   return jobs;
 }
 
@@ -73,10 +90,15 @@ class Call {
  public:
   Call(const Batch& batch, const Plan& plan, const AttendArgs& args, Workspace& workspace)
       : batch_(batch), plan_(plan), args_(args), kernels_(*kKernels[int(current_isa())]),
-        dtype_(int(batch.layout.dtype)),
+        dtype_(int(batch.layout.dtype)), attend_tile_(kernels_.attend_tile[dtype_]),
+        write_tokens_(kernels_.write_tokens[dtype_]),
         scratch_bytes_(
             padded_bytes(scratch_bytes(plan.tile_rows_max, batch.layout.head_dim_k, batch.layout.head_dim_v))),
         slot_floats_(partial_floats(plan.tile_rows_max, batch.layout.head_dim_v)) {
+    if (batch.layout.scheme != Scheme::as_computed) {
+      attend_tile_ = coded_kernels().attend_tile[int(batch.layout.scheme) - 1][dtype_];
+      write_tokens_ = coded_kernels().write_tokens[int(batch.layout.scheme) - 1][dtype_];
+    }
     const size_t partial_bytes = padded_bytes(sizeof(float) * slot_floats_ * plan.partials);
     const size_t all_scratch = scratch_bytes_ * plan.threads, hands_bytes = sizeof(Hand) * plan.threads;
     scratch_ = workspace.reserve(all_scratch + partial_bytes + hands_bytes + sizeof(Countdown) * plan.merges.size());
@@ -88,15 +110,15 @@ class Call {
   }
 
   void write(const WriteJob& job, int kv_head) const {
-    kernels_.write_tokens[dtype_](batch_, args_, job.row, kv_head, job.first, job.count);
+    write_tokens_(batch_, args_, job.row, kv_head, job.first, job.count);
   }
 
   // The thread that finishes the last part of a split context merges the parts: no barrier for that.
   void attend(const Tile& tile, int thread) const {
     float* partial = tile.merge < 0 ? nullptr : partials_ + slot_floats_ * tile.partial;
     const WriteJob own = own_write(tile);
-    kernels_.attend_tile[dtype_](TileJob{&batch_, &args_, tile, scratch_ + scratch_bytes_ * thread, partial, own.first,
-                                         own.count, &tile, plan_.tiles.data() + plan_.tiles.size(), plan_.threads});
+    attend_tile_(TileJob{&batch_, &args_, tile, scratch_ + scratch_bytes_ * thread, partial, own.first, own.count, &tile,
+                         plan_.tiles.data() + plan_.tiles.size(), plan_.threads});
     if (tile.merge < 0 || parts_left_[tile.merge].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     const Merge& merge = plan_.merges[tile.merge];
     kernels_.merge_tiles[dtype_](batch_, args_, merge, partials_ + slot_floats_ * merge.first_partial, slot_floats_);
@@ -134,6 +156,8 @@ class Call {
   const AttendArgs& args_;
   const AttentionKernels& kernels_;
   const int dtype_;
+  void (*attend_tile_)(const TileJob&);
+  void (*write_tokens_)(const Batch&, const AttendArgs&, int, int, int, int);
   const size_t scratch_bytes_, slot_floats_;
   char* scratch_;
   float* partials_;

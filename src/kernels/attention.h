@@ -109,8 +109,21 @@ struct AttentionKernels {
   void (*write_tokens[3])(const Batch& batch, const AttendArgs& args, int row, int kv_head, int first, int count);
 };
 
-namespace portable { extern const AttentionKernels attention_kernels; }
+// The same for pages of codes, by Scheme (but as_computed) and Dtype.
+struct CodedKernels {
+  void (*attend_tile[kSchemes - 1][3])(const TileJob& job);
+  void (*write_tokens[kSchemes - 1][3])(const Batch& batch, const AttendArgs& args, int row, int kv_head, int first,
+                                        int count);
+};
+
+namespace portable {
+extern const AttentionKernels attention_kernels;
+extern const CodedKernels coded_kernels;
+}  // namespace portable
 #if defined(MEMSERVE_X86_ISAS)
+namespace avx2 { extern const CodedKernels coded_kernels; }
+namespace avx512 { extern const CodedKernels coded_kernels; }
+namespace avx512_bf16_vnni { extern const CodedKernels coded_kernels; }
 namespace avx2 { extern const AttentionKernels attention_kernels; }
 namespace avx512 { extern const AttentionKernels attention_kernels; }
 namespace avx512_bf16 { extern const AttentionKernels attention_kernels; }

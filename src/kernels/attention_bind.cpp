@@ -28,7 +28,7 @@ using memserve::PageLayout;
 using memserve::Plan;
 using memserve::Strided;
 
-using Geometry = std::tuple<int, int, int, int, int, std::string>;
+using Geometry = std::tuple<int, int, int, int, int, std::string, std::string>;
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -55,8 +55,15 @@ Dtype parse_dtype(const std::string& name) {
   return Dtype::float16;
 }
 
+memserve::Scheme parse_scheme(const std::string& name) {
+  for (int i = 0; i < memserve::kSchemes; ++i)
+    if (name == memserve::kSchemeNames[i]) return memserve::Scheme(i);
+  require(false, "kv_dtype is '", name, "', not auto, int8, fp8 or int4");
+  return memserve::Scheme::as_computed;
+}
+
 PageLayout parse_layout(uintptr_t base, const Geometry& geometry, std::optional<int> page_heads) {
-  const auto& [layers, kv_heads, dim_k, dim_v, block_tokens, dtype] = geometry;
+  const auto& [layers, kv_heads, dim_k, dim_v, block_tokens, dtype, kv_dtype] = geometry;
   require(layers > 0, "num_layers is ", layers, ", must be positive");
   require(kv_heads > 0, "num_kv_heads is ", kv_heads, ", must be positive");
   require(dim_k > 0 && dim_k % 8 == 0, "head_dim_k is ", dim_k, ", must be a positive multiple of 8");
@@ -66,8 +73,12 @@ PageLayout parse_layout(uintptr_t base, const Geometry& geometry, std::optional<
   require(!page_heads || *page_heads >= kv_heads, "page_heads is ", page_heads.value_or(0), ", less than the ",
           kv_heads, " kv heads of the geometry");
   require(base != 0 && base % 4 == 0, "base is ", base, ", must be a non-zero address aligned to 4 bytes");
+  const memserve::Scheme scheme = parse_scheme(kv_dtype);
+  const int largest = std::max(dim_k, dim_v);
+  require(scheme == memserve::Scheme::as_computed || largest <= memserve::kCodedDimMax, "a head of ", largest,
+          " elements is too large for KV as ", kv_dtype);
   return {reinterpret_cast<char*>(base), layers, kv_heads, dim_k, dim_v, block_tokens, parse_dtype(dtype),
-          page_heads.value_or(kv_heads)};
+          page_heads.value_or(kv_heads), scheme};
 }
 
 // One row of the batch: its counts are checked, its block ids copied.

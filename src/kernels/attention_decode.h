@@ -61,21 +61,23 @@ inline void store_two(float* p, Two v) {
 // ---- what will be read ----
 
 // The panels' K and V in the order of reading (per round K K .. V V ..), then those of the next tiles.
-template <class T>
+template <class Pages, int kParts = kAheadParts>
 class ReadAhead {
+  using Pointer = decltype(std::declval<const Pages&>().key(0));
+
  public:
   explicit ReadAhead(const TileJob& job) : job_(job), pages_(*job.batch, *job.args, 0, 0) {
     start(job.planned);
-    for (int i = 0; i < kAheadParts; ++i) next();
+    for (int i = 0; i < kParts; ++i) next();
   }
 
   // The part to prefetch now; nullptr at the end.
-  const T* next() {
+  Pointer next() {
     if (!tile_) return nullptr;
     const int end = std::min(first_ + kDecodeTokens, tile_->end_token);
     const int panels = padded(end - first_, kPanelTokens) / kPanelTokens;
-    const T* part = part_ < panels ? pages_.key(first_ + part_ * kPanelTokens)
-                                   : pages_.value(first_ + (part_ - panels) * kPanelTokens);
+    const Pointer part = part_ < panels ? pages_.key(first_ + part_ * kPanelTokens)
+                                         : pages_.value(first_ + (part_ - panels) * kPanelTokens);
     if (++part_ == 2 * panels) {
       part_ = 0;
       first_ += kDecodeTokens;
@@ -89,12 +91,12 @@ class ReadAhead {
   void start(const Tile* tile) {
     tile_ = tile;
     if (!tile) return;
-    pages_ = HeadPages<T>(*job_.batch, *job_.args, tile->row, tile->kv_head);
+    pages_ = Pages(*job_.batch, *job_.args, tile->row, tile->kv_head);
     first_ = tile->first_token;
   }
 
   const TileJob& job_;
-  HeadPages<T> pages_;
+  Pages pages_;
   const Tile* tile_;
   int first_, part_ = 0;
 };
@@ -251,16 +253,9 @@ class DecodeKernel {
   }
 
   void weigh_round(int first, int end) {
-    for (int r = 0; r < rows_; ++r) {
-      float* scores = scores_ + r * kDecodeTokens;
-      const float best = largest_visible(args_, scores, first_position_ + r / group_, first, end) * factor_;
-      // A row without a visible token keeps a finite maximum, so that no infinity is subtracted from an infinity.
-      const float next = std::max(std::max(max_[r], best), -FLT_MAX);
-      decay_[r] = exp2<false>(splat(max_[r] - next))[0];
-      max_[r] = next;
-      const int tokens = padded(end - first, kPanelTokens);
-      denominator_[r] = denominator_[r] * decay_[r] + exponentiate<false>(scores, scores, tokens, factor_, next);
-    }
+    for (int r = 0; r < rows_; ++r)
+      decay_[r] = weigh_row(args_, scores_ + r * kDecodeTokens, first_position_ + r / group_, first, end, factor_,
+                            max_[r], denominator_[r]);
   }
 
   void sum_round(int first, int end) {
@@ -307,7 +302,7 @@ class DecodeKernel {
   const AttendArgs& args_;
   const Tile& tile_;
   const HeadPages<T> pages_;
-  ReadAhead<T> ahead_;
+  ReadAhead<HeadPages<T>> ahead_;
   const int group_, rows_, dim_k_, dim_v_, first_position_;
   const float factor_;  // scores times this factor are exponents of 2
   float *scores_, *sums_;

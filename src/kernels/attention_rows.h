@@ -1,6 +1,8 @@
 // The steps that all attention kernels share for one row: read queries, turn scores into weights, write sums.
 #pragma once
 
+#include <cfloat>
+
 #include "attention_pack.h"
 
 namespace memserve::MEMSERVE_ISA {
@@ -71,6 +73,19 @@ float exponentiate(const float* scores, BFloat16* weights, int tokens, float fac
   return sum_of_lanes(sum);
 }
 #endif
+
+// Online softmax of one row over tokens [first, end), scores to weights in place: a new maximum and denominator. Returns
+// the decay of earlier sums.
+inline float weigh_row(const AttendArgs& args, float* scores, int position, int first, int end, float factor, float& max,
+                       float& denominator) {
+  const float best = largest_visible(args, scores, position, first, end) * factor;
+  // A row without a visible token keeps a finite maximum, so that no infinity is subtracted from an infinity.
+  const float next = std::max(std::max(max, best), -FLT_MAX);
+  const float decay = exp2<false>(splat(max - next))[0];
+  max = next;
+  denominator = denominator * decay + exponentiate<false>(scores, scores, padded(end - first, kPanelTokens), factor, next);
+  return decay;
+}
 
 // out = sums / (denominator + 2^(sink - max)); overwrites `sums`.
 template <class T>

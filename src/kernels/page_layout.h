@@ -7,10 +7,13 @@
 //
 // A worker that has some of the heads sees the arena from its first head on (`base`), with whole pages as strides.
 // K lies transposed: a step of the dot product over head_dim_k then reads neighbouring tokens with one vector load.
+// That is KV as it was computed; kv_codes.h has the inside of a head whose values are codes.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "kv_codes.h"
 
 namespace memserve {
 
@@ -21,9 +24,14 @@ struct PageLayout {
   int num_layers, num_kv_heads, head_dim_k, head_dim_v, block_tokens;
   Dtype dtype;
   int page_heads;  // of a whole page: more than num_kv_heads where other workers have the rest
+  Scheme scheme = Scheme::as_computed;
 
   size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }
-  size_t head_bytes() const { return size_t(block_tokens) * (head_dim_k + head_dim_v) * element_bytes(); }
+  CodedHead coded_head() const { return CodedHead::make(scheme, head_dim_k, head_dim_v, block_tokens); }
+  size_t head_bytes() const {
+    if (scheme != Scheme::as_computed) return coded_head().bytes();
+    return size_t(block_tokens) * (head_dim_k + head_dim_v) * element_bytes();
+  }
   size_t page_bytes() const { return head_bytes() * page_heads; }
 
   // The only place that maps blocks to pages. Layer-wise placement would replace `block * num_layers + layer`.

@@ -1,5 +1,6 @@
 # One module. ISA sources are compiled once per instruction set into a namespace MEMSERVE_ISA; isa.h picks at run time.
 set(MEMSERVE_ISA_SOURCES
+  src/kernels/attention_codes_kernels.cpp
   src/kernels/attention_kernels.cpp
   src/kernels/fused_kernels.cpp
   src/kernels/quantised_kernels.cpp
@@ -45,11 +46,13 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$" AND MEMSERVE_HAS_AVX512BF16
   set(MEMSERVE_AVX512 ${MEMSERVE_AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
   memserve_add_isa(avx2 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX2})
   memserve_add_isa(avx512 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512})
-  list(REMOVE_ITEM MEMSERVE_ISA_SOURCES src/kernels/quantised_kernels.cpp)
+  list(REMOVE_ITEM MEMSERVE_ISA_SOURCES src/kernels/attention_codes_kernels.cpp src/kernels/quantised_kernels.cpp)
   memserve_add_isa(avx512_bf16 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512} -mavx512bf16)
   # Dot products of bytes (VNNI) came in other years than bfloat16: kernels that need them are sets of their own.
   memserve_add_isa(avx2_vnni src/kernels/quantised_kernels.cpp ${MEMSERVE_AVX2} -mavxvnni)
   memserve_add_isa(avx512_vnni src/kernels/quantised_kernels.cpp ${MEMSERVE_AVX512} -mavx512vnni)
+  memserve_add_isa(avx512_bf16_vnni src/kernels/attention_codes_kernels.cpp ${MEMSERVE_AVX512} -mavx512bf16
+                   -mavx512vnni)
   target_compile_definitions(_kernels PRIVATE MEMSERVE_X86_ISAS)
   check_cxx_compiler_flag(-mamx-bf16 MEMSERVE_HAS_AMX)
   if(MEMSERVE_HAS_AMX)

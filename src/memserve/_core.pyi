@@ -229,12 +229,13 @@ class Arena(Buffer):
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class LowerPages:
-    """Converts pages of KV to a byte a value with a scale for each K and V of a head, and back: see
-    ``src/core/pool/lower_pages.h``."""
+    """Converts pages of KV to codes of a byte or less, and back: see ``src/core/pool/lower_pages.h``."""
 
-    def __init__(self, kv_heads: int, key_values: int, value_values: int, dtype: str, lower_dtype: str) -> None:
-        """``key_values``, ``value_values``: of one head in a page. ``dtype`` is the KV's, ``lower_dtype`` ``int8`` or
-        ``fp8`` (e4m3). Raises :class:`ValueError`."""
+    def __init__(
+        self, kv_heads: int, head_dim_k: int, head_dim_v: int, block_tokens: int, dtype: str, lower_dtype: str
+    ) -> None:
+        """``dtype`` is the KV's, ``lower_dtype`` ``int8``, ``fp8`` (e4m3) or ``int4``. Raises :class:`ValueError`, also
+        for heads of more than 1,024 elements."""
 
     @property
     def page_bytes(self) -> int: ...

@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 Address: TypeAlias = tuple[int, int, int]
 """``[token, head, element]`` storage: (pointer, token stride, head stride), strides in elements, elements dense."""
 
-Geometry: TypeAlias = tuple[int, int, int, int, int, str]
-"""(num_layers, num_kv_heads, head_dim_k, head_dim_v, block_tokens, dtype name: float32 | bfloat16 | float16)."""
+Geometry: TypeAlias = tuple[int, int, int, int, int, str, str]
+"""(num_layers, num_kv_heads, head_dim_k, head_dim_v, block_tokens, dtype name: float32 | bfloat16 | float16,
+KV dtype name: auto | int8 | fp8 | int4, see ``src/kernels/kv_codes.h``)."""
 
 def isa() -> str:
     """The instruction set in use: ``portable``, ``avx2``, ``avx512`` or ``avx512_bf16``."""
@@ -75,8 +76,8 @@ def attend(
     """Store this step's ``k, v`` in the pages of ``layer``, then causal attention of ``q`` over the paged context.
 
     ``q [T, heads, head_dim_k]``, ``k [T, kv_heads, head_dim_k]``, ``v [T, kv_heads, head_dim_v]`` and ``out [T, heads,
-    head_dim_v]`` have the pages' dtype; query head ``h`` reads kv head ``h // (heads // kv_heads)``. Softmax and sums
-    are float32 (weights are rounded to bfloat16 where the processor multiplies bfloat16). All rows write before any
+    head_dim_v]`` have the geometry's dtype; query head ``h`` reads kv head ``h // (heads // kv_heads)``. Softmax and
+    sums are float32 (weights are rounded to bfloat16 where the processor multiplies it). All rows write before any
     row reads. ``window`` > 0: only the last ``window`` positions, the own one included. ``softcap`` > 0:
     ``s = softcap * tanh(s / softcap)``. ``sinks [heads]``: one extra logit a head, in the denominator only.
     ``write=False``: the pages hold ``k, v`` already; both arguments are ignored. ``statistics [T, heads]``: gets the

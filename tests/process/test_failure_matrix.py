@@ -33,9 +33,11 @@ def drawn(count: int, seed: int) -> list[Case]:
     return [rng.choice(cell) for cell in cells if cell][:count]
 
 
-def test_clients_see_one_right_stream_and_nothing_is_left_behind(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_clients_see_one_right_stream_and_nothing_is_left_behind(request: pytest.FixtureRequest, kv_dtype: str) -> None:
     count, seed = request.config.getoption("--matrix-cells"), request.config.getoption("--matrix-seed")
-    cells, shape = drawn(count, seed), SHAPES[request.config.getoption("--matrix-geometry")]
+    cells = drawn(count, seed) if kv_dtype == "auto" else drawn(1, seed + 1)
+    shape = SHAPES[request.config.getoption("--matrix-geometry")].with_codes(kv_dtype)
     assert cells
     for result in run_matrix(cells, pause_s=7.0, clients=6, seed=seed, shape=shape):
         assert result.good, result.line()

@@ -12,7 +12,7 @@ import pytest
 from served_cluster import Server, eventually
 from tiny_models import prompt, save_folder, tiny_module
 
-BLOCK_BYTES, LOWER_BLOCK_BYTES = 3 * 2 * 32 * 16 * 4, 3 * 1088
+BLOCK_BYTES, LOWER_BLOCK_BYTES = 3 * 2 * 32 * 16 * 4, 3 * 1280
 ROUNDS, PROMPTS, NEW_TOKENS = 3, 6, 8
 
 

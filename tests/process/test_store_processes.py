@@ -6,13 +6,14 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from geometries import SHAPES
+from geometries import SHAPES, Shape
 from memserve import LLM
 from memserve.base.types import SamplingParams
 from memserve.base.units import NS_PER_S
@@ -23,6 +24,7 @@ from served_cluster import WAIT_S, Server, eventually, is_alive
 from tiny_models import prompt, save_folder
 
 SHAPE = SHAPES["llama3"]
+CODED = SHAPE.with_codes("int8")
 BLOCK = SHAPE.kv.block_tokens
 """Tokens: the model's context is 256. In float32 a block has 8 MiB."""
 SLOW = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), same_host=CopyCurve(2.0 * NS_PER_S, 0.0, 0.0), machine="slow")
@@ -36,30 +38,38 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         loaded = load_model(str(folder), "float32", "cpu", block_tokens=BLOCK, threads=1)
-        path = profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1)
-        save_profile(path, {"costs": SLOW.to_dict()})
+        for shape in (SHAPE, CODED):
+            path = profile_path(loaded.fingerprint, shape.in_dtype("float32"), "cpu", 1)
+            save_profile(path, {"costs": SLOW.to_dict()})
         yield folder
 
 
 @pytest.fixture(scope="module")
-def truth(model: Path) -> Iterator[Callable[[list[int], int], Any]]:
-    """What one engine without a cache answers, greedily."""
-    with LLM(str(model), dtype="float32", kv_memory="64MiB", threads=1, enable_prefix_caching=False) as llm:
-        greedy = SamplingParams(temperature=0)
-        yield lambda tokens, count: llm.generate([tokens], greedy, max_tokens=count, ignore_eos=True)[0]
+def truth(model: Path) -> Iterator[Callable[..., Any]]:
+    """What one engine without a cache answers, greedily: to tokens, with a count, by KV of a dtype."""
+    options: dict[str, Any] = {"dtype": "float32", "kv_memory": "64MiB", "threads": 1, "enable_prefix_caching": False}
+    greedy = SamplingParams(temperature=0)
+    with ExitStack() as stack:
+        llms = {
+            kv_dtype: stack.enter_context(LLM(str(model), kv_dtype=kv_dtype, **options))
+            for kv_dtype in ("auto", "int8")
+        }
+        yield lambda tokens, count, kv_dtype="auto": llms[kv_dtype].generate(
+            [tokens], greedy, max_tokens=count, ignore_eos=True
+        )[0]
 
 
 class Kept:
     """A ``memserve serve`` whose store and metadata lie in one folder."""
 
-    def __init__(self, model: Path, folder: Path, *shape: str) -> None:
-        self._model, self._folder, self._shape = model, folder, shape
+    def __init__(self, model: Path, folder: Path, *shape: str, kv: Shape = SHAPE) -> None:
+        self._model, self._folder, self._shape, self._kv = model, folder, shape, kv
         self.pids: set[int] = set()
         self.server = self.start()
 
     def start(self) -> Server:
         disks = ("--ssd", f"{self._folder}/ssd=512MiB", "--store-dram", "128MiB", "--ssd-sync", "none")
-        where = (*SHAPE.memory_flags(512), "--metadata", str(self._folder / "state"))
+        where = (*self._kv.memory_flags(512), "--metadata", str(self._folder / "state"))
         self.server = Server(self._model, *self._shape, *disks, *where)
         self.pids |= {self.server.process.pid, *self.server.children().values()}
         return self.server
@@ -101,8 +111,8 @@ class Kept:
 def kept(model: Path, tmp_path: Path) -> Iterator[Callable[..., Kept]]:
     made: list[Kept] = []
 
-    def start(*shape: str) -> Kept:
-        made.append(Kept(model, tmp_path, *shape))
+    def start(*shape: str, kv: Shape = SHAPE) -> Kept:
+        made.append(Kept(model, tmp_path, *shape, kv=kv))
         return made[-1]
 
     yield start
@@ -116,13 +126,16 @@ def tokens(length: int, seed: int) -> list[int]:
     return [int(token) for token in prompt(length, seed)]
 
 
-@pytest.mark.parametrize("shape", [("--colocated", "1"), ("--prefill", "1", "--decode", "1")])
-def test_a_conversation_outlives_every_process(kept, truth, shape) -> None:
+PAIR = ("--prefill", "1", "--decode", "1")
+
+
+@pytest.mark.parametrize(("shape", "kv"), [(("--colocated", "1"), SHAPE), (PAIR, SHAPE), (PAIR, CODED)])
+def test_a_conversation_outlives_every_process(kept, truth, shape, kv) -> None:
     """Two turns, kill -9 of everything, and the third turn finds both of them on the disk."""
-    running = kept(*shape)
+    running = kept(*shape, kv=kv)
     history, turns = tokens(90, 1), []
     for turn in range(2):
-        expected = truth(history, 20)
+        expected = truth(history, 20, kv.kv.kv_dtype)
         assert running.ask(history, 20)["choices"][0]["text"] == expected.text
         turns.append(len(history))
         history = [*history, *expected.outputs[0].tokens, *tokens(10, 10 + turn)]
@@ -133,7 +146,7 @@ def test_a_conversation_outlives_every_process(kept, truth, shape) -> None:
     running.start()
     eventually(lambda: running.stored_blocks() >= done)
     answer = running.ask(history, 20)
-    assert answer["choices"][0]["text"] == truth(history, 20).text
+    assert answer["choices"][0]["text"] == truth(history, 20, kv.kv.kv_dtype).text
     facts = {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= done * BLOCK, facts
     assert (facts["fetched_from"], facts["fetched_tier"]) == ("s1", "ssd")

@@ -1,7 +1,8 @@
-"""``--kv-lower-dtype`` in a whole engine: swap, prefixes in DRAM, KV by layer, and what is told and refused."""
+"""``--kv-dtype`` and ``--kv-lower-dtype`` in a whole engine: swap, prefixes in DRAM, KV by layer, what is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 
 from memserve import LLM
 from memserve.base.errors import UserError
+from memserve.base.kv_layout import lower_block_bytes
+from memserve.base.types import KV_DTYPES, KVGeometry
 from memserve.instance.stats import InstanceStats
 from tiny_models import prompt, save_folder, tiny_module
 
-LOWER = ("int8", "fp8")
+LOWER = ("int8", "fp8", "int4")
 BLOCK_BYTES = 3 * 2 * 8 * 16 * 4  # layers, heads, tokens, K and V of 8, float32
-LOWER_BLOCK_BYTES = 3 * 320  # of each layer 256 values of a byte, 4 scales, and zeros to a multiple of 64
+KV = KVGeometry(3, 2, 8, 8, "float32", 8)
+LOWER_BLOCK_BYTES = {lower: lower_block_bytes(KV, lower) for lower in KV_DTYPES}
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "block_tokens": 8}
 PROMPTS = [prompt(100 + 8 * at, at).tolist() for at in range(6)]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
@@ -49,10 +53,10 @@ def test_lower_dtype_prefix_is_close_and_does_not_drift(model: str, lower: str) 
         rounds = [first_logprobs(llm) for _ in range(4)]
         stats = stats_of(llm)
     assert stats.dram_tokens_reused > 3 * 90 * len(PROMPTS)
-    assert stats.dram.block_bytes == LOWER_BLOCK_BYTES and stats.hbm.block_bytes == BLOCK_BYTES
-    assert stats.dram.blocks_total == 400 * BLOCK_BYTES // LOWER_BLOCK_BYTES
+    assert stats.dram.block_bytes == LOWER_BLOCK_BYTES[lower] and stats.hbm.block_bytes == BLOCK_BYTES
+    assert stats.dram.blocks_total == 400 * BLOCK_BYTES // LOWER_BLOCK_BYTES[lower]
     off = [abs(a - b) for a, b in zip(rounds[0], rounds[1], strict=True)]
-    assert 0 < max(off) < (0.2 if lower == "int8" else 1.0), "rounded, and not wrong"
+    assert 0 < max(off) < {"int8": 0.2, "fp8": 1.0, "int4": 3.0}[lower], "rounded, and not wrong"
     assert rounds[1] == rounds[2] == rounds[3]
 
 
@@ -81,9 +85,46 @@ def test_layerwise_transfers_use_the_dram_dtype(model: str, lower: str) -> None:
         layers = stats_of(llm).layers
     assert all(len(answer.outputs[0].tokens) == 30 for answer in answers)
     assert layers.begun + layers.converted and layers.sequences == layers.parked == layers.dram_pages == 0
-    page_bytes = (BLOCK_BYTES if lower == "auto" else LOWER_BLOCK_BYTES) // 3
+    page_bytes = LOWER_BLOCK_BYTES[lower] // 3
     crossed = layers.link.down_bytes, layers.link.up_bytes
     assert min(crossed) > 0 and [nbytes % page_bytes for nbytes in crossed] == [0, 0]
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "in chunks": {"max_step_tokens": 24}, "alone": {"max_running": 1},
+    "swapped": {"blocks": 24, "preemption": "swap", "enable_prefix_caching": False},
+    "computed again": {"blocks": 24, "preemption": "recompute", "enable_prefix_caching": False},
+    "out of DRAM": {"blocks": 12},
+    "by layer": {"blocks": 32, "layerwise": "static-1", "max_step_tokens": 16, "enable_prefix_caching": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", LOWER)
+def test_coded_kv_answers_alike_whatever_way_it_takes(model: str, kv_dtype: str) -> None:
+    """Cold and warm, in chunks, preempted, down in DRAM and back: nothing is rounded again."""
+    block_bytes = replace(KV, block_tokens=16, kv_dtype=kv_dtype).block_bytes
+    asked = {**GREEDY, "max_tokens": 40}
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return [answer.outputs[0].tokens for answer in llm.generate(PROMPTS, **asked)]
+
+    def coded(blocks: int = 400, **options: Any) -> LLM:
+        memory = {"kv_memory": blocks * block_bytes, "dram_memory": 400 * block_bytes}
+        return LLM(model, dtype="float32", threads=1, block_tokens=16, kv_dtype=kv_dtype, **memory, **options)
+
+    with coded() as llm:
+        expected = answers(llm)
+        assert answers(llm) == expected and stats_of(llm).cached_tokens
+        assert stats_of(llm).hbm.block_bytes == stats_of(llm).dram.block_bytes == block_bytes
+        with pytest.raises(UserError, match=rf"rounded to {kv_dtype} here .--kv-dtype.*leave out exact"):
+            llm.generate([PROMPTS[0]], exact=True, max_tokens=1)
+    used = {}
+    for way, options in WAYS.items():
+        with coded(**options) as llm:
+            assert [answers(llm) for _ in range(2)] == [expected] * 2, way
+            used[way] = stats_of(llm)
+    assert used["swapped"].preemptions_swap and used["computed again"].preemptions_recompute
+    assert used["out of DRAM"].dram_tokens_reused and used["by layer"].layers.link.down_bytes
 
 
 def test_exact_is_refused_where_kv_may_be_rounded(model: str) -> None:

@@ -83,6 +83,7 @@ class TinyModel:
     context_note: str = ""
     default_max_tokens: int | None = None
     kv_tokens: int = 4 * CONTEXT_TOKENS
+    kv_dtype: str = "auto"
     kv_lower_dtype: str = "auto"
     quantization: str = "none"
     position_regimes: PositionRegimes = NO_REGIMES

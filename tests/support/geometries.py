@@ -27,6 +27,10 @@ class Shape:
         """The same KV in ``dtype``: tests whose tokens must be exact compute in float32."""
         return replace(self.kv, dtype=dtype)
 
+    def with_codes(self, kv_dtype: str) -> Shape:
+        """The same KV kept in ``kv_dtype``."""
+        return replace(self, kv=replace(self.kv, kv_dtype=kv_dtype))
+
     @property
     def sizes(self) -> dict[str, int]:
         """What makes a small model of the family have this KV."""
@@ -43,7 +47,8 @@ class Shape:
         kv = self.in_dtype(dtype)
         room, dram = (some // kv.block_tokens * kv.block_bytes for some in (tokens, dram_tokens))
         memory = ("--kv-memory", f"{room}B", "--dram-memory", f"{dram}B")
-        return ("--dtype", dtype, "--block-tokens", str(kv.block_tokens), *memory)
+        dtypes = ("--dtype", dtype, "--kv-dtype", kv.kv_dtype)
+        return (*dtypes, "--block-tokens", str(kv.block_tokens), *memory)
 
     def module(self, seed: int = 0) -> Any:
         """A small random model with this KV."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,13 @@ def tiny_module(family: str, seed: int = 0, **sizes: int) -> Any:
     return module.train(False)
 
 
-def loaded(module: Any, dtype: str = "float32", block_tokens: int = 32) -> LoadedModel:
+def loaded(module: Any, dtype: str = "float32", block_tokens: int = 32, kv_dtype: str = "auto") -> LoadedModel:
     """``module`` as the loader would give it, without a tokenizer. The module is switched to our attention."""
     geometry, _ = probe_model(module, dtype, block_tokens)
     return LoadedModel(
         module=module,
         tokenizer=None,
-        geometry=geometry,
+        geometry=replace(geometry, kv_dtype=kv_dtype),
         fingerprint="tiny",
         name="tiny",
         max_model_tokens=CONTEXT_TOKENS,

@@ -15,6 +15,7 @@ from memserve.base.config import ClusterConfig, EngineOptions, MemberConfig, Sch
 from memserve.base.deployment import ScalingOptions
 from memserve.base.errors import UserError
 from memserve.base.options import SIZE, option
+from memserve.base.types import AS_COMPUTED, KV_DTYPES
 from memserve.base.units import NS_PER_MS
 from memserve.cli import flags as opt
 from memserve_lab.cli.bench_load import SloJct, read_slo
@@ -158,7 +159,9 @@ def profiled(file: Path, model: str, dram_bytes: int) -> Machine:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read {file} as a profile: {error}", hint="memserve profile --json > FILE") from None
     shape = find(MODELS, model, "model")
-    geometry = shape.geometry(dtype="float32" if "float32" in costs.model else "bfloat16")
+    plain = shape.geometry(dtype="float32" if "float32" in costs.model else "bfloat16")
+    coded = (kv_dtype for kv_dtype in KV_DTYPES if f"KV as {kv_dtype}" in costs.model)
+    geometry = dataclasses.replace(plain, kv_dtype=next(coded, AS_COMPUTED))
     hbm_blocks = EngineOptions().kv_memory_bytes // geometry.block_bytes
     return Machine(
         f"{costs.model} on {costs.machine}", geometry, shape.context_tokens, hbm_blocks,

@@ -63,7 +63,6 @@ Enum named(const std::string& name, const char* const (&names)[count], const cha
 }
 
 constexpr const char* kPageDtypes[] = {"float32", "bfloat16", "float16"};
-constexpr const char* kLowerDtypes[] = {"int8", "fp8"};
 
 template <bool is_down>
 void convert_pages(const LowerPages& self, uintptr_t dst, uintptr_t src, nb::object from, nb::object to, int threads) {
@@ -81,17 +80,21 @@ void convert_pages(const LowerPages& self, uintptr_t dst, uintptr_t src, nb::obj
 }
 
 void bind_lower_pages(nb::module_& m) {
-  nb::class_<LowerPages>(m, "LowerPages", "Converts pages of KV to a byte a value, and back.")
+  nb::class_<LowerPages>(m, "LowerPages", "Converts pages of KV to codes of a byte or less, and back.")
       .def("__init__",
-           [](LowerPages* self, int64_t kv_heads, int64_t key_values, int64_t value_values, const std::string& dtype,
-              const std::string& lower_dtype) {
-             new (self) LowerPages(static_cast<int>(positive(kv_heads, "kv_heads must be positive")),
-                                   positive(key_values, "key_values must be positive"),
-                                   positive(value_values, "value_values must be positive"),
-                                   named<PageDtype>(dtype, kPageDtypes, "dtype"),
-                                   named<LowerDtype>(lower_dtype, kLowerDtypes, "lower dtype"));
+           [](LowerPages* self, int64_t kv_heads, int64_t head_dim_k, int64_t head_dim_v, int64_t block_tokens,
+              const std::string& dtype, const std::string& lower_dtype) {
+             const Scheme scheme = named<Scheme>(lower_dtype, kSchemeNames, "lower dtype");
+             if (scheme == Scheme::as_computed) throw nb::value_error("unknown lower dtype auto");
+             if (std::max(head_dim_k, head_dim_v) > kCodedDimMax) throw nb::value_error("a head is too large for codes");
+             const CodedHead head = CodedHead::make(
+                 scheme, static_cast<int>(positive(head_dim_k, "head_dim_k must be positive")),
+                 static_cast<int>(positive(head_dim_v, "head_dim_v must be positive")),
+                 static_cast<int>(positive(block_tokens, "block_tokens must be positive")));
+             new (self) LowerPages(static_cast<int>(positive(kv_heads, "kv_heads must be positive")), head,
+                                   named<PageDtype>(dtype, kPageDtypes, "dtype"), scheme);
            },
-           nb::arg("kv_heads"), nb::arg("key_values"), nb::arg("value_values"), nb::arg("dtype"),
+           nb::arg("kv_heads"), nb::arg("head_dim_k"), nb::arg("head_dim_v"), nb::arg("block_tokens"), nb::arg("dtype"),
            nb::arg("lower_dtype"))
       .def_prop_ro("page_bytes", &LowerPages::page_bytes)
       .def_prop_ro("lower_page_bytes", &LowerPages::lower_page_bytes)

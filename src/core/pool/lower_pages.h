@@ -1,35 +1,27 @@
-// Pages whose values take one byte each: what a lower tier keeps of KV.
+// What a lower tier keeps of KV that lies in the first one as it was computed: pages of codes (kernels/kv_codes.h).
 //
-//   page           head 0: K values | V values | head 1: K values | V values | ...      2 or 4 bytes a value
-//   lower page     the same values in the same order, a byte each | a scale for each K and V | zeros to 64 bytes
+//   page           head 0: K [head_dim_k, tokens] | V [tokens, head_dim_v] | head 1 ...      2 or 4 bytes a value
+//   lower page     the same heads, each with its codes and maxima                            a byte a value, or less
 //
-// A run is the K or the V of one head. Its scale is the least float with 16 significant bits by which the run's largest
-// magnitude becomes the largest code (int8: 127, fp8: 448); a value is its code times the scale.
-//
-// Nothing drifts: what `up` writes, `down` turns into the same bytes again. A scale of 16 bits times a code is exact in a
-// float, so the largest magnitude comes back as it was (bfloat16, float16) or as a multiple of the same scale (float32),
-// and half a unit in the last place of any of the three types is less than half the distance between two codes (but for
-// the least values of float16, see `code_of`).
-//
-// Values that are no numbers, infinite, or 2^127 and more, come back as NaN and do not count for the scale. A run whose
-// magnitudes are all below 2^-100 is zero.
+// Nothing drifts: what `up` writes, `down` turns into the same bytes again.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
+#include "../../kernels/kv_codes.h"
+
 namespace memserve {
 
 enum class PageDtype : int { float32, bfloat16, float16 };
-enum class LowerDtype : int { int8, fp8 };  // fp8: e4m3 without infinities
 
 class LowerPages {
  public:
-  // `key_values`, `value_values`: in a run of keys and of values.
-  LowerPages(int kv_heads, size_t key_values, size_t value_values, PageDtype dtype, LowerDtype lower);
+  // `head.dim_k` and `head.dim_v` are at most kCodedDimMax; `scheme` is not as_computed.
+  LowerPages(int kv_heads, const CodedHead& head, PageDtype dtype, Scheme scheme);
 
-  size_t page_bytes() const { return kv_heads_ * (key_values_ + value_values_) * value_bytes(); }
-  size_t lower_page_bytes() const;
+  size_t page_bytes() const { return kv_heads_ * size_t(head_.tokens) * (head_.dim_k + head_.dim_v) * value_bytes(); }
+  size_t lower_page_bytes() const { return kv_heads_ * head_.bytes(); }
 
   struct Piece {
     uint8_t* dst;
@@ -44,9 +36,10 @@ class LowerPages {
   size_t value_bytes() const { return dtype_ == PageDtype::float32 ? 4 : 2; }
   void run(std::span<const Piece> pieces, int threads, bool is_down) const;
 
-  size_t kv_heads_, key_values_, value_values_;
+  size_t kv_heads_;
+  CodedHead head_;
   PageDtype dtype_;
-  LowerDtype lower_;
+  Scheme scheme_;
 };
 
 }  // namespace memserve

@@ -10,8 +10,15 @@ import re
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
-from memserve.base.errors import UserError
-from memserve.base.kv_layout import AS_COMPUTED, Parallel, check_lower_dtype, check_tiers, hbm_blocks, lower_block_bytes
+from memserve.base.errors import UserError, check
+from memserve.base.kv_layout import (
+    Parallel,
+    check_coded,
+    check_kv_dtypes,
+    check_tiers,
+    hbm_blocks,
+    lower_block_bytes,
+)
 from memserve.base.options import (
     GBIT_S,
     GIBIBYTES,
@@ -25,7 +32,16 @@ from memserve.base.options import (
     check_ranges,
     option,
 )
-from memserve.base.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode, check_kv_codec
+from memserve.base.types import (
+    AS_COMPUTED,
+    VOCAB_MAX,
+    Admission,
+    Caching,
+    KVGeometry,
+    Role,
+    TransferMode,
+    check_kv_codec,
+)
 from memserve.base.units import MIB, NS_PER_S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -71,7 +87,7 @@ class PoolConfig:
     identity_key: bytes | None = field(default=None, repr=False)
     """Key of the identities of cached blocks, 16 bytes. None: a public key, for a pool without a cluster."""
     lower_dtype: str = AS_COMPUTED
-    """Of values in the second tier (:data:`memserve.base.kv_layout.LOWER_DTYPES`)."""
+    """Of values in the second tier (:data:`memserve.base.types.KV_DTYPES`). ``auto``: as in the first."""
     block_bytes_by_tier: tuple[int, int] = (0, 0)
     """Bytes of a block of either tier; 0: not known."""
 
@@ -362,9 +378,13 @@ class EngineOptions:
     """Memory of the KV cache that attention reads (tier HBM), e.g. 512MiB."""
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE, vllm="swap_space", vllm_form=GIBIBYTES)
     """Memory of the second tier (DRAM), e.g. 4GiB: evicted prefixes and preempted sequences move there. 0: none."""
+    kv_dtype: str = option(AS_COMPUTED, vllm="kv_cache_dtype")
+    """How KV lies in both tiers. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3), ``int4``: rounded when it is
+    computed, to codes of a byte or half a byte; answers may differ, and requests with ``exact`` are refused. For
+    CPUs."""
     kv_lower_dtype: str = option(AS_COMPUTED)
-    """How KV lies in the second tier. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3): rounded, in about half
-    the bytes of 16-bit values; answers may differ, and requests with ``exact`` are refused."""
+    """The same for the second tier alone: attention reads KV as it was computed, and what moves to DRAM is rounded on
+    its way. ``auto``: as in the first tier."""
     kv_codec: str = option("auto")
     """Whether KV rests on a store's disks, and travels between hosts, in fewer bytes, without losing a bit. ``auto``:
     where it pays, by what disk, link and codec take here; ``none``; ``always``."""
@@ -394,13 +414,13 @@ class EngineOptions:
         if self.quantization not in QUANTIZATIONS:
             hint = f"use one of {', '.join(QUANTIZATIONS)}"
             raise UserError(f"unknown quantization {self.quantization!r}", hint=hint, param="quantization")
-        check_lower_dtype(self.kv_lower_dtype, self.dram_memory_bytes)
+        check_kv_dtypes(self.kv_dtype, self.kv_lower_dtype, self.dram_memory_bytes)
         check_kv_codec(self.kv_codec)
 
     @property
     def is_lossy(self) -> bool:
         """Whether KV may be rounded."""
-        return self.kv_lower_dtype != AS_COMPUTED
+        return self.kv_dtype != AS_COMPUTED or self.kv_lower_dtype != AS_COMPUTED
 
     def instance_config(
         self,
@@ -418,8 +438,12 @@ class EngineOptions:
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
-        lower, dram_bytes = self.kv_lower_dtype, self.dram_memory_bytes
-        check_tiers(self.scheduler.layerwise, lower, dram_bytes, on_gpu=on_gpu)
+        check(geometry.kv_dtype == self.kv_dtype, "a geometry of another KV dtype than the options'")
+        dram_bytes = self.dram_memory_bytes
+        lower = self.kv_lower_dtype if self.kv_lower_dtype != geometry.kv_dtype else AS_COMPUTED
+        check_tiers(self.scheduler.layerwise, (geometry.kv_dtype, lower), dram_bytes, on_gpu=on_gpu)
+        check_coded(geometry, lower)
+        rounded = f"|kv {geometry.kv_dtype}" * (geometry.kv_dtype != AS_COMPUTED) + f"|{lower}" * (lower != AS_COMPUTED)
         block_bytes = (geometry.block_bytes, lower_block_bytes(geometry, lower))
         blocks = (
             hbm_blocks(geometry, self.kv_memory_bytes if kv_bytes is None else kv_bytes),
@@ -428,7 +452,7 @@ class EngineOptions:
         default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
-            namespace=namespace + f"|{lower}" * self.is_lossy + "|own" * (not self.foreign_kv),
+            namespace=namespace + rounded + "|own" * (not self.foreign_kv),
             pool=PoolConfig(*blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes),
             scheduler=dataclasses.replace(
                 self.scheduler, max_step_tokens=self.scheduler.max_step_tokens or default_step_tokens

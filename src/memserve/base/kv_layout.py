@@ -10,24 +10,15 @@ from dataclasses import dataclass, replace
 
 from memserve.base.errors import UserError
 from memserve.base.options import check_ranges, option
-from memserve.base.types import KVGeometry, Role
+from memserve.base.types import AS_COMPUTED, KV_DTYPES, KVGeometry, Role
 from memserve.base.units import flag_bytes, human_bytes
 
-AS_COMPUTED = "auto"
-LOWER_DTYPES = (AS_COMPUTED, "int8", "fp8")
-"""Of values in the second tier. ``auto``: as they were computed; the others take a byte, and are not lossless."""
-
-_ALIGN = 64
-_SCALE_BYTES = 4
+_CODED_HEAD_MAX = 1024
 
 
 def lower_page_bytes(geometry: KVGeometry, lower_dtype: str) -> int:
-    """Bytes of a page in the second tier: a byte a value, and a scale for each K and V of a head
-    (``_core.LowerPages``). With ``auto`` as in the first."""
-    if lower_dtype == AS_COMPUTED:
-        return geometry.page_bytes
-    run_bytes = geometry.block_tokens * (geometry.head_dim_k + geometry.head_dim_v) + 2 * _SCALE_BYTES
-    return -(-geometry.num_kv_heads * run_bytes // _ALIGN) * _ALIGN
+    """Bytes of a page in the second tier (``_core.LowerPages``). With ``auto`` as in the first."""
+    return geometry.page_bytes if lower_dtype == AS_COMPUTED else replace(geometry, kv_dtype=lower_dtype).page_bytes
 
 
 def lower_block_bytes(geometry: KVGeometry, lower_dtype: str) -> int:
@@ -48,22 +39,43 @@ def hbm_blocks(geometry: KVGeometry, kv_memory_bytes: int) -> int:
     return blocks
 
 
-def check_lower_dtype(lower_dtype: str, dram_memory_bytes: int) -> None:
-    """Raises :class:`UserError` for a dtype that there is not, and for one of a tier that there is not."""
-    if lower_dtype not in LOWER_DTYPES:
-        hint = f"use one of {', '.join(LOWER_DTYPES)}"
-        raise UserError(f"unknown lower dtype {lower_dtype!r}", hint=hint, param="kv_lower_dtype")
+def check_kv_dtypes(kv_dtype: str, lower_dtype: str, dram_memory_bytes: int) -> None:
+    """Raises :class:`UserError` for dtypes that there are not, for one of a tier that there is not, and for KV that
+    would be rounded twice."""
+    for name, dtype in (("kv_dtype", kv_dtype), ("kv_lower_dtype", lower_dtype)):
+        if dtype not in KV_DTYPES:
+            hint = f"use one of {', '.join(KV_DTYPES)}"
+            raise UserError(f"unknown {name.replace('_', ' ')} {dtype!r}", hint=hint, param=name)
+    if lower_dtype not in (AS_COMPUTED, kv_dtype) and kv_dtype != AS_COMPUTED:
+        hint = "leave out --kv-lower-dtype: DRAM then has KV as HBM has it"
+        raise UserError(f"KV of {kv_dtype} is not rounded again to {lower_dtype}", hint=hint, param="kv_lower_dtype")
     if lower_dtype != AS_COMPUTED and not dram_memory_bytes:
         hint = "for example --dram-memory 2GiB, or leave out --kv-lower-dtype"
         raise UserError("there is no lower tier to keep KV in", hint=hint, param="kv_lower_dtype")
 
 
-def check_tiers(layerwise: str, lower_dtype: str, dram_memory_bytes: int, *, on_gpu: bool) -> None:
-    """Raises :class:`UserError` for what needs a second tier, or a CPU."""
+def check_coded(geometry: KVGeometry, lower_dtype: str) -> None:
+    """Raises :class:`UserError` for KV that has no codes of the dtypes that are asked for."""
+    widest, unusual = max(geometry.head_dim_k, geometry.head_dim_v), geometry.block_tokens % 16
+    if widest > _CODED_HEAD_MAX and (geometry.kv_dtype, lower_dtype) != (AS_COMPUTED, AS_COMPUTED):
+        hint = "leave out --kv-dtype and --kv-lower-dtype"
+        raise UserError(f"heads of {widest} elements have no KV of a byte or less", hint=hint, param="kv_dtype")
+    if geometry.kv_dtype != AS_COMPUTED and unusual:
+        hint = "use --block-tokens 16, 32 (the fastest) or another multiple of 16"
+        text = f"KV as {geometry.kv_dtype} does not lie in blocks of {geometry.block_tokens} tokens"
+        raise UserError(text, hint=hint, param="block_tokens")
+
+
+def check_tiers(layerwise: str, dtypes: tuple[str, str], dram_memory_bytes: int, *, on_gpu: bool) -> None:
+    """Raises :class:`UserError` for what needs a second tier, or a CPU. ``dtypes``: of KV in the first tier and the
+    second."""
     if layerwise != "off" and not dram_memory_bytes:
         hint = "for example --dram-memory 2GiB, or --layerwise off"
         raise UserError("KV by layer lies in DRAM, and there is none", hint=hint, param="layerwise")
-    if lower_dtype != AS_COMPUTED and on_gpu:
+    if dtypes[0] != AS_COMPUTED and on_gpu:
+        hint = "leave out --kv-dtype, or use --device cpu"
+        raise UserError(f"KV as {dtypes[0]} is for CPUs so far", hint=hint, param="kv_dtype")
+    if dtypes[1] != AS_COMPUTED and on_gpu:
         hint = "leave out --kv-lower-dtype, or use --device cpu"
         raise UserError("a lower tier with a dtype of its own is for CPUs so far", hint=hint, param="kv_lower_dtype")
 

@@ -301,8 +301,18 @@ class CopyBlocks:
     dst: list[int]
 
 
+AS_COMPUTED = "auto"
+"""Of values of KV: as they were computed."""
+_CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4}
+KV_DTYPES = (AS_COMPUTED, *_CODE_BITS)
+"""Of values of KV. All but ``auto`` are codes, with a maximum for each group of them, and not lossless."""
+
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SIZE_MAX = 1 << 20
+_UNIT_BITS = 32
+_MAXIMUM_BYTES = 2
+_HEAD_ALIGN = 64
+_INT4_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,18 +321,23 @@ class KVGeometry:
 
     A *page* is one layer's K and V of one block of tokens, heads outermost; inside a head K is
     ``[head_dim_k, block_tokens]`` and V is ``[block_tokens, head_dim_v]``. A *block* is ``num_layers`` pages in a row.
+    With a ``kv_dtype`` a head has codes and their maxima instead: ``src/kernels/kv_codes.h``.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim_k: int
     head_dim_v: int
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # "float32" | "bfloat16" | "float16": of what is computed
     block_tokens: int = 32
+    kv_dtype: str = AS_COMPUTED  # of what is kept
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEMSIZE:
             raise UserError(f"unknown dtype {self.dtype!r}", hint=f"use one of {', '.join(_ITEMSIZE)}", param="dtype")
+        if self.kv_dtype not in KV_DTYPES:
+            hint = f"use one of {', '.join(KV_DTYPES)}"
+            raise UserError(f"unknown KV dtype {self.kv_dtype!r}", hint=hint, param="kv_dtype")
         for name in ("num_layers", "num_kv_heads", "head_dim_k", "head_dim_v", "block_tokens"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= _SIZE_MAX:
@@ -332,13 +347,33 @@ class KVGeometry:
 
     @property
     def itemsize(self) -> int:
-        """Bytes a value."""
+        """Bytes of a value that is computed."""
         return _ITEMSIZE[self.dtype]
+
+    @property
+    def code_depth(self) -> int:
+        """Codes in a unit: neighbours in a head (K), or tokens (V). 0: values lie as they were computed."""
+        return _UNIT_BITS // _CODE_BITS[self.kv_dtype] if self.kv_dtype != AS_COMPUTED else 0
+
+    def code_groups(self, head_dim: int) -> int:
+        """Groups with a maximum each, of ``head_dim`` elements of one token's K or V."""
+        return -(-head_dim // _INT4_GROUP) if self.kv_dtype == "int4" else 1
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of a page."""
+        tokens, dims, depth = self.block_tokens, (self.head_dim_k, self.head_dim_v), self.code_depth
+        if not depth:
+            return tokens * sum(dims) * self.itemsize
+        units = -(-dims[0] // depth) * tokens + -(-tokens // depth) * dims[1]
+        maxima = sum(map(self.code_groups, dims)) * tokens
+        nbytes = units * _UNIT_BITS // 8 + maxima * _MAXIMUM_BYTES
+        return -(-nbytes // _HEAD_ALIGN) * _HEAD_ALIGN
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one layer's K and V of one block."""
-        return self.num_kv_heads * self.block_tokens * (self.head_dim_k + self.head_dim_v) * self.itemsize
+        return self.num_kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:

@@ -30,7 +30,7 @@ BUSY_ERROR = 0.12
 PROFILED = EngineOptions(dram_memory_bytes=128 * MIB)
 """The measured engine has a second tier, so that there is something to swap."""
 ProfiledEngine = Annotated[
-    EngineOptions, opt.Only("model", "dtype", "device", "kv_memory_bytes", "threads", "block_tokens")
+    EngineOptions, opt.Only("model", "dtype", "device", "kv_memory_bytes", "kv_dtype", "threads", "block_tokens")
 ]
 
 

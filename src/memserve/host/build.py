@@ -163,7 +163,7 @@ def _load_with_adapters(options: EngineOptions) -> LoadedModel:
     )  # fmt: skip
     if model.device.type == "cpu":
         refuse_without_gpu(options)
-    return model
+    return model.keep_kv_as(options.kv_dtype)
 
 
 def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:

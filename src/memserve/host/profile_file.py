@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from memserve.base.errors import UserError
-from memserve.base.types import KVGeometry
+from memserve.base.types import AS_COMPUTED, KVGeometry
 from memserve.kv.costs import LEARNT, CopyCurve, CostModel, Quality, Sample
 from memserve.kv.reuse import Prefix, Way, decide_batch
 from memserve.model.loading.cache import cache_root
@@ -74,7 +74,8 @@ def profile_path(fingerprint: str, geometry: KVGeometry, device: str, threads: i
 def model_name(fingerprint: str, geometry: KVGeometry, device: str, threads: int | None) -> str:
     """What was measured, in one line."""
     run_by = f"{threads or 'all'} threads"
-    return f"{fingerprint} {geometry.dtype} on {device}, {run_by}, {geometry.block_tokens} tokens a block"
+    dtype = geometry.dtype + f" with KV as {geometry.kv_dtype}" * (geometry.kv_dtype != AS_COMPUTED)
+    return f"{fingerprint} {dtype} on {device}, {run_by}, {geometry.block_tokens} tokens a block"
 
 
 def load_profile(fingerprint: str, geometry: KVGeometry, device: str, threads: int | None) -> CostModel:

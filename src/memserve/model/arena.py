@@ -13,8 +13,8 @@ from torch import Tensor
 
 from memserve import _core
 from memserve.base.errors import check
-from memserve.base.kv_layout import AS_COMPUTED, lower_page_bytes
-from memserve.base.types import CopyBlocks, KVGeometry, Tier
+from memserve.base.kv_layout import lower_page_bytes
+from memserve.base.types import AS_COMPUTED, CopyBlocks, KVGeometry, Tier
 from memserve.base.units import MIB
 
 Int32s = NDArray[np.int32]
@@ -27,9 +27,9 @@ def lower_pages(geometry: KVGeometry, lower_dtype: str) -> _core.LowerPages | No
     """What converts pages between the tiers. None: they lie alike in both."""
     if lower_dtype == AS_COMPUTED:
         return None
-    tokens = geometry.block_tokens
-    runs = geometry.head_dim_k * tokens, geometry.head_dim_v * tokens
-    pages = _core.LowerPages(geometry.num_kv_heads, *runs, geometry.dtype, lower_dtype)
+    check(geometry.kv_dtype == AS_COMPUTED, "codes are not rounded again")
+    sizes = geometry.num_kv_heads, geometry.head_dim_k, geometry.head_dim_v, geometry.block_tokens
+    pages = _core.LowerPages(*sizes, geometry.dtype, lower_dtype)
     check(pages.lower_page_bytes == lower_page_bytes(geometry, lower_dtype), "a lower page has another size")
     return pages
 

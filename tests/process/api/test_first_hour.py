@@ -74,16 +74,18 @@ def test_prompt_beyond_served_context_is_refused_with_advice() -> None:
 def test_an_exact_answer_is_refused_where_kv_is_rounded(endpoint: str) -> None:
     """A clear 400, which names the field and the option; elsewhere the field is accepted."""
     said = {"prompt": "hello"} if endpoint == "completions" else {"messages": [{"role": "user", "content": "hello"}]}
-    for lower in ("auto", "int8"):
-        model = TinyModel(kv_lower_dtype=lower)
+    for option in ({}, {"kv_dtype": "int8"}, {"kv_lower_dtype": "int8"}):
+        model = TinyModel(**option)
         asked = {"model": model.name, "max_tokens": 2, **said}
         with running_server(FakeEngine(says("hello")), model) as world:
             url = f"{world.url}/v1/{endpoint}"
             exact = httpx.post(url, json=asked | {"exact": True}, timeout=30)
             others = [httpx.post(url, json=asked | more, timeout=30) for more in ({}, {"exact": False})]
         assert [answer.status_code for answer in others] == [200, 200]
-        assert exact.status_code == (200 if lower == "auto" else 400)
-    assert exact.json()["error"]["param"] == "exact" and "--kv-lower-dtype" in exact.json()["error"]["message"]
+        assert exact.status_code == (400 if option else 200)
+        for name in option:
+            error = exact.json()["error"]
+            assert error["param"] == "exact" and "--" + name.replace("_", "-") in error["message"]
 
 
 def test_a_chat_without_max_tokens_ends_at_the_servers_bound() -> None:

@@ -23,9 +23,12 @@ OTHER = [*PROMPT[7:], *PROMPT[:100]]
 SIZES = {"hbm": 24, "context": CONTEXT, "step_tokens": 96, "chunk": 64}
 
 
-@pytest.fixture(params=SHAPES)
+CODED = {f"smollm2 as {kv_dtype}": SHAPES["smollm2"].with_codes(kv_dtype) for kv_dtype in ("int8", "int4")}
+
+
+@pytest.fixture(params=[*SHAPES, *CODED])
 def kv(request: pytest.FixtureRequest) -> KVGeometry:
-    return SHAPES[request.param].kv
+    return {**SHAPES, **CODED}[request.param].kv
 
 
 def two_tiers(kv: KVGeometry) -> Any:

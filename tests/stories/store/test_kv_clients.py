@@ -105,6 +105,7 @@ def test_a_block_is_a_block(world) -> None:
         (KvModel("another", GEOMETRY), "other weights"),
         (KvModel("m", replace(GEOMETRY, num_layers=LAYERS + 1)), "another shape"),
         (KvModel("m", replace(GEOMETRY, block_tokens=2 * BLOCK)), f"{2 * BLOCK} tokens"),
+        (KvModel("m", replace(GEOMETRY, kv_dtype="int8")), "kept as int8 (--kv-dtype), what is kept here as auto"),
     ],
 )
 def test_kv_of_another_model_is_refused(world, model: KvModel, why: str) -> None:

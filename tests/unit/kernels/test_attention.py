@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memserve import _kernels
+from memserve.base.types import KV_DTYPES, KVGeometry
+from memserve.model.attention.reference import CodedReferencePages, round_kv, values_of
 
 LAYERS = 2
 TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3}  # relative, in the Euclidean norm of a sequence
@@ -38,6 +40,7 @@ class Case:
     dim_v: int = 64
     block_tokens: int = 32
     dtype: str = "float32"
+    kv_dtype: str = "auto"
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
@@ -48,6 +51,10 @@ class Case:
     @property
     def contexts(self) -> list[int]:
         return [d + n for d, n in zip(self.done, self.new, strict=True)]
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return KVGeometry(LAYERS, self.kv_heads, self.dim_k, self.dim_v, self.dtype, self.block_tokens, self.kv_dtype)
 
 
 class World:
@@ -71,8 +78,11 @@ class World:
         self.tables = np.full((len(needed) + 1, max(needed) + 1), -1, np.int32)  # row 0 belongs to nobody
         for row, (count, start) in enumerate(zip(needed, np.cumsum([0, *needed]), strict=False)):
             self.tables[row + 1, :count] = ids[start : start + count]
-        head = c.block_tokens * (c.dim_k + c.dim_v)
-        self.arena = torch.full((self.blocks, LAYERS, c.kv_heads, head), torch.nan, dtype=self.kind)
+        if c.kv_dtype == "auto":
+            head = c.block_tokens * (c.dim_k + c.dim_v)
+            self.arena = torch.full((self.blocks, LAYERS, c.kv_heads, head), torch.nan, dtype=self.kind)
+        else:
+            self.arena = torch.full((self.blocks * c.geometry.block_bytes,), 0xFF, dtype=torch.uint8)  # maxima: NaN
 
     def step(self, layer: int, first: list[int], end: list[int], write: bool = True) -> list[Tensor]:
         """Tokens [first, end) of every sequence in one call; returns each sequence's outputs."""
@@ -81,7 +91,7 @@ class World:
         starts = np.cumsum([0, *counts]).astype(np.int32)
         batch = _kernels.PagedBatch(
             self.arena.data_ptr(),
-            (LAYERS, c.kv_heads, c.dim_k, c.dim_v, c.block_tokens, c.dtype),
+            (LAYERS, c.kv_heads, c.dim_k, c.dim_v, c.block_tokens, c.dtype, c.kv_dtype),
             self.tables,
             np.arange(1, len(counts) + 1, dtype=np.int32),
             starts,
@@ -101,9 +111,12 @@ class World:
         return list(out.split(counts))
 
     def truth(self, row: int) -> Tensor:
-        """All positions of one sequence in float64, from the same inputs."""
+        """All positions of one sequence in float64, from the same inputs, of which codes are made first."""
         c = self.case
-        q, k, v = (t[row].double().transpose(0, 1) for t in (self.q, self.k, self.v))
+        k, v = self.k[row], self.v[row]
+        if c.kv_dtype != "auto":
+            k, v = (values_of(*round_kv(t, c.geometry), c.geometry) for t in (k, v))
+        q, k, v = (t.double().transpose(0, 1) for t in (self.q[row], k, v))
         k, v = (t.repeat_interleave(c.group, 0) for t in (k, v))
         scores = q @ k.transpose(1, 2) * self.scale
         if c.softcap:
@@ -145,6 +158,7 @@ CASES = st.builds(
     dim_v=st.sampled_from([8, 16, 32, 64, 72, 96, 128, 256]),
     block_tokens=st.sampled_from([32, 32, 16, 48, 64]),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    kv_dtype=st.sampled_from(["auto", *KV_DTYPES]),
     window=st.sampled_from([0, 0, 1, 7, 40, 1000]),
     softcap=st.sampled_from([0.0, 0.0, 0.5, 20.0]),
     sinks=st.booleans(),
@@ -183,6 +197,57 @@ def test_chunks_do_not_change_the_result(isa: str, dtype: str, chunks: list[int]
         got.append(world.step(0, [first, done], [first + chunk, 37])[0])
         first += chunk
     torch.testing.assert_close(torch.cat(got), whole[0], rtol=0, atol=2e-6 if dtype == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("isa", _kernels.supported_isas())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+@settings(max_examples=3, deadline=None)
+@given(chunks=st.lists(st.integers(1, 90), min_size=1, max_size=6), block_tokens=st.sampled_from([16, 32, 64]))
+def test_codes_are_those_of_their_token_in_any_chunks(
+    kv_dtype: str, dtype: str, isa: str, chunks: list[int], block_tokens: int
+) -> None:
+    """To the last bit, on each instruction set, whatever else is computed with a token; all other bytes stay."""
+    case = Case((0, 0), (sum(chunks), 37), 2, 3, 40, 72, block_tokens, dtype, kv_dtype, isa=isa)
+    _kernels.force_isa(isa)
+    world, first = World(case), 0
+    expected = torch.full_like(world.arena, 0xFF)
+    pages = CodedReferencePages(expected, case.geometry)
+    for row, context in enumerate(case.contexts):
+        places = torch.arange(context)
+        blocks = torch.from_numpy(world.tables[row + 1]).long()[places // block_tokens]
+        pages.write_kv(1, blocks, places % block_tokens, world.k[row], world.v[row])
+    for chunk in chunks:
+        world.step(1, [first, 37 if first else 0], [first + chunk, 37])
+        first += chunk
+    assert torch.equal(world.arena, expected)
+
+
+SHAPES = {"smollm2": (3, 3, 64), "llama3": (8, 4, 128), "mqa": (1, 32, 256), "phi": (2, 4, 80), "phi3": (2, 1, 96)}
+
+
+@pytest.mark.parametrize("isa", _kernels.supported_isas())
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_coded_attention_has_the_shapes_of_models(shape: str, kv_dtype: str, isa: str) -> None:
+    """A long decode, a short one and a chunk; then decodes alone, with all that a model may ask for."""
+    kv_heads, group, dim = SHAPES[shape]
+    rows = (290, 60, 0), (1, 40, 3)
+    run(Case(*rows, kv_heads, group, dim, dim, 32, "bfloat16", kv_dtype, isa=isa))
+    run(Case((330, 31), (1, 2), kv_heads, group, dim, dim, 32, "float32", kv_dtype, 200, 20.0, sinks=True, isa=isa))
+
+
+@pytest.mark.parametrize("isa", _kernels.supported_isas())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+def test_what_is_no_number_makes_its_own_row_none(kv_dtype: str, dtype: str, isa: str) -> None:
+    """A decode over a value that is none; the other row shares no block with it."""
+    _kernels.force_isa(isa)
+    world = World(Case((300, 80), (1, 1), 1, 2, 64, 64, 32, dtype, kv_dtype, isa=isa))
+    world.v[0][300, 0, 5] = torch.nan
+    world.step(1, [0, 0], [300, 80])
+    broken, whole = world.step(1, [300, 80], [301, 81])
+    assert bool(broken[0, 0].isnan().any()) and bool(whole.isfinite().all())
 
 
 @pytest.mark.parametrize("isa", _kernels.supported_isas())

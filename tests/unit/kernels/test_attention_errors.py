@@ -19,7 +19,7 @@ def ints(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 def batch(**changes: Any) -> _kernels.PagedBatch:
     arguments: dict[str, Any] = {
         "base": ARENA.ctypes.data,
-        "geometry": (2, 2, 8, 8, 32, "float32"),
+        "geometry": (2, 2, 8, 8, 32, "float32", "auto"),
         "tables": np.array([[0, 1, 2], [3, -1, -1]], np.int32),
         "table_rows": ints(0, 1),
         "q_starts": ints(0, 2, 3),
@@ -32,12 +32,14 @@ def batch(**changes: Any) -> _kernels.PagedBatch:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"geometry": (0, 2, 8, 8, 32, "float32")}, "num_layers is 0"),
-        ({"geometry": (2, -1, 8, 8, 32, "float32")}, "num_kv_heads is -1"),
-        ({"geometry": (2, 2, 12, 8, 32, "float32")}, "head_dim_k is 12"),
-        ({"geometry": (2, 2, 8, 0, 32, "float32")}, "head_dim_v is 0"),
-        ({"geometry": (2, 2, 8, 8, 24, "float32")}, "block_tokens is 24"),
-        ({"geometry": (2, 2, 8, 8, 32, "int8")}, "dtype is 'int8'"),
+        ({"geometry": (0, 2, 8, 8, 32, "float32", "auto")}, "num_layers is 0"),
+        ({"geometry": (2, -1, 8, 8, 32, "float32", "auto")}, "num_kv_heads is -1"),
+        ({"geometry": (2, 2, 12, 8, 32, "float32", "auto")}, "head_dim_k is 12"),
+        ({"geometry": (2, 2, 8, 0, 32, "float32", "auto")}, "head_dim_v is 0"),
+        ({"geometry": (2, 2, 8, 8, 24, "float32", "auto")}, "block_tokens is 24"),
+        ({"geometry": (2, 2, 8, 8, 32, "int8", "auto")}, "dtype is 'int8'"),
+        ({"geometry": (2, 2, 8, 8, 32, "float32", "int2")}, "kv_dtype is 'int2', not auto, int8, fp8 or int4"),
+        ({"geometry": (2, 2, 8, 1032, 32, "float32", "fp8")}, "a head of 1032 elements is too large for KV as fp8"),
         ({"base": 0}, "base is 0"),
         ({"table_rows": ints(0)}, "table_rows has 1"),
         ({"table_rows": ints(0, 2)}, r"table_rows\[1\] is 2"),

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memserve import _kernels
+from memserve.base.types import KV_DTYPES, KVGeometry
+from memserve.model.attention.reference import CodedReferencePages
 
 BLOCK, DIM = 32, 64
 TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3}
@@ -21,22 +23,33 @@ TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 6e-3}
 class Arena:
     """Pages of one layer, and the keys and values ``[tokens, kv_heads, dim]`` that lie in them from block 0 on."""
 
-    def __init__(self, tokens: int, kv_heads: int, group: int, dtype: str, seed: int) -> None:
-        self.kind, self.dtype = getattr(torch, dtype), dtype
+    def __init__(self, tokens: int, kv_heads: int, group: int, dtype: str, seed: int, kv_dtype: str = "auto") -> None:
+        self.kind, self.dtype, self.kv_dtype = getattr(torch, dtype), dtype, kv_dtype
         draw = torch.Generator().manual_seed(seed)
         self.kv_heads, self.heads = kv_heads, kv_heads * group
         self.k, self.v = (torch.randn(tokens, kv_heads, DIM, generator=draw).to(self.kind) for _ in range(2))
         self.q = torch.randn(tokens, self.heads, DIM, generator=draw).to(self.kind)
         blocks = -(-tokens // BLOCK)
+        if kv_dtype != "auto":
+            self._write_codes(blocks, tokens)
+            return
         k, v = (torch.full((blocks * BLOCK, kv_heads, DIM), torch.nan, dtype=self.kind) for _ in range(2))
         k[:tokens], v[:tokens] = self.k, self.v
         k, v = (t.view(blocks, BLOCK, kv_heads, DIM) for t in (k, v))
         parts = k.permute(0, 2, 3, 1), v.permute(0, 2, 1, 3)  # [dim, slot] and [slot, dim] of each block and head
         self.pages = torch.stack([part.flatten(2) for part in parts], 2).contiguous()
 
+    def _write_codes(self, blocks: int, tokens: int) -> None:
+        """K and V are from now on what has become of them."""
+        geometry = KVGeometry(1, self.kv_heads, DIM, DIM, self.dtype, BLOCK, self.kv_dtype)
+        self.pages = torch.full((blocks * geometry.block_bytes,), 0xFF, dtype=torch.uint8)
+        pages, places = CodedReferencePages(self.pages, geometry), torch.arange(tokens)
+        pages.write_kv(0, places // BLOCK, places % BLOCK, self.k, self.v)
+        self.k, self.v = (part.transpose(0, 1) for part in pages.read_kv(0, torch.arange(blocks), tokens))
+
     def part(self, q: Tensor, first: int, end: int, behind: bool, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
         """Queries ``[T, heads, dim]`` over tokens ``[first, end)``, from a block on: outputs and statistics."""
-        shape = (1, self.kv_heads, DIM, DIM, BLOCK, self.dtype)
+        shape = (1, self.kv_heads, DIM, DIM, BLOCK, self.dtype, self.kv_dtype)
         table = np.arange(first // BLOCK, -(-end // BLOCK), dtype=np.int32)[None]
         counts, contexts = np.array([0, len(q)], np.int32), np.array([end - first], np.int32)
         batch = _kernels.PagedBatch(
@@ -66,18 +79,20 @@ class Arena:
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 3, 5]),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    kv_dtype=st.sampled_from(KV_DTYPES),
     softcap=st.sampled_from([0.0, 20.0]),
     isa=st.sampled_from(_kernels.supported_isas()),
     seed=st.integers(0, 2**31),
 )
 def test_parts_of_a_context_make_the_whole(
-    parts: list[int], last: int, rows: int, kv_heads: int, group: int, dtype: str, softcap: float, isa: str, seed: int
-) -> None:
+    parts: list[int], last: int, rows: int, kv_heads: int, group: int, dtype: str, kv_dtype: str, softcap: float,
+    isa: str, seed: int,
+) -> None:  # fmt: skip
     """Whole blocks before the last part, which has the tokens of the queries as well."""
     rows = min(rows, last)
     edges = [0, *(np.cumsum(parts) * BLOCK).tolist()]
     tokens = edges[-1] + last
-    arena = Arena(tokens, kv_heads, group, dtype, seed)
+    arena = Arena(tokens, kv_heads, group, dtype, seed, kv_dtype)
     q = arena.q[tokens - rows :]
     _kernels.force_isa(isa)
     try:
@@ -113,7 +128,7 @@ def test_bad_shapes_and_orders_are_refused() -> None:
             _kernels.merge_parts(*arguments)
     one = np.zeros(1, np.int32)
     counts, contexts = np.array([0, 1], np.int32), np.array([64], np.int32)
-    table, shape = np.zeros((1, 2), np.int32), (1, 1, DIM, DIM, BLOCK, "float32")
+    table, shape = np.zeros((1, 2), np.int32), (1, 1, DIM, DIM, BLOCK, "float32", "auto")
     batch = _kernels.PagedBatch(arena.pages.data_ptr(), shape, table, one, counts, contexts, behind=True)
     at: Any = (arena.q.data_ptr(), DIM, DIM)
     with pytest.raises(ValueError, match="not written"):

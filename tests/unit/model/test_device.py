@@ -11,11 +11,12 @@ import torch
 from geometries import SHAPES
 from late_grammar import check_late_draws
 from memserve.base.errors import InvariantError
-from memserve.base.types import CopyBlocks, SamplingParams, StopParams, Tier
+from memserve.base.types import KV_DTYPES, CopyBlocks, SamplingParams, StopParams, Tier
 from memserve.instance.events import OpenSequence
 from memserve.model.attention.context import step_attention
-from memserve.model.attention.reference import ReferenceAttention, ReferencePages
+from memserve.model.attention.reference import CodedReferencePages, ReferenceAttention, ReferencePages
 from memserve.model.forward import EagerForward
+from memserve.model.loading.loader import LoadedModel
 from tiny_models import FAMILIES, GREEDY, VOCAB, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 
 
@@ -62,14 +63,17 @@ def test_logits_equal_the_families_own(family: str) -> None:
         torch.testing.assert_close(torch.cat(seen), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_kernel_and_reference_agree_on_the_device(family: str) -> None:
+def test_kernel_and_reference_agree_on_the_device(family: str, kv_dtype: str) -> None:
     """The fallback for devices without a kernel gives the same tokens."""
     tokens, module = prompt(70, 5), tiny_module(family)
-    expected = greedy_tokens(module, tokens, 3)
-    model = loaded(tiny_module(family))
+    model = loaded(tiny_module(family), kv_dtype=kv_dtype)
+    is_exact = kv_dtype == "auto"
+    expected = greedy_tokens(module, tokens, 3) if is_exact else kept_whole(model, tokens, 3)
     arena = torch.zeros(16 * model.geometry.block_bytes, dtype=torch.uint8)
-    driver = Driver(model, attention=partial(ReferenceAttention, ReferencePages(arena, model.geometry)))
+    pages = (ReferencePages if is_exact else CodedReferencePages)(arena, model.geometry)
+    driver = Driver(model, attention=partial(ReferenceAttention, pages))
     got = driver.step([(0, 0, 70, (0,))], open=[sequence(0, tokens, [8, 3, 12])]).tokens
     assert got + driver.decode(0, 70, 2) == expected
 
@@ -109,11 +113,21 @@ def test_a_sequence_survives_a_trip_to_host_memory(llama: tuple[object, Driver])
     assert got + driver.decode(5, 52, 1) == expected
 
 
+def kept_whole(model: LoadedModel, tokens: np.ndarray, count: int) -> list[int]:
+    """What a device draws behind a prompt that it computes in one step, and whose KV stays where it is."""
+    driver = Driver(model, blocks=8)
+    blocks = list(range(-(-(len(tokens) + count) // model.geometry.block_tokens)))
+    drawn = driver.step([(0, 0, len(tokens), (0,))], open=[sequence(0, tokens, blocks)]).tokens
+    return drawn + driver.decode(0, len(tokens), count - 1)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_real_geometries_survive_chunks_and_a_trip(name: str) -> None:
+def test_real_geometries_survive_chunks_and_a_trip(name: str, kv_dtype: str) -> None:
     """A prompt in two chunks, out to DRAM, its blocks overwritten, back in elsewhere."""
-    shape, tokens = SHAPES[name], prompt(100, 8)
-    driver = Driver(loaded(shape.module(), block_tokens=shape.kv.block_tokens), blocks=8, dram_blocks=4)
+    shape, tokens = SHAPES[name].with_codes(kv_dtype), prompt(100, 8)
+    sizes = {"block_tokens": shape.kv.block_tokens, "kv_dtype": kv_dtype}
+    driver = Driver(loaded(shape.module(), **sizes), blocks=8, dram_blocks=4)
     assert driver.geometry == shape.in_dtype("float32")
     used = slice(-(-104 // shape.kv.block_tokens))
     here, below, there = [6, 1, 4, 3][used], [3, 0, 2, 1][used], [0, 7, 2, 5][used]
@@ -125,7 +139,10 @@ def test_real_geometries_survive_chunks_and_a_trip(name: str) -> None:
     resumed = OpenSequence(2, known, 100, 0, GREEDY, there)
     got += driver.step([(2, 100, 1, (2,))], copies=[back], open=[resumed]).tokens
     got += driver.decode(2, 101, 1)
-    assert got == greedy_tokens(shape.module(), tokens, 3)
+    is_exact = kv_dtype == "auto"
+    assert got == (greedy_tokens if is_exact else kept_whole)(
+        shape.module() if is_exact else loaded(shape.module(), **sizes), tokens, 3
+    )
 
 
 def test_copies_run_in_order(llama: tuple[object, Driver]) -> None:

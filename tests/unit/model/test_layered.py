@@ -110,8 +110,8 @@ def rng() -> random.Random:
     return random.Random(7)
 
 
-def device(module: object, **options: object) -> Driver:
-    return Driver(loaded(module), blocks=200, dram_blocks=40, shared=True, **options)
+def device(module: object, kv_dtype: str = "auto", **options: object) -> Driver:
+    return Driver(loaded(module, kv_dtype=kv_dtype), blocks=200, dram_blocks=40, shared=True, **options)
 
 
 @pytest.fixture(params=SHAPES)
@@ -159,7 +159,16 @@ def rounded_whole(driver: Driver, lengths: Sequence[int], count: int, kept: Sequ
     return drawn
 
 
-@pytest.mark.parametrize("lower", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("kept", [[], [1], None])
+def test_layers_of_codes_pass_as_they_are(kept: list[int] | None, kv_dtype: str, rng: random.Random) -> None:
+    """A page is a page, whatever is in it."""
+    lengths = [200, 40, 131, 20, 65]
+    expected = rounded_whole(device(tiny_module("llama"), kv_dtype), lengths, 6, range(LAYERS))
+    assert decoded(device(tiny_module("llama"), kv_dtype), rng, lengths, 6, kept) == expected
+
+
+@pytest.mark.parametrize("lower", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("kept", [[], [1], [0, 2], [0, 1, 2]])
 def test_layers_that_pass_are_rounded_once_and_kept_ones_are_not(
     kept: list[int], lower: str, rng: random.Random

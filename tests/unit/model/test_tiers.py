@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ import torch
 from geometries import SHAPES
 from memserve.base.config import EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
-from memserve.base.kv_layout import LOWER_DTYPES, lower_block_bytes, lower_page_bytes
-from memserve.base.types import CopyBlocks, KVGeometry, Tier
+from memserve.base.kv_layout import lower_block_bytes, lower_page_bytes
+from memserve.base.types import KV_DTYPES, CopyBlocks, KVGeometry, Tier
 from memserve.base.units import MIB
 from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
 
@@ -24,7 +26,7 @@ SMOLLM2 = SHAPES["smollm2"].kv
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=repr)
-@pytest.mark.parametrize("lower", LOWER_DTYPES)
+@pytest.mark.parametrize("lower", KV_DTYPES)
 def test_sizes_are_those_of_the_native_conversion(geometry: KVGeometry, lower: str) -> None:
     native = lower_pages(geometry, lower)
     page_bytes = geometry.page_bytes if native is None else native.lower_page_bytes
@@ -71,27 +73,59 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
 def test_a_lower_dtype_doubles_dram_and_has_its_own_namespace() -> None:
     options = {"kv_memory_bytes": 64 * MIB, "dram_memory_bytes": 128 * MIB}
     configs = [
-        EngineOptions(**options, kv_lower_dtype=lower).instance_config(SMOLLM2, 8192, "weights")
-        for lower in LOWER_DTYPES
+        EngineOptions(**options, kv_lower_dtype=lower).instance_config(SMOLLM2, 8192, "weights") for lower in KV_DTYPES
     ]
-    exact, int8, fp8 = (config.pool for config in configs)
-    assert exact.hbm_blocks == int8.hbm_blocks == fp8.hbm_blocks
-    assert 1.98 * exact.dram_blocks < int8.dram_blocks == fp8.dram_blocks < 2 * exact.dram_blocks
+    exact, int8, fp8, int4 = (config.pool for config in configs)
+    assert exact.hbm_blocks == int8.hbm_blocks == fp8.hbm_blocks == int4.hbm_blocks
+    assert 1.93 * exact.dram_blocks < int8.dram_blocks == fp8.dram_blocks < 2 * exact.dram_blocks
+    assert 3.5 * exact.dram_blocks < int4.dram_blocks < 4 * exact.dram_blocks
     assert int8.block_bytes_by_tier == (SMOLLM2.block_bytes, lower_block_bytes(SMOLLM2, "int8"))
     assert configs[0].namespace == "weights"
-    assert len({config.namespace for config in configs}) == 3, "no KV goes from one to another"
+    assert len({config.namespace for config in configs}) == 4, "no KV goes from one to another"
+
+
+@pytest.mark.parametrize("lower", ["auto", "int8"])
+def test_int8_kv_holds_twice_and_has_its_own_namespace(lower: str) -> None:
+    """``--kv-lower-dtype`` of the same name says nothing more: no page is rounded twice."""
+    options = {"kv_memory_bytes": 64 * MIB, "dram_memory_bytes": 128 * MIB}
+    plain = EngineOptions(**options).instance_config(SMOLLM2, 8192, "weights")
+    below = EngineOptions(**options, kv_lower_dtype="int8").instance_config(SMOLLM2, 8192, "weights")
+    coded = replace(SMOLLM2, kv_dtype="int8")
+    options |= {"kv_dtype": "int8", "kv_lower_dtype": lower}
+    config = EngineOptions(**options).instance_config(coded, 8192, "weights")
+    assert len({plain.namespace, below.namespace, config.namespace}) == 3
+    assert 1.93 < config.pool.hbm_blocks / plain.pool.hbm_blocks < 2
+    assert config.pool.dram_blocks == 128 * MIB // coded.block_bytes and config.pool.lower_dtype == "auto"
+    assert lower_pages(coded, config.pool.lower_dtype) is None
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_lower_dtype": "int4", "dram_memory_bytes": MIB}, "int4.*one of auto, int8, fp8"),
+        ({"kv_lower_dtype": "int3", "dram_memory_bytes": MIB}, "int3.*one of auto, int8, fp8, int4"),
+        ({"kv_dtype": "int3"}, "unknown kv dtype.*int3.*one of auto, int8, fp8, int4"),
+        ({"kv_dtype": "int8", "kv_lower_dtype": "fp8", "dram_memory_bytes": MIB}, "int8 is not rounded again to fp8"),
         ({"kv_lower_dtype": "int8"}, "no lower tier.*--dram-memory 2GiB"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         EngineOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "options", "message"),
+    [
+        (SMOLLM2, {"on_gpu": True}, "KV as int8 is for CPUs so far.*leave out --kv-dtype"),
+        (replace(SMOLLM2, block_tokens=8), {}, "int8 does not lie in blocks of 8 tokens.*multiple of 16"),
+        (replace(SMOLLM2, head_dim_v=2048), {}, "heads of 2048 elements have no KV of a byte or less"),
+    ],
+)
+def test_coded_kv_that_cannot_be_served_is_refused(
+    geometry: KVGeometry, options: dict[str, bool], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        EngineOptions(kv_dtype="int8").instance_config(replace(geometry, kv_dtype="int8"), 8192, "weights", **options)
 
 
 def test_lower_dtype_needs_cpu_and_layerwise_does_not() -> None:

@@ -92,7 +92,7 @@ def block_bytes_family(
     prefix: str, whose: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
 ) -> Metric:
     """What a block takes in each tier. Of every source: values of ``labels``, ``InstanceStats``."""
-    about = f"Bytes of a KV block of {whose} by tier; smaller in DRAM with --kv-lower-dtype"
+    about = f"Bytes of a KV block of {whose} by tier; smaller with --kv-dtype, and in DRAM with --kv-lower-dtype"
     family = GaugeMetricFamily(f"memserve_{prefix}block_bytes", about, labels=[*labels, "tier"])
     for values, instance in sources:
         for tier, report in (("hbm", instance.hbm), ("dram", instance.dram)):

@@ -40,8 +40,12 @@ class ServedModel(Protocol):
         """Why that is less than the model's own context, and the flag that changes it; empty: it is not less."""
 
     @property
+    def kv_dtype(self) -> str:
+        """How KV lies in the first tier (:data:`memserve.base.types.KV_DTYPES`)."""
+
+    @property
     def kv_lower_dtype(self) -> str:
-        """How KV lies in the second tier (:data:`memserve.base.kv_layout.LOWER_DTYPES`)."""
+        """How KV lies in the second tier (:data:`memserve.base.types.KV_DTYPES`)."""
 
     @property
     def quantization(self) -> str:

@@ -17,9 +17,8 @@ from memserve.api.http.config import ApiConfig, EdgeConfig, ServerConfig
 from memserve.base.config import AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.base.deployment import Followers, PlacementOptions, StoreOptions
 from memserve.base.errors import UserError
-from memserve.base.kv_layout import AS_COMPUTED
 from memserve.base.options import command_line_of
-from memserve.base.types import Admission, Caching
+from memserve.base.types import AS_COMPUTED, Admission, Caching
 from memserve.cli import credentials
 from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import run_fleet
@@ -302,7 +301,9 @@ def serve_until_signal(
             )
         if adapters:
             text.append(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
-        if model.kv_lower_dtype != AS_COMPUTED:
+        if model.kv_dtype != AS_COMPUTED:
+            text.append(f"not lossless: KV is rounded to {model.kv_dtype}, and answers may differ")
+        elif model.kv_lower_dtype != AS_COMPUTED:
             text.append(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
         if model.quantization != "none":
             how = "as they are stored" if model.quantization == "auto" else f"rounded to {model.quantization}"

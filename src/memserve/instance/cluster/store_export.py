@@ -25,8 +25,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from memserve.base.errors import check
-from memserve.base.kv_layout import AS_COMPUTED
-from memserve.base.types import KVGeometry, Role, Tier, TokenArray, TransferMode
+from memserve.base.types import AS_COMPUTED, KVGeometry, Role, Tier, TokenArray, TransferMode
 from memserve.base.units import MIB, NS_PER_S, ceil_div
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.sequence import Sequence

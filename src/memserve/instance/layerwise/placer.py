@@ -24,8 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memserve.base.errors import check
-from memserve.base.kv_layout import AS_COMPUTED
-from memserve.base.types import Tier, TokenArray
+from memserve.base.types import AS_COMPUTED, Tier, TokenArray
 from memserve.base.units import NS_PER_MS, ceil_div
 from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
 from memserve.instance.layerwise.budget import (

@@ -15,8 +15,7 @@ from typing import Protocol
 
 from memserve import _core
 from memserve.base.config import ExchangeConfig
-from memserve.base.kv_layout import AS_COMPUTED
-from memserve.base.types import KVGeometry, Role, Tier, TokenArray
+from memserve.base.types import AS_COMPUTED, KVGeometry, Role, Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
 from memserve.kv.pool import Lease
 from memserve.kv.transfer.events import CancelPulls, ExchangeCounters, Outcome, PullPages, SealPages
@@ -42,7 +41,7 @@ class TierSizes(Protocol):
 
     @property
     def lower_dtype(self) -> str:
-        """Of values in DRAM (:data:`memserve.base.kv_layout.LOWER_DTYPES`)."""
+        """Of values in DRAM (:data:`memserve.base.types.KV_DTYPES`)."""
 
 
 class TransferPool(Protocol):

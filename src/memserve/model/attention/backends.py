@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve.base.errors import UserError
-from memserve.base.types import KVGeometry
+from memserve.base.types import AS_COMPUTED, KVGeometry
 from memserve.model.attention.context import StepAttention, StepRows
-from memserve.model.attention.reference import ReferenceAttention, ReferencePages
+from memserve.model.attention.reference import CodedReferencePages, ReferenceAttention, ReferencePages
 from memserve.model.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class KernelAttention:
         ``behind``: the new tokens follow the contexts, and are only queries."""
         kernels = _kernels()
         g = geometry
-        shape = (g.num_layers, g.num_kv_heads, g.head_dim_k, g.head_dim_v, g.block_tokens, g.dtype)
+        shape = (g.num_layers, g.num_kv_heads, g.head_dim_k, g.head_dim_v, g.block_tokens, g.dtype, g.kv_dtype)
         self.batch = kernels.PagedBatch(
             base, shape, rows.tables, rows.table_rows, rows.q_starts, rows.contexts, None, page_heads, behind
         )
@@ -250,14 +250,15 @@ def choose_attention(
             return partial(LentHeads, flat.data_ptr(), geometry, crew)
         base = flat.data_ptr() + first * (geometry.page_bytes // whole)
         return partial(KernelAttention, base, replace(geometry, num_kv_heads=heads), whole)
-    if flat.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    is_coded = geometry.kv_dtype != AS_COMPUTED
+    if flat.device.type == "cuda" and not is_coded and importlib.util.find_spec("triton") is not None:
         first_layer = 0 if share is None else share.own_layers.start
         return partial(TritonAttention, flat, geometry, first_layer=first_layer)
     if share is not None and (share.parts > 1 or flat.device.type == "cuda"):
         hint = "use --tensor-parallel 1; --pipeline-parallel works"
         raise UserError(f"no kernel attends to some heads of a page of {geometry}", hint=hint, param="tensor")
     log.warning("attention runs in plain torch: no kernel for device %s and %s", flat.device.type, geometry)
-    return partial(ReferenceAttention, ReferencePages(flat, geometry))
+    return partial(ReferenceAttention, (CodedReferencePages if is_coded else ReferencePages)(flat, geometry))
 
 
 def _kernel_supports(geometry: KVGeometry) -> bool:

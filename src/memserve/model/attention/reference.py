@@ -6,6 +6,8 @@ Clear and slow; the layout is the one of :class:`memserve.base.types.KVGeometry`
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,10 +41,99 @@ class ReferencePages:
         return k[:, :context], v[:, :context]
 
 
+_LARGEST = {"int8": 127.0, "fp8": 448.0, "int4": 7.0}
+_LEAST, _LIMIT = 2.0**-100, 2.0**127
+
+
+def round_kv(x: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+    """Codes ``[..., D]`` uint8 (int4: the lower half) and maxima ``[..., groups]`` bfloat16 of ``x [..., D]``: the rule
+    of ``src/kernels/kv_codes.h``."""
+    kind, groups = geometry.kv_dtype, geometry.code_groups(x.shape[-1])
+    width = -(-x.shape[-1] // groups) if groups == 1 else 32
+    padded: Any = torch.nn.functional.pad(x.float(), (0, groups * width - x.shape[-1]))
+    padded = padded.unflatten(-1, (groups, width))
+    magnitudes = padded.abs()
+    largest = torch.where(magnitudes < _LIMIT, magnitudes, torch.nan).amax(-1)
+    maxima = torch.where(largest < _LEAST, torch.zeros_like(largest), largest).to(torch.bfloat16)
+    maxima.view(torch.int16)[maxima.isnan()] = 0x7FC0  # of all that are no numbers
+    counts = (maxima > 0)[..., None]
+    # one division: `number / tensor` is a product with a reciprocal, which rounds twice
+    inverse = torch.full_like(padded[..., :1], _LARGEST[kind]) / torch.where(counts, maxima[..., None].float(), 1.0)
+    scaled = torch.where(counts, padded * inverse, torch.zeros_like(padded))
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8) if kind == "fp8" else scaled.round().to(torch.int8)
+    codes = codes.view(torch.uint8) & (0x0F if kind == "int4" else 0xFF)
+    return codes.flatten(-2)[..., : x.shape[-1]], maxima
+
+
+def values_of(codes: Tensor, maxima: Tensor, geometry: KVGeometry) -> Tensor:
+    """What :func:`round_kv` has made of values, float32 ``[..., D]``."""
+    kind, groups = geometry.kv_dtype, maxima.shape[-1]
+    if kind == "fp8":
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    else:
+        half = 8 if kind == "int4" else 128
+        numbers = (codes.int() + half) % (2 * half) - half
+    scales = maxima.float() * torch.tensor(1.0).div(_LARGEST[kind])
+    width = codes.shape[-1] if groups == 1 else 32
+    values: Tensor = numbers.float() * scales.repeat_interleave(width, -1)[..., : codes.shape[-1]]
+    return values
+
+
+class CodedReferencePages:
+    """As :class:`ReferencePages`, of an arena whose pages have codes."""
+
+    def __init__(self, arena: Tensor, geometry: KVGeometry) -> None:
+        self.geometry = g = geometry
+        heads: Any = arena.view(-1, g.num_layers, g.num_kv_heads, g.head_bytes)
+        depth, tokens, dims = g.code_depth, g.block_tokens, (g.head_dim_k, g.head_dim_v)
+        shapes = (-(-dims[0] // depth), tokens, 4), (-(-tokens // depth), dims[1], 4)
+        groups = [(g.code_groups(dim), tokens) for dim in dims]
+        sizes = [*(a * b * c for a, b, c in shapes), *(2 * a * b for a, b in groups)]
+        parts = heads[..., : sum(sizes)].split(sizes, -1)
+        self.k, self.v = (part.unflatten(-1, shape) for part, shape in zip(parts[:2], shapes, strict=True))
+        self._maxima = [
+            part.view(torch.bfloat16).unflatten(-1, shape) for part, shape in zip(parts[2:], groups, strict=True)
+        ]
+
+    def write_kv(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
+        """See :meth:`ReferencePages.write_kv`."""
+        for units, maxima, x in ((self.k, self._maxima[0], k), (self.v, self._maxima[1], v)):
+            codes, maximum = round_kv(x, self.geometry)
+            used, numbers = torch.unique(blocks, return_inverse=True)
+            dense = self._codes_of(units[used, layer], is_key=units is self.k)
+            dense[numbers, :, offsets] = codes
+            units[used, layer] = self._units_of(dense, is_key=units is self.k)
+            maxima[:, layer].permute(0, 3, 1, 2)[blocks, offsets] = maximum
+
+    def read_kv(self, layer: int, blocks: Tensor, context: int) -> tuple[Tensor, Tensor]:
+        """See :meth:`ReferencePages.read_kv`; float32."""
+        dense = []
+        for units, maxima in ((self.k, self._maxima[0]), (self.v, self._maxima[1])):
+            codes = self._codes_of(units[blocks, layer], is_key=units is self.k)
+            values = values_of(codes, maxima[blocks, layer].transpose(-1, -2), self.geometry)
+            dense.append(values.transpose(0, 1).flatten(1, 2)[:, :context])
+        return dense[0], dense[1]
+
+    def _codes_of(self, units: Tensor, *, is_key: bool) -> Tensor:
+        """``[blocks, Hkv, tokens, D]`` of the units of some blocks."""
+        halves = torch.cat([units & 0x0F, units >> 4], -1) if self.geometry.code_depth == 8 else units
+        dense = halves.transpose(-1, -2).flatten(-3, -2)  # [depth, the other one]
+        dense = dense.transpose(-1, -2) if is_key else dense
+        return dense[..., : self.geometry.block_tokens, : self.geometry.head_dim_k if is_key else None].clone()
+
+    def _units_of(self, codes: Tensor, *, is_key: bool) -> Tensor:
+        depth = self.geometry.code_depth
+        dense = codes.transpose(-1, -2) if is_key else codes
+        rows = -(-dense.shape[-2] // depth) * depth
+        padded: Any = torch.nn.functional.pad(dense, (0, 0, 0, rows - dense.shape[-2]))
+        units: Tensor = padded.unflatten(-2, (-1, depth)).transpose(-1, -2)
+        return units[..., :4] | units[..., 4:] << 4 if depth == 8 else units
+
+
 class ReferenceAttention:
     """A :class:`~memserve.model.attention.context.StepAttention` over :class:`ReferencePages`."""
 
-    def __init__(self, pages: ReferencePages, rows: StepRows) -> None:
+    def __init__(self, pages: ReferencePages | CodedReferencePages, rows: StepRows) -> None:
         tables, table_rows, q_starts, contexts = np.asarray(rows.tables), rows.table_rows, rows.q_starts, rows.contexts
         self._pages = pages
         self._starts = q_starts.tolist()

@@ -14,8 +14,7 @@ import msgspec
 
 from memserve.base.config import DEFAULT_MAX_TOKENS
 from memserve.base.errors import UserError
-from memserve.base.kv_layout import AS_COMPUTED
-from memserve.base.types import NO_REGIMES, PositionRegimes
+from memserve.base.types import AS_COMPUTED, NO_REGIMES, PositionRegimes
 from memserve.model.loading.sources import ModelFolder
 
 if TYPE_CHECKING:
@@ -40,10 +39,12 @@ class ModelCard:
     context_note: str = ""
     """Why ``max_model_tokens`` is less than the model's own; empty: it is not."""
     kv_lower_dtype: str = AS_COMPUTED
-    """How KV lies in the second tier (:data:`memserve.base.kv_layout.LOWER_DTYPES`)."""
+    """How KV lies in the second tier (:data:`memserve.base.types.KV_DTYPES`)."""
     position_regimes: PositionRegimes = NO_REGIMES
     quantization: str = "none"
     """``auto``: some weights are computed with as they are stored."""
+    kv_dtype: str = AS_COMPUTED
+    """How KV lies in the first tier."""
 
     @classmethod
     def of_model(cls, model: LoadedModel) -> ModelCard:
@@ -59,6 +60,7 @@ class ModelCard:
             model.kv_lower_dtype,
             model.position_regimes,
             model.quantization,
+            model.kv_dtype,
         )
 
     def encode(self) -> bytes:
@@ -103,6 +105,7 @@ class RemoteModel:
     kv_lower_dtype: str = AS_COMPUTED
     position_regimes: PositionRegimes = NO_REGIMES
     quantization: str = "none"
+    kv_dtype: str = AS_COMPUTED
 
     @property
     def max_model_tokens(self) -> int:
@@ -139,6 +142,7 @@ def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> Rem
         kv_lower_dtype=card.kv_lower_dtype,
         position_regimes=card.position_regimes,
         quantization=card.quantization,
+        kv_dtype=card.kv_dtype,
     )
 
 

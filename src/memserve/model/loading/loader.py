@@ -6,13 +6,12 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
 from memserve.base.errors import UserError
-from memserve.base.kv_layout import AS_COMPUTED
-from memserve.base.types import NO_REGIMES, KVGeometry, PositionRegimes
+from memserve.base.types import AS_COMPUTED, NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import load_module, text_weights
 from memserve.model.loading.formats.headers import errors_named
@@ -81,12 +80,21 @@ class LoadedModel:
     context_note: str = ""  # why max_model_tokens is less than the model's own; empty: it is not
     kv_tokens: int = 0  # how many the KV memory holds, once it is known
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # of a chat; None: what the context has room for
-    kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known
+    kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known; auto: as in the first
     quantization: str = "none"  # auto: some weights are computed with as they are stored
     attends_plainly: bool = True  # no layer has a window or sinks
     adapters: Adapters | None = None  # LoRA adapters; None: none
     position_regimes: PositionRegimes = NO_REGIMES  # what decides how positions are computed
     query_heads: int = 0  # of every layer; 0: not known, or not alike
+
+    @property
+    def kv_dtype(self) -> str:
+        """How KV lies in the first tier (:data:`memserve.base.types.KV_DTYPES`)."""
+        return self.geometry.kv_dtype
+
+    def keep_kv_as(self, kv_dtype: str) -> LoadedModel:
+        """This model, whose KV is to lie so."""
+        return replace(self, geometry=replace(self.geometry, kv_dtype=kv_dtype))
 
 
 def model_sizes(model: LoadedModel) -> ModelSizes:

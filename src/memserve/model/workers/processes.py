@@ -343,6 +343,7 @@ def _load(order: _Order, line: Connection) -> ModelDevice:
     options, share = order.options, order.share
     tokens, threads = options.block_tokens, order.threads
     model = load_model(options.model, options.dtype, "cpu", block_tokens=tokens, threads=threads, lora=options.lora)
+    model = model.keep_kv_as(options.kv_dtype)
     vocabularies = shard(model.module, share, model.geometry, model.adapters)
     stage, whole = (_core.SharedArena.attach(*order.regions[index]) for index in (share.stage, -1))
     hbm = _core.SharedArena.attach(*order.hbm)

@@ -235,7 +235,7 @@ class Registry:
             return None
         if info.namespace != self.namespace:
             differ = f"{info.namespace!r}, the cluster's are {self.namespace!r}"
-            return f"its model, weights or --kv-lower-dtype differ: {differ}"
+            return f"its model, weights, --kv-dtype or --kv-lower-dtype differ: {differ}"
         if info.geometry != self.geometry:
             return f"its KV geometry differs: {info.geometry}, the cluster's is {self.geometry}"
         return None

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from memserve import _core
 from memserve.base.errors import InvariantError
-from memserve.base.kv_layout import AS_COMPUTED
-from memserve.base.types import Tier, TokenArray
+from memserve.base.types import AS_COMPUTED, Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
 from memserve.kv.identity import NAMES_MAX, namespace_id
 from memserve.kv.pool import Lease

@@ -488,6 +488,9 @@ def _incompatibility(client_kv: KvModel, own_kv: KvModel) -> str:
     if client_kv.geometry.block_tokens != own_kv.geometry.block_tokens:
         sizes = client_kv.geometry.block_tokens, own_kv.geometry.block_tokens
         return "its blocks have {} tokens, those that are kept here {}".format(*sizes)
+    if client_kv.geometry.kv_dtype != own_kv.geometry.kv_dtype:
+        dtypes = client_kv.geometry.kv_dtype, own_kv.geometry.kv_dtype
+        return "its KV is kept as {} (--kv-dtype), what is kept here as {}".format(*dtypes)
     if client_kv.geometry != own_kv.geometry:
         return f"its KV has another shape or dtype than what is kept here: {client_kv.geometry} for {own_kv.geometry}"
     return "KV of other weights, or of an engine that shares none, is kept here"

@@ -21,8 +21,7 @@ from memserve.api.openai.request.structured_output import structure_of
 from memserve.api.openai.request.tool_calls import CallPlan
 from memserve.api.openai.response.reasoning import Thoughts
 from memserve.base.errors import UserError
-from memserve.base.kv_layout import AS_COMPUTED
-from memserve.base.types import Request, SamplingParams, StopParams, salt_of
+from memserve.base.types import AS_COMPUTED, Request, SamplingParams, StopParams, salt_of
 from memserve.base.units import NS_PER_MS, ns_from_s
 from memserve.base.validation import check_request
 from memserve.model.loading.lora import Adapter
@@ -157,6 +156,8 @@ def _check_answer_size(requests: list[Request], logprobs: int | None, *, echo: b
 
 def _why_inexact(model: ServedModel) -> str:
     """What is rounded here, and by which option; empty: nothing."""
+    if model.kv_dtype != AS_COMPUTED:
+        return f"KV is rounded to {model.kv_dtype} here (--kv-dtype)"
     if model.kv_lower_dtype != AS_COMPUTED:
         return f"KV may be rounded to {model.kv_lower_dtype} here (--kv-lower-dtype)"
     if model.quantization != "none":

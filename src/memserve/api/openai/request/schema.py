@@ -211,7 +211,7 @@ class GenerationBody(AnswerBody, forbid_unknown_fields=True, frozen=True, kw_onl
     """Milliseconds that each further token may take on average. Default: the server's `--slo-tpot-ms`. Steps are
     planned by it with `--scheduling slo`."""
     exact: bool | None = None
-    """true: refuse the request where its KV may be rounded, that is with `--kv-lower-dtype` (400)."""
+    """true: refuse the request where its KV may be rounded, that is with `--kv-dtype` or `--kv-lower-dtype` (400)."""
     explain: bool | None = None
     """Report where the time to the first token went and what was decided, in the answer's `memserve`."""
     session: SessionName | None = None
