@@ -367,7 +367,7 @@ class EngineOptions:
     """A model folder, a ``.gguf`` file, a hub id, or the bundled default."""
     dtype: str = option("auto")
     """``auto``, ``float32``, ``bfloat16`` or ``float16``, for weights, activations and KV alike."""
-    quantization: str = option("auto")
+    quantization: str = option("none")
     """How quantised weights, of a ``.gguf`` file or a model folder, are computed with. ``none``: as numbers of
     ``--dtype``. ``auto``: as they are stored, with activations rounded to int8, in bfloat16 on a CPU with one worker;
     answers may differ, and requests with ``exact`` are refused. ``int8``, ``int4``: as ``auto``, with the weights of a

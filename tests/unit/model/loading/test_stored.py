@@ -76,7 +76,7 @@ def test_only_bfloat16_keeps_weights_and_only_where_asked(path: Path) -> None:
 def test_engine_serves_stored_weights_and_refuses_exact(path: Path) -> None:
     options: dict[str, Any] = {"dtype": "bfloat16", "threads": 1, "kv_memory": "4MiB"}
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-    with LLM(str(path), **options) as llm:
+    with LLM(str(path), quantization="auto", **options) as llm:
         assert len(llm.generate([[5, 6, 7]], **asked)[0].outputs[0].tokens) == 8
         with pytest.raises(UserError, match=r"rounded to int8 here .not with --quantization none.*leave out exact"):
             llm.generate([[5, 6, 7]], exact=True, **asked)
@@ -90,7 +90,9 @@ def test_quantization_that_is_not_served_is_refused(path: Path) -> None:
 
 
 def test_several_workers_compute_with_numbers(path: Path) -> None:
-    parts = build_parts(EngineOptions(str(path), dtype="bfloat16", parallel=Parallel(2), kv_memory_bytes=4 << 20))
+    parts = build_parts(
+        EngineOptions(str(path), dtype="bfloat16", quantization="auto", parallel=Parallel(2), kv_memory_bytes=4 << 20)
+    )
     parts.device.close()
     assert parts.model.quantization == "none"
 
