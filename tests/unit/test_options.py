@@ -116,6 +116,7 @@ VLLM = {
     "long_prefill_token_threshold": ("33", 33, "prefill_chunk_tokens", 33),
     "max_model_len": ("1234", 1234, "max_model_tokens", 1234),
     "block_size": ("16", 16, "block_tokens", 16),
+    "kv_cache_dtype": ("int8", "int8", "kv_dtype", "int8"),
     "swap_space": ("1.5", 1.5, "dram_memory_bytes", GIB + GIB // 2),
     "kv_cache_memory_bytes": ("64MiB", 64 * MIB, "kv_memory_bytes", 64 * MIB),
     "tensor_parallel_size": ("2", 2, "tensor", 2),

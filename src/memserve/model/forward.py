@@ -40,8 +40,8 @@ class EagerForward:
         self._head: Tensor | None = None
         self.packed_linears = 0
         if pack:
-            head = module.get_output_embeddings()
-            self._head = None if head is None else head.weight.detach()
+            weight = getattr(module.get_output_embeddings(), "weight", None)  # a stage of a pipeline may have no head
+            self._head = None if weight is None else weight.detach()
             widen_head(module)
             self.packed_linears = pack_linears(module)
         self._selects_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
@@ -120,11 +120,10 @@ class WideLinear(nn.Module):
 def widen_head(module: Any) -> bool:
     """Let the output head of a 16-bit model return float32 logits; False if it is not a plain 16-bit linear."""
     head = module.get_output_embeddings()
-    if stored_of(module).of(head.weight.detach()) is not None:
-        return True  # it is so already: see :class:`EagerForward`
     if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
-    module.set_output_embeddings(WideLinear(head))
+    if stored_of(module).of(head.weight.detach()) is None:  # else it is so already: see EagerForward
+        module.set_output_embeddings(WideLinear(head))
     return True
 
 
