@@ -124,13 +124,16 @@ class StoredWeights:
         return layer
 
     @contextmanager
-    def computing_as_stored(self, wide: Tensor | None = None, *, exact: bool = True) -> Iterator[None]:
+    def computing_as_stored(
+        self, wide: Tensor | None = None, *, exact: bool = True, dtype: torch.dtype | None = None
+    ) -> Iterator[None]:
         """Inside, a module whose weights these are computes with them, whatever its parameters hold. ``wide``: that of
-        the output head, if logits are to be float32; ``exact``: see :class:`QuantisedLinear`."""
+        the output head, if logits are to be float32; ``exact``: see :class:`QuantisedLinear`; ``dtype``: of embeddings,
+        if it is not that of the parameters."""
         if not self._weights:
             yield
             return
-        with _ComputesAsStored(self, wide, exact=exact):
+        with _ComputesAsStored(self, wide, exact=exact, dtype=dtype):
             yield
 
 
@@ -176,9 +179,9 @@ def reserve_stored(module: Any, folder: Path, path: Path) -> StoredWeights:
 class _ComputesAsStored(TorchFunctionMode):
     """Within it, functions that are given the zeros of a weight compute with the weight."""
 
-    def __init__(self, weights: StoredWeights, wide: Tensor | None, *, exact: bool) -> None:
+    def __init__(self, weights: StoredWeights, wide: Tensor | None, *, exact: bool, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self._weights, self._wide, self._exact = weights, wide, exact
+        self._weights, self._wide, self._exact, self._dtype = weights, wide, exact, dtype
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -203,12 +206,12 @@ class _ComputesAsStored(TorchFunctionMode):
         stored = self._weights.of(weight.detach())
         if stored is None:
             return torch.nn.functional.embedding(input, weight, *rest, **named)
-        return QuantisedLinear([stored.packed()]).rows(input, weight.dtype)
+        return QuantisedLinear([stored.packed()]).rows(input, self._dtype or weight.dtype)
 
     def _numbers(self, value: Any) -> Any:
         """``value``, or the numbers of a weight that it stands for: what is done with them is not known."""
         stored = self._weights.of(value.detach()) if isinstance(value, Tensor) and value.dim() == 2 else None
-        return value if stored is None else QuantisedLinear([stored.packed()]).dequantised(value.dtype)
+        return value if stored is None else QuantisedLinear([stored.packed()]).dequantised(self._dtype or value.dtype)
 
 
 _READS_NO_NUMBERS = ("__get__", "__set__", "size", "dim", "stride", "numel", "element_size", "data_ptr", "detach",

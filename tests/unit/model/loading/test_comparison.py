@@ -99,6 +99,15 @@ def test_a_large_model_is_looked_at_as_closely(monkeypatch: pytest.MonkeyPatch) 
         compared(leaking(0.05), "bfloat16")
 
 
+def test_what_16_bits_round_away_is_decided_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3 270M was refused: sums of bfloat16 alone change its logits by a fifth of their spread."""
+    monkeypatch.setattr(comparison, "FLOAT32_BYTES_MAX", 0)
+    monkeypatch.setitem(comparison.TOLERANCE, "bfloat16", (1e-9, 1e-9))
+    compared(tiny_module("llama"), "bfloat16")
+    with pytest.raises(UserError, match="carries more from one step to the next than keys and values"):
+        compared(leaking(0.05), "bfloat16")
+
+
 def test_a_few_positions_at_a_threshold_are_noise() -> None:
     """A router may give two tokens of a prompt to another expert when a sum is rounded otherwise."""
     module = tiny_module("llama")
