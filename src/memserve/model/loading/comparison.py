@@ -86,18 +86,15 @@ def compare_in_pieces(module: Any, layers: list[ProbedLayer], dtype: str, longes
 
     ``layers``: what the probe found. ``longest``: of a prompt that may be tried; None: any. In 16 bits the logits of a
     sound model may differ by a fifth (Gemma 3 270M): what fails there is decided in float32."""
-    if dtype != "float32" and not _goes_in_float32(module):
+    if dtype == "float32":
+        return _compare_in(module, layers, dtype, longest)
+    if not _goes_in_float32(module):
         try:
-            _compare_in(module, layers, dtype, longest)
+            return _compare_in(module, layers, dtype, longest)
         except UserError as error:
             log.info("compared again in float32: %s", error.message)
-        else:
-            return
-    if dtype == "float32":
-        _compare_in(module, layers, dtype, longest)
-        return
     with _in_float32(module):  # in 16 bits a weak state passes for rounding
-        _compare_in(module, layers, "float32", longest)
+        return _compare_in(module, layers, "float32", longest)
 
 
 def _compare_in(module: Any, layers: list[ProbedLayer], dtype: str, longest: int | None) -> None:

@@ -188,7 +188,9 @@ class _ComputesAsStored(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         if getattr(function, "__name__", "") in _READS_NO_NUMBERS:
-            return function(*args, **named)
+            result = function(*args, **named)
+            is_turned = isinstance(result, Tensor) and self._weights.of(result.detach()) is None  # as by weight.T
+            return function(*map(self._numbers, args), **named) if is_turned else result
         if function is torch.nn.functional.linear:
             return self._linear(*args, **named)
         if function is torch.nn.functional.embedding:
@@ -205,11 +207,14 @@ class _ComputesAsStored(TorchFunctionMode):
     def _embedding(self, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor:
         stored = self._weights.of(weight.detach())
         if stored is None:
-            return torch.nn.functional.embedding(input, weight, *rest, **named)
+            return torch.nn.functional.embedding(input, self._numbers(weight), *rest, **named)
         return QuantisedLinear([stored.packed()]).rows(input, self._dtype or weight.dtype)
 
     def _numbers(self, value: Any) -> Any:
-        """``value``, or the numbers of a weight that it stands for: what is done with them is not known."""
+        """``value``, or the numbers of a weight that it stands for: what is done with them is not known. In a sequence:
+        of each."""
+        if type(value) in (list, tuple):
+            return type(value)(map(self._numbers, value))
         stored = self._weights.of(value.detach()) if isinstance(value, Tensor) and value.dim() == 2 else None
         return value if stored is None else QuantisedLinear([stored.packed()]).dequantised(self._dtype or value.dtype)
 

@@ -137,6 +137,8 @@ def test_a_module_without_numbers_computes_as_with(tmp_path: Path, *, with_head:
                            logits(EagerForward(plain.module, pack=False), 40, 5))  # fmt: skip
         value, number = kept.module.get_input_embeddings().weight, plain.module.get_input_embeddings().weight
         assert torch.equal(value.t() @ value, number.t() @ number)
+        assert torch.equal(value.T @ value.data, number.T @ number.data)
+        assert torch.equal(torch.cat([value, value]), torch.cat([number, number]))
         assert torch.equal(torch.nn.functional.linear(value, weight=value), torch.nn.functional.linear(number, number))
     want, eager = logits(captured(load(file, "auto")), 40, 5), logits(EagerForward(kept.module), 40, 5)
     assert eager.dtype == torch.float32
