@@ -2,8 +2,9 @@
 
 Usage: ``python bench/quantised_linears.py [--formats Q4_0,Q4_K] [--rows 1,8,512] [--threads 2] [--cpu-time]``.
 
-Each figure of a format is how many times as fast as the packed bfloat16 linear it is; behind those of one row, how fast
-weights were read, beside what the machine reads in the same rounds. Contenders take turns, figures are medians; a layer
+Each figure of a format, and of a number of bits of activations (``--bits 8,15``), is how many times as fast as the
+packed bfloat16 linear it is; behind those of one row, how fast weights were read, beside what the machine reads in the
+same rounds. Contenders take turns, figures are medians; a layer
 has several copies, so that its weights come from memory. ``--cpu-time``: the time that one thread computed, for a
 machine that other work shares; it implies one thread.
 """
@@ -72,7 +73,9 @@ def medians(contenders: dict[str, Contender], x: Tensor, rounds: int, clock: Cal
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def compare(size: str, kinds: list[str], rows: list[int], rounds: int, clock: Callable[[], float]) -> None:
+def compare(
+    size: str, kinds: list[str], bits: list[int], rows: list[int], rounds: int, clock: Callable[[], float]
+) -> None:
     """Print the lines of one size."""
     n, k = SIZES[size]
     dense = torch.empty(n, k, dtype=torch.bfloat16).normal_()
@@ -81,16 +84,20 @@ def compare(size: str, kinds: list[str], rows: list[int], rounds: int, clock: Ca
     contenders: dict[str, Contender] = {
         "bfloat16": copies_of(lambda: PackedLinear([dense], None), dense.nbytes), "read": lambda _: read.sum()
     }  # fmt: skip
-    for kind, weight in packs.items():
-        contenders[kind] = copies_of(lambda w=weight: QuantisedLinear([own_copy(w)]), weight.packed.numel())
+
+    def layer(weight: QuantisedWeight, size: int) -> Contender:
+        return copies_of(lambda: QuantisedLinear([own_copy(weight)], activation_bits=size), weight.packed.numel())
+
+    quantised = {f"{kind}/{size}": (weight, size) for kind, weight in packs.items() for size in bits}
+    contenders |= {name: layer(*pair) for name, pair in quantised.items()}
     for count in rows:
         x = torch.randn(count, k).bfloat16()
         took = medians(contenders, x, rounds if count < 128 else max(3, rounds // 4), clock)
         line = f"{size:20} rows {count:<4} bfloat16 {took['bfloat16'] * 1e3:8.3f} ms"
-        for kind, weight in packs.items():
-            line += f"   {kind} x{took['bfloat16'] / took[kind]:.2f}"
+        for name, (weight, _) in quantised.items():
+            line += f"   {name} x{took['bfloat16'] / took[name]:.2f}"
             if count == 1:
-                line += f" ({weight.packed.numel() / took[kind] / 1e9:.0f} GB/s)"
+                line += f" ({weight.packed.numel() / took[name] / 1e9:.0f} GB/s)"
         if count == 1:
             rates = dense.nbytes / took["bfloat16"] / 1e9, READ_BYTES / took["read"] / 1e9
             line += f"   bfloat16 {rates[0]:.0f}, read {rates[1]:.0f} GB/s"
@@ -102,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", default="Q4_0,Q4_K,Q6_K,Q8_0")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--bits", default="8,15")
     parser.add_argument("--sizes", default="", help="parts of the sizes' names, with commas; all")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=21)
@@ -112,7 +120,8 @@ def main() -> None:
     print(f"kernels {_kernels.quantised_set()}, isa {_kernels.isa()}, {torch.get_num_threads()} threads")
     for size in SIZES:
         if any(part in size for part in args.sizes.split(",")):
-            compare(size, args.formats.split(","), [int(count) for count in args.rows.split(",")], args.rounds, clock)
+            bits, rows = ([int(count) for count in numbers.split(",")] for numbers in (args.bits, args.rows))
+            compare(size, args.formats.split(","), bits, rows, args.rounds, clock)
 
 
 if __name__ == "__main__":

@@ -81,12 +81,12 @@ void add_linear(Program& self, Size x, Size stride_x, Address w, Address bias, S
 }
 
 void add_quantised_linear(Program& self, Size x, Size stride_x, Address w, Address bias, Size y, Size k, Size n,
-                          int format, int dtype, int count) {
+                          int format, int bits, int dtype, int count) {
   namespace q = memserve::quantised;
   const auto* weight = static_cast<const std::uint8_t*>(in(w));
   self.add({QuantisedLinear{q::Quantise{nullptr, {}, k, stride_x, q::Format(format)},
                             q::Product{{}, weight, static_cast<const float*>(in(bias)), nullptr, 0, k, n, n,
-                                       q::Format(format)}},
+                                       q::Format(format)}, bits > 8},
             {place(x), place(y)}, Dtype(dtype), Count(count)});
 }
 

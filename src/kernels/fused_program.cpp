@@ -48,7 +48,10 @@ bool Units::claim(int part, Range& range) {
 }
 
 void Program::add(Step step) {
-  if (const auto* linear = std::get_if<QuantisedLinear>(&step.op)) inputs_max_ = std::max(inputs_max_, linear->then.k);
+  if (const auto* linear = std::get_if<QuantisedLinear>(&step.op)) {
+    inputs_max_ = std::max(inputs_max_, linear->then.k);
+    fine_ = fine_ || linear->fine;
+  }
   steps_.push_back(std::move(step));
   units_.emplace_back();
   prepared_.emplace_back();
@@ -56,7 +59,7 @@ void Program::add(Step step) {
 
 void Program::start(std::ptrdiff_t tokens, std::ptrdiff_t logits_rows) {
   counts_[0] = tokens, counts_[1] = logits_rows;
-  const auto bytes = quantised::activation_bytes(std::max(tokens, logits_rows), inputs_max_);
+  const auto bytes = quantised::activation_bytes(std::max(tokens, logits_rows), inputs_max_, fine_);
   if (static_cast<std::size_t>(bytes) > integers_.size()) integers_.resize(static_cast<std::size_t>(bytes));
 }
 
@@ -79,21 +82,19 @@ void Program::reset(int index, int parts) {
 }
 
 // The rows of a step as integers: one operation at a time uses this memory.
-quantised::Activations Program::integers(const Step& step, std::ptrdiff_t k) {
-  const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
-  return {reinterpret_cast<std::int8_t*>(integers_.data()),
-          reinterpret_cast<quantised::Group*>(integers_.data() + rows * k)};
+quantised::Activations Program::integers(const Step& step, const QuantisedLinear& linear) {
+  return quantised::activations_in(integers_.data(), counts_[static_cast<int>(step.count)], linear.then.k, linear.fine);
 }
 
 void Program::run_quantised(const Step& step, const QuantisedLinear& linear, bool first, Range range) {
   const quantised::Kernels& kernels = quantised::kernels_in_use();
   if (first) {
     quantised::Quantise op = linear.first;
-    op.x = resolve(step.places[0]), op.to = integers(step, op.k);
+    op.x = resolve(step.places[0]), op.to = integers(step, linear);
     return kernels.quantise(op, step.dtype, range.begin, range.end);
   }
   quantised::Product op = linear.then;
-  op.x = integers(step, op.k), op.y = resolve(step.places[1]), op.rows = counts_[static_cast<int>(step.count)];
+  op.x = integers(step, linear), op.y = resolve(step.places[1]), op.rows = counts_[static_cast<int>(step.count)];
   kernels.multiply(op, step.dtype, range.begin, range.end);
 }
 

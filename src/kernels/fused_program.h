@@ -31,6 +31,7 @@ struct Reduce {
 struct QuantisedLinear {
   quantised::Quantise first;
   quantised::Product then;
+  bool fine;
 };
 
 // One operation. The pointers inside `op` are filled from `places` when it runs, in the order of the struct's fields.
@@ -91,7 +92,7 @@ class Program {
  private:
   void* resolve(const Place& place) const { return place.external < 0 ? place.address : externals_[place.external]; }
   void reset(int index, int parts);
-  quantised::Activations integers(const Step& step, std::ptrdiff_t k);
+  quantised::Activations integers(const Step& step, const QuantisedLinear& linear);
   void run_quantised(const Step& step, const QuantisedLinear& linear, bool first, Range range);
   void run_range(const Kernels& kernels, const Step& step, Range range);
   void reduce(const Step& step, const Reduce& op);
@@ -103,6 +104,7 @@ class Program {
   std::deque<Units> units_;     // of steps_; a deque, because units cannot be moved
   std::deque<Units> prepared_;  // of steps_: rows that become integers before a quantised weight multiplies them
   std::ptrdiff_t inputs_max_ = 0;  // of quantised weights
+  bool fine_ = false;  // some of their activations have two bytes
   std::vector<std::uint8_t> integers_;
   std::vector<void*> externals_;
   std::ptrdiff_t counts_[2] = {0, 0};

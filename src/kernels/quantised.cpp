@@ -124,9 +124,8 @@ const Kernels& kernels_in_use() {
 void run(const Linear& op, Dtype of_x, Dtype of_y) {
   const Kernels& kernels = kernels_in_use();
   if (op.rows <= 0) return;
-  const Lines memory = lines(activation_bytes(op.rows, op.k));
-  const Activations x{reinterpret_cast<std::int8_t*>(memory.get()),
-                      reinterpret_cast<Group*>(memory.get() + op.rows * op.k)};
+  const Lines memory = lines(activation_bytes(op.rows, op.k, op.fine));
+  const Activations x = activations_in(memory.get(), op.rows, op.k, op.fine);
   const Quantise first{op.x, x, op.k, op.stride_x, op.format};
   const Product second{x, op.w, op.bias, op.y, op.rows, op.k, op.n, op.stride_y, op.format};
   const int threads = threads_for(op.n * op.k);

@@ -9,8 +9,8 @@
 // With fewer than 8 bits several lines share one (see quantised_values.h). Integers are never rounded again: they are
 // stored without a sign, `zero` above their value, and scales are the file's own.
 //
-// A few rows and many are computed alike: activations become int8, with a scale for 32 of them, and are multiplied as
-// integers (quantised_body.h). The exact product dequantises panels of the weight and multiplies those as any other
+// A few rows and many are computed alike: activations become integers of one byte, or of two where a model needs them
+// (15 bits), with a scale for 32 of them, and are multiplied as integers (quantised_body.h). The exact product dequantises panels of the weight and multiplies those as any other
 // (fused_linear_body.h). The bodies start no threads: quantised.cpp distributes strips and rows.
 #pragma once
 #include <cstddef>
@@ -90,7 +90,7 @@ constexpr std::ptrdiff_t strip_bytes(const Layout& of, std::ptrdiff_t k) {
 }
 constexpr std::ptrdiff_t strips_of(std::ptrdiff_t n) { return (n + kStrip - 1) / kStrip; }
 
-// A group of 32 activations of a row: value = scale * int8. `starts` are the sums of the integers times -zero, `sums`
+// A group of 32 activations of a row: value = scale * integer. `starts` are the sums of the integers times -zero, `sums`
 // those of the values; for each part of the group that has a scale of its own.
 struct Group {
   float scale;
@@ -98,13 +98,23 @@ struct Group {
   float sums[2];
 };
 
-// Rows of activations as integers: int8 [rows, k], and Group [rows, k / 32].
+// Rows of activations as integers: int8 [rows, k], and Group [rows, k / 32]. Fine ones have two bytes: an integer is
+// values << kTailBits, plus tails; `values` are all of the others, whose `tails` are where `values` are.
+inline constexpr int kTailBits = 7;
 struct Activations {
-  std::int8_t* values;
+  std::int8_t *values, *tails;
   Group* groups;
+
+  bool is_fine() const { return tails != values; }
 };
-constexpr std::ptrdiff_t activation_bytes(std::ptrdiff_t rows, std::ptrdiff_t k) {
-  return rows * k + rows * (k / kGroup) * static_cast<std::ptrdiff_t>(sizeof(Group));
+constexpr std::ptrdiff_t activation_bytes(std::ptrdiff_t rows, std::ptrdiff_t k, bool fine) {
+  return rows * k * (fine ? 2 : 1) + rows * (k / kGroup) * static_cast<std::ptrdiff_t>(sizeof(Group));
+}
+// In memory of so many bytes.
+inline Activations activations_in(std::uint8_t* memory, std::ptrdiff_t rows, std::ptrdiff_t k, bool fine) {
+  auto* values = reinterpret_cast<std::int8_t*>(memory);
+  std::int8_t* tails = values + (fine ? rows * k : 0);
+  return {values, tails, reinterpret_cast<Group*>(tails + rows * k)};
 }
 
 // x [rows, k], `stride` elements between rows, becomes activations for weights of a format.
@@ -165,6 +175,7 @@ struct Linear {
   void* y;
   std::ptrdiff_t rows, k, n, stride_x, stride_y;
   Format format;
+  bool fine;
 };
 
 // Several threads share rows and strips; no Python state is touched.

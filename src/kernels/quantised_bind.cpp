@@ -66,11 +66,11 @@ void pack_groups(const std::string& name, Address values, Address scales, Addres
 }
 
 void linear(Address x, Size stride_x, Address w, Address bias, Address y, Size stride_y, Size rows, Size k, Size n,
-            int format, int dtype_x, int dtype_y, bool exact) {
+            int format, int dtype_x, int dtype_y, int bits) {
   nb::gil_scoped_release release;
   const Linear op{in<void>(x), in(w), bias ? in<float>(bias) : nullptr, out(y), rows, k, n, stride_x, stride_y,
-                  Format(format)};
-  if (exact) run_exact(op, Dtype(dtype_x), Dtype(dtype_y));
+                  Format(format), bits > 8};
+  if (bits == 0) run_exact(op, Dtype(dtype_x), Dtype(dtype_y));
   else run(op, Dtype(dtype_x), Dtype(dtype_y));
 }
 

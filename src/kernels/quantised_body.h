@@ -8,15 +8,20 @@
 namespace {
 using memserve::Dtype;
 
-// kTileRows: of a tile. kFewRows: up to so many multiply integers as they are unpacked.
+// Coarse: activations of one byte; fine: of two. tile_rows: of a tile. few_rows: up to so many multiply integers as they
+// are unpacked.
 #if defined(__AVX512VNNI__)
-constexpr int kTileRows = 6, kFewRows = 8;  // 12 sums of integers, 12 of floats, 2 weights of 32 registers
+constexpr int tile_rows(bool fine) { return fine ? 4 : 6; }  // 12 (16) sums of integers, 12 (8) of floats, of 32 registers
+constexpr int few_rows_max(bool fine) { return fine ? 4 : 8; }
 #elif defined(__AVX512F__)
-constexpr int kTileRows = 6, kFewRows = 4;
+constexpr int tile_rows(bool fine) { return fine ? 4 : 6; }
+constexpr int few_rows_max(bool fine) { return fine ? 2 : 4; }
 #elif defined(__AVX2__)
-constexpr int kTileRows = 3, kFewRows = 4;  // 6 and 6, and 2, of 16
+constexpr int tile_rows(bool fine) { return fine ? 2 : 3; }  // 6 (8) and 6 (4), and 2 weights, of 16
+constexpr int few_rows_max(bool fine) { return fine ? 2 : 4; }
 #else
-constexpr int kTileRows = 2, kFewRows = 1;
+constexpr int tile_rows(bool) { return 2; }
+constexpr int few_rows_max(bool) { return 1; }
 #endif
 constexpr int kVectors = 2;                           // of outputs in a tile
 constexpr std::ptrdiff_t kWidth = kVectors * kLanes;  // outputs of a tile: a strip, or a part of it
@@ -64,14 +69,33 @@ static void put_sums(const q::Product& op, Dtype dtype, std::ptrdiff_t row, std:
   put_sums<Fp16>(op, row, strip, sums);
 }
 
+// The sums of a group: of one byte of activations a value, or of the upper one (kFine) and the lower one.
+template <bool kFine>
+struct Sums {
+  Ints upper, lower;
+
+  void begin(std::int32_t start) { upper = Ints{} + (kFine ? 0 : start), lower = Ints{} + start; }
+
+  template <bool kWide>
+  void add(Words weights, const std::int8_t* x, std::ptrdiff_t tail) {
+    upper = dot<kWide>(upper, weights, four_of(x));
+    if constexpr (kFine) lower = dot<kWide>(lower, weights, four_of(x + tail));
+  }
+  Floats total() const {
+    if constexpr (kFine) return floats_of((upper << q::kTailBits) + lower);
+    return floats_of(upper);
+  }
+};
+
 // R rows from `row` on, C vectors of outputs from `output` on. Meanwhile weights are fetched: of a strip that is read
 // once, a little ahead into the first cache; else a part of the next strip into the second one.
-template <q::Format kFormat, int R, int C>
+template <q::Format kFormat, bool kFine, int R, int C>
 static inline void row_sums(const q::Product& op, std::ptrdiff_t row, const std::uint8_t* strip, std::ptrdiff_t output,
                             Floats (&totals)[R][q::kStrip / kLanes]) {
   constexpr Layout of = q::layout_of(kFormat);
   const std::ptrdiff_t groups_of_row = op.k / q::kGroup;
   const std::int8_t* x = op.x.values + row * op.k;
+  const std::ptrdiff_t tail = op.x.tails - op.x.values;
   const q::Group* info = op.x.groups + row * groups_of_row;
   Floats rows[R][C] = {};
   constexpr std::ptrdiff_t passes = q::kStrip / (C * kLanes), shares = passes * of.groups * q::kLine;
@@ -87,20 +111,20 @@ static inline void row_sums(const q::Product& op, std::ptrdiff_t row, const std:
       else ahead.fetch_into_second(lines_ahead);
       each_step<0, of.parts>([&](auto part) {
         constexpr int steps = q::kSteps / of.parts, first = decltype(part)::value * steps;
-        Ints sums[R][C];
+        Sums<kFine> sums[R][C];
         for (int r = 0; r < R; ++r)
-          for (int c = 0; c < C; ++c) sums[r][c] = Ints{} + info[r * groups_of_row].starts[part.value];
+          for (int c = 0; c < C; ++c) sums[r][c].begin(info[r * groups_of_row].starts[part.value]);
         for (int c = 0; c < C; ++c) {
           each_step<first, first + steps>([&](auto step) {
             const Words weights = values_of<kFormat, decltype(step)::value>(lines[c]);
             for (int r = 0; r < R; ++r)
-              sums[r][c] = dot<is_wide(of)>(sums[r][c], weights, four_of(x + r * op.k + step.value * 4));
+              sums[r][c].template add<is_wide(of)>(weights, x + r * op.k + step.value * 4, tail);
           });
         }
         for (int c = 0; c < C; ++c) {
           const Floats scale = header.scale(group, part.value, output + c * kLanes);
           for (int r = 0; r < R; ++r)
-            rows[r][c] += floats_of(sums[r][c]) * info[r * groups_of_row].scale * scale;
+            rows[r][c] += sums[r][c].total() * info[r * groups_of_row].scale * scale;
           if constexpr (of.minimum != q::Minimum::none) {
             const Floats minimum = header.minimum(group, part.value, output + c * kLanes, scale);
             for (int r = 0; r < R; ++r) rows[r][c] -= minimum * info[r * groups_of_row].sums[part.value];
@@ -113,17 +137,17 @@ static inline void row_sums(const q::Product& op, std::ptrdiff_t row, const std:
     for (int c = 0; c < C; ++c) totals[r][output / kLanes + c] = rows[r][c];
 }
 
-// Up to kFewRows rows of some strips.
-template <q::Format kFormat, int R = kFewRows>
+// Up to few_rows_max rows of some strips.
+template <q::Format kFormat, bool kFine, int R = few_rows_max(kFine)>
 static void few_rows(const q::Product& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
   constexpr int C = R > 2 ? 1 : 2;
   if constexpr (R > 1) {
-    if (op.rows < R) return few_rows<kFormat, R - 1>(op, dtype, begin, end);
+    if (op.rows < R) return few_rows<kFormat, kFine, R - 1>(op, dtype, begin, end);
   }
   for (std::ptrdiff_t strip = begin; strip < end; ++strip) {
     Floats totals[R][q::kStrip / kLanes];
     for (std::ptrdiff_t output = 0; output < q::kStrip; output += C * kLanes)
-      row_sums<kFormat, R, C>(op, 0, op.w + strip * q::strip_bytes(q::layout_of(kFormat), op.k), output, totals);
+      row_sums<kFormat, kFine, R, C>(op, 0, op.w + strip * q::strip_bytes(q::layout_of(kFormat), op.k), output, totals);
     for (int r = 0; r < R; ++r) put_sums(op, dtype, r, strip, totals[r]);
   }
 }
@@ -168,12 +192,12 @@ static void unpack(Chunk& chunk, const std::uint8_t* strip, std::ptrdiff_t begin
 
 // R rows from `row` on times a chunk of `groups` groups, the first of which is group `first` of the inputs; added to
 // sums [R][32], kWidth outputs from `output` on. Meanwhile a part of the next strip is fetched.
-template <int R, int kParts, bool kMinimum, bool kWide>
+template <int R, int kParts, bool kMinimum, bool kWide, bool kFine>
 static void tile(const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, std::ptrdiff_t first,
                  std::ptrdiff_t groups, std::ptrdiff_t output, float* waiting, Ahead& ahead,
                  std::ptrdiff_t lines_ahead) {
   const std::int8_t* x = op.x.values + row * op.k + first * q::kGroup;
-  const std::ptrdiff_t groups_of_row = op.k / q::kGroup;
+  const std::ptrdiff_t groups_of_row = op.k / q::kGroup, tail = op.x.tails - op.x.values;
   const q::Group* info = op.x.groups + row * groups_of_row + first;
   Floats totals[R][kVectors];
   for (int r = 0; r < R; ++r)
@@ -182,24 +206,23 @@ static void tile(const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, s
     ahead.fetch_into_second(lines_ahead);
     each_step<0, kParts>([&](auto part) {
       constexpr int steps = q::kSteps / kParts, begin = decltype(part)::value * steps;
-      Ints sums[R][kVectors];
+      Sums<kFine> sums[R][kVectors];
       for (int r = 0; r < R; ++r)
-        for (int c = 0; c < kVectors; ++c) sums[r][c] = Ints{} + info[r * groups_of_row].starts[part.value];
+        for (int c = 0; c < kVectors; ++c) sums[r][c].begin(info[r * groups_of_row].starts[part.value]);
       const std::uint8_t* lines[kVectors];
       for (int c = 0; c < kVectors; ++c) lines[c] = chunk.lines(group, output + c * kLanes);
       each_step<begin, begin + steps>([&](auto step) {
         Words weights[kVectors];
         for (int c = 0; c < kVectors; ++c) weights[c] = load_words(lines[c] + step.value * q::kLine);
-        for (int r = 0; r < R; ++r) {
-          const std::int32_t four = four_of(x + r * op.k + step.value * 4);
-          for (int c = 0; c < kVectors; ++c) sums[r][c] = dot<kWide>(sums[r][c], weights[c], four);
-        }
+        for (int r = 0; r < R; ++r)
+          for (int c = 0; c < kVectors; ++c)
+            sums[r][c].template add<kWide>(weights[c], x + r * op.k + step.value * 4, tail);
       });
       const std::ptrdiff_t numbers = (group * kParts + part.value) * q::kStrip + output;
       for (int c = 0; c < kVectors; ++c) {
         const Floats scale = load(chunk.scales + numbers + c * kLanes);
         for (int r = 0; r < R; ++r)
-          totals[r][c] += floats_of(sums[r][c]) * info[r * groups_of_row].scale * scale;
+          totals[r][c] += sums[r][c].total() * info[r * groups_of_row].scale * scale;
         if constexpr (kMinimum) {
           const Floats minimum = load(chunk.minima + numbers + c * kLanes);
           for (int r = 0; r < R; ++r) totals[r][c] -= minimum * info[r * groups_of_row].sums[part.value];
@@ -211,19 +234,20 @@ static void tile(const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, s
     for (int c = 0; c < kVectors; ++c) store(waiting + r * q::kStrip + output + c * kLanes, totals[r][c]);
 }
 
-template <int kParts, bool kMinimum, bool kWide, int R = kTileRows>
+template <int kParts, bool kMinimum, bool kWide, bool kFine, int R = tile_rows(kFine)>
 static void tile_of(int rows, const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, std::ptrdiff_t first,
                     std::ptrdiff_t groups, float* waiting, Ahead& ahead, std::ptrdiff_t lines_ahead) {
   if constexpr (R > 1) {
     if (rows < R)
-      return tile_of<kParts, kMinimum, kWide, R - 1>(rows, op, chunk, row, first, groups, waiting, ahead, lines_ahead);
+      return tile_of<kParts, kMinimum, kWide, kFine, R - 1>(rows, op, chunk, row, first, groups, waiting, ahead,
+                                                            lines_ahead);
   }
   for (std::ptrdiff_t output = 0; output < q::kStrip; output += kWidth)
-    tile<R, kParts, kMinimum, kWide>(op, chunk, row, first, groups, output, waiting, ahead, lines_ahead);
+    tile<R, kParts, kMinimum, kWide, kFine>(op, chunk, row, first, groups, output, waiting, ahead, lines_ahead);
 }
 
 // Rows [begin, end), at most kPanelRows, of one strip, in tiles of about equal height.
-template <q::Format kFormat>
+template <q::Format kFormat, bool kFine>
 static void panel(const q::Product& op, Dtype dtype, std::ptrdiff_t strip, std::ptrdiff_t begin, std::ptrdiff_t end,
                   Chunk& chunk) {
   constexpr Layout of = q::layout_of(kFormat);
@@ -231,7 +255,7 @@ static void panel(const q::Product& op, Dtype dtype, std::ptrdiff_t strip, std::
   const std::ptrdiff_t groups = op.k / q::kGroup;
   alignas(64) float waiting[kPanelRows * q::kStrip];
   Ahead ahead{w + q::strip_bytes(of, op.k)};
-  const std::ptrdiff_t tiles_of_rows = (end - begin + kTileRows - 1) / kTileRows;
+  const std::ptrdiff_t tiles_of_rows = (end - begin + tile_rows(kFine) - 1) / tile_rows(kFine);
   const std::ptrdiff_t lines_of_group = q::block_bytes(of) / of.groups / q::kLine + 1;
   const std::ptrdiff_t lines_ahead = (lines_of_group * kWidth / q::kStrip + tiles_of_rows - 1) / tiles_of_rows;
   std::memset(waiting, 0, sizeof(float) * q::kStrip * (end - begin));
@@ -241,7 +265,7 @@ static void panel(const q::Product& op, Dtype dtype, std::ptrdiff_t strip, std::
     std::ptrdiff_t tiles = tiles_of_rows;
     for (std::ptrdiff_t row = begin; tiles > 0; --tiles) {
       const std::ptrdiff_t height = (end - row + tiles - 1) / tiles;
-      tile_of<of.parts, of.minimum != q::Minimum::none, is_wide(of)>(
+      tile_of<of.parts, of.minimum != q::Minimum::none, is_wide(of), kFine>(
           static_cast<int>(height), op, chunk, row, first, count, waiting + (row - begin) * q::kStrip, ahead,
           lines_ahead);
       row += height;
@@ -254,13 +278,13 @@ static void panel(const q::Product& op, Dtype dtype, std::ptrdiff_t strip, std::
   }
 }
 
-template <q::Format kFormat>
+template <q::Format kFormat, bool kFine>
 static void multiply_strips(const q::Product& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
-  if (op.rows <= kFewRows) return few_rows<kFormat>(op, dtype, begin, end);
+  if (op.rows <= few_rows_max(kFine)) return few_rows<kFormat, kFine>(op, dtype, begin, end);
   Chunk chunk;
   for (std::ptrdiff_t row = 0; row < op.rows; row += kPanelRows) {
     const std::ptrdiff_t last = op.rows - row < kPanelRows ? op.rows : row + kPanelRows;
-    for (std::ptrdiff_t strip = begin; strip < end; ++strip) panel<kFormat>(op, dtype, strip, row, last, chunk);
+    for (std::ptrdiff_t strip = begin; strip < end; ++strip) panel<kFormat, kFine>(op, dtype, strip, row, last, chunk);
   }
 }
 

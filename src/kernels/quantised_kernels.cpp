@@ -18,7 +18,9 @@ static void with_format(q::Format format, Body body) {
 
 static void multiply(const q::Product& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
   with_format(op.format, [&](auto format) {
-    multiply_strips<decltype(format)::value>(op, dtype, begin, end);
+    constexpr q::Format kFormat = decltype(format)::value;
+    if (op.x.is_fine()) multiply_strips<kFormat, true>(op, dtype, begin, end);
+    else multiply_strips<kFormat, false>(op, dtype, begin, end);
   });
 }
 

@@ -42,9 +42,15 @@ static inline float largest_of(Floats v) {
 #endif
 }
 
-// 32 activations of one row.
-template <class X>
-static inline void quantise_group(const X* x, std::int8_t* to, q::Group& group, const Layout& of) {
+static inline void put_bytes(std::int8_t* to, Ints integers) {
+  const SmallUnsigned bytes = __builtin_convertvector((Words)integers & 255u, SmallUnsigned);
+  std::memcpy(to, &bytes, sizeof bytes);
+}
+
+// 32 activations of one row; `tail`: from a first byte to the second, if any (kFine).
+template <bool kFine, class X>
+static inline void quantise_group(const X* x, std::int8_t* to, std::ptrdiff_t tail, q::Group& group, const Layout& of) {
+  constexpr float most_integer = kFine ? 127 << q::kTailBits : 127;
   constexpr int vectors = q::kGroup / kLanes;
   Floats values[vectors], largest{};
   for (int i = 0; i < vectors; ++i) {
@@ -53,14 +59,19 @@ static inline void quantise_group(const X* x, std::int8_t* to, q::Group& group, 
     largest = size > largest ? size : largest;
   }
   const float most = largest_of(largest);
-  const float inverse = most > 0 ? 127.0f / most : 0.0f;
-  group.scale = most / 127.0f;
+  const float inverse = most > 0 ? most_integer / most : 0.0f;
+  group.scale = most / most_integer;
   for (int i = 0; i < vectors; ++i) {
-    const SmallUnsigned bytes = __builtin_convertvector(nearest(values[i] * inverse) & 255u, SmallUnsigned);
-    std::memcpy(to + i * kLanes, &bytes, sizeof bytes);
+    const Ints integers = (Ints)nearest(values[i] * inverse);
+    const Ints upper = kFine ? (integers + (1 << (q::kTailBits - 1))) >> q::kTailBits : integers;
+    put_bytes(to + i * kLanes, upper);
+    if constexpr (kFine) put_bytes(to + tail + i * kLanes, integers - (upper << q::kTailBits));
   }
   std::int32_t sums[2];
-  for (int half = 0; half < 2; ++half) sums[half] = sum_of_bytes(to + half * (q::kGroup / 2));
+  for (int half = 0; half < 2; ++half) {
+    const std::int8_t* bytes = to + half * (q::kGroup / 2);
+    sums[half] = kFine ? (sum_of_bytes(bytes) << q::kTailBits) + sum_of_bytes(bytes + tail) : sum_of_bytes(bytes);
+  }
   if (of.parts == 1) sums[0] += sums[1];
   for (int part = 0; part < 2; ++part) {
     group.starts[part] = -of.zero * sums[part];
@@ -68,15 +79,22 @@ static inline void quantise_group(const X* x, std::int8_t* to, q::Group& group, 
   }
 }
 
-template <class X>
+template <bool kFine, class X>
 static void quantise_rows(const q::Quantise& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
   const Layout of = q::layout_of(op.format);
-  const std::ptrdiff_t groups = op.k / q::kGroup;
+  const std::ptrdiff_t groups = op.k / q::kGroup, tail = op.to.tails - op.to.values;
   for (std::ptrdiff_t row = begin; row < end; ++row) {
     const X* x = static_cast<const X*>(op.x) + row * op.stride;
+    std::int8_t* to = op.to.values + row * op.k;
     for (std::ptrdiff_t i = 0; i < groups; ++i)
-      quantise_group(x + i * q::kGroup, op.to.values + row * op.k + i * q::kGroup, op.to.groups[row * groups + i], of);
+      quantise_group<kFine>(x + i * q::kGroup, to + i * q::kGroup, tail, op.to.groups[row * groups + i], of);
   }
+}
+
+template <class X>
+static void quantise_rows(const q::Quantise& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  if (op.to.is_fine()) return quantise_rows<true, X>(op, begin, end);
+  quantise_rows<false, X>(op, begin, end);
 }
 
 static void quantise(const q::Quantise& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {

@@ -197,11 +197,11 @@ def quantised_linear(
     format: int,
     dtype_x: int,
     dtype_y: int,
-    exact: bool,
+    bits: int,
 ) -> None:
-    """``y = x @ weight.T + bias`` over a packed weight; ``bias`` float32 or 0. Rows of ``x`` are rounded to int8, with
-    a scale for 32 of them. ``exact``: they are not; the weight becomes numbers of ``dtype_x`` (float32, bfloat16), and
-    ``dtype_y`` is the same or float32."""
+    """``y = x @ weight.T + bias`` over a packed weight; ``bias`` float32 or 0. Rows of ``x`` are rounded to integers of
+    ``bits`` (8 or 15), with a scale for 32 of them. 0: they are not; the weight becomes numbers of ``dtype_x``
+    (float32, bfloat16), and ``dtype_y`` is the same or float32."""
 
 def quantised_gather(weight: int, ids: int, count: int, y: int, k: int, format: int, dtype: int) -> None:
     """``y[i]`` = the weights of output ``ids[i]``, int64, as numbers: dense ``y [count, k]``."""
@@ -327,10 +327,11 @@ class Program:
         k: int,
         n: int,
         format: int,
+        bits: int,
         dtype: int,
         count: int,
     ) -> None:
-        """Append :func:`quantised_linear`, not exact; ``y`` has the dtype of ``x``."""
+        """Append :func:`quantised_linear`, of 8 or 15 ``bits``; ``y`` has the dtype of ``x``."""
 
     def start(self, tokens: int, logits_rows: int) -> None:
         """A step begins: how many rows the operations have."""

@@ -86,6 +86,7 @@ class TinyModel:
     kv_dtype: str = "auto"
     kv_lower_dtype: str = "auto"
     quantization: str = "none"
+    activation_bits: int = 0
     position_regimes: PositionRegimes = NO_REGIMES
 
     @property

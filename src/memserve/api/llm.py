@@ -38,6 +38,7 @@ from memserve.host.build import build_engine
 from memserve.host.engine import Engine, Refusal, Rejected
 from memserve.host.stats import EngineStats
 from memserve.model.loading.lora import read_adapters
+from memserve.system.memory import no_collections
 
 BUSY_WAIT_S = 0.05
 """How long a call without a running request waits before it submits to a full engine again."""
@@ -239,7 +240,8 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         refuse_store(options)
         engine_options = from_keywords(EngineOptions(model=model), options)
-        self._engine, self.model = build_engine(engine_options)
+        with no_collections():
+            self._engine, self.model = build_engine(engine_options)
         self._names = ModelNames(self.model.name, adapters=read_adapters(engine_options.lora))
         self._free = weakref.finalize(self, self._engine.close)
         self._encoder = PromptEncoder(self.model)

@@ -367,11 +367,12 @@ class EngineOptions:
     """A model folder, a ``.gguf`` file, a hub id, or the bundled default."""
     dtype: str = option("auto")
     """``auto``, ``float32``, ``bfloat16`` or ``float16``, for weights, activations and KV alike."""
-    quantization: str = option("none")
-    """How quantised weights, of a ``.gguf`` file or a model folder, are computed with. ``none``: as numbers of
-    ``--dtype``. ``auto``: as they are stored, with activations rounded to int8, in bfloat16 on a CPU with one worker;
-    answers may differ, and requests with ``exact`` are refused. ``int8``, ``int4``: as ``auto``, with the weights of a
-    folder that are numbers rounded to that first, once."""
+    quantization: str = option("auto")
+    """How quantised weights, of a ``.gguf`` file or a model folder, are computed with. ``auto``: on a CPU with one
+    worker as they are stored, with activations rounded to 15 bits, or to 8 where that hardly changes the model's
+    answers (then requests with ``exact`` are refused); else, and with ``--dtype float32``, as ``none``. ``none``: as
+    numbers of ``--dtype``. ``int8``, ``int4``: as ``auto``, with the weights of a folder that are numbers rounded to
+    that first, once."""
     device: str = option("auto")
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: a GPU that torch can use, else the CPU."""
     kv_memory_bytes: int = option(384 * MIB, "--kv-memory", form=SIZE, vllm="kv_cache_memory_bytes", vllm_form=SIZE)
@@ -416,6 +417,11 @@ class EngineOptions:
             raise UserError(f"unknown quantization {self.quantization!r}", hint=hint, param="quantization")
         check_kv_dtypes(self.kv_dtype, self.kv_lower_dtype, self.dram_memory_bytes)
         check_kv_codec(self.kv_codec)
+
+    @property
+    def may_keep_file(self) -> bool:
+        """Whether the weights of a ``.gguf`` file may stay in it, as they are."""
+        return self.quantization == "auto" and self.dtype in ("auto", "bfloat16") and self.parallel.worker_count == 1
 
     @property
     def is_lossy(self) -> bool:

@@ -301,6 +301,10 @@ class CopyBlocks:
     dst: list[int]
 
 
+COARSE_BITS, FINE_BITS = ACTIVATION_BITS = (8, 15)
+"""How many bits activations may be rounded to before they meet weights that are computed with as they are stored. The
+first may change answers, the second rounds less than bfloat16."""
+
 AS_COMPUTED = "auto"
 """Of values of KV: as they were computed."""
 _CODE_BITS = {"int8": 8, "fp8": 8, "int4": 4}

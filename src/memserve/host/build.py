@@ -138,7 +138,8 @@ def _build_device(
         return build_divided(model, options, config, shared=shared)
     if gpu is not None:
         return build_gpu_device(model, config, gpu, best_forward(model.module), shared=shared)
-    return ModelDevice(model, config, best_forward(model.module), shared=shared)
+    forward = best_forward(model.module, fingerprint=model.fingerprint if model.adapters is None else None)
+    return ModelDevice(model, config, forward, shared=shared)
 
 
 def _load_with_adapters(options: EngineOptions) -> LoadedModel:

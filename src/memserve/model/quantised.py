@@ -2,7 +2,8 @@
 
 A step of few rows is bound by reading the weights, and these are a quarter to a half of the bytes of bfloat16. The
 kernels (``_kernels.quantised_linear``) multiply integers: activations are rounded to int8 with a scale for 32 of them,
-as llama.cpp does. An exact layer computes with the weights as numbers instead, in the dtype of the activations.
+as llama.cpp does, or to 15 bits where a model's answers need them: as quick where few rows are multiplied, as quick as
+bfloat16 where many are. An exact layer computes with the weights as numbers instead, in the dtype of the activations.
 
 Two-dimensional tensors of GGUF files are packed as they lie in the file; integers of AWQ and GPTQ checkpoints, with a
 scale and a zero point a group, once they are apart (:meth:`QuantisedWeight.of_groups`).
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from memserve import _kernels
 from memserve.base.errors import UserError
+from memserve.base.types import COARSE_BITS
+from memserve.model.linears import ROWS_NATIVE_MAX
 
 FORMATS = tuple(_kernels.QUANTISED_FORMATS)
 """GGUF's names; ``INT4_32``, ``INT4_128``, ``INT8_32``, ``INT8_128``: integers in groups of so many inputs."""
@@ -134,18 +137,26 @@ class QuantisedLinear:
     As :class:`memserve.model.linears.PackedLinear`, for any number of rows."""
 
     __slots__ = (
-        "_bias_address", "_format", "_places", "bias", "exact", "format", "inputs", "k", "n", "source", "weight", "wide"
+        "_bias_address", "_format", "_places", "activation_bits", "bias", "exact", "format", "inputs", "k", "n",
+        "source", "weight", "wide",
     )  # fmt: skip
 
     is_ours = True  # every product is by our kernels
 
     def __init__(
-        self, weights: Sequence[QuantisedWeight], bias: Tensor | None = None, *, wide: bool = False, exact: bool = False
+        self,
+        weights: Sequence[QuantisedWeight],
+        bias: Tensor | None = None,
+        *,
+        wide: bool = False,
+        exact: bool = False,
+        activation_bits: int = COARSE_BITS,
     ) -> None:
         """``weights`` can follow each other (:func:`can_follow`); ``bias [n]`` of any dtype.
 
         ``wide``: results are the float32 sums, whatever the dtype of ``x``: for logits. ``exact``: the arithmetic is
-        that of a float32 or bfloat16 weight with the dequantised values. Raises :class:`UserError` for weights that
+        that of a float32 or bfloat16 weight with the dequantised values; else activations have ``activation_bits``, one
+        of :data:`memserve.base.types.ACTIVATION_BITS`. Raises :class:`UserError` for weights that
         cannot be joined.
         """
         if not all(can_follow(weight, following) for weight, following in pairwise(weights)):
@@ -158,6 +169,7 @@ class QuantisedLinear:
         #: address of the only weight as numbers, where it has such: an embedding tied to it can be read from here
         self.source = 0
         self.exact = exact
+        self.activation_bits = activation_bits
         self.inputs = weights[0].inputs
         self._places = None if self.inputs is None else self.inputs.argsort()
         self._format = FORMATS.index(self.format)
@@ -174,7 +186,7 @@ class QuantisedLinear:
         """Append the product to ``program``: see :class:`memserve._kernels.Program`."""
         program.quantised_linear(
             x, stride_x, self.weight.data_ptr(), self._bias_address, y, self.k, self.n, self._format,
-            _CODES[dtype], count,
+            self.activation_bits, _CODES[dtype], count,
         )  # fmt: skip
 
     @property
@@ -189,9 +201,13 @@ class QuantisedLinear:
             return self(x.float()).to(dtype)
         x = x.contiguous() if self.inputs is None else x.index_select(-1, self.inputs)
         y = torch.empty((*x.shape[:-1], self.n), dtype=dtype)
+        rows = x.numel() // self.k
+        # two products of bytes take as long as one of numbers, for which panels of many rows' weights become numbers
+        by_numbers = self.activation_bits > COARSE_BITS and rows > ROWS_NATIVE_MAX and x.dtype in _EXACT
         _kernels.quantised_linear(
             x.data_ptr(), self.k, self.weight.data_ptr(), self._bias_address, y.data_ptr(), self.n,
-            x.numel() // self.k, self.k, self.n, self._format, _CODES[x.dtype], _CODES[dtype], self.exact,
+            rows, self.k, self.n, self._format, _CODES[x.dtype], _CODES[dtype],
+            0 if self.exact or by_numbers else self.activation_bits,
         )  # fmt: skip
         return y
 

@@ -126,6 +126,22 @@ def resident_bytes() -> int:
 
 
 @contextmanager
+def no_collections() -> Iterator[None]:
+    """For a start in a program of a library's user, if it looks for garbage: imports of torch and transformers make half
+    a million objects, and to look among them again and again costs a second. At the end it is looked for once."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
+        trim_heap()
+
+
+@contextmanager
 def objects_that_stay() -> Iterator[None]:
     """For the start of a process of ours: what is made here (half a million objects of torch and transformers) stays.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from memserve import _kernels
 from memserve.base.errors import UserError
+from memserve.base.types import ACTIVATION_BITS, FINE_BITS
 from memserve.model.linears import PackedLinear
 from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight
 from quantised_blocks import FILE_FORMATS, inputs_of, numbers_of, random_blocks, random_weight
@@ -29,12 +31,15 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """``x [rows, k]`` as the kernels see it: int8 with a scale for 32 of them, as float64."""
-    groups = x.float().view(len(x), x.shape[1] // 32, 32)
+LARGEST = {8: 127, 15: 127 * 128}
+
+
+def rounded(x: Tensor, bits: int = 8) -> Tensor:
+    """``x [rows, k]`` as the kernels see it: integers with a scale for 32 of them, as float64."""
+    groups, largest = x.float().view(len(x), x.shape[1] // 32, 32), LARGEST[bits]
     most = groups.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > 0, 127 / most, 0)
-    return ((groups * inverse).round().double() * (most / 127).double()).view(x.shape)
+    inverse = torch.where(most > 0, torch.tensor(float(largest)) / most, 0)  # a plain number would multiply by 1 / most
+    return ((groups * inverse).round().double() * (most / torch.tensor(float(largest))).double()).view(x.shape)
 
 
 def close(got: Tensor, want: Tensor, limit: float) -> None:
@@ -56,18 +61,32 @@ def test_weights_are_those_of_the_file_to_the_bit(kernels: str, kind: str) -> No
         assert torch.equal(turned.dequantised(), numbers[order])
 
 
+@pytest.mark.parametrize("bits", ACTIVATION_BITS)
 @pytest.mark.parametrize("kind", FILE_FORMATS)
-def test_linear_is_the_product_of_rounded_activations(kernels: str, kind: str) -> None:
-    """Every height of a tile, few rows and many, panels of rows that end in the middle."""
+def test_linear_is_the_product_of_rounded_activations(kernels: str, kind: str, bits: int) -> None:
+    """Every height of a tile, few rows and many, panels of rows that end in the middle. 15 bits are two products, and
+    from 129 rows on none: there the weights become numbers."""
     n, k = 70, 512
     weight, numbers = random_weight(kind, n, k)
-    plain, biased = QuantisedLinear([weight]), QuantisedLinear([weight], random(n, seed=1))
-    for rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 64, 65, 200):
+    plain = QuantisedLinear([weight], activation_bits=bits)
+    biased = QuantisedLinear([weight], random(n, seed=1), activation_bits=bits)
+    for rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 64, 65, 128, 200):
         x = random(rows, k, seed=rows)
         x[:, 64:96] = 0.0  # a group without a scale
-        want = rounded(x) @ numbers.double().T
+        want = (rounded(x, bits) if bits == 8 or rows <= 128 else x.double()) @ numbers.double().T
         close(plain(x), want, 4e-6)
         close(biased(x), want + random(n, seed=1).double(), 4e-6)
+        if rows:
+            assert float((plain(x) - x @ numbers.T).abs().max()) > 0 or rows > 128  # it does round
+
+
+def test_15_bits_round_less_than_bfloat16(kernels: str) -> None:
+    weight, numbers = random_weight("Q4_K", 64, 512)
+    x = random(9, 512).double()
+    want = x @ numbers.double().T
+    fine = QuantisedLinear([weight], activation_bits=FINE_BITS)(x.float()).double()
+    in_bfloat16 = x.bfloat16().double() @ numbers.double().T
+    assert float((fine - want).square().mean()) < 0.01 * float((in_bfloat16 - want).square().mean())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -90,7 +109,9 @@ def test_an_odd_number_of_blocks_ends_a_chunk(kernels: str, kind: str) -> None:
     k = 3 * inputs_of(kind) if inputs_of(kind) > 32 else 17 * 32
     weight, numbers = random_weight(kind, 40, k)
     x = random(20, k)
-    close(QuantisedLinear([weight])(x), rounded(x) @ numbers.double().T, 4e-6)
+    for bits in ACTIVATION_BITS:
+        layer = QuantisedLinear([weight], activation_bits=bits)
+        close(layer(x), rounded(x, bits) @ numbers.double().T, 4e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -112,9 +133,9 @@ def test_an_exact_layer_is_the_packed_one_of_the_numbers(kernels: str, kind: str
 
 def test_rows_come_out_the_same_whatever_the_others_are(kernels: str) -> None:
     """To the bit, also on the border between few rows and many, and with several threads."""
-    for kind in ("Q4_0", "Q4_K", "Q6_K"):
+    for kind, bits in itertools.product(("Q4_0", "Q4_K", "Q6_K"), ACTIVATION_BITS):
         weight, _ = random_weight(kind, 4096, 512)
-        layer, x = QuantisedLinear([weight]), random(70, 512)
+        layer, x = QuantisedLinear([weight], activation_bits=bits), random(70, 512)
         alone = torch.cat([layer(row[None]) for row in x])
         for rows in (2, 4, 5, 8, 9, 64, 65, 70):
             assert torch.equal(layer(x[:rows]), alone[:rows])
@@ -143,11 +164,12 @@ def test_grouped_integers_with_zero_points(kernels: str, kind: str) -> None:
     scales = (random(n, k // group, seed=1).abs() * 0.01 + 1e-3).half()
     apart = values.float().view(n, -1, group) - zeros.float()[..., None]
     numbers = (apart * scales.float()[..., None]).view(n, k)
-    layer = QuantisedLinear([QuantisedWeight.of_groups(kind, values, scales, zeros)])
-    assert torch.equal(layer.dequantised(), numbers)
-    for rows in (1, 4, 20):
+    weight = QuantisedWeight.of_groups(kind, values, scales, zeros)
+    assert torch.equal(QuantisedLinear([weight]).dequantised(), numbers)
+    for rows, bits in itertools.product((1, 4, 20), ACTIVATION_BITS):
         x = random(rows, k)
-        close(layer(x), rounded(x) @ numbers.double().T, 1e-5)
+        layer = QuantisedLinear([weight], activation_bits=bits)
+        close(layer(x), rounded(x, bits) @ numbers.double().T, 1e-5)
 
 
 def test_joined_weights_are_computed_as_one() -> None:
@@ -177,12 +199,11 @@ def test_extreme_scales_stay_finite(kernels: str) -> None:
     for scale in (6e-8, 65504.0):
         blocks[..., :2] = np.array([scale], dtype=np.float16).view(np.uint8)
         weight = torch.from_numpy(blocks.reshape(64, -1))
-        layer = QuantisedLinear([QuantisedWeight.of_blocks("Q8_0", weight, 128)])
-        for size in (1e30, 1e-30):
-            for rows in (1, 12):
-                x = random(rows, 128) * size
-                want = rounded(x) @ numbers_of("Q8_0", weight).double().T
-                close(layer(x), want, 1e-5)
+        packed = QuantisedWeight.of_blocks("Q8_0", weight, 128)
+        for size, rows, bits in itertools.product((1e30, 1e-30), (1, 12), ACTIVATION_BITS):
+            x = random(rows, 128) * size
+            want = rounded(x, bits) @ numbers_of("Q8_0", weight).double().T
+            close(QuantisedLinear([packed], activation_bits=bits)(x), want, 1e-5)
 
 
 def test_what_cannot_be_packed_is_refused() -> None:

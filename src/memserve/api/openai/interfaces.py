@@ -52,6 +52,10 @@ class ServedModel(Protocol):
         """``auto``: some weights are computed with as they are stored; ``none``."""
 
     @property
+    def activation_bits(self) -> int:
+        """To how many bits activations are rounded that meet such weights; 0: they meet none."""
+
+    @property
     def position_regimes(self) -> PositionRegimes:
         """What decides how positions are computed."""
 

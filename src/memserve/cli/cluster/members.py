@@ -172,9 +172,8 @@ def running_cluster(
     from memserve.model.loading.sources import resolve_source
 
     named_store, most = _find_store(options, print_line), options.at_most if elsewhere is None else options
-    keeps_file = engine_options.quantization == "auto" and engine_options.dtype in ("auto", "bfloat16")
     with progress_bar("preparing the model"):  # reads a GGUF file once, before several processes need it
-        folder = resolve_source(engine_options.model, "float32", keep_file=keeps_file)
+        folder = resolve_source(engine_options.model, "float32", keep_file=engine_options.may_keep_file)
     if options.metadata.etcd:
         import_tokenizers()  # a standby router has the time now
     with open_metadata(options.metadata, print_line, stored_secret(options.store)) as metadata:

@@ -156,7 +156,7 @@ def run_follower(
             infos = list(with_models(router.members()).values())
             from memserve.model.loading.sources import resolve_source
 
-            folder = resolve_source(engine.model, "float32", keep_file=engine.quantization == "auto")
+            folder = resolve_source(engine.model, "float32", keep_file=engine.may_keep_file)
             model = model_of(infos, folder, place.config.sequence_instances_max)
             follow_context(router, model, place.config.sequence_instances_max)
             served = Served(router, model)

@@ -37,6 +37,7 @@ from memserve.model.capture.passes import (
 from memserve.model.capture.record import CaptureRefused, generalise, record, without_adapters
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
+from memserve.model.loading.cache import read_record, record_name, write_record
 from memserve.model.loading.pages import NO_PAGES, WeightPages, pages_of
 from memserve.model.loading.probe import DenseAttention
 from memserve.model.loading.stored import NOT_STORED, StoredWeights, stored_of
@@ -103,6 +104,7 @@ class CapturedForward:
             for layer in stored:
                 layer.exact = False
             expected = _logits(self._run_operations, trial)
+            limit = max(limit, _TOLERANCE[torch.bfloat16])  # a last digit decides between two integers
         _compare(_logits(self, trial), expected, limit)
         if self._adapted is not None:
             with lora_adapters(RowsOf()):
@@ -135,11 +137,14 @@ class CapturedForward:
             return self._run(input_ids, positions, logits_rows)
 
 
-def best_forward(module: Any, crew: WorkerGroup | GpuWorkerGroup | None = None) -> Forward:
+def best_forward(
+    module: Any, crew: WorkerGroup | GpuWorkerGroup | None = None, *, fingerprint: str | None = None
+) -> Forward:
     """The captured forward if ``module`` can be captured (its weights are freed then), else the module itself.
 
-    ``crew``: the workers of the instance, all of which must compute the same rows, padding included."""
-    captured = capture_forward(module)
+    ``crew``: the workers of the instance, all of which must compute the same rows, padding included. ``fingerprint``:
+    of the model, see :func:`capture_forward`."""
+    captured = capture_forward(module, fingerprint)
     agreed = crew is None or crew.all_agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)
@@ -149,17 +154,22 @@ def best_forward(module: Any, crew: WorkerGroup | GpuWorkerGroup | None = None) 
     return captured
 
 
-def capture_forward(module: Any) -> CapturedForward | None:
+def capture_forward(module: Any, fingerprint: str | None = None) -> CapturedForward | None:
     """Capture ``module`` (with our attention and plain linears); if that fails, log the reason and return None.
+
+    ``fingerprint``: of the model, for which it is remembered that the captured forward computes as the module does;
+    None: it is compared now.
 
     The module computes as before unless its pages are known (:func:`memserve.model.loading.pages.pages_of`): then
     only if None is returned. :func:`release_weights` frees what the captured forward does not need.
     """
     pages = pages_of(module)
+    known = None if fingerprint is None else record_name("capture", fingerprint, str(module.dtype))
     try:
         forward, vocab = EagerForward(module, pack=False), module.config.get_text_config().vocab_size
         device = next(module.parameters()).device
-        trials = [_inputs(tokens, rows, vocab, device, first_position=3) for tokens, rows in _TRIALS]
+        is_known = known is not None and read_record(known).get("computes_alike") is True
+        trials = [_inputs(*sizes, vocab, device, first_position=3) for sizes in (() if is_known else _TRIALS)]
         with pages.one_layer_at_a_time(module):
             graph = _record_graph(forward, vocab, device)  # its values do not matter
             with stored_of(module).computing_as_stored():
@@ -169,6 +179,8 @@ def capture_forward(module: Any) -> CapturedForward | None:
             times = _QUANTISED_TIMES * (_FEW_ROWS_TIMES if len(logits) <= _FEW_ROWS else 1.0)
             limit = _TOLERANCE[module.dtype] * (times if is_quantised(module) else 1.0)
             captured.compare(trial, logits, limit)
+        if known is not None and trials:
+            write_record(known, {"computes_alike": True})
         if device.type == "cuda":
             captured.choose_kernels()
     except Exception as error:  # whatever fails here, the module itself still works
@@ -295,6 +307,8 @@ def _logits(forward: Callable[..., Tensor], inputs: Inputs) -> Tensor:
 
 def _expected(forward: Callable[..., Tensor], trials: list[Inputs]) -> list[Tensor]:
     """The logits of each trial. All trials are beginnings of the last one, so the module runs once."""
+    if not trials:
+        return []
     rows = torch.cat([trial["logits_rows"] for trial in trials])
     logits = _logits(forward, trials[-1] | {"logits_rows": rows})
     return list(logits.split_with_sizes([len(trial["logits_rows"]) for trial in trials]))

@@ -7,16 +7,20 @@ as its last file, and is renamed into place. An entry without the right marker i
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from memserve import _kernels
 from memserve.base.errors import UserError
 from memserve.base.units import NS_PER_S
 
@@ -54,6 +58,48 @@ def cached_folder(key: str, version: int, build: Callable[[Path], None]) -> Path
     except OSError as error:
         raise UserError(f"cannot write the model cache in {root}: {error.strerror or error}", hint=_HINT) from error
     return entry
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Of all that computes a model: what was found out about one with other code is found out again."""
+    package = Path(__file__).parents[2]
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted((*(package / "model").rglob("*.py"), *package.glob("_kernels*.so"))):
+        digest.update(os.fsencode(file.name) + file.read_bytes())
+    digest.update("".join(metadata.version(name) for name in ("torch", "transformers")).encode())
+    return digest.hexdigest()
+
+
+def record_name(kind: str, fingerprint: str, dtype: str) -> str:
+    """Of the record of what ``kind`` of check found out about a model on this processor, with this code."""
+    return f"{fingerprint}-{dtype}-{kind}-{_kernels.isa()}-{_code_digest()}"
+
+
+def record_file(name: str) -> Path:
+    """Where :func:`write_record` keeps a record."""
+    return cache_root() / "verdicts" / f"{name}.json"
+
+
+def read_record(name: str) -> dict[str, Any]:
+    """What :func:`write_record` kept under ``name``; nothing, if it is not there or damaged."""
+    try:
+        record = json.loads(record_file(name).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def write_record(name: str, record: Mapping[str, Any]) -> None:
+    """Keep a small ``record`` of what was found out about a model, if the cache can be written."""
+    file = record_file(name)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(record))
+        fresh.rename(file)
+    except OSError as error:
+        log.info("what was found out about a model is not kept, each start finds it out again: %s", error)
 
 
 def _build(entry: Path, version: int, build: Callable[[Path], None]) -> None:

@@ -45,6 +45,8 @@ class ModelCard:
     """``auto``: some weights are computed with as they are stored."""
     kv_dtype: str = AS_COMPUTED
     """How KV lies in the first tier."""
+    activation_bits: int = 0
+    """To how many bits activations are rounded that meet such weights; 0: they meet none."""
 
     @classmethod
     def of_model(cls, model: LoadedModel) -> ModelCard:
@@ -61,6 +63,7 @@ class ModelCard:
             model.position_regimes,
             model.quantization,
             model.kv_dtype,
+            model.activation_bits,
         )
 
     def encode(self) -> bytes:
@@ -106,6 +109,7 @@ class RemoteModel:
     position_regimes: PositionRegimes = NO_REGIMES
     quantization: str = "none"
     kv_dtype: str = AS_COMPUTED
+    activation_bits: int = 0
 
     @property
     def max_model_tokens(self) -> int:
@@ -143,6 +147,7 @@ def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> Rem
         position_regimes=card.position_regimes,
         quantization=card.quantization,
         kv_dtype=card.kv_dtype,
+        activation_bits=card.activation_bits,
     )
 
 

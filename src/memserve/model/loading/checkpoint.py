@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memserve.base.errors import UserError
+from memserve.model.loading.cache import STORED
 from memserve.model.loading.formats.headers import COMPLETE_HINT, errors_named, is_beside, tensor_sizes
-from memserve.model.loading.pages import drop_file_pages, remember_pages
+from memserve.model.loading.pages import LARGE_BYTES, drop_file_pages, remember_pages
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,8 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     finally:
         transformers_logging.set_verbosity(verbosity)
     _check_tensors(info, name)
-    if not all(is_finite(value) for value in _first_and_last(module)):
+    # with STORED the weights are not here, and were looked at when the file was described
+    if not (folder / STORED).exists() and not all(is_finite(value) for value in _first_and_last(module)):
         raise UserError(f"{name} has weights that are not finite (NaN or infinite)", hint=COMPLETE_HINT, param="model")
     module.requires_grad_(False)
     if quantised is not None:
@@ -161,9 +163,24 @@ class _Slice:
         value: torch.Tensor = self._inner[index]
         if value.dtype == self._dtype or not value.is_floating_point():
             return value  # it stays mapped
+        if value.dim() > 1 and value.numel() * value.element_size() > LARGE_BYTES:
+            return _converted(value, self._dtype)
         resident = value.clone()
         drop_file_pages(value)
         return resident
+
+
+def _converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``value``, which is mapped, in ``dtype``; some rows of it at a time are resident. Small tensors are left to
+    transformers, which keeps some in float32; a whole copy of a large one could be more than there is room for."""
+    import torch
+
+    result = torch.empty(value.shape, dtype=dtype)
+    for first in range(0, len(value), _ROWS):
+        mapped = value[first : first + _ROWS]
+        result[first : first + _ROWS] = mapped
+        drop_file_pages(mapped)
+    return result
 
 
 class _Dequantised:

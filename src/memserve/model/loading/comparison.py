@@ -13,9 +13,7 @@ that masks experts, for one): what is carried wrongly differs everywhere behind 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memserve import __version__
 from memserve.base.errors import UserError
 from memserve.base.units import MIB
 from memserve.model.attention.context import ATTENTION_NAME, step_attention
 from memserve.model.attention.reference import attend_dense
-from memserve.model.loading.cache import cache_root, cached_fingerprint
+from memserve.model.loading.cache import cached_fingerprint, read_record, record_name, write_record
 from memserve.model.loading.formats.headers import errors_named
 from memserve.model.loading.pages import WeightPages, pages_of
 from memserve.model.loading.probe import HINT, ProbedLayer
@@ -39,8 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_VERSION = 3
-"""Of what is compared, and how: verdicts of others are not used."""
+KIND = "comparison"
+"""Of the records of verdicts."""
 
 TOKENS_LEAST, TOKENS_USUAL = 24, 80
 BEYOND_WINDOW_TOKENS = 16
@@ -242,27 +239,17 @@ def _logits(module: Any, ids: Tensor, begin: int | None, compared: list[int]) ->
 # -- the verdict
 
 
-def verdict_file(fingerprint: str, dtype: str) -> Path:
-    """Where the verdict on a model is kept: for this version of memserve and of transformers."""
-    import transformers
-
-    return cache_root() / "verdicts" / f"{fingerprint}-{dtype}-{_VERSION}-{__version__}-{transformers.__version__}.json"
-
-
 def verdicts_on(folder: Path) -> dict[str, str]:
     """The verdicts on a model folder by dtype, as far as there are any (:func:`read_verdict`); reads no weights."""
     identity = cached_fingerprint(folder)
-    files = {dtype: verdict_file(identity, dtype) for dtype in TOLERANCE} if identity is not None else {}
-    read = {dtype: read_verdict(file) for dtype, file in files.items()}
+    names = {dtype: record_name(KIND, identity, dtype) for dtype in TOLERANCE} if identity is not None else {}
+    read = {dtype: read_verdict(name) for dtype, name in names.items()}
     return {dtype: refused for dtype, refused in read.items() if refused is not None}
 
 
-def read_verdict(file: Path) -> str | None:
+def read_verdict(name: str) -> str | None:
     """Why the model is refused; empty: it is served; None: it was not compared yet."""
-    try:
-        verdict = json.loads(file.read_text())["refused"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    verdict = read_record(name).get("refused")
     return verdict if isinstance(verdict, str) else None
 
 
@@ -270,24 +257,14 @@ def compare_once(
     module: Any, layers: list[ProbedLayer], dtype: str, fingerprint: str, longest: int | None = None
 ) -> None:
     """As :func:`compare_in_pieces`, unless the verdict is known. Raises :class:`UserError`."""
-    file = verdict_file(fingerprint, dtype)
-    refused = read_verdict(file)
+    name = record_name(KIND, fingerprint, dtype)
+    refused = read_verdict(name)
     if refused is None:
         try:
             compare_in_pieces(module, layers, dtype, longest)
             refused = ""
         except UserError as error:
             refused = error.message
-        _keep_verdict(file, refused)
+        write_record(name, {"refused": refused})
     if refused:
         raise UserError(refused, hint=HINT)
-
-
-def _keep_verdict(file: Path, refused: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps({"refused": refused}))
-        fresh.rename(file)
-    except OSError as error:
-        log.info("the model is compared with its own forward at each start: %s", error)

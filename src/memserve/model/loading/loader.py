@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
 from memserve.base.errors import UserError
-from memserve.base.types import AS_COMPUTED, NO_REGIMES, KVGeometry, PositionRegimes
+from memserve.base.types import AS_COMPUTED, COARSE_BITS, NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import load_module, text_weights
 from memserve.model.loading.formats.headers import errors_named
@@ -82,6 +82,7 @@ class LoadedModel:
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # of a chat; None: what the context has room for
     kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known; auto: as in the first
     quantization: str = "none"  # auto: some weights are computed with as they are stored
+    activation_bits: int = 0  # to which activations are rounded before they meet stored weights; 0: they are not
     attends_plainly: bool = True  # no layer has a window or sinks
     adapters: Adapters | None = None  # LoRA adapters; None: none
     position_regimes: PositionRegimes = NO_REGIMES  # what decides how positions are computed
@@ -135,21 +136,20 @@ def load_model(
     adapters = read_adapters(lora)
     import torch
 
-    may_keep = quantization != "none" and _takes_stored(dtype_name, place, on_host=on_host)
+    may_keep = quantization != "none" and _takes_stored(dtype, place, on_host=on_host)
     folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None, keep_file=may_keep)
     folder = _rounded(folder, quantization)
-    from memserve.model.rotary import install_length_rotaries
-
     if threads is not None:
         torch.set_num_threads(threads)
     module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
     _reserve_stored(module, folder)
-    geometry, layers = _probe(module if on_host else module.to(place), dtype_name, block_tokens)
-    tokenizer = load_tokenizer(folder)
-    identity, original = fingerprint(folder.path), _original_tokens(module)
+    identity = fingerprint(folder.path)
+    geometry, layers = _probe(module if on_host else module.to(place), dtype_name, block_tokens, identity)
+    tokenizer, original = load_tokenizer(folder), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
-    stored = _keep_stored(module, folder, identity) if may_keep and not folder.keeps_file else identity
-    regimes = install_length_rotaries(module) if original else NO_REGIMES
+    kept = _keep_stored(module, folder, identity) if may_keep and not folder.keeps_file else identity
+    stored, activation_bits = _choose_bits(module, tokenizer, kept)
+    regimes = _install_regimes(module) if original else NO_REGIMES
     vocab_size = _vocab_size(module)
     return LoadedModel(
         module=module,
@@ -166,25 +166,26 @@ def load_model(
         generation_defaults=_generation_defaults(folder),
         attends_plainly=not original and not any(layer.window or layer.sinks for layer in layers),
         position_regimes=regimes or NO_REGIMES,
-        quantization="none" if stored == identity and not folder.keeps_file else quantization,
+        quantization=quantization if activation_bits else "none",
+        activation_bits=activation_bits,
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
     )
 
 
-def _probe(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry, list[ProbedLayer]]:
-    """See :func:`memserve.model.loading.probe.probe_model`; no more of a large model is resident than a layer."""
+def _probe(module: Any, dtype: str, block_tokens: int, identity: str) -> tuple[KVGeometry, list[ProbedLayer]]:
+    """See :func:`memserve.model.loading.probe.probe_once`; no more of a large model is resident than a layer."""
     from memserve.model.loading.pages import pages_of
-    from memserve.model.loading.probe import probe_model
+    from memserve.model.loading.probe import probe_once
 
     with pages_of(module).one_layer_at_a_time(module):
-        return probe_model(module, dtype, block_tokens)
+        return probe_once(module, dtype, block_tokens, identity)
 
 
 def _takes_stored(dtype: str, place: torch.device, *, on_host: bool) -> bool:
-    """Whether weights may be computed with as they are stored: float32 promises the arithmetic of the numbers; no
-    kernel of a GPU, nor a cut for workers, takes stored weights."""
-    return dtype == "bfloat16" and place.type == "cpu" and not on_host
+    """Whether weights may be computed with as they are stored: to ask for float32 is to ask for the arithmetic of the
+    numbers; no kernel of a GPU, nor a cut for workers, takes stored weights."""
+    return dtype in ("auto", "bfloat16") and place.type == "cpu" and not on_host
 
 
 def _rounded(folder: ModelFolder, kind: str) -> ModelFolder:
@@ -258,6 +259,20 @@ def _keep_stored(module: Any, folder: ModelFolder, identity: str) -> str:
     return hashlib.blake2b(f"{identity} as stored".encode(), digest_size=16).hexdigest()
 
 
+def _choose_bits(module: Any, tokenizer: Any, identity: str) -> tuple[str, int]:
+    """The fingerprint of a model, and how many bits activations have that meet its stored weights; 0: it has none."""
+    from memserve.model.loading.precision import choose_activation_bits
+    from memserve.model.loading.stored import stored_of
+
+    stored = stored_of(module)
+    if not len(stored):
+        return identity, 0
+    stored.activation_bits = bits = choose_activation_bits(module, stored, tokenizer, identity)
+    if bits == COARSE_BITS:
+        return identity, bits
+    return hashlib.blake2b(f"{identity} with {bits} bits".encode(), digest_size=16).hexdigest(), bits
+
+
 def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:
     if not adapters:
         return None
@@ -313,6 +328,13 @@ def _original_tokens(module: Any) -> int:
     return min(
         (original_tokens(rotary.config, str(rotary.rope_type)) for *_, rotary in length_rotaries(module)), default=0
     )
+
+
+def _install_regimes(module: Any) -> PositionRegimes | None:
+    """See :func:`memserve.model.rotary.install_length_rotaries`."""
+    from memserve.model.rotary import install_length_rotaries
+
+    return install_length_rotaries(module)
 
 
 def _with_regimes(fingerprint: str, regimes: PositionRegimes | None) -> str:

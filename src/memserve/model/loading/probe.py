@@ -7,7 +7,7 @@ hold. The same forward is compared with the family's own eager attention, so a f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from memserve.base.errors import UserError, check
 from memserve.base.types import KVGeometry
 from memserve.model.attention.context import ATTENTION_NAME, register_attention, step_attention
 from memserve.model.attention.reference import attend_dense
+from memserve.model.loading.cache import read_record, record_name, write_record
 from memserve.model.loading.formats.headers import errors_named
 from memserve.model.loading.stored import stored_of
 from memserve.model.quantised import is_quantised
@@ -73,8 +74,7 @@ def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry,
     vocab = module.config.get_text_config().vocab_size
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=module.device) * 7919 % vocab
     expected = _last_logits(module, ids, family)
-    register_attention()
-    module.set_attn_implementation(ATTENTION_NAME)
+    _use_our_attention(module)
     attention = DenseAttention()
     with step_attention(attention):
         logits = _last_logits(module, ids, family)
@@ -83,10 +83,32 @@ def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry,
     # rounding alone makes 0.2 of a small model with weights of 4 bits; the comparison in pieces looks closer
     limit = 1e-3 if dtype == "float32" else 0.4 if is_quantised(module) else 0.2
     _check_logits(logits, expected, limit, family)
+    return _geometry_of(layers, dtype, block_tokens), layers
+
+
+def probe_once(module: Any, dtype: str, block_tokens: int, fingerprint: str) -> tuple[KVGeometry, list[ProbedLayer]]:
+    """As :func:`probe_model`, whose findings are remembered by the model's ``fingerprint``."""
+    name = record_name("probe", fingerprint, dtype)
+    known = read_record(name).get("layers")
+    if known is None:
+        geometry, layers = probe_model(module, dtype, block_tokens)
+        write_record(name, {"layers": [asdict(layer) for layer in layers]})
+        return geometry, layers
+    _use_our_attention(module)
+    layers = [ProbedLayer(**layer) for layer in known]
+    return _geometry_of(layers, dtype, block_tokens), layers
+
+
+def _use_our_attention(module: Any) -> None:
+    register_attention()
+    module.set_attn_implementation(ATTENTION_NAME)
+
+
+def _geometry_of(layers: list[ProbedLayer], dtype: str, block_tokens: int) -> KVGeometry:
     first = layers[0]
     geometry = KVGeometry(len(layers), first.kv_heads, first.head_dim_k, first.head_dim_v, dtype, block_tokens)
     check(geometry.page_bytes > 0, "a page must hold something")
-    return geometry, layers
+    return geometry
 
 
 def _last_logits(module: Any, ids: Tensor, family: str) -> Tensor:

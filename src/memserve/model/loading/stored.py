@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from memserve import _kernels
 from memserve.base.errors import UserError
+from memserve.base.types import FINE_BITS
 from memserve.model.loading.cache import STORED
 from memserve.model.loading.conversion import tensor_names
 from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint
@@ -87,6 +88,8 @@ class StoredWeights:
     def __init__(self, weights: Sequence[tuple[Tensor, StoredForm]] = ()) -> None:
         """Each weight ``[n, k]`` as the module has it, and as its file has it."""
         self._weights = {value.data_ptr(): weight for value, weight in weights}
+        #: of layers that round activations: see :mod:`memserve.model.loading.precision`
+        self.activation_bits = FINE_BITS
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -117,7 +120,9 @@ class StoredWeights:
         if len(weights) < len(values):
             return None
         bias = None if biases is None else torch.cat(list(biases))
-        layer = QuantisedLinear([weight.packed() for weight in weights], bias, wide=wide)
+        layer = QuantisedLinear(
+            [weight.packed() for weight in weights], bias, wide=wide, activation_bits=self.activation_bits
+        )
         layer.source = values[0].data_ptr() if len(values) == 1 else 0
         for weight in weights:
             weight.forget_packed()
@@ -125,15 +130,21 @@ class StoredWeights:
 
     @contextmanager
     def computing_as_stored(
-        self, wide: Tensor | None = None, *, exact: bool = True, dtype: torch.dtype | None = None
+        self,
+        wide: Tensor | None = None,
+        *,
+        exact: bool = True,
+        activation_bits: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Iterator[None]:
         """Inside, a module whose weights these are computes with them, whatever its parameters hold. ``wide``: that of
-        the output head, if logits are to be float32; ``exact``: see :class:`QuantisedLinear`; ``dtype``: of embeddings,
-        if it is not that of the parameters."""
+        the output head, if logits are to be float32; ``exact``, ``activation_bits``: see :class:`QuantisedLinear`
+        (None: the bits of this object); ``dtype``: of embeddings, if it is not that of the parameters."""
         if not self._weights:
             yield
             return
-        with _ComputesAsStored(self, wide, exact=exact, dtype=dtype):
+        bits = self.activation_bits if activation_bits is None else activation_bits
+        with _ComputesAsStored(self, wide, 0 if exact else bits, dtype):
             yield
 
 
@@ -179,9 +190,10 @@ def reserve_stored(module: Any, folder: Path, path: Path) -> StoredWeights:
 class _ComputesAsStored(TorchFunctionMode):
     """Within it, functions that are given the zeros of a weight compute with the weight."""
 
-    def __init__(self, weights: StoredWeights, wide: Tensor | None, *, exact: bool, dtype: torch.dtype | None) -> None:
+    def __init__(self, weights: StoredWeights, wide: Tensor | None, bits: int, dtype: torch.dtype | None) -> None:
+        """``bits``: of activations; 0: exact."""
         super().__init__()
-        self._weights, self._wide, self._exact, self._dtype = weights, wide, exact, dtype
+        self._weights, self._wide, self._bits, self._dtype = weights, wide, bits, dtype
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -202,7 +214,8 @@ class _ComputesAsStored(TorchFunctionMode):
         if stored is None:
             return torch.nn.functional.linear(self._numbers(input), self._numbers(weight), bias)
         is_wide = self._wide is not None and weight.data_ptr() == self._wide.data_ptr()
-        return QuantisedLinear([stored.packed()], bias, wide=is_wide, exact=self._exact)(self._numbers(input))
+        rounding: dict[str, Any] = {"activation_bits": self._bits} if self._bits else {"exact": True}
+        return QuantisedLinear([stored.packed()], bias, wide=is_wide, **rounding)(self._numbers(input))
 
     def _embedding(self, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor:
         stored = self._weights.of(weight.detach())

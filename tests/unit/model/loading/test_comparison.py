@@ -13,7 +13,8 @@ import transformers
 from memserve import LLM
 from memserve.base.errors import UserError
 from memserve.model.loading import comparison
-from memserve.model.loading.comparison import compare_in_pieces, compare_once, read_verdict, verdict_file
+from memserve.model.loading.cache import record_file, record_name
+from memserve.model.loading.comparison import KIND, compare_in_pieces, compare_once, read_verdict
 from memserve.model.loading.probe import probe_model
 from tiny_models import FAMILIES, save_folder, tiny_module
 
@@ -172,11 +173,11 @@ def test_the_verdict_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(comparison, "compare_in_pieces", lambda *_: pytest.fail("compared again"))
         monkeypatch.undo()
         monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path))
-    assert read_verdict(verdict_file("good", "float32")) == ""
-    assert "carries more" in (read_verdict(verdict_file("bad", "float32")) or "")
-    assert read_verdict(verdict_file("good", "bfloat16")) is None
-    verdict_file("good", "float32").write_text("{")
-    assert read_verdict(verdict_file("good", "float32")) is None
+    assert read_verdict(record_name(KIND, "good", "float32")) == ""
+    assert "carries more" in (read_verdict(record_name(KIND, "bad", "float32")) or "")
+    assert read_verdict(record_name(KIND, "good", "bfloat16")) is None
+    record_file(record_name(KIND, "good", "float32")).write_text("{")
+    assert read_verdict(record_name(KIND, "good", "float32")) is None
 
 
 def test_a_refused_model_does_not_start(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ from memserve import LLM
 from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import Parallel
+from memserve.base.types import COARSE_BITS, FINE_BITS
 from memserve.host.build import build_parts
 from memserve.model.attention.context import step_attention
+from memserve.model.capture import forward as capture
 from memserve.model.capture.forward import CapturedForward, capture_forward
 from memserve.model.forward import EagerForward
 from memserve.model.linears import PackedLinear
+from memserve.model.loading import cache, comparison, precision, probe
 from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.loading.probe import DenseAttention
 from memserve.model.loading.stored import StoredWeight, StoredWeights, reserve_stored, stored_in_file, stored_of
@@ -73,15 +76,29 @@ def test_only_bfloat16_keeps_weights_and_only_where_asked(path: Path) -> None:
     assert kept.fingerprint != plain.fingerprint  # their keys and values are no longer the same
 
 
-def test_engine_serves_stored_weights_and_refuses_exact(path: Path) -> None:
+def test_engine_with_activations_of_8_bits_refuses_exact(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(precision, "DIVERGENCE_MAX", 1e9)
     options: dict[str, Any] = {"dtype": "bfloat16", "threads": 1, "kv_memory": "4MiB"}
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     with LLM(str(path), quantization="auto", **options) as llm:
         assert len(llm.generate([[5, 6, 7]], **asked)[0].outputs[0].tokens) == 8
-        with pytest.raises(UserError, match=r"rounded to int8 here .not with --quantization none.*leave out exact"):
+        with pytest.raises(UserError, match=r"rounded to 8 bits here .not with --quantization none.*leave out exact"):
             llm.generate([[5, 6, 7]], exact=True, **asked)
     with LLM(str(path), quantization="none", **options) as llm:
         assert llm.generate([[5, 6, 7]], exact=True, **asked)
+
+
+def test_processor_without_bfloat16_keeps_weights_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    model, numbers = load(path, "auto", "auto"), load(path, "none", "float32")
+    assert model.dtype == torch.float32 and len(stored_of(model.module))
+    expected, got = (logits(captured(each), 37, 37) for each in (numbers, model))
+    bound = 1e-3 if model.activation_bits == FINE_BITS else 0.1
+    assert float((got - expected).square().mean().sqrt() / expected.std()) < bound
 
 
 def test_quantization_that_is_not_served_is_refused(path: Path) -> None:
@@ -194,3 +211,58 @@ def test_an_order_of_rows_is_kept() -> None:
     plain = QuantisedLinear([QuantisedWeight.of_blocks("Q4_K", blocks, 256)]).dequantised()
     assert torch.equal(QuantisedLinear([turned.packed()]).dequantised(), plain.flip(0))
     assert torch.equal(turned.sampled(torch.tensor([3, 5]), torch.float32), plain[[60, 58]])
+
+
+def test_bits_of_activations_are_measured_once(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A model whose distributions hardly change has 8, another 15; KV of one is not the other's."""
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path))
+    forwards: list[int] = []
+    measure = precision._measure
+    monkeypatch.setattr(precision, "_measure", lambda *args: forwards.append(1) or measure(*args))
+    models = {}
+    for bits, limit in ((COARSE_BITS, 1e9), (FINE_BITS, 0.0)):
+        monkeypatch.setattr(precision, "DIVERGENCE_MAX", limit)
+        for file in (tmp_path / "verdicts").glob("*activations*"):
+            file.unlink()
+        models[bits] = load(path, "auto")
+        assert models[bits].activation_bits == bits == load(path, "auto").activation_bits
+        layers = [layer for layer in linears_of(captured(models[bits])) if isinstance(layer, QuantisedLinear)]
+        assert layers and {layer.activation_bits for layer in layers} == {bits}
+    assert len(forwards) == 2
+    assert models[COARSE_BITS].fingerprint != models[FINE_BITS].fingerprint
+
+
+def test_exact_is_served_with_15_bits(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(precision, "DIVERGENCE_MAX", 0.0)
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    with LLM(str(path), dtype="bfloat16", threads=1, kv_memory="4MiB") as llm:
+        assert llm.generate([[5, 6, 7]], exact=True, **asked)
+
+
+def test_later_start_does_not_probe_or_compare_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And is the same model; other code finds everything out again."""
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path))
+    calls: list[str] = []
+    for module, name in ((probe, "probe_model"), (capture, "_compare"), (comparison, "compare_in_pieces")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, f=function, n=name: calls.append(n) or f(*args))
+
+    def start() -> tuple[LoadedModel, Tensor]:
+        model = load(path, "auto")
+        forward = capture_forward(model.module, model.fingerprint)
+        return model, logits(forward, 40, 40)
+
+    first, expected = start()
+    assert set(calls) == {"probe_model", "_compare", "compare_in_pieces"}
+    calls.clear()
+    second, got = start()
+    assert not calls and torch.equal(got, expected)
+    assert (second.geometry, second.query_heads, second.attends_plainly) == (
+        first.geometry, first.query_heads, first.attends_plainly,
+    )  # fmt: skip
+    monkeypatch.setattr(cache, "_code_digest", lambda: "other")
+    start()
+    assert set(calls) == {"probe_model", "_compare", "compare_in_pieces"}

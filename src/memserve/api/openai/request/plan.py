@@ -21,7 +21,7 @@ from memserve.api.openai.request.structured_output import structure_of
 from memserve.api.openai.request.tool_calls import CallPlan
 from memserve.api.openai.response.reasoning import Thoughts
 from memserve.base.errors import UserError
-from memserve.base.types import AS_COMPUTED, Request, SamplingParams, StopParams, salt_of
+from memserve.base.types import AS_COMPUTED, COARSE_BITS, Request, SamplingParams, StopParams, salt_of
 from memserve.base.units import NS_PER_MS, ns_from_s
 from memserve.base.validation import check_request
 from memserve.model.loading.lora import Adapter
@@ -160,8 +160,8 @@ def _why_inexact(model: ServedModel) -> str:
         return f"KV is rounded to {model.kv_dtype} here (--kv-dtype)"
     if model.kv_lower_dtype != AS_COMPUTED:
         return f"KV may be rounded to {model.kv_lower_dtype} here (--kv-lower-dtype)"
-    if model.quantization != "none":
-        return "activations are rounded to int8 here (not with --quantization none)"
+    if model.activation_bits == COARSE_BITS:
+        return f"activations are rounded to {COARSE_BITS} bits here (not with --quantization none)"
     return ""
 
 
