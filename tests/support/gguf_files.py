@@ -8,7 +8,9 @@ from typing import Any
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate.": "ffn_gate_inp.", "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
     "lm_head": "output",
@@ -17,8 +19,8 @@ NAMES = {
 
 
 def write_gguf(module: Any, path: Path, *, with_head: bool = False) -> Path:
-    """A GGUF file of a tiny Llama: quantised matrices (Q8_0), everything else float32. Without its output head: that is
-    tied to the embedding."""
+    """A GGUF file of a tiny Llama, or Qwen3 with experts: quantised matrices (Q8_0), everything else float32. Without
+    its output head: that is tied to the embedding."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
@@ -26,20 +28,35 @@ def write_gguf(module: Any, path: Path, *, with_head: bool = False) -> Path:
         weights = {name: value for name, value in module.state_dict().items()
                    if with_head or name != "lm_head.weight"}  # fmt: skip
         for name, value in weights.items():
-            array = value.numpy()
-            if array.ndim == 2 and array.shape[1] % 32 == 0:
-                yield name, quantize(array, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0
-            else:
-                yield name, array, None
+            for part, array in _parts(name, value.numpy()):
+                if array.ndim >= 2 and array.shape[-1] % 32 == 0:
+                    yield part, quantize(array, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0
+                else:
+                    yield part, array, None
 
     return write_tensors(module.config, tensors(), path)
 
 
+def _parts(name: str, array: Any) -> list[tuple[str, Any]]:
+    """Gates and ups of experts are tensors of their own."""
+    head, is_joined, _ = name.partition("mlp.experts.gate_up_proj")
+    if not is_joined:
+        return [(name, array)]
+    gate, up = array.reshape(len(array), 2, -1, array.shape[-1]).swapaxes(0, 1)
+    return [(f"{head}ffn_gate_exps.weight", gate), (f"{head}ffn_up_exps.weight", up)]
+
+
 def write_tensors(config: Any, tensors: Iterable[tuple[str, Any, Any]], path: Path) -> Path:
-    """A GGUF file of a Llama with these tensors (name, array, kind of its bytes), and a vocabulary of as many words."""
+    """A GGUF file of a Llama, or of another model of transformers whose name llama.cpp writes alike, with these tensors
+    (name, array, kind of its bytes), and a vocabulary of as many words."""
     from gguf import GGUFWriter
 
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, config.model_type.replace("_", ""))
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_key_length(config.head_dim)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

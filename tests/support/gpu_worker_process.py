@@ -48,7 +48,7 @@ def install(*, whole: bool = False) -> None:
     gpu_workers._blocks_here = lambda share, options, model: ROOM_BLOCKS[share.rank]
     gpu_workers.leave_compiler_out = lambda device: None
     gpu_workers.gpu_count = lambda: 4
-    forward.capture_forward = lambda module: None  # weights on a GPU are not captured
+    forward.capture_forward = lambda module, fingerprint=None: None  # weights on a GPU are not captured
     gpu_kernels._STRIPES, gpu_kernels._TURNS = 16, 2  # each turn takes the interpreter a millisecond, however small
     if whole:
         gpu.open_gpu = lambda device, share: _the_only()

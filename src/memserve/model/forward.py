@@ -134,7 +134,7 @@ def own_storage(module: nn.Module) -> None:
     """
     pages, stored = pages_of(module), stored_of(module)
     for parameter in module.parameters():
-        if parameter.device.type == "cpu" and stored.of(parameter.detach()) is None:
+        if parameter.device.type == "cpu" and not stored.has(parameter.detach()):
             mapped, parameter.data = parameter.data, parameter.data.clone()
             if pages.is_mapped(mapped):
                 pages.release_values(mapped)

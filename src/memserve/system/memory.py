@@ -127,8 +127,8 @@ def resident_bytes() -> int:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """For a start in a program of a library's user, if it looks for garbage: imports of torch and transformers make half
-    a million objects, and to look among them again and again costs a second. At the end it is looked for once."""
+    """For a start in a program of a library's user, if it looks for garbage: imports of torch and transformers make
+    half a million objects, and to look among them again and again costs a second. At the end it is looked for once."""
     if not gc.isenabled():
         yield
         return

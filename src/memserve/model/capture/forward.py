@@ -29,12 +29,14 @@ from memserve.model.capture.passes import (
     match_rms_norms,
     match_rotary,
     normalise_linears,
+    pack_expert_layers,
     pack_linears,
     share_tied_embedding,
     simplify,
     widen_logits,
 )
 from memserve.model.capture.record import CaptureRefused, generalise, record, without_adapters
+from memserve.model.experts import run_experts
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.loading.cache import read_record, record_name, write_record
@@ -76,6 +78,8 @@ class CapturedForward:
         on_gpu = _is_on_gpu(graph)
         self.native = None if on_gpu else _native_step(graph, dtype)
         self._linears = linears = [node.args[1] for node in graph.nodes if node.target is fused.linear]
+        packed = [node.args[3] for node in graph.nodes if node.target is run_experts]
+        self._experts = [layer for experts in packed for layer in experts.layers]
         #: up to this many tokens rows are not padded
         self.fills_up = _ANY_ROWS if on_gpu else ROWS_NATIVE_MAX if all(layer.is_ours for layer in linears) else 0
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
@@ -97,7 +101,7 @@ class CapturedForward:
         Stored weights round activations. So operations are compared with the weights as numbers, and then the native
         step with the operations: a wrong one is not taken for rounding."""
         expected = logits
-        if stored := [layer for layer in self._linears if isinstance(layer, QuantisedLinear)]:
+        if stored := [layer for layer in (*self._linears, *self._experts) if isinstance(layer, QuantisedLinear)]:
             for layer in stored:
                 layer.exact = True
             _compare(_logits(self._run_operations, trial), logits, limit)
@@ -224,6 +228,7 @@ def optimise(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES, store
     normalise_linears(graph)
     widen_logits(graph)
     pack_linears(graph, packs, pages, stored)
+    pack_expert_layers(graph, packs, pages, stored)
     share_tied_embedding(graph)
     keep_stored_embeddings(graph, packs, stored)
     if _is_on_gpu(graph):

@@ -17,6 +17,8 @@ from torch import Tensor, fx
 
 from memserve.model.capture import operations as fused
 from memserve.model.capture.record import attend, size_of
+from memserve.model.experts import Layer as ExpertLayer
+from memserve.model.experts import PackedExperts, pack_experts, run_experts
 from memserve.model.linears import JoinedLinear, PackedLinear
 from memserve.model.loading.pages import NO_PAGES, WeightPages
 from memserve.model.loading.stored import NOT_STORED, StoredWeights
@@ -358,8 +360,9 @@ def _reads_one(node: Node) -> bool:
     return not any(isinstance(operand, Tensor) and operand.is_floating_point() for operand in operands)
 
 
-Packs = dict[tuple[Any, ...], tuple[PackedLinear | JoinedLinear | QuantisedLinear, list[Tensor]]]
-"""Packed linears by the tensors that they were made of, which are kept: no other may get their addresses."""
+Packs = dict[tuple[Any, ...], tuple[PackedLinear | JoinedLinear | QuantisedLinear | PackedExperts, list[Tensor]]]
+"""Packed linears and experts by the tensors that they were made of, which are kept: no other may get their
+addresses."""
 
 
 def pack_linears(
@@ -387,6 +390,26 @@ def pack_linears(
             remaining = _uses(graph)
             spare = [weight for weight in weights if pages.is_mapped(weight) or not remaining[weight.data_ptr()]]
         pages.release_values(*spare)
+    drop_dead(graph)
+
+
+def pack_expert_layers(
+    graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES, stored: StoredWeights = NOT_STORED
+) -> None:
+    """Each expert becomes a layer up and a layer down. The other arguments: see :func:`pack_linears`."""
+
+    def pack(weight: Tensor, bias: Tensor | None) -> ExpertLayer:
+        biases = None if bias is None else [bias]
+        return stored.layer([weight], biases, wide=False) or PackedLinear([weight.contiguous()], biases)
+
+    for node in nodes_of(graph):
+        if calls(node, run_experts):
+            module = node.args[3]
+            key = (id(module),)
+            if key not in packs:
+                packs[key] = pack_experts(module, pack), []
+                pages.release_values(*(value.detach() for value in module.parameters(recurse=False)))
+            replace(graph, node, run_experts, (*node.args[:3], packs[key][0]))
     drop_dead(graph)
 
 

@@ -11,7 +11,7 @@ is one opaque node: the recording is short (53 operations per Llama layer) and c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memserve.model import lora as adapting
 from memserve.model.attention.context import current_attention, step_attention
+from memserve.model.experts import recorded_experts, run_experts
 from memserve.model.workers import group as crew
 
 aten = torch.ops.aten
@@ -74,7 +75,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
 
     def _fake_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Stands in for the product, most of a forward's time: random numbers, because only shapes matter here."""
-        shape = *x.shape[:-1], weight.shape[0]
+        return self._random_like((*x.shape[:-1], weight.shape[0]), x)
+
+    def _random_like(self, shape: Sequence[int], x: Tensor) -> Tensor:
         return torch.randn(shape, generator=self._random, device=x.device).to(x.dtype)
 
     def _is_fixed(self, value: Tensor) -> bool:
@@ -88,6 +91,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._paused = False
         self._record_call(attend, (q, k, v, layer, options), {}, mixed)
         return mixed
+
+    def run_experts(self, x: Tensor, index: Tensor, weights: Tensor, module: Any) -> Tensor:
+        """Stands in for experts, as for a product: one node, and random numbers."""
+        self._paused = True
+        result = self._random_like(x.shape, x)
+        self._paused = False
+        self._record_call(run_experts, (x, index, weights, module), {}, result)
+        return result
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Stands in for the other workers of the instance, as the next two do: one node, and a value of that shape."""
@@ -159,7 +170,8 @@ def record(forward: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Trace:
     """Run ``forward(**inputs)`` and record it. Raises :class:`CaptureRefused`."""
     with torch.inference_mode():
         recorder = _Recorder(inputs)
-        with step_attention(recorder), crew.collectives(recorder), adapting.lora_adapters(recorder), recorder:
+        others = crew.collectives(recorder), adapting.lora_adapters(recorder), recorded_experts(recorder)
+        with step_attention(recorder), others[0], others[1], others[2], recorder:
             result = forward(**inputs)
         recorder.graph.output(recorder.node_of(result))
     return Trace(recorder.graph, recorder.inputs)

@@ -159,7 +159,7 @@ def _in_float32(module: Any) -> Iterator[None]:
     layers = [layer for part in module.modules() if large and isinstance(part, torch.nn.ModuleList) for layer in part]
     pages = pages_of(module)
     stored = stored_of(module)  # weights without numbers
-    without = {id(weight) for weight in module.parameters() if stored.of(weight.detach()) is not None}
+    without = {id(weight) for weight in module.parameters() if stored.has(weight.detach())}
     wide = {id(layer): _Widened(layer, pages, without) for layer in layers}
     inside = {id(weight) for part in wide.values() for weight in part.narrow}
     rest = _Widened(module, pages, without | inside)

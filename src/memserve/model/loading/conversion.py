@@ -5,8 +5,8 @@ holds quantised are holes of a sparse file, and says where in the GGUF file they
 
 transformers puts each weight into the module as soon as it has it. There it is taken, written to both folders, and
 replaced by nothing: so one weight at a time is in memory, not the model. For most architectures transformers reads the
-whole file before it fills the module; where it makes each weight of one tensor (:data:`_PLAIN`), that is put off until
-the weight is needed. Of the others (experts that are joined) float32 weights are in memory once.
+whole file before it fills the module; where it makes each weight of one tensor (:data:`_PLAIN`), or a stack of experts
+of two (:data:`_STACKED`), that is put off until the weight is needed. Of others float32 weights are in memory once.
 
 Writes a safetensors file tensor by tensor: a conversion never holds more of a model than one of its tensors.
 """
@@ -17,6 +17,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from memserve import _kernels
 from memserve.base.errors import UserError, check
 from memserve.model.loading.cache import STORED, whole_digest
 from memserve.model.loading.checkpoint import is_finite, load_module
@@ -116,6 +118,9 @@ _NO_WAITING_READS = "HF_DEACTIVATE_ASYNC_LOAD"
 _PLAIN = ("TensorProcessor", "LlamaTensorProcessor", "NemotronTensorProcessor", "BloomTensorProcessor",
           "Gemma2TensorProcessor")  # fmt: skip
 """What transformers calls its conversions of a tensor that keep its name and need no other tensor."""
+_STACKED = ("Qwen2MoeTensorProcessor",)
+"""And those that do so but for experts: their gates and their ups become one stack ``[experts, 2 n, k]``."""
+_STACKS = re.compile(r"(.*\.ffn_(gate|up|down)_exps)\.weight")
 
 
 class _Folders:
@@ -161,6 +166,7 @@ def convert(path: Path, folder: Path) -> None:
     """Write ``folder/float32`` and ``folder/bfloat16`` from the GGUF file ``path``. Raises :class:`UserError`."""
     import torch
 
+    _know_expert_sizes()
     exact, rounded = folder / EXACT, folder / ROUNDED
     exact.mkdir()
     rounded.mkdir()
@@ -179,14 +185,17 @@ def convert(path: Path, folder: Path) -> None:
 
 def describe_stored(path: Path, folder: Path) -> None:
     """Write ``folder`` with all of the GGUF file ``path`` but its quantised matrices, and :data:`STORED`:
-    ``{"sha256": of the file, "weights": {parameter: [format, n, k, offset, order]}, "orders": [...]}``, ``order`` an
-    index of ``orders``, or null for the file's own (:meth:`memserve.model.quantised.QuantisedWeight.of_blocks`). A
-    model that cannot be described so has ``{"refused": reason}`` alone. Raises :class:`UserError` for a damaged file.
+    ``{"sha256": of the file, "weights": {parameter: [format, n, k, offset, order]}, "orders": [...], "stacks":
+    {parameter: [experts, [[format, n, k, offset], ...]]}}``, ``order`` an index of ``orders``, or null for the file's
+    own (:meth:`memserve.model.quantised.QuantisedWeight.of_blocks`); of a stack, the tensors of which each expert has a
+    part. A model that cannot be described so has ``{"refused": reason}`` alone. Raises :class:`UserError` for a damaged
+    file.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto_model: Any = AutoModelForCausalLM
+    _know_expert_sizes()
     with _read_once():
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
 
@@ -204,6 +213,17 @@ def describe_stored(path: Path, folder: Path) -> None:
             return
         _write_beside(folder, module, path)
     _write_config(folder, module, ROUNDED)
+
+
+def _know_expert_sizes() -> None:
+    """transformers takes defaults for the inner sizes of experts, whatever the file says."""
+    from transformers.integrations import ggml
+
+    place: Any = ggml
+    for kind, fields in place.GGUF_CONFIG_MAPPING.items():
+        if kind.endswith("_moe"):
+            fields.setdefault("expert_feed_forward_length", "moe_intermediate_size")
+            fields.setdefault("expert_shared_feed_forward_length", "shared_expert_intermediate_size")
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -225,9 +245,14 @@ def _write_stored(module: Any, parsed: dict[str, Any], path: Path, folder: Path)
     if absent:
         return f"{absent[0]} is no tensor of the file"
     described: dict[str, list[Any]] = {}
+    stacks: dict[str, list[Any]] = {}
     orders: list[list[int]] = []
     with SafetensorsWriter(folder / _WEIGHTS, len(names)) as writer:
         for name in names:
+            if stack := _described_stack(late[name], name, tuple(state[name].shape)):
+                stacks[name] = stack
+                writer.leave_hole(name, state[name].shape, torch.bfloat16)
+                continue
             order = late[name].row_order() if late[name].shape == tuple(state[name].shape) else None
             if order is not None and late[name].is_quantised():
                 late[name].check_finite(name)
@@ -241,11 +266,23 @@ def _write_stored(module: Any, parsed: dict[str, Any], path: Path, folder: Path)
             if not is_finite(value):
                 raise UserError(f"the weights of {name} are not finite (NaN or infinite)")
             writer.write(name, value.to(torch.bfloat16))
-    if not described:
+    if not described and not stacks:
         return "it holds no quantised matrices"
-    description = {"sha256": whole_digest(path).hex(), "weights": described, "orders": orders}
+    description = {"sha256": whole_digest(path).hex(), "weights": described, "orders": orders, "stacks": stacks}
     (folder / STORED).write_text(json.dumps(description))
     return ""
+
+
+def _described_stack(late: _LateWeight, name: str, shape: tuple[int, ...]) -> list[Any]:
+    """What :data:`STORED` says of a stack of experts; nothing: it is none, or none that the kernels can have. Raises
+    :class:`UserError` for numbers that are not finite."""
+    if not isinstance(late, _LateStack) or late.shape != shape:
+        return []
+    places = late.places()
+    if not places:
+        return []
+    late.check_finite(name)
+    return [shape[0], places]
 
 
 def _write_beside(folder: Path, module: Any, path: Path) -> None:
@@ -346,6 +383,41 @@ class _LateWeight:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class _LateStack(_LateWeight):
+    """Experts of a GGUF file: ``tensor`` are the tensors ``[experts, n, k]`` of which each has a part."""
+
+    def is_quantised(self) -> bool:
+        """It is no matrix."""
+        return False
+
+    def row_order(self) -> list[int] | None:
+        """It has no rows."""
+        return None
+
+    def places(self) -> list[list[Any]]:
+        """Format, outputs, inputs and where it begins in the file, of each part; nothing: the kernels cannot have
+        them."""
+        kinds = {part.tensor_type.name for part in self.tensor}
+        sizes = [[int(size) for size in part.shape] for part in self.tensor]  # [k, n, experts]
+        if len(kinds) > 1 or not kinds <= set(FORMATS) or any(n % _kernels.QUANTISED_STRIP for _, n, _ in sizes[:-1]):
+            return []
+        [kind] = kinds
+        offsets = [int(part.data_offset) for part in self.tensor]
+        return [[kind, n, k, offset] for (k, n, _), offset in zip(sizes, offsets, strict=True)]
+
+    def check_finite(self, name: str) -> None:
+        """As of a matrix."""
+        import torch
+
+        for part in self.tensor:
+            k, n, experts = (int(size) for size in part.shape)
+            for blocks in torch.from_numpy(part.data).view(experts, n, -1):
+                weight = QuantisedWeight.of_blocks(part.tensor_type.name, blocks.contiguous(), k)
+                if not is_finite(QuantisedLinear([weight]).dequantised(torch.bfloat16)):
+                    raise UserError(f"the weights of {name} are not finite (NaN or infinite)")
+
+
 @contextmanager
 def _read_late() -> Iterator[None]:
     """Inside, transformers gets the weights of a GGUF file as :class:`_LateWeight`, where they are plain. For a process
@@ -389,7 +461,7 @@ def _late_weights(parsed: dict[str, Any], path: Any, module: Any) -> dict[str, A
 
     reader = gguf.GGUFReader(path)
     names, processor = tensor_names(reader, module, parsed.get("config", {}))
-    if type(processor).__name__ not in _PLAIN:
+    if type(processor).__name__ not in (*_PLAIN, *_STACKED):
         return None
 
     mapped: Any = reader.data
@@ -404,14 +476,32 @@ def _late_weights(parsed: dict[str, Any], path: Any, module: Any) -> dict[str, A
         mapped._mmap.madvise(mmap.MADV_DONTNEED)  # what was read of the file is no longer needed
         return value
 
-    late = {
+    def read_stack(parts: list[Any]) -> Tensor:
+        numbers = [torch.from_numpy(gguf.dequantize(part.data, part.tensor_type)) for part in parts]
+        mapped._mmap.madvise(mmap.MADV_DONTNEED)
+        return torch.cat(numbers, dim=1)
+
+    late: dict[str, _LateWeight] = {
         names[tensor.name]: _LateWeight(
             partial(read, tensor), tuple(int(size) for size in tensor.shape[::-1]), tensor, partial(reorder, tensor)
         )
         for tensor in reader.tensors
-        if tensor.name in names
+        if tensor.name in names and not _STACKS.fullmatch(tensor.name)
     }
+    for name, parts in _stacks_of(reader.tensors, names).items():
+        experts, n, k = (int(size) for size in parts[0].shape[::-1])
+        late[name] = _LateStack(partial(read_stack, parts), (experts, n * len(parts), k), parts, lambda value: value)
     return parsed | {"tensors": late}
+
+
+def _stacks_of(tensors: Any, names: dict[str, str]) -> dict[str, list[Any]]:
+    """The tensors of which each stack of experts consists, gates first."""
+    stacks: dict[str, list[Any]] = {}
+    for tensor in sorted(tensors, key=lambda tensor: str(tensor.name)):  # gate comes before up
+        match = _STACKS.fullmatch(tensor.name)
+        if match and match[1] in names:
+            stacks.setdefault(names[match[1]], []).append(tensor)
+    return stacks
 
 
 def _value_of(module: Any, name: str) -> Tensor | None:

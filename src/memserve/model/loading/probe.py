@@ -16,6 +16,7 @@ from memserve.base.errors import UserError, check
 from memserve.base.types import KVGeometry
 from memserve.model.attention.context import ATTENTION_NAME, register_attention, step_attention
 from memserve.model.attention.reference import attend_dense
+from memserve.model.experts import use_our_experts
 from memserve.model.loading.cache import read_record, record_name, write_record
 from memserve.model.loading.formats.headers import errors_named
 from memserve.model.loading.stored import stored_of
@@ -102,6 +103,7 @@ def probe_once(module: Any, dtype: str, block_tokens: int, fingerprint: str) -> 
 def _use_our_attention(module: Any) -> None:
     register_attention()
     module.set_attn_implementation(ATTENTION_NAME)
+    use_our_experts(module)
 
 
 def _geometry_of(layers: list[ProbedLayer], dtype: str, block_tokens: int) -> KVGeometry:

@@ -12,10 +12,12 @@ import json
 import logging
 import math
 import mmap
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from memserve import _kernels
-from memserve.base.errors import UserError
+from memserve.base.errors import UserError, check
 from memserve.base.types import FINE_BITS
 from memserve.model.loading.cache import STORED
 from memserve.model.loading.conversion import tensor_names
@@ -82,12 +84,75 @@ class StoredWeight:
         return QuantisedLinear([QuantisedWeight.of_blocks(self.format, self.blocks[rows], self.k)]).dequantised(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedWeight:
+    """Weights that the module has as one, ``parts`` one behind the other, each of which :func:`can_follow` the one
+    before."""
+
+    parts: tuple[StoredForm, ...]
+
+    @property
+    def inputs(self) -> Tensor | None:
+        """See :class:`QuantisedWeight`."""
+        return self.parts[0].inputs
+
+    @property
+    def format(self) -> str:
+        """Of all parts."""
+        return self.parts[0].format
+
+    @property
+    def n(self) -> int:
+        """Outputs."""
+        return sum(part.n for part in self.parts)
+
+    @property
+    def k(self) -> int:
+        """Inputs."""
+        return self.parts[0].k
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(n, k)``"""
+        return self.n, self.k
+
+    def packed(self) -> QuantisedWeight:
+        """The weight in the layout of the kernels."""
+        packed = torch.cat([part.packed().packed for part in self.parts])
+        return QuantisedWeight(self.format, self.n, self.k, packed, self.inputs)
+
+    def forget_packed(self) -> None:
+        """See :meth:`StoredWeight.forget_packed`."""
+        for part in self.parts:
+            part.forget_packed()
+
+    def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of some outputs as numbers."""
+        numbers = QuantisedLinear([self.packed()]).rows(outputs, dtype)
+        self.forget_packed()
+        return numbers
+
+
+def joined(parts: Sequence[StoredForm]) -> StoredForm | None:
+    """``parts`` as one weight; None: the kernels cannot have them as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return JoinedWeight(tuple(parts)) if all(can_follow(*pair) for pair in pairwise(parts)) else None
+
+
 class StoredWeights:
     """The weights of a module that are stored quantised, by the addresses of their numbers, which the module has."""
 
-    def __init__(self, weights: Sequence[tuple[Tensor, StoredForm]] = ()) -> None:
-        """Each weight ``[n, k]`` as the module has it, and as its file has it."""
+    def __init__(
+        self,
+        weights: Sequence[tuple[Tensor, StoredForm]] = (),
+        stacks: Sequence[tuple[Tensor, Sequence[StoredForm]]] = (),
+    ) -> None:
+        """Each weight ``[n, k]`` as the module has it, and as its file has it; and each stack of them ``[experts, n,
+        k]``, contiguous."""
         self._weights = {value.data_ptr(): weight for value, weight in weights}
+        self._weights |= {stack[i].data_ptr(): form for stack, forms in stacks for i, form in enumerate(forms)}
+        self._stacks = {stack.data_ptr(): tuple(forms) for stack, forms in stacks}
         #: of layers that round activations: see :mod:`memserve.model.loading.precision`
         self.activation_bits = FINE_BITS
 
@@ -99,6 +164,14 @@ class StoredWeights:
         is_plain = value.device.type == "cpu" and value.layout is torch.strided  # others have no address
         weight = self._weights.get(value.data_ptr()) if is_plain else None
         return weight if weight is not None and value.shape == weight.shape and value.is_contiguous() else None
+
+    def stack(self, value: Tensor) -> tuple[StoredForm, ...]:
+        """The stored forms of ``value``, a stack of weights; none: it has none."""
+        return self._stacks.get(value.data_ptr(), ()) if value.dim() == 3 and value.device.type == "cpu" else ()
+
+    def has(self, value: Tensor) -> bool:
+        """Whether ``value``, a parameter of the module, is stored otherwise."""
+        return self.of(value) is not None or bool(self.stack(value))
 
     def parts(self, values: Sequence[Tensor]) -> list[int]:
         """How many of ``values``, weights of linears with one input, become a layer: the first so many, the next ..."""
@@ -184,7 +257,24 @@ def reserve_stored(module: Any, folder: Path, path: Path) -> StoredWeights:
         parameter = module.get_parameter(name)
         parameter.data = _reserve_weight(parameter.shape, parameter.dtype)
         weights.append((parameter.data, weight))
-    return StoredWeights(weights)
+    stacks = []
+    for name, (experts, parts) in description.get("stacks", {}).items():
+        parameter = module.get_parameter(name)
+        parameter.data = _reserve_weight(parameter.shape, parameter.dtype)
+        pieces = [list(_stacked_weights(mapped, experts, *part)) for part in parts]
+        forms = [joined(piece) for piece in zip(*pieces, strict=True)]
+        stacks.append((parameter.data, [form for form in forms if form is not None]))
+        check(len(stacks[-1][1]) == experts, "what is described can be joined")
+    return StoredWeights(weights, stacks)
+
+
+def _stacked_weights(mapped: Tensor, experts: int, format: str, n: int, k: int, offset: int) -> Iterator[StoredWeight]:
+    """The weights ``[n, k]`` of a stack that begins at byte ``offset`` of the file. Raises :class:`UserError`."""
+    row_bytes = _kernels.quantised_file_bytes(format, 1, k)
+    if offset + experts * n * row_bytes > len(mapped):
+        raise UserError("the file ends before its weights do", hint="download it again")
+    for first in range(offset, offset + experts * n * row_bytes, n * row_bytes):
+        yield StoredWeight(format, k, mapped[first : first + n * row_bytes].view(n, row_bytes), is_mapped=True)
 
 
 class _ComputesAsStored(TorchFunctionMode):
@@ -198,8 +288,10 @@ class _ComputesAsStored(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = dict(kwargs or {})
-        if getattr(function, "__name__", "") in _READS_NO_NUMBERS:
+        named, name = dict(kwargs or {}), getattr(function, "__name__", "")
+        if name == "__getitem__" and isinstance(args[1], int):  # a weight of a stack is a part of it
+            return function(*args)
+        if name in _READS_NO_NUMBERS:
             result = function(*args, **named)
             is_turned = isinstance(result, Tensor) and self._weights.of(result.detach()) is None  # as by weight.T
             return function(*map(self._numbers, args), **named) if is_turned else result
@@ -228,8 +320,17 @@ class _ComputesAsStored(TorchFunctionMode):
         of each."""
         if type(value) in (list, tuple):
             return type(value)(map(self._numbers, value))
-        stored = self._weights.of(value.detach()) if isinstance(value, Tensor) and value.dim() == 2 else None
-        return value if stored is None else QuantisedLinear([stored.packed()]).dequantised(self._dtype or value.dtype)
+        if not isinstance(value, Tensor) or value.dim() not in (2, 3):
+            return value
+        dtype = self._dtype or value.dtype
+        if forms := self._weights.stack(value.detach()):
+            return torch.stack([self._dequantised(form, dtype) for form in forms])
+        stored = self._weights.of(value.detach())
+        return value if stored is None else self._dequantised(stored, dtype)
+
+    @staticmethod
+    def _dequantised(stored: StoredForm, dtype: torch.dtype) -> Tensor:
+        return QuantisedLinear([stored.packed()]).dequantised(dtype)
 
 
 _READS_NO_NUMBERS = ("__get__", "__set__", "size", "dim", "stride", "numel", "element_size", "data_ptr", "detach",
@@ -265,7 +366,10 @@ def stored_in_checkpoint(module: Any, checkpoint: QuantisedCheckpoint) -> Stored
     linears = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
     weights: list[tuple[Tensor, StoredForm]] = []
     reasons: Counter[str] = Counter()
+    stacks, of_stacks = _stacks_in_checkpoint(parameters, checkpoint)
     for name, tensor in checkpoint.tensors.items():
+        if name in of_stacks:
+            continue
         parameter = parameters.get(name_in_module(parameters, name))
         form = tensor.form() if id(parameter) in linears else "they are of no linear layer of their own"
         if isinstance(form, str):
@@ -277,7 +381,39 @@ def stored_in_checkpoint(module: Any, checkpoint: QuantisedCheckpoint) -> Stored
     if reasons:
         why = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(4))
         log.info("%d weights are computed with as numbers (%s)", sum(reasons.values()), why)
-    return StoredWeights(weights)
+    return StoredWeights(weights, stacks)
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+_PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
+
+
+def _stacks_in_checkpoint(
+    parameters: Mapping[str, Any], checkpoint: QuantisedCheckpoint
+) -> tuple[list[tuple[Tensor, list[StoredForm]]], set[str]]:
+    """Stacks of experts whose weights a checkpoint has one by one, as far as the kernels can compute with all of a
+    stack; and the names of those weights."""
+    found: dict[str, dict[int, dict[int, str]]] = {}
+    for name in checkpoint.tensors:
+        if match := _EXPERT.fullmatch(name):
+            found.setdefault(match[1], {}).setdefault(int(match[2]), {})[_PARTS[match[3]]] = name
+    stacks, names = [], set()
+    for prefix, experts in found.items():
+        for stack_name, parts in (("gate_up_proj", (0, 1)), ("down_proj", (2,))):
+            parameter = parameters.get(name_in_module(parameters, f"{prefix}.{stack_name}"))
+            of_parts = [experts.get(i, {}).get(part, "") for i in range(len(experts)) for part in parts]
+            all_forms = [checkpoint.tensors[name].form() for name in of_parts if name]
+            forms = [form for form in all_forms if not isinstance(form, str)]
+            if parameter is None or len(forms) < len(of_parts):
+                continue
+            whole = [joined(forms[i : i + len(parts)]) for i in range(0, len(forms), len(parts))]
+            values = parameter.detach()
+            if len(values) == len(whole) and all(
+                form is not None and _is_the_same(form, value) for form, value in zip(whole, values, strict=True)
+            ):
+                stacks.append((values, [form for form in whole if form is not None]))
+                names.update(of_parts)
+    return stacks, names
 
 
 def name_in_module(parameters: Collection[str], name: str) -> str:

@@ -19,6 +19,7 @@ from memserve.host.build import build_parts
 from memserve.model.attention.context import step_attention
 from memserve.model.capture import forward as capture
 from memserve.model.capture.forward import CapturedForward, capture_forward
+from memserve.model.experts import experts_of
 from memserve.model.forward import EagerForward
 from memserve.model.linears import PackedLinear
 from memserve.model.loading import cache, comparison, precision, probe
@@ -266,3 +267,23 @@ def test_later_start_does_not_probe_or_compare_again(
     monkeypatch.setattr(cache, "_code_digest", lambda: "other")
     start()
     assert set(calls) == {"probe_model", "_compare", "compare_in_pieces"}
+
+
+@pytest.mark.parametrize("inner", [64, 48])
+def test_experts_stay_quantised(inner: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Gates and ups lie apart in the file; what does not fit blocks or strips becomes numbers."""
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path))
+    module = tiny_module("qwen3_moe", hidden_size=64, moe_intermediate_size=inner, num_experts=8, head_dim=32)
+    file = write_gguf(module, tmp_path / "experts.gguf", with_head=True)
+    kept = load(file, "auto")
+    stored, experts = stored_of(kept.module), experts_of(kept.module)[0]
+    assert len(stored.stack(experts.gate_up_proj.detach())) == (8 if inner == 64 else 0)
+    forward = captured(kept)
+    layers = {type(layer) for layer in forward._experts}
+    assert layers == ({QuantisedLinear} if inner == 64 else {PackedLinear})
+    numbers = EagerForward(load(file, "none").module, pack=False)
+    for layer in (*linears_of(forward), *forward._experts):
+        if isinstance(layer, QuantisedLinear):
+            layer.exact = True
+    got, expected = (logits(each, 50, 50) for each in (forward._run_operations, numbers))
+    assert float((got - expected).square().mean().sqrt() / expected.std()) < 0.1  # bfloat16

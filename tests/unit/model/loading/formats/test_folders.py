@@ -16,6 +16,7 @@ from lora_files import save_adapter
 from memserve import LLM
 from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import CapturedForward, capture_forward
+from memserve.model.linears import PackedLinear
 from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint, quantised_checkpoint
 from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.loading.probe import DenseAttention
@@ -149,13 +150,18 @@ def test_weights_of_one_input_are_stacked_in_auto(tmp_path: Path) -> None:
         assert sorted({layer.n for layer in layers}) == [64, 192, 256] and len(layers) == 12
 
 
-def test_experts_are_numbers_in_auto(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    quantised, plain = folders_of("qwen3_moe", "w4a16", tmp_path)
+@pytest.mark.parametrize("kind", ["w4a16", "gptq4_order", "awq4", "fp8_scale_inv"])
+def test_experts_are_integers_in_auto(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each expert's gate and up are one layer; experts of FP8 stay numbers."""
+    quantised, plain = folders_of("qwen3_moe", kind, tmp_path)
     with caplog.at_level(logging.INFO, "memserve"):
         model = load(quantised, "bfloat16", "auto")
-    assert len(stored_of(model.module)) == 12
-    assert "36 weights are computed with as numbers (36: they are of no linear layer of their own)" in caplog.text
-    assert error(logits(captured(model)), expected_logits(plain)) < 0.2
+    assert len(stored_of(model.module)) == (0 if kind in AS_NUMBERS else 12 + 3 * 4 * 2)
+    forward = captured(model)
+    layers = {type(layer) for layer in forward._experts}
+    assert layers == {PackedLinear if kind in AS_NUMBERS else QuantisedLinear}
+    assert ("computed with as numbers" in caplog.text) == (kind in AS_NUMBERS)
+    assert error(logits(forward), expected_logits(plain)) < 0.2
 
 
 def test_biases_stay_beside_quantised_weights(tmp_path: Path) -> None:
