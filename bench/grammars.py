@@ -266,7 +266,7 @@ def main() -> None:
     from memserve.model.loading.loader import load_tokenizer
     from memserve.model.loading.sources import resolve_source
 
-    tokenizer = load_tokenizer(resolve_source(DEFAULT_MODEL, "bfloat16"))
+    tokenizer = load_tokenizer(resolve_source(DEFAULT_MODEL, "bfloat16", keep_file=True))
     engines: dict[Any, tuple[Engine, Figures]] = {}
     for kind in ENGINES:
         try:

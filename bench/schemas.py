@@ -238,7 +238,7 @@ def walk(schemas: list[Json], seed: int) -> None:
     from memserve.model.loading.loader import load_tokenizer
     from memserve.model.loading.sources import resolve_source
 
-    tokenizer, draw = load_tokenizer(resolve_source(DEFAULT_MODEL, "float32")), random.Random(seed)
+    tokenizer, draw = load_tokenizer(resolve_source(DEFAULT_MODEL, "float32", keep_file=True)), random.Random(seed)
     eos, valid, tokens, spent_s = tokenizer.eos_token_id, 0, 0, []
     grammars = Grammars(tokenizer, len(tokenizer), (eos,))
     for place, schema in enumerate(schemas):

@@ -110,9 +110,10 @@ def check_memory_bound(model: str) -> Iterator[Finding]:
     if not bundled and not (Path(model).expanduser() / "config.json").is_file():
         return  # the model would have to be fetched or converted first
     try:
-        options, source = EngineOptions(), resolve_source(model, "bfloat16")
+        options, source = EngineOptions(), resolve_source(model, "bfloat16", keep_file=True)
         config = json.loads((source.path / "config.json").read_text())
-        weights = sum(file.stat().st_size for file in source.path.glob("*.safetensors"))
+        files = [source.gguf] if source.keeps_file and source.gguf else source.path.glob("*.safetensors")
+        weights = sum(file.stat().st_size for file in files)
         sizes, heads = sizes_from_config(config, weights), config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         kv_heads = config.get("num_key_value_heads") or heads

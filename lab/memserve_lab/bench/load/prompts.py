@@ -103,7 +103,7 @@ def weighing(model: str | None) -> tuple[TokenizerMeter | None, int]:
         return None, VOCAB_SIZE_DEFAULT
     from memserve.model.loading.sources import resolve_source
 
-    folder = resolve_source(model, "auto")
+    folder = resolve_source(model, "auto", keep_file=True)
     file = folder.path / TOKENIZER_FILE
     if file.is_file():  # counts as transformers does, without its import of seconds
         return _weighing_by(file)

@@ -102,11 +102,17 @@ def model_sizes(model: LoadedModel) -> ModelSizes:
     """The sizes that its memory depends on. Call it while the module still has its weights."""
     from torch import nn
 
+    from memserve.model.loading.stored import stored_of
+
     module = model.module
     head = module.get_output_embeddings()
     linears = [part for part in module.modules() if isinstance(part, nn.Linear) and part is not head]
     widest = max((linear.out_features for linear in linears), default=module.config.get_text_config().hidden_size)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    stored = stored_of(module)
+    weights = sum(
+        stored.packed_bytes(parameter.detach()) or parameter.numel() * parameter.element_size()
+        for parameter in module.parameters()
+    )
     weights += 0 if model.adapters is None else model.adapters.nbytes
     return ModelSizes(weights, 2 * widest, model.vocab_size, model.dtype.itemsize)  # gate and up are computed as one
 

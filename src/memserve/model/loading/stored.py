@@ -173,6 +173,12 @@ class StoredWeights:
         """Whether ``value``, a parameter of the module, is stored otherwise."""
         return self.of(value) is not None or bool(self.stack(value))
 
+    def packed_bytes(self, value: Tensor) -> int:
+        """Of ``value``, a weight or a stack of them, in the layout of the kernels; 0: it is not stored otherwise."""
+        form = self.of(value)
+        forms = self.stack(value) if form is None else (form,)
+        return sum(_kernels.quantised_packed_bytes(each.format, each.n, each.k) for each in forms)
+
     def parts(self, values: Sequence[Tensor]) -> list[int]:
         """How many of ``values``, weights of linears with one input, become a layer: the first so many, the next ..."""
         counts: list[int] = []

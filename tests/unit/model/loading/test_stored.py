@@ -23,7 +23,7 @@ from memserve.model.experts import experts_of
 from memserve.model.forward import EagerForward
 from memserve.model.linears import PackedLinear
 from memserve.model.loading import cache, comparison, precision, probe
-from memserve.model.loading.loader import LoadedModel, load_model
+from memserve.model.loading.loader import LoadedModel, load_model, model_sizes
 from memserve.model.loading.probe import DenseAttention
 from memserve.model.loading.stored import StoredWeight, StoredWeights, reserve_stored, stored_in_file, stored_of
 from memserve.model.quantised import QuantisedLinear, QuantisedWeight
@@ -64,6 +64,9 @@ def test_every_matrix_of_the_file_is_known_to_the_bit(path: Path) -> None:
     matrices = {name: value for name, value in model.module.named_parameters()
                 if value.dim() == 2 and value.shape[1] % 32 == 0}  # fmt: skip
     assert len(stored) == len(matrices) == 6 * layers + 1  # the inputs of the seventh are no whole blocks
+    rest = sum(value.nbytes for name, value in model.module.named_parameters() if name not in matrices)
+    in_file = sum(value.numel() for value in matrices.values()) * 34 // 32  # a byte each, and a scale for 32 of them
+    assert in_file + rest <= model_sizes(model).weights_bytes <= 1.5 * in_file + rest  # strips may not be full
     for name, value in matrices.items():
         weight = stored.of(value)
         assert weight is not None and weight.format == "Q8_0"
