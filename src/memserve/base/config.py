@@ -32,6 +32,7 @@ from memserve.base.options import (
     check_ranges,
     option,
 )
+from memserve.base.states import NO_STATE, StateGeometry, StatePages, divide_memory
 from memserve.base.types import (
     AS_COMPUTED,
     VOCAB_MAX,
@@ -90,6 +91,8 @@ class PoolConfig:
     """Of values in the second tier (:data:`memserve.base.types.KV_DTYPES`). ``auto``: as in the first."""
     block_bytes_by_tier: tuple[int, int] = (0, 0)
     """Bytes of a block of either tier; 0: not known."""
+    states: StatePages | None = None
+    """How snapshots of recurrent states lie. None: the model has no such state."""
 
     def __post_init__(self) -> None:
         _positive("hbm_blocks", self.hbm_blocks, "give the pool more memory, e.g. --kv-memory 512MiB")
@@ -437,10 +440,11 @@ class EngineOptions:
         *,
         on_gpu: bool = False,
         kv_bytes: int | None = None,
+        states: StateGeometry = NO_STATE,
     ) -> InstanceConfig:
         """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU. KV that may be
         rounded has a namespace of its own, and so has KV that no other engine shares. ``kv_bytes``: memory for KV,
-        where that is not ``kv_memory_bytes``.
+        where that is not ``kv_memory_bytes``. ``states``: the recurrent state beside it.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
@@ -451,17 +455,42 @@ class EngineOptions:
         check_coded(geometry, lower)
         rounded = f"|kv {geometry.kv_dtype}" * (geometry.kv_dtype != AS_COMPUTED) + f"|{lower}" * (lower != AS_COMPUTED)
         block_bytes = (geometry.block_bytes, lower_block_bytes(geometry, lower))
-        blocks = (
-            hbm_blocks(geometry, self.kv_memory_bytes if kv_bytes is None else kv_bytes),
-            dram_bytes // block_bytes[1],
-        )
+        memory_bytes = self.kv_memory_bytes if kv_bytes is None else kv_bytes
         default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU
+        scheduler = dataclasses.replace(
+            self.scheduler, max_step_tokens=self.scheduler.max_step_tokens or default_step_tokens
+        )
+        pages = None
+        if states:
+            self.check_states(on_gpu=on_gpu)
+            divided = divide_memory(geometry, states, memory_bytes, scheduler.max_running)
+            scheduler = dataclasses.replace(scheduler, max_running=divided.slots)
+            first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.text}"
+        else:
+            first_blocks = hbm_blocks(geometry, memory_bytes)
+        blocks = first_blocks, dram_bytes // block_bytes[1]
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
             namespace=namespace + rounded + "|own" * (not self.foreign_kv),
-            pool=PoolConfig(*blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes),
-            scheduler=dataclasses.replace(
-                self.scheduler, max_step_tokens=self.scheduler.max_step_tokens or default_step_tokens
-            ),
+            pool=PoolConfig(*blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes, states=pages),
+            scheduler=scheduler,
             vocab_size=vocab_size,
         )
+
+    def check_states(self, *, on_gpu: bool = False) -> None:
+        """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
+        scheduler = self.scheduler
+        asked = (
+            (on_gpu, "on a GPU", "--device cpu", "device"),
+            (self.dram_memory_bytes > 0, "with a second tier", "no --dram-memory", "dram_memory"),
+            (scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
+            (scheduler.draft_tokens > 0, "with drafts", "no --draft-tokens", "draft_tokens"),
+            (self.parallel.worker_count > 1, "by several workers", "--tensor-parallel 1", "tensor"),
+            (bool(self.lora), "with adapters", "no --lora", "lora"),
+            (self.quantization != "none", "with stored weights", "--quantization none", "quantization"),
+            (self.kv_dtype != AS_COMPUTED, "with rounded KV", "no --kv-dtype", "kv_dtype"),
+        )
+        for is_asked, how, hint, param in asked:
+            if is_asked:
+                message = f"a model with a recurrent state is not served {how} yet"
+                raise UserError(message, hint=f"use {hint} for this model", param=param)

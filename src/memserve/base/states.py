@@ -1,0 +1,156 @@
+"""What layers carry from one token to the next: groups of layers, and the bytes that each takes.
+
+A layer of attention keeps K and V of every token: bytes grow with the sequence, and any prefix of them can be reused. A
+layer with a recurrent state (Mamba, a gated delta net, a short convolution) keeps a fixed number of bytes for a whole
+sequence, which each token changes: it can be reused only where it was copied, at exactly that position. Such a copy
+is a *snapshot*. Nothing here is known of families: the probe fills this in from what layers read and write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+from memserve.base.errors import UserError
+from memserve.base.types import KVGeometry
+from memserve.base.units import ceil_div, flag_bytes, human_bytes
+
+_ALIGN_BYTES = 64
+_SLOTS_SHARE = 4
+"""Of the KV memory, states of running sequences take at most one part in so many."""
+_IDS_SHARE = 16
+"""The same for the blocks of a model without attention, which only give tokens their names."""
+_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float64": 64}
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor that a layer carries."""
+
+    layer: int
+    kind: str
+    """``conv``: the tail of a convolution; ``recurrent``: what is added up."""
+    index: int
+    """Of several of its kind in the layer."""
+    shape: tuple[int, ...]
+    """Of one sequence."""
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Without what aligns the next one."""
+        return prod(self.shape) * _BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class StateGeometry:
+    """The recurrent state of one sequence: its parts, one after the other in ``nbytes`` bytes."""
+
+    parts: tuple[StatePart, ...] = ()
+    attends: bool = True
+    """Whether other layers attend. False: blocks hold no KV, they only name tokens."""
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each part begins, in bytes, and behind the last one where all end: aligned."""
+        sizes = [ceil_div(part.nbytes, _ALIGN_BYTES) * _ALIGN_BYTES for part in self.parts]
+        return tuple(accumulate(sizes, initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Of a state."""
+        return self.offsets[-1]
+
+    @property
+    def text(self) -> str:
+        """Names the layout: states of two models with different texts are never exchanged."""
+        return ";".join(f"{p.layer}.{p.kind}{p.index}:{p.dtype}{list(p.shape)}" for p in self.parts)
+
+
+NO_STATE = StateGeometry()
+"""Of a model that keeps KV alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that keep the same kind of thing."""
+
+    kind: str
+    """``full``, ``window`` or ``state``."""
+    layers: int
+    token_bytes: int
+    """For each token; 0: none."""
+    sequence_bytes: int
+    """For each sequence, whatever its length; 0: none."""
+    window: int = 0
+    """How many tokens a layer of kind ``window`` reads."""
+
+    def __str__(self) -> str:
+        size = f"{human_bytes(self.token_bytes)} a token" if self.token_bytes else human_bytes(self.sequence_bytes)
+        kind = f"window of {self.window}" if self.window else self.kind
+        return f"{self.layers} layers of kind {kind}: {size}"
+
+
+def cache_groups(geometry: KVGeometry, windows: Sequence[int], states: StateGeometry) -> list[CacheGroup]:
+    """The groups of a model. ``windows``: of each layer that attends, in order; 0: it reads everything."""
+    page = geometry.page_bytes // geometry.block_tokens
+    groups = []
+    for window in sorted(set(windows)):
+        layers = list(windows).count(window)
+        groups.append(CacheGroup("window" if window else "full", layers, page * layers, 0, window))
+    if states:
+        layers = len({part.layer for part in states.parts})
+        groups.append(CacheGroup("state", layers, 0, states.nbytes))
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class StatePages:
+    """How snapshots lie. A *page* is a block of the arena that attention reads, so that blocks of KV and snapshots
+    share one memory, and either may have all of it. A model without attention has pages of its own."""
+
+    state_bytes: int
+    pages_each: int
+    """Pages of one snapshot: the last one need not be full."""
+    own_pages: int = 0
+    """N: there are N pages, each of one whole snapshot, apart from the blocks. 0: pages are blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class DividedMemory:
+    """KV memory of a model with a recurrent state."""
+
+    blocks: int
+    slots: int
+    """Sequences that run at once: each has one state that it changes, in memory of its own."""
+    pages: StatePages
+
+
+def divide_memory(geometry: KVGeometry, states: StateGeometry, kv_bytes: int, slots: int) -> DividedMemory:
+    """What ``kv_bytes`` hold with at most ``slots`` running sequences; nothing beyond ``kv_bytes`` is ever used. Raises
+    :class:`UserError` where that is too little."""
+    state_bytes, block_bytes = states.nbytes, geometry.block_bytes
+    slots = min(slots, kv_bytes // _SLOTS_SHARE // state_bytes)
+    left = kv_bytes - slots * state_bytes
+    if states.attends:
+        pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes))
+        blocks = left // block_bytes
+        least = _SLOTS_SHARE * (state_bytes + block_bytes * (pages.pages_each + 2))
+    else:
+        blocks = left // _IDS_SHARE // block_bytes
+        pages = StatePages(state_bytes, 1, (left - blocks * block_bytes) // state_bytes)
+        least = _SLOTS_SHARE * 2 * max(state_bytes, _IDS_SHARE * block_bytes)
+    if kv_bytes < least:
+        raise UserError(
+            f"kv memory of {human_bytes(kv_bytes)} is too little for a model whose state takes "
+            f"{human_bytes(state_bytes)} a sequence",
+            hint=f"give at least --kv-memory {flag_bytes(least)}",
+            param="kv_memory",
+        )
+    return DividedMemory(blocks, slots, pages)
