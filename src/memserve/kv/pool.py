@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 
 from memserve import _core
 from memserve.base.config import PoolConfig
-from memserve.base.errors import InvariantError
+from memserve.base.errors import InvariantError, check
 from memserve.base.types import CopyBlocks, Tier, TokenArray, tenant_of
 from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
 from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id
+from memserve.kv.snapshots import SnapshotCache, StateSnapshot
+
+_EVICTION_STEP = 8  # blocks given up at once where a snapshot may go with any of them
 
 
 @dataclass(slots=True)
@@ -35,6 +38,8 @@ class Lease:
     """How many of these tokens had to be copied up from DRAM (copies recorded)."""
     pin: int = 0
     """The index's handle of the path's end; 0: nothing is pinned."""
+    snapshot: StateSnapshot | None = None
+    """Of the recurrent state behind these tokens, pinned. None: there are none, or the model has no such state."""
 
 
 def _promised(blocks: _core.BlockIds | None) -> _core.BlockIds:
@@ -61,6 +66,11 @@ class BlockPool:
         self._index = _core.RadixIndex(geometry_block_tokens, self._hbm, self._dram)
         self._copies = CopyLog()
         self._events = EventLog(event_capacity)
+        #: None: layers keep KV alone
+        self.snapshots: SnapshotCache | None = None
+        if config.states is not None:
+            check(not config.dram_blocks, "snapshots lie on one tier")
+            self.snapshots = SnapshotCache(config.states, self._hbm, self.release)
         #: None unless something other than plans touches blocks (see ``kv_transfer/barriers``)
         self.access: BlockAccessLog | None = None
 
@@ -80,7 +90,15 @@ class BlockPool:
     # -- prefix cache
 
     def match(self, tenant: str, tokens: TokenArray) -> int:
-        """Cached prefix of ``tokens`` in tokens, whole blocks. Changes nothing, not even the order of eviction."""
+        """Cached prefix of ``tokens`` in tokens, whole blocks: as far as a sequence can go on from it. Changes nothing,
+        not even the order of eviction."""
+        if self.snapshots is not None:
+            snapshot = self._longest_snapshot(tenant, tokens)
+            return snapshot.tokens if snapshot is not None else 0
+        return self.match_kv(tenant, tokens)
+
+    def match_kv(self, tenant: str, tokens: TokenArray) -> int:
+        """As :meth:`match`, for KV alone: a sequence can go on from less where layers keep a recurrent state, too."""
         name = self._names.get(tenant) or self._namespace_id(tenant)
         return self._index.match(name, tokens) if self.config.caching else 0
 
@@ -88,6 +106,8 @@ class BlockPool:
         """Blocks of the cached prefix of ``tokens`` in HBM, and behind them in DRAM. Changes nothing."""
         if not self.config.caching:
             return 0, 0
+        if self.snapshots is not None:
+            return self.match(tenant, tokens) // self.block_tokens, 0
         matched = self._index.match_blocks(self._namespace_id(tenant), tokens)
         return len(matched.hbm), len(matched.dram)
 
@@ -104,10 +124,18 @@ class BlockPool:
         """
         if not self.config.caching:
             return Lease()
+        snapshot = None
+        if self.snapshots is not None:
+            snapshot = self._longest_snapshot(tenant, tokens)
+            tokens = tokens[: snapshot.tokens if snapshot is not None else 0]
         matched = self._index.acquire(self._namespace_id(tenant), tokens)
         lease = Lease(matched.hbm.tolist(), matched.tokens, 0, matched.pin)
         if len(matched.dram):
             self._promote_blocks(lease, len(matched.dram))
+        if snapshot is not None and self.snapshots is not None:
+            self.snapshots.use(snapshot)
+            self.snapshots.pin(snapshot)
+            lease.snapshot = snapshot
         return lease
 
     def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int], *, written_by: int) -> int:
@@ -195,6 +223,48 @@ class BlockPool:
         """End the lease's protection from eviction. Its blocks are returned separately, by :meth:`release`."""
         self._index.unpin(lease.pin)
         lease.pin = 0
+        self.unpin_snapshot(lease)
+
+    # -- snapshots
+
+    def allocate_snapshot(self, tokens: int) -> StateSnapshot | None:
+        """Pages for a snapshot behind ``tokens`` tokens, which the caller has until it is cached or forgotten. None: no
+        room. Cached blocks may be evicted for it, and snapshots that a longer one stands for."""
+        snapshots = self.snapshots
+        check(snapshots is not None, "a model without a recurrent state has no snapshots")
+        if snapshots is None:
+            return None
+        if snapshots.shares_blocks and snapshots.lacking_blocks:
+            self._make_room(snapshots.pages.pages_each, for_snapshot=True)
+        return snapshots.allocate(tokens)
+
+    def keep_snapshot(self, tenant: str, tokens: TokenArray, snapshot: StateSnapshot) -> bool:
+        """Cache ``snapshot``, which was taken behind ``tokens``. False: there is one, or the index has not all of their
+        KV; it stays the caller's."""
+        if self.snapshots is None or not snapshot.pages or not self.config.caching:
+            return False
+        matched = self._index.match_blocks(self._namespace_id(tenant), tokens)
+        if len(matched.hbm) * self.block_tokens < len(tokens):
+            return False
+        return self.snapshots.keep(snapshot, self.identities(tenant, tokens), tokens, matched.hbm[-1])
+
+    def forget_snapshots(self, tenant: str, tokens: TokenArray) -> None:
+        """Give up every snapshot of a prefix of ``tokens``."""
+        while self.snapshots is not None and (snapshot := self._longest_snapshot(tenant, tokens)) is not None:
+            self.snapshots.forget(snapshot)
+
+    def unpin_snapshot(self, lease: Lease) -> None:
+        """Its state has been copied, or is not wanted: the snapshot may go."""
+        if lease.snapshot is not None and self.snapshots is not None:
+            self.snapshots.unpin(lease.snapshot)
+            lease.snapshot = None
+
+    def _longest_snapshot(self, tenant: str, tokens: TokenArray) -> StateSnapshot | None:
+        """The longest prefix with both: whole blocks of KV, and behind them a snapshot."""
+        if self.snapshots is None or not self.snapshots.cached:
+            return None
+        kv_tokens = tokens[: self.match_kv(tenant, tokens)]
+        return self.snapshots.longest_match(self.identities(tenant, kv_tokens), kv_tokens)
 
     # -- blocks
 
@@ -212,6 +282,8 @@ class BlockPool:
         blocks = self._hbm.allocate(count)
         if blocks is not None:
             return blocks
+        if self.snapshots is not None:
+            return self._hbm.allocate(count) if count <= self.available() and self._make_room(count) else None
         missing_blocks = count - self._hbm.blocks_free
         if missing_blocks > self._hbm.blocks_evictable:
             return None
@@ -230,7 +302,8 @@ class BlockPool:
     def available(self, tier: Tier = Tier.HBM) -> int:
         """Blocks of ``tier`` that can be allocated now: free ones and evictable ones."""
         allocator = self._dram if tier is Tier.DRAM else self._hbm
-        return allocator.blocks_free + allocator.blocks_evictable
+        beside = self.snapshots.blocks_evictable if self.snapshots is not None and tier is Tier.HBM else 0
+        return allocator.blocks_free + allocator.blocks_evictable + beside
 
     @property
     def blocks_free(self) -> int:
@@ -335,6 +408,8 @@ class BlockPool:
         """Drop every unpinned entry of the index; returns how many blocks it named."""
         evicted = self._index.clear()
         self._log_eviction(evicted)
+        if self.snapshots is not None:
+            self.snapshots.forget_all()
         return len(evicted.dropped_hbm) + len(evicted.dropped_dram)
 
     def check_invariants(self) -> None:
@@ -342,8 +417,30 @@ class BlockPool:
         self._hbm.check_invariants()
         self._dram.check_invariants()
         self._index.check_invariants()
+        if self.snapshots is not None:
+            self.snapshots.check_invariants()
+            for anchor, snapshot in self.snapshots.anchors():
+                check(self._hbm.ref_count(anchor) > 0, "a snapshot behind {} tokens hangs in the air", snapshot.tokens)
 
     # -- inside
+
+    def _make_room(self, count: int, *, for_snapshot: bool = False) -> bool:
+        """Free blocks until there are ``count``: first snapshots that a longer one of their path stands for, then
+        cached blocks in the order of eviction, with what hangs behind them, then other snapshots, but none of those
+        ``for_snapshot``. False: not so many."""
+        hbm, snapshots = self._hbm, self.snapshots
+        check(snapshots is not None, "only snapshots are given up beside blocks")
+        if snapshots is None:
+            return False
+        shares = snapshots.shares_blocks
+        while hbm.blocks_free < count and shares and snapshots.give_up_behind():
+            pass
+        while hbm.blocks_free < count and hbm.blocks_evictable:
+            self._evict_blocks(min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP))
+        while hbm.blocks_free < count and shares and not for_snapshot:
+            if not (snapshots.give_up_end() or snapshots.give_up_running()):
+                break
+        return hbm.blocks_free >= count
 
     def _record_copies(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
         self._copies.record_copies(src_tier, src, dst_tier, dst)
@@ -381,6 +478,8 @@ class BlockPool:
         lease.dram_tokens = len(above) * self.block_tokens
 
     def _log_eviction(self, evicted: _core.Eviction) -> None:
+        if self.snapshots is not None:
+            self.snapshots.on_blocks_dropped(evicted.dropped_hbm)
         if self._events.enabled:
             self._events.on_evicted(evicted.changes)
 

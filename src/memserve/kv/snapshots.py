@@ -1,0 +1,232 @@
+"""Snapshots of recurrent states: what the prefix cache needs beside blocks, where layers keep more than KV.
+
+A prefix can be taken up again at the longest position for which everything is there: whole blocks of KV up to it, and a
+snapshot exactly at it. So each cached snapshot hangs at the block that ends where it was taken, its *anchor*: it is
+found by that block's identity, goes when the index gives the block up, and is therefore never longer than the KV.
+
+::
+
+    KV        [ b0 ][ b1 ][ b2 ][ b3 ][ b4 ]       five blocks are cached
+    snapshots             ^s1         ^s2           a prompt that has b0 to b3 goes on behind s2; one that leaves b2
+                                                    in its middle goes on behind s1
+
+Pages: a snapshot takes whole pages, blocks of the same arena (:class:`~memserve.base.states.StatePages`), and holds one
+reference on each. A snapshot is *running* (a sequence's last one, overwritten as it goes on), or
+*cached*; every one that is not pinned can be given up at any time, because its tokens can be computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from memserve import _core
+from memserve.base.errors import check
+from memserve.base.states import StatePages
+from memserve.base.types import TokenArray
+
+_CHOICES = 8
+"""Among so many that were not used for longest, the one goes whose loss costs least."""
+
+
+@dataclass(slots=True, eq=False)
+class StateSnapshot:
+    """A recurrent state as it was behind ``tokens`` tokens of a sequence."""
+
+    tokens: int
+    """Whole blocks of them."""
+    pages: list[int]
+    """Where it lies. Empty: it was given up."""
+    identity: bytes = b""
+    """Of its anchor. Empty: it is not cached."""
+    prefix: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """Cached: its tokens, which a match compares."""
+    anchor: int = -1
+    """Cached: the HBM block behind which it hangs."""
+    pins: int = 0
+    """Holders that keep it from being given up."""
+    gap_tokens: int = 0
+    """Cached: how many tokens it saves beside the snapshot before it on its path."""
+    is_branch: bool = False
+    """Taken where prompts part, or used by a second one: worth more than its path's end."""
+
+    @property
+    def is_cached(self) -> bool:
+        return bool(self.identity)
+
+
+class SnapshotCache:
+    """All snapshots of a pool. It decides which go; the pool decides when."""
+
+    def __init__(
+        self, pages: StatePages, blocks: _core.BlockAllocator, release: Callable[[Sequence[int]], None]
+    ) -> None:
+        """``blocks`` of the arena that attention reads, and how they are given back."""
+        self.pages = pages
+        self._own = _core.BlockAllocator(pages.own_pages) if pages.own_pages else None
+        self._allocator, self._release_blocks = self._own or blocks, release
+        self._by_identity: dict[bytes, StateSnapshot] = {}
+        self._by_anchor: dict[int, StateSnapshot] = {}
+        # all, in the order of their last use; dicts keep it
+        self._running: dict[StateSnapshot, None] = {}
+        self._behind: dict[StateSnapshot, None] = {}  # cached, and a longer one of the same path is, too
+        self._ends: dict[StateSnapshot, None] = {}  # cached, the others
+        self._pinned = 0
+        self.taken = 0
+        self.given_up = 0
+
+    # -- room
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether snapshots lie in blocks of KV."""
+        return self._own is None
+
+    @property
+    def blocks_evictable(self) -> int:
+        """Blocks of KV that would be free if all snapshots but pinned ones went."""
+        return (len(self) - self._pinned) * self.pages.pages_each if self.shares_blocks else 0
+
+    @property
+    def lacking_blocks(self) -> int:
+        """Blocks that must come free before :meth:`allocate` succeeds. 0: it does."""
+        return max(0, self.pages.pages_each - self._allocator.blocks_free)
+
+    def allocate(self, tokens: int) -> StateSnapshot | None:
+        """A running snapshot with free pages. None: there are not enough."""
+        while self._own is not None and not self._own.blocks_free and (self.give_up_behind() or self.give_up_end()):
+            pass
+        pages = self._allocator.allocate(self.pages.pages_each)
+        if pages is None:
+            return None
+        snapshot = StateSnapshot(tokens, pages.tolist())
+        self._running[snapshot] = None
+        self.taken += 1
+        return snapshot
+
+    def give_up_behind(self) -> bool:
+        """Give up the oldest snapshot that has a longer one on its path. False: there is none."""
+        snapshot = next((snapshot for snapshot in self._behind if not snapshot.pins), None)
+        return snapshot is not None and self.forget(snapshot)
+
+    def give_up_end(self) -> bool:
+        """Of the cached ones that were not used for longest, give up the one that saves fewest tokens."""
+        oldest = islice((snapshot for snapshot in self._ends if not snapshot.pins), _CHOICES)
+        snapshot = min(oldest, key=lambda snapshot: snapshot.gap_tokens, default=None)
+        return snapshot is not None and self.forget(snapshot)
+
+    def give_up_running(self) -> bool:
+        """Give up what a sequence would leave behind. False: there is none."""
+        snapshot = next(iter(self._running), None)
+        return snapshot is not None and self.forget(snapshot)
+
+    def forget(self, snapshot: StateSnapshot) -> bool:
+        """Give its pages back, whatever it is; True. What refers to it sees that it has none."""
+        if not snapshot.pages:
+            return True
+        for line in (self._running, self._behind, self._ends):
+            line.pop(snapshot, None)
+        if snapshot.is_cached:
+            del self._by_identity[snapshot.identity], self._by_anchor[snapshot.anchor]
+            self.given_up += 1
+        self._pinned -= snapshot.pins > 0
+        pages, snapshot.pages, snapshot.identity = snapshot.pages, [], b""
+        snapshot.prefix = snapshot.prefix[:0]
+        if self._own is None:
+            self._release_blocks(pages)
+        else:
+            self._own.release(pages)
+        return True
+
+    def forget_all(self) -> None:
+        """A step has failed: what any of them holds is not known."""
+        for snapshot in [*self._running, *self._behind, *self._ends]:
+            self.forget(snapshot)
+
+    # -- the cache
+
+    def longest_match(self, identities: bytes, tokens: TokenArray) -> StateSnapshot | None:
+        """The longest snapshot of a prefix of ``tokens``; ``identities`` of the blocks of it that have KV, 16 bytes
+        each. Changes nothing. Tokens are compared, as the index does."""
+        for end in range(len(identities), 0, -16):
+            snapshot = self._by_identity.get(identities[end - 16 : end])
+            if snapshot is not None and np.array_equal(snapshot.prefix, tokens[: snapshot.tokens]):
+                return snapshot
+        return None
+
+    def use(self, snapshot: StateSnapshot) -> None:
+        """A sequence goes on from it: it is the last that should go."""
+        snapshot.is_branch = True
+        self._behind.pop(snapshot, None)
+        self._ends.pop(snapshot, None)
+        self._ends[snapshot] = None
+
+    def keep(self, snapshot: StateSnapshot, identities: bytes, prefix: TokenArray, anchor: int) -> bool:
+        """Cache a running snapshot: it is of ``prefix``, with blocks of these ``identities``, the last of which is
+        ``anchor``. False: another one is there for the same tokens; this one stays as it is."""
+        check(snapshot.tokens == len(prefix), "a snapshot is not of its prefix")
+        present = self._by_identity.get(identities[-16:])
+        if present is not None:
+            return False
+        before = self.longest_match(identities[:-16], prefix)
+        snapshot.gap_tokens = snapshot.tokens - (before.tokens if before is not None else 0)
+        if before is not None and not before.is_branch and before in self._ends:
+            del self._ends[before]
+            self._behind[before] = None
+        del self._running[snapshot]
+        self._ends[snapshot] = None
+        snapshot.identity, snapshot.prefix, snapshot.anchor = identities[-16:], prefix.copy(), anchor
+        check(anchor not in self._by_anchor, "two snapshots hang behind block {}", anchor)
+        self._by_identity[snapshot.identity] = self._by_anchor[anchor] = snapshot
+        return True
+
+    def pin(self, snapshot: StateSnapshot) -> None:
+        """Keep it until :meth:`unpin`."""
+        self._pinned += not snapshot.pins
+        snapshot.pins += 1
+
+    def unpin(self, snapshot: StateSnapshot) -> None:
+        """End one pin; of a snapshot that was lost meanwhile, too."""
+        snapshot.pins -= 1
+        self._pinned -= not snapshot.pins and bool(snapshot.pages)
+
+    def on_blocks_dropped(self, blocks: Iterable[int]) -> None:
+        """The index has given up these HBM blocks: what hangs behind them cannot be reached any more."""
+        for block in blocks:
+            snapshot = self._by_anchor.get(block)
+            if snapshot is not None:
+                self.forget(snapshot)
+
+    @property
+    def cached(self) -> int:
+        """How many are cached."""
+        return len(self._by_identity)
+
+    def anchors(self) -> list[tuple[int, StateSnapshot]]:
+        """Each cached snapshot with the block that it hangs behind."""
+        return list(self._by_anchor.items())
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._behind) + len(self._ends)
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the books do not balance."""
+        lines = [*self._running, *self._behind, *self._ends]
+        check(len(set(lines)) == len(lines), "a snapshot stands in two lines")
+        pages = [page for snapshot in lines for page in snapshot.pages]
+        check(
+            len(set(pages)) == len(pages) == len(lines) * self.pages.pages_each, "snapshots share pages, or lack some"
+        )
+        check(
+            all(self._allocator.ref_count(page) == 1 for page in pages), "a page of a snapshot has another holder, too"
+        )
+        check(self._own is None or self._own.blocks_used == len(pages), "pages of no snapshot are in use")
+        check(self._pinned == sum(snapshot.pins > 0 for snapshot in lines), "pinned snapshots were counted wrongly")
+        cached = {snapshot for snapshot in lines if snapshot.is_cached}
+        check(cached == {*self._behind, *self._ends}, "a snapshot is cached without a name, or the reverse")
+        check({id(s) for s in cached} == {id(s) for s in self._by_identity.values()}, "names and snapshots disagree")
+        check({id(s) for s in cached} == {id(s) for s in self._by_anchor.values()}, "anchors and snapshots disagree")
+        check(all(len(s.prefix) == s.tokens for s in cached), "a snapshot does not know its tokens")

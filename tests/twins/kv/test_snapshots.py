@@ -1,0 +1,134 @@
+"""A pool with snapshots beside a list of all that was put in: what a match may say, and whose memory is whose."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from memserve.base.config import PoolConfig
+from memserve.base.states import StatePages
+from memserve.kv.pool import BlockPool
+
+BLOCK = 4
+TENANTS = ("", "other")
+
+
+class SnapshotLife(RuleBasedStateMachine):
+    """Blocks and snapshots come, are used, pinned and evicted."""
+
+    @initialize(hbm=st.integers(3, 20), pages=st.sampled_from([(10, 1, 0), (10, 3, 0), (10, 1, 3)]))
+    def begin(self, hbm, pages):
+        self.pages = StatePages(*pages)
+        self.pool = BlockPool(PoolConfig(hbm, 0, states=self.pages), BLOCK, "test")
+        self.hbm = hbm
+        self.snapshots = []  # (tenant, tokens, snapshot): all that were ever cached
+        self.leases, self.running, self.blocks = [], [], []
+
+    def _kv_tokens(self, tenant, tokens):
+        return self.pool.match_kv(tenant, tokens)
+
+    def _brute_match(self, tenant, tokens):
+        """Every position from the longest down: KV to there, and a snapshot exactly there."""
+        have = self._kv_tokens(tenant, tokens)
+        for end in range(len(tokens) // BLOCK * BLOCK, 0, -BLOCK):
+            for owner, prefix, snapshot in self.snapshots:
+                is_there = snapshot.is_cached and owner == tenant and list(prefix) == list(tokens[:end])
+                if end <= have and is_there:
+                    return end
+        return 0
+
+    @rule(tenant=st.sampled_from(TENANTS), tokens=st.lists(st.integers(0, 1), max_size=20), share=st.booleans())
+    def publish(self, tenant, tokens, share):
+        tokens = np.array(tokens, np.int32)
+        lease = self.pool.acquire(tenant, tokens)
+        wanted = len(tokens) // BLOCK - len(lease.blocks)
+        fresh = self.pool.allocate(wanted)
+        blocks = lease.blocks + (fresh or [])
+        if fresh is not None:
+            whole = tokens[: len(blocks) * BLOCK]
+            self.pool.publish(lease, tenant, whole, blocks, written_by=0)
+            if share and len(whole):
+                snapshot = self.pool.allocate_snapshot(len(whole))
+                if snapshot is not None and self.pool.keep_snapshot(tenant, whole, snapshot):
+                    self.snapshots.append((tenant, whole, snapshot))
+                elif snapshot is not None:
+                    self.running.append(snapshot)
+        self.pool.unpin(lease)
+        self.pool.release(blocks)
+
+    @rule(tenant=st.sampled_from(TENANTS), tokens=st.lists(st.integers(0, 1), max_size=20))
+    def match(self, tenant, tokens):
+        tokens = np.array(tokens, np.int32)
+        expected = self._brute_match(tenant, tokens)
+        assert self.pool.match(tenant, tokens) == expected
+        assert self.pool.match_blocks(tenant, tokens) == (expected // BLOCK, 0)
+        lease = self.pool.acquire(tenant, tokens)
+        assert lease.tokens == expected and (lease.snapshot is not None) == (expected > 0)
+        assert lease.snapshot is None or (lease.snapshot.tokens == expected and lease.snapshot.pages)
+        self.leases.append(lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(which=st.integers(0, 9), early=st.booleans())
+    def release(self, which, early):
+        lease = self.leases.pop(which % len(self.leases))
+        if early:
+            self.pool.unpin_snapshot(lease)
+        self.pool.unpin(lease)
+        self.pool.release(lease.blocks)
+
+    @rule(count=st.integers(0, 6))
+    def allocate(self, count):
+        before = self.pool.available()
+        blocks = self.pool.allocate(count)
+        assert (blocks is not None) == (count <= before)
+        self.blocks += blocks or []
+
+    @rule()
+    def release_blocks(self):
+        self.pool.release(self.blocks)
+        self.blocks = []
+
+    @rule(tenant=st.sampled_from(TENANTS), tokens=st.lists(st.integers(0, 1), max_size=20))
+    def delete(self, tenant, tokens):
+        self.pool.delete(tenant, np.array(tokens, np.int32))
+
+    @rule(tenant=st.sampled_from(TENANTS), tokens=st.lists(st.integers(0, 1), max_size=20))
+    def distrust(self, tenant, tokens):
+        tokens = np.array(tokens, np.int32)
+        self.pool.forget_snapshots(tenant, tokens)
+        assert self.pool.match(tenant, tokens) == 0
+
+    @rule()
+    def clear(self):
+        self.pool.clear_cache()
+        assert not len(self.pool.snapshots)
+
+    @invariant()
+    def books_balance(self):
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_invariants()
+        live = {id(s) for s in self.running if s.pages} | {id(s) for *_, s in self.snapshots if s.pages}
+        assert len(live) == len(self.pool.snapshots)
+        if self.pool.snapshots.shares_blocks:
+            held = {*self.blocks, *(block for lease in self.leases for block in lease.blocks)}
+            pinned = {id(lease.snapshot) for lease in self.leases if lease.snapshot and lease.snapshot.pages}
+            assert self.pool.available() >= self.hbm - len(held) - len(pinned) * self.pages.pages_each
+
+    def teardown(self):
+        if hasattr(self, "pool"):
+            for lease in self.leases:
+                self.pool.unpin(lease)
+                self.pool.release(lease.blocks)
+            self.pool.release(self.blocks)
+            assert self.pool.available() == self.hbm
+            self.pool.clear_cache()
+            assert all(tier.blocks_free == tier.blocks_total for tier in self.pool.report().tiers)
+
+
+SnapshotLife.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSnapshotLife = SnapshotLife.TestCase
