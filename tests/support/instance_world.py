@@ -25,7 +25,7 @@ from memserve.kv.costs import PreemptionCosts
 from memserve.kv.pool import BlockPool
 from memserve.protocol.events import EmitTokens, RejectRequest, RequestArrived
 from memserve_lab.sim.fuzz.scenario_features import foretell
-from memserve_lab.sim.reference.device import SymbolicDevice, fail_row
+from memserve_lab.sim.reference.device import SymbolicDevice, SymbolicStates, fail_row
 from memserve_lab.sim.reference.oracle import lone_beams as beams_of
 from memserve_lab.sim.reference.oracle import lone_tokens
 from pool_twin import TwinPool
@@ -61,12 +61,13 @@ def config(
     waiting=100,
     depth=2,
     preemption="auto",
+    states=None,
     **more,
 ):
     """An instance small enough to think about."""
     return InstanceConfig(
         max_model_tokens=context,
-        pool=PoolConfig(hbm, dram, caching),
+        pool=PoolConfig(hbm, dram, caching, states=states),
         scheduler=SchedulerConfig(running, step_tokens, chunk, waiting, depth, preemption, **more),
     )
 
@@ -86,6 +87,8 @@ class World:
         sizes = block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB
         layers = 1 if cfg.scheduler.layerwise == "off" else self.geometry.num_layers
         self.device = SymbolicDevice(*sizes, layers=layers)
+        if cfg.pool.states is not None:
+            self.device.states = SymbolicStates(None if cfg.pool.states.own_pages else self.device.kv)
         self.plans, self.builds, self.masks = deque(), deque(), deque()
         self.built = {0}  # jobs
         self.jobs = {}  # job -> grammar

@@ -139,15 +139,38 @@ class MovePages:
     dst: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadState:
+    """The recurrent state of a slot becomes another one: that of no token, a snapshot, or what another slot has now."""
+
+    slot: int
+    tokens: int
+    """Behind how many tokens of a sequence: the slot's next row begins there."""
+    pages: list[int] = field(default_factory=list)
+    """Of a snapshot. Empty: it is another slot's, or there are no tokens."""
+    from_slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """When the slot's row has computed its tokens, ``pages`` have the recurrent state as it was behind ``tokens`` of
+    them, counted from the first of the sequence. A row may go on beyond."""
+
+    slot: int
+    tokens: int
+    pages: list[int]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One device step. The device executes plans strictly in the order in which it gets them.
 
-    Order inside a plan: ``reset_slots``, ``close``, then ``copies`` in order, then ``open``, ``grow``, ``replace``,
-    ``place``, then the rows are computed as one batch, then tokens are sampled. The device keeps, for each slot, a
-    token buffer: a sampled token is written behind the slot's last token on the device, so a later plan may name its
-    position before any host has seen it. Row ``r`` computes tokens ``[starts[r], starts[r] + counts[r])`` of slot
-    ``slots[r]``: it writes their K and V to the slot's block table and attends to positions ``<= own position``.
+    Order inside a plan: ``reset_slots``, ``close``, then ``states`` and ``copies`` in order, then ``open``, ``grow``,
+    ``replace``, ``place``, then the rows are computed as one batch, then ``snapshots`` are written and tokens sampled.
+    The device keeps, for each slot, a token buffer: a sampled token is written behind the slot's last token on the
+    device, so a later plan may name its position before any host has seen it. Row ``r`` computes tokens
+    ``[starts[r], starts[r] + counts[r])`` of slot ``slots[r]``: it writes their K and V to the slot's block table and
+    attends to positions ``<= own position``.
     """
 
     step_id: int
@@ -173,6 +196,9 @@ class StepPlan:
     late_draws: list[LateDraw] = field(default_factory=list)
     """Draws without a row, behind those of rows without drafts."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
+    states: list[LoadState] = field(default_factory=list)
+    """Of models with a recurrent state: a slot has one from its first order here on, open or not."""
+    snapshots: list[TakeSnapshot] = field(default_factory=list)
     reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot
     report_layers: int = 0
     """N: report each Nth layer as soon as K and V up to it are written for all rows (``LayerFinished``), where the

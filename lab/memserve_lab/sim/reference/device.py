@@ -7,6 +7,8 @@ misuse of the contract between machine and device is a :class:`Violation`.
 Literal KV on two tiers: the pages that plans copy and move, and where those of a slot lie by layer.
 
 A literal device whose memory others can read: checksums, pulls, layers that finish one by one.
+
+Literal recurrent states: a number made of all tokens so far, which a row changes and nothing takes back.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import replace
 from memserve.base.types import CopyBlocks, Tier, TokenLogprobs
 from memserve.base.units import ceil_div
 from memserve.instance.events import (
+    LoadState,
     MovePages,
     OpenSequence,
     PlaceByLayer,
@@ -133,6 +136,66 @@ class SymbolicPages:
         return pages
 
 
+class SymbolicStates:
+    """The recurrent state of each slot, and snapshots in pages: blocks of HBM, or pages of their own."""
+
+    def __init__(self, kv: SymbolicPages | None) -> None:
+        """``kv``: whose blocks of HBM are the pages; None: there are others."""
+        self._kv = kv
+        self.of_slots: dict[int, tuple[int, int]] = {}
+        """Behind how many tokens, and what it is."""
+        self.pages: dict[int, tuple[int, int, int]] = {}
+        """The same for each page, and which of its snapshot it is."""
+        self.loaded = 0
+        """Snapshots that sequences went on from."""
+
+    @staticmethod
+    def behind(tokens: Sequence[int]) -> int:
+        """The state behind ``tokens``."""
+        value = 5
+        for token in tokens:
+            value = mix(value, token)
+        return value
+
+    def load(self, order: LoadState) -> None:
+        """Before the rows of a plan."""
+        state = (0, self.behind(()))
+        if order.from_slot is not None:
+            state = self.of_slots[order.from_slot]
+        elif order.pages:
+            parts = [self.pages.get(page) for page in order.pages]
+            first = parts[0]
+            require(first is not None, f"page {order.pages[0]} holds no snapshot")
+            if first is not None:
+                whole = [(*first[:2], place) for place in range(len(parts))]
+                require(parts == whole, f"pages {order.pages} do not hold one snapshot")
+                state = first[:2]
+            self.loaded += 1
+        require(state[0] == order.tokens, f"a state behind {state[0]} tokens is loaded as one behind {order.tokens}")
+        self.of_slots[order.slot] = state
+
+    def pass_row(self, number: int, tokens: Sequence[int], start: int, end: int, *, keeps: bool) -> None:
+        """A row computes ``tokens[start:end]``; ``keeps``: it counts."""
+        require(number in self.of_slots, f"slot {number} has no state")
+        require(self.of_slots[number] == (start, self.behind(tokens[:start])), f"slot {number} has another state")
+        if keeps:
+            self.of_slots[number] = end, self.behind(tokens[:end])
+
+    def save(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+        """A snapshot behind ``tokens``; what else lay in these pages is gone."""
+        for place, page in enumerate(pages):
+            if self._kv is not None:
+                self._kv.tiers[Tier.HBM][page * self._kv.layers : (page + 1) * self._kv.layers] = [
+                    [None] * self._kv.block_tokens for _ in range(self._kv.layers)
+                ]
+            self.pages[page] = len(tokens), self.behind(tokens), place
+
+    def overwrite(self, blocks: Iterable[int]) -> None:
+        """KV is written to blocks."""
+        for block in blocks if self._kv is not None else ():
+            self.pages.pop(block, None)
+
+
 Writers = dict[int, dict[int, int]]
 """Block -> position in it -> the row of the plan that writes there. Blocks of DRAM count from -1 down."""
 
@@ -190,6 +253,8 @@ class SymbolicDevice:
         self.block_tokens, self.vocab, self.device_ns, self.layers = block_tokens, vocab, device_ns, layers
         self.kv = SymbolicPages(block_tokens, hbm_blocks, dram_blocks, layers)
         self.slots: dict[int, Slot] = {}
+        self.states: SymbolicStates | None = None
+        """None: layers keep KV alone."""
         self.computed_tokens = 0
         self.segment: Callable[[Segment, str], list[int] | None] = lambda segment, name: None
         """Asks a holder for the cells of its part of a sequence. None: it does not answer."""
@@ -249,10 +314,17 @@ class SymbolicDevice:
         require(len(set(plan.slots)) == len(plan.slots), "a slot has two rows")
         if plan.reset_slots:
             self.slots.clear()
+            if self.states is not None:
+                self.states.of_slots.clear()
         for slot in plan.close:
             require(self.slots.pop(slot, None) is not None, f"slot {slot} closed, but not open")
+        require(self.states is not None or not (plan.states or plan.snapshots), "states where layers have none")
+        for change in plan.states:
+            self.states.load(change)  # type: ignore[union-attr]  # asked in the line before
         for copy in plan.copies:
             self.kv.copy(copy)
+            if self.states is not None and copy.dst_tier is Tier.HBM:
+                self.states.overwrite(copy.dst)
         for opened in plan.open:
             require(opened.slot not in self.slots, f"slot {opened.slot} opened twice")
             self.slots[opened.slot] = Slot(opened)
@@ -282,10 +354,18 @@ class SymbolicDevice:
             token_count = len(slot.tokens)
             slot.tokens += drafts
             behind, entries = self._row(row, slot, slot.first + plan.starts[row], plan.counts[row], writers)
+            if self.states is not None:
+                start, end = plan.starts[row], plan.starts[row] + plan.counts[row]
+                self.states.pass_row(number, slot.tokens, start, end, keeps=slot.late is None)
             del slot.tokens[token_count:]
             seen_by_row.append(behind)
             if row in plan.prompt_logprob_rows:
                 logprobs[row] = entries
+        for order in plan.snapshots:
+            slot = self.slots[order.slot]
+            if self.states is not None and slot.late is None:
+                require(order.tokens <= self.states.of_slots[order.slot][0], "a snapshot of tokens still to come")
+                self.states.save(order.pages, slot.tokens[: order.tokens])
         event = StepFinished(plan.step_id, [], self.device_ns, prompt_logprobs=logprobs)
         late: set[int] = set()
         plain = len(plan.sample_slots) - len(plan.drafts)
@@ -393,6 +473,8 @@ class SymbolicDevice:
         return values
 
     def _write(self, block: int, inside: int, value: int) -> None:
+        if self.states is not None:
+            self.states.overwrite((block,))
         for layer, page in enumerate(self.kv.of_block(Tier.HBM, block)):
             page[inside] = in_layer(value, layer)
 

@@ -78,6 +78,8 @@ class SequenceAdmission:
         # one that has its KV in DRAM gains nothing, and a bound keeps prompts that grow alike from waiting for ever
         if sequence.dram_blocks or group.held_steps >= _HOLDS_PER_REQUEST or not memory.reads_cache(sequence):
             return False
+        if memory.states.has_states:  # nothing goes on from a block alone
+            return False
         isolation, tokens = group.isolation, sequence.known_tokens()
         first_block = tokens[: memory.block_tokens]
         cached: int | None = None
@@ -107,6 +109,7 @@ class SequenceAdmission:
             return False
         from_dram += state.memory.dram_tokens_reused
         state.take_slot(sequence)
+        state.memory.states.begin(sequence)
         state.reserve_slots(group)
         sequence.left = sequence.draws_left
         if group.admitted_ns is None:

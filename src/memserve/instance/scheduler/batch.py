@@ -114,6 +114,7 @@ class BatchBuilder:
         plan.starts, plan.slots, plan.sample_slots, exhausted = _core.plan_decodes(targets, step_id)
         for sequence in exhausted:
             self.state.move(sequence, Cause.ALL_SCHEDULED)
+        self.state.memory.states.note_decodes(targets)
         self.inflight.targets = targets
         self.inflight.decode_rows = len(targets)
         return len(targets)
@@ -144,6 +145,7 @@ class BatchBuilder:
             inflight.prompt_rows[row] = (sequence, start)
         self.state.memory.layers.note_rows(sequence, start, end)
         sequence.computed = end
+        self.state.memory.states.note_chunk(sequence, start, end)
         sequence.scheduled_step = plan.step_id
         self.state.turns.serve_tenant(sequence.group.tenant, end - start)
         block_tokens = self.state.memory.block_tokens

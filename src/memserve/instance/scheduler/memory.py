@@ -16,6 +16,7 @@ from memserve.base.fairness import TenantStore
 from memserve.base.types import NamedPrefix, TokenArray
 from memserve.base.units import ceil_div
 from memserve.instance.layerwise.placement import WholeBlocks
+from memserve.instance.scheduler.states import states_of
 from memserve.kv.pool import BlockPool, Lease
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class SequenceMemory:
         self.block_tokens = block_tokens
         self.copied_on_write = 0
         self.layers = WholeBlocks(pool)
+        self.states = states_of(pool)
         #: None: no store keeps what is cached here
         self.listener: PublishListener | None = None
         self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
@@ -65,7 +67,7 @@ class SequenceMemory:
         tokens = sequence.known_tokens()
         if self._missing_blocks(sequence, tokens) + headroom > self.pool.available():
             return False
-        reusable = tokens[: self._worth_reusing(sequence, tokens)]
+        reusable = self.states.reusable_tokens(tokens)[: self._worth_reusing(sequence, tokens)]
         if self._attach_prefix(sequence, tokens, reusable):
             return True
         # A fully cached prompt needs a copy of its last block, one block more than its tokens have. Where that does not
@@ -95,6 +97,7 @@ class SequenceMemory:
 
     def adopt_blocks(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
         """Take over ``blocks`` with the KV of the first ``tokens`` tokens, their references, and the pin."""
+        check(not self.states.has_states, "KV came without the state behind it")
         sequence.blocks, sequence.lease = blocks, lease
         sequence.published = lease.tokens if lease is not None else 0
         sequence.computed = sequence.writable_until = tokens
@@ -118,7 +121,8 @@ class SequenceMemory:
     def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
         blocks = ceil_div(len(tokens), self.block_tokens)
         if self.reads_cache(sequence):
-            blocks -= self.pool.match(sequence.group.isolation, tokens) // self.block_tokens
+            reusable = self.states.reusable_tokens(tokens)
+            blocks -= self.pool.match(sequence.group.isolation, reusable) // self.block_tokens
         return blocks
 
     def _acquire_prefix(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
@@ -204,6 +208,7 @@ class SequenceMemory:
             if self.listener is not None:
                 self.listener.on_published(sequence, known_tokens, sequence.published // self.block_tokens)
             sequence.published = tokens
+            self.states.on_published(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share all KV of ``parent``, which has computed all known tokens of ``child`` but the last.
@@ -222,6 +227,7 @@ class SequenceMemory:
         child.computed = parent.computed
         # both must copy the last block before they write: neither knows which of them writes first
         child.writable_until = parent.writable_until = parent.computed
+        self.states.fork(parent, child)
 
     # -- going
 
@@ -237,6 +243,7 @@ class SequenceMemory:
         cached_tokens = self.layers.detach_sequence(sequence, publishes=self._uses_cache(sequence.group.request))
         if cached_tokens is not None and self.listener is not None:
             self.listener.on_left_in_dram(sequence, cached_tokens)
+        self.states.leave_snapshot(sequence)
         self._drop_blocks(sequence)
 
     def abandon_blocks(self, sequence: Sequence) -> None:
@@ -256,12 +263,14 @@ class SequenceMemory:
         self.abandon_blocks(sequence)
         if shares:
             # after the own references are gone: the index keeps blocks that others hold
+            self.states.discard(sequence, cached)
             self.pool.delete(sequence.group.isolation, cached)
             if self.listener is not None:
                 self.listener.on_discarded(sequence, cached)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
         self.layers.detach_sequence(sequence, publishes=False)
+        self.states.drop_sequence(sequence)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None

@@ -208,6 +208,7 @@ class Planner:
     def _finish_plan(self, batch: BatchBuilder) -> tuple[StepPlan, InflightPlan]:
         """Publish, fork, and hand over everything that has to happen on the device before the rows."""
         state, plan = self.state, batch.plan
+        state.memory.states.finish_plan(plan)  # before forks: they copy what the rows leave, with the next plan
         batch.finish_plan()
         state.memory.layers.place_layers(plan)
         plan.close, state.closing = state.closing, []

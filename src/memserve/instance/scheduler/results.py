@@ -220,6 +220,7 @@ class StepResults:
                 sequence.failures += id(sequence) in involved
                 state.reset_sequence(sequence)
         state.memory.pool.clear_cache()
+        state.memory.states.forget_orders()
         state.closing.clear()
         state.slots_unknown = True
         for group in list(state.groups.values()):

@@ -1,0 +1,220 @@
+"""Recurrent states of sequences, as the scheduler sees them: which slot goes on from what, where snapshots are taken.
+
+A running sequence owns one state, in its slot, which each of its rows changes: it cannot be rolled back. A snapshot is
+an immutable copy of it behind whole blocks of tokens. Which ones there are:
+
+* each sequence has one of its own that moves along with it: behind the last whole block that a row has computed. So a
+  prompt's end has one, an answer's end, and where a sequence is preempted;
+* where a prompt leaves cached KV in the middle, prompts part: the one that computes on from there leaves a snapshot;
+* a prompt's end and a parting are cached as soon as the plan is made that takes them, like blocks; the rest when the
+  sequence goes.
+
+:class:`NoStates` is the other kind of model: everything is called alike, and does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from memserve.base.errors import check
+from memserve.base.types import TokenArray
+from memserve.instance.events import LoadState, StepPlan, TakeSnapshot
+
+if TYPE_CHECKING:
+    from memserve.instance.scheduler.sequence import Sequence
+    from memserve.kv.pool import BlockPool
+    from memserve.kv.snapshots import StateSnapshot
+
+
+class NoStates:
+    """Of a model whose layers keep KV alone."""
+
+    has_states = False
+
+    def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
+        """What of a sequence's known tokens the cache may stand in for."""
+        return tokens
+
+    def begin(self, sequence: Sequence) -> None:
+        """``sequence`` has got a slot, and goes on behind ``computed`` tokens."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """``child`` has a slot, and goes on where ``parent`` is when the plans made so far are over."""
+
+    def note_chunk(self, sequence: Sequence, start: int, end: int) -> None:
+        """The plan that is being made computes known tokens ``[start, end)`` of ``sequence``."""
+
+    def note_decodes(self, sequences: Iterable[Sequence]) -> None:
+        """The plan that is being made computes a token of each of ``sequences``; ``computed`` counts it already."""
+
+    def on_published(self, sequence: Sequence) -> None:
+        """The index has the blocks of ``published`` tokens of a sequence that goes on."""
+
+    def leave_snapshot(self, sequence: Sequence) -> None:
+        """``sequence`` goes, and the index has what it will ever have of it."""
+
+    def drop_sequence(self, sequence: Sequence) -> None:
+        """Forget what is left of it."""
+
+    def discard(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """What was computed behind ``tokens``, or some of them, is not to be trusted."""
+
+    def finish_plan(self, plan: StepPlan) -> None:
+        """``plan`` has all its rows: it carries what was decided since the last one."""
+
+    def forget_orders(self) -> None:
+        """A step has failed: no slot has anything."""
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Raise :class:`InvariantError` where its books and ``sequences``, all there are, contradict. For tests."""
+
+
+class RecurrentStates(NoStates):
+    """Of a model with a recurrent state."""
+
+    has_states = True
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool, self._block_tokens = pool, pool.block_tokens
+        #: since the last plan: before its rows, in order
+        self._orders: list[LoadState] = []
+        #: of the plan that is being made: slot, tokens, snapshot
+        self._taking: list[tuple[int, int, StateSnapshot]] = []
+        #: the last snapshot of each sequence that has one
+        self._last: dict[Sequence, StateSnapshot] = {}
+        #: snapshots that go into the cache as soon as the index has the blocks before them
+        self._due: dict[Sequence, list[StateSnapshot]] = {}
+        #: where the prompt of a sequence leaves cached KV
+        self._parting: dict[Sequence, int] = {}
+
+    def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
+        return tokens[: len(tokens) - 1]  # the last one is computed, and no state goes back by one
+
+    def begin(self, sequence: Sequence) -> None:
+        lease, tokens = sequence.lease, sequence.computed
+        snapshot = lease.snapshot if lease is not None else None
+        pages = list(snapshot.pages) if snapshot is not None else []
+        check((snapshot.tokens if snapshot is not None else 0) == tokens, "{} begins where it has no state", sequence)
+        self._order(LoadState(_slot_of(sequence), tokens, pages))
+        if lease is None:
+            return
+        self._pool.unpin_snapshot(lease)
+        known_tokens = sequence.known_tokens()
+        kv_tokens = self._pool.match_kv(sequence.group.isolation, self.reusable_tokens(known_tokens))
+        if kv_tokens > tokens and self._pool.config.caching:
+            self._parting[sequence] = kv_tokens
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        if child.lease is not None:
+            self._pool.unpin_snapshot(child.lease)
+        self._order(LoadState(_slot_of(child), child.computed, from_slot=_slot_of(parent)))
+
+    def note_chunk(self, sequence: Sequence, start: int, end: int) -> None:
+        if sequence.lease is None:
+            return
+        parting = self._parting.get(sequence, 0)
+        last = min(end, sequence.known_length - 1) // self._block_tokens * self._block_tokens
+        if start < parting < min(end, last):
+            snapshot = self._pool.allocate_snapshot(parting)
+            if snapshot is not None:
+                snapshot.is_branch = True
+                self._take(sequence, snapshot)
+                self._due.setdefault(sequence, []).append(snapshot)
+        if last > start:
+            self._move_on(sequence, last)
+            is_end = last + self._block_tokens > sequence.prompt_tokens - 1
+            snapshot = self._last.get(sequence)
+            if snapshot is not None and snapshot.tokens == last and (is_end or last == parting):
+                snapshot.is_branch = last == parting
+                self._due.setdefault(sequence, []).append(snapshot)
+        if end >= parting:
+            self._parting.pop(sequence, None)
+
+    def note_decodes(self, sequences: Iterable[Sequence]) -> None:
+        size = self._block_tokens
+        for sequence in sequences:
+            if sequence.computed % size == 0 and sequence.lease is not None:
+                self._move_on(sequence, sequence.computed)
+
+    def on_published(self, sequence: Sequence) -> None:
+        for snapshot in self._due.pop(sequence, ()):
+            self._keep(sequence, snapshot)
+
+    def leave_snapshot(self, sequence: Sequence) -> None:
+        self.on_published(sequence)
+        snapshot = self._last.pop(sequence, None)
+        if snapshot is not None:
+            self._keep(sequence, snapshot)
+
+    def drop_sequence(self, sequence: Sequence) -> None:
+        self._parting.pop(sequence, None)
+        snapshots = self._due.pop(sequence, [])
+        snapshot = self._last.pop(sequence, None)
+        for uncached in (*snapshots, snapshot):
+            if uncached is not None and not uncached.is_cached:
+                self._forget(uncached)
+
+    def discard(self, sequence: Sequence, tokens: TokenArray) -> None:
+        self._pool.forget_snapshots(sequence.group.isolation, tokens)
+
+    def finish_plan(self, plan: StepPlan) -> None:
+        plan.states, self._orders = self._orders, []
+        # not those that were given up meanwhile: rows of this very plan may write to their pages
+        plan.snapshots = [TakeSnapshot(slot, tokens, list(s.pages)) for slot, tokens, s in self._taking if s.pages]
+        self._taking = []
+
+    def forget_orders(self) -> None:
+        self._orders, self._taking = [], []
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        holders = {sequence for sequence in sequences if sequence.slot is not None}
+        for books in (self._last, self._due, self._parting):
+            check(books.keys() <= holders, "a sequence without a slot has a state")
+        check(not self._taking, "snapshots are to be taken, and no plan does")
+
+    # -- inside
+
+    def _order(self, order: LoadState) -> None:
+        self._orders.append(order)
+
+    def _take(self, sequence: Sequence, snapshot: StateSnapshot) -> None:
+        self._taking.append((_slot_of(sequence), snapshot.tokens, snapshot))
+
+    def _move_on(self, sequence: Sequence, tokens: int) -> None:
+        """The last snapshot of ``sequence`` is one behind ``tokens`` from now on: in the pages of the one before,
+        unless the cache has that or will have it."""
+        snapshot = self._last.get(sequence)
+        if snapshot is None or not snapshot.pages or snapshot.is_cached or snapshot in self._due.get(sequence, ()):
+            snapshot = self._pool.allocate_snapshot(tokens)
+            if snapshot is None:
+                self._last.pop(sequence, None)
+                return
+            self._last[sequence] = snapshot
+        snapshot.tokens = tokens
+        self._take(sequence, snapshot)
+
+    def _keep(self, sequence: Sequence, snapshot: StateSnapshot) -> None:
+        """Cache it if the index has the blocks before it; else it is of no use, unless it moves along."""
+        if not snapshot.pages or snapshot.is_cached:
+            return
+        isolation, tokens = sequence.group.isolation, sequence.known_tokens()[: snapshot.tokens]
+        # a row that ran ahead of a late draw has no state that counts
+        is_whole = len(tokens) == snapshot.tokens <= sequence.computed
+        is_kept = is_whole and self._pool.keep_snapshot(isolation, tokens, snapshot)
+        if not is_kept and self._last.get(sequence) is not snapshot:
+            self._forget(snapshot)
+
+    def _forget(self, snapshot: StateSnapshot) -> None:
+        if self._pool.snapshots is not None:
+            self._pool.snapshots.forget(snapshot)
+
+
+def _slot_of(sequence: Sequence) -> int:
+    check(sequence.slot is not None, "{} has no slot", sequence)
+    return sequence.slot if sequence.slot is not None else -1
+
+
+def states_of(pool: BlockPool) -> NoStates:
+    """What the scheduler does about recurrent states, for a pool that has snapshots or none."""
+    return NoStates() if pool.config.states is None else RecurrentStates(pool)

@@ -1,0 +1,137 @@
+"""Random lives of an instance with a recurrent state: no slot ever has another state than that of its tokens."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from instance_world import VOCAB, World, config, request
+from memserve.base.states import StatePages
+from memserve.base.types import ClockTicked
+from memserve.protocol.events import PrefixPinned, PrefixUnpinned, RequestCancelled, SequenceStopped
+
+FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
+PAGES = {
+    "one block": StatePages(10, 1),
+    "three blocks": StatePages(30, 3),
+    "own pages": StatePages(10, 1, 5),
+}
+
+
+class StatefulLife(RuleBasedStateMachine):
+    """Arrivals, cancellations, stops, pins, steps and failures in any order, on tiny pools."""
+
+    @initialize(
+        hbm=st.integers(4, 24),
+        pages=st.sampled_from(sorted(PAGES)),
+        caching=st.sampled_from([True, True, True, False]),
+        running=st.integers(1, 8),
+        step_tokens=st.integers(1, 24),
+        chunk=st.integers(1, 12),
+        depth=st.integers(1, 3),
+        late=st.booleans(),
+    )
+    def begin(self, pages, late, **sizes):
+        self.world = World(config(context=48, states=PAGES[pages], **sizes), 4, twin=False)
+        moments = iter(range(1 << 30))
+        self.world.device.mask_is_late = lambda opened: late and next(moments) % 3 == 0
+        self.count = 0
+
+    @rule(
+        family=st.integers(0, 2),
+        shared=st.integers(0, 30),
+        own=st.lists(st.integers(0, VOCAB - 1), max_size=6),
+        max_tokens=st.integers(0, 14),
+        shape=st.sampled_from([(1, 0), (1, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 3)]),
+        priority=st.integers(0, 2),
+        stops=st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True),
+        use_cache=st.sampled_from([True, True, True, False]),
+        tenant=st.sampled_from(["", "", "other"]),
+        prompt_logprobs=st.sampled_from([False, False, False, True]),
+        grammar=st.sampled_from(["", "", "one"]),
+    )
+    def arrive(self, family, shared, own, shape, max_tokens, **rest):
+        self.count += 1
+        n, beam_width = shape
+        max_tokens = max(max_tokens, 1 if beam_width else 0)
+        prompt = FAMILIES[family][:shared] + own
+        self.world.arrive(
+            request(f"r{self.count}", prompt, max_tokens=max_tokens, n=n, beam_width=beam_width, seed=family, **rest)
+        )
+
+    def _some_request(self, which):
+        names = list(self.world.requests)
+        return names[-1 - which % min(len(names), 8)]
+
+    @precondition(lambda self: self.world.requests)
+    @rule(which=st.integers(0, 7))
+    def cancel(self, which):
+        name = self._some_request(which)
+        self.world.asked_to_end.add(name)
+        self.world.post(RequestCancelled(name))
+
+    @precondition(lambda self: self.world.requests)
+    @rule(which=st.integers(0, 7), index=st.integers(0, 2))
+    def stop(self, which, index):
+        name = self._some_request(which)
+        self.world.asked_to_end.add((name, index))
+        self.world.post(SequenceStopped(name, index))
+
+    @precondition(lambda self: self.world.requests)
+    @rule(which=st.integers(0, 7), handle=st.sampled_from("ab"), ticks=st.integers(1, 20))
+    def pin(self, which, handle, ticks):
+        prompt = self.world.requests[self._some_request(which)].prompt
+        self.world.post(PrefixPinned(handle, "", prompt, ticks))
+
+    @rule(handle=st.sampled_from("ab"))
+    def unpin(self, handle):
+        self.world.post(PrefixUnpinned(handle, ""))
+
+    @precondition(lambda self: self.world.plans)
+    @rule(steps=st.integers(1, 12))
+    def steps(self, steps):
+        for _ in range(steps):
+            if self.world.plans:
+                self.world.step()
+
+    @precondition(lambda self: self.world.plans)
+    @rule(seed=st.integers(0, 1))
+    def fail(self, seed):
+        self.world.fail(seed)
+
+    @precondition(lambda self: self.world.plans)
+    @rule(which=st.integers(0, 7), suspect=st.booleans())
+    def fail_row(self, which, suspect):
+        self.world.fail_row(which, suspect)
+
+    @precondition(lambda self: self.world.builds)
+    @rule()
+    def build(self):
+        self.world.build()
+
+    @precondition(lambda self: self.world.masks)
+    @rule()
+    def mask(self):
+        self.world.mask()
+
+    @rule(ticks=st.integers(1, 5))
+    def tick(self, ticks):
+        self.world.now += ticks
+        self.world.post(ClockTicked())
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.drain()
+            for handle in "ab":
+                self.world.post(PrefixUnpinned(handle, ""))
+            self.world.check_all_ended()
+
+
+EXAMPLES = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "100"))
+StatefulLife.TestCase.settings = settings(
+    max_examples=EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestStatefulLife = StatefulLife.TestCase
