@@ -18,6 +18,7 @@ from memserve.instance.events import OpenSequence, StepPlan
 from memserve.model.device import ModelDevice
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.loading.probe import probe_model
+from memserve.model.states.layers import states_of
 
 VOCAB = 131
 CONTEXT_TOKENS = 256
@@ -30,6 +31,8 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
     common = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     common |= {"max_position_embeddings": CONTEXT_TOKENS, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
     gated = common | {"num_key_value_heads": 2, "intermediate_size": 48}
+    if family in (*STATEFUL, "zamba2"):
+        return _stateful_config(family, common, gated, sizes)
     match family:
         case "llama":
             return t.LlamaConfig(**(gated | {"tie_word_embeddings": True} | sizes))
@@ -57,9 +60,6 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
         case "dynamic":  # other positions with each length beyond 64
             rope = {"rope_type": "dynamic", "factor": 4.0}
             return t.LlamaConfig(**(gated | {"max_position_embeddings": 64, "rope_scaling": rope} | sizes))
-        case "falcon_h1":  # a state beside the attention of each layer
-            state = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "head_dim": 8}
-            return t.FalconH1Config(**(gated | state | sizes))
         case "opt":
             return t.OPTConfig(**common, ffn_dim=48, word_embed_proj_dim=32)
         case "gpt_neox":
@@ -68,6 +68,52 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
 
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "opt", "gpt_neox")
+STATEFUL = (
+    "qwen3_5", "qwen3_next", "olmo_hybrid", "lfm2", "jamba", "mamba", "mamba2", "falcon_h1", "bamba",
+    "granitemoehybrid",
+)  # fmt: skip
+"""Families with recurrent states, beside attention or without."""
+
+
+def _stateful_config(family: str, common: dict[str, Any], gated: dict[str, Any], sizes: dict[str, Any]) -> Any:
+    import transformers as t
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    delta = {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    delta |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    state = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    alone = {name: common[name] for name in ("vocab_size", "hidden_size", "eos_token_id", "bos_token_id")}
+    alone |= {"num_hidden_layers": 2, "state_size": 8, "pad_token_id": 0}
+    match family:
+        case "qwen3_5":  # gated delta nets
+            return t.Qwen3_5TextConfig(**(gated | delta | {"linear_num_value_heads": 4, "head_dim": 16} | sizes))
+        case "qwen3_next":
+            experts |= {"shared_expert_intermediate_size": 24, "linear_num_value_heads": 4, "head_dim": 16}
+            return t.Qwen3NextConfig(**(gated | delta | experts | sizes))
+        case "olmo_hybrid":  # three convolutions a layer
+            return t.OlmoHybridConfig(**(gated | delta | {"linear_num_value_heads": 2} | sizes))
+        case "lfm2":  # short convolutions alone
+            kinds = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}
+            return t.Lfm2Config(**(gated | kinds | sizes))
+        case "jamba":  # Mamba, which goes on from a state by one token
+            layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1}
+            return t.JambaConfig(**(gated | layers | {"mamba_d_state": 8, "mamba_dt_rank": 8} | sizes))
+        case "mamba":  # nothing but states
+            return t.MambaConfig(**(alone | {"time_step_rank": 8} | sizes))
+        case "mamba2":
+            return t.Mamba2Config(**(alone | {"num_heads": 4, "head_dim": 16, "n_groups": 1} | sizes))
+        case "falcon_h1":  # a state beside the attention of each layer
+            return t.FalconH1Config(**(gated | state | {"mamba_d_ssm": 64, "head_dim": 8} | sizes))
+        case "bamba":
+            return t.BambaConfig(**(gated | state | {"attn_layer_indices": [1]} | sizes))
+        case "granitemoehybrid":
+            layers = {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24}
+            layers |= {"layer_types": ["mamba", "attention", "mamba"]}
+            return t.GraniteMoeHybridConfig(**(gated | state | layers | sizes))
+    # single tokens are computed with other time steps than several
+    layers = {"layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8, "n_mamba_heads": 4}
+    layers |= {"mamba_ngroups": 1, "num_mem_blocks": 1, "mamba_headdim": 16, "adapter_rank": 8, "time_step_min": 0.1}
+    return t.Zamba2Config(**(gated | layers | sizes))
 
 
 def tiny_module(family: str, seed: int = 0, **sizes: int) -> Any:
@@ -100,6 +146,7 @@ def loaded(module: Any, dtype: str = "float32", block_tokens: int = 32, kv_dtype
         has_chat_template=False,
         device=torch.device("cpu"),
         dtype=getattr(torch, dtype),
+        states=states_of(module).geometry,
     )
 
 

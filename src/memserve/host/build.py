@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memserve.base.config import EngineOptions, InstanceConfig
+from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.base.units import human_bytes
 from memserve.protocol.peers import Peer
@@ -92,9 +93,16 @@ def _assemble_parts(
     sizes = model_sizes(model)  # with its weights
     kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
     config = options.instance_config(
-        geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes
-    )
-    shares_kv = not on_gpu or self_peer is not None
+        geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes,
+        states=model.states,
+    )  # fmt: skip
+    shares_kv = not model.states and (not on_gpu or self_peer is not None)
+    if model.states and role is not Role.COLOCATED:
+        raise UserError(
+            "a model with a recurrent state is not handed over from prefill to decode instances yet",
+            hint="serve it with colocated instances: --colocated N",
+            param="prefill",
+        )
     if gpu_workers is not None and self_peer is not None:
         shares_kv = shares_gpu_kv(gpu_workers.why_unshared, role)
     exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv)

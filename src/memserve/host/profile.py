@@ -34,7 +34,7 @@ from memserve.base.types import CopyBlocks, KVGeometry, Role, SamplingParams, Ti
 from memserve.base.units import MIB, ceil_div
 from memserve.host.build import build_parts
 from memserve.host.profile_file import Measured, Profile
-from memserve.instance.events import OpenSequence, StepPlan
+from memserve.instance.events import LoadState, OpenSequence, StepPlan
 from memserve.kv.costs import CostModel, Quality, Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
 from memserve.kv.transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.protocol.peers import Peer, PeerInfo
@@ -129,6 +129,9 @@ class StepProfiler:
             ids = self._rng.integers(self._vocab_size // 100, self._vocab_size, tokens, dtype=np.int32)
             own_blocks = list(range(slot * blocks, (slot + 1) * blocks))
             plan.open.append(OpenSequence(slot, ids, tokens, 0, SamplingParams(temperature=0.0), own_blocks))
+            if self._config.pool.states is not None:
+                pages = list(range(self._config.pool.states.pages_each)) if tokens > new_tokens else []
+                plan.states.append(LoadState(slot, tokens - new_tokens, pages))  # whatever lies there
             plan.slots.append(slot)
             plan.starts.append(tokens - new_tokens)
             plan.counts.append(new_tokens)

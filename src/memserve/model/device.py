@@ -21,7 +21,13 @@ from memserve.base.types import Tier, TokenLogprobs
 from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFinished, StepPlan
 from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
-from memserve.model.attention.context import ReportingAttention, StepAttention, StepRows, step_attention
+from memserve.model.attention.context import (
+    OrderedAttention,
+    ReportingAttention,
+    StepAttention,
+    StepRows,
+    step_attention,
+)
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
 from memserve.model.attention.sequence_parallel import HeldKv, SegmentLines, SpannedAttention, SpannedRow
 from memserve.model.copier import Copy, PageCopier
@@ -31,6 +37,8 @@ from memserve.model.loading.loader import LoadedModel
 from memserve.model.lora import StepAdapters, lora_adapters
 from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotModel, SlotTable, isolate_row
+from memserve.model.states.layers import step_states
+from memserve.model.states.memory import RaggedStates, SlotStates, pages_for
 from memserve.model.workers.group import WorkerGroup, collectives
 from memserve.system.memory import trim_heap
 from memserve.transport.ports import Arenas, Device
@@ -83,6 +91,11 @@ class ModelDevice(Device):
         addresses = self._arenas.hbm_address, self._arenas.dram.data_ptr()
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
         self._copier = self._make_copier(scheduler.link_bytes_s)
+        #: None: layers keep KV alone
+        self._states: SlotStates | None = None
+        if model.states:
+            pages = pages_for(self._arenas.hbm, pool.states, model.states)
+            self._states = SlotStates(model.states, scheduler.max_running, pages)
         #: the segments of longer sequences that are kept here; None: none can be
         self.held_kv: HeldKv | None = None
         if isinstance(self._attention, partial) and self._attention.func is KernelAttention and crew is None:
@@ -173,8 +186,13 @@ class ModelDevice(Device):
     def _apply_plan(self, plan: StepPlan) -> None:
         if plan.reset_slots:
             self._slots.close_all()
+            if self._states is not None:
+                self._states.forget_all()
         for slot in plan.close:
             self._slots.close_slot(slot)
+        for change in plan.states:
+            check(self._states is not None, "this model has no states")
+            self._states.load_state(change)  # type: ignore[union-attr]  # checked in the line before
         for order in plan.copies if self._makes_copies else ():
             self._arenas.copy_blocks(order)
         if plan.copies:
@@ -260,8 +278,13 @@ class ModelDevice(Device):
 
         attention = self._attention_of(slots, q_starts, (starts + counts).astype(np.int32))
         adapters = self._adapters_of(slots, counts)
+        seen_attention, states = self._reporting_attention(plan, attention), None
+        if self._states is not None:
+            states = RaggedStates(self._states, plan, (slots, starts, counts), self._slots.late)
+            seen_attention = OrderedAttention(seen_attention)
         with (
-            step_attention(self._reporting_attention(plan, attention)),
+            step_attention(seen_attention),
+            step_states(states),
             collectives(self._crew),
             lora_adapters(adapters),
         ):
@@ -271,6 +294,8 @@ class ModelDevice(Device):
             )
         if isinstance(attention, LayeredAttention):
             attention.wait_for_copies()
+        if states is not None:
+            states.finish()
         if self._crew is not None:
             logits = self._crew.gather_logits(logits)
         return logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size], drawing

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from memserve.model import linears
 from memserve.model.loading.pages import pages_of
 from memserve.model.loading.stored import NOT_STORED, stored_of
+from memserve.model.states.layers import states_of
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _TRIAL_ROWS = 8
@@ -83,9 +84,10 @@ def pack_linears(module: nn.Module) -> int:
 
     Nothing is replaced on other devices, for other dtypes, or where the packed result would differ.
     """
-    pages, stored = pages_of(module), stored_of(module)
+    pages, stored, alone = pages_of(module), stored_of(module), states_of(module).weights_alone
     places = [(parent, name) for parent in module.modules() for name, child in parent.named_children()
-              if type(child) is nn.Linear and _is_packable(child) and not stored.of(child.weight.detach())]  # fmt: skip
+              if type(child) is nn.Linear and _is_packable(child) and not stored.of(child.weight.detach())
+              and id(child) not in alone]  # fmt: skip
     trusted: dict[tuple[Any, ...], bool] = {}
     packed = 0
     for parent, name in places:

@@ -125,6 +125,20 @@ class ReportingAttention:
         return mixed
 
 
+class OrderedAttention:
+    """A step's attention for a model in which not every layer attends, or one module does in several: the first call
+    is layer 0's, the next one layer 1's."""
+
+    def __init__(self, attention: StepAttention) -> None:
+        self._attention = attention
+        self._layers = 0
+
+    def run_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """See :meth:`StepAttention.run_attention`; ``layer`` says nothing."""
+        self._layers += 1
+        return self._attention.run_attention(self._layers - 1, q, k, v, **options)
+
+
 # -- transformers' interface
 
 

@@ -45,6 +45,7 @@ from memserve.model.loading.probe import DenseAttention
 from memserve.model.loading.stored import NOT_STORED, StoredWeights, stored_of
 from memserve.model.lora import RowsOf, has_lora_rows, lora_adapters
 from memserve.model.quantised import QuantisedLinear, is_quantised
+from memserve.model.states.layers import states_of
 from memserve.model.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ def best_forward(
 
     ``crew``: the workers of the instance, all of which must compute the same rows, padding included. ``fingerprint``:
     of the model, see :func:`capture_forward`."""
-    captured = capture_forward(module, fingerprint)
+    # states are no inputs of a captured forward
+    captured = None if states_of(module) else capture_forward(module, fingerprint)
     agreed = crew is None or crew.all_agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
 from memserve.base.errors import UserError
+from memserve.base.states import NO_STATE, StateGeometry, cache_groups
 from memserve.base.types import AS_COMPUTED, COARSE_BITS, NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import load_module, text_weights
@@ -44,6 +45,9 @@ ignored, as in vLLM."""
 TOKENIZER_HINT = "save the tokenizer beside the weights with tokenizer.save_pretrained(folder)"
 
 _CONTEXT_FALLBACK_TOKENS = 2048
+
+_ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers that attend, as configurations name them."""
 
 _TURN_ENDS = (
     "<|im_end|>",
@@ -87,6 +91,7 @@ class LoadedModel:
     adapters: Adapters | None = None  # LoRA adapters; None: none
     position_regimes: PositionRegimes = NO_REGIMES  # what decides how positions are computed
     query_heads: int = 0  # of every layer; 0: not known, or not alike
+    states: StateGeometry = NO_STATE  # what layers carry beside KV
 
     @property
     def kv_dtype(self) -> str:
@@ -176,7 +181,19 @@ def load_model(
         activation_bits=activation_bits,
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
+        states=_states(module, geometry, layers, folder.name),
     )
+
+
+def _states(module: Any, geometry: KVGeometry, layers: list[ProbedLayer], name: str) -> StateGeometry:
+    """What layers carry beside KV; the log says which groups of layers there are then."""
+    from memserve.model.states.layers import states_of
+
+    states = states_of(module).geometry
+    if states:
+        groups = cache_groups(geometry, [layer.window for layer in layers], states)
+        log.info("%s has %s", name, ", ".join(map(str, groups)))
+    return states
 
 
 def _probe(module: Any, dtype: str, block_tokens: int, identity: str) -> tuple[KVGeometry, list[ProbedLayer]]:
@@ -366,6 +383,8 @@ def _max_model_tokens(
     elif regimes is not None and regimes.by_length:  # the factor says how far it goes
         limits = [int(limits[0] * float(text.rope_parameters["factor"]))]
     kinds = getattr(text, "layer_types", None) or []
+    if len(kinds) != len(layers):  # layers with a state do not attend
+        kinds = [kind for kind in kinds if kind in _ATTENDING]
     for layer, kind in zip(layers, kinds, strict=False):
         size = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
         if size and not layer.window and getattr(text, size, None):

@@ -7,7 +7,7 @@ hold. The same forward is compared with the family's own eager attention, so a f
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ from memserve.model.loading.cache import read_record, record_name, write_record
 from memserve.model.loading.formats.headers import errors_named
 from memserve.model.loading.stored import stored_of
 from memserve.model.quantised import is_quantised
+from memserve.model.states.layers import StateLayers, install_states, states_of
+from memserve.model.states.probe import find_states
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,33 +69,42 @@ class DenseAttention:
 
 
 def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry, list[ProbedLayer]]:
-    """Switch ``module`` to our attention and find its KV geometry. Raises :class:`UserError` for what cannot be served.
+    """Switch ``module`` to our attention and find its KV geometry, and its layers with a recurrent state
+    (:func:`memserve.model.states.layers.states_of`). Raises :class:`UserError` for what cannot be served.
 
-    ``module``: a transformers causal language model, loaded with its eager attention.
+    ``module``: a transformers causal language model, loaded with its eager attention. The layers are those that attend.
+    Where none does, blocks are as small as can be: they hold no KV.
     """
     family = module.config.model_type
     vocab = module.config.get_text_config().vocab_size
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=module.device) * 7919 % vocab
     expected = _last_logits(module, ids, family)
+    states = _find_states(module, ids, family)
     _use_our_attention(module)
     attention = DenseAttention()
     with step_attention(attention):
         logits = _last_logits(module, ids, family)
-    layers = attention.layers
-    _check_layers(layers, module.config.get_text_config().num_hidden_layers, family)
+    # beside states, not every layer attends, and one module may attend in several: their order names them
+    layers = (
+        [replace(layer, layer=place) for place, layer in enumerate(attention.layers)] if states else attention.layers
+    )
+    _check_layers(layers, module.config.get_text_config().num_hidden_layers, family, beside_states=bool(states))
     # rounding alone makes 0.2 of a small model with weights of 4 bits; the comparison in pieces looks closer
     limit = 1e-3 if dtype == "float32" else 0.4 if is_quantised(module) else 0.2
     _check_logits(logits, expected, limit, family)
+    if states:
+        install_states(module, replace(states, geometry=replace(states.geometry, attends=bool(layers))))
     return _geometry_of(layers, dtype, block_tokens), layers
 
 
 def probe_once(module: Any, dtype: str, block_tokens: int, fingerprint: str) -> tuple[KVGeometry, list[ProbedLayer]]:
-    """As :func:`probe_model`, whose findings are remembered by the model's ``fingerprint``."""
+    """As :func:`probe_model`, whose findings are remembered by the model's ``fingerprint``, but for those on states."""
     name = record_name("probe", fingerprint, dtype)
     known = read_record(name).get("layers")
     if known is None:
         geometry, layers = probe_model(module, dtype, block_tokens)
-        write_record(name, {"layers": [asdict(layer) for layer in layers]})
+        if not states_of(module):  # else modules are to be found, and not only numbers
+            write_record(name, {"layers": [asdict(layer) for layer in layers]})
         return geometry, layers
     _use_our_attention(module)
     layers = [ProbedLayer(**layer) for layer in known]
@@ -107,10 +118,17 @@ def _use_our_attention(module: Any) -> None:
 
 
 def _geometry_of(layers: list[ProbedLayer], dtype: str, block_tokens: int) -> KVGeometry:
-    first = layers[0]
-    geometry = KVGeometry(len(layers), first.kv_heads, first.head_dim_k, first.head_dim_v, dtype, block_tokens)
+    """Without layers that attend: as small as can be."""
+    sizes = (len(layers), layers[0].kv_heads, layers[0].head_dim_k, layers[0].head_dim_v) if layers else (1, 1, 1, 1)
+    geometry = KVGeometry(*sizes, dtype, block_tokens)
     check(geometry.page_bytes > 0, "a page must hold something")
     return geometry
+
+
+def _find_states(module: Any, ids: Tensor, family: str) -> StateLayers:
+    failure = f"a {family} model cannot be served: its forward refused a plain step with a cache"
+    with errors_named(failure, HINT), stored_of(module).computing_as_stored():
+        return find_states(module, ids)
 
 
 def _last_logits(module: Any, ids: Tensor, family: str) -> Tensor:
@@ -122,13 +140,13 @@ def _last_logits(module: Any, ids: Tensor, family: str) -> Tensor:
     return last
 
 
-def _check_layers(layers: list[ProbedLayer], expected: int, family: str) -> None:
+def _check_layers(layers: list[ProbedLayer], expected: int, family: str, *, beside_states: bool) -> None:
     layer_numbers = [layer.layer for layer in layers]
-    if not layer_numbers:
+    if not layer_numbers and not beside_states:
         raise UserError(
             f"a {family} model cannot be served: its attention does not use transformers' interface", hint=HINT
         )
-    if layer_numbers != list(range(expected)):
+    if layer_numbers != list(range(expected)) and not beside_states:
         absent = sorted(set(range(expected)) - set(layer_numbers))
         story = (
             f"layers {absent} have no attention of this kind"

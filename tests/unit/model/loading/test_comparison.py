@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import transformers
 
 from memserve import LLM
 from memserve.base.errors import UserError
-from memserve.model.loading import comparison
+from memserve.model.loading import comparison, probe
 from memserve.model.loading.cache import record_file, record_name
 from memserve.model.loading.comparison import KIND, compare_in_pieces, compare_once, read_verdict
 from memserve.model.loading.probe import probe_model
-from tiny_models import FAMILIES, save_folder, tiny_module
+from tiny_models import FAMILIES, STATEFUL, save_folder, tiny_module
 
 
 def compared(module: Any, dtype: str = "float32", longest: int | None = None) -> None:
@@ -32,9 +33,24 @@ def test_families_of_keys_and_values_pass(family: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_state_beside_attention_is_refused(dtype: str) -> None:
-    with pytest.raises(UserError, match="falcon_h1 model cannot be served"):
-        compared(tiny_module("falcon_h1"), dtype)
+@pytest.mark.parametrize("family", STATEFUL)
+def test_families_with_states_pass(family: str, dtype: str) -> None:
+    compared(tiny_module(family), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5", "lfm2"])
+def test_a_state_that_is_not_carried_is_refused(family: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe may miss what a layer keeps: then the model must not be served without it."""
+    find = probe.find_states
+    monkeypatch.setattr(probe, "find_states", lambda *found: replace(find(*found), layers=find(*found).layers[:-1]))
+    with pytest.raises(UserError, match=f"{family}.* model cannot be served"):
+        compared(tiny_module(family), dtype)
+
+
+def test_single_tokens_computed_otherwise_are_refused() -> None:
+    with pytest.raises(UserError, match=r"zamba2 model cannot be served: .* single tokens otherwise than several"):
+        compared(tiny_module("zamba2"))
 
 
 def test_a_count_of_positions_of_its_own_is_refused() -> None:
@@ -181,6 +197,6 @@ def test_the_verdict_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_refused_model_does_not_start(tmp_path: Path) -> None:
-    folder = save_folder(tiny_module("falcon_h1"), tmp_path / "falcon")
-    with pytest.raises(UserError, match="keeps a state beside keys and values"):
-        LLM(str(folder), dtype="bfloat16", kv_memory="4MiB")
+    folder = save_folder(tiny_module("zamba2"), tmp_path / "zamba")
+    with pytest.raises(UserError, match="single tokens otherwise than several"):
+        LLM(str(folder), dtype="float32", kv_memory="4MiB")

@@ -1,0 +1,219 @@
+"""Where recurrent states lie: one of each slot, which its rows change, and snapshots, in pages.
+
+A state is one run of bytes, part after part (:class:`~memserve.base.states.StateGeometry`), so that a snapshot of all
+layers is one copy. Each slot knows behind how many tokens its state is; a row that begins elsewhere is an error, and
+never a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from memserve import _core
+from memserve.base.errors import check
+from memserve.base.states import StateGeometry
+from memserve.model.states.layers import LayerCalls, LayerStates, PartKey, StateLayer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from memserve.instance.events import LoadState, StepPlan, TakeSnapshot
+
+    Int64s = NDArray[np.int64]
+
+UNKNOWN = -1
+
+
+def state_pages(page_bytes: int, pages: int) -> Tensor:
+    """``[pages, page_bytes]`` uint8 for snapshots alone; the kernel gives the memory when it is first touched."""
+    return torch.frombuffer(_core.Arena(pages * page_bytes), dtype=torch.uint8).view(pages, page_bytes)
+
+
+def parts_of(states: Tensor, geometry: StateGeometry) -> list[Tensor]:
+    """The parts ``[n, *shape]`` of ``states [n, nbytes]`` uint8, without a copy."""
+    parts = []
+    for part, offset in zip(geometry.parts, geometry.offsets, strict=False):
+        dtype = getattr(torch, part.dtype)
+        values = states[:, offset : offset + part.nbytes].view(dtype)
+        parts.append(values.view(len(states), *part.shape))
+    return parts
+
+
+class SlotStates:
+    """The states of all slots. Used from the device's thread."""
+
+    def __init__(self, geometry: StateGeometry, slots: int, pages: Tensor) -> None:
+        """``pages [pages, page_bytes]`` uint8: where snapshots lie."""
+        self.geometry = geometry
+        self._states = state_pages(geometry.nbytes, slots)
+        self._pages = pages
+        self.parts = parts_of(self._states, geometry)
+        #: behind how many tokens the state of each slot is
+        self.tokens: Int64s = np.full(slots, UNKNOWN, np.int64)
+
+    def forget_all(self) -> None:
+        """After a failed step no slot has a state."""
+        self.tokens[:] = UNKNOWN
+
+    def load_state(self, order: LoadState) -> None:
+        """Give a slot another state, as the plan says."""
+        if order.from_slot is not None:
+            have = int(self.tokens[order.from_slot])
+            check(have == order.tokens, "slot {} is behind {} tokens, not {}", order.from_slot, have, order.tokens)
+            self._states[order.slot] = self._states[order.from_slot]
+        elif order.pages:
+            self._copy_pages(self._states[order.slot], order.pages, to_pages=False)
+        else:
+            check(order.tokens == 0, "there is no state behind {} tokens without a snapshot", order.tokens)
+        self.tokens[order.slot] = order.tokens
+
+    def write_snapshot(self, pages: Sequence[int], state: Tensor) -> None:
+        """Copy ``state [nbytes]`` uint8 to ``pages``."""
+        self._copy_pages(state, pages, to_pages=True)
+
+    def of_slot(self, slot: int) -> Tensor:
+        """The state of a slot, ``[nbytes]`` uint8, without a copy."""
+        return self._states[slot]
+
+    def _copy_pages(self, state: Tensor, pages: Sequence[int], *, to_pages: bool) -> None:
+        page_bytes = self._pages.shape[1]
+        whole, rest = divmod(len(state), page_bytes)
+        check(len(pages) == whole + (rest > 0), "a snapshot of {} bytes has {} pages", len(state), len(pages))
+        check(min(pages) >= 0 and max(pages) < len(self._pages), "a snapshot lies in pages that there are not")
+        ids = torch.tensor(pages[:whole], dtype=torch.int64)
+        if to_pages:
+            self._pages.index_copy_(0, ids, state[: whole * page_bytes].view(whole, page_bytes))
+            self._pages[pages[-1], :rest] = state[len(state) - rest :] if rest else state[:0]
+        else:
+            torch.index_select(self._pages, 0, ids, out=state[: whole * page_bytes].view(whole, page_bytes))
+            state[len(state) - rest :] = self._pages[pages[-1], :rest] if rest else state[:0]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Tokens of one row that a layer computes in one call."""
+
+    begin: int  # in the step
+    end: int
+    slot: int
+    is_fresh: bool
+    taken: list[Tensor] | None = None  # parts of the snapshot that is taken behind it, if the row goes on
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows of a single token, computed in one call."""
+
+    tokens: Tensor | None = None  # [rows] int64: in the step; None: all that it has
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    kept: Tensor | None = None  # [kept] int64: rows whose new state counts; None: all
+
+
+class RaggedStates:
+    """One step's rows (a :class:`~memserve.model.states.layers.StepStates`)."""
+
+    def __init__(
+        self, memory: SlotStates, plan: StepPlan, rows: tuple[Int64s, Int64s, Int64s], late: Collection[int]
+    ) -> None:
+        """``rows``: slots, first tokens and counts, each ``[rows]`` int64. ``late``: slots whose rows have no meaning,
+        because a draw before them was late: their states stay."""
+        self._memory = memory
+        slots, starts, self._counts = rows
+        self._slots, self._late = slots, late
+        wrong = np.flatnonzero((memory.tokens[slots] != starts) & ~np.isin(slots, list(late)))
+        if len(wrong):
+            slot, start = int(slots[wrong[0]]), int(starts[wrong[0]])
+            check(False, "slot {} computes from {} on, with a state behind {} tokens", slot, start, memory.tokens[slot])
+        ends = dict(zip(slots.tolist(), (starts + self._counts).tolist(), strict=True))
+        self._taken: list[tuple[TakeSnapshot, Tensor]] = []  # inside a row, with what was copied
+        self._at_end = [
+            order for order in plan.snapshots if ends[order.slot] == order.tokens and order.slot not in late
+        ]
+        inside: dict[int, list[TakeSnapshot]] = {}
+        for order in plan.snapshots:
+            if order.tokens < ends[order.slot]:
+                inside.setdefault(order.slot, []).append(order)
+        self._rows, self._pieces = self._divide(slots.tolist(), starts.tolist(), self._counts.tolist(), inside)
+
+    def run_layer(self, layer: StateLayer, hidden: Tensor, calls: LayerCalls) -> Tensor:
+        """See :class:`~memserve.model.states.layers.StepStates`."""
+        rows, output = self._rows, torch.empty(0)
+        if rows is not None and not self._pieces:
+            output = self._run_rows(layer, hidden.transpose(0, 1), rows, calls).transpose(0, 1)
+            return output.contiguous()
+        output = torch.empty_like(hidden)
+        if rows is not None and rows.tokens is not None:
+            inputs = hidden[0].index_select(0, rows.tokens)[:, None]
+            output[0].index_copy_(0, rows.tokens, self._run_rows(layer, inputs, rows, calls)[:, 0])
+        for piece in self._pieces:
+            own = {key: self._memory.parts[part][piece.slot : piece.slot + 1] for key, part in layer.parts.items()}
+            if piece.slot in self._late:
+                own = {key: part.clone() for key, part in own.items()}
+            states, inputs = LayerStates(own, is_fresh=piece.is_fresh), hidden[:, piece.begin : piece.end]
+            output[:, piece.begin : piece.end] = calls.call_piece(
+                inputs, piece.begin, piece.end, states, is_fresh=piece.is_fresh
+            )
+            for key, part in layer.parts.items() if piece.taken is not None else ():
+                piece.taken[part].copy_(own[key])  # type: ignore[index]  # asked in the line before
+        return output
+
+    def finish(self) -> None:
+        """The step is computed: slots are behind its tokens, and snapshots are written."""
+        for order, state in self._taken:
+            self._memory.write_snapshot(order.pages, state)
+        for order in self._at_end:
+            self._memory.write_snapshot(order.pages, self._memory.of_slot(order.slot))
+        counts = np.where(np.isin(self._slots, list(self._late)), 0, self._counts) if self._late else self._counts
+        self._memory.tokens[self._slots] += counts
+
+    def _run_rows(self, layer: StateLayer, inputs: Tensor, rows: _Rows, calls: LayerCalls) -> Tensor:
+        """``inputs [rows, 1, size]``."""
+        own: dict[PartKey, Tensor] = {
+            key: self._memory.parts[part].index_select(0, rows.slots) for key, part in layer.parts.items()
+        }
+        output = calls.call_rows(inputs, rows.tokens if self._pieces else None, LayerStates(own, is_fresh=False))
+        for key, part in layer.parts.items():
+            if rows.kept is None:
+                self._memory.parts[part].index_copy_(0, rows.slots, own[key])
+            else:
+                self._memory.parts[part].index_copy_(0, rows.slots[rows.kept], own[key][rows.kept])
+        return output
+
+    def _divide(
+        self, slots: list[int], starts: list[int], counts: list[int], inside: dict[int, list[TakeSnapshot]]
+    ) -> tuple[_Rows | None, list[_Piece]]:
+        """Rows of one token behind others, all together; of the rest, pieces that end where snapshots are taken."""
+        single: list[tuple[int, int]] = []
+        pieces: list[_Piece] = []
+        begin = 0
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            if count == 1 and start:
+                single.append((begin, slot))
+            else:
+                first, place = begin - start, begin
+                for order in sorted(inside.get(slot, ()), key=lambda order: order.tokens):
+                    state = torch.empty((1, self._memory.geometry.nbytes), dtype=torch.uint8)
+                    self._taken.append((order, state[0]))
+                    taken = parts_of(state, self._memory.geometry)
+                    pieces.append(_Piece(place, first + order.tokens, slot, not start and place == begin, taken))
+                    place = first + order.tokens
+                pieces.append(_Piece(place, begin + count, slot, not start and place == begin))
+            begin += count
+        if not single:
+            return None, pieces
+        rows = _Rows(torch.tensor([token for token, _ in single]), torch.tensor([slot for _, slot in single]))
+        if self._late:
+            rows.kept = torch.tensor([row for row, (_, slot) in enumerate(single) if slot not in self._late])
+        return rows, pieces
+
+
+def pages_for(arena: Tensor, states: Any, geometry: StateGeometry) -> Tensor:
+    """Where snapshots lie: in blocks of ``arena [blocks, block_bytes]``, or in pages of their own
+    (:class:`~memserve.base.states.StatePages`)."""
+    return state_pages(geometry.nbytes, states.own_pages) if states.own_pages else arena
