@@ -156,6 +156,9 @@ class InstanceStats:
     store_blocks_dropped: int = counter(
         "instance_store_blocks_dropped", "KV blocks that were not offered, since the store was slower than {whose}"
     )
+    snapshots_cached: int = gauge("instance_snapshots", "Snapshots of recurrent states that {whose} has cached")
+    snapshots_used: int = counter("instance_snapshots_used", "Times that {whose} went on from a snapshot")
+    snapshots_given_up: int = counter("instance_snapshots_given_up", "Cached snapshots that {whose} has given up")
     objectives: ObjectiveReport = field(default_factory=ObjectiveReport)
     """All zero: requests have no objectives (``--scheduling fcfs``)."""
     layers: LayerReport = field(default_factory=LayerReport)
@@ -265,6 +268,9 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         drafts_kept=counters.kept_tokens,
         copied_on_write=state.memory.copied_on_write,
         dram_tokens_reused=state.memory.dram_tokens_reused,
+        snapshots_cached=pool.snapshots.cached,
+        snapshots_used=pool.snapshots.used,
+        snapshots_given_up=pool.snapshots.given_up,
         prefill_ns_per_token=state.costs.prefill_ns_per_token,
         finished=dict(counters.finished),
         objectives=state.objectives.report() if state.objectives is not None else ObjectiveReport(),

@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Protocol
 
 from memserve.base.types import Tier
+from memserve.kv.snapshots import SnapshotReport
 from memserve.protocol.messages import KvChange, KvEvents, KvSnapshot
 
 DROPPED_HBM, DROPPED_DRAM, MOVED_DOWN = 0, 1, 2  # kinds of changes in `_core.Eviction`
@@ -127,9 +128,9 @@ class TierReport:
     blocks_total: int
     blocks_free: int
     blocks_used: int
-    blocks_cached: int  # known to the prefix index
+    blocks_cached: int  # known to the prefix index, or of snapshots
     blocks_pinned: int  # cached and under a pin: not evictable
-    blocks_evictable: int  # cached, and free as soon as the index gives them up
+    blocks_evictable: int  # cached, and free as soon as they are given up
     pages_free: int = 0  # pages that are not allocated, in free and in broken blocks
     pages_stranded: int = 0  # those of them in broken blocks: no request for a whole block can use them
 
@@ -147,6 +148,7 @@ class PoolReport:
     tiers: tuple[TierReport, ...]
     block_tokens: int
     copies_pending: int = 0  # blocks with a recorded copy that has not been taken yet
+    snapshots: SnapshotReport = field(default_factory=SnapshotReport)  # all zero: layers keep KV alone
     by_tier: dict[Tier, TierReport] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

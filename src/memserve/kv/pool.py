@@ -21,7 +21,7 @@ from memserve.base.types import CopyBlocks, Tier, TokenArray, tenant_of
 from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
 from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id
-from memserve.kv.snapshots import SnapshotCache, StateSnapshot
+from memserve.kv.snapshots import SnapshotCache, SnapshotReport, StateSnapshot
 
 _EVICTION_STEP = 8  # blocks given up at once where a snapshot may go with any of them
 
@@ -393,10 +393,14 @@ class BlockPool:
     def report(self) -> PoolReport:
         """The state of the memory."""
         tiers = self._report_of(Tier.HBM, self._hbm), self._report_of(Tier.DRAM, self._dram)
-        return PoolReport(tiers=tiers, block_tokens=self.block_tokens, copies_pending=len(self._copies))
+        snapshots = SnapshotReport() if self.snapshots is None else self.snapshots.report()
+        return PoolReport(tiers, self.block_tokens, len(self._copies), snapshots)
 
     def _report_of(self, tier: Tier, blocks: _core.BlockAllocator) -> TierReport:
         cached = self._index.blocks(tier), self._index.blocks_pinned(tier), blocks.blocks_evictable
+        if self.snapshots is not None and tier is Tier.HBM:
+            used, evictable = self.snapshots.blocks_used, self.snapshots.blocks_evictable
+            cached = cached[0] + used, cached[1] + used - evictable, cached[2] + evictable
         sizes = blocks.blocks_total, blocks.blocks_free, blocks.blocks_used
         return TierReport(tier, *sizes, *cached, blocks.pages_free, blocks.pages_stranded)
 

@@ -58,6 +58,17 @@ class StateSnapshot:
         return bool(self.identity)
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotReport:
+    """Snapshots of one pool, and totals since it was made."""
+
+    cached: int = 0
+    used: int = 0
+    """Times that something went on from a cached one."""
+    given_up: int = 0
+    """Of those that were cached."""
+
+
 class SnapshotCache:
     """All snapshots of a pool. It decides which go; the pool decides when."""
 
@@ -75,8 +86,7 @@ class SnapshotCache:
         self._behind: dict[StateSnapshot, None] = {}  # cached, and a longer one of the same path is, too
         self._ends: dict[StateSnapshot, None] = {}  # cached, the others
         self._pinned = 0
-        self.taken = 0
-        self.given_up = 0
+        self._used = self._given_up = 0
 
     # -- room
 
@@ -104,7 +114,6 @@ class SnapshotCache:
             return None
         snapshot = StateSnapshot(tokens, pages.tolist())
         self._running[snapshot] = None
-        self.taken += 1
         return snapshot
 
     def give_up_behind(self) -> bool:
@@ -131,7 +140,7 @@ class SnapshotCache:
             line.pop(snapshot, None)
         if snapshot.is_cached:
             del self._by_identity[snapshot.identity], self._by_anchor[snapshot.anchor]
-            self.given_up += 1
+            self._given_up += 1
         self._pinned -= snapshot.pins > 0
         pages, snapshot.pages, snapshot.identity = snapshot.pages, [], b""
         snapshot.prefix = snapshot.prefix[:0]
@@ -159,6 +168,7 @@ class SnapshotCache:
 
     def use(self, snapshot: StateSnapshot) -> None:
         """A sequence goes on from it: it is the last that should go."""
+        self._used += 1
         snapshot.is_branch = True
         self._behind.pop(snapshot, None)
         self._ends.pop(snapshot, None)
@@ -204,6 +214,15 @@ class SnapshotCache:
     def cached(self) -> int:
         """How many are cached."""
         return len(self._by_identity)
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks of KV that snapshots lie in."""
+        return len(self) * self.pages.pages_each if self.shares_blocks else 0
+
+    def report(self) -> SnapshotReport:
+        """For the pool's."""
+        return SnapshotReport(self.cached, self._used, self._given_up)
 
     def anchors(self) -> list[tuple[int, StateSnapshot]]:
         """Each cached snapshot with the block that it hangs behind."""

@@ -87,7 +87,7 @@ class LoadedModel:
     kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known; auto: as in the first
     quantization: str = "none"  # auto: some weights are computed with as they are stored
     activation_bits: int = 0  # to which activations are rounded before they meet stored weights; 0: they are not
-    attends_plainly: bool = True  # no layer has a window or sinks
+    attends_plainly: bool = True  # no layer has a window, sinks or a state
     adapters: Adapters | None = None  # LoRA adapters; None: none
     position_regimes: PositionRegimes = NO_REGIMES  # what decides how positions are computed
     query_heads: int = 0  # of every layer; 0: not known, or not alike
@@ -175,7 +175,7 @@ def load_model(
         device=place,
         dtype=getattr(torch, dtype_name),
         generation_defaults=_generation_defaults(folder),
-        attends_plainly=not original and not any(layer.window or layer.sinks for layer in layers),
+        attends_plainly=not original and _attends_plainly(module, layers),
         position_regimes=regimes or NO_REGIMES,
         quantization=quantization if activation_bits else "none",
         activation_bits=activation_bits,
@@ -183,6 +183,12 @@ def load_model(
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
         states=_states(module, geometry, layers, folder.name),
     )
+
+
+def _attends_plainly(module: Any, layers: list[ProbedLayer]) -> bool:
+    from memserve.model.states.layers import states_of
+
+    return not states_of(module) and not any(layer.window or layer.sinks for layer in layers)
 
 
 def _states(module: Any, geometry: KVGeometry, layers: list[ProbedLayer], name: str) -> StateGeometry:
