@@ -58,11 +58,14 @@ SMALL = {
     "index_head_dim": 16, "index_n_heads": 4, "index_topk": 16,
     "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "state_size": 16, "n_groups": 1,
     "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "mamba_dt_rank": 8, "use_mamba_kernels": False,
+    "expand": 1, "mamba_expand": 1, "time_step_rank": 8, "n_mamba_heads": 4,
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "lru_width": HIDDEN, "intermediate_size_mlp": 128, "block_multiple_of": 32, "num_nextn_predict_layers": 0,
     "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 1, "laurel_rank": 8, "altup_num_inputs": 2,
 }  # fmt: skip
 """Sizes by the names that configurations have for them. Others stay as they are."""
+KINDS = dict.fromkeys(("lfm2", "lfm2_moe"), ("conv", "full_attention"))
+"""Kinds of layers of families whose configurations name none."""
 
 
 def shrunk(config_class: Any) -> Any:
@@ -80,6 +83,8 @@ def shrunk(config_class: Any) -> Any:
         if isinstance(kinds := usual_fields.get(name), list) and kinds:
             distinct = list(dict.fromkeys(kinds))
             small[name] = (distinct * layers)[:layers]
+    if usual.model_type in KINDS:
+        small["layer_types"] = [*KINDS[usual.model_type]] * 2
     if "num_key_value_heads" in small and usual_fields.get("kv_lora_rank"):
         small["num_key_value_heads"] = 4
     return config_class(**small)

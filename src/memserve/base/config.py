@@ -465,7 +465,7 @@ class EngineOptions:
             self.check_states(on_gpu=on_gpu)
             divided = divide_memory(geometry, states, memory_bytes, scheduler.max_running)
             scheduler = dataclasses.replace(scheduler, max_running=divided.slots)
-            first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.text}"
+            first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.digest}"
         else:
             first_blocks = hbm_blocks(geometry, memory_bytes)
         blocks = first_blocks, dram_bytes // block_bytes[1]

@@ -8,6 +8,7 @@ is a *snapshot*. Nothing here is known of families: the probe fills this in from
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,9 +69,9 @@ class StateGeometry:
         return self.offsets[-1]
 
     @property
-    def text(self) -> str:
-        """Names the layout: states of two models with different texts are never exchanged."""
-        return ";".join(f"{p.layer}.{p.kind}{p.index}:{p.dtype}{list(p.shape)}" for p in self.parts)
+    def digest(self) -> str:
+        """Names the layout: states of two models with different digests are never exchanged."""
+        return hashlib.blake2b(repr(self.parts).encode(), digest_size=8).hexdigest()
 
 
 NO_STATE = StateGeometry()

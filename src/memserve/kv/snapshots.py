@@ -64,7 +64,7 @@ class SnapshotReport:
 
     cached: int = 0
     used: int = 0
-    """Times that something went on from a cached one."""
+    """Times that a cached one was found for a prefix."""
     given_up: int = 0
     """Of those that were cached."""
 

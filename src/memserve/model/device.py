@@ -181,6 +181,7 @@ class ModelDevice(Device):
             self.grammars.end_processes()
         if self.segment_lines is not None:
             self.segment_lines.close()
+        self._states = None
         del self._attention, self._page_attention, self._arenas, self.held_kv
 
     def _apply_plan(self, plan: StepPlan) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from instance_world import VOCAB, World, config, request
+from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
 from memserve.base.types import ClockTicked
+from memserve.instance.events import LoadState, TakeSnapshot
+from memserve.instance.scheduler.batch import BatchBuilder
+from memserve.instance.scheduler.states import RecurrentStates
+from memserve.kv.snapshots import SnapshotCache
 from memserve.protocol.events import PrefixPinned, PrefixUnpinned, RequestCancelled, SequenceStopped
+from memserve_lab.sim.reference.oracle import Violation
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
 PAGES = {
@@ -135,3 +143,100 @@ StatefulLife.TestCase.settings = settings(
     max_examples=EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStatefulLife = StatefulLife.TestCase
+
+
+def _outlived_by_snapshots(monkeypatch):
+    monkeypatch.setattr(SnapshotCache, "on_blocks_dropped", lambda self, blocks: None)
+
+
+def _without_its_state(monkeypatch):
+    monkeypatch.setattr(RecurrentStates, "_order", lambda self, order: None)
+
+
+def _into_pages_given_up(monkeypatch):
+    def finish_plan(self, plan):
+        plan.states, self._orders = self._orders, []
+        plan.snapshots = [TakeSnapshot(slot, tokens, pages) for slot, tokens, pages in self._noted]
+        self._taking, self._noted = [], []
+
+    def take(self, sequence, snapshot):
+        self._noted = [*getattr(self, "_noted", []), (sequence.slot, snapshot.tokens, list(snapshot.pages))]
+
+    monkeypatch.setattr(RecurrentStates, "_noted", [], raising=False)
+    monkeypatch.setattr(RecurrentStates, "finish_plan", finish_plan)
+    monkeypatch.setattr(RecurrentStates, "_take", take)
+
+
+def _of_another_position(monkeypatch):
+    take = RecurrentStates._take
+
+    def take_early(self, sequence, snapshot):
+        take(self, sequence, snapshot)
+        slot, tokens, _ = self._taking[-1]
+        self._taking[-1] = slot, max(1, tokens - 1), snapshot
+
+    monkeypatch.setattr(RecurrentStates, "_take", take_early)
+
+
+def _with_kv_alone(monkeypatch):
+    def longest_match(self, identities, tokens):
+        return min(self._by_identity.values(), key=lambda snapshot: -snapshot.tokens, default=None)
+
+    monkeypatch.setattr(SnapshotCache, "longest_match", longest_match)
+
+
+def _forked_before_its_rows(monkeypatch):
+    def fork(self, parent, child):
+        self._order(LoadState(child.slot, child.computed, from_slot=parent.slot))
+
+    begin = BatchBuilder.finish_plan
+
+    def finish_plan(self):
+        begin(self)
+        self.plan.states += self.state.memory.states._orders
+        self.state.memory.states._orders = []
+
+    monkeypatch.setattr(RecurrentStates, "fork", fork)
+    monkeypatch.setattr(BatchBuilder, "finish_plan", finish_plan)
+
+
+def busy_life(seed):
+    """Many requests that share and part, on memory for a few, of which some are cancelled."""
+    draws = Random(seed)
+    world = World(config(context=48, hbm=12, running=4, states=PAGES["one block"]), 4, twin=False)
+    for number in range(60):
+        shared, own = draws.randrange(30), [draws.randrange(VOCAB) for _ in range(draws.randrange(6))]
+        n, prompt = draws.choice((1, 1, 2)), [*FAMILIES[draws.randrange(2)][:shared], *own]
+        if prompt:
+            world.arrive(request(f"r{number}", prompt, max_tokens=draws.randrange(1, 14), n=n))
+        for _ in range(draws.randrange(8)):
+            if world.plans:
+                world.step()
+    world.drain()
+    world.check_all_ended()
+    return world
+
+
+def test_a_busy_life_goes_on_from_snapshots():
+    worlds = [busy_life(seed) for seed in range(3)]
+    assert all(world.device.states.loaded > 3 for world in worlds)
+    assert sum(world.machine.stats().preemptions_recompute for world in worlds) > 0
+    assert sum(world.machine.stats().snapshots_given_up for world in worlds) > 0
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        _outlived_by_snapshots,
+        _without_its_state,
+        _into_pages_given_up,
+        _of_another_position,
+        _with_kv_alone,
+        _forked_before_its_rows,
+    ],
+)
+def test_planted_faults_are_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises((Violation, InvariantError, AssertionError, KeyError)):
+        for seed in range(10):
+            busy_life(seed)

@@ -178,22 +178,23 @@ class LoneStates:
 
     def __init__(self, geometry: StateGeometry, dtype: torch.dtype | None = None) -> None:
         """``dtype``: of all parts; None: each has its own."""
-        self._parts = [
-            torch.zeros((1, *part.shape), dtype=dtype or getattr(torch, part.dtype)) for part in geometry.parts
-        ]
-        self._begun: set[int] = set()
+        self._geometry, self._dtype = geometry, dtype
+        self._parts: dict[int, Tensor] = {}  # by number, as soon as a layer has computed
 
     def run_layer(self, layer: StateLayer, hidden: Tensor, calls: LayerCalls) -> Tensor:
         """See :meth:`StepStates.run_layer`: all of ``hidden`` is one piece."""
-        is_fresh = id(layer) not in self._begun
-        self._begun.add(id(layer))
-        states = LayerStates({key: self._parts[part] for key, part in layer.parts.items()}, is_fresh=is_fresh)
+        is_fresh = not all(number in self._parts for number in layer.parts.values())
+        for number in layer.parts.values() if is_fresh else ():
+            part = self._geometry.parts[number]
+            dtype = self._dtype or getattr(torch, part.dtype)
+            self._parts[number] = torch.zeros((1, *part.shape), dtype=dtype, device=hidden.device)
+        states = LayerStates({key: self._parts[number] for key, number in layer.parts.items()}, is_fresh=is_fresh)
         return calls.call_piece(hidden, 0, hidden.shape[1], states, is_fresh=is_fresh)
 
     def copy_states(self) -> LoneStates:
         """The same sequence once more, which goes its own way from here."""
-        copy = LoneStates(NO_STATE)
-        copy._parts, copy._begun = [part.clone() for part in self._parts], set(self._begun)
+        copy = LoneStates(self._geometry, self._dtype)
+        copy._parts = {number: part.clone() for number, part in self._parts.items()}
         return copy
 
 
