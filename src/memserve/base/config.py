@@ -487,7 +487,6 @@ class EngineOptions:
             (scheduler.draft_tokens > 0, "with drafts", "no --draft-tokens", "draft_tokens"),
             (self.parallel.worker_count > 1, "by several workers", "--tensor-parallel 1", "tensor"),
             (bool(self.lora), "with adapters", "no --lora", "lora"),
-            (self.quantization != "none", "with stored weights", "--quantization none", "quantization"),
             (self.kv_dtype != AS_COMPUTED, "with rounded KV", "no --kv-dtype", "kv_dtype"),
         )
         for is_asked, how, hint, param in asked:

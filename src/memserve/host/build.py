@@ -97,12 +97,8 @@ def _assemble_parts(
         states=model.states,
     )  # fmt: skip
     shares_kv = not model.states and (not on_gpu or self_peer is not None)
-    if model.states and role is not Role.COLOCATED:
-        raise UserError(
-            "a model with a recurrent state is not handed over from prefill to decode instances yet",
-            hint="serve it with colocated instances: --colocated N",
-            param="prefill",
-        )
+    if model.states:
+        _check_states(model, options, config, role)
     if gpu_workers is not None and self_peer is not None:
         shares_kv = shares_gpu_kv(gpu_workers.why_unshared, role)
     exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv)
@@ -130,6 +126,26 @@ def _assemble_parts(
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
     return Parts(served, config, device, machine, costs, profile_path(*profiled))
+
+
+def _check_states(model: LoadedModel, options: EngineOptions, config: InstanceConfig, role: Role) -> None:
+    """Raises :class:`UserError` for what a model with a recurrent state cannot be yet; says what limits it."""
+    if role is not Role.COLOCATED:
+        raise UserError(
+            "a model with a recurrent state is not handed over from prefill to decode instances yet",
+            hint="serve it with colocated instances: --colocated N",
+            param="prefill",
+        )
+    if model.quantization != "none":
+        raise UserError(
+            "a model with a recurrent state is not served with weights as they are stored yet",
+            hint="use --quantization none for this model",
+            param="quantization",
+        )
+    slots = config.scheduler.max_running
+    if slots < options.scheduler.max_running:
+        size, memory = human_bytes(model.states.nbytes), human_bytes(options.kv_memory_bytes)
+        log.warning("%d sequences run at once: a state takes %s of %s of KV memory", slots, size, memory)
 
 
 def _build_device(

@@ -88,6 +88,9 @@ def find_states(module: Any, ids: Tensor) -> StateLayers:
     cache, argument = _new_cache(module)
     if cache is None or not any(hasattr(layer, "update_recurrent_state") for layer in cache.layers):
         return StateLayers()
+    if all(cache.is_linear):  # what asks how many tokens there are gets no answer then
+        cache.get_seq_length = lambda *_, **__: 0
+        cache.get_mask_sizes = lambda query_length, *_, **__: (query_length, 0)
     family, watch = module.config.model_type, _Watch(cache)
     positions = torch.arange(len(ids), device=ids.device)[None]
     with watch.over(module), torch.inference_mode():
