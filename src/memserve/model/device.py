@@ -22,6 +22,7 @@ from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFin
 from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
 from memserve.model.attention.context import (
+    AbsentAttention,
     OrderedAttention,
     ReportingAttention,
     StepAttention,
@@ -85,6 +86,8 @@ class ModelDevice(Device):
         known = SlotModel(model.vocab_size, config.adapters, model.position_regimes)
         self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, known, self.grammars)
         self._forward = forward or EagerForward(model.module)
+        if attention is None and model.states and not model.states.attends:
+            attention = AbsentAttention
         self._attention = attention or choose_attention(self._arenas.hbm, geometry, crew)
         #: of pages, as blocks of a model with one layer
         self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), crew)

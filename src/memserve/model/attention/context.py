@@ -139,6 +139,17 @@ class OrderedAttention:
         return self._attention.run_attention(self._layers - 1, q, k, v, **options)
 
 
+class AbsentAttention:
+    """A step's attention for a model without layers that attend."""
+
+    def __init__(self, rows: StepRows) -> None:
+        """As of other steps."""
+
+    def run_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        """Raises :class:`InvariantError`."""
+        raise InvariantError(f"layer {layer} attends, and the probe has not seen it")
+
+
 # -- transformers' interface
 
 

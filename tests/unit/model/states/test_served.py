@@ -125,6 +125,16 @@ def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, 
 
 
 @pytest.mark.parametrize("family", FEW)
+def test_16_bits_are_kept_as_transformers_keeps_them(family: str, folders: dict[str, Path]) -> None:
+    """States may be wider than activations. What is cached changes no answer, and the first tokens are the model's."""
+    module, tokens = tiny_module(family), prompt(70, 9)
+    with serving(folders[family], dtype="bfloat16") as llm:
+        cold, warm = (ask(llm, [tokens.tolist()])[0] for _ in range(2))
+    assert (cold[1], warm[1]) == (0, 64)
+    assert [cold[0][:1], warm[0][:1]] == [greedy_tokens(module, tokens, 1)] * 2
+
+
+@pytest.mark.parametrize("family", FEW)
 def test_no_cache_means_no_snapshots(family: str, folders: dict[str, Path]) -> None:
     module, tokens = tiny_module(family), prompt(70, 8)
     expected = greedy_tokens(module, tokens, ANSWER)
