@@ -88,7 +88,8 @@ class World:
         layers = 1 if cfg.scheduler.layerwise == "off" else self.geometry.num_layers
         self.device = SymbolicDevice(*sizes, layers=layers)
         if cfg.pool.states is not None:
-            self.device.states = SymbolicStates(None if cfg.pool.states.own_pages else self.device.kv)
+            kv = None if cfg.pool.states.own_pages else self.device.kv
+            self.device.states = SymbolicStates(kv, cfg.pool.states.per_block)
         self.plans, self.builds, self.masks = deque(), deque(), deque()
         self.built = {0}  # jobs
         self.jobs = {}  # job -> grammar

@@ -113,14 +113,17 @@ def cache_groups(geometry: KVGeometry, windows: Sequence[int], states: StateGeom
 
 @dataclass(frozen=True, slots=True)
 class StatePages:
-    """How snapshots lie. A *page* is a block of the arena that attention reads, so that blocks of KV and snapshots
-    share one memory, and either may have all of it. A model without attention has pages of its own."""
+    """How snapshots lie. A *page* is a block of the arena that attention reads, or a part of one where a state is
+    smaller, so that blocks of KV and snapshots share one memory, and either may have all of it. A model without
+    attention has pages of its own."""
 
     state_bytes: int
     pages_each: int
     """Pages of one snapshot: the last one need not be full."""
     own_pages: int = 0
-    """N: there are N pages, each of one whole snapshot, apart from the blocks. 0: pages are blocks."""
+    """N: there are N pages, each of one whole snapshot, apart from the blocks. 0: pages lie in blocks."""
+    per_block: int = 1
+    """N: a block has N pages of one snapshot each; page ``p`` lies in block ``p // N``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +143,8 @@ def divide_memory(geometry: KVGeometry, states: StateGeometry, kv_bytes: int, sl
     slots = min(slots, kv_bytes // _SLOTS_SHARE // state_bytes)
     left = kv_bytes - slots * state_bytes
     if states.attends:
-        pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes))
+        in_block = max(1, block_bytes // state_bytes)
+        pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes), per_block=in_block)
         blocks = left // block_bytes
         least = _SLOTS_SHARE * (state_bytes + block_bytes * (pages.pages_each + 2))
     else:

@@ -234,8 +234,8 @@ class BlockPool:
         check(snapshots is not None, "a model without a recurrent state has no snapshots")
         if snapshots is None:
             return None
-        if snapshots.shares_blocks and snapshots.lacking_blocks:
-            self._make_room(snapshots.pages.pages_each, for_snapshot=True)
+        if snapshots.shares_blocks and snapshots.pages.lacking_blocks:
+            self._make_room(snapshots.pages.layout.pages_each, for_snapshot=True)
         return snapshots.allocate(tokens)
 
     def keep_snapshot(self, tenant: str, tokens: TokenArray, snapshot: StateSnapshot) -> bool:

@@ -10,9 +10,10 @@ found by that block's identity, goes when the index gives the block up, and is t
     snapshots             ^s1         ^s2           a prompt that has b0 to b3 goes on behind s2; one that leaves b2
                                                     in its middle goes on behind s1
 
-Pages: a snapshot takes whole pages, blocks of the same arena (:class:`~memserve.base.states.StatePages`), and holds one
-reference on each. A snapshot is *running* (a sequence's last one, overwritten as it goes on), or
-*cached*; every one that is not pinned can be given up at any time, because its tokens can be computed again.
+Pages: a snapshot takes whole pages, which are blocks of the same arena or parts of one
+(:class:`~memserve.base.states.StatePages`); a block with snapshots has one reference for all of them. A snapshot is
+*running* (a sequence's last one, overwritten as it goes on), or *cached*; every one that is not pinned can be given up
+at any time, because its tokens can be computed again.
 """
 
 from __future__ import annotations
@@ -69,6 +70,95 @@ class SnapshotReport:
     """Of those that were cached."""
 
 
+class SnapshotPages:
+    """Which pages are taken, and which blocks are for them."""
+
+    def __init__(
+        self, pages: StatePages, blocks: _core.BlockAllocator, release: Callable[[Sequence[int]], None]
+    ) -> None:
+        """``blocks`` of the arena that attention reads, and how they are given back."""
+        self.layout = pages
+        self._own = _core.BlockAllocator(pages.own_pages) if pages.own_pages else None
+        self._allocator, self._release_blocks = self._own or blocks, self._own.release if self._own else release
+        self._taken: dict[int, int] = {}  # block -> pages of it that are taken
+        self._open: dict[int, list[int]] = {}  # block -> its free pages, of blocks that have both
+        self._pins: dict[int, int] = {}  # block -> pins on its pages
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether they lie in blocks of KV."""
+        return self._own is None
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks with a page that is taken."""
+        return len(self._taken)
+
+    @property
+    def blocks_pinned(self) -> int:
+        """Of them, those with a page that is pinned."""
+        return len(self._pins)
+
+    @property
+    def lacking_blocks(self) -> int:
+        """Blocks that must come free before :meth:`allocate` succeeds. 0: it does."""
+        return 0 if self._open else max(0, self.layout.pages_each - self._allocator.blocks_free)
+
+    def allocate(self) -> list[int] | None:
+        """Pages for one snapshot. None: there are not enough."""
+        if self._open:
+            block, free = next(iter(self._open.items()))
+            page = free.pop()
+            if not free:
+                del self._open[block]
+            self._taken[block] += 1
+            return [page]
+        blocks = self._allocator.allocate(self.layout.pages_each)
+        if blocks is None:
+            return None
+        self._taken |= dict.fromkeys(blocks, 1)
+        first = blocks[0] * self.layout.per_block
+        if self.layout.per_block == 1:
+            return blocks.tolist()
+        self._open[blocks[0]] = list(range(first + self.layout.per_block - 1, first, -1))
+        return [first]
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give them back; a block without any is free."""
+        for page in pages:
+            block = page // self.layout.per_block
+            self._taken[block] -= 1
+            if self._taken[block]:
+                self._open.setdefault(block, []).append(page)
+            else:
+                del self._taken[block]
+                self._open.pop(block, None)
+                self._release_blocks([block])
+
+    def pin(self, pages: Sequence[int], change: int) -> None:
+        """Count ``change`` pins more on the blocks of these pages."""
+        for page in pages:
+            block = page // self.layout.per_block
+            pins = self._pins.get(block, 0) + change
+            if pins:
+                self._pins[block] = pins
+            else:
+                del self._pins[block]
+
+    def check_invariants(self, pages: Sequence[int], pinned: Sequence[int]) -> None:
+        """Raise :class:`InvariantError` unless just these ``pages`` are taken, and pins are on ``pinned`` blocks."""
+        size = self.layout.per_block
+        taken = [page // size for page in pages]
+        check(len(set(pages)) == len(pages), "snapshots share pages")
+        check(self._taken == {block: taken.count(block) for block in taken}, "pages were counted wrongly")
+        free = {block: size - count for block, count in self._taken.items() if count < size}
+        check({block: len(rest) for block, rest in self._open.items()} == free, "free pages were counted wrongly")
+        check(not set(pages) & {page for rest in self._open.values() for page in rest}, "a page is free and taken")
+        check(all(self._allocator.ref_count(block) == 1 for block in taken), "a block of snapshots has another holder")
+        check(self._own is None or self._own.blocks_used == len(self._taken), "pages of no snapshot are in use")
+        check(self._pins.keys() == set(pinned), "pinned blocks were counted wrongly")
+
+
 class SnapshotCache:
     """All snapshots of a pool. It decides which go; the pool decides when."""
 
@@ -76,16 +166,13 @@ class SnapshotCache:
         self, pages: StatePages, blocks: _core.BlockAllocator, release: Callable[[Sequence[int]], None]
     ) -> None:
         """``blocks`` of the arena that attention reads, and how they are given back."""
-        self.pages = pages
-        self._own = _core.BlockAllocator(pages.own_pages) if pages.own_pages else None
-        self._allocator, self._release_blocks = self._own or blocks, release
+        self.pages = SnapshotPages(pages, blocks, release)
         self._by_identity: dict[bytes, StateSnapshot] = {}
         self._by_anchor: dict[int, StateSnapshot] = {}
         # all, in the order of their last use; dicts keep it
         self._running: dict[StateSnapshot, None] = {}
         self._behind: dict[StateSnapshot, None] = {}  # cached, and a longer one of the same path is, too
         self._ends: dict[StateSnapshot, None] = {}  # cached, the others
-        self._pinned = 0
         self._used = self._given_up = 0
 
     # -- room
@@ -93,26 +180,21 @@ class SnapshotCache:
     @property
     def shares_blocks(self) -> bool:
         """Whether snapshots lie in blocks of KV."""
-        return self._own is None
+        return self.pages.shares_blocks
 
     @property
     def blocks_evictable(self) -> int:
         """Blocks of KV that would be free if all snapshots but pinned ones went."""
-        return (len(self) - self._pinned) * self.pages.pages_each if self.shares_blocks else 0
-
-    @property
-    def lacking_blocks(self) -> int:
-        """Blocks that must come free before :meth:`allocate` succeeds. 0: it does."""
-        return max(0, self.pages.pages_each - self._allocator.blocks_free)
+        return self.pages.blocks_used - self.pages.blocks_pinned if self.shares_blocks else 0
 
     def allocate(self, tokens: int) -> StateSnapshot | None:
         """A running snapshot with free pages. None: there are not enough."""
-        while self._own is not None and not self._own.blocks_free and (self.give_up_behind() or self.give_up_end()):
+        while not self.shares_blocks and self.pages.lacking_blocks and (self.give_up_behind() or self.give_up_end()):
             pass
-        pages = self._allocator.allocate(self.pages.pages_each)
+        pages = self.pages.allocate()
         if pages is None:
             return None
-        snapshot = StateSnapshot(tokens, pages.tolist())
+        snapshot = StateSnapshot(tokens, pages)
         self._running[snapshot] = None
         return snapshot
 
@@ -141,13 +223,11 @@ class SnapshotCache:
         if snapshot.is_cached:
             del self._by_identity[snapshot.identity], self._by_anchor[snapshot.anchor]
             self._given_up += 1
-        self._pinned -= snapshot.pins > 0
+        if snapshot.pins:
+            self.pages.pin(snapshot.pages, -1)
         pages, snapshot.pages, snapshot.identity = snapshot.pages, [], b""
         snapshot.prefix = snapshot.prefix[:0]
-        if self._own is None:
-            self._release_blocks(pages)
-        else:
-            self._own.release(pages)
+        self.pages.release(pages)
         return True
 
     def forget_all(self) -> None:
@@ -195,13 +275,15 @@ class SnapshotCache:
 
     def pin(self, snapshot: StateSnapshot) -> None:
         """Keep it until :meth:`unpin`."""
-        self._pinned += not snapshot.pins
+        if not snapshot.pins:
+            self.pages.pin(snapshot.pages, 1)
         snapshot.pins += 1
 
     def unpin(self, snapshot: StateSnapshot) -> None:
         """End one pin; of a snapshot that was lost meanwhile, too."""
         snapshot.pins -= 1
-        self._pinned -= not snapshot.pins and bool(snapshot.pages)
+        if not snapshot.pins:
+            self.pages.pin(snapshot.pages, -1)
 
     def on_blocks_dropped(self, blocks: Iterable[int]) -> None:
         """The index has given up these HBM blocks: what hangs behind them cannot be reached any more."""
@@ -218,7 +300,7 @@ class SnapshotCache:
     @property
     def blocks_used(self) -> int:
         """Blocks of KV that snapshots lie in."""
-        return len(self) * self.pages.pages_each if self.shares_blocks else 0
+        return self.pages.blocks_used if self.shares_blocks else 0
 
     def report(self) -> SnapshotReport:
         """For the pool's."""
@@ -235,15 +317,10 @@ class SnapshotCache:
         """Raise :class:`InvariantError` if the books do not balance."""
         lines = [*self._running, *self._behind, *self._ends]
         check(len(set(lines)) == len(lines), "a snapshot stands in two lines")
-        pages = [page for snapshot in lines for page in snapshot.pages]
-        check(
-            len(set(pages)) == len(pages) == len(lines) * self.pages.pages_each, "snapshots share pages, or lack some"
-        )
-        check(
-            all(self._allocator.ref_count(page) == 1 for page in pages), "a page of a snapshot has another holder, too"
-        )
-        check(self._own is None or self._own.blocks_used == len(pages), "pages of no snapshot are in use")
-        check(self._pinned == sum(snapshot.pins > 0 for snapshot in lines), "pinned snapshots were counted wrongly")
+        check(all(len(s.pages) == self.pages.layout.pages_each for s in lines), "a snapshot lacks pages")
+        per_block = self.pages.layout.per_block
+        pinned = [page // per_block for snapshot in lines if snapshot.pins for page in snapshot.pages]
+        self.pages.check_invariants([page for snapshot in lines for page in snapshot.pages], pinned)
         cached = {snapshot for snapshot in lines if snapshot.is_cached}
         check(cached == {*self._behind, *self._ends}, "a snapshot is cached without a name, or the reverse")
         check({id(s) for s in cached} == {id(s) for s in self._by_identity.values()}, "names and snapshots disagree")

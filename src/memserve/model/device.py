@@ -98,7 +98,8 @@ class ModelDevice(Device):
         self._states: SlotStates | None = None
         if model.states:
             pages = pages_for(self._arenas.hbm, pool.states, model.states)
-            self._states = SlotStates(model.states, scheduler.max_running, pages)
+            per_block = 1 if pool.states is None else pool.states.per_block
+            self._states = SlotStates(model.states, scheduler.max_running, pages, per_block)
         #: the segments of longer sequences that are kept here; None: none can be
         self.held_kv: HeldKv | None = None
         if isinstance(self._attention, partial) and self._attention.func is KernelAttention and crew is None:

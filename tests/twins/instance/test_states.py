@@ -25,6 +25,7 @@ FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in rang
 PAGES = {
     "one block": StatePages(10, 1),
     "three blocks": StatePages(30, 3),
+    "a third of a block": StatePages(10, 1, per_block=3),
     "own pages": StatePages(10, 1, 5),
 }
 

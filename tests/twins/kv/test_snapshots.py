@@ -18,7 +18,7 @@ TENANTS = ("", "other")
 class SnapshotLife(RuleBasedStateMachine):
     """Blocks and snapshots come, are used, pinned and evicted."""
 
-    @initialize(hbm=st.integers(3, 20), pages=st.sampled_from([(10, 1, 0), (10, 3, 0), (10, 1, 3)]))
+    @initialize(hbm=st.integers(3, 20), pages=st.sampled_from([(10, 1, 0), (10, 3, 0), (10, 1, 3), (10, 1, 0, 4)]))
     def begin(self, hbm, pages):
         self.pages = StatePages(*pages)
         self.pool = BlockPool(PoolConfig(hbm, 0, states=self.pages), BLOCK, "test")

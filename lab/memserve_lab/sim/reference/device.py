@@ -139,9 +139,9 @@ class SymbolicPages:
 class SymbolicStates:
     """The recurrent state of each slot, and snapshots in pages: blocks of HBM, or pages of their own."""
 
-    def __init__(self, kv: SymbolicPages | None) -> None:
-        """``kv``: whose blocks of HBM are the pages; None: there are others."""
-        self._kv = kv
+    def __init__(self, kv: SymbolicPages | None, per_block: int = 1) -> None:
+        """``kv``: whose blocks of HBM are the pages, or have ``per_block`` each; None: there are others."""
+        self._kv, self._per_block = kv, per_block
         self.of_slots: dict[int, tuple[int, int]] = {}
         """Behind how many tokens, and what it is."""
         self.pages: dict[int, tuple[int, int, int]] = {}
@@ -175,17 +175,18 @@ class SymbolicStates:
         self.of_slots[order.slot] = state
 
     def pass_row(self, number: int, tokens: Sequence[int], start: int, end: int, *, keeps: bool) -> None:
-        """A row computes ``tokens[start:end]``; ``keeps``: it counts."""
+        """A row computes ``tokens[start:end]``; ``keeps``: it counts, and else it may begin anywhere."""
         require(number in self.of_slots, f"slot {number} has no state")
-        require(self.of_slots[number] == (start, self.behind(tokens[:start])), f"slot {number} has another state")
         if keeps:
+            require(self.of_slots[number] == (start, self.behind(tokens[:start])), f"slot {number} has another state")
             self.of_slots[number] = end, self.behind(tokens[:end])
 
     def save(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
         """A snapshot behind ``tokens``; what else lay in these pages is gone."""
         for place, page in enumerate(pages):
             if self._kv is not None:
-                self._kv.tiers[Tier.HBM][page * self._kv.layers : (page + 1) * self._kv.layers] = [
+                block = page // self._per_block
+                self._kv.tiers[Tier.HBM][block * self._kv.layers : (block + 1) * self._kv.layers] = [
                     [None] * self._kv.block_tokens for _ in range(self._kv.layers)
                 ]
             self.pages[page] = len(tokens), self.behind(tokens), place
@@ -193,7 +194,8 @@ class SymbolicStates:
     def overwrite(self, blocks: Iterable[int]) -> None:
         """KV is written to blocks."""
         for block in blocks if self._kv is not None else ():
-            self.pages.pop(block, None)
+            for page in range(block * self._per_block, (block + 1) * self._per_block):
+                self.pages.pop(page, None)
 
 
 Writers = dict[int, dict[int, int]]

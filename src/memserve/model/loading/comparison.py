@@ -1,10 +1,10 @@
 """The comparison at load: is the model still itself when a prompt comes in pieces, with what is kept between them?
 
-The probe sees one forward. A family that carries anything else from one forward to the next (a recurrent state that the
-probe has missed, compressed keys) passes it, and would be wrong from the second step on. So the module is run once as it
-is, without a cache, and once in chunks and single tokens with keys, values and states alone. Their logits must agree, up
-to a few times what rounding makes of them: that is measured by a third run, in one piece with our attention. The
-verdict is remembered by fingerprint, so that later starts pay nothing.
+The probe sees one forward. A family that carries anything else from one forward to the next (a recurrent state that
+the probe has missed, compressed keys) passes it, and would be wrong from the second step on. So the module is run once
+as it is, without a cache, and once in chunks and single tokens with keys, values and states alone. Their logits must
+agree, up to a few times what rounding makes of them: that is measured by a third run, in one piece with our attention.
+The verdict is remembered by fingerprint, so that later starts pay nothing.
 
 Where a few positions differ and most do not, the pieces are right and a sum was rounded across a threshold (a router
 that masks experts, for one): what is carried wrongly differs everywhere behind the first piece.

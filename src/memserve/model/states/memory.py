@@ -48,11 +48,11 @@ def parts_of(states: Tensor, geometry: StateGeometry) -> list[Tensor]:
 class SlotStates:
     """The states of all slots. Used from the device's thread."""
 
-    def __init__(self, geometry: StateGeometry, slots: int, pages: Tensor) -> None:
-        """``pages [pages, page_bytes]`` uint8: where snapshots lie."""
+    def __init__(self, geometry: StateGeometry, slots: int, pages: Tensor, per_block: int = 1) -> None:
+        """``pages [pages, page_bytes]`` uint8: where snapshots lie. ``per_block``: or so many in each of these."""
         self.geometry = geometry
         self._states = state_pages(geometry.nbytes, slots)
-        self._pages = pages
+        self._pages, self._per_block = pages, per_block
         self.parts = parts_of(self._states, geometry)
         #: behind how many tokens the state of each slot is
         self.tokens: Int64s = np.full(slots, UNKNOWN, np.int64)
@@ -82,6 +82,12 @@ class SlotStates:
         return self._states[slot]
 
     def _copy_pages(self, state: Tensor, pages: Sequence[int], *, to_pages: bool) -> None:
+        if self._per_block > 1:
+            block, inside = divmod(pages[0], self._per_block)
+            check(len(pages) == 1 and 0 <= block < len(self._pages), "a snapshot lies in a page that there is not")
+            page = self._pages[block, inside * len(state) : (inside + 1) * len(state)]
+            _ = page.copy_(state) if to_pages else state.copy_(page)
+            return
         page_bytes = self._pages.shape[1]
         whole, rest = divmod(len(state), page_bytes)
         check(len(pages) == whole + (rest > 0), "a snapshot of {} bytes has {} pages", len(state), len(pages))

@@ -1,0 +1,80 @@
+"""Groups of layers, and what KV memory holds of a model with a recurrent state."""
+
+from __future__ import annotations
+
+import pytest
+
+from memserve.base.errors import UserError
+from memserve.base.states import NO_STATE, StateGeometry, StatePages, StatePart, cache_groups, divide_memory
+from memserve.base.types import KVGeometry
+from memserve.base.units import KIB, MIB, parse_bytes
+
+QWEN3_NEXT = StateGeometry(
+    tuple(
+        part
+        for layer in range(36)
+        for part in (
+            StatePart(layer, "conv", 0, (8192, 4), "bfloat16"),
+            StatePart(layer, "recurrent", 0, (32, 128, 128), "float32"),
+        )
+    )
+)
+QWEN3_NEXT_KV = KVGeometry(12, 2, 256, 256, "bfloat16")
+LFM2 = StateGeometry(tuple(StatePart(layer, "conv", 0, (2048, 3), "bfloat16") for layer in range(10)))
+LFM2_KV = KVGeometry(6, 8, 64, 64, "bfloat16")
+MAMBA = StateGeometry((StatePart(0, "recurrent", 0, (1536, 16), "float32"),), attends=False)
+NO_KV = KVGeometry(1, 1, 1, 1, "bfloat16")
+
+
+def test_parts_lie_one_behind_the_other() -> None:
+    states = StateGeometry((StatePart(0, "conv", 0, (3, 5), "bfloat16"), StatePart(1, "recurrent", 0, (7,), "float32")))
+    assert states.offsets == (0, 64, 128) and states.nbytes == 128
+    assert [part.nbytes for part in states.parts] == [30, 28]
+    assert states.digest != StateGeometry(states.parts[::-1]).digest
+    assert states and not NO_STATE and NO_STATE.nbytes == 0
+
+
+def test_groups_say_what_a_token_and_a_sequence_take() -> None:
+    groups = cache_groups(QWEN3_NEXT_KV, [0] * 10 + [64, 64], QWEN3_NEXT)
+    assert [(group.kind, group.layers, group.window) for group in groups] == [
+        ("full", 10, 0),
+        ("window", 2, 64),
+        ("state", 36, 0),
+    ]
+    assert [group.token_bytes for group in groups] == [10 * 2048, 2 * 2048, 0]
+    assert groups[2].sequence_bytes == 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)
+    assert "2 layers of kind window of 64" in str(groups[1])
+    assert [group.kind for group in cache_groups(LFM2_KV, [0] * 6, NO_STATE)] == ["full"]
+
+
+@pytest.mark.parametrize(("states", "geometry"), [(QWEN3_NEXT, QWEN3_NEXT_KV), (LFM2, LFM2_KV), (MAMBA, NO_KV)])
+@pytest.mark.parametrize("kv_bytes", [64 * MIB, 3000 * MIB, 12345 * MIB + 17])
+@pytest.mark.parametrize("slots", [1, 64])
+def test_memory_is_never_exceeded(states: StateGeometry, geometry: KVGeometry, kv_bytes: int, slots: int) -> None:
+    try:
+        divided = divide_memory(geometry, states, kv_bytes, slots)
+    except UserError:
+        assert kv_bytes < 8 * states.nbytes + 16 * geometry.block_bytes
+        return
+    used = divided.slots * states.nbytes + divided.blocks * geometry.block_bytes
+    used += divided.pages.own_pages * states.nbytes
+    step = geometry.block_bytes + (0 if states.attends else states.nbytes + 16 * geometry.block_bytes)
+    assert kv_bytes - step < used <= kv_bytes
+    assert 1 <= divided.slots <= slots
+    assert divided.pages.pages_each * (geometry.block_bytes if states.attends else states.nbytes) >= states.nbytes
+
+
+def test_small_states_share_a_block() -> None:
+    pages = divide_memory(LFM2_KV, LFM2, 64 * MIB, 8).pages
+    assert pages == StatePages(120 * KIB, 1, 0, 3) and LFM2_KV.block_bytes == 384 * KIB
+    large = divide_memory(QWEN3_NEXT_KV, QWEN3_NEXT, 3000 * MIB, 8).pages
+    assert (large.pages_each, large.per_block) == (99, 1)
+    assert large.pages_each * QWEN3_NEXT_KV.block_bytes - large.state_bytes < QWEN3_NEXT_KV.block_bytes
+
+
+@pytest.mark.parametrize(("states", "geometry"), [(QWEN3_NEXT, QWEN3_NEXT_KV), (LFM2, LFM2_KV), (MAMBA, NO_KV)])
+def test_too_little_memory_says_how_much_would_do(states: StateGeometry, geometry: KVGeometry) -> None:
+    with pytest.raises(UserError, match="is too little for a model whose state takes") as refused:
+        divide_memory(geometry, states, states.nbytes, 8)
+    advised = parse_bytes((refused.value.hint or "").split()[-1])
+    assert divide_memory(geometry, states, advised, 8).slots >= 1
