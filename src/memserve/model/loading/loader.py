@@ -275,8 +275,11 @@ def _keep_stored(module: Any, folder: ModelFolder, identity: str) -> str:
     """Remember which weights of ``module`` stay quantised; its fingerprint: keys and values are rounded otherwise."""
     from memserve.model.loading.formats.checkpoint import quantised_checkpoint
     from memserve.model.loading.stored import NOT_STORED, remember_stored, stored_in_checkpoint, stored_in_file
+    from memserve.model.states.layers import states_of
 
     stored = NOT_STORED
+    if states_of(module):  # its layers run as transformers' modules, on the numbers
+        return identity
     if folder.gguf is not None:
         stored = stored_in_file(module, folder.gguf)
     elif (checkpoint := quantised_checkpoint(folder.path, folder.name)) is not None:
