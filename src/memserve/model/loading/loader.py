@@ -140,8 +140,7 @@ def load_model(
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
     it goes to the device. ``kv_bytes``: of KV memory that is needed beside it: a model that does not fit with it is
-    refused before it is read; None: without a look at the memory. ``quantization``: see
-    :attr:`memserve.base.config.EngineOptions.quantization`. Raises :class:`UserError`."""
+    refused before it is read; None: without a look. ``quantization``: as in the options. Raises :class:`UserError`."""
     place = _choose_device(device)
     dtype_name = _choose_dtype(dtype, place)
     adapters = read_adapters(lora)

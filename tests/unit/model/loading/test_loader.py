@@ -101,7 +101,7 @@ def test_other_kinds_of_models_are_refused(tmp_path: Path) -> None:
     configs = {
         "falcon": t.FalconConfig(**shape, num_attention_heads=4, num_hidden_layers=2),
         "bloom": t.BloomConfig(**shape, n_head=4, n_layer=2),
-        "mamba": t.MambaConfig(**shape, num_hidden_layers=2, state_size=8),
+        "rwkv": t.RwkvConfig(**shape, attention_hidden_size=32, num_hidden_layers=2, context_length=64),
     }
     for family, config in configs.items():
         t.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
