@@ -157,7 +157,7 @@ class InstanceStats:
         "instance_store_blocks_dropped", "KV blocks that were not offered, since the store was slower than {whose}"
     )
     snapshots_cached: int = gauge("instance_snapshots", "Snapshots of recurrent states that {whose} has cached")
-    snapshots_used: int = counter("instance_snapshots_used", "Times that {whose} found a snapshot of a prefix")
+    snapshots_used: int = counter("instance_snapshots_used", "Sequences of {whose} that went on from a snapshot")
     snapshots_given_up: int = counter("instance_snapshots_given_up", "Cached snapshots that {whose} has given up")
     objectives: ObjectiveReport = field(default_factory=ObjectiveReport)
     """All zero: requests have no objectives (``--scheduling fcfs``)."""

@@ -133,7 +133,6 @@ class BlockPool:
         if len(matched.dram):
             self._promote_blocks(lease, len(matched.dram))
         if snapshot is not None and self.snapshots is not None:
-            self.snapshots.use(snapshot)
             self.snapshots.pin(snapshot)
             lease.snapshot = snapshot
         return lease
@@ -253,8 +252,14 @@ class BlockPool:
         while self.snapshots is not None and (snapshot := self._longest_snapshot(tenant, tokens)) is not None:
             self.snapshots.forget(snapshot)
 
+    def use_snapshot(self, lease: Lease) -> None:
+        """A sequence goes on from the lease's snapshot, which may go then, as the last of all."""
+        if lease.snapshot is not None and self.snapshots is not None:
+            self.snapshots.use(lease.snapshot)
+            self.unpin_snapshot(lease)
+
     def unpin_snapshot(self, lease: Lease) -> None:
-        """Its state has been copied, or is not wanted: the snapshot may go."""
+        """The lease's snapshot is not wanted: it may go."""
         if lease.snapshot is not None and self.snapshots is not None:
             self.snapshots.unpin(lease.snapshot)
             lease.snapshot = None

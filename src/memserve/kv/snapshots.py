@@ -52,7 +52,9 @@ class StateSnapshot:
     gap_tokens: int = 0
     """Cached: how many tokens it saves beside the snapshot before it on its path."""
     is_branch: bool = False
-    """Taken where prompts part, or used by a second one: worth more than its path's end."""
+    """Taken where prompts part, or used by several: worth more than its path's end."""
+    uses: int = 0
+    """Cached: sequences that went on from it."""
 
     @property
     def is_cached(self) -> bool:
@@ -65,7 +67,7 @@ class SnapshotReport:
 
     cached: int = 0
     used: int = 0
-    """Times that a cached one was found for a prefix."""
+    """Sequences that went on from a cached one."""
     given_up: int = 0
     """Of those that were cached."""
 
@@ -249,7 +251,8 @@ class SnapshotCache:
     def use(self, snapshot: StateSnapshot) -> None:
         """A sequence goes on from it: it is the last that should go."""
         self._used += 1
-        snapshot.is_branch = True
+        snapshot.uses += 1
+        snapshot.is_branch |= snapshot.uses > 1  # the first is usually the next turn, which leaves a longer one
         self._behind.pop(snapshot, None)
         self._ends.pop(snapshot, None)
         self._ends[snapshot] = None

@@ -241,3 +241,14 @@ def test_planted_faults_are_noticed(plant, monkeypatch):
     with pytest.raises((Violation, InvariantError, AssertionError, KeyError)):
         for seed in range(10):
             busy_life(seed)
+
+
+def test_a_prompt_that_needs_all_memory_takes_its_snapshots_too():
+    """Its own snapshot may lie in the last block that it needs: that is read before the block is written."""
+    world = World(config(hbm=6, context=30, states=PAGES["one block"]), 4, twin=False)
+    world.arrive(request("first", FAMILIES[0][:18], max_tokens=1))
+    world.drain()
+    world.arrive(request("second", FAMILIES[0][:22], max_tokens=2))
+    world.drain()
+    world.check_all_ended()
+    assert world.device.states.loaded == 1 and not world.machine.stats().snapshots_cached

@@ -136,6 +136,8 @@ class SequenceMemory:
         lease = self._acquire_prefix(sequence, reusable)
         blocks = list(lease.blocks) if lease is not None else []
         sequence.lease, sequence.blocks = lease, blocks
+        if lease is not None:
+            self.states.choose_source(sequence, lease)
         sequence.published = lease.tokens if lease is not None else 0
         # the last token is computed even where its KV is cached: its logits are needed
         sequence.computed = min(sequence.published, len(tokens) - 1)

@@ -23,7 +23,7 @@ from memserve.instance.events import LoadState, StepPlan, TakeSnapshot
 
 if TYPE_CHECKING:
     from memserve.instance.scheduler.sequence import Sequence
-    from memserve.kv.pool import BlockPool
+    from memserve.kv.pool import BlockPool, Lease
     from memserve.kv.snapshots import StateSnapshot
 
 
@@ -35,6 +35,9 @@ class NoStates:
     def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
         """What of a sequence's known tokens the cache may stand in for."""
         return tokens
+
+    def choose_source(self, sequence: Sequence, lease: Lease) -> None:
+        """``sequence`` has got ``lease``, and perhaps goes on behind it."""
 
     def begin(self, sequence: Sequence) -> None:
         """``sequence`` has got a slot, and goes on behind ``computed`` tokens."""
@@ -81,6 +84,8 @@ class RecurrentStates(NoStates):
         self._orders: list[LoadState] = []
         #: of the plan that is being made: slot, tokens, snapshot
         self._taking: list[tuple[int, int, StateSnapshot]] = []
+        #: of sequences that are being admitted: behind how many tokens they go on, and the pages of that snapshot
+        self._sources: dict[Sequence, tuple[int, list[int]]] = {}
         #: the last snapshot of each sequence that has one
         self._last: dict[Sequence, StateSnapshot] = {}
         #: snapshots that go into the cache as soon as the index has the blocks before them
@@ -91,15 +96,18 @@ class RecurrentStates(NoStates):
     def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
         return tokens[: len(tokens) - 1]  # the last one is computed, and no state goes back by one
 
+    def choose_source(self, sequence: Sequence, lease: Lease) -> None:
+        if lease.snapshot is not None:
+            self._sources[sequence] = lease.tokens, list(lease.snapshot.pages)
+            # from now on it may go, even for blocks of this sequence: these are written when it has been read
+            self._pool.use_snapshot(lease)
+
     def begin(self, sequence: Sequence) -> None:
-        lease, tokens = sequence.lease, sequence.computed
-        snapshot = lease.snapshot if lease is not None else None
-        pages = list(snapshot.pages) if snapshot is not None else []
-        check((snapshot.tokens if snapshot is not None else 0) == tokens, "{} begins where it has no state", sequence)
+        tokens, pages = self._sources.pop(sequence, (0, []))
+        check(tokens == sequence.computed, "{} begins where it has no state", sequence)
         self._order(LoadState(_slot_of(sequence), tokens, pages))
-        if lease is None:
+        if sequence.lease is None:
             return
-        self._pool.unpin_snapshot(lease)
         known_tokens = sequence.known_tokens()
         kv_tokens = self._pool.match_kv(sequence.group.isolation, self.reusable_tokens(known_tokens))
         if kv_tokens > tokens and self._pool.config.caching:
@@ -149,6 +157,7 @@ class RecurrentStates(NoStates):
 
     def drop_sequence(self, sequence: Sequence) -> None:
         self._parting.pop(sequence, None)
+        self._sources.pop(sequence, None)
         snapshots = self._due.pop(sequence, [])
         snapshot = self._last.pop(sequence, None)
         for uncached in (*snapshots, snapshot):
@@ -172,6 +181,7 @@ class RecurrentStates(NoStates):
         for books in (self._last, self._due, self._parting):
             check(books.keys() <= holders, "a sequence without a slot has a state")
         check(not self._taking, "snapshots are to be taken, and no plan does")
+        check(not self._sources, "a sequence goes on from a snapshot, and no plan says so")
 
     # -- inside
 
