@@ -147,7 +147,7 @@ def judge(name: str, folder: Path) -> tuple[str, str]:
     wrong, total, longest = 0, 0, ""
     for more in ({}, {"max_step_tokens": CHUNK_TOKENS}):
         try:
-            llm = LLM(str(folder), dtype="float32", kv_memory="32MiB", threads=1, **more)
+            llm = LLM(str(folder), dtype="float32", kv_memory="64MiB", threads=1, **more)
         except UserError as error:
             return REFUSED, error.message
         with llm:
