@@ -118,6 +118,7 @@ class BlockPool:
 
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
         """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
+        With recurrent states it is the longest that a snapshot stands behind, which is pinned as well.
 
         Blocks in DRAM are copied up as far as HBM has room (which may evict unpinned blocks); the prefix is cut behind
         them.
