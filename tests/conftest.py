@@ -136,13 +136,22 @@ LONG = (
     "process/test_store_processes",
     "unit/model/test_gpu_device",
     "process/test_sequences",
+    "twins/instance/test_cluster_random",
+    "stories/lab/sim/fuzz/test_layered",
     "process/test_store_hostile",
+    "unit/model/loading/formats/test_folders",
+    "stories/test_lower_dtype",
+    "unit/kernels/test_attention",
     "process/test_meta_processes",
+    "twins/instance/test_layered",
+    "stories/lab/sim/replay/test_rates",
     "unit/model/loading/test_damage",
     "process/transport/test_store_host",
+    "stories/lab/sim/replay/test_scaling",
     "process/store/client/test_store_process",
     "unit/model/attention/test_triton_attention",
     "process/cli/test_commands",
+    "stories/lab/sim/test_gate_pins",
     "process/test_store_kills",
     "process/lab/bench/test_serve",
     "process/test_cluster_families",
@@ -161,8 +170,8 @@ LONG = (
     "stories/lab/sim/replay/test_replay",
 )
 """Files that take more than ten seconds, the longest first, so that none is left over at the end, when the other
-workers have nothing more to do. Most start servers and wait for them; one converts the bundled model where that was
-never done."""
+workers have nothing more to do. Most start servers and wait for them: meanwhile the others, which compute, have the
+cores. One converts the bundled model where that was never done."""
 
 
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
