@@ -184,8 +184,8 @@ def _file(nodeid: str) -> str:
 
 
 class _FromAnotherFile(pytest.Dir):
-    """A folder whose files are imported from another one on in each worker: who imports a file first compiles it, and
-    leaves that to the others. All at once they would all compile all of it, 6 s of CPU each in a new clone."""
+    """A folder whose files are imported from another one on in each worker: the first to import a file compiles it for
+    all. In the same order at the same time each worker would compile all of them, 6 s of CPU in a new clone."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         children = list(super().collect())
