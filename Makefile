@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0$(if $(wildcard /dev/nvidiactl),,+cpu)# with CUDA where there is NVIDIA's driver
 TORCH_INDEX ?=# where the configured index lacks TORCH: the index of CPU builds that torch's install page names
 BUILD ?= build/dev
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 2 : 4)))# of make test (half of the time is waiting); 0: one after the other, in one process
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 3 ? n + 3 : 5)))# of make test (half of the time is waiting); 0: one after the other, in one process
 ARGS ?=
 
 export PYTHONDONTWRITEBYTECODE :=# else every process that a test starts compiles all of src first

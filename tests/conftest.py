@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import ssl
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +136,22 @@ LONG = (
     "process/test_store_processes",
     "unit/model/test_gpu_device",
     "process/test_sequences",
+    "twins/instance/test_cluster_random",
+    "stories/lab/sim/fuzz/test_layered",
     "process/test_store_hostile",
+    "unit/model/loading/formats/test_folders",
+    "stories/test_lower_dtype",
+    "unit/kernels/test_attention",
     "process/test_meta_processes",
+    "twins/instance/test_layered",
+    "stories/lab/sim/replay/test_rates",
     "unit/model/loading/test_damage",
     "process/transport/test_store_host",
+    "stories/lab/sim/replay/test_scaling",
     "process/store/client/test_store_process",
     "unit/model/attention/test_triton_attention",
     "process/cli/test_commands",
+    "stories/lab/sim/test_gate_pins",
     "process/test_store_kills",
     "process/lab/bench/test_serve",
     "process/test_cluster_families",
@@ -161,8 +170,12 @@ LONG = (
     "stories/lab/sim/replay/test_replay",
 )
 """Files that take more than ten seconds, the longest first, so that none is left over at the end, when the other
-workers have nothing more to do. Most start servers and wait for them; one converts the bundled model where that was
-never done."""
+workers have nothing more to do. Most start servers and wait for them: meanwhile the others, which compute, have the
+cores. One converts the bundled model where that was never done."""
+
+
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def _file(nodeid: str) -> str:
@@ -170,8 +183,25 @@ def _file(nodeid: str) -> str:
     return nodeid.split("::", 1)[0].removeprefix("tests/").removesuffix(".py")
 
 
+class _FromAnotherFile(pytest.Dir):
+    """A folder whose files are imported from another one on in each worker: the first to import a file compiles it for
+    all. In the same order at the same time each worker would compile all of them, 6 s of CPU in a new clone."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        children = list(super().collect())
+        first = len(children) * WORKER // WORKERS
+        return children[first:] + children[:first]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    return _FromAnotherFile.from_parent(parent, path=path) if WORKERS > 1 else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The same order in all workers. A file's tests keep theirs."""
     place = {name: at for at, name in enumerate(LONG)}
+    if WORKERS > 1:
+        items.sort(key=lambda item: _file(item.nodeid))
     items.sort(key=lambda item: place.get(_file(item.nodeid), len(place)))
 
 

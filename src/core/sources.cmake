@@ -69,5 +69,11 @@ set_source_files_properties(src/core/transfer/seal_sums.cpp PROPERTIES COMPILE_O
 set_source_files_properties(src/core/codec/tiers.cpp PROPERTIES COMPILE_OPTIONS "-Wno-maybe-uninitialized;-Wno-uninitialized")
 target_compile_options(_core PRIVATE -Wall -Wextra $<$<CONFIG:Release>:-O3>)
 target_include_directories(_core PRIVATE src/core)
+# What most sources include is read once: a third of the time of each.
+target_precompile_headers(_core PRIVATE <algorithm> <array> <atomic> <bit> <cstring> <memory> <optional> <span> <string>
+  <unordered_map> <utility> <vector> <nanobind/nanobind.h> <nanobind/ndarray.h> <nanobind/stl/optional.h>
+  <nanobind/stl/pair.h> <nanobind/stl/string.h> <nanobind/stl/vector.h>)
+set_source_files_properties(src/core/codec/tiers.cpp src/core/pool/lower_pages.cpp src/core/routing/cheapest.cpp
+  src/core/transfer/seal_sums.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # other options than those it was read with
 target_link_libraries(_core PRIVATE Threads::Threads)
 install(TARGETS _core LIBRARY DESTINATION memserve)

@@ -355,7 +355,7 @@ class CodedDecodeKernel {
       if (ahead) prefetch_bytes(ahead + pages_.maxima_offset(), 2 * kPanelTokens * int(sizeof(uint16_t)));
       const KeyPanel panel{keys, ahead ? ahead : keys, pages_.key_stride(), pages_.key_maxima(token),
                            pages_.maxima_stride()};
-      in_groups([&]<int R>(int row) {
+      in_groups(rows_, [&]<int R>(int row) {
         math_.template score<R>(row, panel, scores_ + row * kDecodeTokens + (token - first));
       });
     }
@@ -400,24 +400,12 @@ class CodedDecodeKernel {
         here.units[panel] += column * kUnitBytes;
         here.ahead[panel] += column * kUnitBytes;
       }
-      in_groups([&]<int R>(int row) {
+      in_groups(rows_, [&]<int R>(int row) {
         float* sums = sums_ + row * dim_v_ + column;
         if (two) math_.template sum<R, 2>(row, here, decay_ + row, sums, dim_v_);
         else math_.template sum<R, 1>(row, here, decay_ + row, sums, dim_v_);
       });
       column += two ? 2 * kLanes : kLanes;
-    }
-  }
-
-  // As of DecodeKernel.
-  template <class Work>
-  void in_groups(const Work& work) const {
-    for (int row = 0; row < rows_; row += kRowsTogether) {
-      const int some = std::min(kRowsTogether, rows_ - row);
-      if (some == 1) work.template operator()<1>(row);
-      if (some == 2) work.template operator()<2>(row);
-      if (some == 3) work.template operator()<3>(row);
-      if (some == 4) work.template operator()<4>(row);
     }
   }
 

@@ -191,6 +191,18 @@ void sum_panel(const float* weights, const T* values, int dim, int count, const 
     for (int c = 0; c < C; ++c) store_two(sums + r * dim + c * kBlockColumns, held[r][c]);
 }
 
+// Calls `work.operator()<R>(row)` for R of the `rows` at a time.
+template <class Work>
+void in_groups(int rows, const Work& work) {
+  for (int row = 0; row < rows; row += kRowsTogether) {
+    const int some = std::min(kRowsTogether, rows - row);
+    if (some == 1) work.template operator()<1>(row);
+    if (some == 2) work.template operator()<2>(row);
+    if (some == 3) work.template operator()<3>(row);
+    if (some == 4) work.template operator()<4>(row);
+  }
+}
+
 template <class Format, class T>
 class DecodeKernel {
   using Element = std::conditional_t<std::is_same_v<Format, Floats>, float, T>;
@@ -245,7 +257,7 @@ class DecodeKernel {
       write_before(token);
       const T* keys = pages_.key(token);
       const T* ahead = ahead_.next();
-      in_groups([&]<int R>(int row) {
+      in_groups(rows_, [&]<int R>(int row) {
         score_panel<R>(Format{}, q_ + row * dim_k_, dim_k_, keys, batch_.layout.block_tokens, ahead ? ahead : keys,
                        scores_ + row * kDecodeTokens + (token - first));
       });
@@ -274,7 +286,7 @@ class DecodeKernel {
   void sum_columns(const float* weights, const T* values, int count, const T* ahead, const float* decay) {
     int column = 0;
     const auto columns = [&]<int C>() {
-      in_groups([&]<int R>(int row) {
+      in_groups(rows_, [&]<int R>(int row) {
         sum_panel<R, C>(weights + row * kDecodeTokens, values + column, dim_v_, count, ahead + column, decay + row,
                         sums_ + row * dim_v_ + column);
       });
@@ -283,18 +295,6 @@ class DecodeKernel {
     if constexpr (kLanes == 16)
       while (column + 2 * kBlockColumns <= dim_v_) columns.template operator()<2>();
     while (column < dim_v_) columns.template operator()<1>();
-  }
-
-  // Calls `work.operator()<R>(row)` for R rows at a time.
-  template <class Work>
-  void in_groups(const Work& work) const {
-    for (int row = 0; row < rows_; row += kRowsTogether) {
-      const int some = std::min(kRowsTogether, rows_ - row);
-      if (some == 1) work.template operator()<1>(row);
-      if (some == 2) work.template operator()<2>(row);
-      if (some == 3) work.template operator()<3>(row);
-      if (some == 4) work.template operator()<4>(row);
-    }
   }
 
   const TileJob& job_;

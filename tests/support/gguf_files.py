@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
@@ -79,3 +85,35 @@ def write_tensors(config: Any, tensors: Iterable[tuple[str, Any, Any]], path: Pa
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def convert_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are converted in this process, which has torch: a process of its own takes 2.5 s of CPU to begin. For tests
+    of what a file becomes; what its process is, others test."""
+    from memserve.model.loading import conversion, sources
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        said = ""
+        with pytest.MonkeyPatch.context() as child, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nobody reads what the process says, but for its last line
+            child.setattr(conversion, "leave_compiler_out", lambda device: None)
+            child.setattr(sys, "argv", command[command.index(conversion.__name__) :])
+            child.setenv(conversion._NO_WAITING_READS, "1")
+            try:
+                conversion.main()
+            except SystemExit as refused:
+                said = str(refused)
+            except Exception:
+                said = traceback.format_exc()
+        return subprocess.CompletedProcess(command, int(bool(said)), "", said)
+
+    monkeypatch.setattr(sources, "subprocess", _Here(run))
+
+
+class _Here:
+    """Stands for the module ``subprocess``."""
+
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def __init__(self, run: Any) -> None:
+        self.run = run

@@ -1,8 +1,9 @@
 #include "codec/tiers.h"
 
-#include <atomic>
 #include <bit>
 #include <cstring>
+
+#include "isa_paths.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -571,33 +572,17 @@ std::vector<Path> supported() {
   return paths;
 }
 
-const std::vector<Path>& paths() {
-  static const std::vector<Path> all = supported();
+IsaPaths<Path>& paths() {
+  static IsaPaths<Path> all(supported());
   return all;
-}
-
-std::atomic<const Path*>& path_in_use() {
-  static std::atomic<const Path*> path{&paths().back()};
-  return path;
 }
 
 }  // namespace
 
-const Path& path() { return *path_in_use().load(std::memory_order_relaxed); }
+const Path& path() { return paths().in_use(); }
 
-std::vector<std::string> isas() {
-  std::vector<std::string> names;
-  for (const Path& path : paths()) names.emplace_back(path.name);
-  return names;
-}
+std::vector<std::string> isas() { return paths().names(); }
 
-bool force_isa(const std::string& name) {
-  for (const Path& path : paths()) {
-    if (name != path.name && !name.empty()) continue;
-    path_in_use() = name.empty() ? &paths().back() : &path;
-    return true;
-  }
-  return false;
-}
+bool force_isa(const std::string& name) { return paths().force(name); }
 
 }  // namespace memserve::codec

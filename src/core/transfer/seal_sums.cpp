@@ -1,7 +1,8 @@
 #include "transfer/seal_sums.h"
 
-#include <atomic>
 #include <cstring>
+
+#include "isa_paths.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -98,35 +99,19 @@ std::vector<Path> supported() {
   return paths;
 }
 
-const std::vector<Path>& paths() {
-  static const std::vector<Path> all = supported();
+IsaPaths<Path>& paths() {
+  static IsaPaths<Path> all(supported());
   return all;
-}
-
-std::atomic<const Path*>& path_in_use() {
-  static std::atomic<const Path*> path{&paths().back()};
-  return path;
 }
 
 }  // namespace
 
-std::vector<std::string> seal_isas() {
-  std::vector<std::string> names;
-  for (const Path& path : paths()) names.emplace_back(path.name);
-  return names;
-}
+std::vector<std::string> seal_isas() { return paths().names(); }
 
-bool force_seal_isa(const std::string& name) {
-  for (const Path& path : paths()) {
-    if (name != path.name && !name.empty()) continue;
-    path_in_use() = name.empty() ? &paths().back() : &path;
-    return true;
-  }
-  return false;
-}
+bool force_seal_isa(const std::string& name) { return paths().force(name); }
 
 SealSums seal_sums(const uint8_t* src, uint8_t* dst, size_t offset, size_t bytes) {
-  const Path& path = *path_in_use().load(std::memory_order_relaxed);
+  const Path& path = paths().in_use();
   SealSums sums;
   const uint64_t first = offset / kStripeBytes;
   const size_t stripes = bytes / kStripeBytes, rest = bytes % kStripeBytes;

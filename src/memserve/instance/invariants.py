@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from memserve.base.errors import check
 from memserve.base.units import ceil_div
 from memserve.instance.cluster.link import ClusterLink
 from memserve.instance.scheduler.batch import InflightPlan
-from memserve.instance.scheduler.sequence import Phase, Sequence
+from memserve.instance.scheduler.sequence import Phase, Rank, Sequence
 from memserve.instance.scheduler.state import RankedList, SchedulerState, WaitingQueue
 
 _RUNNING = (Phase.PREFILLING, Phase.DECODING, Phase.IDLE)
 _HOLDING = (*_RUNNING, Phase.REMOTE_KV_READY)
+_GOING_ON = (*_HOLDING, Phase.WAITING)
 _AHEAD_MAX = 4  # plans that may be under way behind one with a late draw
 
 
@@ -68,8 +69,11 @@ def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
         Phase.DECODING: state.decoding,
         Phase.IDLE: state.idle,
     }
+    by_phase: defaultdict[Phase, list[tuple[Rank, int]]] = defaultdict(list)
+    for sequence in sequences:
+        by_phase[sequence.phase].append((sequence.rank, id(sequence)))
     for phase, container in containers.items():
-        expected = sorted((s.rank, id(s)) for s in sequences if s.phase is phase)
+        expected = sorted(by_phase[phase])
         check([(s.rank, id(s)) for s in container] == expected, "the container of {} is not what it should be", phase)
     tenants = Counter(group.tenant for group in state.groups.values())
     check(tenants == state.tenants and sorted(state.turns) == sorted(tenants), "tenants are not {}", state.tenants)
@@ -94,11 +98,8 @@ def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
         check(
             awaits or sequence.phase is not Phase.WAITING_FOR_GRAMMAR, "{} waits for a grammar that is built", sequence
         )
-        check(
-            not awaits or sequence.phase not in (*_HOLDING, Phase.WAITING), "{} goes on without its grammar", sequence
-        )
-    unlisted = Phase.NEW, Phase.FINISHED
-    check(all(s.phase not in unlisted for s in sequences), "a new or finished sequence is listed")
+        check(not awaits or sequence.phase not in _GOING_ON, "{} goes on without its grammar", sequence)
+    check(not by_phase[Phase.NEW] and not by_phase[Phase.FINISHED], "a new or finished sequence is listed")
 
 
 def _check_slots(state: SchedulerState, sequences: list[Sequence]) -> None:

@@ -108,10 +108,9 @@ def test_a_head_without_end_is_ended(world: World, http: httpx.Client, more: byt
     address = httpx.URL(world.url)
     with socket.create_connection((address.host, address.port or 80), timeout=10) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\na: ")
-        with contextlib.suppress(ConnectionError):
+        with pytest.raises(ConnectionError):
             for _ in range(10_000):  # 50 MB: far more than any buffer on the way
                 connection.sendall(more)
-            pytest.fail("the server took all of it")
     still_answers(world, http)
 
 

@@ -282,9 +282,17 @@ def test_child_is_restarted_when_death_callback_fails(world) -> None:
     it = world("time.sleep(60)")
     eventually(it.lives)
     it.supervisor.confirm_started()
-    it.supervisor._on_death = lambda name, how: [][0]  # whatever hangs on it
+    failures: list[str] = []
+
+    def fail(name: str, how: str) -> None:
+        failures.append(name)
+        raise IndexError("whatever hangs on it")
+
+    it.supervisor._on_death = fail
     os.kill(it.supervisor.child_pids["x1"], signal.SIGKILL)
     eventually(lambda: len(it.lives()) == 2)
+    assert failures == ["x1"]
+    assert it.supervisor.child_stats() == {"x1": ChildStats(is_running=True, restarts=1, deaths=1, spawn_failures=0)}
 
 
 def test_words_that_are_no_text_end_no_thread(world) -> None:
@@ -293,6 +301,7 @@ def test_words_that_are_no_text_end_no_thread(world) -> None:
     it.supervisor.confirm_started()
     os.kill(it.supervisor.child_pids["x1"], signal.SIGKILL)
     eventually(lambda: len(it.lives()) == 2)
+    assert it.how == ["was ended by signal 9"] and not it.supervisor._failure
 
 
 def test_children_file_write_is_retried_after_failure(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import cast
 
 from memserve.base.types import CopyBlocks, Tier, TokenLogprobs
 from memserve.base.units import ceil_div
@@ -505,12 +506,14 @@ def _belonging_together(pages: Cells, count: int, place: str) -> list[int]:
     """The first ``count`` cells of a block, if each layer has its part of them."""
     cells_of_pages: list[int] = []
     for layer, page in enumerate(pages):
-        cells = [value for value in page[:count] if value is not None]
-        if len(cells) < count:
+        cells = list(page[:count])
+        if len(cells) < count or None in cells:
             raise Violation(f"{place}, layer {layer}: never written, or not there yet")
         if not layer:
-            cells_of_pages = cells
-        elif cells != [in_layer(value, layer) for value in cells_of_pages]:
+            cells_of_pages = cast("list[int]", cells)
+            continue
+        offset = in_layer(0, layer)
+        if cells != [value + offset for value in cells_of_pages]:
             raise Violation(f"{place}: the layers do not belong together")
     return cells_of_pages
 

@@ -335,7 +335,7 @@ def main(descriptor: int) -> None:
         try:
             sampled, plan = pickle.loads(line.recv_bytes())
         except (EOFError, OSError):
-            return
+            os._exit(0)  # to destroy torch's objects takes half a second, and frees nothing
         device.follow_step(sampled, plan)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gguf_files import write_gguf
+from gguf_files import convert_here, write_gguf
 from memserve import LLM
 from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
@@ -29,6 +29,11 @@ from memserve.model.loading.stored import StoredWeight, StoredWeights, reserve_s
 from memserve.model.quantised import QuantisedLinear, QuantisedWeight
 from quantised_blocks import random_blocks
 from tiny_models import VOCAB, tiny_module
+
+
+@pytest.fixture(autouse=True)
+def converted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert_here(monkeypatch)
 
 
 @pytest.fixture(scope="module")
