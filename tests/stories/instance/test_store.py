@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -157,6 +158,21 @@ def test_silent_store_drops_waiting_offers():
     fleet.submit(request("b", PROMPT[5:13], max_tokens=1), "p")
     fleet.run()
     assert stats(fleet, "p").store_blocks_taken == 2
+    fleet.finish()
+
+
+def test_blocks_of_each_ended_request_wait_for_themselves():
+    """Requests that have ended leave objects whose ``id`` comes again: none may replace what waits of another."""
+    fleet = with_store(p=fleet_config(hbm=64, step_tokens=40, chunk=40))
+    fleet.members["s"].mute = True
+    for number in range(8):
+        fleet.submit(request(f"r{number}", PROMPT[number : number + 16], max_tokens=1), "p")
+        fleet.run()
+        del fleet.jobs[f"r{number}"]
+        gc.collect()
+    fleet.pass_time(6 * NS_PER_S)
+    told = stats(fleet, "p")
+    assert told.store_blocks_offered + told.store_blocks_dropped == 8 * 4
     fleet.finish()
 
 
