@@ -166,9 +166,9 @@ def measure(options: dict[str, Any], args: Namespace, documents: list[str]) -> O
     return outcome
 
 
-def common(item: list[int], other: list[int]) -> int:
+def common(item: list[int], rival: list[int]) -> int:
     """Tokens that two answers share from the start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(item, other, strict=True)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(item, rival, strict=True)))
 
 
 def main() -> None:

@@ -137,14 +137,16 @@ class Cluster:
     def await_members(self, *names: str) -> None:
         self.until(lambda: self.members() == set(names), f"members are {', '.join(names)}")
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
+    def until(self, condition: Callable[[], object], description: str) -> None:
         end_s = time.monotonic() + STEP_S
         while not condition():
             exit_codes = {
                 name: process.returncode for name, process in self._processes.items() if process.poll() not in (None, 0)
             }
             if time.monotonic() > end_s or exit_codes:
-                raise SystemExit(f"it never came to that: {what}; ended: {exit_codes or 'none'}\n{self._last_words()}")
+                raise SystemExit(
+                    f"it never came to that: {description}; ended: {exit_codes or 'none'}\n{self._last_words()}"
+                )
             time.sleep(0.05)
 
     def _last_words(self) -> str:

@@ -242,7 +242,7 @@ def test_kv_that_is_not_to_be_trusted_is_forgotten_by_the_store():
     fleet.submit(request("a", PROMPT[:24], max_tokens=2), "p")
     fleet.run(until=lambda: store.has(tokens_of(24)) >= 2 and len(p.plans) == 1 and p.plans[0].starts == [16])
     plan = p.plans.popleft()
-    event = p.device.run(plan)
+    event = p.device.run_plan(plan)
     fail_row(plan, event, plan.slots[0], RowFailed("planted", kv_is_suspect=True))
     fleet.jobs.clear()
     p.post(event)
