@@ -30,10 +30,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.chats import document_texts
 from harness.flags import Commas, options, save
 from harness.rounds import Samples, mean, turns
 from harness.tables import Table
-from lower_dtype import Document, texts
+from lower_dtype import Document
 
 from memserve import _kernels
 from memserve.base.config import EngineOptions
@@ -185,7 +186,7 @@ def quality(args: Namespace) -> Iterator[dict[str, Any]]:
         device, tokenizer = device_of(args, kv, 64 * MIB)
         documents = [
             tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens]
-            for text in texts(args.data, args.documents)
+            for text in document_texts(args.data, args.documents)
         ]
         for way, width in (("in chunks", CHUNK), ("token by token", 1)):
             judgements = judged(device, [tokens for tokens in documents if len(tokens) == args.tokens], width)
@@ -209,7 +210,7 @@ def main() -> None:
     torch.set_num_threads(1)
     _kernels.force_isa(args.isa)
     print(f"isa {_kernels.isa()}, one thread; {args.documents} documents of {args.tokens} tokens")
-    text, saved = texts(args.data, 1)[0], []
+    text, saved = document_texts(args.data, 1)[0], []
     parts: dict[str, tuple[dict[str, str], Callable[[], Iterator[dict[str, Any]]]]] = {
         "memory": (MEMORY, memory), "attention": (ATTENTION, lambda: attention(args.rounds)),
         "steps": (STEP, lambda: steps(args, text)), "quality": (QUALITY, lambda: quality(args)),

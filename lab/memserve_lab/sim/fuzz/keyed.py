@@ -74,7 +74,6 @@ class KeyedClients:
         """Whether clients that ask for the first time do it with keys."""
         self.returns = 0
         """Times that a client has come again."""
-        self.overtaken = 0
         """Times that its last connection lost the answer to an earlier one at another router."""
 
     def name_request(self, request: Request) -> Request:
@@ -158,7 +157,6 @@ class KeyedClients:
         if connection == client.connection:
             if reason == TAKEN_OVER and self._host.scenario.followers:
                 # asked for before, at another router, and heard of later by the instance: the client tries again
-                self.overtaken += 1
                 client.connection = ""
                 self._comes_again_later(client)
                 return None
