@@ -164,7 +164,7 @@ def measure(out: Path, data: Path | None, rate: float, model: str) -> None:
 
 
 def _drive(servers: Servers, setting: Setting, workload: Workload, label: str, writer: RecordWriter | None) -> LoadRun:
-    place = servers.address(setting)
+    place = servers.address_of(setting)
     manner = Manner(place.model, ignore_eos=True, salt=label)
     progress = Progress(workload.request_count, label)
     labels = Labels(setting.name, label, 0)
@@ -211,10 +211,10 @@ def chat_frame(meter: TokenizerMeter) -> Frame:
     roles = ("system", "user", "assistant")
     system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     return Frame(
-        meter.encode(f"<|im_start|>system\n{system}<|im_end|>\n"),
-        {role: meter.encode(f"<|im_start|>{role}\n") for role in roles},
-        meter.encode("<|im_end|>\n"),
-        meter.encode("<|im_start|>assistant\n"),
+        meter.encode_text(f"<|im_start|>system\n{system}<|im_end|>\n"),
+        {role: meter.encode_text(f"<|im_start|>{role}\n") for role in roles},
+        meter.encode_text("<|im_end|>\n"),
+        meter.encode_text("<|im_start|>assistant\n"),
     )
 
 

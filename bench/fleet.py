@@ -86,8 +86,8 @@ def compare_trace(servers: list[EventServer], args: Namespace, folder: Path) -> 
         trace(args.trace, args.requests, args.rate, TOKENS_MAX, args.seed + number) for number in range(args.passes)
     ]
 
-    async def load(where: Where, seed: int, tally: Tally) -> None:
-        await run_trace(where, passes[seed - args.seed], tally)
+    async def load(target: Where, seed: int, tally: Tally) -> None:
+        await run_trace(target, passes[seed - args.seed], tally)
 
     title = f"{args.trace.name.partition('.')[0]}: {sum(map(len, passes))} requests, {args.rate:g}/s"
     compare(title, load, servers, args, folder)
@@ -97,8 +97,8 @@ def compare_trace(servers: list[EventServer], args: Namespace, folder: Path) -> 
 
 
 def compare_chats(servers: list[EventServer], args: Namespace, folder: Path) -> None:
-    async def load(where: Where, seed: int, tally: Tally) -> None:
-        await run_chats(where, questions(seed, args.chats, args.turns, args.words), args.clients, tally)
+    async def load(target: Where, seed: int, tally: Tally) -> None:
+        await run_chats(target, questions(seed, args.chats, args.turns, args.words), args.clients, tally)
 
     title = f"{args.chats} chats of {args.turns} turns, {args.clients} at a time"
     tallies = compare(title, load, servers, args, folder)

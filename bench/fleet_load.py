@@ -51,7 +51,7 @@ class Where:
         """The address for one request, in turns or where the fewest are open."""
         url = next(self._turn)
         if self._least_load:
-            url = min(self._open, key=lambda other: (self._open[other], other != url))
+            url = min(self._open, key=lambda rival: (self._open[rival], rival != url))
         self._open[url] += 1
         try:
             yield url
@@ -59,9 +59,9 @@ class Where:
             self._open[url] -= 1
 
 
-async def ask(client: httpx.AsyncClient, where: Where, path: str, body: dict[str, Any], tally: Tally) -> Answer:
+async def ask(client: httpx.AsyncClient, target: Where, path: str, body: dict[str, Any], tally: Tally) -> Answer:
     """One request, streamed; an error is counted."""
-    with where.next() as url:
+    with target.next() as url:
         answer = await astream(client, url + path, {**body, "model": MODEL, "temperature": 0, "ignore_eos": True})
     if answer.status != 200 or answer.error:
         tally.errors += 1
@@ -137,7 +137,7 @@ def _block(seed: int, number: int) -> list[str]:
     return random.Random(f"{seed}.{number}").choices(WORDS, k=BLOCK)
 
 
-async def run_trace(where: Where, calls: list[Call], tally: Tally) -> None:
+async def run_trace(target: Where, calls: list[Call], tally: Tally) -> None:
     """Each request at its time."""
     begin = time.perf_counter()
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
@@ -145,7 +145,7 @@ async def run_trace(where: Where, calls: list[Call], tally: Tally) -> None:
         async def send(call: Call) -> None:
             await asyncio.sleep(max(0.0, call.at_s - (time.perf_counter() - begin)))
             prompt = "".join(f" {word}" for word in call.words)
-            await ask(client, where, "/v1/completions", {"prompt": prompt, "max_tokens": call.output_tokens}, tally)
+            await ask(client, target, "/v1/completions", {"prompt": prompt, "max_tokens": call.output_tokens}, tally)
 
         await asyncio.gather(*map(send, calls))
     tally.seconds += time.perf_counter() - begin
@@ -185,19 +185,19 @@ def questions(seed: int, chats: int, turns: int, count: int) -> list[list[str]]:
     return [[f"{seed}.{chat}.{turn}: {words(count, draw)}" for turn in range(turns)] for chat in range(chats)]
 
 
-async def run_chats(where: Where, chats: list[list[str]], clients: int, tally: Tally) -> None:
+async def run_chats(target: Where, chats: list[list[str]], clients: int, tally: Tally) -> None:
     """All chats, ``clients`` requests at a time; a chat's next question comes behind all that wait."""
     free, begin = asyncio.Semaphore(clients), time.perf_counter()
     async with httpx.AsyncClient(timeout=300) as client:
 
-        async def play(said: list[str]) -> None:
+        async def play(chat_questions: list[str]) -> None:
             messages: list[dict[str, str]] = []
             known_tokens = 0
-            for question in said:
+            for question in chat_questions:
                 messages.append({"role": "user", "content": question})
                 async with free:
                     body = {"messages": messages, "max_tokens": 24}
-                    answer = await ask(client, where, "/v1/chat/completions", body, tally)
+                    answer = await ask(client, target, "/v1/chat/completions", body, tally)
                 prompt_tokens = answer.usage.get("prompt_tokens", 0)
                 tally.attainable_tokens += min(known_tokens, prompt_tokens - 1) // BLOCK * BLOCK
                 known_tokens = prompt_tokens + answer.usage.get("completion_tokens", 0) - 1

@@ -27,7 +27,6 @@ from harness.flags import options, save
 from harness.rounds import median
 from harness.tables import show
 
-BUILD_S_MAX = 20.0
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 
 

@@ -74,11 +74,11 @@ def measure(args: Namespace, folder: Path) -> dict[str, Any]:
     own_prompts, other_prompts = prompts[::2], prompts[1::2]
     tokens, record = args.tokens, {}
 
-    def answers(source: Vllm | str, some: list[list[int]], count: int = tokens) -> list[Answer]:
+    def answers(source: Vllm | str, prompts: list[list[int]], count: int = tokens) -> list[Answer]:
         """Of memserve at an address, or of vLLM, two at a time."""
         if isinstance(source, str):
-            return ask_all(lambda prompt: ask(source, prompt, count), some, 2)
-        return ask_all(lambda prompt: source.ask(prompt, count), some, 2)
+            return ask_all(lambda prompt: ask(source, prompt, count), prompts, 2)
+        return ask_all(lambda prompt: source.ask(prompt, count), prompts, 2)
 
     alone = Vllm(args.vllm, args.model, log=folder / "alone.log")
     with running(alone):

@@ -66,17 +66,19 @@ def prefilled(model: str, dtype: str, prompts: list[Any], tokens: int, **sizes: 
     """Whole blocks of KV of some prompts, texts or tokens: ``[blocks, block_bytes]``."""
     engine = EngineOptions(model=model, dtype=dtype, kv_memory_bytes=400 * MIB, max_model_tokens=tokens, **sizes)
     parts = build_parts(engine)
-    size, kept, first = parts.model.geometry.block_tokens, [], 0
+    size, blocks_held, first = parts.model.geometry.block_tokens, [], 0
     for number, text in enumerate(prompts):
-        some = parts.model.tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
-        ids = np.array(some[: tokens - 1], np.int32)
+        tokens_of_text = (
+            parts.model.tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
+        )
+        ids = np.array(tokens_of_text[: tokens - 1], np.int32)
         blocks = list(range(first, first + len(ids) // size + 1))
         opened = OpenSequence(number, ids, len(ids), 0, SamplingParams(temperature=0), blocks)
         row = {"slots": [number], "starts": [0], "counts": [len(ids)], "sample_slots": [()]}
         parts.device.execute(StepPlan(number + 1, open=[opened], **row))
-        kept += blocks[: len(ids) // size]
+        blocks_held += blocks[: len(ids) // size]
         first = blocks[-1] + 1
-    arena: Bytes = parts.device._arenas.hbm.numpy()[kept].copy()
+    arena: Bytes = parts.device._arenas.hbm.numpy()[blocks_held].copy()
     parts.device.close()
     return arena
 
@@ -116,11 +118,11 @@ def contenders(block_bytes: int) -> dict[str, Contender]:
     def copy(source: Any, block: Bytes) -> None:
         _core.copy_ranges_sealed(block.ctypes.data, NO_OFFSET, source.ctypes.data, NO_OFFSET, block.nbytes)
 
-    kept = np.empty(block_bytes, np.uint8)
+    target = np.empty(block_bytes, np.uint8)
 
     def copied(block: Bytes) -> Any:
-        copy(block, kept)
-        return kept
+        copy(block, target)
+        return target
 
     return {"codec": Contender(encode, decode), "copy": Contender(copied, copy)} | dict(_rivals())
 
@@ -180,8 +182,8 @@ def measure(blocks: Bytes, rounds: int, names: dict[str, Contender]) -> Iterator
             assert (landed == block).all(), f"{name} is not lossless"
         if number >= 0:
             spent[name].append((encode_s, decode_s))
-    for name, mine in spent.items():
-        encode_s, decode_s = (median(column) for column in zip(*mine, strict=True))
+    for name, times in spent.items():
+        encode_s, decode_s = (median(column) for column in zip(*times, strict=True))
         least, most = (edge(sizes[name]) / blocks.shape[1] for edge in (min, max))
         yield {
             "name": name, "ratio": total / sum(sizes[name]), "least": least, "most": most,
@@ -301,9 +303,9 @@ def main() -> None:
         first = blocks if dtype == args.dtypes[0] else first
         if args.save is not None and first is blocks:
             np.save(args.save, blocks)
-        found = list(measure(blocks, args.rounds, contenders(blocks.shape[1])))
-        found += measured_isas(blocks, args.rounds) if args.isas else []
-        for row in found:
+        new_rows = list(measure(blocks, args.rounds, contenders(blocks.shape[1])))
+        new_rows += measured_isas(blocks, args.rounds) if args.isas else []
+        for row in new_rows:
             rows.append(row | {"kv": "SmolLM2-135M", "dtype": dtype})
             table.show(rows[-1])
     for name in args.shapes:
@@ -312,10 +314,10 @@ def main() -> None:
             rows.append(row | {"kv": f"{geometries.SHAPES[name].model}'s shape", "dtype": args.dtypes[0]})
             table.show(rows[-1])
     if args.disk is not None:
-        found = [row for gb_s in args.disk_gb_s for row in measure_disk(args.disk, first, 3 * args.rounds, gb_s)]
+        new_rows = [row for gb_s in args.disk_gb_s for row in measure_disk(args.disk, first, 3 * args.rounds, gb_s)]
         print(f"\n{len(first)} blocks of {first.shape[1] >> 10:,} KiB, {3 * args.rounds} rounds:")
-        show(found, DISK_COLUMNS)
-        rows += found
+        show(new_rows, DISK_COLUMNS)
+        rows += new_rows
     save(args, rows)
 
 

@@ -30,10 +30,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.chats import document_texts
 from harness.flags import Commas, options, save
 from harness.rounds import Samples, mean, turns
 from harness.tables import Table
-from lower_dtype import Document, texts
+from lower_dtype import Document
 
 from memserve import _kernels
 from memserve.base.config import EngineOptions
@@ -139,8 +140,8 @@ def attention(rounds: int) -> Iterator[dict[str, Any]]:
 
 def device_of(args: Namespace, kv: str, kv_memory_bytes: int) -> tuple[ModelDevice, Any]:
     """A device with one thread, and its tokenizer."""
-    given = {"model": args.model, "dtype": args.dtype, "threads": 1, "kv_dtype": kv, "quantization": "none"}
-    parts = build_parts(EngineOptions(**given, kv_memory_bytes=kv_memory_bytes))
+    options_given = {"model": args.model, "dtype": args.dtype, "threads": 1, "kv_dtype": kv, "quantization": "none"}
+    parts = build_parts(EngineOptions(**options_given, kv_memory_bytes=kv_memory_bytes))
     return parts.device, parts.model.tokenizer
 
 
@@ -157,8 +158,8 @@ def steps(args: Namespace, text: str) -> Iterator[dict[str, Any]]:
             documents[kv].compute(start, min(start + CHUNK, len(tokens)), tell=False)
     for context in contexts:
 
-        def decode(kv: str, at: int = context - 2) -> None:
-            documents[kv].compute(at, at + 1, tell=False)  # what lies behind it is not read
+        def decode(kv: str, place: int = context - 2) -> None:
+            documents[kv].compute(place, place + 1, tell=False)  # what lies behind it is not read
 
         samples = in_turns({kv: partial(decode, kv) for kv in KV_DTYPES}, 5 * args.rounds)
         for kv in KV_DTYPES:
@@ -167,15 +168,15 @@ def steps(args: Namespace, text: str) -> Iterator[dict[str, Any]]:
 
 def judged(device: ModelDevice, documents: list[list[int]], width: int) -> list[tuple[float, int]]:
     """Of the second halves: logprob of each token, and the most probable one; ``width`` tokens a step."""
-    found = []
+    judgements = []
     for tokens in documents:
         document, half = Document(device, tokens, itertools.count(1)), len(tokens) // 2
         for start in range(0, half, CHUNK):
             document.compute(start, min(start + CHUNK, half), tell=False)
         for start in range(half, len(tokens), width):
-            found += document.compute(start, min(start + width, len(tokens)), tell=True)
+            judgements += document.compute(start, min(start + width, len(tokens)), tell=True)
         document.close()
-    return found
+    return judgements
 
 
 def quality(args: Namespace) -> Iterator[dict[str, Any]]:
@@ -185,15 +186,16 @@ def quality(args: Namespace) -> Iterator[dict[str, Any]]:
         device, tokenizer = device_of(args, kv, 64 * MIB)
         documents = [
             tokenizer(text, add_special_tokens=False)["input_ids"][: args.tokens]
-            for text in texts(args.data, args.documents)
+            for text in document_texts(args.data, args.documents)
         ]
         for way, width in (("in chunks", CHUNK), ("token by token", 1)):
-            found = judged(device, [tokens for tokens in documents if len(tokens) == args.tokens], width)
-            right = full.setdefault(way, found)
-            perplexity, base = (math.exp(-mean([logprob for logprob, _ in each])) for each in (found, right))
+            judgements = judged(device, [tokens for tokens in documents if len(tokens) == args.tokens], width)
+            right = full.setdefault(way, judgements)
+            perplexity, base = (math.exp(-mean([logprob for logprob, _ in pair])) for pair in (judgements, right))
             yield {
-                "kv": kv, "way": way, "tokens": len(found), "perplexity": perplexity, "more": perplexity / base - 1,
-                "best": mean(a[1] == b[1] for a, b in zip(found, right, strict=True)),
+                "kv": kv, "way": way, "tokens": len(judgements), "perplexity": perplexity,
+                "more": perplexity / base - 1,
+                "best": mean(a[1] == b[1] for a, b in zip(judgements, right, strict=True)),
             }  # fmt: skip
         device.close()
 
@@ -208,7 +210,7 @@ def main() -> None:
     torch.set_num_threads(1)
     _kernels.force_isa(args.isa)
     print(f"isa {_kernels.isa()}, one thread; {args.documents} documents of {args.tokens} tokens")
-    text, saved = texts(args.data, 1)[0], []
+    text, saved = document_texts(args.data, 1)[0], []
     parts: dict[str, tuple[dict[str, str], Callable[[], Iterator[dict[str, Any]]]]] = {
         "memory": (MEMORY, memory), "attention": (ATTENTION, lambda: attention(args.rounds)),
         "steps": (STEP, lambda: steps(args, text)), "quality": (QUALITY, lambda: quality(args)),

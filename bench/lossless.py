@@ -146,14 +146,14 @@ def reference(model: str, prompts: list[list[int]], new_tokens: int, path: Path)
 # -- comparison
 
 
-def compare(got: list[int], want: dict[str, Any]) -> str:
+def compare(tokens: list[int], want: dict[str, Any]) -> str:
     """``equal``, ``tie`` or a description of the first difference."""
-    for i, (a, b) in enumerate(zip(got, want["tokens"], strict=False)):
+    for i, (a, b) in enumerate(zip(tokens, want["tokens"], strict=False)):
         if a != b:
             gap = want["gaps"][i]
             return "tie" if gap <= TIE_LOGITS else f"token {i}: {a} instead of {b} (gap {gap:.2e})"
-    if len(got) != len(want["tokens"]):
-        return f"{len(got)} tokens instead of {len(want['tokens'])}"
+    if len(tokens) != len(want["tokens"]):
+        return f"{len(tokens)} tokens instead of {len(want['tokens'])}"
     return "equal"
 
 

@@ -25,7 +25,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from harness.chats import read
+from harness.chats import document_texts
 from harness.flags import options, save
 from harness.rounds import mean
 from harness.tables import Table
@@ -38,7 +38,6 @@ from memserve.host.build import build_parts
 from memserve.instance.events import OpenSequence, StepPlan
 from memserve.model.device import ModelDevice
 from memserve.system.memory import resident_bytes
-from memserve_lab.workloads.builtin import documents as made_documents
 
 COLUMNS = {
     "KV in DRAM": "{lower}", "bytes of a block: HBM, DRAM": "{hbm:,.0f}, {dram:,.0f}",
@@ -61,15 +60,6 @@ class Outcome:
     best: list[int] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
     dram_tokens: int = 0
-
-
-def texts(data: Path | None, count: int) -> list[str]:
-    """Long texts: of real documents where there are any."""
-    if data is None:
-        return [document.text for document in made_documents(1, count)]
-    sources = [data / "longdocs" / f"{name}.jsonl.gz" for name in ("loogle_wikipedia", "qmsum_meetings")]
-    records = [record["document"] for source in sources for record in read(source)]
-    return records[:: max(1, len(records) // count)][:count]
 
 
 class Document:
@@ -166,9 +156,9 @@ def measure(options: dict[str, Any], args: Namespace, documents: list[str]) -> O
     return outcome
 
 
-def common(item: list[int], other: list[int]) -> int:
+def common(item: list[int], rival: list[int]) -> int:
     """Tokens that two answers share from the start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(item, other, strict=True)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(item, rival, strict=True)))
 
 
 def main() -> None:
@@ -177,7 +167,7 @@ def main() -> None:
         tokens=(1024, "of each document"), answer=(64, "tokens of each greedy answer"),
         model=("smollm2-135m-instruct", "folder, file or name"), dtype="auto", threads=int,
     )  # fmt: skip
-    documents, rows, full, table = texts(args.data, args.documents), [], None, Table(COLUMNS)
+    documents, rows, full, table = document_texts(args.data, args.documents), [], None, Table(COLUMNS)
     for lower in KV_DTYPES:
         engine = {"model": args.model, "dtype": args.dtype, "threads": args.threads, "kv_lower_dtype": lower}
         outcome = measure(engine, args, documents)

@@ -68,15 +68,15 @@ def _link(name: str, address: str, nbytes: int, kv: KVGeometry) -> tuple[PageLin
     if name == "nixl":
         return NixlLink({Tier.HBM: arena}, kv.block_bytes, host=address), arena
     mode = name.partition("-")[2] or "none"
-    where = ListenAddress(SECRET, address)
-    return CurveLink({Tier.HBM: arena}, where, kv.block_bytes, kv_codec=KV_CODECS[mode]), arena
+    listen_address = ListenAddress(SECRET, address)
+    return CurveLink({Tier.HBM: arena}, listen_address, kv.block_bytes, kv_codec=KV_CODECS[mode]), arena
 
 
 def own(name: str, address: str, nbytes: int, kv: KVGeometry, values: Path | None) -> None:
     """On one host: memory that the other one reads, until stdin ends. Prints for each line its CPU seconds so far."""
     link, arena = _link(name, address, nbytes, kv)
-    known = floats(kv.dtype, 8 * MIB) if values is None else np.load(values).reshape(-1).view(np.uint8)
-    np.frombuffer(arena, np.uint8)[:] = np.resize(known, nbytes)
+    values_there = floats(kv.dtype, 8 * MIB) if values is None else np.load(values).reshape(-1).view(np.uint8)
+    np.frombuffer(arena, np.uint8)[:] = np.resize(values_there, nbytes)
     print(wire.encode(Join(_describe(link, "owner", arena, kv))).hex(), flush=True)
     link.add_peer(_describe(link, "reader", arena, kv))
     for _ in sys.stdin:
@@ -160,8 +160,12 @@ class Sides:
     def read(self) -> tuple[float, ...]:
         """Bytes a second; CPU seconds a GB; the share of bytes that travelled."""
         before_s = float(self._owner.ask("cpu"))
-        spent_s, cpu_s, sent = map(float, self._reader.ask("read").split())
-        return self._nbytes / spent_s, (cpu_s + float(self._owner.ask("cpu")) - before_s) / self._nbytes * 1e9, sent
+        spent_s, cpu_s, travelled = map(float, self._reader.ask("read").split())
+        return (
+            self._nbytes / spent_s,
+            (cpu_s + float(self._owner.ask("cpu")) - before_s) / self._nbytes * 1e9,
+            travelled,
+        )
 
 
 def measure(args: Namespace, nbytes: int) -> dict[str, list[tuple[float, ...]]]:
@@ -203,9 +207,9 @@ def main() -> None:
         f" {args.readers} readers"
     )
     rows = [
-        {"name": name, "ms": nbytes / rate * 1e3, "mb_s": rate / 1e6, "cpu_s": cpu_s, "sent": sent}
+        {"name": name, "ms": nbytes / rate * 1e3, "mb_s": rate / 1e6, "cpu_s": cpu_s, "sent": travelled}
         for name, measurements in results.items()
-        for rate, cpu_s, sent in [[median(column) for column in zip(*measurements, strict=True)]]
+        for rate, cpu_s, travelled in [[median(column) for column in zip(*measurements, strict=True)]]
     ]
     show((row | {"ratio": row["mb_s"] / rows[0]["mb_s"]} for row in rows),
          {"": "{name}", "ms": "{ms:.0f}", "MB/s": "{mb_s:.1f}", "of iperf3": "{ratio:.2f}", "CPU, s/GB": "{cpu_s:.2f}",

@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 def outcome(setup: Setup, workload: Workload) -> Outcome:
     world = ReplayWorld(setup, workload)
-    world.run()
+    world.run_workload()
     served = [item for item in world.clients.served if item.answered]
     if len(served) < len(world.clients.served):
         raise SystemExit(f"{len(world.clients.served) - len(served)} requests were not answered")

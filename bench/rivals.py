@@ -140,10 +140,10 @@ def engines(args: Namespace) -> tuple[list[Engine], list[str]]:
     return engines_wanted, skipped
 
 
-def run(wanted: list[Engine], shapes: list[str], rounds: int, logs: Path) -> tuple[list[Engine], list[str]]:
+def run(engines: list[Engine], shapes: list[str], rounds: int, logs: Path) -> tuple[list[Engine], list[str]]:
     """Start all engines, then measure in turn. The order of the engines rotates with each round."""
     ready, skipped = [], []
-    for number, engine in enumerate(wanted):
+    for number, engine in enumerate(engines):
         print(f"starting {engine.name} ...", file=sys.stderr, flush=True)
         reason = engine.start(logs / f"{number}.log")
         if reason is None:
@@ -158,14 +158,14 @@ def run(wanted: list[Engine], shapes: list[str], rounds: int, logs: Path) -> tup
     return ready, skipped
 
 
-def cell(mine: float | None, value: float | None, more_is_better: bool, own: bool) -> str:
+def cell(base: float | None, value: float | None, more_is_better: bool, is_base: bool) -> str:
     """A figure; a rival's with memserve's advantage behind it."""
     if value is None:
         return ""
     number = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-    if own or mine is None:
+    if is_base or base is None:
         return number
-    ratio = mine / value if more_is_better else value / mine
+    ratio = base / value if more_is_better else value / base
     return f"{number} ({ratio:.2f}x)"
 
 

@@ -96,7 +96,7 @@ def be_instance(name: str, model: Path, join: str) -> None:
     )  # fmt: skip
     address = ListenAddress(secret)
     links = MemberLinks(
-        lambda me, hear: ZmqMailbox(me, address, hear),
+        lambda self_peer, hear: ZmqMailbox(self_peer, address, hear),
         lambda on_pages: open_data_port("shm", geometry, {}, on_pages, address),
     )
     member = MemberProcess(machine, NullDevice(), info, [f"tcp://{join}"], links)

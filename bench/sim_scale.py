@@ -72,13 +72,13 @@ def trace(data: Path) -> Workload:
 
 def agentic(data: Path) -> Workload:
     """Coding agents that all begin within ten minutes, with a tenth of their think times (some last for hours)."""
-    made = trace_time(build(Recipe(kind="agentic", data=data)), speed=10.0)
-    gap_s = 600 / len(made.sessions)
+    workload = trace_time(build(Recipe(kind="agentic", data=data)), speed=10.0)
+    gap_s = 600 / len(workload.sessions)
     sessions = [
         dataclasses.replace(s, turns=(dataclasses.replace(s.turns[0], due_s=number * gap_s), *s.turns[1:]))
-        for number, s in enumerate(made.sessions)
+        for number, s in enumerate(workload.sessions)
     ]
-    return dataclasses.replace(made, sessions=tuple(sessions))
+    return dataclasses.replace(workload, sessions=tuple(sessions))
 
 
 def cluster(
@@ -127,19 +127,19 @@ def run_case(name: str, data: Path, fast_forwards: bool) -> dict[str, object]:
     workload = case.make(data)
     before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     before_s = time.process_time()
-    done = simulate(dataclasses.replace(case.setup, fast_forwards=fast_forwards), workload, name, workload.kind)
+    simulated = simulate(dataclasses.replace(case.setup, fast_forwards=fast_forwards), workload, name, workload.kind)
     cpu_s = time.process_time() - before_s
-    results = figures(done.records)
+    results = figures(simulated.records)
     return {
         "case": name,
         "requests": results.requests,
         "failed": results.failed,
-        "virtual_s": round(done.usage.simulated_s, 1),
-        "wall_s": round(done.wall_s, 2),
+        "virtual_s": round(simulated.usage.simulated_s, 1),
+        "wall_s": round(simulated.wall_s, 2),
         "cpu_s": round(cpu_s, 2),  # what it takes of a core that others use as well
-        "requests_per_wall_s": round(done.requests_per_wall_s, 1),
-        "tokens_per_wall_s": round(done.usage.tokens / done.wall_s),
-        "events": done.events,
+        "requests_per_wall_s": round(simulated.requests_per_wall_s, 1),
+        "tokens_per_wall_s": round(simulated.usage.tokens / simulated.wall_s),
+        "events": simulated.events,
         "workload_mb": round(before_mb),
         "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         "ttft_mean_ms": round(1e3 * results.ttft_s.mean, 1) if results.ttft_s else None,
@@ -171,21 +171,21 @@ def policies(args: Namespace) -> None:
     workload = build(Recipe(kind="trace", data=args.data, sessions=args.requests))
     results, table = {}, Table(POLICY_COLUMNS)
     for policy in args.policies:
-        done = simulate(cluster(args.instances, policy=policy, dram=args.dram), workload, policy, workload.kind)
-        results[policy] = summary(done)
+        simulated = simulate(cluster(args.instances, policy=policy, dram=args.dram), workload, policy, workload.kind)
+        results[policy] = summary(simulated)
         table.show({"policy": policy, **results[policy]})
     (args.out / "policies.json").write_text(json.dumps(results, indent=1))
     title = f"{workload.request_count} requests of Mooncake's conversations, {args.instances} instances of Llama-3-8B "
     draw(results, args.out / "policies.png", f"{title}on H100, {args.dram} of DRAM each (simulated)")
 
 
-def summary(done: Simulated) -> dict[str, float]:
+def summary(simulated: Simulated) -> dict[str, float]:
     """The figures that compare policies."""
-    results = figures(done.records)
+    results = figures(simulated.records)
     assert results.ttft_s is not None and results.tpot_s is not None and results.jct_s is not None, (
         "requests were answered"
     )
-    busy = [mean_of([look.busy[place] for look in done.looks]) for place in range(len(done.instances))]
+    busy = [mean_of([look.busy[place] for look in simulated.looks]) for place in range(len(simulated.instances))]
     return {
         "ttft_mean_ms": 1e3 * results.ttft_s.mean,
         "ttft_p99_ms": 1e3 * results.ttft_s.p99,
@@ -193,7 +193,7 @@ def summary(done: Simulated) -> dict[str, float]:
         "jct_mean_ms": 1e3 * results.jct_s.mean,
         "hit_rate": results.cached_share,
         "imbalance": max(busy) / mean_of(busy),
-        "wall_s": done.wall_s,
+        "wall_s": simulated.wall_s,
     }
 
 

@@ -63,7 +63,7 @@ CONTENDERS: dict[str, LengthStudy | None] = {
 }
 
 
-def violations(point: Point, made: Workload, study: LengthStudy | None, seed: int) -> float:
+def violations(point: Point, workload: Workload, study: LengthStudy | None, seed: int) -> float:
     """Share of the requests that miss an objective."""
     scheduler = dataclasses.replace(
         GPU_SCHEDULER,
@@ -75,25 +75,25 @@ def violations(point: Point, made: Workload, study: LengthStudy | None, seed: in
     lengths = dataclasses.replace(study or LengthStudy(), length_seed=seed)
     instance = machine("llama-3-8b", point.device)
     setup = Setup({Role.COLOCATED: 1}, instance, ClusterConfig(policy="least-load"), scheduler, lengths=lengths)
-    done = simulate(setup, made, "", made.kind, seed)
-    return figures(done.records, slo=Slo(ttft_s=point.ttft_ms / 1e3, tpot_s=point.tpot_ms / 1e3)).slo_violations
+    simulated = simulate(setup, workload, "", workload.kind, seed)
+    return figures(simulated.records, slo=Slo(ttft_s=point.ttft_ms / 1e3, tpot_s=point.tpot_ms / 1e3)).slo_violations
 
 
 def measure(point: Point, rate: float, data: Path, requests: int, seeds: int) -> dict[str, list[float]]:
     """Of every contender: the share of violations, seed by seed."""
     results: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for seed in range(seeds):
-        made = build(
+        workload = build(
             Recipe(point.kind, data, sessions=requests, seed=seed, arrivals=Arrivals.POISSON, requests_per_s=rate)
         )
         for name, study in CONTENDERS.items():
-            results[name].append(violations(point, made, study, seed))
+            results[name].append(violations(point, workload, study, seed))
     return results
 
 
 def cell(values: list[float], base: list[float]) -> str:
     """The mean in per cent, and the standard error of its difference to ``base``."""
-    differences = [value - other for value, other in zip(values, base, strict=True)]
+    differences = [value - base_value for value, base_value in zip(values, base, strict=True)]
     error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
     worse = "!" if fmean(differences) > max(2 * error, 1e-9) else ""
     return f"{100 * fmean(values):.1f}" + (f" ± {100 * error:.1f}{worse}" if values is not base else "")

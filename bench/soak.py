@@ -94,12 +94,12 @@ def sample(served: Served, started: float) -> list[Sample]:
 
 async def watch(served: Served, started: float, samples: list[Sample], stop: asyncio.Event) -> None:
     """Sample until ``stop``; print one line per minute."""
-    said = 0
+    next_line_s = 0
     while not stop.is_set():
         now = sample(served, started)
         samples += now
-        if now and now[0].at_s >= said:
-            said += 60
+        if now and now[0].at_s >= next_line_s:
+            next_line_s += 60
             line = "  ".join(f"{s.process} {s.held['RssAnon'] / MB:.0f}/{s.held['VmRSS'] / MB:.0f}" for s in now)
             print(f"{now[0].at_s:6.0f} s  anonymous/resident MB: {line}", flush=True)
         await asyncio.sleep(SAMPLE_S)

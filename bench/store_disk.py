@@ -77,9 +77,9 @@ class Store(DiskRig):
                     extents.append(under_way.pop(outcome.key if isinstance(outcome, ev.Written) else outcome.id))
                     count += outcome.ok
 
-    def _begin(self, kind: str, known: list[bytes], extent: int) -> bytes | int | None:
+    def _begin(self, kind: str, keys: list[bytes], extent: int) -> bytes | int | None:
         if kind == "read":
-            return self.read(self.rng.choice(known), extent)
+            return self.read(self.rng.choice(keys), extent)
         key = self.rng.randbytes(16)
         return key if self.write(key, extent) else None
 

@@ -79,10 +79,10 @@ def fill_all(sides: dict[str, Side], texts: list[list[int]], args: Namespace) ->
 
 
 def run_point(
-    side: Side, point: tuple[str, str], prompts: list[list[int]], args: Namespace, seen: tuple[Samples, ...]
+    side: Side, point: tuple[str, str], prompts: list[list[int]], args: Namespace, samples: tuple[Samples, ...]
 ) -> None:
     """One ratio on one side, once."""
-    spent, cached, counts = seen
+    spent, cached, counts = samples
     before = [side.total(name) for name in TIERS]
     total_s, answers = side.run(prompts, args.clients, args.answer)
     spent[point].append(total_s)

@@ -27,11 +27,11 @@ def engine(memory):
     return transfer_engine
 
 
-def read(made, session, src, dst, range_bytes):
+def read(engine, session, src, dst, range_bytes):
     for begin in range(0, len(src), BATCH):
         part = slice(begin, begin + BATCH)
         lengths = [range_bytes] * len(src[part])
-        assert made.batch_transfer_sync_read(session, dst[part], src[part], lengths) == 0
+        assert engine.batch_transfer_sync_read(session, dst[part], src[part], lengths) == 0
 
 
 def main():

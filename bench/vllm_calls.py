@@ -58,21 +58,21 @@ class Calls:
         self.record[name] = median(spent[2:])
         print(f"  {name:<66} {self.record[name] * 1e6:10.1f} us", flush=True)
 
-    def look_up_and_decode(self, when: str = "") -> None:
+    def look_up_and_decode(self, suffix: str = "") -> None:
         """What happens all the time."""
         side = self._side
-        misses = [_request(f"miss {number}{when}") for number in range(102)]
+        misses = [_request(f"miss {number}{suffix}") for number in range(102)]
         self.timed(
-            f"look-up of 2,048 tokens that are nowhere{when}",
+            f"look-up of 2,048 tokens that are nowhere{suffix}",
             lambda place: side.match_request(misses[place], 0, 0),
             100,
         )
-        decoding = [_request(f"decoding {number}{when}") for number in range(64)]
+        decoding = [_request(f"decoding {number}{suffix}") for number in range(64)]
         for item in decoding:
             side.on_blocks_allocated(item, [[]], 0)
             side._saved[item.request_id], item.num_computed_tokens = BLOCKS, BLOCKS * 32 + 3
         output = self._step({item.request_id: 1 for item in decoding})
-        self.timed(f"a step of 64 requests that fill no block{when}", lambda place: side.plan_step(output, 0), 100)
+        self.timed(f"a step of 64 requests that fill no block{suffix}", lambda place: side.plan_step(output, 0), 100)
 
     def without_its_store(self, store: ServedStore) -> None:
         """What is left of the cost when the store is dead, and what looking for it takes."""

@@ -39,10 +39,10 @@ class Spent:
             setattr(connector, name, self._timed(getattr(connector, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **named: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             begin = time.perf_counter()
             try:
-                return call(*args, **named)
+                return call(*args, **options)
             finally:
                 self.seconds += time.perf_counter() - begin
 
@@ -79,7 +79,7 @@ def measure(args: Namespace, folder: Path) -> dict[str, Any]:
 
         def prefill(setting: str) -> tuple[float, float]:
             state._KV_CONNECTOR_AGENT = None if setting == "off" else connector
-            connector.save_kv_layer = by_layer if setting == "by layer" else lambda *args, **named: None
+            connector.save_kv_layer = by_layer if setting == "by layer" else lambda *args, **options: None
             prompt = {"prompt_token_ids": random_tokens(args.tokens, rng)}
             spent.seconds = 0.0
             took_s = seconds(lambda: llm.generate([prompt], first, use_tqdm=False))

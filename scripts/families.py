@@ -170,7 +170,7 @@ def _in_a_line(error: BaseException) -> str:
     return f"{kind}: {' '.join(str(error).split())}"[:200]
 
 
-def _child(name: str, said: Any) -> None:
+def _child(name: str, answers: Any) -> None:
     os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     sink = os.open(os.devnull, os.O_WRONLY)
@@ -182,7 +182,7 @@ def _child(name: str, said: Any) -> None:
         except BaseException as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             outcome = BROKE, f"{_in_a_line(error)} ({Path(frame.filename).name}:{frame.lineno})"
-        said.send(outcome)
+        answers.send(outcome)
     os._exit(0)
 
 

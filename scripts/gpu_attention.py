@@ -146,13 +146,13 @@ def speed() -> Iterator[Row]:
     yield from time_prefill(large, 32)
 
 
-def time_decode(geometry: KVGeometry, heads: int, named: str) -> Iterator[Row]:
+def time_decode(geometry: KVGeometry, heads: int, title: str) -> Iterator[Row]:
     """Time decode steps on the device: one query per row. Those that can fill the device are judged."""
     from gpu_bytes import copy_gb_s
 
     for count, context in DECODE:
         kv_gb_s, us = decode_gb_s(Step(geometry, heads, count, 1, context))
-        row: Row = {"what": f"{named}: {count} rows of {context} tokens", "us": us, "kv_gb_s": kv_gb_s}
+        row: Row = {"what": f"{title}: {count} rows of {context} tokens", "us": us, "kv_gb_s": kv_gb_s}
         row["share"] = kv_gb_s / copy_gb_s()
         yield row | ({"target": "attention of a decode"} if count * context >= FULL_TOKENS else {})
 

@@ -109,7 +109,7 @@ def pull() -> Iterator[Row]:
         owner.wait()
 
 
-def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterator[Row]:
+def _pull_from(owner: subprocess.Popen[str], owner_facts: dict[str, object]) -> Iterator[Row]:
     from memserve.base.types import Role, Tier
     from memserve.protocol.peers import ArenaPlace, Peer, PeerInfo
     from memserve.system.gpu_kernels import Batch, Sealing
@@ -120,10 +120,10 @@ def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterato
     from memserve.transport.ranges import Ranges
 
     peer, geometry, count = Peer("owner", 1), KVGeometry(32, 8, 128, 128, "bfloat16"), 128
-    size, exported = geometry.block_bytes, bytes.fromhex(str(said["exported"]))
-    place = ArenaPlace(Tier.HBM, said["address"], count * size, said["fd"], True, exported)
+    size, exported = geometry.block_bytes, bytes.fromhex(str(owner_facts["exported"]))
+    place = ArenaPlace(Tier.HBM, owner_facts["address"], count * size, owner_facts["fd"], True, exported)
     info = PeerInfo(
-        peer, Role.PREFILL, "tcp://127.0.0.1:1", "ns", geometry, count, 0, 100, True, this_host(), said["pid"],
+        peer, Role.PREFILL, "tcp://127.0.0.1:1", "ns", geometry, count, 0, 100, True, this_host(), owner_facts["pid"],
         (place,),
     )  # fmt: skip
     link = IpcLink({Tier.HBM: GpuMemory(torch.zeros(count * size, dtype=torch.uint8, device="cuda"))})
@@ -131,7 +131,7 @@ def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterato
     offsets = np.arange(count, dtype=np.int64) * size
     ranges = Ranges(offsets, offsets[::-1].copy(), size)
     pulled = link.read(peer, Tier.HBM, Tier.HBM, ranges)
-    yield {"what": "seals of what was pulled", "ok": [str(seal) for seal in pulled] == said["seals"]}
+    yield {"what": "seals of what was pulled", "ok": [str(seal) for seal in pulled] == owner_facts["seals"]}
     target, address = link._arenas[Tier.HBM].tensor, link._map_gpu(peer, Tier.HBM).addresses[0]
     mapped = torch.as_tensor(_Seen(address, count * size))
     ms = milliseconds(lambda: target.copy_(mapped))

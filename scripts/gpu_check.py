@@ -85,8 +85,8 @@ def native() -> Iterator[Row]:
 
 def build() -> None:
     """Build them in place. Raises :class:`RuntimeError` where there is nothing to build with."""
-    found = importlib.util.find_spec("cmake")
-    carried = Path(str(found.origin)).parent / "data" / "bin" / "cmake" if found else Path()
+    package = importlib.util.find_spec("cmake")
+    carried = Path(str(package.origin)).parent / "data" / "bin" / "cmake" if package else Path()
     cmake = shutil.which("cmake") or (str(carried) if carried.is_file() else None)
     if cmake is None or importlib.util.find_spec("nanobind") is None:
         hint = "carry src/memserve/*.so of the same Python, or the packages cmake and nanobind in .venv"

@@ -156,8 +156,8 @@ def figure(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _cell(said: object) -> str:
-    return str(said).replace("|", "\\|").replace("\n", " ")
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 class Report:

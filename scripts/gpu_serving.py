@@ -87,11 +87,11 @@ def engine(dtype: str = "float32", kind: str = "llama", **options: Any) -> Itera
         yield llm
 
 
-def compared(what: str, got: list[list[int]], dtype: str = "float32", kind: str = "llama", **more: object) -> Row:
+def compared(title: str, answers: list[list[int]], dtype: str = "float32", kind: str = "llama", **more: object) -> Row:
     """How many answers are those of transformers; in 16 bits sums are rounded otherwise, so that they may differ."""
-    equal = sum(answer == expected for answer, expected in zip(got, truth(dtype, kind), strict=True))
-    row: Row = {"what": what, "equal": f"{equal} of {len(got)}", **more}
-    return row | ({"ok": equal == len(got)} if dtype == "float32" else {})
+    equal = sum(answer == expected for answer, expected in zip(answers, truth(dtype, kind), strict=True))
+    row: Row = {"what": title, "equal": f"{equal} of {len(answers)}", **more}
+    return row | ({"ok": equal == len(answers)} if dtype == "float32" else {})
 
 
 def one_engine() -> Iterator[Row]:

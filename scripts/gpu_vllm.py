@@ -120,5 +120,5 @@ def _seconds(run: Callable[[], object]) -> float:
     return min(times_s)
 
 
-def _rate(what: str, nbytes: int, seconds: float, limit: float) -> Row:
-    return {"what": what, "gb_s": nbytes / seconds / 1e9, "share": nbytes / seconds / 1e9 / limit}
+def _rate(title: str, nbytes: int, seconds: float, limit: float) -> Row:
+    return {"what": title, "gb_s": nbytes / seconds / 1e9, "share": nbytes / seconds / 1e9 / limit}

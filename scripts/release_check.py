@@ -61,9 +61,9 @@ def version_here() -> str:
     return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"])
 
 
-def missing(names: list[str], wanted: tuple[str, ...]) -> list[str]:
+def missing(names: list[str], beginnings: tuple[str, ...]) -> list[str]:
     """Those of ``wanted`` that no name begins with."""
-    return [want for want in wanted if not any(name.startswith(want) for name in names)]
+    return [want for want in beginnings if not any(name.startswith(want) for name in names)]
 
 
 def build_sdist(out: Path) -> Path:

@@ -189,17 +189,17 @@ class StandIn:
     def url_for(self, *parts: str) -> str:
         return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])
 
-    def get_client(self, **named: Any) -> Any:
+    def get_client(self, **options: Any) -> Any:
         import openai
 
-        named.setdefault("timeout", ANSWER_S)
-        return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **named)
+        options.setdefault("timeout", ANSWER_S)
+        return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
 
-    def get_async_client(self, **named: Any) -> Any:
+    def get_async_client(self, **options: Any) -> Any:
         import openai
 
-        named.setdefault("timeout", ANSWER_S)
-        return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **named)
+        options.setdefault("timeout", ANSWER_S)
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
 
 
 class Plugin:

@@ -107,8 +107,8 @@ class Suite:
         utils.ExampleConnector = self.in_place_of_the_example
         init = MemserveConnector.__init__
 
-        def counted(connector: Any, *given: Any) -> None:
-            init(connector, *given)
+        def counted(connector: Any, *positional: Any) -> None:
+            init(connector, *positional)
             self._made.append(connector)
 
         MemserveConnector.__init__ = counted
@@ -116,20 +116,20 @@ class Suite:
             setattr(MemserveConnector, name, self._noted(getattr(MemserveConnector, name)))
 
     def _noted(self, method: Any) -> Any:
-        def noted(*given: Any) -> Any:
+        def noted(*positional: Any) -> Any:
             self._used = True
-            return method(*given)
+            return method(*positional)
 
         return noted
 
-    def create_vllm_config(self, *given: Any, **named: Any) -> Any:
+    def create_vllm_config(self, *positional: Any, **options: Any) -> Any:
         """vLLM's default connector is Nixl's."""
-        named.setdefault("model", self.told["model"])
-        if named.get("kv_connector", "NixlConnector") == "NixlConnector":
-            named |= {"kv_connector": "MemserveConnector", "kv_role": "kv_both"}
-            named["kv_connector_extra_config"] = dict(self.told["options"])
-            named.setdefault("kv_load_failure_policy", "recompute")
-        return self._config(*given, **named)
+        options.setdefault("model", self.told["model"])
+        if options.get("kv_connector", "NixlConnector") == "NixlConnector":
+            options |= {"kv_connector": "MemserveConnector", "kv_role": "kv_both"}
+            options["kv_connector_extra_config"] = dict(self.told["options"])
+            options.setdefault("kv_load_failure_policy", "recompute")
+        return self._config(*positional, **options)
 
     def in_place_of_the_example(self, config: Any, role: Any, caches: Any) -> Any:
         """For the test that counts the calls of vLLM's example."""
@@ -139,11 +139,11 @@ class Suite:
         config.kv_transfer_config.kv_load_failure_policy = "recompute"
         return MemserveConnector(config, role, caches)
 
-    def create_scheduler(self, *given: Any, **named: Any) -> Any:
+    def create_scheduler(self, *positional: Any, **options: Any) -> Any:
         """Its connector is told what a worker would tell it, and finds what is sent from elsewhere."""
         from memserve.integrations.vllm import MemserveConnector
 
-        scheduler = self._scheduler(*given, **named)
+        scheduler = self._scheduler(*positional, **options)
         connector = scheduler.connector
         if not isinstance(connector, MemserveConnector) or not connector._scheduler_sides():
             return scheduler

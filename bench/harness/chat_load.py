@@ -133,9 +133,9 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def shape_of(given: argparse.Namespace) -> Shape:
+def shape_of(arguments: argparse.Namespace) -> Shape:
     """By the flags of ``SHAPE``."""
-    return Shape(given.turns, given.first_words, given.turn_words, given.answer_tokens)
+    return Shape(arguments.turns, arguments.first_words, arguments.turn_words, arguments.answer_tokens)
 
 
 def rows_of(passes: dict[str, list[Pass]]) -> list[dict[str, Any]]:
@@ -182,36 +182,38 @@ class Load:
         window = _Window(starts_s=time.perf_counter() + warm_s)
         return asyncio.run(self._run([url], first, Pass(), window, warm_s + seconds))
 
-    async def _run(self, urls: list[str], route: Route, seen: Pass, window: _Window, limit_s: float | None) -> Pass:
+    async def _run(
+        self, urls: list[str], route: Route, load_pass: Pass, window: _Window, limit_s: float | None
+    ) -> Pass:
         numbers = itertools.count()
         async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=httpx.Limits(max_connections=None)) as client:
-            loops = [self._client(client, urls, route, numbers, window, seen) for _ in range(self._clients)]
+            loops = [self._client(client, urls, route, numbers, window, load_pass) for _ in range(self._clients)]
             tasks = [asyncio.create_task(work) for work in loops]
             finished, late = await asyncio.wait(tasks, timeout=limit_s)
-            seen.wall_s = time.perf_counter() - window.starts_s
+            load_pass.wall_s = time.perf_counter() - window.starts_s
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
             for task in finished:
                 task.result()  # a client that failed ends the run
-        return seen
+        return load_pass
 
     async def _client(
-        self, client: httpx.AsyncClient, urls: list[str], route: Route, sent: Iterator[int], window: _Window,
-        seen: Pass,
+        self, client: httpx.AsyncClient, urls: list[str], route: Route, numbers: Iterator[int], window: _Window,
+        load_pass: Pass,
     ) -> None:  # fmt: skip
-        while (number := next(sent)) < window.limit:
+        while (number := next(numbers)) < window.limit:
             chat = self._line.popleft()
             begin = time.perf_counter()
-            answer = await self._answer(client, urls[route(len(urls), chat, number)], chat, seen)
+            answer = await self._answer(client, urls[route(len(urls), chat, number)], chat, load_pass)
             end = time.perf_counter()
-            self._count(chat, answer["usage"], end - begin, seen, window.counts(end))
+            self._count(chat, answer["usage"], end - begin, load_pass, window.counts(end))
             if chat.answered(answer["choices"][0]["message"]["content"]):
                 self._ends.pop(chat.number, None)
                 chat = self._new()
             self._line.append(chat)
 
-    async def _answer(self, client: httpx.AsyncClient, url: str, chat: Chat, seen: Pass) -> dict[str, Any]:
+    async def _answer(self, client: httpx.AsyncClient, url: str, chat: Chat, load_pass: Pass) -> dict[str, Any]:
         body = {"model": "x", "messages": chat.ask(), "max_tokens": chat.shape.answer_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "prompt_cache_key": f"{self._seed}-{chat.number}"}
         while True:
@@ -219,18 +221,18 @@ class Load:
             if answer.status_code not in REFUSED:
                 answer.raise_for_status()
                 return dict(answer.json())
-            seen.refused += 1
+            load_pass.refused += 1
             await asyncio.sleep(float(answer.headers.get("retry-after", 1.0)))
 
-    def _count(self, chat: Chat, usage: dict[str, Any], spent_s: float, seen: Pass, counts: bool) -> None:
+    def _count(self, chat: Chat, usage: dict[str, Any], spent_s: float, load_pass: Pass, counts: bool) -> None:
         reusable = self._ends.get(chat.number, 0)
         self._ends[chat.number] = usage["total_tokens"]
         if counts:
-            seen.requests += 1
-            seen.prompt_tokens += usage["prompt_tokens"]
-            seen.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            seen.reusable_tokens += reusable
-            seen.times_s.append(spent_s)
+            load_pass.requests += 1
+            load_pass.prompt_tokens += usage["prompt_tokens"]
+            load_pass.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            load_pass.reusable_tokens += reusable
+            load_pass.times_s.append(spent_s)
 
 
 def sticky(servers: int, chat: Chat, number: int) -> int:

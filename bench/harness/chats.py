@@ -94,6 +94,16 @@ def document_sessions(data: Path, tokenizer: Any, count: int, document_tokens: i
     return sessions
 
 
+def document_texts(data: Path | None, count: int) -> list[str]:
+    """``count`` long texts, from all files alike; without ``data`` made from a seed: their text has no meaning."""
+    if data is None:
+        from memserve_lab.workloads.builtin import documents
+
+        return [document.text for document in documents(1, count)]
+    records = [record["document"] for name in DOCUMENT_FILES for record in read(data / name)]
+    return [str(text) for text in records[:: max(1, len(records) // count)][:count]]
+
+
 def load_tokenizer(model: str) -> Any:
     """The tokenizer of a folder or of a GGUF file."""
     from transformers import AutoTokenizer

@@ -82,21 +82,21 @@ def _add(parser: argparse.ArgumentParser, name: str, flag: Any, *, required: boo
     parser.add_argument(f"--{name.replace('_', '-')}", **more)
 
 
-def save(given: argparse.Namespace, record: Any) -> None:
+def save(arguments: argparse.Namespace, record: Any) -> None:
     """Write ``record``, where ``--json`` was given."""
-    if given.json is not None:
+    if arguments.json is not None:
         text = json.dumps(record, indent=1, default=_plain)
-        print(text) if given.json == Path("-") else given.json.write_text(text + "\n")
+        print(text) if arguments.json == Path("-") else arguments.json.write_text(text + "\n")
 
 
 def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)
 
 
-def need(path: Path | None, what: str = "data") -> Path:
+def need(path: Path | None, content: str = "data") -> Path:
     """``path``, which must be there; else the script ends, and says what is missing."""
     if path is None or not path.exists():
-        print(f"skipped: no {what} at {path}")
+        print(f"skipped: no {content} at {path}")
         sys.exit(0)
     return path
 
@@ -110,8 +110,8 @@ def working_folder(path: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def parts_of(names: list[str], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``known`` that are named, in its order. Ends the script at a name that is none of them."""
-    if unknown := set(names) - set(known):
-        raise SystemExit(f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    return {name: part for name, part in known.items() if name in names}
+def parts_of(names: list[str], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``parts`` that are named, in its order. Ends the script at a name that is none of them."""
+    if unknown := set(names) - set(parts):
+        raise SystemExit(f"no {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    return {name: part for name, part in parts.items() if name in names}

@@ -24,12 +24,14 @@ def end_in_order() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = START_S, pause_s: float = 0.05) -> float:
+def wait_until(
+    condition: Callable[[], object], description: str, timeout_s: float = START_S, pause_s: float = 0.05
+) -> float:
     """Seconds until ``condition`` held. Ends the script when it does not come to that."""
     begin = time.monotonic()
     while not condition():
         if time.monotonic() - begin > timeout_s:
-            raise SystemExit(f"never came to this: {what}")
+            raise SystemExit(f"never came to this: {description}")
         time.sleep(pause_s)
     return time.monotonic() - begin
 

@@ -132,9 +132,9 @@ class Side:
         whole = re.compile(rf"memserve_{name}(_total)?(\{{|$)")
         return sum(value for key, value in self.server.metrics().items() if whole.match(key))
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
+    def until(self, condition: Callable[[], object], description: str) -> None:
         """Wait."""
-        wait_until(condition, f"{self.name}: {what}", WAIT_S)
+        wait_until(condition, f"{self.name}: {description}", WAIT_S)
 
     def ask(self, tokens: list[int], count: int) -> Answer:
         """``count`` greedy tokens, streamed."""

@@ -304,7 +304,7 @@ def test_kv_of_non_finite_logits_is_not_reused() -> None:
 def fail(world: World, name: str, why: RowFailed) -> None:
     """The oldest plan is executed, and the row of ``name`` fails in it."""
     plan = world.plans.popleft()
-    event = world.device.run(plan)
+    event = world.device.run_plan(plan)
     slots = {s: sequence.request_id for s, sequence in world.machine.inflight[0].by_slot().items()}
     fail_row(plan, event, next(s for s, owner in slots.items() if owner == name), why)
     world.failed = True  # an ERROR is to be expected
@@ -341,7 +341,7 @@ def test_only_the_request_at_fault_ends(kind: dict, step: int, suspect: bool) ->
 def test_a_row_that_the_plan_does_not_have_cannot_fail() -> None:
     world = World(config())
     world.arrive(request("a", PROMPT[:5]))
-    event = world.device.run(world.plans.popleft())
+    event = world.device.run_plan(world.plans.popleft())
     event.failed[5] = RowFailed("nobody's")
     with pytest.raises(InvariantError, match="does not have the rows"):
         world.machine.handle(event, 1)
@@ -355,7 +355,7 @@ def test_in_a_cluster_the_error_goes_to_the_router_once(decode_at: str | None) -
     member = fleet.members["p"]
     member.hear(Dispatch(request("a", PROMPT[:5]), decode_at=peer))
     plan = member.plans.popleft()
-    event = member.device.run(plan)
+    event = member.device.run_plan(plan)
     fail_row(plan, event, plan.slots[0], RowFailed("planted"))
     member.post(event)
     fleet.run()

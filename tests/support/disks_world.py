@@ -85,10 +85,10 @@ class DisksWorld:
         logs = []
         for disk in self.literal:
             disk.writes = []
-            known = _core.SegmentLog.read_superblock(disk.read) if recovers else None
+            known = _core.SegmentLog.read_superblock(disk.read_bytes) if recovers else None
             logs.append(self.log(known[2] if known is not None else self.rng.randbytes(16)))
             if known is not None:
-                logs[-1].recover(disk.read)
+                logs[-1].recover(disk.read_bytes)
             else:
                 logs[-1].format()  # with a new secret: what lies there is of no log's
         self.disks = Disks(logs, self.config)
@@ -175,13 +175,13 @@ class DisksWorld:
     def begin(self, action: ev.DiskAction) -> None:
         match action:
             case ev.ForgetDisk(disk, _):
-                self.literal[disk].forget(2 * PAGE_BYTES)
+                self.literal[disk].erase_start(2 * PAGE_BYTES)
                 return
             case ev.DropRecord(_, source):
                 self.kept.pop(source, None)
                 return
             case ev.WritePages(_, disk, offset, data):
-                writes = [self.literal[disk].begin(offset, data)]
+                writes = [self.literal[disk].begin_write(offset, data)]
             case ev.WriteExtent(_, disk, offset, head, extent, length, inside):
                 payload = bytes(self.arena[extent : extent + length])
                 writes = self.begin_record(disk, offset, head, payload, inside)
@@ -201,16 +201,19 @@ class DisksWorld:
     def begin_record(self, disk: int, offset: int, head: bytes, payload: bytes, inside: int) -> list[Write]:
         assert len(head) == PAGE_BYTES
         if inside:
-            return [self.literal[disk].begin(offset, head[:inside] + payload + head[inside + len(payload) :])]
+            return [self.literal[disk].begin_write(offset, head[:inside] + payload + head[inside + len(payload) :])]
         padded = payload + bytes(-len(payload) % PAGE_BYTES)
-        return [self.literal[disk].begin(offset, head), self.literal[disk].begin(offset + PAGE_BYTES, padded)]
+        return [
+            self.literal[disk].begin_write(offset, head),
+            self.literal[disk].begin_write(offset + PAGE_BYTES, padded),
+        ]
 
     def end(self, job_id: int, works: bool = True, why: str = "EIO") -> None:
         job = self.jobs.pop(job_id)
         action = job.action
         literal = self.literal[action.disk]
         for write in job.writes:
-            literal.end(write, works)
+            literal.end_write(write, works)
         if isinstance(action, ev.EncodeExtent):
             works, why = True, ""
         encodes = self.config.kv_codec != "none" and self.rng.random() < 0.8
@@ -232,12 +235,12 @@ class DisksWorld:
 
     def read_record(self, action: ev.ReadExtent | ev.ReadRecord) -> tuple[bytes, bytes]:
         literal = self.literal[action.disk]
-        head = literal.read(action.offset, PAGE_BYTES)
+        head = literal.read_bytes(action.offset, PAGE_BYTES)
         if action.inside:
             return head, head[action.inside : action.inside + action.length]
         length = action.encoded_bytes or action.length
         pages = -(-length // PAGE_BYTES)
-        return head, literal.read(action.offset + PAGE_BYTES, pages * PAGE_BYTES)[:length]
+        return head, literal.read_bytes(action.offset + PAGE_BYTES, pages * PAGE_BYTES)[:length]
 
     def work(self) -> None:
         """Some job ends."""
@@ -298,7 +301,7 @@ class DisksWorld:
                     self.safe.pop(key, None)
 
     def synced(self, disk: int) -> None:
-        self.literal[disk].sync()
+        self.literal[disk].sync_writes()
         for key, put in self.model.items():
             if self.disk_of[key] == disk:
                 self.safe[key] = put
@@ -315,7 +318,7 @@ class DisksWorld:
             must = {key: put for key, put in self.safe.items() if self.model.get(key) == put}
         else:
             for literal in self.literal:
-                literal.kill()
+                literal.kill_writer()
             must = dict(self.model)
         self.start(recovers=True)
         return self.look_around(must)

@@ -128,7 +128,7 @@ class Member:
             self.layers_told = 0
             self.void.update(later.step_id for later in self.plans)
             self.device.abandon_layers(plan)
-            return self.post(self.device.fail(plan, fail))
+            return self.post(self.device.fail_plan(plan, fail))
         is_void = plan.step_id in self.void
         has_more = self.layers_told < self.geometry.num_layers
         if plan.report_layers and self.tells_layers and has_more and not is_void:
@@ -137,7 +137,7 @@ class Member:
             return self.post(LayerFinished(plan.step_id, self.layers_told - 1))
         self.plans.popleft()
         self.layers_told = 0
-        return self.post(self.device.run_void(plan) if is_void else self.device.run(plan))
+        return self.post(self.device.run_void(plan) if is_void else self.device.run_plan(plan))
 
     def stand_still(self):
         """As if nothing could move: everything is taken from all sequences."""
@@ -148,12 +148,12 @@ class Member:
         """The data port does its oldest job."""
         job = self.jobs.popleft()
         if isinstance(job, SealPages):
-            return self.post(self.device.seal(job))
+            return self.post(self.device.seal_pages(job))
         source = self.fleet.members.get(job.peer.name)
         if source is None or source.peer != job.peer:
             return self.post(PagesPulled(job.job_id, "no such peer"))
         corrupt, self.corrupt_pulls = self.corrupt_pulls > 0, max(0, self.corrupt_pulls - 1)
-        good = [self.device.pull(job, i, source.device, corrupt=corrupt) for i in range(len(job.src_blocks))]
+        good = [self.device.pull_block(job, i, source.device, corrupt=corrupt) for i in range(len(job.src_blocks))]
         wrong = good.count(False)
         pulled = len(good) * (job.end_layer - job.first_layer) * self.geometry.page_bytes
         return self.post(PagesPulled(job.job_id, "checksum" if wrong else "", pulled, "shm", mismatches=wrong))

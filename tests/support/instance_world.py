@@ -155,13 +155,13 @@ class World:
         self.now += 1
         plan = self.plans.popleft()
         void = plan.step_id in self.void
-        return self.post(self.device.run_void(plan) if void else self.device.run(plan))
+        return self.post(self.device.run_void(plan) if void else self.device.run_plan(plan))
 
     def fail(self, seed=0):
         self.now += 1
         self.failed = True
         plan = self.plans.popleft()
-        event = self.device.fail(plan, seed)
+        event = self.device.fail_plan(plan, seed)
         assert isinstance(event, StepFailed)
         self.void.update(later.step_id for later in self.plans)
         return self.post(event)
@@ -173,7 +173,7 @@ class World:
             return None
         self.now += 1
         plan = self.plans.popleft()
-        event = self.device.run(plan)
+        event = self.device.run_plan(plan)
         owners = self.machine.inflight[0].by_slot()
         slot = sorted(owners)[which % len(owners)]
         fail_row(plan, event, slot, RowFailed("planted", kv_is_suspect=suspect))

@@ -128,7 +128,7 @@ class _Campaign:
                 seed = order.seed
             if self._one_pass(servers, number, order) is not None:
                 return
-            servers.release([later.setting.name for later in self._orders[number + 1 :]])
+            servers.end_unneeded([later.setting.name for later in self._orders[number + 1 :]])
 
     def _is_time_up(self, seed: int, starting_s: float) -> bool:
         """Whether to leave out the round of ``seed``: it would take about as long as the longest round so far, not
@@ -144,7 +144,7 @@ class _Campaign:
     def _one_pass(self, servers: Servers, number: int, order: Order) -> str | None:
         """Why the pass ended early. None: the pass is complete."""
         coming = [later.setting.name for later in self._orders[number + 1 :]]
-        address = servers.address(order.setting, coming)
+        address = servers.address_of(order.setting, coming)
         workload = self._workloads[order.label, order.seed]
         if order.seed == self._plan.seeds[0]:
             label = Label.parse(order.label)
@@ -154,7 +154,7 @@ class _Campaign:
             self._measured.notes.append(f"{order.setting.name} is a server that ran already, at {address.url}")
         if address.model not in self._measured.models:
             self._measured.models.append(address.model)
-        run = self._sent(order, workload, address)
+        run = self._send_pass(order, workload, address)
         self._measured.records += run.records
         if failed := next((record for record in run.records if record.outcome in FAILURES), None):
             self._measured.notes.append(f"{order.setting.name}, {order.label}: {failed.error}")
@@ -163,7 +163,7 @@ class _Campaign:
         self._tell(f"{of} {order.setting.name}, {order.label}, seed {order.seed}: {_told(run)}")
         return run.partial
 
-    def _sent(self, order: Order, workload: Workload, address: Address) -> LoadRun:
+    def _send_pass(self, order: Order, workload: Workload, address: Address) -> LoadRun:
         plan, name = self._plan, order.setting.name
         label = re.sub(r"[^a-z0-9]", "-", order.label)
         salt = f"{self._salt}-{label}-{order.seed}-" if plan.salted else ""

@@ -172,7 +172,7 @@ def search_capacity(plan: Search, setting: Setting, writer: RecordWriter, tell: 
     seeds, salt = itertools.count(plan.recipe.seed), secrets.token_hex(SALT_BYTES)
     notes: list[str] = []
     with Servers(plan.serve_flags, tell) as servers:
-        address = servers.address(setting)
+        address = servers.address_of(setting)
 
         def try_rate(rate: float) -> Probe | None:
             seed = next(seeds)
@@ -263,7 +263,7 @@ class CapacityStudy(Study[CapacityResults]):
         super().__init__(results)
         self._plan, self._settings, self._folder = plan, settings, folder
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         capacities = self.results.found
         for setting in self._settings:
             try:
@@ -278,18 +278,18 @@ class CapacityStudy(Study[CapacityResults]):
                 self.results.partial = f"{setting.name}: {why}"
                 return
 
-    def told(self) -> Iterator[str]:
+    def terminal_lines(self) -> Iterator[str]:
         for capacity in self.results.found:
             rate = f"{capacity.rate:.2f} requests/s" if capacity.rate is not None else "no rate was sustained"
             yield f"{capacity.setting}: {rate}" + (f" (partial: {capacity.partial})" if capacity.partial else "")
 
-    def head(self) -> Iterator[str]:
+    def head_lines(self) -> Iterator[str]:
         results = self.results
         yield f"* {results.workload}; a rate is sustained if the queue stays bounded and at most"
         yield f"  {results.violations_max:.0%} of the requests miss the SLO ({describe_slo(results.slo)})"
         yield f"* requests arrive for {results.probe_s:g} s at each rate"
 
-    def tables(self) -> Iterator[Table]:
+    def make_tables(self) -> Iterator[Table]:
         rows: list[list[Cell]] = [
             [capacity.setting, f"{capacity.rate:.2f}" if capacity.rate else "none found", capacity.partial or ""]
             for capacity in self.results.found

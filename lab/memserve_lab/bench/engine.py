@@ -46,7 +46,7 @@ class Prompts:
         self._rng = random.Random(seed)
         self._tokens = range(vocab_size // 100, vocab_size)  # the first ids are often special
 
-    def fresh(self, count: int, tokens: int) -> list[list[int]]:
+    def fresh_prompts(self, count: int, tokens: int) -> list[list[int]]:
         """``count`` prompts of ``tokens`` ids each that no cache has seen."""
         return [self._rng.choices(self._tokens, k=tokens) for _ in range(count)]
 
@@ -56,13 +56,15 @@ def bench_engine(llm: LLM, *, repeats: int = 3, seed: int = 5) -> Iterator[Figur
     out."""
     prompts = Prompts(llm.model.vocab_size, seed)
     context = llm.model.max_model_tokens
-    _seconds(llm, prompts.fresh(1, min(64, context // 2)), 8)  # warm-up: threads, kernels, first-touch memory
+    _seconds(llm, prompts.fresh_prompts(1, min(64, context // 2)), 8)  # warm-up: threads, kernels, first-touch memory
     for tokens in PREFILL_TOKENS:
         if tokens < context:
             yield from _prefill(llm, prompts, tokens, repeats)
     for batch in DECODE_BATCHES:
         yield from _decode(llm, prompts, batch, repeats)
-    yield from _memory(llm, [p for n in MIXED_TOKENS if n + MIXED_NEW_TOKENS <= context for p in prompts.fresh(4, n)])
+    yield from _memory(
+        llm, [p for n in MIXED_TOKENS if n + MIXED_NEW_TOKENS <= context for p in prompts.fresh_prompts(4, n)]
+    )
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     yield Figure("peak resident memory", peak_bytes / 1e6, "MB")
 
@@ -76,7 +78,7 @@ def _seconds(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
 def _prefill(llm: LLM, prompts: Prompts, tokens: int, repeats: int) -> Iterator[Figure]:
     cold, warm = [], []
     for _ in range(repeats):
-        prompt = prompts.fresh(1, tokens)
+        prompt = prompts.fresh_prompts(1, tokens)
         cold.append(_seconds(llm, prompt, 1))
         warm.append(_seconds(llm, prompt, 1))
     yield Figure(f"prefill {tokens}", tokens / median(cold), "tokens/s")
@@ -88,7 +90,7 @@ def _prefill(llm: LLM, prompts: Prompts, tokens: int, repeats: int) -> Iterator[
 def _decode(llm: LLM, prompts: Prompts, batch: int, repeats: int) -> Iterator[Figure]:
     rates, shares, thinking_ns = [], [], []
     for _ in range(repeats):
-        same = prompts.fresh(batch, DECODE_PROMPT_TOKENS)
+        same = prompts.fresh_prompts(batch, DECODE_PROMPT_TOKENS)
         _seconds(llm, same, 1)  # fills the cache, so that both timed runs start from the same prompt
         short = _seconds(llm, same, 1)
         before = llm.stats()

@@ -67,7 +67,7 @@ class Slo:
     tpot_s: float | None = None
     jct_s: float | None = None
 
-    def kept(self, felt: Timing | None) -> bool:
+    def is_kept(self, felt: Timing | None) -> bool:
         """Whether the request keeps all limits. False for a request without an answer."""
         if felt is None:
             return False
@@ -121,7 +121,7 @@ def figures(records: Sequence[RequestRecord], *, slo: Slo | None = None, wall_s:
     complete = [record for record in records if record.outcome is not Outcome.STOPPED]
     felt = [timing(record) for record in complete]
     answered = [latency for latency in felt if latency is not None]
-    kept_count = sum(map((slo or Slo()).kept, felt))
+    kept_count = sum(map((slo or Slo()).is_kept, felt))
     wall_s = wall_s if wall_s is not None else wall_seconds(complete)
     output_tokens = sum(record.output_tokens for record in complete if record.ok)
     return Figures(

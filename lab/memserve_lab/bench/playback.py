@@ -82,7 +82,7 @@ class _Growth:
         order = np.argsort(times, kind="stable")
         self._times, self._sums = times[order], np.concatenate(([0.0], np.cumsum(amounts[order])))
 
-    def at(self, time: float) -> float:
+    def total_at(self, time: float) -> float:
         """The total then."""
         return float(self._sums[np.searchsorted(self._times, time, side="right")])
 
@@ -93,9 +93,9 @@ class _Histogram:
     def __init__(self, times: Times, seconds: Times, bounds: Sequence[float]) -> None:
         self._buckets = [(bound, _Growth(times, (seconds <= bound).astype(float))) for bound in bounds]
 
-    def samples(self, name: str, time: float) -> Iterator[tuple[str, Rows]]:
+    def sample_rows(self, name: str, time: float) -> Iterator[tuple[str, Rows]]:
         """As ``/metrics`` has them."""
-        counts = [(bound, growth.at(time)) for bound, growth in self._buckets]
+        counts = [(bound, growth.total_at(time)) for bound, growth in self._buckets]
         yield (
             f"{name}_bucket",
             [({"le": "+Inf" if np.isinf(bound) else f"{bound:g}"}, count) for bound, count in counts],
@@ -132,13 +132,13 @@ class Playback:
         gaps = _joined([np.diff(times) for times in tokens]) / NS_PER_S
         self._between = _Histogram(_joined([times[1:] for times in tokens]), gaps, TOKEN_S)
 
-    def snapshots(self) -> list[Snapshot]:
+    def make_snapshots(self) -> list[Snapshot]:
         """:data:`MOMENTS` of them, from the first request to the last answer."""
         begin_ns = float(self._start[0])
         step_ns = max(1.0, (self.end_ns - begin_ns) / (MOMENTS - 1))
-        return [self.at(begin_ns + number * step_ns) for number in range(MOMENTS)]
+        return [self.snapshot_at(begin_ns + number * step_ns) for number in range(MOMENTS)]
 
-    def at(self, now_ns: float) -> Snapshot:
+    def snapshot_at(self, now_ns: float) -> Snapshot:
         """The snapshot of one moment, in nanoseconds since the run began."""
         sent_count = int(np.searchsorted(self._start, now_ns, side="right"))
         live = np.flatnonzero(self._end[:sent_count] > now_ns)
@@ -148,30 +148,30 @@ class Playback:
             "version": __version__,
             "model": self._title,
             "viewer": {"tenant": None, "sees_cluster": True},
-            "metrics": self._metrics(now_ns, live, len(finished)),
+            "metrics": self._metrics_at(now_ns, live, len(finished)),
             "members": [
                 {"name": name, "role": ROLES.get(name[0], "colocated"), "state": "live", "host": ""}
                 for name in self._instances
             ],
-            "live": [self._entry(int(index), now_ns) for index in live[:LIVE_MAX]],
-            "recent": [self._entry(int(index), None) for index in finished[: -RECENT_MAX - 1 : -1]],
+            "live": [self._request_entry(int(index), now_ns) for index in live[:LIVE_MAX]],
+            "recent": [self._request_entry(int(index), None) for index in finished[: -RECENT_MAX - 1 : -1]],
         }
 
-    def _metrics(self, now_ns: float, live: npt.NDArray[np.int64], ended_count: int) -> dict[str, Rows]:
+    def _metrics_at(self, now_ns: float, live: npt.NDArray[np.int64], ended_count: int) -> dict[str, Rows]:
         running = int((self._first[live] <= now_ns).sum())
         totals = {
             "memserve_http_requests_in_progress": len(live),
             "memserve_sequences_running": running,
             "memserve_requests_waiting": len(live) - running,
             "memserve_http_requests_total": ended_count,
-            "memserve_prompt_tokens_total": self._prompt.at(now_ns),
-            "memserve_cached_prompt_tokens_total": self._cached.at(now_ns),
-            "memserve_generated_tokens_total": self._generated.at(now_ns),
+            "memserve_prompt_tokens_total": self._prompt.total_at(now_ns),
+            "memserve_cached_prompt_tokens_total": self._cached.total_at(now_ns),
+            "memserve_generated_tokens_total": self._generated.total_at(now_ns),
             "memserve_engine_up": 1,
         }
         rows: dict[str, Rows] = {name: [({}, float(value))] for name, value in totals.items()}
-        rows |= dict(self._ttft.samples("memserve_time_to_first_token_seconds", now_ns))
-        rows |= dict(self._between.samples("memserve_inter_token_seconds", now_ns))
+        rows |= dict(self._ttft.sample_rows("memserve_time_to_first_token_seconds", now_ns))
+        rows |= dict(self._between.sample_rows("memserve_inter_token_seconds", now_ns))
         return rows | self._of_instances(now_ns)
 
     def _of_instances(self, now_ns: float) -> dict[str, Rows]:
@@ -192,7 +192,7 @@ class Playback:
         ]
         return rows
 
-    def _entry(self, index: int, now_ns: float | None) -> Snapshot:
+    def _request_entry(self, index: int, now_ns: float | None) -> Snapshot:
         """A request; ``now_ns``: it is in flight then."""
         record = self._records[index]
         until_ns = now_ns if now_ns is not None else float(self._end[index])
@@ -254,7 +254,7 @@ def recorded_app(runs: Mapping[str, Playback]) -> Starlette:
 
     @cache
     def encoded(number: int) -> bytes:
-        return msgspec.json.encode(runs[names[number]].snapshots())
+        return msgspec.json.encode(runs[names[number]].make_snapshots())
 
     async def run(request: Request) -> Response:
         number = request.path_params["number"]

@@ -40,7 +40,7 @@ class Table:
         """Whether it has neither rows nor prose."""
         return not self.rows and (bool(self.columns) or not self.about)
 
-    def markdown(self) -> Iterator[str]:
+    def markdown_lines(self) -> Iterator[str]:
         """Lines of Markdown; none for an empty table."""
         if self.is_empty:
             return
@@ -57,7 +57,7 @@ class Table:
         if self.below:
             yield f"\n{self.below.strip()}"
 
-    def text(self) -> Iterator[str]:
+    def terminal_lines(self) -> Iterator[str]:
         """Lines for a terminal: the first column left-aligned, the others right-aligned."""
         rows = [self.columns, *([str(cell) for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -86,7 +86,7 @@ class Found:
         """The workload, its share ratio and its rate."""
         return Label.parse(self.workload)
 
-    def value(self, name: str) -> float | None:
+    def value_of(self, name: str) -> float | None:
         """``"ttft mean"`` in seconds. None: no request was answered."""
         quantity, statistic = name.split()
         spread = getattr(self.figures, f"{quantity}_s")
@@ -146,7 +146,7 @@ class Results(StudyResults):
     def is_empty(self) -> bool:
         return not self.found
 
-    def add(self, records: Sequence[RequestRecord], passes: Sequence[Pass]) -> None:
+    def add_records(self, records: Sequence[RequestRecord], passes: Sequence[Pass]) -> None:
         """Add the figures of ``records``, by workload and setting, over all seeds."""
         self.passes += passes
         for (workload, setting), members in metrics.by_setting(records).items():
@@ -164,7 +164,7 @@ def sum_up(
 ) -> Results:
     """The results of ``records``."""
     results = Results(command=command, slo=slo, notes=list(dict.fromkeys(notes)))
-    results.add(records, passes)
+    results.add_records(records, passes)
     return results
 
 

@@ -141,7 +141,7 @@ def _line(axes: Any, rows_by_place: dict[float, Found], name: str, label: str, *
     """``name`` (``ttft mean``) over the keys of ``found``, with its confidence intervals."""
     points = {}
     for place, row in sorted(rows_by_place.items()):
-        value = row.value(name)
+        value = row.value_of(name)
         if value is not None:
             points[place] = (value, *row.intervals.get(name, (value, value)))
     draw_intervals(axes, points, label, 1 / MS, **style)
@@ -183,7 +183,7 @@ def _members(results: Results, workload: str) -> list[Found]:
 
 def _pair_of_bars(axes: Any, place: int, row: Found, quantity: str) -> None:
     for offset, statistic, color in ((-0.2, "mean", "C0"), (0.2, "p99", "C1")):
-        value = row.value(f"{quantity} {statistic}")
+        value = row.value_of(f"{quantity} {statistic}")
         if value is not None:
             axes.bar(place + offset, value * MS, width=0.38, color=color)
             if (interval := row.intervals.get(f"{quantity} {statistic}")) is not None:
@@ -271,17 +271,17 @@ class ServeReport(Study[Results]):
     draws_requests = True
     drawings = DRAWINGS
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         """There is nothing to measure."""
 
-    def told(self) -> Iterator[str]:
+    def terminal_lines(self) -> Iterator[str]:
         yield from describe(self.results)
 
-    def head(self) -> Iterator[str]:
+    def head_lines(self) -> Iterator[str]:
         yield f"* SLO: {describe_slo(self.results.slo)}"
         yield "* latency counts from the moment at which the request was due"
 
-    def tables(self) -> Iterator[Table]:
+    def make_tables(self) -> Iterator[Table]:
         groups: dict[str, list[Found]] = {}
         for row in self.results.found:
             groups.setdefault(str(Label(row.label.kind, row.label.ratio)), []).append(row)
@@ -337,12 +337,12 @@ class ServeStudy(ServeReport):
         super().__init__(results)
         self._plan, self._workloads, self._folder = plan, workloads, folder
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         measured, results = Measured(), self.results
         try:
             measure(self._plan, self._workloads, self._folder, tell, measured)
         finally:
             results.shapes = shapes_of(self._workloads, self._plan.meter)
             results.notes, results.models = list(dict.fromkeys(measured.notes)), measured.models
-            results.add(measured.records, measured.passes)
+            results.add_records(measured.records, measured.passes)
             compare(results, measured.records)

@@ -35,7 +35,7 @@ _READY = re.compile(r"ready in \S+ s: (\S+) at (\S+)/v1$")
 
 
 class ServedChild:
-    """A running server, from its construction to :meth:`end`.
+    """A running server, from its construction to :meth:`end_server`.
 
     A process group of its own: Ctrl-C at the terminal reaches the bench, which ends its servers itself. Raises
     :class:`UserError`, with the server's output, if it does not start.
@@ -55,7 +55,7 @@ class ServedChild:
             self.model, self.url = self._wait_until_ready()
         except BaseException:  # Ctrl-C too, and as soon as no signal is held: no process may stay behind
             if process is not None:
-                self.end()
+                self.end_server()
             raise
         self.ready_s = time.monotonic() - started
 
@@ -69,15 +69,15 @@ class ServedChild:
         raise UserError(f"memserve serve did not start: {log_text}", hint="run memserve serve with these flags by hand")
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM; :meth:`end` waits. To end several servers together, ask all of them first."""
+        """Send SIGTERM; :meth:`end_server` waits. To end several servers together, ask all of them first."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
+    def kill_server(self) -> None:
         """Send SIGKILL, as an accident would."""
         self._process.kill()
 
-    def end(self) -> None:
+    def end_server(self) -> None:
         """End the server, after 30 s by SIGKILL."""
         self.ask_to_end()
         if self._process.stdout is not None:
@@ -122,7 +122,7 @@ def serving(flags: Sequence[str]) -> Iterator[ServedChild]:
     try:
         yield child
     finally:
-        child.end()
+        child.end_server()
 
 
 WARM_REQUESTS, WARM_OUTPUT_TOKENS = 4, 4
@@ -160,16 +160,16 @@ class Servers:
             child.ask_to_end()
         with ExitStack() as stack:  # all are ended, even if ending one fails
             for child in self._children.values():
-                stack.callback(child.end)
+                stack.callback(child.end_server)
 
-    def address(self, setting: Setting, coming: Sequence[str] = ()) -> Address:
+    def address_of(self, setting: Setting, coming: Sequence[str] = ()) -> Address:
         """The address of ``setting``'s warm server. ``coming``: names of the settings of all later passes, in order.
 
         Raises :class:`UserError` if the server does not start or cannot be reached.
         """
         if (address := self._addresses.get(setting.name)) is not None:
             return address
-        address_started = self._start(setting, coming)
+        address_started = self._start_server(setting, coming)
         warm = warm_up(address_started)
         if warm.partial == INTERRUPTED:
             raise KeyboardInterrupt
@@ -178,16 +178,16 @@ class Servers:
         self._addresses[setting.name] = address_started
         return address_started
 
-    def release(self, coming: Sequence[str]) -> None:
+    def end_unneeded(self, coming: Sequence[str]) -> None:
         """End the servers that no pass of ``coming`` needs."""
         for name in [name for name in self._children if name not in coming]:
-            self._end(name)
+            self._end_server(name)
 
-    def _start(self, setting: Setting, coming: Sequence[str]) -> Address:
+    def _start_server(self, setting: Setting, coming: Sequence[str]) -> Address:
         if setting.base_url is not None:
             return Address(setting.base_url, first_model(Target(setting.base_url)))
         while self._children and self._is_short():
-            self._end(furthest(list(self._children), coming))
+            self._end_server(furthest(list(self._children), coming))
         before = available_memory_bytes()
         child = ServedChild((*setting.flags, *self._flags))
         self._children[setting.name] = child
@@ -202,9 +202,9 @@ class Servers:
         available = available_memory_bytes()
         return available is not None and available < ROOM_FACTOR * self._largest_bytes
 
-    def _end(self, name: str) -> None:
+    def _end_server(self, name: str) -> None:
         self._addresses.pop(name, None)
-        self._children.pop(name).end()
+        self._children.pop(name).end_server()
 
 
 def furthest(names: Sequence[str], coming: Sequence[str]) -> str:

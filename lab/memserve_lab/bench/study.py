@@ -57,7 +57,7 @@ Results = TypeVar("Results", bound=StudyResults)
 
 
 class Study(ABC, Generic[Results]):
-    """One experiment (see the module). ``results`` grow while :meth:`measure` runs."""
+    """One experiment (see the module). ``results`` grow while :meth:`fill_results` runs."""
 
     title: ClassVar[str]
     draws_requests: ClassVar[bool] = False
@@ -69,29 +69,29 @@ class Study(ABC, Generic[Results]):
         self.results = results
 
     @abstractmethod
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         """Fill ``results``; they are kept when ``KeyboardInterrupt`` or :class:`UserError` ends it early."""
 
     @abstractmethod
-    def tables(self) -> Iterator[Table]:
+    def make_tables(self) -> Iterator[Table]:
         """Sections of the report, after the plots."""
 
-    def head(self) -> Iterator[str]:
+    def head_lines(self) -> Iterator[str]:
         """Further bullets of the report's head."""
         yield from ()
 
-    def told(self) -> Iterator[str]:
+    def terminal_lines(self) -> Iterator[str]:
         """Lines for the terminal after a run."""
         yield from ()
 
-    def run(self, tell: Tell) -> None:
+    def run_study(self, tell: Tell) -> None:
         """Measure. Ctrl-C, SIGTERM, or an error after the first measurement marks the results partial.
 
         Raises :class:`UserError` when nothing was measured.
         """
         try:
             with sigterm_interrupts():
-                self.measure(tell)
+                self.fill_results(tell)
         except KeyboardInterrupt:
             self.results.partial = INTERRUPTED
         except UserError as error:
@@ -99,13 +99,13 @@ class Study(ABC, Generic[Results]):
                 raise
             self.results.partial = str(error)
 
-    def write(self, folder: Path) -> None:
+    def write_report(self, folder: Path) -> None:
         """Write ``results.json``, ``report.md`` and the plots."""
         write_json(self.results, folder)
         pictures = draw_all(self.drawings, self.results, folder)
-        (folder / REPORT).write_text("\n".join(self._page(pictures)) + "\n", encoding="utf-8")
+        (folder / REPORT).write_text("\n".join(self._report_lines(pictures)) + "\n", encoding="utf-8")
 
-    def _page(self, pictures: list[str] | None) -> Iterator[str]:
+    def _report_lines(self, pictures: list[str] | None) -> Iterator[str]:
         results, machine = self.results, self.results.machine
         yield f"# {self.title}\n"
         if results.partial is not None:
@@ -118,13 +118,13 @@ class Study(ABC, Generic[Results]):
         else:
             yield f"* {machine['processor']}, {machine['cores']} cores; {machine['system']}"
             yield f"* load average at the end: {', '.join(map(str, machine['load_average']))}"
-        yield from self.head()
+        yield from self.head_lines()
         yield from (f"* {note}" for note in results.notes)
         if pictures is None:
             yield NO_PLOTS
         yield from (picture(name, self.drawings[name].caption) for name in pictures or ())
-        for table in self.tables():
-            yield from table.markdown()
+        for table in self.make_tables():
+            yield from table.markdown_lines()
 
 
 def write_json(results: StudyResults, folder: Path) -> None:

@@ -105,9 +105,9 @@ def run_study(study: Study[Any], folder: RunFolder, *, timed: bool = False) -> N
         typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}" if timed else line, err=True)
 
     with folder, nullcontext() if study.draws_requests else progress_bar(study.title):
-        study.run(tell)
-    study.write(folder.path)
-    for line in study.told():
+        study.run_study(tell)
+    study.write_report(folder.path)
+    for line in study.terminal_lines():
         typer.echo(line)
     typer.echo(f"report: {folder.path / REPORT}")
     if study.results.partial is not None:

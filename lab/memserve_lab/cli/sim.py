@@ -40,8 +40,8 @@ def sim(
 
     study = open_scenario(scenario, command())
     folder = None if out is None else RunFolder(out)
-    study.run(lambda line: None)
-    for number, table in enumerate(study.tables()):
-        typer.echo("\n".join([*([""] if number else []), *table.text()]))
+    study.run_study(lambda line: None)
+    for number, table in enumerate(study.make_tables()):
+        typer.echo("\n".join([*([""] if number else []), *table.terminal_lines()]))
     if folder is not None:
-        study.write(folder.path)
+        study.write_report(folder.path)

@@ -72,7 +72,7 @@ def simulate(
     try:
         world = ReplayWorld(setup, workload, make_script)
         with progress_bar(f"simulating {setting}", workload.request_count, lambda: world.clients.answered):
-            world.run(limit_s)
+            world.run_workload(limit_s)
     finally:
         gc.enable()
     wall_s = time.perf_counter() - started
@@ -120,8 +120,8 @@ class SimulatedReport(ServeReport):
         }
         self.drawings = {**ServeReport.drawings, **lines}
 
-    def tables(self) -> Iterator[Table]:
-        yield from super().tables()
+    def make_tables(self) -> Iterator[Table]:
+        yield from super().make_tables()
         rows: list[list[Cell]] = [
             [run.setting, run.usage.devices, f"{run.usage.device_hours:.3f}", f"{run.usage.busy_share:.0%}",
              f"{run.usage.tokens_per_device_hour:,.0f}", f"{run.usage.pulled_bytes / 1e9:.1f} GB",
@@ -159,9 +159,9 @@ def write_folder(path: Path, runs: Sequence[Simulated], slo: Slo, command: str, 
     with RunFolder(path) as folder:
         for run in runs:
             for record in run.records:
-                folder.writer.write(record)
+                folder.writer.write_record(record)
     results = summed_up(runs, slo, command, notes)
-    SimulatedReport(results, runs).write(path)
+    SimulatedReport(results, runs).write_report(path)
     extras = [_extras(run) for run in runs]
     (path / SIMULATION).write_bytes(msgspec.json.format(msgspec.json.encode(extras), indent=1))
     return results

@@ -54,7 +54,7 @@ class WorkloadFlags:
     seed: int = option(0, least=0)
     """Seed of the workload."""
 
-    def recipe(self) -> Recipe:
+    def make_recipe(self) -> Recipe:
         """How the workload is made."""
         from memserve_lab.bench.catalogue import Arrivals, Recipe
         from memserve_lab.bench.settings import kind_of
@@ -69,7 +69,7 @@ class WorkloadFlags:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wanted:
-    """The simulated cluster as the options describe it; :meth:`setup` checks them."""
+    """The simulated cluster as the options describe it; :meth:`make_setup` checks them."""
 
     instances: str = option("prefill=1,decode=1")
     """Instances of each role, e.g. prefill=2,decode=6 or colocated=8."""
@@ -103,7 +103,7 @@ class Wanted:
     scaling: ScalingOptions = dataclasses.field(default_factory=ScalingOptions)
     """Which counts follow the load."""
 
-    def setup(self) -> Setup:
+    def make_setup(self) -> Setup:
         """The cluster to simulate. Raises :class:`UserError` for an impossible one."""
         from memserve_lab.sim.replay.setup import Setup, Surroundings, parse_faults, parse_instances
 
@@ -111,18 +111,18 @@ class Wanted:
         instances = parse_instances(self.instances)
         return Setup(
             instances,
-            self.machine(),
+            self.make_machine(),
             self.cluster,
             self.scheduler,
             around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
             faults=parse_faults(self.faults, instances, self.routers),
             routers=self.routers,
-            stores=self.stores.setup(),
+            stores=self.stores.make_setup(),
             lengths=self.lengths,
             scaling=self.scaling,
         )
 
-    def machine(self) -> Machine:
+    def make_machine(self) -> Machine:
         """The machine of each instance."""
         from memserve_lab.sim.hardware import machine
 
@@ -184,7 +184,7 @@ def run(
     from memserve_lab.bench.results import describe
     from memserve_lab.cli.sim_results import simulate, summed_up, write_folder
 
-    setup, workload_made = dataclasses.replace(wanted.setup(), seed=workload.seed), build(workload.recipe())
+    setup, workload_made = dataclasses.replace(wanted.make_setup(), seed=workload.seed), build(workload.make_recipe())
     head = what_comes(workload_made, wanted, setup.machine)
     for line in () if as_json else head:
         typer.echo(line)

@@ -59,10 +59,10 @@ def _figures_of(text: str, workload: sim.WorkloadFlags, simulation: sim.Wanted) 
     from memserve_lab.cli.sim_results import simulate
 
     simulation_chosen = parse_setting(text, simulation)
-    workload_made = build(workload.recipe())
+    workload_made = build(workload.make_recipe())
     return {
         workload_made.kind: figures(
-            simulate(simulation_chosen.setup(), workload_made, text, workload_made.kind, workload.seed).records
+            simulate(simulation_chosen.make_setup(), workload_made, text, workload_made.kind, workload.seed).records
         )
     }
 
@@ -148,7 +148,7 @@ def search(
     slo = read_slo(slo_ttft_ms, slo_tpot_ms, slo_jct_ms)
     if slo == read_slo(None, None, None):
         raise UserError("no SLO is given", hint="for example --slo-ttft-ms 500 --slo-tpot-ms 50")
-    workload_made, prices_by_device = build(workload.recipe()), read_prices(prices)
+    workload_made, prices_by_device = build(workload.make_recipe()), read_prices(prices)
     trials: list[tuple[str, Trial | None]] = []
     for kind in (kind.strip() for kind in devices.split(",")):
         for mix in parse_mixes(mixes):
@@ -182,9 +182,9 @@ class _Tried:
         from memserve_lab.cli.sim_results import simulate
         from memserve_lab.sim.search import Trial
 
-        counts = self._mix.instances(size)
+        counts = self._mix.instances_of(size)
         text = ",".join(f"{role.value}={count}" for role, count in counts.items())
-        setup = dataclasses.replace(self._wanted, instances=text).setup()
+        setup = dataclasses.replace(self._wanted, instances=text).make_setup()
         simulated = simulate(setup, self._made, text, self._made.kind)
         missed = figures(simulated.records, slo=self._slo).slo_violations
         good = missed <= self._violations_max

@@ -49,7 +49,7 @@ class SimulatedStores:
         """Whether there is to be a store."""
         return self.store_bytes is not None or bool(self.ssd_bytes)
 
-    def setup(self) -> StoreSetup | None:
+    def make_setup(self) -> StoreSetup | None:
         """The stores to simulate. None: there are none. Raises :class:`UserError` for impossible ones."""
         from memserve_lab.sim.replay.setup import StoreSetup
         from memserve_lab.sim.timed_disk import disk_model

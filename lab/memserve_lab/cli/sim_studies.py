@@ -80,7 +80,7 @@ def thrash(
 
     talk = Talk(turns, first_tokens, turn_tokens, answer_tokens)
     plan = Plan(contenders_of(wanted), read_multiples(multiples), talk, warm_s, measured_s)
-    machine = wanted.machine().name
+    machine = wanted.make_machine().name
     study = ThrashStudy(plan, ThrashResults(command=command(), machine={"simulated": f"{wanted.instances}, {machine}"}))
     run_study(study, RunFolder(out))
 
@@ -89,14 +89,14 @@ def contenders_of(simulation: Wanted) -> tuple[Contender, ...]:
     """The four settings. The store has the memory that is asked for, or enough for all conversations."""
     from memserve_lab.experiments.thrash import Contender
 
-    plain = dataclasses.replace(simulation, stores=type(simulation.stores)()).setup()
+    plain = dataclasses.replace(simulation, stores=type(simulation.stores)()).make_setup()
     stores = simulation.stores
     if not stores.is_wanted:
         kv_bytes = plain.machine.hbm_blocks * plain.machine.geometry.block_bytes * sum(plain.instances.values())
         stores = dataclasses.replace(stores, store_bytes=STORE_MULTIPLE * kv_bytes)
     admission = dataclasses.replace(plain.cluster.admission, mode=Admission.CACHE)
     gated = dataclasses.replace(plain, cluster=dataclasses.replace(plain.cluster, admission=admission))
-    store_setup = stores.setup()
+    store_setup = stores.make_setup()
     return (
         Contender("as it is", plain),
         Contender("--admission cache", gated),

@@ -96,24 +96,24 @@ class Story:
     turn: int
     """Number of the repetition: each has its own prompts."""
 
-    def bursts(self) -> dict[str, Workload]:
+    def make_bursts(self) -> dict[str, Workload]:
         """Scenario -> requests that are all due at once, in the order of sending."""
-        first = self._prose(self.prompt_words, "first")
+        first = self._make_prose(self.prompt_words, "first")
         head_words = round(self.prompt_words * SHARED_SHARE)
         head = " ".join(first.split()[:head_words])
         count = range(self.concurrency)
         texts = {
             "cold": [first] * self.concurrency,
             "warm": [first] * self.concurrency,
-            "shared": [f"{head} {self._prose(self.prompt_words - head_words, 'end', index)}" for index in count],
-            "unrelated": [self._prose(self.prompt_words, "own", index) for index in count],
+            "shared": [f"{head} {self._make_prose(self.prompt_words - head_words, 'end', index)}" for index in count],
+            "unrelated": [self._make_prose(self.prompt_words, "own", index) for index in count],
         }
-        return {scenario: self._burst(scenario, texts[scenario]) for scenario in SCENARIOS}
+        return {scenario: self._make_burst(scenario, texts[scenario]) for scenario in SCENARIOS}
 
-    def _prose(self, words: int, *purpose: str | int) -> str:
+    def _make_prose(self, words: int, *purpose: str | int) -> str:
         return prose(draws(self.seed, self.turn, self.concurrency, *purpose), words)
 
-    def _burst(self, scenario: str, texts: list[str]) -> Workload:
+    def _make_burst(self, scenario: str, texts: list[str]) -> Workload:
         sessions = []
         for index, text in enumerate(texts):
             turns = (Turn(Text(text), self.output_tokens, due_s=0.0),)
@@ -253,10 +253,10 @@ def _runs(
             story = Story(concurrency, plan.prompt_words, plan.output_tokens, plan.seed, turn)
             by = (turn + number) % len(plan.contenders)
             for contender in (*plan.contenders[by:], *plan.contenders[:by]):
-                address = servers.address(contender, results.contenders)
+                address = servers.address_of(contender, results.contenders)
                 if address.model not in results.models:
                     results.models.append(address.model)
-                for scenario, burst in story.bursts().items():
+                for scenario, burst in story.make_bursts().items():
                     labels = Labels(contender.name, scenario, turn)
                     yield _sent(plan, burst, address, labels, f"{salt}-{turn}-{concurrency}/", writer)
             tell(f"{turn + 1}/{plan.repetitions}: {concurrency} at once")
@@ -377,25 +377,25 @@ class ConcurrencyStudy(Study[BurstResults]):
         super().__init__(results)
         self._plan, self._folder = plan, folder
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         send_bursts(self._plan, self._folder.writer, self.results, tell)
 
-    def head(self) -> Iterator[str]:
+    def head_lines(self) -> Iterator[str]:
         results = self.results
         yield f"* prompts of {results.prompt_tokens_mean:.0f} tokens on average, answers of {results.output_tokens}"
         yield "* the requests of a burst are all due at the same moment, and latency counts from it"
         if results.limit:
             yield f"* the limit: {results.limit}; rejections are immediate, and count in no latency"
 
-    def tables(self) -> Iterator[Table]:
-        yield self._alone()
+    def make_tables(self) -> Iterator[Table]:
+        yield self._alone_table()
         if len(self.results.measured) > 1:
-            yield self._overload()
+            yield self._overload_table()
         for scenario in SCENARIOS:
-            yield self._scenario(scenario)
+            yield self._scenario_table(scenario)
         yield Table("", about=f"Every request is in `{RECORDS}`.")
 
-    def _alone(self) -> Table:
+    def _alone_table(self) -> Table:
         """One request at a time: where its time goes."""
         rows: list[list[TableCell]] = []
         for cell in self.results.cells:
@@ -406,7 +406,7 @@ class ConcurrencyStudy(Study[BurstResults]):
         columns = ["burst", "latency (ms)", "to the first token (ms)", "decode (ms)", "cached"]
         return Table("One request at a time", [*columns, f"{SOURCE}: latency / prompt evaluation (ms)"], rows)
 
-    def _overload(self) -> Table:
+    def _overload_table(self) -> Table:
         """Without and with the limit, at the largest concurrency."""
         most = max(cell.concurrency for cell in self.results.cells)
         rows: list[list[TableCell]] = [
@@ -419,7 +419,7 @@ class ConcurrencyStudy(Study[BurstResults]):
         columns = ("burst", "server", "accepted", "rejected", "P95 latency (ms)", "requests/s")
         return Table(f"Overload: {most} at once", columns, rows)
 
-    def _scenario(self, scenario: str) -> Table:
+    def _scenario_table(self, scenario: str) -> Table:
         cells = [cell for cell in self.results.cells if cell.scenario == scenario]
         rows: list[list[TableCell]] = [
             [cell.concurrency, cell.contender, cell.accepted, cell.rejected, *_ms(cell.latency_s, "mean", "p95"),

@@ -152,7 +152,7 @@ class Measurement:
         for new_tokens in (8, 64, 256):  # threads, kernels, first-touch memory
             if self.profiler.fits_pool(1, new_tokens):
                 self.profiler.prefill_ns(new_tokens, 0)
-        points = [*self._fitted_prompts(), *(point for point in self._held_out_prompts() if self._fits(point))]
+        points = [*self._fitted_prompts(), *(point for point in self._held_out_prompts() if self._fits_pool(point))]
         points.sort(key=lambda point: point.batch * point.new_tokens)
         self._prompts = all_rounds(dealt(points), self._prompt_ns, SHARES["prefill"] * self.seconds, ROUNDS_MAX)
 
@@ -200,7 +200,9 @@ class Measurement:
             if count not in COPY_BLOCKS:
                 samples[curve].append(Sample(count * self.geometry.block_bytes, count, round(median(spent_ns))))
         for curve, copies in self._transfers.items():
-            samples[curve] = [copy_sample for copy_sample in copies if self._blocks(copy_sample) not in COPY_BLOCKS]
+            samples[curve] = [
+                copy_sample for copy_sample in copies if self._block_count(copy_sample) not in COPY_BLOCKS
+            ]
         missing_curves = dict(self._missing)
         for curve in SWAPS:
             if len(samples[curve]) < SAMPLES_MIN:
@@ -224,7 +226,7 @@ class Measurement:
             yield Foretold(curve, expected_ns, spread_of(self._swaps[curve, count]), blocks=count, pieces=count)
         for curve, copies in self._transfers.items():
             for copy_sample in copies:
-                if (blocks := self._blocks(copy_sample)) in COPY_BLOCKS:
+                if (blocks := self._block_count(copy_sample)) in COPY_BLOCKS:
                     expected_ns = getattr(costs, curve).ns(copy_sample.first, copy_sample.second)
                     yield Foretold(
                         curve, expected_ns, spread_of([copy_sample.ns]), blocks=blocks, pieces=copy_sample.second
@@ -248,7 +250,7 @@ class Measurement:
         points += [replace(point, from_dram=True) for point in points if point.batch == 1 and point.cached]
         yield from dict.fromkeys(point for point in points if point.new_tokens)
 
-    def _fits(self, point: Prompts) -> bool:
+    def _fits_pool(self, point: Prompts) -> bool:
         step_tokens = point.batch * point.new_tokens
         within = step_tokens <= self.config.scheduler.step_tokens
         swaps = self._swapped_blocks(point) <= self.config.pool.dram_blocks
@@ -260,7 +262,7 @@ class Measurement:
     def _swapped_blocks(self, point: Prompts) -> int:
         return point.cached // self.geometry.block_tokens if point.from_dram else 0
 
-    def _blocks(self, sample: Sample) -> int:
+    def _block_count(self, sample: Sample) -> int:
         return sample.first // self.geometry.block_bytes
 
     def _expected_ns(self, costs: CostModel, point: Prompts) -> int:
@@ -449,7 +451,7 @@ class CostStudy(Study[CostResults]):
         super().__init__(results)
         self._plan, self._options = plan, options
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         """After Ctrl-C, fit the samples measured so far, and keep no profile.
 
         Raises :class:`UserError` for a model that cannot be served, when too little could be measured, and when the
@@ -482,37 +484,37 @@ class CostStudy(Study[CostResults]):
             save_profile(path, results.profile)
             results.saved = str(path)
 
-    def told(self) -> Iterator[str]:
+    def terminal_lines(self) -> Iterator[str]:
         for curve, accuracy in self.results.accuracy.items():
             errors = f"off by {accuracy.error.p50:.1%}, worst {accuracy.error.max:.1%}"
             yield f"{curve:<20}{accuracy.error.count:>4} points, {errors}"
         if self.results.saved is not None:
             yield f"profile: {self.results.saved}"
 
-    def head(self) -> Iterator[str]:
+    def head_lines(self) -> Iterator[str]:
         if self.results.profile:
             yield f"* {self.results.profile['model']}"
         saved_text = f"kept in `{self.results.saved}`, where `serve` and `instance` read it"
         yield f"* the profile is {saved_text if self.results.saved else 'not kept'}"
         yield "* medians; the curves were fitted to none of the points below; both were measured in the same rounds"
 
-    def tables(self) -> Iterator[Table]:
+    def make_tables(self) -> Iterator[Table]:
         results = self.results
-        yield self._accuracy()
+        yield self._accuracy_table()
         about = "What MemServe's section 8.4 takes from its figure 13 (Llama2-13B, H800), and what was measured here."
         yield Table("Beside the paper", ("the paper", "holds", "here"), list(takeaways(results.points)), about)
         if results.profile:
-            yield Table("What follows", about="\n".join(self._pays()))
+            yield Table("What follows", about="\n".join(self._break_evens()))
         rows: list[list[Cell]] = []
         for point in results.points:
             ratio = f"{point.cached_ratio:.2f}" if point.cached else ""
-            times, expected = point.spent_ns.told(NS_PER_MS, 2), f"{point.expected_ns / NS_PER_MS:.2f}"
+            times, expected = point.spent_ns.format_in_units(NS_PER_MS, 2), f"{point.expected_ns / NS_PER_MS:.2f}"
             rows.append([point.curve, point.batch, point.tokens or "", ratio, point.blocks or "", point.pieces or "",
                          times, expected, f"{point.error:+.1%}", point.spent_ns.count])  # fmt: skip
         columns = ["curve", "batch", "tokens", "cached ratio", "blocks", "pieces", "measured (ms)", "model (ms)"]
         yield Table("Every point", [*columns, "error", "times"], rows)
 
-    def _accuracy(self) -> Table:
+    def _accuracy_table(self) -> Table:
         about = """
 Errors as shares of the measured time; the bias is signed (above 0: the curve overestimates). The last
 column is the profile's own: a third of its points left out, three times over."""
@@ -530,7 +532,7 @@ column is the profile's own: a third of its points left out, three times over.""
         columns = ("curve", "points", "median", "P90", "worst", "bias", "in the profile")
         return Table("How well the curves predict", columns, rows, about)
 
-    def _pays(self) -> Iterator[str]:
+    def _break_evens(self) -> Iterator[str]:
         yield "Moving a cached prefix is quicker than computing it again:\n"
         for way, tokens in self.results.profile["pays_from_tokens"].items():
             yield f"* {way}: {'never' if tokens is None else f'from {tokens} tokens on'}"

@@ -264,7 +264,7 @@ class LayerKvResults(StudyResults):
     def is_empty(self) -> bool:
         return not self.points
 
-    def of(self, figure: str, model: str, contender: str) -> list[Point]:
+    def points_of(self, figure: str, model: str, contender: str) -> list[Point]:
         """One line."""
         key = (figure, model, contender)
         return [point for point in self.points if (point.figure, point.model, point.contender) == key]
@@ -323,7 +323,7 @@ def measure_point(
         scheduler = dataclasses.replace(scheduler, slo_ttft_ns=round(ttft_s * NS_PER_S))
     layers = ProgramPolicy(bounds_delays=False) if contender.is_program else None
     world = ReplayWorld(Setup({Role.COLOCATED: 1}, hardware, cluster, scheduler, layers=layers), workload)
-    world.run()
+    world.run_workload()
     return _point(figure, model, devices, contender.name, at, world, ttft_s)
 
 
@@ -410,13 +410,13 @@ class LayerKvStudy(Study[LayerKvResults]):
             for sweep in plan.sweeps
         }
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         plan = self._plan
         for sweep in plan.sweeps:
             for place, devices, rate in sweep.points:
                 random = Random(f"{plan.seed} {sweep.figure}")  # with each load the same requests
                 contenders = sweep.contenders or plan.contenders
-                shapes = self._shapes(sweep.figure, place, random)
+                shapes = self._request_shapes(sweep.figure, place, random)
                 workload = requests(shapes, rate, random)
                 for contender in contenders:
                     if contender.figure not in ("", sweep.figure):
@@ -427,7 +427,7 @@ class LayerKvStudy(Study[LayerKvResults]):
                     self.results.points.append(point)
                     tell(f"{sweep.model}, {place:g} {AXES[sweep.figure]}, {point.contender}: {point.ttft_mean_s:.2f} s")
 
-    def _shapes(self, figure: str, place: float, random: Random) -> list[tuple[int, int]]:
+    def _request_shapes(self, figure: str, place: float, random: Random) -> list[tuple[int, int]]:
         count = self._plan.requests
         if figure in ("rate", "stagger"):
             return conversation_lengths(count, random)
@@ -435,9 +435,9 @@ class LayerKvStudy(Study[LayerKvResults]):
             return long_lengths(max(20, count // 4), random)
         return [(int(place) - 512 * (place > 16000) if figure == "context" else 4096, 512)] * max(20, count // 4)
 
-    def tables(self) -> Iterator[Table]:
+    def make_tables(self) -> Iterator[Table]:
         for sweep in self._plan.sweeps:
-            rows = [row for place, *_ in sweep.points for row in self._rows(sweep, place)]
+            rows = [row for place, *_ in sweep.points for row in self._row_cells(sweep, place)]
             axis = AXES[sweep.figure]
             title = f"{sweep.model} on {self._plan.device}, by {axis} (simulated: a roofline, not measured)"
             columns = (
@@ -446,9 +446,9 @@ class LayerKvStudy(Study[LayerKvResults]):
             )  # fmt: skip
             yield Table(title, columns, rows, about=PAPER[sweep.figure])
             if sweep.figure == "orbitflow":
-                yield self._met(sweep)
+                yield self._met_table(sweep)
 
-    def _met(self, sweep: Sweep) -> Table:
+    def _met_table(self, sweep: Sweep) -> Table:
         columns = ("requests/s", "setting", "TTFT met", "TPOT met", "tokens in time", "steps wait for the link")
         rows: list[list[Cell]] = [
             [
@@ -465,7 +465,7 @@ class LayerKvStudy(Study[LayerKvResults]):
         )
         return Table(f"{sweep.model} on {self._plan.device}: objectives met", columns, rows, about=about)
 
-    def _rows(self, sweep: Sweep, place: float) -> Iterator[list[Cell]]:
+    def _row_cells(self, sweep: Sweep, place: float) -> Iterator[list[Cell]]:
         points = [p for p in self.results.points if (p.figure, p.model, p.at) == (sweep.figure, sweep.model, place)]
         for point in points:
             base = points[0]
@@ -476,9 +476,9 @@ class LayerKvStudy(Study[LayerKvResults]):
                 f"{point.violations:.1%}", point.parked, f"{point.hidden:.0%}",
             ]  # fmt: skip
 
-    def told(self) -> Iterator[str]:
-        for table in self.tables():
-            yield from table.text()
+    def terminal_lines(self) -> Iterator[str]:
+        for table in self.make_tables():
+            yield from table.terminal_lines()
 
 
 def _file_of(sweep: Sweep) -> str:
@@ -505,7 +505,7 @@ def _drawing(sweep: Sweep) -> Any:
     def draw(pyplot: Any, results: LayerKvResults) -> Any:
         figure, panels = pyplot.subplots(3, 1, figsize=(8, 10), sharex=True, layout="constrained")
         for name in dict.fromkeys(point.contender for point in results.points if point.figure == sweep.figure):
-            points = results.of(sweep.figure, sweep.model, name)
+            points = results.points_of(sweep.figure, sweep.model, name)
             places, style = [point.at for point in points], {"marker": "x" if "slo" in name else "o", "label": name}
             line = panels[0].plot(places, [point.ttft_mean_s for point in points], **style)[0]
             panels[0].plot(places, [point.ttft_p99_s for point in points], linestyle=":", color=line.get_color())

@@ -115,7 +115,7 @@ class LayerwiseResults(StudyResults):
     def is_empty(self) -> bool:
         return not (self.points or self.copied)
 
-    def of(self, figure: str, setting: str, at: float) -> list[Point]:
+    def points_of(self, figure: str, setting: str, at: float) -> list[Point]:
         """The rounds of one cell."""
         key = (figure, setting, at)
         return [point for point in self.points if (point.figure, point.setting, point.at) == key]
@@ -200,21 +200,21 @@ class LayerwiseStudy(Study[LayerwiseResults]):
             if figure in AXES
         }
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         plan = self._plan
         flags = settings_of(plan.slo_ttft_s, plan.slo_tpot_s)
         settings = [Setting(name, flags[name]) for name in plan.settings]
         with Servers(plan.flags, tell) as servers:
-            addresses = {setting.name: servers.address(setting, plan.settings) for setting in settings}
+            addresses = {setting.name: servers.address_of(setting, plan.settings) for setting in settings}
             self.results.models = sorted({address.model for address in addresses.values()})
             for turn in range(plan.rounds):
                 for figure in plan.figures:
                     if figure in AXES:
-                        self._sweep(figure, turn, addresses, tell)
+                        self._sweep_rates(figure, turn, addresses, tell)
             if "hidden" in plan.figures:
-                self._copied(addresses[BY_LAYER], tell)
+                self._measure_copies(addresses[BY_LAYER], tell)
 
-    def _sweep(self, figure: str, turn: int, addresses: Mapping[str, Address], tell: Tell) -> None:
+    def _sweep_rates(self, figure: str, turn: int, addresses: Mapping[str, Address], tell: Tell) -> None:
         plan = self._plan
         for place in plan.contexts if figure == "context" else plan.rates:
             names = [*plan.settings[turn % len(plan.settings) :], *plan.settings[: turn % len(plan.settings)]]
@@ -223,12 +223,12 @@ class LayerwiseStudy(Study[LayerwiseResults]):
                 lengths = conversation_lengths(plan.requests, plan.answer_tokens, random)
                 shapes = [(int(place), plan.answer_tokens)] * plan.requests if figure == "context" else lengths
                 rate = plan.context_rate if figure == "context" else place
-                run = self._send(addresses[name], shapes, rate, random, f"{figure}-{place:g}-{turn}")
+                run = self._send_requests(addresses[name], shapes, rate, random, f"{figure}-{place:g}-{turn}")
                 point = point_of(figure, name, place, run, plan)
                 self.results.points.append(point)
                 tell(f"{place:g} {AXES[figure]}, {name}: {point.ttft_mean_s:.2f} s, {point.tokens_per_s:.0f} tokens/s")
 
-    def _send(
+    def _send_requests(
         self, address: Address, shapes: Sequence[tuple[int, int]], rate: float, random: Random, salt: str
     ) -> LoadRun:
         manner = Manner(address.model, ignore_eos=True, salt=salt.replace(".", "-"))
@@ -237,11 +237,11 @@ class LayerwiseStudy(Study[LayerwiseResults]):
             raise KeyboardInterrupt
         return run
 
-    def _copied(self, address: Address, tell: Tell) -> None:
+    def _measure_copies(self, address: Address, tell: Tell) -> None:
         """Prompts of 1,500 tokens alone, and answers behind them."""
         for load, tokens in (("prefill alone", 1), ("prefill and decode", self._plan.answer_tokens)):
             before = link_use(address.url)
-            self._send(address, [(1500, tokens)] * 12, 1000.0, Random(load), load.replace(" ", "-"))
+            self._send_requests(address, [(1500, tokens)] * 12, 1000.0, Random(load), load.replace(" ", "-"))
             after = link_use(address.url)
             busy, waited, device, up, down = (
                 after.get(name, 0.0) - before.get(name, 0.0) for name in ("busy", "waited", "device", "up", "down")
@@ -249,19 +249,23 @@ class LayerwiseStudy(Study[LayerwiseResults]):
             self.results.copied.append(Copied(load, busy, waited, device, up, down))
             tell(f"{load}: {self.results.copied[-1].hidden:.0%} of {busy:.1f} s of copies are hidden")
 
-    def head(self) -> Iterator[str]:
+    def head_lines(self) -> Iterator[str]:
         plan = self._plan
         yield f"* the link between KV memory and DRAM is emulated: {plan.link_gbps:g} Gbit/s"
         yield f"* objectives: {plan.slo_ttft_s:g} s to the first token, {1000 * plan.slo_tpot_s:g} ms a further one"
 
-    def tables(self) -> Iterator[Table]:
+    def make_tables(self) -> Iterator[Table]:
         plan = self._plan
         for figure in (figure_name for figure_name in plan.figures if figure_name in AXES):
             columns = (
                 AXES[figure], "setting", "TTFT mean (s)", "P99 (s)", "beside by request", "TPOT (ms)", "tokens/s",
                 "beside by request", "miss an objective", "failed",
             )  # fmt: skip
-            rows = [row for place in dict.fromkeys(p.at for p in self._of(figure)) for row in self._rows(figure, place)]
+            rows = [
+                row
+                for place in dict.fromkeys(p.at for p in self._points_of(figure))
+                for row in self._row_cells(figure, place)
+            ]
             title = f"By {AXES[figure]}, emulated link of {plan.link_gbps:g} Gbit/s, medians of rounds: {plan.rounds}"
             yield Table(title, columns, rows)
         if self.results.copied:
@@ -270,13 +274,13 @@ class LayerwiseStudy(Study[LayerwiseResults]):
                 "What copies cost steps, by layer", head, [_copied_row(copied) for copied in self.results.copied]
             )
 
-    def _of(self, figure: str) -> list[Point]:
+    def _points_of(self, figure: str) -> list[Point]:
         return [point for point in self.results.points if point.figure == figure]
 
-    def _rows(self, figure: str, place: float) -> Iterator[list[Cell]]:
-        base = self.results.of(figure, BY_REQUEST, place)
+    def _row_cells(self, figure: str, place: float) -> Iterator[list[Cell]]:
+        base = self.results.points_of(figure, BY_REQUEST, place)
         for name in self._plan.settings:
-            points = self.results.of(figure, name, place)
+            points = self.results.points_of(figure, name, place)
             pairs = list(zip(points, base, strict=False))
             if not pairs:
                 continue
@@ -289,9 +293,9 @@ class LayerwiseStudy(Study[LayerwiseResults]):
                 f"{more - 1:+.1%}", f"{median(p.violations for p in points):.1%}", sum(p.failed for p in points),
             ]  # fmt: skip
 
-    def told(self) -> Iterator[str]:
-        for table in self.tables():
-            yield from table.text()
+    def terminal_lines(self) -> Iterator[str]:
+        for table in self.make_tables():
+            yield from table.terminal_lines()
 
 
 def _copied_row(copied: Copied) -> list[Cell]:
@@ -310,7 +314,7 @@ def _drawing(figure: str, link_gbps: float) -> Any:
         points = [point for point in results.points if point.figure == figure]
         places = list(dict.fromkeys(point.at for point in points))
         for name in dict.fromkeys(point.setting for point in points):
-            cells = [results.of(figure, name, place) for place in places]
+            cells = [results.points_of(figure, name, place) for place in places]
             style = {"marker": "x" if "slo" in name else "o", "label": name}
             line = panels[0].plot(places, [median(p.ttft_mean_s for p in cell) for cell in cells], **style)[0]
             worst = [median(p.ttft_p99_s for p in cell) for cell in cells]

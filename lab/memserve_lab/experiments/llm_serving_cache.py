@@ -108,7 +108,7 @@ class SourceDevice:
         """Layers are not reported one by one."""
         return False
 
-    def run(self, plan: StepPlan) -> StepFinished:
+    def run_plan(self, plan: StepPlan) -> StepFinished:
         """The step has ended: every token is 1."""
         return StepFinished(plan.step_id, [1] * sum(map(len, plan.sample_slots)), self._spent_ns)
 
@@ -116,15 +116,15 @@ class SourceDevice:
 class NoPort:
     """A single instance moves no pages to others."""
 
-    def seal(self, job: SealPages) -> None:
+    def seal_pages(self, job: SealPages) -> None:
         """A single instance offers no pages."""
         check(False, f"no peer takes {job}")
 
-    def pull(self, job: PullPages) -> None:
+    def pull_pages(self, job: PullPages) -> None:
         """A single instance pulls no pages."""
         check(False, f"no peer gives {job}")
 
-    def cancel(self, job: CancelPulls) -> None:
+    def cancel_pulls(self, job: CancelPulls) -> None:
         """There is nothing to cancel."""
 
 
@@ -163,13 +163,13 @@ class SourceWorld:
     def new_cluster(self) -> Cluster:
         return Cluster(ClusterConfig(self.case.caching, "affinity", admission=self.case.admission))
 
-    def _config(self) -> InstanceConfig:
+    def _instance_config(self) -> InstanceConfig:
         pool = PoolConfig(self.case.units * UNIT_TOKENS // BLOCK_TOKENS, 0, self.case.caching is not Caching.OFF)
         whole = SchedulerConfig(max_running=256, max_step_tokens=1 << 20)
         return InstanceConfig(CONTEXT_TOKENS, "source", pool, whole)
 
     def new_instance(self, node: InstanceNode) -> Instance:
-        return Instance(self._config(), BLOCK_TOKENS, self_peer=node.peer, geometry=GEOMETRY)
+        return Instance(self._instance_config(), BLOCK_TOKENS, self_peer=node.peer, geometry=GEOMETRY)
 
     def new_device(self, node: InstanceNode) -> SourceDevice:
         return SourceDevice()
@@ -179,7 +179,7 @@ class SourceWorld:
 
     def peer_info(self, node: InstanceNode) -> PeerInfo:
         """Its description when it joins."""
-        pool, name = self._config().pool, node.peer.name
+        pool, name = self._instance_config().pool, node.peer.name
         context = node.machine.context_tokens
         return PeerInfo(
             node.peer, node.role, f"virtual://{name}", "source", GEOMETRY, pool.hbm_blocks, 0, context, pool.caching
@@ -187,7 +187,7 @@ class SourceWorld:
 
     # -- the client
 
-    def ask(self, ask: Ask) -> str:
+    def send_request(self, ask: Ask) -> str:
         """Send a request now; returns its name. Its cached part is that of the last missed prompt."""
         name = f"req-{len(self._asked_ns) + 1}"
         fresh = np.full(ask.prompt_tokens, 10 + len(self._asked_ns), np.int32)
@@ -195,7 +195,7 @@ class SourceWorld:
         if not ask.cached_tokens:
             self._shared = fresh
         self._asked_ns[name] = self.clock.now
-        self.router.submit(RequestArrived(Request(name, prompt, stop=StopParams(ask.output_tokens))))
+        self.router.submit_event(RequestArrived(Request(name, prompt, stop=StopParams(ask.output_tokens))))
         return name
 
     def wait_for(self, names: Sequence[str]) -> list[Answer]:
@@ -205,7 +205,7 @@ class SourceWorld:
             check(self.clock.now < end_ns and self.clock.run_one(), f"no answer to {names}")
         return [self.answers[name] for name in names]
 
-    def emitted(self, output: TokenOutput) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         """The router gives tokens to the client; the last ones end its request."""
         name = output.request_id
         self._cached[name] = max(self._cached.get(name, 0), output.cached_tokens)
@@ -216,10 +216,10 @@ class SourceWorld:
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         self.answers[request_id] = Answer(0, 0, reason)
 
-    def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
+    def on_handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
         """After each event, check the machine's invariants."""
 
-    def say(self, line: str, detail: object = "") -> None:
+    def log_line(self, line: str, detail: object = "") -> None:
         """Not recorded."""
 
     def admission(self) -> AdmissionStats:
@@ -270,8 +270,8 @@ def play(case: Case) -> tuple[list[Answer], SourceWorld]:
     """Send the requests one after the other."""
     world = SourceWorld(case)
     for ask in case.before:
-        world.wait_for([world.ask(ask)])
-    answers = [world.wait_for([world.ask(ask)])[0] for ask in case.asks]
+        world.wait_for([world.send_request(ask)])
+    answers = [world.wait_for([world.send_request(ask)])[0] for ask in case.asks]
     return answers, world
 
 
@@ -282,7 +282,7 @@ def overload(active_max: int | None, at_once: int = 10) -> tuple[list[Answer], f
         admission = AdmissionConfig(Admission.BOUNDED, active_max, waiting_max=0)
     world = SourceWorld(Case("overload", (), caching=Caching.OFF, admission=admission, units=10 * FREE_UNITS))
     started_ns = world.clock.now
-    answers = world.wait_for([world.ask(MISS) for _ in range(at_once)])
+    answers = world.wait_for([world.send_request(MISS) for _ in range(at_once)])
     served = sum(not answer.rejected for answer in answers)
     return answers, served / ((world.clock.now - started_ns) / NS_PER_S)
 
@@ -300,7 +300,7 @@ class LlmServingCache(Study[ScenarioResults]):
 
     title = "memserve sim --scenario llm-serving-cache"
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         results = self.results
         for case in CASES:
             answers, world = play(case)
@@ -316,7 +316,7 @@ class LlmServingCache(Study[ScenarioResults]):
             counts = (str(len(answers) - rejected), str(rejected))
             results.overload.append((name, *counts, str(outcome(answers).p95_ms), f"{served_per_s:.2f}"))
 
-    def tables(self) -> Iterator[Table]:
+    def make_tables(self) -> Iterator[Table]:
         title = "llm-serving-cache: 5 ms routing, 1 ms a token, 10 tokens a MB, 16 MB a block, 500 MB free"
         columns = ("scenario", "mean (ms)", "p95 (ms)", "hit rate", "rejected")
         yield Table(title, columns, self.results.cases, below="\n".join(self.results.notes))

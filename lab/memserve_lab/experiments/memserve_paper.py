@@ -110,7 +110,7 @@ def _step(before: str, after: str) -> str | None:
 
 
 def _change(before: Found, after: Found, name: str) -> float | None:
-    was, now = before.value(name), after.value(name)
+    was, now = before.value_of(name), after.value_of(name)
     return now / was - 1 if was and now is not None else None
 
 
@@ -128,7 +128,7 @@ class Ranking:
     @property
     def values(self) -> tuple[float, ...]:
         """The compared quantity of each setting, in seconds."""
-        return tuple(row.value(self.judged) or 0.0 for row in self.members)
+        return tuple(row.value_of(self.judged) or 0.0 for row in self.members)
 
     @property
     def holds(self) -> bool:
@@ -145,7 +145,7 @@ def rankings(results: Results) -> Iterator[Ranking]:
         groups: dict[tuple[str, str], dict[str, Found]] = {}
         for row in results.found:
             for ending in endings:
-                if row.setting.endswith(ending) and row.value(judged) is not None:
+                if row.setting.endswith(ending) and row.value_of(judged) is not None:
                     stem = row.setting.removesuffix(ending)
                     groups.setdefault((row.workload, stem), {})[ending] = row
         for members in groups.values():
@@ -286,7 +286,7 @@ def _order_table(
     rows: list[list[Cell]] = []
     for order in orders:
         for row in order.members:
-            times = (f"{MS * (row.value(name) or 0):.0f}" for name in names)
+            times = (f"{MS * (row.value_of(name) or 0):.0f}" for name in names)
             shares = (f"{row.figures.cached_share:.0%}", f"{row.figures.fetched_share:.0%}")
             rows.append([order.members[0].workload, row.setting, *times, *shares])
     below = "\n".join(f"* {order.members[0].workload}: {in_words(results, order)}" for order in orders)

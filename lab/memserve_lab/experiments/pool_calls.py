@@ -39,18 +39,18 @@ Question = tuple[int, float | None]
 
 
 class Prompts:
-    """Random prompts, equal for equal seeds; no two share a prefix except those of :meth:`sharing`."""
+    """Random prompts, equal for equal seeds; no two share a prefix except those of :meth:`sharing_prompt`."""
 
     def __init__(self, seed: int = 5) -> None:
         self._rng = np.random.default_rng(seed)
 
-    def fresh(self, tokens: int) -> TokenArray:
+    def fresh_prompt(self, tokens: int) -> TokenArray:
         """``tokens`` ids, int32, never given before."""
         return self._rng.integers(1, VOCABULARY, tokens, dtype=np.int32)
 
-    def sharing(self, tokens: TokenArray, shared: int) -> TokenArray:
+    def sharing_prompt(self, tokens: TokenArray, shared: int) -> TokenArray:
         """A prompt as long as ``tokens`` that shares exactly its first ``shared`` tokens."""
-        other_tokens = self.fresh(len(tokens))
+        other_tokens = self.fresh_prompt(len(tokens))
         other_tokens[:shared] = tokens[:shared]
         if shared < len(tokens):
             other_tokens[shared] = tokens[shared] % (VOCABULARY - 1) + 1
@@ -59,7 +59,7 @@ class Prompts:
 
 def plant_tree(pool: BlockPool, prompts: Prompts, count: int, tokens: int = TREE_PROMPT_TOKENS) -> list[TokenArray]:
     """Put ``count`` other prompts into the index, as in a cache that is in use; returns them."""
-    planted = [prompts.fresh(tokens) for _ in range(count)]
+    planted = [prompts.fresh_prompt(tokens) for _ in range(count)]
     for prompt in planted:
         blocks = pool.allocate_ids(tokens // pool.block_tokens)
         assert blocks is not None, "the pool was made for them"
@@ -91,18 +91,18 @@ class Times:
         """Run ``call`` and return its result; record its duration under ``key``."""
         begin_ns = time.perf_counter_ns()
         result = call(*arguments)
-        self.add(key, time.perf_counter_ns() - begin_ns)
+        self.add_time(key, time.perf_counter_ns() - begin_ns)
         return result
 
-    def add(self, key: Key, spent_ns: int) -> None:
+    def add_time(self, key: Key, spent_ns: int) -> None:
         """Record a time that was measured elsewhere."""
         self._ns.setdefault(key, []).append(spent_ns)
 
-    def forget(self) -> None:
+    def forget_times(self) -> None:
         """Drop all times: they were a warm-up."""
         self._ns.clear()
 
-    def points(self, link: str = "") -> list[CallPoint]:
+    def points_in_order(self, link: str = "") -> list[CallPoint]:
         """All points, in the order of their first times."""
         return [CallPoint(call, blocks, ratio, spread_of(ns), link) for (call, blocks, ratio), ns in self._ns.items()]
 
@@ -123,13 +123,13 @@ def measure_accounts(
         for ratio in RATIOS:
             _account_by_ratio(pool, prompts, times, ratio_blocks, ratio)
         if turn == 0:
-            times.forget()
+            times.forget_times()
     pool.check_invariants()
-    return times.points()
+    return times.points_in_order()
 
 
 def _account_by_blocks(pool: MemPool, prompts: Prompts, times: Times, count: int) -> None:
-    tokens = prompts.fresh(count * pool.geometry.block_tokens)
+    tokens = prompts.fresh_prompt(count * pool.geometry.block_tokens)
     times(("free_mem", count, None), pool.free_mem, times(("alloc_mem", count, None), pool.alloc_mem, count))
     addresses = _allocated(pool, count)
     times(("insert", count, 0.0), pool.insert, tokens, addresses)
@@ -145,9 +145,9 @@ def _account_by_ratio(pool: MemPool, prompts: Prompts, times: Times, count: int,
     """The index has ``ratio`` of a prompt; the prompt is looked up, inserted whole, and deleted again."""
     block_tokens = pool.geometry.block_tokens
     shared = round(count * ratio)
-    first = prompts.fresh(count * block_tokens)
+    first = prompts.fresh_prompt(count * block_tokens)
     _insert(pool, first[: shared * block_tokens])
-    tokens = prompts.sharing(first, shared * block_tokens)
+    tokens = prompts.sharing_prompt(first, shared * block_tokens)
     match = times(("match", count, ratio), pool.match, tokens)
     check(len(match) == shared, "what was planted is found, and no more")
     pool.free_mem(match)
@@ -186,9 +186,9 @@ def measure_swaps(geometry: KVGeometry, counts: Sequence[int], rounds: int) -> l
             check(above is not None and above.tier is Tier.HBM, "there is room for all blocks")
             pool.free_mem(above)
         if turn == 0:
-            times.forget()
+            times.forget_times()
     pool.check_invariants()
-    return sorted(times.points(), key=lambda point: (point.call, point.blocks))
+    return sorted(times.points_in_order(), key=lambda point: (point.call, point.blocks))
 
 
 # -- between two processes
@@ -208,12 +208,12 @@ def measure_peers(pairs: dict[str, Pair], counts: Sequence[int], ratio_blocks: i
     for turn in range(rounds + 1):
         for question in questions:
             for name, pair in pairs.items():
-                for key, spent_ns in pair.ask(question):
-                    times[name].add(key, spent_ns)
+                for key, spent_ns in pair.ask_taker(question):
+                    times[name].add_time(key, spent_ns)
         if turn == 0:
             for samples in times.values():
-                samples.forget()
-    return [point for name, samples in times.items() for point in samples.points(name)]
+                samples.forget_times()
+    return [point for name, samples in times.items() for point in samples.points_in_order(name)]
 
 
 def _peer(name: str, geometry: KVGeometry, link: str, blocks: int) -> PoolPeer:
@@ -241,7 +241,7 @@ def _send(commands: Connection, receiver: Connection, geometry: KVGeometry, link
     with _peer("sender", geometry, link, blocks_max) as peer:
         caller = _Caller(peer, receiver, geometry)
         peer.connect(receiver.recv())
-        serve(commands, caller.answer)
+        serve(commands, caller.answer_question)
 
 
 class _Caller:
@@ -249,17 +249,17 @@ class _Caller:
         self._peer, self._receiver, self._block_tokens = peer, receiver, geometry.block_tokens
         self._prompts = Prompts(11)
 
-    def answer(self, question: Question) -> list[tuple[Key, int]]:
+    def answer_question(self, question: Question) -> list[tuple[Key, int]]:
         """Make the calls that ``question`` describes, timed."""
         count, ratio = question
         addresses = self._peer.alloc_mem(count)
         assert addresses is not None, "the pool was made for it"
         try:
-            return self._raw(addresses) if ratio is None else self._with_insert(addresses, ratio)
+            return self._time_moves(addresses) if ratio is None else self._with_insert(addresses, ratio)
         finally:
             self._peer.free_mem(addresses)
 
-    def _raw(self, addresses: Addresses) -> list[tuple[Key, int]]:
+    def _time_moves(self, addresses: Addresses) -> list[tuple[Key, int]]:
         count = len(addresses)
         samples: list[tuple[Key, int]] = []
         for name, flags in ((TRANSFER, TransferFlag.NONE), (BY_PAGE, TransferFlag.BY_PAGE)):
@@ -275,17 +275,17 @@ class _Caller:
         return samples
 
     def _with_insert(self, addresses: Addresses, ratio: float) -> list[tuple[Key, int]]:
-        tokens = self._prompts.fresh(len(addresses) * self._block_tokens)
+        tokens = self._prompts.fresh_prompt(len(addresses) * self._block_tokens)
         shared = round(len(addresses) * ratio)
         if shared:
-            self._tell("plant", tokens[: shared * self._block_tokens])
+            self._tell_receiver("plant", tokens[: shared * self._block_tokens])
         begin_ns = time.perf_counter_ns()
         outcome = self._peer.transfer_with_insert("receiver", tokens, addresses)
         spent_ns = time.perf_counter_ns() - begin_ns
         check(outcome, f"the receiver did not take it: {outcome.reason}")
-        self._tell("forget", tokens)
+        self._tell_receiver("forget", tokens)
         return [((WITH_INSERT, len(addresses), ratio), spent_ns)]
 
-    def _tell(self, command: str, tokens: Any) -> None:
+    def _tell_receiver(self, command: str, tokens: Any) -> None:
         self._receiver.send((command, tokens))
         self._receiver.recv()

@@ -62,19 +62,19 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int) -> Iterator[int]:
 class Index(Protocol):
     """Which blocks of prompts are cached."""
 
-    def plant(self, tokens: TokenArray) -> None:
+    def plant_tokens(self, tokens: TokenArray) -> None:
         """Make all of ``tokens`` cached."""
 
-    def take(self, tokens: TokenArray) -> None:
+    def take_tokens(self, tokens: TokenArray) -> None:
         """Set the prompt of the next calls, in the form that suits the index."""
 
-    def match(self) -> int:
+    def match_tokens(self) -> int:
         """Number of the prompt's cached blocks."""
 
-    def insert(self) -> int:
-        """After :meth:`match`: cache the whole prompt. Returns the number of new blocks."""
+    def insert_tokens(self) -> int:
+        """After :meth:`match_tokens`: cache the whole prompt. Returns the number of new blocks."""
 
-    def forget(self) -> None:
+    def forget_tokens(self) -> None:
         """Remove the whole prompt."""
 
 
@@ -87,15 +87,15 @@ class HashIndex(Index):
         self._tokens: list[int] = []
         self._keys: list[int] = []
 
-    def plant(self, tokens: TokenArray) -> None:
-        self.take(tokens)
-        self.match()
-        self.insert()
+    def plant_tokens(self, tokens: TokenArray) -> None:
+        self.take_tokens(tokens)
+        self.match_tokens()
+        self.insert_tokens()
 
-    def take(self, tokens: TokenArray) -> None:
+    def take_tokens(self, tokens: TokenArray) -> None:
         self._tokens = tokens.tolist()  # a list, as engines keep the tokens of a request
 
-    def match(self) -> int:
+    def match_tokens(self) -> int:
         self._keys = list(self._keys_of(self._tokens, self._block_tokens))
         matched = 0
         for key in self._keys:
@@ -104,13 +104,13 @@ class HashIndex(Index):
             matched += 1
         return matched
 
-    def insert(self) -> int:
+    def insert_tokens(self) -> int:
         blocks, before = self._blocks, len(self._blocks)
         for index, key in enumerate(self._keys):
             blocks.setdefault(key, index)
         return len(blocks) - before
 
-    def forget(self) -> None:
+    def forget_tokens(self) -> None:
         for key in self._keys:
             del self._blocks[key]
 
@@ -123,26 +123,26 @@ class RadixOfPool(Index):
         self._tokens: TokenArray | None = None
         self._held = _core.BlockIds()
 
-    def plant(self, tokens: TokenArray) -> None:
-        self.take(tokens)
-        self.insert()
+    def plant_tokens(self, tokens: TokenArray) -> None:
+        self.take_tokens(tokens)
+        self.insert_tokens()
         self._pool.release(self._held)
 
-    def take(self, tokens: TokenArray) -> None:
+    def take_tokens(self, tokens: TokenArray) -> None:
         # allocate blocks now, outside the timed match: the rivals have none
         block_ids = self._pool.allocate_ids(len(tokens) // self._pool.block_tokens)
         assert block_ids is not None, "the pool has room for the prompt"
         self._tokens, self._held = tokens, block_ids
 
-    def match(self) -> int:
+    def match_tokens(self) -> int:
         assert self._tokens is not None
         return self._pool.match("", self._tokens) // self._pool.block_tokens
 
-    def insert(self) -> int:
+    def insert_tokens(self) -> int:
         assert self._tokens is not None
         return self._pool.insert("", self._tokens, self._held, len(self._held))
 
-    def forget(self) -> None:
+    def forget_tokens(self) -> None:
         assert self._tokens is not None
         self._pool.release(self._held)
         self._pool.delete("", self._tokens)
@@ -157,9 +157,9 @@ def build_indexes(block_tokens: int, tree_prompts: int, tokens_max: int, prompts
         "hash of prefixes": HashIndex(prefix_keys, block_tokens),
     }
     for _ in range(tree_prompts):
-        prompt = prompts.fresh(TREE_PROMPT_TOKENS)
+        prompt = prompts.fresh_prompt(TREE_PROMPT_TOKENS)
         for index in indexes.values():
-            index.plant(prompt)
+            index.plant_tokens(prompt)
     return indexes
 
 
@@ -173,7 +173,7 @@ def race(block_tokens: int, works: Sequence[tuple[int, float]], tree_prompts: in
         for turn in range(rounds):
             if turn >= ROUNDS_MIN and time.perf_counter_ns() - begin_ns > POINT_S * NS_PER_S:
                 break
-            prompt = prompts.fresh(tokens)
+            prompt = prompts.fresh_prompt(tokens)
             for name, index in indexes.items():
                 spent[name].append(_one(index, prompt, block_tokens, ratio))
         for name, times in spent.items():
@@ -186,13 +186,13 @@ def _one(index: Index, prompt: TokenArray, block_tokens: int, ratio: float) -> t
     blocks = len(prompt) // block_tokens
     shared = round(blocks * ratio)
     if shared:
-        index.plant(prompt[: shared * block_tokens])
-    index.take(prompt)
+        index.plant_tokens(prompt[: shared * block_tokens])
+    index.take_tokens(prompt)
     begin_ns = time.perf_counter_ns()
-    matched = index.match()
+    matched = index.match_tokens()
     matched_ns = time.perf_counter_ns()
-    added = index.insert()
+    added = index.insert_tokens()
     inserted_ns = time.perf_counter_ns()
     check((matched, added) == (shared, blocks - shared), f"{matched} and {added} blocks of {shared} and {blocks}")
-    index.forget()
+    index.forget_tokens()
     return matched_ns - begin_ns, inserted_ns - matched_ns

@@ -65,15 +65,15 @@ class Pair:
         for end in (owner_side, taker_side, telling):
             end.close()
         try:
-            self._answer(START_S)
+            self._read_answer(START_S)
         except UserError:
             self.close()
             raise
 
-    def ask(self, question: Any) -> Any:
+    def ask_taker(self, question: Any) -> Any:
         """The taker's answer. Raises :class:`UserError` if it fails or does not answer."""
         self._told.send(question)
-        return self._answer(ANSWER_S)
+        return self._read_answer(ANSWER_S)
 
     def close(self) -> None:
         """End both processes."""
@@ -84,7 +84,7 @@ class Pair:
                 process.kill()
                 process.join()
 
-    def _answer(self, within_s: float) -> Any:
+    def _read_answer(self, within_s: float) -> Any:
         try:
             answer = self._told.recv() if self._told.poll(within_s) else Failed("no answer in time")
         except (EOFError, OSError):
@@ -195,7 +195,7 @@ def open_mover(geometry: KVGeometry, link: str, arena_bytes: int, environment: d
 def measure_moves(pairs: Mapping[str, Pair], works: Sequence[Work], rounds: int) -> Iterator[Move]:
     """Time every work with ``memcpy`` and with every pair (by name of the link), work by work."""
     copy = _memcpy(bytes_needed(works))
-    movers: dict[str, Mover] = {MEMCPY: copy, **{name: pair.ask for name, pair in pairs.items()}}
+    movers: dict[str, Mover] = {MEMCPY: copy, **{name: pair.ask_taker for name, pair in pairs.items()}}
     for work in works:
         spent: dict[str, list[int]] = {name: [] for name in movers}
         for turn in range(rounds + 1):  # the first one warms up

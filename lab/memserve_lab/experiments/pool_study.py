@@ -251,7 +251,7 @@ class PoolStudy(Study[PoolResults]):
         self._plan, self._options = plan, options
         results.tree_prompts = plan.tree_prompts
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         plan, results = self._plan, self.results
         with ExitStack() as stack:
             tell("loading the model ...")
@@ -284,17 +284,17 @@ class PoolStudy(Study[PoolResults]):
                 results.geometry, link, bytes_needed(moved), environment), results, stack)  # fmt: skip
             results.moves.extend(measure_moves(pairs, moved, plan.copy_rounds))
 
-    def told(self) -> Iterator[str]:
+    def terminal_lines(self) -> Iterator[str]:
         yield from self.results.notes
 
-    def head(self) -> Iterator[str]:
+    def head_lines(self) -> Iterator[str]:
         geometry = self.results.geometry
         yield f"* a block is {geometry.block_tokens} tokens in {geometry.dtype}, {geometry.num_layers} layers,"
         yield f"  {human_bytes(geometry.block_bytes)}"
         yield f"* {self.results.tree_prompts} other prompts of 4,096 tokens are in the index"
         yield "* medians; P10 to P90 in brackets"
 
-    def tables(self) -> Iterator[Table]:
+    def make_tables(self) -> Iterator[Table]:
         results = self.results
         about = """
 MemServe section 8.4 (Llama2-13B, eight H800, blocks of 16 tokens). The machines differ: only the shape compares."""
@@ -303,7 +303,7 @@ MemServe section 8.4 (Llama2-13B, eight H800, blocks of 16 tokens). The machines
         rows: list[list[Cell]] = []
         for point in results.calls:
             ratio = "" if point.cached_ratio is None else f"{point.cached_ratio:g}"
-            times = point.spent_ns.told(NS_PER_US, 1)
+            times = point.spent_ns.format_in_units(NS_PER_US, 1)
             rows.append([f"`{point.call}`", point.link, point.blocks, ratio, times, point.spent_ns.count])
         names = ("call", "to another process by", "blocks", "cached ratio", "µs", "times")
         yield Table("Calls (figure 9)", names, rows)
@@ -313,7 +313,7 @@ MemServe section 8.4 (Llama2-13B, eight H800, blocks of 16 tokens). The machines
 NCCL's communicators beside it; these links have none."""
         rows = [
             [move.mover, move.calls, move.layout, move.pieces, human_bytes(move.piece_bytes),
-             move.spent_ns.told(NS_PER_MS, 2), f"{move.gb_per_s:.2f}"] for move in results.moves
+             move.spent_ns.format_in_units(NS_PER_MS, 2), f"{move.gb_per_s:.2f}"] for move in results.moves
         ]  # fmt: skip
         columns = ("by", "calls", "layout", "pieces", "each", "ms", "GB/s")
         yield Table("Between processes (figure 11)", columns, rows, about)

@@ -104,7 +104,7 @@ class ThrashResults(StudyResults):
     def is_empty(self) -> bool:
         return not self.points
 
-    def of(self, contender: str) -> list[Point]:
+    def points_of(self, contender: str) -> list[Point]:
         """The points of one line, in the order of clients."""
         return [point for point in self.points if point.contender == contender]
 
@@ -135,7 +135,7 @@ def measure_point(contender: Contender, plan: Plan, multiple: float) -> Point:
     setup = contender.setup
     setup = dataclasses.replace(setup, around=dataclasses.replace(setup.around, retries=True))
     world = ReplayWorld(setup, conversations(plan.talk, clients, clients * SESSIONS_PER_CLIENT))
-    world.run(plan.warm_s + plan.measured_s)
+    world.run_workload(plan.warm_s + plan.measured_s)
     return _point(contender.name, multiple, clients, world.clients.served, plan)
 
 
@@ -169,7 +169,7 @@ class ThrashStudy(Study[ThrashResults]):
             "thrash": Drawing("Requests a second and hit rate against the conversations held at once.", draw_thrash)
         }
 
-    def measure(self, tell: Tell) -> None:
+    def fill_results(self, tell: Tell) -> None:
         plan, results = self._plan, self.results
         results.fitting, results.talk = plan.fitting, plan.talk
         for multiple in plan.multiples:
@@ -178,27 +178,28 @@ class ThrashStudy(Study[ThrashResults]):
                 results.points.append(point)
                 tell(f"{multiple:g}x {contender.name}: {point.requests_per_s:.2f} requests/s, {point.hit_rate:.0%} hit")
 
-    def head(self) -> Iterator[str]:
+    def head_lines(self) -> Iterator[str]:
         results = self.results
         yield f"* {results.fitting} conversations of {results.talk.tokens:,} tokens fit into HBM (1x)"
 
-    def tables(self) -> Iterator[Table]:
+    def make_tables(self) -> Iterator[Table]:
         results = self.results
         rows: list[list[Cell]] = [
             [point.contender, f"{point.multiple:g}x", point.clients, f"{point.requests_per_s:.2f}",
              f"{_of_peak(results, point):.0%}", f"{point.hit_rate:.1%}", f"{point.store_rate:.1%}",
-             f"{point.ttft_mean_s:.2f}", point.rejected] for name in results.contenders for point in results.of(name)
+             f"{point.ttft_mean_s:.2f}", point.rejected]
+            for name in results.contenders for point in results.points_of(name)
         ]  # fmt: skip
         columns = ("setting", "load", "clients", "requests/s", "of peak", "hit rate", "from store", "TTFT mean (s)")
         yield Table("Requests a second against conversations", (*columns, "rejected"), rows)
 
-    def told(self) -> Iterator[str]:
-        for table in self.tables():
-            yield from table.text()
+    def terminal_lines(self) -> Iterator[str]:
+        for table in self.make_tables():
+            yield from table.terminal_lines()
 
 
 def _of_peak(results: ThrashResults, point: Point) -> float:
-    peak = max(same.requests_per_s for same in results.of(point.contender))
+    peak = max(same.requests_per_s for same in results.points_of(point.contender))
     return point.requests_per_s / peak if peak else 0.0
 
 
@@ -206,7 +207,7 @@ def draw_thrash(pyplot: Any, results: ThrashResults) -> Any:
     """Two panels over one axis: requests a second, hit rate."""
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
     for name in results.contenders:
-        points = results.of(name)
+        points = results.points_of(name)
         multiples = [point.multiple for point in points]
         style: dict[str, Any] = {"marker": "o", "label": name, "linestyle": "--" if "admission" in name else "-"}
         above.plot(multiples, [point.requests_per_s for point in points], **style)

@@ -26,14 +26,14 @@ class Clock:
         self._queue: list[_Entry] = []
         self._posted = 0
 
-    def at(self, when_ns: int, do: Callable[..., None], *arguments: Any) -> None:
+    def call_at(self, when_ns: int, do: Callable[..., None], *arguments: Any) -> None:
         """Call ``do(*arguments)`` at ``when_ns``, not before now."""
         self._posted += 1
         heappush(self._queue, (when_ns if when_ns > self.now else self.now, self._posted, do, arguments))
 
-    def after(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
+    def call_after(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
         """Call ``do(*arguments)`` in ``delay_ns``."""
-        self.at(self.now + delay_ns, do, *arguments)
+        self.call_at(self.now + delay_ns, do, *arguments)
 
     def at_each(self, moments: Iterable[_Moment], do: Callable[..., None]) -> None:
         """Call ``do(*arguments)`` at each of ``moments``, (time, arguments) in order of time: as if all were posted
@@ -94,32 +94,32 @@ class Cores:
         self._since_ns = 0
         self._turn = 0
 
-    def _speed(self, job: _Job) -> float:
+    def _speed_of(self, job: _Job) -> float:
         count = len(self._jobs)
         return 1.0 if count == 1 else job.beside * 2 / count
 
-    def start(self, alone_ns: int, beside: float, on_done: Callable[[], None]) -> None:
+    def start_job(self, alone_ns: int, beside: float, on_done: Callable[[], None]) -> None:
         """Call ``done`` at the end of a job that takes ``alone_ns`` alone; ``beside``: its speed beside one other."""
-        self._progress()
+        self._advance_jobs()
         self._jobs[_Job(float(alone_ns), beside, on_done)] = None
         self._plan_next()
 
-    def _progress(self) -> None:
+    def _advance_jobs(self) -> None:
         now = self._clock.now
         for job in self._jobs:
-            job.left_ns -= (now - self._since_ns) * self._speed(job)
+            job.left_ns -= (now - self._since_ns) * self._speed_of(job)
         self._since_ns = now
 
     def _plan_next(self) -> None:
         self._turn += 1
         if self._jobs:
-            first_ns = min(job.left_ns / self._speed(job) for job in self._jobs)
-            self._clock.after(max(0, round(first_ns)), self._end, self._turn)
+            first_ns = min(job.left_ns / self._speed_of(job) for job in self._jobs)
+            self._clock.call_after(max(0, round(first_ns)), self._end_job, self._turn)
 
-    def _end(self, turn: int) -> None:
+    def _end_job(self, turn: int) -> None:
         if turn != self._turn:
             return
-        self._progress()
+        self._advance_jobs()
         jobs_ended = [job for job in self._jobs if job.left_ns < 1]
         for job in jobs_ended:
             del self._jobs[job]

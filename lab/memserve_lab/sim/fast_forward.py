@@ -62,7 +62,7 @@ class FastForwardInstance(Instance):
         self.results = _LateResults(self.state, self._emitted)
 
     def _take_outputs(self) -> list[TokenOutput]:
-        outputs = [self._completed(output) for output in super()._take_outputs()]
+        outputs = [self._complete_output(output) for output in super()._take_outputs()]
         counters = self.state.counters
         preemptions = counters.preempted_by_swap + counters.preempted_by_recompute
         if preemptions != self._preemptions:  # further tokens may take long
@@ -70,7 +70,7 @@ class FastForwardInstance(Instance):
             outputs += self._take_held((Phase.PREEMPTED, Phase.WAITING, Phase.PARKED))
         return outputs
 
-    def _completed(self, output: TokenOutput) -> TokenOutput:
+    def _complete_output(self, output: TokenOutput) -> TokenOutput:
         """``output``, with the tokens before it that were not emitted yet."""
         key, offset = (output.request_id, output.index), output.offset
         sequence, emitted = self._emitted.get(key) or (None, offset)
@@ -144,7 +144,7 @@ class FastForwardInstance(Instance):
         state, steps = self.state, len(tokens)
         state.serve_decodes(steps)
         decoding = state.decoding.items
-        self._grow(steps)
+        self._grow_tables(steps)
         if state.objectives is not None or state.memory.layers.is_by_layer:
             for step_ns in steps_ns:
                 state.costs.learn_step(0, len(decoding), step_ns)
@@ -170,7 +170,7 @@ class FastForwardInstance(Instance):
         counters.decode_tokens += steps * len(decoding)
         counters.generated_tokens += steps * len(decoding)
 
-    def _grow(self, steps: int) -> None:
+    def _grow_tables(self, steps: int) -> None:
         """Blocks for the skipped plans, in the order in which they would have allocated them."""
         memory, block_tokens = self.state.memory, self.state.memory.block_tokens
         asking: dict[int, list[Sequence]] = {}

@@ -43,7 +43,7 @@ class Fabric:
         self._leaving: dict[str, dict[Flow, None]] = {}
         self._entering: dict[str, dict[Flow, None]] = {}
 
-    def start(self, source: str, target: str, alone_ns: int, on_done: Callable[[], None]) -> None:
+    def start_flow(self, source: str, target: str, alone_ns: int, on_done: Callable[[], None]) -> None:
         """Start a flow that would take ``alone_ns`` on idle links; call ``done`` at its end."""
         flow = Flow(source, target, float(alone_ns), on_done, since_ns=self._clock.now)
         self._leaving.setdefault(source, {})[flow] = None
@@ -61,9 +61,9 @@ class Fabric:
         flow.since_ns = now
         flow.speed = 1 / max(len(self._leaving[flow.source]), len(self._entering[flow.target]))
         flow.turn += 1
-        self._clock.after(max(0, round(flow.left_ns / flow.speed)), self._end, flow, flow.turn)
+        self._clock.call_after(max(0, round(flow.left_ns / flow.speed)), self._end_flow, flow, flow.turn)
 
-    def _end(self, flow: Flow, turn: int) -> None:
+    def _end_flow(self, flow: Flow, turn: int) -> None:
         if turn != flow.turn:
             return
         flow.turn = -1
@@ -100,16 +100,16 @@ class TimedPort:
     geometry: KVGeometry
     totals: LinkTotals = field(default_factory=LinkTotals)
 
-    def seal(self, job: SealPages) -> None:
+    def seal_pages(self, job: SealPages) -> None:
         """Answer when the checksums are computed; their values do not matter."""
         pages = len(job.blocks) * (job.end_layer - job.first_layer)
         spent_ns = _sealing_ns(pages * self.geometry.page_bytes)
-        self.node.later(spent_ns, self.node.post, PagesSealed(job.job_id, (0,) * len(job.blocks)))
+        self.node.call_later(spent_ns, self.node.post_event, PagesSealed(job.job_id, (0,) * len(job.blocks)))
 
-    def pull(self, job: PullPages) -> None:
+    def pull_pages(self, job: PullPages) -> None:
         """Answer when all pages are here; with an error when there is no peer to pull from."""
         if self.node.owner_of(job) is None:
-            self.node.later(1, self.node.post, PagesPulled(job.job_id, "no such peer"))
+            self.node.call_later(1, self.node.post_event, PagesPulled(job.job_id, "no such peer"))
             return
         layers = job.end_layer - job.first_layer
         pieces = len(job.src_blocks) * (layers if job.by_page else 1)
@@ -126,11 +126,11 @@ class TimedPort:
             error = "" if self.node.owner_of(job) is not None else "the peer is gone"
             pulled = PagesPulled(job.job_id, error, pulled_bytes, link.name, spent_ns)
             if self.node.life == life:
-                self.node.later(0, self.node.post, pulled)
+                self.node.call_later(0, self.node.post_event, pulled)
 
-        self.fabric.start(job.peer.name, self.node.peer.name, alone_ns, arrived)
+        self.fabric.start_flow(job.peer.name, self.node.peer.name, alone_ns, arrived)
 
-    def cancel(self, job: CancelPulls) -> None:
+    def cancel_pulls(self, job: CancelPulls) -> None:
         """Pulls that have begun go on, and are answered."""
 
 

@@ -58,13 +58,13 @@ from memserve_lab.sim.process import Network, Process, Ticking
 class DataPort(Protocol):
     """Moves pages beside the device. Each job but a cancellation is answered through ``node.post``, at its time."""
 
-    def seal(self, job: SealPages) -> None:
+    def seal_pages(self, job: SealPages) -> None:
         """Answer with ``PagesSealed``."""
 
-    def pull(self, job: PullPages) -> None:
+    def pull_pages(self, job: PullPages) -> None:
         """Answer with ``PagesPulled``."""
 
-    def cancel(self, job: CancelPulls) -> None:
+    def cancel_pulls(self, job: CancelPulls) -> None:
         """Pulls from a peer need not begin; each is answered all the same."""
 
 
@@ -93,12 +93,12 @@ class MemberHost(Protocol):
 
     @property
     def tells(self) -> bool:
-        """Whether :meth:`say` is wanted: else no lines are built."""
+        """Whether :meth:`log_line` is wanted: else no lines are built."""
 
-    def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
+    def on_handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
         """A machine has handled ``event``; none of ``actions`` is done yet."""
 
-    def say(self, line: str, detail: object = "") -> None:
+    def log_line(self, line: str, detail: object = "") -> None:
         """Something worth telling happened; ``what`` is written out only when it is read."""
 
 
@@ -114,7 +114,7 @@ class MemberNode(Process):
         self._lines: dict[str, Peer] = {}
         self._dialled: ConnectRouter | None = None
 
-    def line(self, action: ConnectRouter | AddPeer | RemovePeer) -> None:
+    def change_connections(self, action: ConnectRouter | AddPeer | RemovePeer) -> None:
         """The mailbox gets to know a member, or forgets it, or looks for a router elsewhere."""
         match action:
             case ConnectRouter():
@@ -128,18 +128,18 @@ class MemberNode(Process):
         """Have pages sealed or moved."""
         match job:
             case SealPages():
-                self.port.seal(job)
+                self.port.seal_pages(job)
             case PullPages():
-                self.port.pull(job)
+                self.port.pull_pages(job)
             case CancelPulls():
-                self.port.cancel(job)
+                self.port.cancel_pulls(job)
 
-    def send(self, to: Peer, message: AnyMessage) -> None:
+    def send_message(self, to: Peer, message: AnyMessage) -> None:
         """Messages to peers that the mailbox does not know, and to an address without a router, are lost."""
         if self._reaches_router(to) if to.name == ROUTER else self._lines.get(to.name) == to:
-            self.host.network.send(self.peer, to, message)
+            self.host.network.send_message(self.peer, to, message)
         elif self.host.tells:
-            self.host.say(f"      lost: {self.peer.name} does not reach {to}: ", message)
+            self.host.log_line(f"      lost: {self.peer.name} does not reach {to}: ", message)
 
     def _reaches_router(self, to: Peer) -> bool:
         """Only the router that was dialled, or whichever is there if any was meant."""
@@ -170,7 +170,7 @@ class Device(Protocol):
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
         """``layer`` of the plan under way is computed. Returns whether to report it."""
 
-    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
+    def run_plan(self, plan: StepPlan) -> StepFinished | StepFailed:
         """The plan has been executed, or has failed."""
 
 
@@ -204,7 +204,7 @@ class Host(MemberHost, Protocol):
     def peer_info(self, node: InstanceNode) -> PeerInfo:
         """Its description when it joins."""
 
-    def emitted(self, output: TokenOutput) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         """The router gives tokens to a client."""
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
@@ -230,11 +230,11 @@ class InstanceNode(MemberNode):
         """Boots at once. ``place``: its number in the world; ``generation``: that of the process before it."""
         super().__init__(host, Peer(name, generation))
         self.role, self.place = role, place
-        self.boot()
+        self.boot_process()
 
     # -- life
 
-    def boot(self) -> None:
+    def boot_process(self) -> None:
         """A new process under the same name, with nothing in memory, which asks to join."""
         self.begin_life()
         self.peer = Peer(self.peer.name, self.peer.generation + 1)
@@ -247,71 +247,71 @@ class InstanceNode(MemberNode):
         info, config = self.host.peer_info(self), self.host.member_config
         self.member = MemberMachine(info, self.host.router_addresses, config)
         self._beating = Ticking(self, self._member_ticks)
-        self._do(self.member.start(self.now))
+        self._do_actions(self.member.start(self.now))
 
-    def left(self) -> None:
+    def on_left(self) -> None:
         """The instance has been drained, has left the cluster, and its process has ended."""
 
-    def refused(self, reason: str) -> None:
+    def on_refused(self, reason: str) -> None:
         """The router does not accept the instance."""
         check(False, f"{self.peer.name} was refused: {reason}")
 
     # -- as a member
 
-    def hear(self, sender: Peer, message: AnyMessage) -> None:
+    def on_message(self, sender: Peer, message: AnyMessage) -> None:
         if self.host.tells:
-            self.host.say(f"{self.peer.name} <- {sender.name}: ", message)
+            self.host.log_line(f"{self.peer.name} <- {sender.name}: ", message)
         self._tell_member(MessageArrived(sender, message))
 
     def _member_ticks(self) -> None:
         self._tell_member(ClockTicked())
 
     def _tell_member(self, event: MemberEvent) -> None:
-        self._do(self.member.handle(event, self.now))
+        self._do_actions(self.member.handle(event, self.now))
 
-    def _do(self, actions: Sequence[MemberAction]) -> None:
+    def _do_actions(self, actions: Sequence[MemberAction]) -> None:
         life = self.life
         for action in actions:
             self._do_one(action)
             if self.life != life:
                 return  # it has left
-        self._beating.look(self.member.next_deadline_ns)
+        self._beating.plan_tick(self.member.next_deadline_ns)
 
     def _do_one(self, action: MemberAction) -> None:
         match action:
             case ForwardMessage(sender, message):
-                self.post(MessageArrived(sender, message))
+                self.post_event(MessageArrived(sender, message))
             case Send(to, message):
-                self.send(to, message)
+                self.send_message(to, message)
             case ReadLoad():
                 self._tell_member(self.machine.heartbeat_load(self.now))
             case ConnectRouter() | AddPeer() | RemovePeer():
-                self.line(action)
+                self.change_connections(action)
             case ChangeGeneration():
                 self._become_new(action)
             case LogWarning(text):
-                self.host.say(f"{self.peer.name}: {text}")
+                self.host.log_line(f"{self.peer.name}: {text}")
             case Left(refused):
-                self.kill()
-                self.refused(refused) if refused else self.left()
+                self.kill_process()
+                self.on_refused(refused) if refused else self.on_left()
 
     def _become_new(self, order: ChangeGeneration) -> None:
         """Drop all work, keep the cache, and take a new generation of the name."""
-        self.post(MessageArrived(order.router, Expelled(order.reason)))
+        self.post_event(MessageArrived(order.router, Expelled(order.reason)))
         self.peer = Peer(self.peer.name, order.generation_min)
         self.machine.restart_as(self.peer)
         self._tell_member(GenerationChanged(self.host.peer_info(self)))
 
-    def post(self, event: object) -> None:
+    def post_event(self, event: object) -> None:
         actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
-        self.host.handled(self, event, actions)
+        self.host.on_handled(self, event, actions)
         for action in actions:
-            self._perform(action)
-        self.ticking.look(self.machine.next_deadline_ns)
+            self._perform_action(action)
+        self.ticking.plan_tick(self.machine.next_deadline_ns)
 
     # -- out
 
-    def _perform(self, action: Action) -> None:
+    def _perform_action(self, action: Action) -> None:
         match action:
             case RunStep():
                 self.plans.append(action.plan)
@@ -319,24 +319,24 @@ class InstanceNode(MemberNode):
             case EmitTokens():
                 self._tell_router(Tokens(tuple(action.outputs)))
             case Send():
-                self.send(action.to, action.message)
+                self.send_message(action.to, action.message)
             case RejectRequest():
                 self._tell_router(RequestRefused(action.request_id, action.reason, action.retry_after_s))
             case SealPages() | PullPages() | CancelPulls():
                 self.port_job(action)
             case HoldSegment() | DropSegment():
-                self.segment(action)
+                self.change_segment(action)
             case BuildGrammar():
-                self.later(GRAMMAR_NS, self.post, GrammarBuilt(action.job_id))
+                self.call_later(GRAMMAR_NS, self.post_event, GrammarBuilt(action.job_id))
             case AwaitMask():
-                self.later(GRAMMAR_NS, self.post, MaskComputed(action.job_id))
+                self.call_later(GRAMMAR_NS, self.post_event, MaskComputed(action.job_id))
 
-    def segment(self, order: HoldSegment | DropSegment) -> None:
+    def change_segment(self, order: HoldSegment | DropSegment) -> None:
         """Answer queries about a part of a longer sequence, or no more: in a world where such queries have content."""
 
     def _tell_router(self, message: AnyMessage) -> None:
         if self.member.router is not None:
-            self.send(self.member.router, message)
+            self.send_message(self.member.router, message)
 
     # -- device: plans strictly in order
 
@@ -349,17 +349,17 @@ class InstanceNode(MemberNode):
         if plan.report_layers:
             layers = self.device.layers
             for layer in range(layers):
-                self.later(spent_ns * (layer + 1) // (layers + 1), self._finish_layer, plan, layer)
-        self.later(spent_ns, self._finish_step)
+                self.call_later(spent_ns * (layer + 1) // (layers + 1), self._finish_layer, plan, layer)
+        self.call_later(spent_ns, self._finish_step)
 
     def _finish_layer(self, plan: StepPlan, layer: int) -> None:
         if self.device.finish_layer(plan, layer):
-            self.post(LayerFinished(plan.step_id, layer))
+            self.post_event(LayerFinished(plan.step_id, layer))
 
     def _finish_step(self) -> None:
         plan = self.plans.popleft()
         self._working = False
-        self.post(self.device.run(plan))
+        self.post_event(self.device.run_plan(plan))
         self._start_step()
 
 
@@ -376,9 +376,9 @@ class FollowerNode(MemberNode):
     def __init__(self, host: FollowedHost, name: str, generation: int = 0) -> None:
         """Boots at once. ``generation``: that of the process before it."""
         super().__init__(host, Peer(name, generation))
-        self.boot()
+        self.boot_process()
 
-    def boot(self) -> None:
+    def boot_process(self) -> None:
         """A new process under the same name, with nothing in memory, which asks to join."""
         self.begin_life()
         #: why the owner does not accept it; empty: it does, or has not answered
@@ -386,42 +386,42 @@ class FollowerNode(MemberNode):
         self.peer = Peer(self.peer.name, self.peer.generation + 1)
         self.forget_lines()
         self.machine = self.host.new_follower(self)
-        self.post(FollowerStarts(f"virtual://{self.peer.name}"))
+        self.post_event(FollowerStarts(f"virtual://{self.peer.name}"))
 
-    def info(self) -> PeerInfo:
+    def peer_info(self) -> PeerInfo:
         """What the owner and all members are told of it."""
         return PeerInfo(self.peer, Role.ROUTER, f"virtual://{self.peer.name}", "", NO_KV, 0, 0, 0, False)
 
-    def hear(self, sender: Peer, message: AnyMessage) -> None:
+    def on_message(self, sender: Peer, message: AnyMessage) -> None:
         if self.host.tells:
-            self.host.say(f"{self.peer.name} <- {sender.name}.{sender.generation}: ", message)
-        self.post(MessageArrived(sender, message))
+            self.host.log_line(f"{self.peer.name} <- {sender.name}.{sender.generation}: ", message)
+        self.post_event(MessageArrived(sender, message))
 
-    def post(self, event: object) -> None:
+    def post_event(self, event: object) -> None:
         actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
-        self.host.handled(self, event, actions)
-        self._do(actions)
-        self.ticking.look(self.machine.next_deadline_ns)
+        self.host.on_handled(self, event, actions)
+        self._do_actions(actions)
+        self.ticking.plan_tick(self.machine.next_deadline_ns)
 
-    def _do(self, actions: Sequence[FollowerAction]) -> None:
+    def _do_actions(self, actions: Sequence[FollowerAction]) -> None:
         for action in actions:
             match action:
                 case Send(to, message):
-                    self.send(to, message)
+                    self.send_message(to, message)
                 case EmitTokens(outputs):
                     for output in outputs:
-                        self.host.emitted(output)
+                        self.host.on_output(output)
                 case RejectRequest(request_id, reason, retry_after_s):
                     self.host.turned_away(request_id, reason, retry_after_s)
                 case ConnectRouter() | AddPeer() | RemovePeer():
-                    self.line(action)
+                    self.change_connections(action)
                 case LogWarning(text):
-                    self.host.say(f"{self.peer.name}: {text}")
+                    self.host.log_line(f"{self.peer.name}: {text}")
                 case ChangeGeneration(generation_min=generation):
                     self.peer = Peer(self.peer.name, generation)
-                    self.post(GenerationChanged(structs.replace(self.machine.member.info, peer=self.peer)))
+                    self.post_event(GenerationChanged(structs.replace(self.machine.member.info, peer=self.peer)))
                 case Left(refused):
-                    self.kill()
+                    self.kill_process()
                     self.refusal = refused
                 case _:
                     pass  # for operators
@@ -438,24 +438,24 @@ class RouterNode(Process):
         self.address = ROUTER_ADDRESS
         self.machine = host.new_cluster()
 
-    def restart(self) -> None:
+    def restart_router(self) -> None:
         """The router dies and restarts: its clients are gone, the instances remain."""
         self.begin_life()
         self.peer = Peer(ROUTER, self.peer.generation + 1)
         self.machine = self.host.new_cluster()
 
-    def hear(self, sender: Peer, message: AnyMessage) -> None:
+    def on_message(self, sender: Peer, message: AnyMessage) -> None:
         if self.host.tells:
-            self.host.say(f"router <- {sender.name}.{sender.generation}: ", message)
-        self.post(MessageArrived(sender, message))
+            self.host.log_line(f"router <- {sender.name}.{sender.generation}: ", message)
+        self.post_event(MessageArrived(sender, message))
 
-    def post(self, event: object) -> None:
+    def post_event(self, event: object) -> None:
         actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
-        self.host.handled(self, event, actions)
-        self.perform(actions)
-        self.ticking.look(self.machine.next_deadline_ns)
+        self.host.on_handled(self, event, actions)
+        self.perform_actions(actions)
+        self.ticking.plan_tick(self.machine.next_deadline_ns)
 
-    def perform(self, actions: Sequence[ClusterAction]) -> None:
+    def perform_actions(self, actions: Sequence[ClusterAction]) -> None:
         """Do all of ``actions``, in order."""
         for action in actions:
             self.perform_one(action)
@@ -464,10 +464,10 @@ class RouterNode(Process):
         """Do one action now. This router has no disk, so its machine must not write to one."""
         match action:
             case Send():
-                self.host.network.send(self.peer, action.to, action.message)
+                self.host.network.send_message(self.peer, action.to, action.message)
             case EmitTokens():
                 for output in action.outputs:
-                    self.host.emitted(output)
+                    self.host.on_output(output)
             case RejectRequest():
                 self.host.turned_away(action.request_id, action.reason, action.retry_after_s)
             case ReportMember():

@@ -22,7 +22,7 @@ class Node(ABC):
     peer: Peer
 
     @abstractmethod
-    def receive(self, sender: Peer, message: AnyMessage) -> None:
+    def receive_message(self, sender: Peer, message: AnyMessage) -> None:
         """A message has arrived at the mailbox."""
 
 
@@ -40,27 +40,27 @@ class Network:
         self.sent = 0
         self._last_arrival: dict[tuple[Peer, Peer], int] = {}
 
-    def send(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+    def send_message(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         """Carry ``message``; ``to.generation`` 0: whichever process has the name now."""
         self.sent += 1
-        self.travel(sender, to, message)
+        self.carry_message(sender, to, message)
 
     def span_ns(self, sender: Peer, to: Peer, message: AnyMessage) -> int:
         """How long ``message`` is under way, if no earlier one delays it."""
         return self.delay_ns
 
-    def travel(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+    def carry_message(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         """Send ``message`` off; it arrives after all that were sent before it."""
         way = (sender, to)
         arrival_ns = max(self.clock.now + self.span_ns(sender, to, message), self._last_arrival.get(way, 0))
         self._last_arrival[way] = arrival_ns
-        self.clock.at(arrival_ns, self.arrive, sender, to, message)
+        self.clock.call_at(arrival_ns, self.deliver_message, sender, to, message)
 
-    def arrive(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+    def deliver_message(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         """``message`` arrives."""
         node = self.nodes.get(to.name)
         if node is not None and (to.generation == 0 or node.peer.generation == to.generation):
-            node.receive(sender, message)
+            node.receive_message(sender, message)
 
 
 TICK_MIN_NS = 1_000_000
@@ -76,16 +76,16 @@ class Ticking:
         self._process, self._tells = process, tick
         self._planned_ns: int | None = None
 
-    def look(self, deadline_ns: int | None) -> None:
+    def plan_tick(self, deadline_ns: int | None) -> None:
         """Take the machine's next deadline after an event, by the process's own clock."""
         planned_ns = self._planned_ns
         if deadline_ns is None or (planned_ns is not None and planned_ns <= deadline_ns):
             return
         now = self._process.now
         self._planned_ns = when_ns = max(deadline_ns, now + TICK_MIN_NS)
-        self._process.later(when_ns - now, self._tick, when_ns)
+        self._process.call_later(when_ns - now, self._tick_at, when_ns)
 
-    def _tick(self, when_ns: int) -> None:
+    def _tick_at(self, when_ns: int) -> None:
         if self._planned_ns == when_ns:
             self._planned_ns = None
             self._tells()
@@ -110,7 +110,7 @@ class Process(Node):
         self.life = 0
         """Counts its starts: calls planned in one life do not happen in the next."""
         self.skew_ns = 0
-        self.ticking = Ticking(self, self._tick)
+        self.ticking = Ticking(self, self._post_tick)
         self._frozen: deque[tuple[int, Callable[..., None], tuple[Any, ...]]] = deque()
 
     @property
@@ -118,8 +118,8 @@ class Process(Node):
         """The time of its own clock: clocks of different hosts are unrelated."""
         return self.host.clock.now + self.skew_ns
 
-    def _tick(self) -> None:
-        self.post(ClockTicked())
+    def _post_tick(self) -> None:
+        self.post_event(ClockTicked())
 
     # -- life
 
@@ -128,47 +128,47 @@ class Process(Node):
         self.life += 1
         self.alive, self.paused = True, 0
         self._frozen.clear()
-        self.ticking = Ticking(self, self._tick)
+        self.ticking = Ticking(self, self._post_tick)
 
-    def kill(self) -> None:
+    def kill_process(self) -> None:
         """SIGKILL."""
         self.life += 1
         self.alive, self.paused = False, 0
         self._frozen.clear()
 
-    def pause(self) -> None:
+    def pause_process(self) -> None:
         """SIGSTOP. Pauses add up."""
         self.paused += 1
 
-    def resume(self) -> None:
+    def resume_process(self) -> None:
         """SIGCONT: events that have queued up are handled now, late."""
         self.paused -= 1
         while self._frozen and not self.paused:
-            self._fire(*self._frozen.popleft())
+            self._call_now(*self._frozen.popleft())
 
     # -- events
 
-    def later(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
+    def call_later(self, delay_ns: int, do: Callable[..., None], *arguments: Any) -> None:
         """Call ``do(*arguments)`` in ``delay_ns``, if this life lasts that long; if it is paused then, after the
         pause."""
         clock = self.host.clock
-        clock.at(clock.now + delay_ns, self._fire, self.life, do, arguments)
+        clock.call_at(clock.now + delay_ns, self._call_now, self.life, do, arguments)
 
-    def receive(self, sender: Peer, message: AnyMessage) -> None:
+    def receive_message(self, sender: Peer, message: AnyMessage) -> None:
         if self.alive and not self.paused:
-            self.hear(sender, message)
+            self.on_message(sender, message)
         else:
-            self._soon(self._hear_as, self.peer, sender, message)
+            self._call_soon(self._hear_as, self.peer, sender, message)
 
-    def submit(self, event: object) -> None:
+    def submit_event(self, event: object) -> None:
         """Another part of this host posts an event."""
-        self._soon(self.post, event)
+        self._call_soon(self.post_event, event)
 
-    def _soon(self, do: Callable[..., None], *arguments: Any) -> None:
+    def _call_soon(self, do: Callable[..., None], *arguments: Any) -> None:
         if self.alive:
-            self._fire(self.life, do, arguments)
+            self._call_now(self.life, do, arguments)
 
-    def _fire(self, life: int, do: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def _call_now(self, life: int, do: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         if self.life != life:
             return
         if self.paused:
@@ -178,12 +178,12 @@ class Process(Node):
 
     def _hear_as(self, meant: Peer, sender: Peer, message: AnyMessage) -> None:
         if self.peer == meant:  # else the process got a new generation while the message was in its mailbox
-            self.hear(sender, message)
+            self.on_message(sender, message)
 
     @abstractmethod
-    def hear(self, sender: Peer, message: AnyMessage) -> None:
+    def on_message(self, sender: Peer, message: AnyMessage) -> None:
         """Handle a message; the process is running."""
 
     @abstractmethod
-    def post(self, event: object) -> None:
+    def post_event(self, event: object) -> None:
         """Hand ``event`` to the machine and perform its actions."""

@@ -23,7 +23,7 @@ class Mix:
         """Number of instances of the smallest cluster."""
         return 2 if self.whole else 1
 
-    def instances(self, size: int) -> dict[Role, int]:
+    def instances_of(self, size: int) -> dict[Role, int]:
         """A cluster of ``size`` instances, at least one of each role that it needs."""
         if not self.whole:
             return {Role.COLOCATED: size}

@@ -44,7 +44,7 @@ class Moments:
         self.way_ns = 0
         """Time from the end of a step, by the world's clock, until clients see its tokens."""
 
-    def add(self, ends_ns: list[int]) -> list[int]:
+    def add_moment(self, ends_ns: list[int]) -> list[int]:
         """Steps have ended. Returns their numbers."""
         seen_ns, way_ns = self._seen_ns, self.way_ns
         first = len(seen_ns)
@@ -147,9 +147,9 @@ class TimedDevice:
         """Each layer of a plan with ``report_layers`` is reported, at equal distances over the step."""
         return True
 
-    def run(self, plan: StepPlan) -> StepFinished:
+    def run_plan(self, plan: StepPlan) -> StepFinished:
         """The step has ended now."""
         self.busy_ns += self.spent_ns
         draws = plan.decodes + sum(map(len, plan.sample_slots[plan.decodes :]))
-        tokens = self._moments.add([self._clock.now]) * draws if draws else []
+        tokens = self._moments.add_moment([self._clock.now]) * draws if draws else []
         return StepFinished(plan.step_id, tokens, self.spent_ns, link=self.link.used, copies_ns=self.copies_ns)

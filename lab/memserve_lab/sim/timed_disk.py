@@ -127,12 +127,12 @@ class Shares:
         self._jobs: list[tuple[float, int, Callable[[], None]]] = []  # by the progress at which they end
         self._number = self._turn = 0
 
-    def start(self, alone_ns: float, on_done: Callable[[], None]) -> None:
+    def start_job(self, alone_ns: float, on_done: Callable[[], None]) -> None:
         """Begin with what takes ``alone_ns`` alone; call ``done`` at its end."""
         self._go_on()
         self._number += 1
         heappush(self._jobs, (self._progress_ns + alone_ns, self._number, on_done))
-        self._plan()
+        self._plan_end()
 
     def _go_on(self) -> None:
         now = self._clock.now
@@ -140,20 +140,20 @@ class Shares:
             self._progress_ns += (now - self._since_ns) / len(self._jobs)
         self._since_ns = now
 
-    def _plan(self) -> None:
+    def _plan_end(self) -> None:
         self._turn += 1
         if self._jobs:
             left_ns = (self._jobs[0][0] - self._progress_ns) * len(self._jobs)
-            self._clock.after(max(0, round(left_ns)), self._end, self._turn)
+            self._clock.call_after(max(0, round(left_ns)), self._end_jobs, self._turn)
 
-    def _end(self, turn: int) -> None:
+    def _end_jobs(self, turn: int) -> None:
         if turn != self._turn:
             return
         self._go_on()
         jobs_ended = []
         while self._jobs and self._jobs[0][0] - self._progress_ns < _DONE_NS:
             jobs_ended.append(heappop(self._jobs)[2])
-        self._plan()
+        self._plan_end()
         for on_done in jobs_ended:
             on_done()
 
@@ -173,40 +173,42 @@ class TimedDisk:
         self._running = 0
         self._busy_since_ns = 0
 
-    def read(self, nbytes: int, on_done: Callable[[], None]) -> None:
+    def begin_read(self, nbytes: int, on_done: Callable[[], None]) -> None:
         """Read; call ``done`` at the end."""
-        self._submit(nbytes, 0, on_done)
+        self._submit_job(nbytes, 0, on_done)
 
-    def write(self, nbytes: int, on_done: Callable[[], None]) -> None:
+    def begin_write(self, nbytes: int, on_done: Callable[[], None]) -> None:
         """Write; call ``done`` at the end."""
-        self._submit(0, nbytes, on_done)
+        self._submit_job(0, nbytes, on_done)
 
-    def sync(self, on_done: Callable[[], None]) -> None:
+    def sync_writes(self, on_done: Callable[[], None]) -> None:
         """Make safe what was written. It takes its time beside the others, and no place among them."""
-        self._clock.after(self.model.sync_ns, on_done)
+        self._clock.call_after(self.model.sync_ns, on_done)
 
-    def _submit(self, read: int, written: int, on_done: Callable[[], None]) -> None:
+    def _submit_job(self, read: int, written: int, on_done: Callable[[], None]) -> None:
         if self._running == self.model.depth:
             self._waiting.append((read, written, on_done))
             return
         if not self._running:
             self._busy_since_ns = self._clock.now
         self._running += 1
-        self._begin(read, written, on_done)
+        self._begin_job(read, written, on_done)
 
-    def _begin(self, read: int, written: int, on_done: Callable[[], None]) -> None:
+    def _begin_job(self, read: int, written: int, on_done: Callable[[], None]) -> None:
         model = self.model
         work_ns = NS_PER_S * (read / model.read_bytes_per_s + written / model.write_bytes_per_s)
         latency_ns = model.read_latency_ns if read else model.write_latency_ns
-        self._clock.after(latency_ns, self._shares.start, work_ns, lambda: self._ended(read, written, on_done))
+        self._clock.call_after(
+            latency_ns, self._shares.start_job, work_ns, lambda: self._end_job(read, written, on_done)
+        )
 
-    def _ended(self, read: int, written: int, on_done: Callable[[], None]) -> None:
+    def _end_job(self, read: int, written: int, on_done: Callable[[], None]) -> None:
         self.read_bytes += read
         if written:
             self.written_bytes += written
             self.written_by_minute[self._clock.now // NS_PER_MINUTE] += written
         if self._waiting:
-            self._begin(*self._waiting.popleft())
+            self._begin_job(*self._waiting.popleft())
         else:
             self._running -= 1
             if not self._running:
@@ -221,11 +223,11 @@ class OneAfterTheOther:
         self._clock = clock
         self._free_ns = [0] * threads
 
-    def after(self, spent_ns: int, do: Callable[[], None]) -> None:
+    def run_after(self, spent_ns: int, do: Callable[[], None]) -> None:
         """Call ``do`` when the first thread that is free has spent ``spent_ns`` on the job."""
         thread = min(range(len(self._free_ns)), key=self._free_ns.__getitem__)
         self._free_ns[thread] = max(self._clock.now, self._free_ns[thread]) + spent_ns
-        self._clock.at(self._free_ns[thread], do)
+        self._clock.call_at(self._free_ns[thread], do)
 
 
 class TimedDisks:
@@ -238,53 +240,53 @@ class TimedDisks:
         self._checkers = [OneAfterTheOther(clock) for _ in disks]
         self._sealers = OneAfterTheOther(clock, SEALERS)
 
-    def seal(self, job: SealExtents) -> None:
+    def seal_extents(self, job: SealExtents) -> None:
         """Answer when the checksums are computed; their values do not matter."""
         nbytes = sum(length for _, length in job.extents)
         sealed = ExtentsSealed(job.job, (0,) * len(job.extents))
-        self._sealers.after(round(SEAL_BYTE_NS * nbytes), self._answer(sealed))
+        self._sealers.run_after(round(SEAL_BYTE_NS * nbytes), self._answer_with(sealed))
 
-    def perform(self, action: ev.DiskAction) -> None:
+    def perform_action(self, action: ev.DiskAction) -> None:
         """Begin with a job."""
         match action:
             case ev.DropRecord():
                 return
             case ev.WritePages(job, number, _, data):
-                self._disks[number].write(len(data), self._answer(ev.DiskDone(job, True)))
+                self._disks[number].begin_write(len(data), self._answer_with(ev.DiskDone(job, True)))
             case ev.SyncDisk(job, number):
-                self._disks[number].sync(self._answer(ev.DiskDone(job, True)))
+                self._disks[number].sync_writes(self._answer_with(ev.DiskDone(job, True)))
             case ev.WriteExtent(job, number, offset, head, _, length, inside):
                 check(not inside, "a block of KV is larger than a page")
-                self._write(job, number, offset, head, length)
+                self._write_record(job, number, offset, head, length)
             case ev.WriteRecord(job, number, offset, head, _, length):
-                self._write(job, number, offset, head, length)
+                self._write_record(job, number, offset, head, length)
             case ev.ReadExtent(job, number, offset, _, length) | ev.ReadRecord(job, number, offset, length):
-                self._read(job, number, offset, length)
+                self._read_record(job, number, offset, length)
             case _:
                 check(False, f"no disk here does {action!r}")
 
-    def _write(self, job: int, number: int, offset: int, head: bytes, length: int) -> None:
+    def _write_record(self, job: int, number: int, offset: int, head: bytes, length: int) -> None:
         def written() -> None:
             self._heads[number][offset] = head[: SegmentLog.HEAD_BYTES]
-            self._answer(ev.DiskDone(job, True))()
+            self._answer_with(ev.DiskDone(job, True))()
 
-        self._disks[number].write(_record_bytes(length), written)
+        self._disks[number].begin_write(_record_bytes(length), written)
 
-    def _read(self, job: int, number: int, offset: int, length: int) -> None:
+    def _read_record(self, job: int, number: int, offset: int, length: int) -> None:
         def arrived() -> None:
             head = self._heads[number][offset].ljust(PAGE_BYTES, b"\0")
             job_done = ev.DiskDone(job, True, 0, head)
-            self._checkers[number].after(round(SEAL_BYTE_NS * length), self._answer(job_done))
+            self._checkers[number].run_after(round(SEAL_BYTE_NS * length), self._answer_with(job_done))
 
-        self._disks[number].read(_record_bytes(length), arrived)
+        self._disks[number].begin_read(_record_bytes(length), arrived)
 
-    def _answer(self, event: object) -> Callable[[], None]:
+    def _answer_with(self, event: object) -> Callable[[], None]:
         """Posts ``event`` when it is called, unless the process has ended by then."""
         node, life = self._node, self._node.life
 
         def post() -> None:
             if node.life == life:
-                node.submit(event)
+                node.submit_event(event)
 
         return post
 
@@ -297,10 +299,10 @@ def _record_bytes(length: int) -> int:
 class StoreDevices(Protocol):
     """The disks of a store, and what computes checksums. Each job is answered through ``node.post``, at its time."""
 
-    def perform(self, action: disk.DiskAction) -> None:
+    def perform_action(self, action: disk.DiskAction) -> None:
         """Answer with ``DiskDone`` where the action has an answer."""
 
-    def seal(self, job: SealExtents) -> None:
+    def seal_extents(self, job: SealExtents) -> None:
         """Answer with ``ExtentsSealed``."""
 
 
@@ -313,11 +315,11 @@ class StoreNode(MemberNode):
     def __init__(self, host: MemberHost, name: str, generation: int = 0) -> None:
         """Boots at once. ``generation``: of the process before it."""
         super().__init__(host, Peer(name, generation))
-        self.boot()
+        self.boot_process()
 
     # -- life
 
-    def boot(self) -> None:
+    def boot_process(self) -> None:
         """A new process under the same name, which finds what the world has kept of its memory and its disks."""
         self.begin_life()
         self.forget_lines()
@@ -325,7 +327,7 @@ class StoreNode(MemberNode):
         self.machine = self.new_machine()
         self.devices = self.new_devices()
         self.port = self.new_port()
-        self._conclude(None, self.machine.start(self.now))
+        self._conclude_event(None, self.machine.start(self.now))
 
     @abstractmethod
     def new_machine(self) -> StoreMachine:
@@ -339,57 +341,57 @@ class StoreNode(MemberNode):
     def new_port(self) -> DataPort:
         """Its way to the pages of others."""
 
-    def drain(self, patience_ns: int) -> None:
+    def drain_store(self, patience_ns: int) -> None:
         """Its operator ends it: what is to be written is written before, for ``patience_ns`` at most."""
-        self.submit(DrainRequested(patience_ns, "asked"))
+        self.submit_event(DrainRequested(patience_ns, "asked"))
 
-    def ended(self, refused: str) -> None:
+    def on_ended(self, refused: str) -> None:
         """The process has ended, because it was asked to, or was ``refused`` by the router."""
 
     # -- in
 
-    def hear(self, sender: Peer, message: AnyMessage) -> None:
+    def on_message(self, sender: Peer, message: AnyMessage) -> None:
         if self.host.tells:
-            self.host.say(f"{self.peer.name} <- {sender.name}: ", message)
-        self.post(MessageArrived(sender, message))
+            self.host.log_line(f"{self.peer.name} <- {sender.name}: ", message)
+        self.post_event(MessageArrived(sender, message))
 
-    def post(self, event: object) -> None:
+    def post_event(self, event: object) -> None:
         actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
-        self._conclude(event, actions)
+        self._conclude_event(event, actions)
 
-    def _conclude(self, event: object, actions: Sequence[StoreAction]) -> None:
-        self.host.handled(self, event, actions)
+    def _conclude_event(self, event: object, actions: Sequence[StoreAction]) -> None:
+        self.host.on_handled(self, event, actions)
         life = self.life
         for action in actions:
-            self._perform(action)
+            self._perform_action(action)
             if self.life != life:
                 return  # it has ended
-        self.ticking.look(self.machine.next_deadline_ns)
+        self.ticking.plan_tick(self.machine.next_deadline_ns)
 
     # -- out
 
-    def _perform(self, action: StoreAction) -> None:
+    def _perform_action(self, action: StoreAction) -> None:
         match action:
             case Send(to, message):
-                self.send(to, message)
+                self.send_message(to, message)
             case SealPages() | PullPages() | CancelPulls():
                 self.port_job(action)
             case SealExtents():
-                self.devices.seal(action)
+                self.devices.seal_extents(action)
             case ConnectRouter() | AddPeer() | RemovePeer():
-                self.line(action)
+                self.change_connections(action)
             case ChangeGeneration():
                 self.peer = Peer(self.peer.name, action.generation_min)
-                self.post(GenerationChanged(replace(self.machine.info, peer=self.peer)))
+                self.post_event(GenerationChanged(replace(self.machine.info, peer=self.peer)))
             case LogWarning(text):
-                self.host.say(f"{self.peer.name}: {text}")
+                self.host.log_line(f"{self.peer.name}: {text}")
             case Ended(refused):
-                self.kill()
-                self.ended(refused)
+                self.kill_process()
+                self.on_ended(refused)
             case (
                 disk.WritePages() | disk.WriteExtent() | disk.ReadExtent() | disk.ReadRecord()
                 | disk.WriteRecord() | disk.DropRecord() | disk.SyncDisk() | disk.ForgetDisk()
             ):  # fmt: skip
-                self.devices.perform(action)
+                self.devices.perform_action(action)
             case _:
                 check(False, f"no part of this world does {action!r}")

@@ -52,11 +52,11 @@ class TimedLink:
 
     def step_ns(self, plan: StepPlan, computed_ns: float) -> int:
         """How long a step takes whose computing takes ``computed_ns``."""
-        self._place(plan)
+        self._place_slots(plan)
         self.used = None
         if not plan.moves and not self._placed:
             return round(computed_ns)
-        up, down = self._pages(plan)
+        up, down = self._pages_moved(plan)
         counters, spent_ns = self.counters, computed_ns
         if any(up) or down:
             counters.read_pages = [total + pages for total, pages in zip(counters.read_pages, up, strict=True)]
@@ -75,7 +75,7 @@ class TimedLink:
         counters.worst_ns = max(counters.worst_ns, waited_ns)
         return round(spent_ns)
 
-    def _place(self, plan: StepPlan) -> None:
+    def _place_slots(self, plan: StepPlan) -> None:
         if plan.reset_slots:
             self._placed.clear()
         for slot in plan.close:
@@ -83,7 +83,7 @@ class TimedLink:
         for order in plan.place:
             self._placed[order.slot] = _of(order)
 
-    def _pages(self, plan: StepPlan) -> tuple[list[int], int]:
+    def _pages_moved(self, plan: StepPlan) -> tuple[list[int], int]:
         """Pages that the rows read back, layer by layer, and those that they write, of each layer alike."""
         up, down, placed_ranges = [0] * self._layers, 0, self._placed
         for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True) if placed_ranges else ():

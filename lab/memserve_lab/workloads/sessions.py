@@ -103,7 +103,7 @@ def _is_asked(messages: Sequence[Message]) -> bool:
 
 def _bound(answer: str | None, meter: Meter, default: int = ANSWER_TOKENS_DEFAULT) -> int:
     """The answer's length: the recorded one's, or ``default``."""
-    return default if answer is None else max(1, len(meter.encode(answer)))
+    return default if answer is None else max(1, len(meter.encode_text(answer)))
 
 
 # -- documents
@@ -130,7 +130,7 @@ def document_workload(
     meter = meter or ByteMeter()
     sessions = []
     for document in documents:
-        head = meter.cut(document.text, document_tokens)
+        head = meter.cut_text(document.text, document_tokens)
         turns = tuple(
             Turn(_document_says(head, question, layout), _bound(question.answer, meter), answer=question.answer)
             for question in document.questions[:questions]
@@ -220,7 +220,7 @@ def group_workload(
     written from the seed; every user asks another question."""
     meter = meter or ByteMeter()
     heads = [
-        Message("system", meter.cut(prose(draws(seed, "head", group), prefix_tokens), prefix_tokens))
+        Message("system", meter.cut_text(prose(draws(seed, "head", group), prefix_tokens), prefix_tokens))
         for group in range(groups)
     ]
     order = draws(seed, "order").permutation(groups * users).tolist()
@@ -230,7 +230,7 @@ def group_workload(
         name = f"group-{group}-user-{user}"
         rng = draws(seed, name)
         questions_asked = [
-            Message("user", meter.cut(prose(rng, question_tokens), question_tokens)) for _ in range(turns)
+            Message("user", meter.cut_text(prose(rng, question_tokens), question_tokens)) for _ in range(turns)
         ]
         conversations = [(heads[group], questions_asked[0]), *((message,) for message in questions_asked[1:])]
         turns_made = tuple(Turn(Chat(messages), answer_tokens) for messages in conversations)

@@ -81,7 +81,7 @@ def _head(says: Says, tokens: int, meter: Meter) -> Says:
         case Blocks():
             return replace(says, spans=tuple(_span_heads(says.spans, tokens)))
         case Text(text):
-            return Text(meter.cut(text, tokens))
+            return Text(meter.cut_text(text, tokens))
         case Chat(messages):
             return _chat_head(messages, tokens, meter)
 
@@ -97,11 +97,13 @@ def _span_heads(spans: tuple[Span, ...], tokens: int) -> Iterator[Span]:
 def _chat_head(messages: tuple[Message, ...], tokens: int, meter: Meter) -> Chat:
     """Cut the longest message until the chat fits; the shorter ones (the question behind a document) stay whole."""
     while (excess := weight(Chat(messages), meter) - tokens) > 0:
-        lengths = [len(meter.encode(message.content)) for message in messages]
+        lengths = [len(meter.encode_text(message.content)) for message in messages]
         place = int(np.argmax(lengths))
         if lengths[place] == 0:
             break
-        shorter = replace(messages[place], content=meter.cut(messages[place].content, max(0, lengths[place] - excess)))
+        shorter = replace(
+            messages[place], content=meter.cut_text(messages[place].content, max(0, lengths[place] - excess))
+        )
         messages = (*messages[:place], shorter, *messages[place + 1 :])
     return Chat(messages)
 

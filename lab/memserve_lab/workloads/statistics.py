@@ -39,7 +39,7 @@ class Spread:
     standard_error: float = 0.0
     """Of the mean; 0 for a single value."""
 
-    def told(self, unit: float, digits: int) -> str:
+    def format_in_units(self, unit: float, digits: int) -> str:
         """The median, and P10 to P90 in brackets, in units of ``unit``: ``1.2 (1.1 - 1.6)``."""
         low, median, high = (f"{value / unit:.{digits}f}" for value in (self.p10, self.p50, self.p90))
         return f"{median} ({low} - {high})"

@@ -36,11 +36,11 @@ UNKNOWN_BLOCK_BASE = 1 << 62
 class Meter(Protocol):
     """Tokenizes and cuts text."""
 
-    def encode(self, text: str) -> TokenArray:
+    def encode_text(self, text: str) -> TokenArray:
         """Token ids, int32 ``[n]``; equal text gives equal ids."""
         ...
 
-    def cut(self, text: str, tokens: int) -> str:
+    def cut_text(self, text: str, tokens: int) -> str:
         """The head of ``text``, at most ``tokens`` tokens of it."""
         ...
 
@@ -48,13 +48,13 @@ class Meter(Protocol):
 class ByteMeter:
     """Four UTF-8 bytes per token; the id is the bytes themselves (without the sign bit): equal text, equal ids."""
 
-    def encode(self, text: str) -> TokenArray:
+    def encode_text(self, text: str) -> TokenArray:
         """Token ids, int32 ``[ceil(bytes / 4)]``."""
         raw = text.encode("utf-8", "surrogatepass")
         words = np.frombuffer(raw + b"\0" * (-len(raw) % BYTES_PER_TOKEN), dtype="<i4")
         return words & POSITIVE
 
-    def cut(self, text: str, tokens: int) -> str:
+    def cut_text(self, text: str, tokens: int) -> str:
         """The head of ``text``, never splitting a character."""
         raw = text.encode("utf-8", "surrogatepass")[: tokens * BYTES_PER_TOKEN]
         return raw.decode("utf-8", "ignore")
@@ -66,11 +66,11 @@ class TokenizerMeter:
     def __init__(self, encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str]) -> None:
         self._encode, self._decode = encode, decode
 
-    def encode(self, text: str) -> TokenArray:
+    def encode_text(self, text: str) -> TokenArray:
         """Token ids, int32 ``[n]``."""
         return np.asarray(self._encode(text), dtype=np.int32)
 
-    def cut(self, text: str, tokens: int) -> str:
+    def cut_text(self, text: str, tokens: int) -> str:
         """The text of the first ``tokens`` tokens; a character cut in two is dropped."""
         if tokens < 1:
             return ""
@@ -136,9 +136,9 @@ def said_tokens(turn: Turn, meter: Meter, *, vocab_size: int = VOCAB_DEFAULT) ->
     """Token ids of what one turn says, int32 ``[n]``; a chat is tokenized as ``role: content`` lines."""
     match turn.says:
         case Text(text):
-            return meter.encode(text)
+            return meter.encode_text(text)
         case Chat(messages):
-            return meter.encode("".join(f"{message.role}: {message.content}\n" for message in messages))
+            return meter.encode_text("".join(f"{message.role}: {message.content}\n" for message in messages))
         case Blocks() as blocks:
             return tokens_of(blocks, vocab_size=vocab_size)
 
@@ -146,7 +146,7 @@ def said_tokens(turn: Turn, meter: Meter, *, vocab_size: int = VOCAB_DEFAULT) ->
 def _answer_tokens(session: Session, number: int, meter: Meter, vocab_size: int) -> TokenArray:
     turn = session.turns[number]
     if turn.answer is not None and not isinstance(turn.says, Blocks):
-        return meter.encode(turn.answer)[: turn.output_tokens_max]
+        return meter.encode_text(turn.answer)[: turn.output_tokens_max]
     private = UNKNOWN_BLOCK_BASE + (zlib.crc32(session.session_id.encode()) << 20) + number
     return tokens_of(Blocks(turn.output_tokens_max, (Span(private, turn.output_tokens_max),)), vocab_size=vocab_size)
 
@@ -175,7 +175,9 @@ def _is_in_blocks(session: Session) -> bool:
 def _session_as_blocks(session: Session, names: _BlockNames, meter: Meter | None) -> Session:
     prompts = unrolled(session, meter)
     turns = tuple(
-        replace(turn, says=names.blocks(request.prompt), output_tokens_max=max(1, request.output_tokens), answer=None)
+        replace(
+            turn, says=names.name_blocks(request.prompt), output_tokens_max=max(1, request.output_tokens), answer=None
+        )
         for turn, request in zip(session.turns, prompts, strict=True)
     )
     return replace(session, turns=turns, history=History.GIVEN)
@@ -188,7 +190,7 @@ class _BlockNames:
         self._block_tokens = block_tokens
         self._numbers: dict[tuple[int, bytes], int] = {}
 
-    def blocks(self, prompt: TokenArray) -> Blocks:
+    def name_blocks(self, prompt: TokenArray) -> Blocks:
         """The prompt as spans of block numbers."""
         step, ids, before = self._block_tokens, [], 0
         for start in range(0, len(prompt), step):

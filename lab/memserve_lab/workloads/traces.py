@@ -40,7 +40,7 @@ class _FreshBlocks:
     def __init__(self) -> None:
         self._next = FRESH_BLOCK_BASE
 
-    def span(self, tokens: int, block_tokens: int) -> Span:
+    def new_span(self, tokens: int, block_tokens: int) -> Span:
         """``tokens`` tokens that occur nowhere else."""
         first = self._next
         self._next += ceil_div(tokens, block_tokens)
@@ -87,7 +87,7 @@ def _length_turn(
     spans = [Span(span.first + base, span.tokens) for span in row.spans or ()]
     unnamed = row.input_tokens - sum(span.tokens for span in spans)
     if unnamed > 0:
-        spans.append(fresh.span(unnamed, block_tokens))
+        spans.append(fresh.new_span(unnamed, block_tokens))
     blocks = Blocks(block_tokens, tuple(spans))
     return Turn(blocks, max(1, row.output_tokens), due_s=due_s, think_s=row.think_s)
 
@@ -106,7 +106,7 @@ def replay_calls(logs: Sequence[CallLog], *, kind: str, source: str, meter: Mete
 
 
 def _call_turn(call: Call, meter: Meter) -> Turn:
-    bound = ANSWER_TOKENS_DEFAULT if call.output is None else max(1, len(meter.encode(call.output)))
+    bound = ANSWER_TOKENS_DEFAULT if call.output is None else max(1, len(meter.encode_text(call.output)))
     return Turn(Text(call.prompt), bound, answer=call.output)
 
 

@@ -426,11 +426,6 @@ class EngineOptions:
         """Whether the weights of a ``.gguf`` file may stay in it, as they are."""
         return self.quantization == "auto" and self.dtype in ("auto", "bfloat16") and self.parallel.worker_count == 1
 
-    @property
-    def is_lossy(self) -> bool:
-        """Whether KV may be rounded."""
-        return self.kv_dtype != AS_COMPUTED or self.kv_lower_dtype != AS_COMPUTED
-
     def instance_config(
         self,
         geometry: KVGeometry,

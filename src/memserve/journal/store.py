@@ -267,10 +267,6 @@ class Store:
             with suppress(MediumFailed):  # broken then, until one gets through: what can be read is whole
                 self.write_checkpoint()
 
-    @property
-    def bytes_written(self) -> int:
-        return self._bytes
-
     def write_records(self, records: Iterable[AnyRecord]) -> None:
         """Apply ``records`` to the state and append them to the journal. Not safe before :meth:`sync`; not written at
         all while the store is broken. Raises :class:`MediumFailed`, and is broken then."""

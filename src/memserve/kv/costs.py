@@ -182,7 +182,7 @@ class CostModel:
             raise UserError(f"not a cost profile: {error}", hint="run: memserve profile") from None
         links = (model.swap_in, model.swap_out, model.same_host, model.network, model.disk)
         curves = (model.prefill, model.decode, *links)
-        if not all(0 <= value <= _NS_MAX for curve in curves for value in asdict(curve).values()):
+        if not all(0 <= getattr(curve, name) <= _NS_MAX for curve in curves for name in curve.__slots__):
             raise UserError("a cost profile with impossible times", hint="run: memserve profile")
         return model
 

@@ -454,7 +454,7 @@ class SymbolicDevice(SymbolicDevice, DevicePort):
     """As a port of the engine."""
 
     def execute(self, plan: StepPlan) -> StepFinished:
-        finished = self.run(plan)
+        finished = self.run_plan(plan)
         assert isinstance(finished, StepFinished)
         return finished
 

@@ -67,7 +67,7 @@ class Device(SymbolicDevice, DevicePort):
 
     def execute(self, plan):
         assert self.gate.wait(WAIT_S)
-        return self.run(plan)
+        return self.run_plan(plan)
 
     def close(self) -> None:
         self.closed = True
@@ -324,7 +324,7 @@ def test_new_router_gets_held_answers_before_further_tokens(node, monkeypatch) -
     old.send(me, JoinAccepted(()))
     steps = threading.Semaphore(0)  # that the device may take: the answer shall not end too early
     monkeypatch.setattr(
-        it.device, "execute", lambda plan: it.device.run(plan) if steps.acquire(timeout=WAIT_S) else None
+        it.device, "execute", lambda plan: it.device.run_plan(plan) if steps.acquire(timeout=WAIT_S) else None
     )
     request, truth = ask("kept", 60)
     old.send(me, Dispatch(msgspec.structs.replace(request, key="a key", asked="this")))
@@ -494,7 +494,7 @@ def test_machine_failure_ends_member_and_work_moves_on(router, node, monkeypatch
     node("c2", router.address)
     assert router.wait_for_members(["c1", "c2"], WAIT_S)
     monkeypatch.setattr(
-        Device, "run", lambda self, plan: object if self is it.device else SymbolicDevice.run(self, plan)
+        Device, "run_plan", lambda self, plan: object if self is it.device else SymbolicDevice.run_plan(self, plan)
     )
     it.device.gate.set()  # what the step's end returns is no event
     with pytest.raises(UserError, match="broke"):

@@ -58,7 +58,7 @@ class PoolNode(Node):
         self.ticks = 0
         world.network.nodes[name] = self
 
-    def receive(self, sender: Peer, message: AnyMessage) -> None:
+    def receive_message(self, sender: Peer, message: AnyMessage) -> None:
         meant = self.peer
         self.soon(lambda: self.post(MessageArrived(sender, message)) if self.peer == meant else None)
         self.heard.add(sender)
@@ -89,7 +89,7 @@ class PoolNode(Node):
         deadline_ns = self.machine.next_deadline_ns
         if deadline_ns is not None:
             self.ticks += 1
-            clock.at(max(deadline_ns, clock.now + MS), partial(self.soon, partial(self.tick, self.ticks)))
+            clock.call_at(max(deadline_ns, clock.now + MS), partial(self.soon, partial(self.tick, self.ticks)))
 
     def tick(self, number: int) -> None:
         if number == self.ticks:
@@ -99,7 +99,7 @@ class PoolNode(Node):
         world = self.world
         if isinstance(action, Send):
             if action.to in self.lines or action.to in self.heard or not action.to.generation:
-                world.network.send(self.peer, action.to, action.message)
+                world.network.send_message(self.peer, action.to, action.message)
         elif isinstance(action, AddPeer):
             self.lines.add(action.info.peer)
         elif isinstance(action, RemovePeer):
@@ -113,7 +113,7 @@ class PoolNode(Node):
             self.held.append([Address(tier, block, generation) for block in blocks])
         elif isinstance(action, SealPages | PullPages):
             do = self.seal if isinstance(action, SealPages) else self.pull
-            world.clock.after(world.random.randint(0, 30 * MS), partial(self.soon, partial(do, action)))
+            world.clock.call_after(world.random.randint(0, 30 * MS), partial(self.soon, partial(do, action)))
         else:
             assert isinstance(action, CancelPulls)
 
@@ -237,14 +237,14 @@ class PoolWorld:
         kind = random.choice(["nap", "part", "lose"])
         if kind == "nap" and node.asleep is None:
             node.asleep = []
-            self.clock.after(span, partial(self.wake, node))
+            self.clock.call_after(span, partial(self.wake, node))
         elif kind == "part":
             other = random.choice([each.peer.name for each in self.nodes])
-            ways = self.network.part(node.peer.name, other, "lose", random.random() < 0.5)
-            self.clock.after(span, partial(self.network.heal, ways, "lose"))
+            ways = self.network.cut_ways(node.peer.name, other, "lose", random.random() < 0.5)
+            self.clock.call_after(span, partial(self.network.heal_ways, ways, "lose"))
         elif kind == "lose":
             self.network.loss += 0.2
-            self.clock.after(span, self.lose_less)
+            self.clock.call_after(span, self.lose_less)
 
     def lose_less(self) -> None:
         self.network.loss = max(0.0, self.network.loss - 0.2)
@@ -256,9 +256,9 @@ class PoolWorld:
 
     def run(self) -> None:
         for at in range(250):
-            self.clock.at(at * 8 * MS, partial(self.act, self.nodes[at % 3]))
+            self.clock.call_at(at * 8 * MS, partial(self.act, self.nodes[at % 3]))
             if at % 50 == 49:
-                self.clock.at(at * 8 * MS, self.disturb)
+                self.clock.call_at(at * 8 * MS, self.disturb)
         self.run_until(4000 * MS)
         for node in self.nodes:
             while node.held:
@@ -275,7 +275,7 @@ class PoolWorld:
                 assert report.blocks_used == report.blocks_evictable, f"{node.peer.name} leaks: {report}"
 
     def run_until(self, end_ns: int) -> None:
-        self.clock.at(end_ns, lambda: None)
+        self.clock.call_at(end_ns, lambda: None)
         while self.clock.now < end_ns:
             self.clock.run_one()
 

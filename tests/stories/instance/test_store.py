@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -160,6 +161,21 @@ def test_silent_store_drops_waiting_offers():
     fleet.finish()
 
 
+def test_blocks_of_each_ended_request_wait_for_themselves():
+    """Requests that have ended leave objects whose ``id`` comes again: none may replace what waits of another."""
+    fleet = with_store(p=fleet_config(hbm=64, step_tokens=40, chunk=40))
+    fleet.members["s"].mute = True
+    for number in range(8):
+        fleet.submit(request(f"r{number}", PROMPT[number : number + 16], max_tokens=1), "p")
+        fleet.run()
+        del fleet.jobs[f"r{number}"]
+        gc.collect()
+    fleet.pass_time(6 * NS_PER_S)
+    told = stats(fleet, "p")
+    assert told.store_blocks_offered + told.store_blocks_dropped == 8 * 4
+    fleet.finish()
+
+
 def test_request_needing_room_withdraws_store_offers():
     """The store is silent, and holds half of a tiny memory by its offers: they are taken back."""
     fleet = with_store(p=fleet_config(hbm=8))
@@ -226,7 +242,7 @@ def test_kv_that_is_not_to_be_trusted_is_forgotten_by_the_store():
     fleet.submit(request("a", PROMPT[:24], max_tokens=2), "p")
     fleet.run(until=lambda: store.has(tokens_of(24)) >= 2 and len(p.plans) == 1 and p.plans[0].starts == [16])
     plan = p.plans.popleft()
-    event = p.device.run(plan)
+    event = p.device.run_plan(plan)
     fail_row(plan, event, plan.slots[0], RowFailed("planted", kv_is_suspect=True))
     fleet.jobs.clear()
     p.post(event)

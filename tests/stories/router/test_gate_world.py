@@ -47,7 +47,7 @@ def lived(seed: int) -> AdmissionStats:
     """One life, to its end; what its last router's gate has counted."""
     world = GatedWorld(draw(seed, setting_of(seed), routers=1))  # several have no gate
     try:
-        world.run()
+        world.run_scenario()
     except Exception as error:
         error.add_note("\n".join([*world.story[-60:], str(world.scenario)]))
         raise

@@ -70,7 +70,7 @@ class Host:
             if kind == MOVE:
                 self.move(command, data)
             elif kind == WRITE:
-                self.steps[command] = (kind, self.disk.begin(offset, data))
+                self.steps[command] = (kind, self.disk.begin_write(offset, data))
             else:
                 self.steps[command] = (kind, None)
         for ticket, published in self.log.take_ended():
@@ -96,9 +96,9 @@ class Host:
         head = self.log.head(ticket.id, b"", put.payload)
         data = head if ticket.pages == 1 else head + padded(put.payload)
         assert len(data) == ticket.pages * PAGE_BYTES
-        put.writes = [self.disk.begin(ticket.offset, data[:PAGE_BYTES])]
+        put.writes = [self.disk.begin_write(ticket.offset, data[:PAGE_BYTES])]
         if ticket.pages > 1:
-            put.writes.append(self.disk.begin(ticket.offset + PAGE_BYTES, data[PAGE_BYTES:]))
+            put.writes.append(self.disk.begin_write(ticket.offset + PAGE_BYTES, data[PAGE_BYTES:]))
         self.puts[ticket.id] = put
 
     def put(self, key: bytes, payload: bytes) -> bool:
@@ -120,7 +120,7 @@ class Host:
         start = found.offset // PAGE_BYTES * PAGE_BYTES
         inside = found.offset - start
         pages = -(-(inside + found.length) // PAGE_BYTES)
-        payload = self.disk.read(start, pages * PAGE_BYTES)[inside : inside + found.length]
+        payload = self.disk.read_bytes(start, pages * PAGE_BYTES)[inside : inside + found.length]
         self.log.let_go(found.segment)
         return payload if seal_of(payload) == found.seal else None
 
@@ -142,19 +142,19 @@ class Host:
         works = self.rng.random() >= self.failing
         if what == "put":
             for write in self.puts[which].writes:
-                self.disk.end(write, works)
+                self.disk.end_write(write, works)
             self.log.finish_record(which, works)
         else:
             kind, write = self.steps.pop(which)
             if write is not None:
-                self.disk.end(write, works)
+                self.disk.end_write(write, works)
             if kind == SYNC and works:
                 self.synced()
             self.log.finish_command(which, works)
         self.fetch()
 
     def synced(self) -> None:
-        self.disk.sync()
+        self.disk.sync_writes()
         self.safe = dict(self.model)
         if self.log.removals_written:
             self.gone.update(dict(self.removed))
@@ -176,14 +176,14 @@ class Host:
             # A record that was put again since the sync is as safe as the later one: its own segment may be gone.
             must = {key: value for key, value in self.safe.items() if self.model.get(key) == value}
         else:
-            self.disk.kill()
+            self.disk.kill_writer()
             must = dict(self.model)
         self.log = _core.SegmentLog(self.segments, SEGMENT_BYTES, SECRET, 0.25, self.sync)
-        if _core.SegmentLog.read_superblock(self.disk.read) is None:
+        if _core.SegmentLog.read_superblock(self.disk.read_bytes) is None:
             assert not must, "the disk has lost its superblocks"
             self.log.format()
         else:
-            self.log.recover(self.disk.read)
+            self.log.recover(self.disk.read_bytes)
         self.log.check_invariants()
         self.puts, self.steps = {}, {}
         self.disk.writes = []
@@ -298,7 +298,7 @@ def test_an_index_of_many_is_rebuilt_from_footers() -> None:
 
     def recording(offset: int, count: int) -> bytes:
         read.append(count)
-        return host.disk.read(offset, count)
+        return host.disk.read_bytes(offset, count)
 
     log = _core.SegmentLog(12, SEGMENT_BYTES, SECRET)
     log.recover(recording)
@@ -320,8 +320,8 @@ def test_a_flipped_bit_is_noticed_wherever_it_is() -> None:
         bit = rng.randrange(8 * len(payload))
         host.disk.synced[found.offset + bit // 8] ^= 1 << bit % 8
         host.disk.writes = [write for write in host.disk.writes if not write.completed]
-        if host.disk.read(found.offset, len(payload)) != payload:
-            damaged = host.disk.read(found.offset, len(payload))
+        if host.disk.read_bytes(found.offset, len(payload)) != payload:
+            damaged = host.disk.read_bytes(found.offset, len(payload))
             assert seal_of(damaged) != found.seal
         host.disk.synced[found.offset + bit // 8] ^= 1 << bit % 8
 

@@ -53,9 +53,9 @@ class Device(SymbolicDevice, DevicePort):
         if self.fail_steps:
             self.fail_steps -= 1
             self.void = True
-            raise RuntimeError(self.fail(plan, seed=self.fail_steps).reason)
+            raise RuntimeError(self.fail_plan(plan, seed=self.fail_steps).reason)
         self.void = self.void and not plan.reset_slots
-        finished = self.run_void(plan) if self.void else self.run(plan)
+        finished = self.run_void(plan) if self.void else self.run_plan(plan)
         if isinstance(finished, StepFailed):
             raise RuntimeError(finished.reason)
         return finished

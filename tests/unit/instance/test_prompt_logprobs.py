@@ -38,7 +38,7 @@ def test_no_plan_materialises_more_logits_than_the_limit() -> None:
         for plan in plans(machine.handle(pending.pop(0), now)):
             reported.append(sum(plan.counts[row] for row in plan.prompt_logprob_rows))
             computed.append(sum(plan.counts))
-            pending.append(device.run(plan))
+            pending.append(device.run_plan(plan))
         machine.check_invariants()
     assert sum(reported) == 900 + 700 + 3
     assert max(reported) == PROMPT_LOGPROBS_MAX

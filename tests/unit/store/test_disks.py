@@ -398,13 +398,13 @@ def test_a_flipped_bit_of_any_record_is_noticed() -> None:
         disk = world.disk_of[key]
         log = world.disks._disks[disk].log
         found = log.look(key)
-        name = log.read_head(world.literal[disk].read(found.head_offset, PAGE_BYTES))[3]
+        name = log.read_head(world.literal[disk].read_bytes(found.head_offset, PAGE_BYTES))[3]
         bits = 8 * (log.HEAD_BYTES + len(name) + found.length)
         at = rng.randrange(bits)
         inside = found.offset < found.head_offset + PAGE_BYTES
         byte = at // 8 if inside or at // 8 < log.HEAD_BYTES + len(name) else at // 8 - log.HEAD_BYTES - len(name)
         start = found.head_offset if inside or at // 8 < log.HEAD_BYTES + len(name) else found.offset
-        world.literal[disk].sync()
+        world.literal[disk].sync_writes()
         world.literal[disk].synced[start + byte] ^= 1 << at % 8
     for key in keys[:500]:
         assert world.read_now(key) is None
@@ -420,7 +420,7 @@ def test_another_record_in_the_place_of_one_is_noticed() -> None:
     world = started(disks=1)
     first, second = filled(world, 2)
     log, disk = world.disks._disks[0].log, world.literal[0]
-    disk.sync()
+    disk.sync_writes()
     places = [log.look(key).head_offset for key in (first, second)]
     disk.synced[places[0] : places[0] + 3 * PAGE_BYTES] = disk.synced[places[1] : places[1] + 3 * PAGE_BYTES]
     assert world.read_now(first) is None and world.read_now(second) == BLOCK

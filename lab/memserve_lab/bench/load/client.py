@@ -88,7 +88,7 @@ class EventReader:
         self.done = False
         """``[DONE]`` was seen."""
 
-    def feed(self, data: bytes) -> Iterator[Chunk]:
+    def read_events(self, data: bytes) -> Iterator[Chunk]:
         """The events that ``data`` completes. Raises ``msgspec.DecodeError`` for anything but JSON of this shape."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
@@ -119,7 +119,7 @@ class Target:
     """Longest time of a request. None: no limit."""
     headers: dict[str, str] = field(default_factory=dict)
 
-    def url(self, path: str) -> str:
+    def url_of(self, path: str) -> str:
         """For example ``http://127.0.0.1:8000/v1/completions``."""
         return f"{self.base_url.rstrip('/').removesuffix('/v1')}/v1/{path}"
 
@@ -169,11 +169,11 @@ class Client:
         assert self._session is not None, "use the client as a context manager"
         return self._session
 
-    async def model(self) -> str:
+    async def fetch_model(self) -> str:
         """The first model that the server names. Raises :class:`UserError` when it cannot be asked."""
         import aiohttp
 
-        url = self._target.url("models")
+        url = self._target.url_of("models")
         try:
             async with self._http.get(url, timeout=aiohttp.ClientTimeout(total=CONNECT_S_MAX)) as response:
                 body = await response.read()
@@ -186,18 +186,18 @@ class Client:
             problem = "does not answer like an OpenAI-compatible server"
         raise UserError(f"{url} {problem}", hint="give the server's address, e.g. --base-url http://127.0.0.1:8000")
 
-    async def alive(self) -> bool:
+    async def is_alive(self) -> bool:
         """Whether a server answers HTTP there."""
         import aiohttp
 
         try:
             timeout = aiohttp.ClientTimeout(total=PROBE_S_MAX)
-            async with self._http.get(self._target.url("models"), timeout=timeout):
+            async with self._http.get(self._target.url_of("models"), timeout=timeout):
                 return True
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
 
-    async def ask(self, path: str, data: bytes, record: RequestRecord) -> str:
+    async def send_request(self, path: str, data: bytes, record: RequestRecord) -> str:
         """Send ``data``, fill ``record`` as the answer streams in, and return the answer's text.
 
         A failure is an outcome of the record, not an exception; a cancelled request's outcome is ``stopped``.
@@ -207,22 +207,22 @@ class Client:
         answer = _Answer(record, self._clock)
         record.sent_ns = self._clock.now_ns()
         try:
-            async with self._http.post(self._target.url(path), data=data) as response:
+            async with self._http.post(self._target.url_of(path), data=data) as response:
                 record.http_status = response.status
                 if response.status != 200:
-                    answer.fail(Outcome.REFUSED, _shortened(await response.read()))
+                    answer.fail_request(Outcome.REFUSED, _shortened(await response.read()))
                 else:
                     async for piece in response.content.iter_any():
-                        answer.take(piece)
-                    answer.ended()
+                        answer.take_bytes(piece)
+                    answer.end_answer()
         except TimeoutError:
-            answer.fail(Outcome.TIMEOUT, f"not complete within {self._target.timeout_s} s")
+            answer.fail_request(Outcome.TIMEOUT, f"not complete within {self._target.timeout_s} s")
         except (aiohttp.ClientError, OSError) as error:
-            answer.fail(Outcome.BROKEN, f"{type(error).__name__}: {error}")
+            answer.fail_request(Outcome.BROKEN, f"{type(error).__name__}: {error}")
         except (msgspec.DecodeError, ValueError) as error:
-            answer.fail(Outcome.BROKEN, f"not an event stream of this API: {error}")
+            answer.fail_request(Outcome.BROKEN, f"not an event stream of this API: {error}")
         except asyncio.CancelledError:
-            answer.fail(Outcome.STOPPED, "the run was ended")
+            answer.fail_request(Outcome.STOPPED, "the run was ended")
             raise
         return answer.text
 
@@ -232,7 +232,7 @@ def first_model(target: Target) -> str:
 
     async def ask() -> str:
         async with Client(target, Clock()) as client:
-            return await client.model()
+            return await client.fetch_model()
 
     return asyncio.run(ask())
 
@@ -252,13 +252,13 @@ class _Answer:
     def text(self) -> str:
         return "".join(self._spoken)
 
-    def take(self, piece: bytes) -> None:
+    def take_bytes(self, piece: bytes) -> None:
         """Bytes arrived now."""
         now_ns = self._clock.now_ns()
-        for chunk in self._events.feed(piece):
-            self._note(chunk, now_ns)
+        for chunk in self._events.read_events(piece):
+            self._note_chunk(chunk, now_ns)
 
-    def _note(self, chunk: Chunk, now_ns: int) -> None:
+    def _note_chunk(self, chunk: Chunk, now_ns: int) -> None:
         record = self._record
         for choice in chunk.choices:
             if choice.news:
@@ -278,18 +278,18 @@ class _Answer:
         if chunk.error is not None:
             self._error = chunk.error
 
-    def ended(self) -> None:
+    def end_answer(self) -> None:
         """The stream ended, well or not."""
         if self._error is not None:
-            self.fail(Outcome.REFUSED, _shortened(_encode(self._error)))
+            self.fail_request(Outcome.REFUSED, _shortened(_encode(self._error)))
         elif not self._finished and not self._events.done:
-            self.fail(Outcome.BROKEN, "the stream broke off")
+            self.fail_request(Outcome.BROKEN, "the stream broke off")
         else:
             self._record.end_ns = self._clock.now_ns()
             self._record.outcome = Outcome.OK
             self._record.output_tokens = self._record.output_tokens or len(self._record.token_ns)
 
-    def fail(self, outcome: Outcome, error: str) -> None:
+    def fail_request(self, outcome: Outcome, error: str) -> None:
         """The request ended without an answer."""
         self._record.end_ns = self._clock.now_ns()
         self._record.outcome, self._record.error = outcome, error[:ERROR_CHARS_MAX]

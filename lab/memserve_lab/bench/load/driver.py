@@ -38,21 +38,21 @@ class Progress:
         self._ended = self._failed = self._under_way = 0
         self._shown_ns = -EVERY_NS
 
-    def sent(self) -> None:
+    def on_sent(self) -> None:
         """One more request is under way."""
         self._under_way += 1
 
-    def ended(self, record: RequestRecord, now_ns: int) -> None:
+    def on_ended(self, record: RequestRecord, now_ns: int) -> None:
         """One request has ended."""
         self._under_way -= 1
         self._ended += 1
         self._failed += record.outcome is not Outcome.OK
         if self._shows and now_ns - self._shown_ns >= EVERY_NS:
             self._shown_ns = now_ns
-            self._stream.write("\r" + self.line(now_ns) + "\x1b[K")
+            self._stream.write("\r" + self.progress_line(now_ns) + "\x1b[K")
             self._stream.flush()
 
-    def line(self, now_ns: int) -> str:
+    def progress_line(self, now_ns: int) -> str:
         """For example ``sharegpt [######........]  120/480  8 under way  12.5 s``."""
         filled = BAR_CHARS * self._ended // max(self._planned, 1)
         bar = "#" * filled + "." * (BAR_CHARS - filled)
@@ -123,33 +123,33 @@ class Driver:
         self._crew: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[None] | None = None
 
-    async def run(self) -> LoadRun:
+    async def send_workload(self) -> LoadRun:
         """Send everything and wait for the last answer."""
-        self._prepare()
+        self._prepare_bodies()
         self._clock = Clock()
         async with Client(self._target, self._clock) as self._client:
             self._crew = asyncio.create_task(self._send_all())
             try:
                 await asyncio.wait([self._crew], timeout=self._limit_s)
-                self.stop(f"time is up: {self._limit_s} s")
+                self.stop_early(f"time is up: {self._limit_s} s")
                 if self._probe is not None:
                     await self._probe  # the last requests may have failed because the server is gone
             finally:
-                await self._end()
+                await self._end_run()
         return self._run
 
-    def _prepare(self) -> None:
+    def _prepare_bodies(self) -> None:
         total_bytes = 0
         for session in self._workload.sessions:
             dialogue = Dialogue(session, self._manner)
-            path, body = dialogue.request(0)
+            path, body = dialogue.request_of(0)
             data = _encode(body)
             total_bytes += len(data)
             if total_bytes > PREPARED_BYTES_MAX:
                 return
             self._prepared[id(session)] = (dialogue, path, data)
 
-    async def _end(self) -> None:
+    async def _end_run(self) -> None:
         for task in (self._crew, self._probe):
             if task is not None and not task.done():
                 task.cancel()
@@ -159,7 +159,7 @@ class Driver:
         if self._crew is not None and not self._crew.cancelled() and (error := self._crew.exception()):
             raise error
 
-    def stop(self, why: str) -> None:
+    def stop_early(self, why: str) -> None:
         """End the run early; the first reason is kept."""
         if self._crew is not None and not self._crew.done():
             self._run.partial = self._run.partial or why
@@ -170,16 +170,16 @@ class Driver:
         async with asyncio.TaskGroup() as group:
             if self._workload.users is None:
                 for session in sessions:
-                    group.create_task(self._hold(session))
+                    group.create_task(self._send_session(session))
             else:
                 for _ in range(self._workload.users):
                     group.create_task(self._one_after_the_other(sessions))
 
     async def _one_after_the_other(self, sessions: Iterator[Session]) -> None:
         for session in sessions:
-            await self._hold(session, self._clock.now_ns())
+            await self._send_session(session, self._clock.now_ns())
 
-    async def _hold(self, session: Session, free_ns: int = 0) -> None:
+    async def _send_session(self, session: Session, free_ns: int = 0) -> None:
         """Send all turns of a session; ``free_ns``: the earliest start (closed loop)."""
         ready = self._prepared.pop(id(session), None)
         dialogue = ready[0] if ready is not None else Dialogue(session, self._manner)
@@ -190,14 +190,14 @@ class Driver:
                 _, path, data = ready
             else:
                 await self._sleep_until(due_ns - LEAD_NS)
-                path, body = dialogue.request(number)
+                path, body = dialogue.request_of(number)
                 data = _encode(body)
             await self._sleep_until(due_ns)
-            record = self._open(session, number, due_ns)
+            record = self._open_record(session, number, due_ns)
             try:
-                dialogue.answered(await self._client.ask(path, data, record))
+                dialogue.add_answer(await self._client.send_request(path, data, record))
             finally:
-                self._close(record)
+                self._close_record(record)
             ready = None  # its bytes were sent
             free_ns = record.end_ns or due_ns
             if not record.ok and session.history is History.CLOSED:
@@ -207,28 +207,28 @@ class Driver:
         while (left_ns := due_ns - self._clock.now_ns()) > 0:
             await asyncio.sleep(left_ns / NS_PER_S)
 
-    def _open(self, session: Session, number: int, due_ns: int) -> RequestRecord:
+    def _open_record(self, session: Session, number: int, due_ns: int) -> RequestRecord:
         labels = self._labels
-        self._progress.sent()
+        self._progress.on_sent()
         return RequestRecord(
             session=session.session_id, turn=number, group=session.group, setting=labels.setting,
             workload=labels.workload, seed=labels.seed, scheduled_ns=due_ns,
         )  # fmt: skip
 
-    def _close(self, record: RequestRecord) -> None:
+    def _close_record(self, record: RequestRecord) -> None:
         self._run.records.append(record)
         if self._writer is not None:
-            self._writer.write(record)
-        self._progress.ended(record, self._clock.now_ns())
+            self._writer.write_record(record)
+        self._progress.on_ended(record, self._clock.now_ns())
         if record.outcome is Outcome.BROKEN and (self._probe is None or self._probe.done()):
             self._probe = asyncio.create_task(self._look_for_server())
 
     async def _look_for_server(self) -> None:
         for _ in range(PROBES):
-            if await self._client.alive():
+            if await self._client.is_alive():
                 return
             await asyncio.sleep(PROBE_GAP_S)
-        self.stop(reason := f"the server at {self._target.base_url} is gone")
+        self.stop_early(reason := f"the server at {self._target.base_url} is gone")
         self._run.partial = self._run.partial or reason
 
 
@@ -238,7 +238,7 @@ def drive(make: Callable[[], Driver]) -> LoadRun:
     async def main() -> LoadRun:
         driver = make()
         with _stopped_by_signals(driver), _seldom_collecting():
-            return await driver.run()
+            return await driver.send_workload()
 
     return asyncio.run(main())
 
@@ -290,7 +290,7 @@ def _stopped_by_signals(driver: Driver) -> Iterator[None]:
             signal.signal(sign, handler)
 
     def on_signal() -> None:
-        driver.stop(INTERRUPTED)
+        driver.stop_early(INTERRUPTED)
         give_back()
 
     for sign in before:

@@ -54,10 +54,10 @@ class Dialogue:
         self._messages: list[dict[str, str]] = []
         self._text = ""
 
-    def request(self, number: int) -> tuple[str, dict[str, Any]]:
+    def request_of(self, number: int) -> tuple[str, dict[str, Any]]:
         """Path and body of turn ``number``; turns are asked for in order, each once."""
         turn, manner = self._session.turns[number], self._manner
-        path, fields = self._asked(turn)
+        path, fields = self._body_of(turn)
         body: dict[str, Any] = {"model": manner.model, **fields, "max_tokens": turn.output_tokens_max}
         body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
         if turn.stop:
@@ -70,7 +70,7 @@ class Dialogue:
             body["cache_salt"] = manner.salt
         return path, body | manner.extra
 
-    def _asked(self, turn: Turn) -> tuple[str, dict[str, Any]]:
+    def _body_of(self, turn: Turn) -> tuple[str, dict[str, Any]]:
         closed = self._session.history is History.CLOSED
         match turn.says:
             case Chat(messages):
@@ -84,7 +84,7 @@ class Dialogue:
                 check(not closed or len(self._session.turns) == 1, "prompts known only by length are given whole")
                 return COMPLETION_PATH, {"prompt": tokens_of(blocks, vocab_size=self._manner.vocab_size).tolist()}
 
-    def answered(self, text: str) -> None:
+    def add_answer(self, text: str) -> None:
         """Remember the answer to the last request."""
         self._messages = [*self._messages, {"role": "assistant", "content": text}]
         self._text += text
@@ -203,13 +203,13 @@ class RecordWriter:
         self._encoder = msgspec.json.Encoder()
         self._waiting = bytearray()
 
-    def write(self, record: RequestRecord) -> None:
+    def write_record(self, record: RequestRecord) -> None:
         """Append one record."""
         self._waiting += self._encoder.encode(record) + b"\n"
         if len(self._waiting) >= FLUSH_BYTES:
-            self.flush()
+            self.flush_records()
 
-    def flush(self) -> None:
+    def flush_records(self) -> None:
         """Pass all records to the operating system, in a readable form."""
         self._file.write(self._deflate.compress(bytes(self._waiting)) + self._deflate.flush(zlib.Z_SYNC_FLUSH))
         self._file.flush()
@@ -217,7 +217,7 @@ class RecordWriter:
 
     def close(self) -> None:
         """Close the file."""
-        self.flush()
+        self.flush_records()
         self._file.write(self._deflate.flush())
         self._file.close()
 

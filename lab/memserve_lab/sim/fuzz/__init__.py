@@ -4,13 +4,15 @@ A seed is a complete bug report: it decides the processes, the requests, and wha
 
 ::
 
-    scenario   what a seed decides              truth        what every request must get
-    world      builds it, runs it               clients      conversations, and the referee of their answers
-    faults     what goes wrong, and heals       checks       what must hold at the end
-    network, data_port                          between the instances
-    literal_device, literal_pages, truth_device inside: KV as numbers, whole and by layer, for others to read
-    layered_scenario, store_scenario            what some scenarios have: KV by layer, a store
-    members, instances, stores                  the nodes, with knobs for what goes wrong
-    literal_disk, store_devices, store_memory   what a store keeps, byte by byte
-    campaign   many seeds
+    scenario, scenario_features   what a seed decides: KV by layer, a store, sequences that instances share
+    world                         builds it, runs it, and has every event checked
+    clients, keyed                conversations, and the checker of their answers; clients that ask again
+    faults                        what goes wrong, and heals
+    network                       between the nodes
+    instances, routers, stores    the nodes, with switches for what goes wrong
+    checks, admission_judge       what must hold at the end, and of admission at every event
+    plants                        safeguards that are taken out, to see that a checker notices
+    campaign                      many seeds
+
+What devices and disks hold is in ``sim/reference``: KV as numbers, byte by byte, and what every request must get.
 """

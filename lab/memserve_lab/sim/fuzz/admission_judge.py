@@ -237,7 +237,7 @@ class AdmissionChecker:
         #: them
         self._recovered: tuple[int, dict[Peer, int]] = 0, {}
 
-    def judge(self, cluster: Cluster, event: object, actions: Sequence[ClusterAction], now_ns: int) -> None:
+    def judge_event(self, cluster: Cluster, event: object, actions: Sequence[ClusterAction], now_ns: int) -> None:
         """``cluster`` has handled ``event`` at ``now_ns``, by its own clock."""
         if cluster is not self._cluster:
             self._cluster, self._config, self._here, self._served = cluster, cluster.config.admission, {}, {}
@@ -246,7 +246,7 @@ class AdmissionChecker:
             self._recovered = now_ns, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
         members, was_closed = self._here, self._was_closed
         self._was_closed = cluster._lifecycle.admission.is_closed
-        asks = self._comes(event, now_ns)
+        asks = self._note_event(event, now_ns)
         before_opening = was_closed and not cluster._lifecycle.admission.is_closed
         at_once = before_opening or asks > 1
         read = {waiter.reader: name for name, waiter in members.items()}
@@ -263,7 +263,7 @@ class AdmissionChecker:
             if name in members and not grant.cause:
                 members[name].waits = members[name].returns = False
         for action in actions:
-            self._ended(action, read, now_ns)
+            self._note_ends(action, read, now_ns)
         admission = cluster._lifecycle.admission
         assert isinstance(admission, AdmissionController)
         live = cluster._lifecycle.requests.by_id | cluster._lifecycle.remote_requests.by_id
@@ -271,7 +271,7 @@ class AdmissionChecker:
             req = live.get(name)
             if req is None:
                 require(not waiter.reader, f"{name} has ended, and its client was not told")
-                self._leaves(name, now_ns)
+                self._note_end(name, now_ns)
                 continue
             attempt = req.attempt
             handed_over = attempt is not None and attempt.first not in attempt.involved
@@ -295,10 +295,10 @@ class AdmissionChecker:
         self._judge_waiting(cluster, now_ns)
         self._judge_turns([waited[name].request for name in let_in])
 
-    def _comes(self, event: object, now_ns: int) -> int:
+    def _note_event(self, event: object, now_ns: int) -> int:
         """Returns how many requests a follower has asked for at once."""
         if isinstance(event, RequestArrived):
-            self._arrives(event.request, now_ns)
+            self._note_arrival(event.request, now_ns)
         elif isinstance(event, MessageArrived) and isinstance(event.message, AdmissionRequests):
             for ask in event.message.asks:
                 self._remote_arrives(remote_name(event.sender, ask.number), ask, now_ns)
@@ -319,7 +319,7 @@ class AdmissionChecker:
             if action.retry_after_s is not None:
                 self.told[action.request_id] = action.retry_after_s
 
-    def _arrives(self, request: Request, now_ns: int) -> None:
+    def _note_arrival(self, request: Request, now_ns: int) -> None:
         """A request, or another connection for one that is there already. An answer that is complete is a request that
         ends with the event that brings it."""
         for waiter in self._here.values():
@@ -327,7 +327,7 @@ class AdmissionChecker:
                 waiter.reader = request.request_id
                 return
         self._here[request.request_id] = Waiter(request, now_ns, request.request_id)
-        self._cost_most = max(self._cost_most, self._cost(request))
+        self._cost_most = max(self._cost_most, self._cost_tokens(request))
 
     def _remote_arrives(self, name: str, ask: AdmissionRequest, now_ns: int) -> None:
         """A follower asks for a request, or asks again."""
@@ -335,7 +335,7 @@ class AdmissionChecker:
             is_new = not (ask.is_admitted or ask.returns)
             request = structs.replace(ask.request, request_id=name, key="")
             self._here[name] = Waiter(request, now_ns, "", waits=is_new, returns=ask.returns and not ask.is_admitted)
-            self._cost_most = max(self._cost_most, self._cost(request))
+            self._cost_most = max(self._cost_most, self._cost_tokens(request))
 
     def _goes_on_unread(self, connection: str) -> None:
         """A connection is closed: a request with a key goes on without, unless it still waits; others end."""
@@ -343,10 +343,10 @@ class AdmissionChecker:
             if waiter.reader == connection and waiter.request.key and not waiter.waits:
                 waiter.reader = ""
 
-    def _ended(self, action: ClusterAction, read: Mapping[str, str], now_ns: int) -> None:
+    def _note_ends(self, action: ClusterAction, read: Mapping[str, str], now_ns: int) -> None:
         """``read``: which request each connection reads. A connection that reads none concerns no request."""
         if isinstance(action, RejectRequest):
-            self._leaves(read.get(action.request_id, ""), now_ns)
+            self._note_end(read.get(action.request_id, ""), now_ns)
         elif isinstance(action, EmitTokens):
             for output in action.outputs:
                 name = read.get(output.request_id, "")
@@ -354,14 +354,14 @@ class AdmissionChecker:
                 if waiter is not None and output.finish_reason is not None:
                     waiter.ended.add(output.index)
                     if len(waiter.ended) == waiter.request.n:
-                        self._leaves(name, now_ns)
+                        self._note_end(name, now_ns)
 
-    def _leaves(self, name: str, now_ns: int) -> None:
+    def _note_end(self, name: str, now_ns: int) -> None:
         waiter = self._here.pop(name, None)
         if waiter is not None and not waiter.waits:
             self._gone += [(now_ns, waiter.request)] * (waiter.left + 1)
 
-    def _kept(self, now_ns: int) -> list[Request]:
+    def _ended_requests(self, now_ns: int) -> list[Request]:
         """Requests that have ended, or now run elsewhere, and may still count."""
         if self._config.evictions_max is None:
             return []
@@ -371,11 +371,11 @@ class AdmissionChecker:
         moved = [waiter.request for waiter in self._here.values() for _ in range(waiter.left)]
         return [request for _, request in self._gone] + moved
 
-    def _room(self, now_ns: int) -> dict[str, Any]:
+    def _room_terms(self, now_ns: int) -> dict[str, Any]:
         """What else counts when looking for room for a request."""
         at_ns, blocks = self._recovered
         counts = self._config.evictions_max is not None and now_ns - at_ns < self._config.kept_ns
-        return {"ended": self._kept(now_ns), "recovered": blocks if counts else {}}
+        return {"ended": self._ended_requests(now_ns), "recovered": blocks if counts else {}}
 
     # -- rejected requests
 
@@ -397,7 +397,7 @@ class AdmissionChecker:
         elif cause == "pressure":
             still = [rank for rank in before.ran if rank in self._here]
             require(not still, f"{name}: {still} run, and would have made room: {action.reason}")
-            fits = fits_surely(cluster, waiter.request, empty=True, **self._room(now_ns))
+            fits = fits_surely(cluster, waiter.request, empty=True, **self._room_terms(now_ns))
             require(not fits, f"{name} fits: {action.reason}")
         else:
             self._judge_crowd(name, action, before)
@@ -444,7 +444,7 @@ class AdmissionChecker:
         assert isinstance(admission, AdmissionController)
         head = admission._queue.head()
         if head is not None:
-            fits = fits_surely(cluster, head.request, **self._room(now_ns))
+            fits = fits_surely(cluster, head.request, **self._room_terms(now_ns))
             require(not fits, f"{head.request_id} waits, and there is room for it")
 
     def _judge_turns(self, let_in: list[Request]) -> None:
@@ -458,7 +458,7 @@ class AdmissionChecker:
         if len(let_in) != 1 or let_in[0].tenant not in waiting:
             self._served = self._served if not let_in else {}
             return
-        tenant, tokens = let_in[0].tenant, self._cost(let_in[0])
+        tenant, tokens = let_in[0].tenant, self._cost_tokens(let_in[0])
         for rival in sorted(waiting - {tenant}):
             self._served[tenant, rival] = self._served.get((tenant, rival), 0) + tokens
             mine_weight, other_weight = weights.get(tenant, 1), weights.get(rival, 1)
@@ -466,5 +466,5 @@ class AdmissionChecker:
             most = self._cost_most / mine_weight + self._cost_most / other_weight
             require(ahead <= most, f"{tenant!r} is {ahead} tokens ahead of {rival!r}, {most} are fair")
 
-    def _cost(self, request: Request) -> int:
+    def _cost_tokens(self, request: Request) -> int:
         return cost_tokens(request, self._config.output_tokens_max)

@@ -77,7 +77,7 @@ def play(
     :func:`draw`."""
     world = World(draw(seed, setting, layerwise, routers), story_lines)
     try:
-        world.run()
+        world.run_scenario()
     except Exception as error:
         error.add_note("\n".join([*world.story, str(world.scenario)]))
         raise
@@ -102,12 +102,12 @@ def judge(
     with planted(plant):
         world = World(draw(seed, setting, layerwise, routers), story_lines, log)
         try:
-            world.run()
+            world.run_scenario()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             place = _place_of(error)
     story = (*world.story, str(world.scenario)) if failure or keep_story else ()
-    happened = world.happened + world.achievements()
+    happened = world.happened + world.count_achievements()
     spent_s = time.perf_counter() - started
     requests, steps = len(world.referee.asks), world.clock.steps
     return Verdict(seed, str(setting), requests, steps, spent_s, happened, failure, place, story)

@@ -116,7 +116,7 @@ def check_contents(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) 
     for identity, truth in _truths(store, pool, referee):
         entry = store.tier.find(identity, counts=False)
         if entry is not None:
-            stored = store.memory.read(entry.offset, entry.length)
+            stored = store.memory.read_extent(entry.offset, entry.length)
             store.machine.values.tier.release(entry.offset)
             require(stored == truth or not entry.verified, f"{identity.hex()[:8]} in memory is something else")
             require(entry.seal == seal_of(truth), f"{identity.hex()[:8]} in memory was sealed as something else")

@@ -100,7 +100,7 @@ class Ask:
     ended_ns: int | None = None
     _expected: dict[int, list[int]] = field(default_factory=dict)
 
-    def expected(self, index: int, limit: int) -> list[int]:
+    def expected_tokens(self, index: int, limit: int) -> list[int]:
         """What sequence ``index`` would get from an instance of its own without stop tokens."""
         if index not in self._expected:
             request = self.request
@@ -135,7 +135,7 @@ class OutputChecker:
         """Something has gone wrong in the world: errors and rejections are allowed."""
         self.tokens_judged = 0
 
-    def ask(self, conversation: Conversation, now_ns: int) -> Request:
+    def new_request(self, conversation: Conversation, now_ns: int) -> Request:
         """The next turn's request."""
         turn = conversation.turns[conversation.done]
         conversation.context += turn.new_tokens
@@ -147,7 +147,7 @@ class OutputChecker:
                 seed=turn.seed,
                 logprobs=turn.logprobs,
                 prompt_logprobs=turn.prompt_logprobs,
-                grammar=self._grammar(turn),
+                grammar=self._draw_grammar(turn),
             ),
             StopParams(turn.max_tokens, turn.min_tokens, turn.stops),
             n=turn.n,
@@ -162,14 +162,14 @@ class OutputChecker:
         self.asks[request.request_id] = Ask(request, turn, arrived_ns=now_ns)
         return request
 
-    def _grammar(self, turn: Turn) -> str:
+    def _draw_grammar(self, turn: Turn) -> str:
         """One that admits everything; its masks may be late."""
         has_one = self._grammars is not None and self._grammars.random() < 0.4 and not turn.beam_width
         return f"g{turn.seed % 3}" if has_one else ""
 
     # -- outputs
 
-    def emitted(self, output: TokenOutput, now_ns: int) -> Ask:
+    def check_output(self, output: TokenOutput, now_ns: int) -> Ask:
         """One output has reached the client."""
         ask = self.asks[output.request_id]
         require(not ask.lost, f"{output.request_id}: an output of a router that is dead")
@@ -207,13 +207,13 @@ class OutputChecker:
         ran_before = dict(output.story).get("attempts", 1) != 1 or request.request_id in self.dispatched_twice
         if request.beam_width or ran_before or request.key:
             return  # it may reuse its own KV
-        shared_tokens = max((self._shared(ask, earlier) for earlier in self.asks.values()), default=0)
+        shared_tokens = max((self._shared_tokens(ask, earlier) for earlier in self.asks.values()), default=0)
         require(
             cached <= shared_tokens,
             f"{key}: {cached} cached tokens, its tenant has said {shared_tokens} of them before",
         )
 
-    def _shared(self, ask: Ask, earlier: Ask) -> int:
+    def _shared_tokens(self, ask: Ask, earlier: Ask) -> int:
         """How many of the prompt's tokens another request of the same isolation begins with: its prompt and its answer,
         including tokens that were computed but have not reached the client."""
         request = earlier.request
@@ -222,13 +222,13 @@ class OutputChecker:
         prompt, other_prompt, best = ask.request.prompt.tolist(), request.prompt.tolist(), 0
         if request.beam_width and prompt[: len(other_prompt)] == other_prompt:
             return len(prompt)  # the tokens that beams have tried are not known
-        for answer in [[], *(earlier.expected(index, self._limit(request)) for index in range(request.n))]:
+        for answer in [[], *(earlier.expected_tokens(index, self._token_limit(request)) for index in range(request.n))]:
             text_tokens = other_prompt + answer
             same = next((i for i, (a, b) in enumerate(zip(prompt, text_tokens, strict=False)) if a != b), None)
             best = max(best, min(len(prompt), len(text_tokens)) if same is None else same)
         return best
 
-    def rejected(self, request_id: str, reason: str, now_ns: int, *, by_gate: bool = False) -> Ask:
+    def check_rejection(self, request_id: str, reason: str, now_ns: int, *, by_gate: bool = False) -> Ask:
         """The request was rejected; ``by_gate``: for a reason that the gate's judge has accepted."""
         ask = self.asks[request_id]
         require(ask.rejected is None, f"{request_id}: rejected twice")
@@ -237,12 +237,12 @@ class OutputChecker:
         ask.rejected, ask.ended_ns = reason, now_ns
         return ask
 
-    def _limit(self, request: Request) -> int:
+    def _token_limit(self, request: Request) -> int:
         return min(request.stop.max_tokens, self.context_tokens - len(request.prompt))
 
     def _judge_tokens(self, ask: Ask, output: TokenOutput, key: str, tokens_got: list[int]) -> None:
         request, reason = ask.request, output.finish_reason
-        expected = ask.expected(output.index, self._limit(request))
+        expected = ask.expected_tokens(output.index, self._token_limit(request))
         require(tokens_got == expected[: len(tokens_got)], f"{key}: {tokens_got} instead of {expected}")
         stop = request.stop
         ends = [i for i, token in enumerate(tokens_got, 1) if token in stop.stop_token_ids and i >= stop.min_tokens]
@@ -250,7 +250,8 @@ class OutputChecker:
             require(ends == [len(tokens_got)], f"{key}: went on behind a stop token: {tokens_got}")
             require(reason in (FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE), f"{key}: {reason}")
         require(
-            len(tokens_got) <= self._limit(request), f"{key}: {len(tokens_got)} tokens, {self._limit(request)} at most"
+            len(tokens_got) <= self._token_limit(request),
+            f"{key}: {len(tokens_got)} tokens, {self._token_limit(request)} at most",
         )
         if reason is FinishReason.STOP:
             require(ends or output.index in ask.stopped | ask.stopped_before, f"{key}: STOP without a reason")
@@ -261,7 +262,7 @@ class OutputChecker:
             fits = len(tokens_got) in limits or (self.excused and min(limits) < len(tokens_got) < max(limits))
             require(fits, f"{key}: LENGTH after {len(tokens_got)} tokens, not {limits}")
         if reason is None:
-            require(len(tokens_got) < self._limit(request), f"{key}: full length, but not finished")
+            require(len(tokens_got) < self._token_limit(request), f"{key}: full length, but not finished")
 
     def _judge_beam(self, ask: Ask, output: TokenOutput, key: str) -> None:
         require(output.finish_reason is not None, f"{key}: beams are delivered when they are finished")

@@ -77,12 +77,12 @@ class FuzzedMember(MemberNode):
         """A random time."""
         return self.random.randint(*bounds_ns) * slowness
 
-    def send(self, to: Peer, message: AnyMessage) -> None:
+    def send_message(self, to: Peer, message: AnyMessage) -> None:
         if isinstance(message, Ready):
-            self._promise(message)
-        super().send(to, message)
+            self._remember_promise(message)
+        super().send_message(to, message)
 
-    def _promise(self, ready: Ready) -> None:
+    def _remember_promise(self, ready: Ready) -> None:
         """Remember what was said of pages: as long as the offer is open, they have these checksums."""
         export = self.open_offers().get(ready.transfer_id)
         if export is None:  # it has ended since
@@ -150,11 +150,11 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
         """No fault is on."""
         return not self.corrupting and self.pull_slowness == self.step_slowness == 1 and not self.copy_ns
 
-    def boot(self) -> None:
+    def boot_process(self) -> None:
         self.held = dict[str, tuple[list[int], list[int]]]()
         self.skew_ns = self.random.choice([0, self.random.randrange(1 << 60)])
         self.forget_promises()
-        super().boot()
+        super().boot_process()
         masks = Random(f"{self.host.scenario.seed}/{self.peer}/masks")
         self.memory.mask_is_late = lambda opened: masks.random() < LATE_SHARE
 
@@ -162,24 +162,24 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
         """A new process after the wall clock, from which generations come, was set back."""
         self.peer = Peer(self.peer.name, max(0, self.peer.generation - by))
         self.set_back = True
-        self.boot()
+        self.boot_process()
 
-    def refused(self, reason: str) -> None:
+    def on_refused(self, reason: str) -> None:
         """Its supervisor soon restarts it."""
         if not self.set_back:
-            super().refused(reason)
-        self.kill()
-        self.host.clock.after(2 * self.host.member_config.beat_ns, self._boot_unless_alive)
+            super().on_refused(reason)
+        self.kill_process()
+        self.host.clock.call_after(2 * self.host.member_config.beat_ns, self._boot_unless_alive)
 
-    def left(self) -> None:
+    def on_left(self) -> None:
         """A new process of the same name follows soon."""
-        self.host.clock.after(2 * self.host.member_config.beat_ns, self._boot_unless_alive)
+        self.host.clock.call_after(2 * self.host.member_config.beat_ns, self._boot_unless_alive)
 
     def _boot_unless_alive(self) -> None:
         if not self.alive:
-            self.boot()
+            self.boot_process()
 
-    def post(self, event: object) -> None:
+    def post_event(self, event: object) -> None:
         """As any node; after a pause, builds and masks have taken too long."""
         state, now = self.machine.state, self.now
         deadline_ns = state.grammars.next_deadline_ns
@@ -188,16 +188,16 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
                 self._too_slow(group)
         for sequence in state.late_masks.overdue_sequences(now):
             self._too_slow(sequence.group)
-        super().post(event)
+        super().post_event(event)
 
     def _too_slow(self, group: Group) -> None:
         for index in group.sequences:
             self.host.row_fails(self, group.request.request_id, index)
 
-    def segment(self, order: HoldSegment | DropSegment) -> None:
+    def change_segment(self, order: HoldSegment | DropSegment) -> None:
         """Remember what the segment holds, to see whether that stays so."""
         if isinstance(order, HoldSegment):
-            self.held[order.name] = order.blocks, self.memory.cells(order.blocks, order.tokens)
+            self.held[order.name] = order.blocks, self.memory.segment_cells(order.blocks, order.tokens)
         else:
             del self.held[order.name]
 
@@ -211,7 +211,7 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
         link = self.machine.link
         return link.exchange._sender.open if link is not None else {}
 
-    def achievements(self) -> Counter[str]:
+    def count_achievements(self) -> Counter[str]:
         """Counts of what its present process has done."""
         counts, link, layers = Counter[str](), self.machine.link, self.machine.state.memory.layers
         if link is not None:
@@ -244,7 +244,7 @@ def cells_of(instances: Iterable[FuzzedInstance], segment: Segment, name: str) -
         return None
     blocks, cells = node.held[name]
     require(len(cells) == segment.tokens, f"{node.peer.name} holds {len(cells)} tokens of {name}, not {segment.tokens}")
-    require(node.memory.cells(blocks, len(cells)) == cells, f"{node.peer.name}: the part of {name} is stale")
+    require(node.memory.segment_cells(blocks, len(cells)) == cells, f"{node.peer.name}: the part of {name} is stale")
     node.host.happened["shared: queries"] += 1
     return cells
 
@@ -264,7 +264,7 @@ class FuzzedDevice:
         """A random time, which begins now."""
         node = self._node
         if plan.step_id not in self._void:
-            self.memory.begin(plan)
+            self.memory.begin_plan(plan)
         hangs_ns, node.next_step_hangs_ns = node.next_step_hangs_ns, 0
         copies_ns = self._copied_blocks(plan) * node.copy_ns if node.copy_ns else 0
         spent_ns = node.span_ns(node.host.scenario.step_ns, node.step_slowness) + hangs_ns + copies_ns
@@ -284,25 +284,25 @@ class FuzzedDevice:
         self.memory.finish_layer(plan, layer)
         return True
 
-    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
+    def run_plan(self, plan: StepPlan) -> StepFinished | StepFailed:
         """The end of the plan's time. Plans that were under way when one failed may do anything."""
         node = self._node
         if plan.step_id in self._void:
             return self.memory.run_void(plan)
         if not node.fails_next_step:
-            event = self.memory.run(plan)
+            event = self.memory.run_plan(plan)
             if self._behind_ns:
                 self.memory.behind |= self.memory.written
-                node.later(self._behind_ns, self.memory.behind.clear)
-            return self._spoil(plan, event)
+                node.call_later(self._behind_ns, self.memory.behind.clear)
+            return self._spoil_row(plan, event)
         node.fails_next_step = False
         node.has_failed = True
         self._void |= {later.step_id for later in node.plans}
-        node.host.say(f"{node.peer.name}: step {plan.step_id} fails")
+        node.host.log_line(f"{node.peer.name}: step {plan.step_id} fails")
         self.memory.abandon_layers(plan)
-        return self.memory.fail(plan, node.random.randrange(100))
+        return self.memory.fail_plan(plan, node.random.randrange(100))
 
-    def _spoil(self, plan: StepPlan, event: StepFinished | StepFailed) -> StepFinished | StepFailed:
+    def _spoil_row(self, plan: StepPlan, event: StepFinished | StepFailed) -> StepFinished | StepFailed:
         """Let one row of the plan fail, if a fault asks for it."""
         node = self._node
         if not node.rows_to_fail or not plan.slots or isinstance(event, StepFailed):
@@ -325,31 +325,31 @@ class FaultyPort:
     def __init__(self, node: FuzzedMember) -> None:
         self._node = node
 
-    def seal(self, job: SealPages) -> None:
+    def seal_pages(self, job: SealPages) -> None:
         """The pages are read at the end of a random time."""
         node = self._node
-        node.later(node.span_ns(node.host.scenario.pull_ns) // 4, self._seal, job)
+        node.call_later(node.span_ns(node.host.scenario.pull_ns) // 4, self._seal_now, job)
 
-    def _seal(self, job: SealPages) -> None:
-        self._node.post(self._node.memory.seal(job))
+    def _seal_now(self, job: SealPages) -> None:
+        self._node.post_event(self._node.memory.seal_pages(job))
 
-    def cancel(self, job: CancelPulls) -> None:
+    def cancel_pulls(self, job: CancelPulls) -> None:
         """Pulls that have begun may go on."""
 
-    def pull(self, job: PullPages) -> None:
+    def pull_pages(self, job: PullPages) -> None:
         """The answer comes after the last block."""
         node = self._node
         owner = node.owner_of(job)
         if not isinstance(owner, FuzzedMember):
-            node.later(TICK_MIN_NS, node.post, PagesPulled(job.job_id, "no such peer"))
+            node.call_later(TICK_MIN_NS, node.post_event, PagesPulled(job.job_id, "no such peer"))
             return
         pull = _Pull(node, job, owner)
         offset = 0
         for place in range(len(job.src_blocks)):
             offset = min(max(offset, node.span_ns(node.host.scenario.pull_ns, node.pull_slowness)), PULL_MAX_NS)
-            node.later(offset, partial(pull.read, place))
-        node.host.say(f"{node.peer.name} pulls for {offset / 1e6:.3f} ms: ", job)
-        node.later(offset + 1, pull.end)
+            node.call_later(offset, partial(pull.read_block, place))
+        node.host.log_line(f"{node.peer.name} pulls for {offset / 1e6:.3f} ms: ", job)
+        node.call_later(offset + 1, pull.end_pull)
 
 
 class _Pull:
@@ -360,7 +360,7 @@ class _Pull:
         self.memory, self.life = owner.memory, owner.life
         self.errors: list[str] = []
 
-    def read(self, place: int) -> None:
+    def read_block(self, place: int) -> None:
         """One block."""
         node, owner, world = self.node, self.owner, self.node.host
         if world.links_cut and world.network.is_cut(owner.peer.name, node.peer.name):
@@ -370,15 +370,15 @@ class _Pull:
             self.errors.append("the peer is gone")
             return
         corrupt = node.corrupting > 0 and node.random.random() < 0.5
-        if not node.memory.pull(self.job, place, self.memory, corrupt=corrupt):
+        if not node.memory.pull_block(self.job, place, self.memory, corrupt=corrupt):
             self.errors.append("checksum")
             if not corrupt and owner.life == self.life:
                 owner.check_promise(self.job, place)
 
-    def end(self) -> None:
+    def end_pull(self) -> None:
         """All blocks were read, or some could not be."""
         job, errors = self.job, self.errors
         pulled_bytes = len(job.src_blocks) * self.node.host.geometry.page_bytes * (job.end_layer - job.first_layer)
         mismatches = errors.count("checksum")
         error = errors[0] if errors else ""
-        self.node.post(PagesPulled(job.job_id, error, pulled_bytes, "shm", mismatches=mismatches))
+        self.node.post_event(PagesPulled(job.job_id, error, pulled_bytes, "shm", mismatches=mismatches))

@@ -27,7 +27,7 @@ from memserve_lab.sim.reference.oracle import require
 class Balancer(Protocol):
     """Leads clients to a router."""
 
-    def submit(self, event: object) -> None:
+    def submit_event(self, event: object) -> None:
         """A client does something."""
 
 
@@ -46,7 +46,7 @@ class Host(Protocol):
     def routers(self) -> Balancer:
         """All routers."""
 
-    def say(self, line: str, detail: object = "") -> None:
+    def log_line(self, line: str, detail: object = "") -> None:
         """One line of the story."""
 
     def next_turn(self, ask: Ask) -> None:
@@ -74,10 +74,9 @@ class KeyedClients:
         """Whether clients that ask for the first time do it with keys."""
         self.returns = 0
         """Times that a client has come again."""
-        self.overtaken = 0
         """Times that its last connection lost the answer to an earlier one at another router."""
 
-    def named(self, request: Request) -> Request:
+    def name_request(self, request: Request) -> Request:
         """The request of a client that asks for the first time, with a key."""
         if not self.are_more:
             return request
@@ -86,28 +85,30 @@ class KeyedClients:
         client = self._clients[request.request_id] = _Client(ask, request.request_id)
         for _ in range(self._random.choice([0, 1, 1, 2])):
             after_ns = self._random.choice([self._random.randint(0, 30), self._random.randint(0, 300)]) * MS
-            behaviour = self._random.choice([self._loses, self._loses, self._doubles, self._goes_for_good])
-            self._host.clock.after(after_ns, behaviour, client)
+            behaviour = self._random.choice(
+                [self._lose_connection, self._lose_connection, self._ask_twice, self._goes_for_good]
+            )
+            self._host.clock.call_after(after_ns, behaviour, client)
         return ask.request
 
-    def connection(self, request_id: str) -> str:
+    def connection_of(self, request_id: str) -> str:
         """The name by which the router knows a request now."""
         client = self._clients.get(request_id)
         return client.connection if client is not None else request_id
 
     # -- what clients do
 
-    def _loses(self, client: _Client) -> None:
+    def _lose_connection(self, client: _Client) -> None:
         """Its connection breaks; the server notices it or not."""
         if client.ask.over or not client.connection:
             return
-        self._host.say(f"client of {client.connection} loses its connection")
+        self._host.log_line(f"client of {client.connection} loses its connection")
         closed, client.connection = client.connection, ""
         if self._random.random() < 0.6:
-            self._host.routers.submit(RequestCancelled(closed))
+            self._host.routers.submit_event(RequestCancelled(closed))
         self._comes_again_later(client)
 
-    def _doubles(self, client: _Client) -> None:
+    def _ask_twice(self, client: _Client) -> None:
         """It asks again although its connection is fine."""
         if not client.ask.over and client.connection:
             self._comes_again(client)
@@ -115,15 +116,15 @@ class KeyedClients:
     def _goes_for_good(self, client: _Client) -> None:
         if client.ask.over or not client.connection or self._random.random() < 0.7:
             return
-        self._host.say(f"client of {client.connection} goes, and never comes again")
+        self._host.log_line(f"client of {client.connection} goes, and never comes again")
         closed, client.connection, client.ask.lost = client.connection, "", True
-        self._host.routers.submit(RequestCancelled(closed))
+        self._host.routers.submit_event(RequestCancelled(closed))
         self._host.next_turn(client.ask)
 
     def _comes_again_later(self, client: _Client) -> None:
-        self._host.clock.after(self._random.choice([0, 5, 50, 400, 1800]) * MS, self._returns, client)
+        self._host.clock.call_after(self._random.choice([0, 5, 50, 400, 1800]) * MS, self._ask_again, client)
 
-    def _returns(self, client: _Client) -> None:
+    def _ask_again(self, client: _Client) -> None:
         if not client.ask.over and not client.connection:
             self._comes_again(client)
 
@@ -133,12 +134,12 @@ class KeyedClients:
         client.connection = f"{ask.request.request_id}~{client.connections}"
         client.connections += 1
         ask.starts_over()
-        self._host.say(f"client asks again, as {client.connection}")
-        self._host.routers.submit(RequestArrived(structs.replace(ask.request, request_id=client.connection)))
+        self._host.log_line(f"client asks again, as {client.connection}")
+        self._host.routers.submit_event(RequestArrived(structs.replace(ask.request, request_id=client.connection)))
 
     # -- what the router says
 
-    def received(self, output: TokenOutput) -> TokenOutput | None:
+    def on_received(self, output: TokenOutput) -> TokenOutput | None:
         """What the router gives to a connection, under the client's own name for its request; ``None``: the client has
         closed it."""
         client = self._clients.get(client_of(output.request_id))
@@ -156,7 +157,6 @@ class KeyedClients:
         if connection == client.connection:
             if reason == TAKEN_OVER and self._host.scenario.followers:
                 # asked for before, at another router, and heard of later by the instance: the client tries again
-                self.overtaken += 1
                 client.connection = ""
                 self._comes_again_later(client)
                 return None
@@ -174,7 +174,7 @@ class KeyedClients:
             self._comes_again_later(client)
         return True
 
-    def achievements(self) -> Counter[str]:
+    def count_achievements(self) -> Counter[str]:
         """How often clients have come again."""
         return Counter({"keyed: returns": self.returns} if self.returns else {})
 

@@ -50,30 +50,30 @@ class FaultyNetwork(Network):
         shares = max(self.loss, self.repeats, self.overtakes, self.garbles)
         return shares < 1e-9 and not self.extra_ns and not any(self.cut.values())
 
-    def send(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+    def send_message(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         self.sent += 1
         way = (sender.name, to.name)
         modes = self.cut.get(way)
         if (modes and modes[-1] == "lose") or self.random.random() < self.loss:
-            self._lose(sender, to, message)
+            self._lose_message(sender, to, message)
         elif self.garbles and self.random.random() < self.garbles:
-            self._garble(sender, to, message)
+            self._garble_message(sender, to, message)
         elif modes or self._held.get(way):
             self._held.setdefault(way, deque()).append((sender, to, message))
         else:
-            self.travel(sender, to, message)
+            self.carry_message(sender, to, message)
             if self.random.random() < self.repeats:
-                self.travel(sender, to, message)
+                self.carry_message(sender, to, message)
                 if isinstance(message, Dispatch):
                     self.dispatched_twice.add(message.request.request_id.partition("#")[0])
 
-    def _lose(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+    def _lose_message(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         self.lost += 1
         self.log(f"      lost: {sender.name} -> {to.name} {type(message).__name__}")
 
-    def _garble(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+    def _garble_message(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         """It is dropped; half of the time the connection breaks, and messages under way are lost."""
-        self._lose(sender, to, message)
+        self._lose_message(sender, to, message)
         if self.random.random() < 0.5:
             way = (sender.name, to.name)
             self._connection[way] = self._connection.get(way, 0) + 1
@@ -82,36 +82,36 @@ class FaultyNetwork(Network):
         extra_ns = self.random.randint(0, self.extra_ns) if self.extra_ns else 0
         return self.random.randint(*self.bounds_ns) + extra_ns
 
-    def travel(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+    def carry_message(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         ends = (sender, to)
         arrival_ns = self.clock.now + self.span_ns(sender, to, message)
         if not self.overtakes or self.random.random() >= self.overtakes:
             arrival_ns = max(arrival_ns, self._last_arrival.get(ends, 0))
         self._last_arrival[ends] = max(arrival_ns, self._last_arrival.get(ends, 0))
         connection = self._connection.get((sender.name, to.name), 0)
-        self.clock.at(arrival_ns, self._come, sender, to, message, connection)
+        self.clock.call_at(arrival_ns, self._reach_receiver, sender, to, message, connection)
 
-    def _come(self, sender: Peer, to: Peer, message: AnyMessage, connection: int) -> None:
+    def _reach_receiver(self, sender: Peer, to: Peer, message: AnyMessage, connection: int) -> None:
         """At the receiver."""
         if connection == self._connection.get((sender.name, to.name), 0):
-            self.arrive(sender, to, message)
+            self.deliver_message(sender, to, message)
         else:
-            self._lose(sender, to, message)
+            self._lose_message(sender, to, message)
 
-    def part(self, first: str, second: str, mode: str, both_ways: bool) -> list[Way]:
-        """Cut the way from ``one`` to ``other`` (and back); returns the ways for :meth:`heal`."""
+    def cut_ways(self, first: str, second: str, mode: str, both_ways: bool) -> list[Way]:
+        """Cut the way from ``first`` to ``second`` (and back); returns the ways for :meth:`heal_ways`."""
         ways = [(first, second), (second, first)] if both_ways else [(first, second)]
         for way in ways:
             self.cut.setdefault(way, []).append(mode)
         return ways
 
-    def heal(self, ways: list[Way], mode: str) -> None:
-        """Undo one :meth:`part`; what was held starts to travel."""
+    def heal_ways(self, ways: list[Way], mode: str) -> None:
+        """Undo one :meth:`cut_ways`; what was held starts to travel."""
         for way in ways:
             self.cut[way].remove(mode)
             if not self.cut[way]:
                 for sender, to, message in self._held.pop(way, ()):
-                    self.travel(sender, to, message)
+                    self.carry_message(sender, to, message)
 
     def is_cut(self, first: str, second: str) -> bool:
         """Whether data cannot flow from ``one`` to ``other``."""

@@ -359,7 +359,7 @@ def _first_through(self: Workers, through_ns: list[int]) -> int:
 
 def _worker_late() -> list[Swap]:
     """A plan's end is told when the first worker of the instance is through with it."""
-    return [(Workers, "_meet", _first_through)]
+    return [(Workers, "_meet_at", _first_through)]
 
 
 def _for_ever(self: RemoteAdmission, now_ns: int) -> bool:

@@ -53,7 +53,7 @@ class Promises:
         self._needs: dict[int, tuple[ClusterAction, Sequence[AnyRecord]]] = {}
         self._unsafe: dict[int, Sequence[AnyRecord]] = {}
 
-    def expected(self, actions: Sequence[ClusterAction]) -> None:
+    def expect_actions(self, actions: Sequence[ClusterAction]) -> None:
         """A machine asks for these actions, in order: those behind a ``Remember`` depend on it, but for what promises
         nothing of the cluster."""
         needed: Sequence[AnyRecord] | None = None
@@ -69,23 +69,23 @@ class Promises:
         if needed and id(needed) in self._unsafe and not is_broken:
             raise Violation(f"{action!r} leaves before this is durable: {needed!r}"[:500])
 
-    def died(self) -> None:
+    def drop_unsent(self) -> None:
         """Actions that had not left never will."""
         self._needs.clear()
         self._unsafe.clear()
 
-    def written(self, records: Sequence[AnyRecord]) -> None:
+    def note_written(self, records: Sequence[AnyRecord]) -> None:
         """``records`` were written, and may still be lost."""
         self._pending.append(records)
 
-    def synced(self) -> None:
+    def note_synced(self) -> None:
         """Records written so far must not be lost any more."""
         for records in self._pending:
             self._kept.apply(records)
             self._unsafe.pop(id(records), None)
         self._pending.clear()
 
-    def check(self, recovered: MetadataState) -> None:
+    def check_recovered(self, recovered: MetadataState) -> None:
         """Raise :class:`Violation` unless ``found`` keeps the promise. Further records may still be lost: they were
         read, but not synced."""
         records = list(recovered.checkpoint_records())
@@ -114,58 +114,59 @@ class FuzzedRouter(RouterNode):
         self._gate = DurabilityGate()
         self._store: Store | None = None
         if world.scenario.remembers:
-            self._open()
+            self._open_store()
         self._call_store()
 
-    def restart(self) -> None:
+    def restart_router(self) -> None:
         """It dies and restarts from its disk; its clients are gone, the instances remain. If a
         cluster has two routers, the other may take over, at its own address."""
-        super().restart()
+        super().restart_router()
         if len(self.host.router_addresses) > 1:
             self.address = self.host.random.choice(self.host.router_addresses)
         self._gate = DurabilityGate()
-        self.promises.died()
+        self.promises.drop_unsent()
         if self._store is not None:
-            self._open()
+            self._open_store()
         self._call_store()
 
     def _call_store(self) -> None:
         """Its operator has named a store that looks for no router itself."""
         store = self.host.scenario.store
         if store is not None and store.is_called:
-            self.post(StoreNamed(self.address))
+            self.post_event(StoreNamed(self.address))
 
     def lose_power(self, arrived: float, hole: tuple[float, float]) -> None:
-        """Only a part of the unsynced bytes survives, given as shares of their length. Call :meth:`restart` next."""
+        """Only a part of the unsynced bytes survives, given as shares of their length; :meth:`restart_router` comes
+        next."""
         unsafe_bytes = self.medium.unsafe_bytes
         arrived_bytes = int(arrived * unsafe_bytes)
         start = int(hole[0] * arrived_bytes)
         self.medium.lose_power(arrived_bytes, [(start, start + int(hole[1] * arrived_bytes))])
 
-    def _open(self) -> None:
+    def _open_store(self) -> None:
         """Recover from the disk. The wall clock makes generations grow, even if nothing was kept."""
         try:
             self._store = Store(self.medium, checkpoint_bytes_min=CHECKPOINT_BYTES_MIN)
         except MediumFailed:  # a torn write must be replaced, but there is no room: an operator has to make some
             self.medium.room_bytes = None
             self._store = Store(self.medium, checkpoint_bytes_min=CHECKPOINT_BYTES_MIN)
-        self.promises.check(self._store.state)
+        self.promises.check_recovered(self._store.state)
         if self._store.checkpoints:  # the last write was torn: the rest was rewritten
-            self.promises.synced()
+            self.promises.note_synced()
         recovered = self._store.state.recovered_state(-self.skew_ns)
         last = recovered.router.generation if recovered.router is not None else 0
         self.peer = Peer(ROUTER, max(last, self.peer.generation) + 1)
-        self.post(StateRecovered(recovered, self.peer, self.address, -self.skew_ns))
+        self.post_event(StateRecovered(recovered, self.peer, self.address, -self.skew_ns))
 
     # -- actions, in the order that the gate finds safe
 
-    def perform(self, actions: Sequence[ClusterAction]) -> None:
-        self.promises.expected(actions)
+    def perform_actions(self, actions: Sequence[ClusterAction]) -> None:
+        self.promises.expect_actions(actions)
         for action in self._gate.admit_actions(actions):
             if isinstance(action, Write):
-                self._write(action.records)
+                self._write_records(action.records)
                 if action.number is not None:
-                    self.later(self.disk_ns, self._sync, action.number)
+                    self.call_later(self.disk_ns, self._sync_records, action.number)
             else:
                 self.perform_one(action)
 
@@ -173,40 +174,40 @@ class FuzzedRouter(RouterNode):
         self.promises.check_leaves(action, is_broken=self._store is None or self._store.is_broken)
         super().perform_one(action)
 
-    def _write(self, records: Sequence[AnyRecord]) -> None:
+    def _write_records(self, records: Sequence[AnyRecord]) -> None:
         store = self._store
         if store is None:
             return
-        self.promises.written(records)
+        self.promises.note_written(records)
         was_broken, checkpoints = store.is_broken, store.checkpoints
         try:
             store.write_records(records)
         except MediumFailed as error:
             if not was_broken:
-                self.host.say(f"the router's disk: {error}")
-                self.later(REPAIR_NS, self._repair)
+                self.host.log_line(f"the router's disk: {error}")
+                self.call_later(REPAIR_NS, self._repair_store)
         if store.checkpoints > checkpoints:
-            self.promises.synced()
+            self.promises.note_synced()
 
-    def _sync(self, number: int) -> None:
+    def _sync_records(self, number: int) -> None:
         """Release the actions that waited: their records are durable now, or can't be, and the cluster goes on."""
         store = self._store
         if store is not None and not store.is_broken:
             store.sync()
-            self.promises.synced()
+            self.promises.note_synced()
         for action in self._gate.release_actions(number):
             self.perform_one(action)
         self._gate.check_invariants()
 
-    def _repair(self) -> None:
+    def _repair_store(self) -> None:
         """Nothing is written behind a hole: only a whole checkpoint repairs it."""
         if self._store is None or not self._store.is_broken:
             return
         try:
             self._store.write_checkpoint()
-            self.promises.synced()
+            self.promises.note_synced()
         except MediumFailed:
-            self.later(REPAIR_NS, self._repair)
+            self.call_later(REPAIR_NS, self._repair_store)
 
 
 ANSWER_NS = 1500 * MS
@@ -233,7 +234,7 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
 
 def new_follower(scenario: Scenario, node: FollowerNode, owners: tuple[str, ...], member: MemberConfig) -> Follower:
     """The production machine of a follower."""
-    return Follower(node.info(), owners, cluster_config(scenario), member)
+    return Follower(node.peer_info(), owners, cluster_config(scenario), member)
 
 
 class Host(FuzzHost, FollowedHost, Protocol):
@@ -265,7 +266,7 @@ class Routers:
         for node in self.followers:
             host.network.nodes[node.peer.name] = node
 
-    def at(self, connection: str) -> FuzzedRouter | FollowerNode:
+    def router_of(self, connection: str) -> FuzzedRouter | FollowerNode:
         """The router of a connection."""
         return self._at.get(connection, self._host.router)
 
@@ -277,21 +278,21 @@ class Routers:
                 *(node for node in self.followers if node.alive),
             ]
             self._at[connection] = self._random.choice(able)
-        return self.at(connection)
+        return self.router_of(connection)
 
-    def submit(self, event: object) -> None:
+    def submit_event(self, event: object) -> None:
         """A client, or an operator at the owner, does something."""
         match event:
             case RequestArrived(request):
-                self.next_for(request.request_id).submit(event)
+                self.next_for(request.request_id).submit_event(event)
             case RequestCancelled(name) | SequenceStopped(name, _):
-                self.at(name).submit(event)
+                self.router_of(name).submit_event(event)
             case _:
-                self._host.router.submit(event)
+                self._host.router.submit_event(event)
 
     def owner_dies(self) -> None:
         """It restarts at once; its clients get an error from the network, and ask again or something else later."""
-        self._host.router.restart()
+        self._host.router.restart_router()
         self._break_off(self._host.router)
 
     def follower_dies(self, number: int) -> FollowerNode | None:
@@ -299,14 +300,14 @@ class Routers:
         node = self.followers[number % len(self.followers)] if self.followers else None
         if node is None or not node.alive:
             return None
-        node.kill()
+        node.kill_process()
         self._break_off(node)
         return node
 
     def _break_off(self, node: FuzzedRouter | FollowerNode) -> None:
         for ask in list(self._host.referee.asks.values()):
-            connection = self._host.keyed.connection(ask.request.request_id)
-            if ask.over or self.at(connection) is not node or self._host.keyed.router_died(ask):
+            connection = self._host.keyed.connection_of(ask.request.request_id)
+            if ask.over or self.router_of(connection) is not node or self._host.keyed.router_died(ask):
                 continue
             ask.lost = True
             self._host.next_turn(ask)
@@ -319,7 +320,7 @@ class Routers:
                 return len(req.past) + 1
         return 0
 
-    def achievements(self) -> Counter[str]:
+    def count_achievements(self) -> Counter[str]:
         """What the followers have gone through."""
         counts = Counter[str]()
         for node in self.followers:

@@ -90,7 +90,7 @@ class Setting:
         """One of :data:`WEATHERS`."""
         return "swarm" if self.swarm else "faulty" if self.faulty else "healthy"
 
-    def caches(self, role: Role) -> bool:
+    def caches_kv(self, role: Role) -> bool:
         """Whether an instance of ``role`` keeps KV for reuse (MemServe 5.1)."""
         if role is Role.DECODE:
             return self.caching in (Caching.PD_CACHING_2, Caching.PD_CACHING_3)

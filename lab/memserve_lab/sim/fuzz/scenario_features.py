@@ -388,7 +388,7 @@ class Workers:
 
     def told_ns(self, slowest_ns: int) -> int:
         """How long after a plan's begin its end is told, if the slowest of them takes ``slowest_ns``."""
-        return self._meet([slowest_ns, *(int(slowest_ns * self._random.random()) for _ in range(self._others))])
+        return self._meet_at([slowest_ns, *(int(slowest_ns * self._random.random()) for _ in range(self._others))])
 
-    def _meet(self, through_ns: list[int]) -> int:
+    def _meet_at(self, through_ns: list[int]) -> int:
         return max(through_ns)

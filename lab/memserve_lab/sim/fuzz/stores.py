@@ -64,7 +64,7 @@ class StoreMemory(PageMemory):
         self.is_held: Callable[[int], bool] = lambda extent: True
         """Whether something refers to the extent that begins there: else nothing may be written to it."""
 
-    def page(self, tier: Tier, block: int, layer: int) -> Sequence[int | None]:
+    def page_cells(self, tier: Tier, block: int, layer: int) -> Sequence[int | None]:
         require(tier is Tier.DRAM, "a store has DRAM alone")
         offset = block * self.block_bytes + layer * self._page_bytes
         page = self.arena[offset : offset + self._page_bytes]
@@ -80,11 +80,11 @@ class StoreMemory(PageMemory):
         require(self.is_held(block * self.block_bytes), f"block {block} is written, and nothing refers to it")
         self.arena[offset : offset + self._page_bytes] = page
 
-    def read(self, extent: int, length: int) -> bytes:
+    def read_extent(self, extent: int, length: int) -> bytes:
         """Bytes of an extent."""
         return bytes(self.arena[extent : extent + length])
 
-    def write(self, extent: int, payload: bytes) -> None:
+    def write_extent(self, extent: int, payload: bytes) -> None:
         """Write to an extent, which something must refer to."""
         require(self.is_held(extent), f"extent {extent} is written, and nothing refers to it")
         self.arena[extent : extent + len(payload)] = payload
@@ -185,33 +185,33 @@ class SymbolicDisks:
 
     # -- checksums of extents
 
-    def seal(self, job: SealExtents) -> None:
+    def seal_extents(self, job: SealExtents) -> None:
         """The extents are read when the time is over."""
         node = self._node
-        node.later(node.span_ns(node.host.scenario.pull_ns) // 4, self._seal, job)
+        node.call_later(node.span_ns(node.host.scenario.pull_ns) // 4, self._seal_now, job)
 
-    def _seal(self, job: SealExtents) -> None:
-        seals = tuple(seal_of(self._memory.read(extent, length)) for extent, length in job.extents)
-        self._node.post(ExtentsSealed(job.job, seals))
+    def _seal_now(self, job: SealExtents) -> None:
+        seals = tuple(seal_of(self._memory.read_extent(extent, length)) for extent, length in job.extents)
+        self._node.post_event(ExtentsSealed(job.job, seals))
 
     # -- jobs of disks
 
-    def perform(self, action: ev.DiskAction) -> None:
+    def perform_action(self, action: ev.DiskAction) -> None:
         """Begin with a job; it ends at a time of its own."""
         node, disk = self._node, self._disks[action.disk]
         writes: list[Write] = []
         data = b""
         match action:
             case ev.ForgetDisk():
-                disk.forget(2 * PAGE_BYTES)
+                disk.erase_start(2 * PAGE_BYTES)
                 return
             case ev.DropRecord():
                 self._kept.pop(action.source, None)
                 return
             case ev.WritePages():
-                writes = [disk.begin(action.offset, action.data)]
+                writes = [disk.begin_write(action.offset, action.data)]
             case ev.WriteExtent():
-                data = self._memory.read(action.extent, action.length)
+                data = self._memory.read_extent(action.extent, action.length)
                 writes = _begin_record(disk, action.offset, action.head, data, action.inside)
             case ev.WriteRecord():
                 payload = self._kept.pop(action.source)
@@ -219,7 +219,7 @@ class SymbolicDisks:
             case _:
                 pass
         spent_ns = min(node.span_ns(node.setup.io_ns, node.disk_slowness), IO_MAX_NS)
-        node.later(spent_ns, self._end, action, writes, data)
+        node.call_later(spent_ns, self._end_job, action, writes, data)
 
     def go_on(self) -> None:
         """What hung ends now."""
@@ -227,39 +227,39 @@ class SymbolicDisks:
         life = self._node.life
         for job in hanging:
             if self._node.life == life:
-                self._end(*job)
+                self._end_job(*job)
 
-    def _end(self, action: ev.DiskAction, writes: list[Write], data: bytes) -> None:
+    def _end_job(self, action: ev.DiskAction, writes: list[Write], data: bytes) -> None:
         node, disk = self._node, self._disks[action.disk]
         if node.hanging_disks:
             self._hanging.append((action, writes, data))
             return
-        why = self._failure(bool(writes))
+        why = self._draw_failure(bool(writes))
         for write in writes:
-            disk.end(write, not why)
+            disk.end_write(write, not why)
         if isinstance(action, ev.WriteExtent):
-            now_there = self._memory.read(action.extent, action.length)
+            now_there = self._memory.read_extent(action.extent, action.length)
             require(self._memory.is_held(action.extent), f"extent {action.extent} is free, and a disk reads it")
             require(now_there == data, f"extent {action.extent} was changed while a disk read it")
         require(not isinstance(action, ev.DropRecord | ev.ForgetDisk), "this job has no answer")
         job_done = ev.DiskDone(getattr(action, "job", 0), not why, why=why)
         if not why:
-            job_done = self._done(action, job_done, disk)
-        node.post(job_done)
+            job_done = self._finish_job(action, job_done, disk)
+        node.post_event(job_done)
 
-    def _failure(self, is_write: bool) -> str:
+    def _draw_failure(self, is_write: bool) -> str:
         node = self._node
         if is_write and node.full_disks:
             return "ENOSPC"
         return "EIO" if node.disk_errors and node.random.random() < node.disk_errors else ""
 
-    def _done(self, action: ev.DiskAction, job_done: ev.DiskDone, disk: SymbolicDisk) -> ev.DiskDone:
+    def _finish_job(self, action: ev.DiskAction, job_done: ev.DiskDone, disk: SymbolicDisk) -> ev.DiskDone:
         match action:
             case ev.SyncDisk():
-                disk.sync()
+                disk.sync_writes()
             case ev.ReadExtent():
                 head, payload = read_record(disk, action.offset, action.length, action.inside)
-                self._memory.write(action.extent, payload)
+                self._memory.write_extent(action.extent, payload)
                 return replace(job_done, seal=seal_of(payload), head=head)
             case ev.ReadRecord():
                 head, payload = read_record(disk, action.offset, action.length, action.inside)
@@ -273,18 +273,18 @@ class SymbolicDisks:
 
 def _begin_record(disk: SymbolicDisk, offset: int, head: bytes, payload: bytes, inside: int) -> list[Write]:
     if inside:
-        return [disk.begin(offset, head[:inside] + payload + head[inside + len(payload) :])]
+        return [disk.begin_write(offset, head[:inside] + payload + head[inside + len(payload) :])]
     padded = payload + bytes(-len(payload) % PAGE_BYTES)
-    return [disk.begin(offset, head), disk.begin(offset + PAGE_BYTES, padded)]
+    return [disk.begin_write(offset, head), disk.begin_write(offset + PAGE_BYTES, padded)]
 
 
 def read_record(disk: SymbolicDisk, offset: int, length: int, inside: int) -> tuple[bytes, bytes]:
     """A record's first page, and its payload."""
-    head = disk.read(offset, PAGE_BYTES)
+    head = disk.read_bytes(offset, PAGE_BYTES)
     if inside:
         return head, head[inside : inside + length]
     pages = -(-length // PAGE_BYTES)
-    return head, disk.read(offset + PAGE_BYTES, pages * PAGE_BYTES)[:length]
+    return head, disk.read_bytes(offset + PAGE_BYTES, pages * PAGE_BYTES)[:length]
 
 
 NAME = "store"
@@ -333,7 +333,7 @@ class FuzzedStore(StoreNode, DiskOwner):
         self._done = Counter[str]()  # in earlier lives
         self._memory = StoreMemory(setup.blocks, world.geometry)
         self._secrets = 0  # drawn so far
-        disk_bytes = [self._log(segments, b"").disk_bytes for segments in setup.segments]
+        disk_bytes = [self._new_log(segments, b"").disk_bytes for segments in setup.segments]
         self.disks = [SymbolicDisk(nbytes, self.random) for nbytes in disk_bytes]
         super().__init__(world, NAME, generation)
 
@@ -351,7 +351,7 @@ class FuzzedStore(StoreNode, DiskOwner):
     def open_offers(self) -> dict[str, Export]:
         return self.machine.kv.exchange._sender.open
 
-    def achievements(self) -> Counter[str]:
+    def count_achievements(self) -> Counter[str]:
         """How often the things happened that a store is for, in all lives."""
         counters = self.machine.counters.as_dict() | self.machine.values.disks.counters()
         return self._done + Counter({f"store: {name}": counters[name] for name in _ACHIEVED})
@@ -364,7 +364,7 @@ class FuzzedStore(StoreNode, DiskOwner):
                 node.machine.pool.clear_cache()
         if self.setup.dies_at_turns:  # then its memory is left as it is: it shall have something that can be adopted
             if self.alive and self.random.random() < self.setup.dies_at_turns:
-                self.host.clock.after(0, self._die_and_return)
+                self.host.clock.call_after(0, self._die_and_return)
         elif self.setup.is_wanted and self.alive and self.random.random() < 0.5:
             tier, values = self.machine.values.tier, self.machine.values
             blocks = tier.allocate_blocks(tier.blocks_free + tier.blocks_evictable)
@@ -374,10 +374,10 @@ class FuzzedStore(StoreNode, DiskOwner):
 
     # -- life
 
-    def boot(self) -> None:
+    def boot_process(self) -> None:
         self.skew_ns = self.random.choice([0, self.random.randrange(1 << 60)])
         self.forget_promises()
-        super().boot()
+        super().boot_process()
 
     def new_port(self) -> FaultyPort:
         return FaultyPort(self)
@@ -403,7 +403,9 @@ class FuzzedStore(StoreNode, DiskOwner):
         )
         capacity = max(4, scenario.event_capacity)
         exchange = ExchangeConfig(LEASE_NS, 100 * MS, scenario.pulls_in_flight, capacity)
-        self.logs = [self._found(segments, disk) for segments, disk in zip(setup.segments, self.disks, strict=True)]
+        self.logs = [
+            self._recovered_log(segments, disk) for segments, disk in zip(setup.segments, self.disks, strict=True)
+        ]
         return StoreMachine(
             cast("MemoryTier", self.tier),
             Disks(self.logs, setup.disks),
@@ -416,33 +418,33 @@ class FuzzedStore(StoreNode, DiskOwner):
     def _is_held(self, extent: int) -> bool:
         return self.machine.values.tier.ref_count(extent) > 0
 
-    def _log(self, segments: int, secret: bytes) -> _core.SegmentLog:
+    def _new_log(self, segments: int, secret: bytes) -> _core.SegmentLog:
         disks = self.setup.disks
         self._secrets += 1
         secret = secret or self._secrets.to_bytes(16, "little")
         return _core.SegmentLog(segments, SEGMENT_BYTES, secret, disks.move_share, SYNC_CODES[disks.sync])
 
-    def _found(self, segments: int, disk: SymbolicDisk) -> _core.SegmentLog:
-        superblock = _core.SegmentLog.read_superblock(disk.read)
-        log = self._log(
+    def _recovered_log(self, segments: int, disk: SymbolicDisk) -> _core.SegmentLog:
+        superblock = _core.SegmentLog.read_superblock(disk.read_bytes)
+        log = self._new_log(
             segments, superblock[2] if superblock is not None else b""
         )  # else what lies there is of no log's
         if superblock is None:
             log.format()
         else:
-            log.recover(disk.read)
+            log.recover(disk.read_bytes)
         return log
 
-    def die(self, *, keeps_memory: bool, power: bool = False) -> None:
+    def die_with_memory(self, *, keeps_memory: bool, power: bool = False) -> None:
         """SIGKILL; or its host loses power, and with it what was not synced."""
         for disk in self.disks:
-            disk.lose_power() if power else disk.kill()
+            disk.lose_power() if power else disk.kill_writer()
         self.has_damage |= power
         self._end_memory(keeps=keeps_memory and not power)
-        self.kill()
+        self.kill_process()
 
     def _end_memory(self, *, keeps: bool) -> None:
-        self._done = self.achievements()
+        self._done = self.count_achievements()
         self._kept = self.tier.entries() if keeps else ()
         if not keeps:
             self._memory = StoreMemory(self.setup.blocks, self.host.geometry)
@@ -451,10 +453,10 @@ class FuzzedStore(StoreNode, DiskOwner):
     def _die_and_return(self) -> None:
         """Before anything has noticed: the next process adopts its memory, at times with damage."""
         if self.alive:
-            self.die(keeps_memory=True)
+            self.die_with_memory(keeps_memory=True)
             if self.random.random() < 0.2:
                 self.damage_memory(self.random)
-            self.boot()
+            self.boot_process()
 
     def damage_memory(self, random: Random) -> None:
         """Some of what the next process will adopt has another byte. The dead one has not written it."""
@@ -463,15 +465,15 @@ class FuzzedStore(StoreNode, DiskOwner):
             if random.random() < 0.3:
                 self._memory.arena[entry.offset + random.randrange(entry.length)] ^= 1 << random.randrange(8)
 
-    def ended(self, refused: str) -> None:
+    def on_ended(self, refused: str) -> None:
         """Its keeper starts it again, soon. What was in memory is given up."""
         self._end_memory(keeps=False)
-        self.host.clock.after(2 * self.host.member_config.beat_ns, self.boot_unless_alive)
+        self.host.clock.call_after(2 * self.host.member_config.beat_ns, self.boot_unless_alive)
 
     def submit_disks(self) -> None:
         """What hung on the disks ends now, or when the process goes on."""
-        self._soon(self.devices.go_on)
+        self._call_soon(self.devices.go_on)
 
     def boot_unless_alive(self) -> None:
         if not self.alive:
-            self.boot()
+            self.boot_process()

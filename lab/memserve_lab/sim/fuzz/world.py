@@ -72,7 +72,7 @@ class World:
         self.random = Random(f"world {scenario.seed} {scenario.setting}")
         self.clock = Clock()
         self.network = FaultyNetwork(self.clock, self.random, scenario.delay_ns)
-        self.network.log = self.say
+        self.network.log = self.log_line
         self._log = log
         self._story: deque[tuple[int, str, object]] = deque(maxlen=story_lines)
         layers = LAYERS if scenario.layered is None else scenario.layered.layers
@@ -104,9 +104,9 @@ class World:
             self.network.nodes[self.store.peer.name] = self.store
         self.talking = {c.name: c for c in scenario.conversations}
         for conversation in scenario.conversations:
-            self.clock.at(100 * MS + conversation.starts_ns, self._ask, conversation)
+            self.clock.call_at(100 * MS + conversation.starts_ns, self._ask_turn, conversation)
         for fault in scenario.faults:
-            self.clock.at(100 * MS + fault.at_ns, faults.strike, self, fault)
+            self.clock.call_at(100 * MS + fault.at_ns, faults.strike, self, fault)
 
     # -- parts of the nodes
 
@@ -125,7 +125,7 @@ class World:
             max_model_tokens=scenario.context_tokens,
             namespace=NAMESPACE,
             pool=PoolConfig(
-                scenario.hbm_blocks[node.place], scenario.dram_blocks[node.place], scenario.setting.caches(node.role)
+                scenario.hbm_blocks[node.place], scenario.dram_blocks[node.place], scenario.setting.caches_kv(node.role)
             ),
             scheduler=SchedulerConfig(
                 scenario.running,
@@ -148,7 +148,7 @@ class World:
 
     def new_instance(self, node: InstanceNode) -> Instance:
         """The production machine."""
-        costs = PreemptionCosts(self.geometry.block_bytes, profile=self._profile(node))
+        costs = PreemptionCosts(self.geometry.block_bytes, profile=self._profile_of(node))
         config = self.instance_config(node)
         instance = Instance(config, BLOCK_TOKENS, costs, self_peer=node.peer, geometry=self.geometry)
         foretell(instance, self.random)
@@ -180,94 +180,94 @@ class World:
             node.machine.context_tokens,
             config.pool.caching,
             publishes_events=self.scenario.event_capacity > 0,
-            costs=profile.to_json() if (profile := self._profile(node)) is not None else b"",
+            costs=profile.to_json() if (profile := self._profile_of(node)) is not None else b"",
             segments_at="" if self.scenario.shared is None else f"virtual://{node.peer.name}",
             sequence_tokens=self.scenario.context_tokens,
         )
 
-    def _profile(self, node: InstanceNode) -> CostModel | None:
+    def _profile_of(self, node: InstanceNode) -> CostModel | None:
         store = self.scenario.store
         return PROFILES[node.place % len(PROFILES)] if store is None or store.costs is None else store.costs
 
     # -- clients
 
-    def _ask(self, conversation: Conversation) -> None:
+    def _ask_turn(self, conversation: Conversation) -> None:
         turn = conversation.turns[conversation.done]
         name = f"{conversation.name}.{conversation.done}"
-        request = self.keyed.named(self.referee.ask(conversation, self.routers.next_for(name).now))
-        self.say(f"client asks {request.request_id}: {len(request.prompt)} tokens, ", turn)
+        request = self.keyed.name_request(self.referee.new_request(conversation, self.routers.next_for(name).now))
+        self.log_line(f"client asks {request.request_id}: {len(request.prompt)} tokens, ", turn)
         if turn.cancel_after_ns is not None:
-            self.clock.after(turn.cancel_after_ns, self._cancel, request.request_id)
-        self.routers.submit(RequestArrived(request))
+            self.clock.call_after(turn.cancel_after_ns, self._cancel_request, request.request_id)
+        self.routers.submit_event(RequestArrived(request))
 
-    def _cancel(self, request_id: str) -> None:
+    def _cancel_request(self, request_id: str) -> None:
         ask = self.referee.asks[request_id]
         if not ask.over:
-            self.say(f"client cancels {request_id}")
+            self.log_line(f"client cancels {request_id}")
             ask.cancelled = True
-            self.routers.submit(RequestCancelled(request_id))
+            self.routers.submit_event(RequestCancelled(request_id))
 
-    def emitted(self, output: TokenOutput) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         """The router gives tokens to a client."""
-        self.say("  -> ", (output.request_id, output.index, output.tokens, output.finish_reason))
-        for_client = self.keyed.received(output)
+        self.log_line("  -> ", (output.request_id, output.index, output.tokens, output.finish_reason))
+        for_client = self.keyed.on_received(output)
         if for_client is None:
             return
-        now = self.routers.at(output.request_id).now
-        ask, name, output = self.referee.emitted(for_client, now), output.request_id, for_client
+        now = self.routers.router_of(output.request_id).now
+        ask, name, output = self.referee.check_output(for_client, now), output.request_id, for_client
         enough = ask.turn.stop_string_after
         plain = not ask.request.beam_width and output.finish_reason is None
         if enough is not None and plain and len(ask.got[output.index]) >= enough and output.index not in ask.stopped:
             ask.stopped.add(output.index)
-            self.clock.after(0, self._submit, SequenceStopped(name, output.index))
+            self.clock.call_after(0, self._submit_event, SequenceStopped(name, output.index))
         if ask.over:
             self.next_turn(ask)
 
     def row_fails(self, node: FuzzedInstance, attempt_id: str, index: int) -> None:
         """A row of an attempt fails, and with it that sequence of the client's request."""
-        self.say(f"{node.peer.name}: a row of {attempt_id}/{index} fails")
+        self.log_line(f"{node.peer.name}: a row of {attempt_id}/{index} fails")
         self.referee.row_failed(client_of(attempt_id), self.routers.attempts_of(attempt_id))
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""
-        self.say(f"  -> {request_id} rejected: {reason}")
+        self.log_line(f"  -> {request_id} rejected: {reason}")
         by_gate = request_id in self.gate_judge.refused
         name = self.keyed.turned_away(request_id, reason)
         if name is None:
             return
-        now = self.routers.at(request_id).now
-        self.next_turn(self.referee.rejected(name, reason, now, by_gate=by_gate))
+        now = self.routers.router_of(request_id).now
+        self.next_turn(self.referee.check_rejection(name, reason, now, by_gate=by_gate))
 
-    def _submit(self, event: object) -> None:
-        self.routers.submit(event)
+    def _submit_event(self, event: object) -> None:
+        self.routers.submit_event(event)
 
     def next_turn(self, ask: Ask) -> None:
         """A client waits for nothing more, and asks something else later."""
         conversation = self.talking[ask.request.request_id.partition(".")[0]]
         conversation.context += ask.got.get(0, [])
         conversation.done += 1
-        self._pin(conversation)
+        self._pin_conversation(conversation)
         if self.store is not None:
             self.store.turn_ends(self.instances)
         if conversation.done < len(conversation.turns):
-            self.clock.after(conversation.turns[conversation.done].think_ns, self._ask, conversation)
+            self.clock.call_after(conversation.turns[conversation.done].think_ns, self._ask_turn, conversation)
 
-    def _pin(self, conversation: Conversation) -> None:
+    def _pin_conversation(self, conversation: Conversation) -> None:
         """Pin the conversation so far under its name, or give the name up."""
         name, tenant = conversation.session, conversation.tenant
         if not name or conversation.pin_ns is None:
             return
         if conversation.done == len(conversation.turns) and conversation.unpin:
-            self.clock.after(0, self._submit, PrefixUnpinned(name, tenant))
+            self.clock.call_after(0, self._submit_event, PrefixUnpinned(name, tenant))
         else:
             tokens = np.asarray(conversation.prefix + conversation.context, dtype=np.int32)
-            self.clock.after(
-                0, self._submit, PrefixPinned(name, tenant, tokens, conversation.pin_ns, conversation.salt)
+            self.clock.call_after(
+                0, self._submit_event, PrefixPinned(name, tenant, tokens, conversation.pin_ns, conversation.salt)
             )
 
     # -- watching
 
-    def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
+    def on_handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
         """A machine has handled an event: check its invariants and its actions."""
         if self._log is not None:
             self._log(f"{self.clock.now} {node.peer.name}.{node.peer.generation} {event!r} -> {actions!r}\n")
@@ -281,9 +281,9 @@ class World:
             check_dispatches(self, node, actions)
             self.gate_judge.follower_said(actions)
         if isinstance(node, RouterNode) and node.machine.config.admission.mode is not Admission.NONE:
-            self.gate_judge.judge(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
+            self.gate_judge.judge_event(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 
-    def say(self, line: str, detail: object = "") -> None:
+    def log_line(self, line: str, detail: object = "") -> None:
         """One line of the story; ``what`` is written out only when it is read."""
         if not isinstance(detail, Heartbeat):  # heartbeats would drown everything else
             self._story.append((self.clock.now, line, detail))
@@ -301,7 +301,7 @@ class World:
             c.done == len(c.turns) for c in self.talking.values()
         )
 
-    def run(self) -> None:
+    def run_scenario(self) -> None:
         """Run faults, healing and the end, then check what must hold."""
         self._run_until(100 * MS + max((fault.at_ns + fault.for_ns for fault in self.scenario.faults), default=0) + 1)
         faults.heal_all(self)
@@ -332,7 +332,7 @@ class World:
                 name = f"later{turn}-{number}"
                 asks[name] = prefix
                 self.talking[name] = Conversation(name, "", "", prefix, [Turn([1], 0, max_tokens=4)], 0)
-                self._ask(self.talking[name])
+                self._ask_turn(self.talking[name])
             self._run_while(lambda: not self.everyone_is_served(), self.clock.now + patience_ns)
             require(self.everyone_is_served(), "the cluster was healed, and does not serve")
             refused = {name: reason for name in asks if (reason := self.gate_judge.told.get(f"{name}.0")) is not None}
@@ -381,12 +381,12 @@ class World:
             failed, name = node.machine.stats().steps_failed, node.peer.name
             require(node.has_failed or not failed, f"{name}: {failed} steps failed, though its device did not")
 
-    def achievements(self) -> Counter[str]:
+    def count_achievements(self) -> Counter[str]:
         """Counts of the features that the scenario exercised."""
         counts = checks.achievements(self.router.machine, remembers=self.scenario.remembers)
         counts.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
         for node in (*self.instances, self.store, self.keyed, self.routers):
-            counts.update(node.achievements() if node is not None else ())
+            counts.update(node.count_achievements() if node is not None else ())
         return counts
 
 

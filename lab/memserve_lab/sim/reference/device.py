@@ -63,16 +63,16 @@ class SymbolicPages:
         """The pages of a block, layer by layer."""
         return self.tiers[tier][block * self.layers : (block + 1) * self.layers]
 
-    def spoil(self, tier: Tier, pages: Iterable[int], seed: int) -> None:
+    def spoil_pages(self, tier: Tier, pages: Iterable[int], seed: int) -> None:
         """Leave numbers that belong to no token."""
         for page in pages:
             self.tiers[tier][page] = [seed + index for index in range(self.block_tokens)]
 
     def spoil_block(self, tier: Tier, block: int, seed: int) -> None:
         """All pages of a block."""
-        self.spoil(tier, range(block * self.layers, (block + 1) * self.layers), seed)
+        self.spoil_pages(tier, range(block * self.layers, (block + 1) * self.layers), seed)
 
-    def copy(self, order: CopyBlocks) -> None:
+    def copy_blocks(self, order: CopyBlocks) -> None:
         """Whole blocks, one after the other."""
         for src, dst in zip(order.src, order.dst, strict=True):
             target = [list(page) for page in self.of_block(order.src_tier, src)]
@@ -268,13 +268,13 @@ class SymbolicDevice:
             tuple[PlaceByLayer, int, int, int]
         ] = []  # by its rows: entry, position in it, cell
 
-    def fail(self, plan: StepPlan, seed: int) -> StepFailed:
+    def fail_plan(self, plan: StepPlan, seed: int) -> StepFailed:
         """Execute part of the plan, wrongly: afterwards the blocks that it touches are garbage."""
         for copy in plan.copies:
             for block in copy.dst:
                 self.kv.spoil_block(copy.dst_tier, block, seed + 1000)
         for move in plan.moves:
-            self.kv.spoil(move.dst_tier, move.dst[: seed % (len(move.dst) + 1)], seed + 1000)
+            self.kv.spoil_pages(move.dst_tier, move.dst[: seed % (len(move.dst) + 1)], seed + 1000)
         for opened in plan.open:
             if seed % 2:
                 self.slots[opened.slot] = Slot(opened)
@@ -284,23 +284,23 @@ class SymbolicDevice:
                     self.kv.spoil_block(Tier.HBM, block, seed)
         return StepFailed(plan.step_id, "injected")
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_plan(self, plan: StepPlan) -> None:
         """Everything before the rows, unless it has begun: what comes in order is done, what is moved has left."""
         if self._step_id == plan.step_id:
             return
         self._step_id = plan.step_id
         self._written_by_layer.clear()
-        self._prepare(plan)
+        self._prepare_plan(plan)
         self.kv.begin_moves(plan.moves)
 
-    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
+    def run_plan(self, plan: StepPlan) -> StepFinished | StepFailed:
         """Execute ``plan``, or what is left of it."""
-        self.begin(plan)
-        event = self._compute(plan)
-        self._end()
+        self.begin_plan(plan)
+        event = self._compute_plan(plan)
+        self._end_plan()
         return event
 
-    def _end(self) -> None:
+    def _end_plan(self) -> None:
         for order, place, inside, value in self._written_by_layer:
             self.kv.write_by_layer(order, place, inside, value)
         self.kv.end_moves()
@@ -308,11 +308,11 @@ class SymbolicDevice:
     def run_void(self, plan: StepPlan) -> StepFinished | StepFailed:
         """Execute a plan that follows a failed one: it may or may not match the device's state."""
         try:
-            return self.run(plan)
+            return self.run_plan(plan)
         except (Violation, KeyError, IndexError) as wrong:
             return StepFailed(plan.step_id, str(wrong))
 
-    def _prepare(self, plan: StepPlan) -> None:
+    def _prepare_plan(self, plan: StepPlan) -> None:
         require(len(plan.slots) == len(plan.starts) == len(plan.counts) == len(plan.sample_slots), "ragged rows")
         require(len(set(plan.slots)) == len(plan.slots), "a slot has two rows")
         if plan.reset_slots:
@@ -325,7 +325,7 @@ class SymbolicDevice:
         for change in plan.states:
             self.states.load(change)  # type: ignore[union-attr]  # asked in the line before
         for copy in plan.copies:
-            self.kv.copy(copy)
+            self.kv.copy_blocks(copy)
             if self.states is not None and copy.dst_tier is Tier.HBM:
                 self.states.overwrite(copy.dst)
         for opened in plan.open:
@@ -336,12 +336,12 @@ class SymbolicDevice:
         for slot, place, block in plan.replace:
             self.slots[slot].table[place] = block
         for order in plan.place:
-            self._place(order)
+            self._place_by_layer(order)
         for late in plan.late_draws:
             drawing = self.slots[late.slot]
             del drawing.tokens[drawing.first + late.known_tokens :]
 
-    def _place(self, order: PlaceByLayer) -> None:
+    def _place_by_layer(self, order: PlaceByLayer) -> None:
         require(order.slot in self.slots, f"slot {order.slot} is placed by layer, but not open")
         slot, frames = self.slots[order.slot], [*order.staging[0], *order.staging[1]]
         frames += [frame for layer_frames in order.resident_layers.values() for frame in layer_frames]
@@ -349,14 +349,14 @@ class SymbolicDevice:
         require(len(set(frames)) == len(frames), "a frame is used twice")
         slot.placed = order
 
-    def _compute(self, plan: StepPlan) -> StepFinished:
+    def _compute_plan(self, plan: StepPlan) -> StepFinished:
         writers: Writers = {}
         seen_by_row, logprobs = [], {}
         for row, number in enumerate(plan.slots):
             slot, drafts = self.slots[number], plan.drafts.get(row, [])
             token_count = len(slot.tokens)
             slot.tokens += drafts
-            behind, entries = self._row(row, slot, slot.first + plan.starts[row], plan.counts[row], writers)
+            behind, entries = self._compute_row(row, slot, slot.first + plan.starts[row], plan.counts[row], writers)
             if self.states is not None:
                 start, end = plan.starts[row], plan.starts[row] + plan.counts[row]
                 self.states.pass_row(number, slot.tokens, start, end, keeps=slot.late is None)
@@ -378,9 +378,9 @@ class SymbolicDevice:
             drafts, cells_seen = plan.drafts.get(row, []), seen_by_row[row]
             at_end = self.slots[plan.slots[row]].first + plan.starts[row] + plan.counts[row] - len(drafts)
             for number in draws:
-                self._sample(number, at_end, cells_seen[-1 - len(drafts)], event, late)
+                self._sample_token(number, at_end, cells_seen[-1 - len(drafts)], event, late)
             if drafts:
-                self._verify(plan.slots[row], drafts, cells_seen[-len(drafts) :], event)
+                self._verify_drafts(plan.slots[row], drafts, cells_seen[-len(drafts) :], event)
         if not plan.drafts:
             self._draw_late(plan, event, late)
         for number in plan.slots:
@@ -393,9 +393,9 @@ class SymbolicDevice:
             slot = self.slots[draw_late.slot]
             require(slot.late is not None, f"slot {draw_late.slot} draws what was not late")
             cells_seen, slot.late = slot.late or 0, None
-            self._sample(draw_late.slot, len(slot.tokens), cells_seen, event, late)
+            self._sample_token(draw_late.slot, len(slot.tokens), cells_seen, event, late)
 
-    def _verify(self, number: int, drafts: list[int], cells_seen: list[int], event: StepFinished) -> None:
+    def _verify_drafts(self, number: int, drafts: list[int], cells_seen: list[int], event: StepFinished) -> None:
         """``seen``: by attention, behind each of the ``drafts``."""
         slot, accepted = self.slots[number], list[int]()
         opened = slot.opened
@@ -409,14 +409,14 @@ class SymbolicDevice:
 
     # -- rows
 
-    def _row(
+    def _compute_row(
         self, row: int, slot: Slot, start: int, count: int, writers: Writers
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Write the row's cells, reading all before them through the table, but none that another row writes now.
         Returns what attention has seen behind each of its tokens."""
         require(count >= 1 and start + count <= len(slot.tokens), f"row {row} computes tokens that do not exist")
         hash_seen = 0
-        for value in self._context(slot, start, writers):
+        for value in self._context_cells(slot, start, writers):
             hash_seen = mix(hash_seen, value)
         behind, entries = list[int](), list[TokenLogprobs | None]()
         for position in range(start, start + count):
@@ -430,7 +430,7 @@ class SymbolicDevice:
             if order is not None and place is not None:
                 self._written_by_layer.append((order, place, inside, value))
             else:
-                self._write(block, inside, value)
+                self._write_cell(block, inside, value)
             entries.append(None)
             if position - slot.first + 1 < slot.opened.prompt_tokens:
                 entries[-1] = TokenLogprobs(slot.tokens[position + 1], -float(position + 1))
@@ -439,9 +439,9 @@ class SymbolicDevice:
         self.computed_tokens += count
         return behind, entries
 
-    def _context(self, slot: Slot, end: int, writers: Writers) -> list[int]:
+    def _context_cells(self, slot: Slot, end: int, writers: Writers) -> list[int]:
         """What lies before position ``end``, in each of its layers."""
-        size, order, values = self.block_tokens, slot.placed, self._before(slot)
+        size, order, values = self.block_tokens, slot.placed, self._earlier_cells(slot)
         end -= slot.first
         if order is not None:
             self.kv.empty_staging(order)
@@ -458,7 +458,7 @@ class SymbolicDevice:
             values += _belonging_together(pages, count, f"positions {first} to {first + count - 1}")
         return values
 
-    def _before(self, slot: Slot) -> list[int]:
+    def _earlier_cells(self, slot: Slot) -> list[int]:
         """The cells of earlier parts, as their holders have them."""
         before, values = slot.opened.before, list[int]()
         for segment in before.segments if before is not None else ():
@@ -467,7 +467,7 @@ class SymbolicDevice:
             values += segment_cells or []
         return values
 
-    def cells(self, blocks: Sequence[int], tokens: int) -> list[int]:
+    def segment_cells(self, blocks: Sequence[int], tokens: int) -> list[int]:
         """What the first ``tokens`` of ``blocks`` hold."""
         size, values = self.block_tokens, list[int]()
         for place, block in enumerate(blocks[: ceil_div(tokens, size)]):
@@ -475,13 +475,13 @@ class SymbolicDevice:
             values += _belonging_together(pages, min(size, tokens - place * size), f"entry {place} of a segment")
         return values
 
-    def _write(self, block: int, inside: int, value: int) -> None:
+    def _write_cell(self, block: int, inside: int, value: int) -> None:
         if self.states is not None:
             self.states.overwrite((block,))
         for layer, page in enumerate(self.kv.of_block(Tier.HBM, block)):
             page[inside] = in_layer(value, layer)
 
-    def _sample(self, number: int, at_end: int, hash_seen: int, event: StepFinished, late: set[int]) -> None:
+    def _sample_token(self, number: int, at_end: int, hash_seen: int, event: StepFinished, late: set[int]) -> None:
         slot = self.slots[number]
         opened = slot.opened
         require(at_end == len(slot.tokens), "a draw that is not at the end of the slot's tokens")
@@ -526,35 +526,35 @@ class PageMemory(ABC):
     """Pages, each of one layer of one block, that others of the world may read."""
 
     @abstractmethod
-    def page(self, tier: Tier, block: int, layer: int) -> Sequence[int | None]:
+    def page_cells(self, tier: Tier, block: int, layer: int) -> Sequence[int | None]:
         """The cells of a page. None: never written."""
 
     @abstractmethod
     def set_page(self, tier: Tier, block: int, layer: int, cells: Sequence[int | None]) -> None:
         """Write a page."""
 
-    def checksum(self, tier: Tier, block: int, first_layer: int, end_layer: int) -> int:
+    def checksum_of(self, tier: Tier, block: int, first_layer: int, end_layer: int) -> int:
         """Of these layers of a block as they are, unused positions included."""
         state = 11
         for layer in range(first_layer, end_layer):
-            for value in self.page(tier, block, layer):
+            for value in self.page_cells(tier, block, layer):
                 state = mix(state, -1 if value is None else value)
         return state
 
-    def seal(self, job: SealPages) -> PagesSealed:
+    def seal_pages(self, job: SealPages) -> PagesSealed:
         """Checksums of own pages."""
-        sums = [self.checksum(job.tier, block, job.first_layer, job.end_layer) for block in job.blocks]
+        sums = [self.checksum_of(job.tier, block, job.first_layer, job.end_layer) for block in job.blocks]
         return PagesSealed(job.job_id, tuple(sums))
 
-    def pull(self, job: PullPages, place: int, source: PageMemory, *, corrupt: bool) -> bool:
+    def pull_block(self, job: PullPages, place: int, source: PageMemory, *, corrupt: bool) -> bool:
         """Copy one block's layers from ``source``; whether what was written has the checksum that was promised."""
         src, dst = job.src_blocks[place], job.dst_blocks[place]
         for layer in range(job.first_layer, job.end_layer):
-            cells = list(source.page(job.src_tier, src, layer))
+            cells = list(source.page_cells(job.src_tier, src, layer))
             if corrupt and layer == job.first_layer:
                 cells[0] = (cells[0] or 0) ^ 1
             self.set_page(job.dst_tier, dst, layer, cells)
-        return self.checksum(job.dst_tier, dst, job.first_layer, job.end_layer) == job.checksums[place]
+        return self.checksum_of(job.dst_tier, dst, job.first_layer, job.end_layer) == job.checksums[place]
 
 
 class OracleDevice(SymbolicDevice, PageMemory):
@@ -574,28 +574,28 @@ class OracleDevice(SymbolicDevice, PageMemory):
 
     # -- plans
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin_plan(self, plan: StepPlan) -> None:
         if self._step_id != plan.step_id:
             self.written.clear()
-        super().begin(plan)
+        super().begin_plan(plan)
 
-    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
+    def run_plan(self, plan: StepPlan) -> StepFinished | StepFailed:
         """All layers, or those that are not done yet."""
         result = self._results.pop(plan.step_id, None)
         if result is None:
-            return super().run(plan)
+            return super().run_plan(plan)
         for layer in range(1, self.layers):
             self._write_layer(layer)
         self._late = None
-        self._end()
+        self._end_plan()
         return result
 
     def finish_layer(self, plan: StepPlan, layer: int) -> None:
         """One layer of a plan with ``report_layers``."""
         if layer == 0:
             self._late = []
-            self.begin(plan)
-            self._results[plan.step_id] = self._compute(plan)
+            self.begin_plan(plan)
+            self._results[plan.step_id] = self._compute_plan(plan)
         else:
             self._write_layer(layer)
 
@@ -608,17 +608,17 @@ class OracleDevice(SymbolicDevice, PageMemory):
         for block, inside, value in self._late or ():
             self.kv.of_block(Tier.HBM, block)[layer][inside] = in_layer(value, layer)
 
-    def _write(self, block: int, inside: int, value: int) -> None:
+    def _write_cell(self, block: int, inside: int, value: int) -> None:
         self.written.add((block, inside))
         if self._late is None:
-            super()._write(block, inside, value)
+            super()._write_cell(block, inside, value)
         else:
             self.kv.of_block(Tier.HBM, block)[0][inside] = value
             self._late.append((block, inside, value))
 
     # -- pages
 
-    def page(self, tier: Tier, block: int, layer: int) -> list[int | None]:
+    def page_cells(self, tier: Tier, block: int, layer: int) -> list[int | None]:
         cells = self.kv.tiers[tier][block * self.layers + layer]
         if not self.behind or tier is not Tier.HBM:
             return cells

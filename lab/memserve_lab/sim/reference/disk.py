@@ -32,7 +32,7 @@ class SymbolicDisk:
     def __post_init__(self) -> None:
         self.synced = bytearray(self.nbytes)
 
-    def begin(self, offset: int, data: bytes) -> Write:
+    def begin_write(self, offset: int, data: bytes) -> Write:
         """Start a write: whole pages inside of the disk."""
         whole = offset % PAGE_BYTES == 0 and len(data) % PAGE_BYTES == 0
         require(whole and offset + len(data) <= self.nbytes, "a disk writes whole pages, and none behind its end")
@@ -40,7 +40,7 @@ class SymbolicDisk:
         self.writes.append(write)
         return write
 
-    def end(self, write: Write, works: bool) -> None:
+    def end_write(self, write: Write, works: bool) -> None:
         """The write is over. One that failed has written some sectors."""
         write.completed = works
         if works:
@@ -52,27 +52,27 @@ class SymbolicDisk:
                     Write(write.offset + offset, write.data[offset : offset + SECTOR_BYTES], completed=True)
                 )
 
-    def sync(self) -> None:
+    def sync_writes(self) -> None:
         """What has completed stays; what is on its way may still be lost."""
         for write in self.writes:
             if write.completed:
                 self.synced[write.offset : write.offset + len(write.data)] = write.data
         self.writes = [write for write in self.writes if not write.completed]
 
-    def read(self, offset: int, count: int) -> bytes:
+    def read_bytes(self, offset: int, count: int) -> bytes:
         """What is read now: every completed write shows."""
         if not self.writes:
             return bytes(self.synced[offset : offset + count])
         view = bytearray(self.synced[offset : offset + count])
         for write in self.writes:
             if write.completed:
-                self._apply(view, offset, write, None)
+                self._apply_write(view, offset, write, None)
         return bytes(view)
 
-    def kill(self) -> None:
+    def kill_writer(self) -> None:
         """The process dies: completed writes stay, sectors of the others may have been written."""
         for write in self.writes:
-            self._apply(self.synced, 0, write, None if write.completed else self.rng)
+            self._apply_write(self.synced, 0, write, None if write.completed else self.rng)
         self.writes = []
 
     def lose_power(self) -> None:
@@ -83,15 +83,15 @@ class SymbolicDisk:
             fate = self.rng.random()
             if fate < 0.3:
                 continue
-            self._apply(self.synced, 0, write, None if fate < 0.6 else self.rng)
+            self._apply_write(self.synced, 0, write, None if fate < 0.6 else self.rng)
         self.writes = []
 
-    def forget(self, nbytes: int) -> None:
+    def erase_start(self, nbytes: int) -> None:
         """The first ``nbytes`` are zero from now on, whatever was on its way there."""
         self.synced[:nbytes] = bytes(nbytes)
         self.writes = [write for write in self.writes if write.offset >= nbytes]
 
-    def flip(self, bit: int) -> None:
+    def flip_bit(self, bit: int) -> None:
         """One bit is another one, also of what is on its way there."""
         byte_index, mask = bit // 8, 1 << bit % 8
         self.synced[byte_index] ^= mask
@@ -101,7 +101,7 @@ class SymbolicDisk:
                 write.data = write.data[:place] + bytes([write.data[place] ^ mask]) + write.data[place + 1 :]
 
     @staticmethod
-    def _apply(view: bytearray, start: int, write: Write, torn: random.Random | None) -> None:
+    def _apply_write(view: bytearray, start: int, write: Write, torn: random.Random | None) -> None:
         for offset in range(0, len(write.data), SECTOR_BYTES):
             place = write.offset + offset - start
             if 0 <= place < len(view) and (torn is None or torn.random() < 0.5):

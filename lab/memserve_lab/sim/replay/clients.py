@@ -101,13 +101,13 @@ class Clients:
         """Every session has ended."""
         return not self._left
 
-    def begin(self) -> None:
+    def begin_workload(self) -> None:
         """Start: now is second 0 of the workload."""
         self._start_ns = self._clock.now
         around = self._around
         self._moments.way_ns = around.message_ns + around.back_ns - self._start_ns
         if self._workload.users is None:
-            self._clock.at_each(self._first_turns(), self._ask)
+            self._clock.at_each(self._first_turns(), self._ask_turn)
         else:
             for _ in range(self._workload.users):
                 self._take_next(0)
@@ -115,22 +115,22 @@ class Clients:
     def _first_turns(self) -> Iterator[tuple[int, tuple[_Talk, int]]]:
         for session in sorted(self._waiting, key=_due_ns):
             due_ns = _due_ns(session)
-            yield self._start_ns + due_ns, (self._talk(session), due_ns)
+            yield self._start_ns + due_ns, (self._begin_session(session), due_ns)
 
     def _take_next(self, free_ns: int) -> None:
         session = next(self._waiting, None)
         if session is not None:
-            self._ask_at(self._talk(session), max(_due_ns(session), free_ns))
+            self._ask_at(self._begin_session(session), max(_due_ns(session), free_ns))
 
-    def _talk(self, session: Session) -> _Talk:
+    def _begin_session(self, session: Session) -> _Talk:
         return _Talk(session, self._make_script(session))
 
     def _ask_at(self, talk: _Talk, due_ns: int) -> None:
-        self._clock.at(self._start_ns + due_ns, self._ask, talk, due_ns)
+        self._clock.call_at(self._start_ns + due_ns, self._ask_turn, talk, due_ns)
 
-    def _ask(self, talk: _Talk, due_ns: int) -> None:
+    def _ask_turn(self, talk: _Talk, due_ns: int) -> None:
         session, number = talk.session, talk.number
-        prompt = talk.prompt if talk.prompt is not None else talk.script.prompt(number)
+        prompt = talk.prompt if talk.prompt is not None else talk.script.prompt_of(number)
         talk.prompt = prompt
         request_id = f"{len(self.served)}"
         talk.served = Served(session.session_id, number, session.group, due_ns, len(prompt))
@@ -139,11 +139,11 @@ class Clients:
         self._talks[request_id] = talk
         stop = StopParams(max_tokens=session.turns[number].output_tokens_max)
         request = Request(request_id, prompt, _SAMPLING, stop, session=session.session_id)
-        self._clock.after(self._around.front_ns, self._submit, RequestArrived(request))
+        self._clock.call_after(self._around.front_ns, self._submit, RequestArrived(request))
 
     # -- answers
 
-    def emitted(self, output: TokenOutput) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         """The router gives tokens to a client; each arrives one message delay after it was drawn."""
         talk = self._talks[output.request_id]
         served = talk.served
@@ -170,7 +170,7 @@ class Clients:
         if output.finish_reason is not None:
             served.finish = output.finish_reason.value
             end_ns = self._clock.now + self._around.back_ns - self._start_ns
-            self._end(output.request_id, talk, max(end_ns, *served.token_ns[-1:], 0))
+            self._end_turn(output.request_id, talk, max(end_ns, *served.token_ns[-1:], 0))
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""
@@ -183,7 +183,7 @@ class Clients:
             talk.served.end_ns = end_ns
             self._ask_at(talk, end_ns + ns_from_s(retry_after_s))
             return
-        self._end(request_id, talk, end_ns)
+        self._end_turn(request_id, talk, end_ns)
 
     def cut_off(self, request_ids: Iterable[str]) -> None:
         """The router of these requests is gone: their clients get an error from the network, if they still wait."""
@@ -191,9 +191,9 @@ class Clients:
             talk = self._talks.get(request_id)
             if talk is not None and talk.served is not None:
                 talk.served.error, talk.served.is_cut_off = "its router is gone", True
-                self._end(request_id, talk, self._clock.now - self._start_ns)
+                self._end_turn(request_id, talk, self._clock.now - self._start_ns)
 
-    def _end(self, request_id: str, talk: _Talk, end_ns: int) -> None:
+    def _end_turn(self, request_id: str, talk: _Talk, end_ns: int) -> None:
         served, session = talk.served, talk.session
         assert served is not None, "it has asked"
         del self._talks[request_id]
@@ -206,7 +206,7 @@ class Clients:
             self._left -= 1
             self._take_next(end_ns)
             return
-        talk.script.answered(talk.answer)
+        talk.script.add_answer(talk.answer)
         turn = session.turns[talk.number]
         self._ask_at(talk, max(ns_from_s(turn.due_s or 0.0), end_ns + ns_from_s(turn.think_s)))
 

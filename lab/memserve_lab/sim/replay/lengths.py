@@ -41,7 +41,7 @@ class LengthStudy:
             message = f"the {self.length_predictor} predictor takes no noise"
             raise UserError(message, hint="--length-predictor oracle does", param="length_noise")
 
-    def expected(self, request_id: str, emitted: int, tokens: int, most: int) -> int:
+    def expected_length(self, request_id: str, emitted: int, tokens: int, most: int) -> int:
         """Tokens of an answer that has ``told`` and will have ``tokens``, ``most`` at the latest, as predicted."""
         if self.length_predictor == "shortest":
             return emitted + 1
@@ -75,5 +75,5 @@ class StudiedObjectives(Objectives):
         if study.length_predictor == "learnt":
             return self.lengths.predict_length(group.tenant, sequence.prompt_tokens, emitted, most)
         request_id = sequence.request_id.partition("#")[0]  # whichever attempt this is
-        tokens = study.expected(request_id, emitted, sequence.max_tokens, most)
+        tokens = study.expected_length(request_id, emitted, sequence.max_tokens, most)
         return Prediction(tokens, tokens, 0)

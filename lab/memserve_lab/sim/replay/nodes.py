@@ -44,13 +44,13 @@ class Balancer:
         self.routers: Sequence[Process] = ()
         """All of a cluster."""
 
-    def submit(self, event: RequestArrived) -> None:
+    def submit_event(self, event: RequestArrived) -> None:
         """A client opens a connection, and asks."""
         router = self._random.choice([router for router in self.routers if router.alive])
         self._at[event.request.request_id] = router
-        router.submit(event)
+        router.submit_event(event)
 
-    def at(self, router: Process) -> list[str]:
+    def requests_at(self, router: Process) -> list[str]:
         """All requests that came to ``router``."""
         return [request_id for request_id, place in self._at.items() if place is router]
 
@@ -73,16 +73,18 @@ class ReplayNode(InstanceNode):
 
     def __init__(self, host: ReplayHost, name: str, role: Role, place: int, cores: Cores | None) -> None:
         self._cores = cores
-        self.fast_forwards = host.setup.fast_forwards and not any(fault.stops(name) for fault in host.setup.faults)
+        self.fast_forwards = host.setup.fast_forwards and not any(
+            fault.stops_process(name) for fault in host.setup.faults
+        )
         super().__init__(host, name, role, place)
 
-    def boot(self) -> None:
+    def boot_process(self) -> None:
         self._turn = 0
         self._begun_ns = self._end_ns = 0  # of the step under way
         self._beat_ns = 0
         self._sent_ns = 0
         self._ends_ns: list[int] = []  # of the step under way and later ones, while it skips steps
-        super().boot()
+        super().boot_process()
 
     # -- step by step
 
@@ -98,38 +100,38 @@ class ReplayNode(InstanceNode):
         if plan.report_layers:  # by-layer: the KV of a layer leaves while the next ones are computed
             layers = self.device.layers
             for layer in range(layers):
-                self.later(spent_ns * (layer + 1) // (layers + 1), self._finish_layer, plan, layer)
+                self.call_later(spent_ns * (layer + 1) // (layers + 1), self._finish_layer, plan, layer)
         self._await_end(now, now + spent_ns)
 
     def _share_cores(self, cores: Cores, spent_ns: int) -> None:
         plan, beside = self.plans[0], self.host.setup.around.beside or (1.0, 1.0)
         only_decodes = sum(plan.counts) == len(plan.counts)
         life = self.life
-        cores.start(
-            spent_ns, beside[only_decodes], lambda: self.later(0, self._finish_step) if self.life == life else None
+        cores.start_job(
+            spent_ns, beside[only_decodes], lambda: self.call_later(0, self._finish_step) if self.life == life else None
         )  # fmt: skip
 
     def _await_end(self, begun_ns: int, end_ns: int) -> None:
         self._begun_ns, self._end_ns = begun_ns, end_ns
         self._turn += 1
-        self.later(end_ns - self.host.clock.now, self._ended, self._turn)
+        self.call_later(end_ns - self.host.clock.now, self._end_turn, self._turn)
 
-    def _ended(self, turn: int) -> None:
+    def _end_turn(self, turn: int) -> None:
         if turn == self._turn:
             self._finish_step()
 
-    def hear(self, sender: Peer, message: AnyMessage) -> None:
+    def on_message(self, sender: Peer, message: AnyMessage) -> None:
         if not isinstance(message, Dispatch) and self._is_router(sender):
             self.send_tokens()  # the message may make the machine drop them
-        super().hear(sender, message)
+        super().on_message(sender, message)
 
     def _is_router(self, sender: Peer) -> bool:
         link = self.machine.link
         return sender.name == ROUTER or (link is not None and link.routers.is_follower(sender))
 
-    def post(self, event: object) -> None:
+    def post_event(self, event: object) -> None:
         self.catch_up()
-        super().post(event)
+        super().post_event(event)
         if self._working:
             self._look_ahead()
 
@@ -148,7 +150,7 @@ class ReplayNode(InstanceNode):
         self._sent_ns = self.host.clock.now
         machine = self._fast_forward
         for action in machine.take_held_tokens() if machine is not None else ():
-            self._perform(action)
+            self._perform_action(action)
 
     # -- many steps at once
 
@@ -176,9 +178,9 @@ class ReplayNode(InstanceNode):
         if len(ends_ns) > 1:
             self._ends_ns = ends_ns
             self._turn += 1
-            self.later(ends_ns[-1] - self.host.clock.now, self._skipped, self._turn)
+            self.call_later(ends_ns[-1] - self.host.clock.now, self._end_skip, self._turn)
 
-    def _skipped(self, turn: int) -> None:
+    def _end_skip(self, turn: int) -> None:
         if turn == self._turn:
             self.catch_up()
             self._look_ahead()
@@ -194,7 +196,7 @@ class ReplayNode(InstanceNode):
         if steps:
             spent_ns = begun_ns - self._begun_ns
             steps_ns = [end - begin for begin, end in itertools.pairwise((self._begun_ns, *ends_ns[:steps]))]
-            machine.fast_forward(self.host.moments.add(ends_ns[:steps]), steps_ns)
+            machine.fast_forward(self.host.moments.add_moment(ends_ns[:steps]), steps_ns)
             for plan in self.plans:
                 plan.step_id += steps
                 plan.starts = [start + steps for start in plan.starts]

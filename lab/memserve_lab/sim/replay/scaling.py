@@ -55,35 +55,35 @@ class SimulatedScaling:
         #: all and only instances that are there, or are being started, and shall stay; in the order of their start
         self._staying: dict[Role, list[str]] = {}
         for node in world.instances:
-            self._enter(node.peer.name, node.role, world.clock.now)
+            self._add_instance(node.peer.name, node.role, world.clock.now)
 
-    def begin(self) -> None:
+    def begin_workload(self) -> None:
         """The workload begins now."""
         self._lives = {name: [self._world.clock.now, None] for name in self._lives}
-        self._world.clock.after(LOOK_NS, self._look)
+        self._world.clock.call_after(LOOK_NS, self._look_once)
 
     def instance_seconds(self) -> float:
         """Time of all instances together, from their start to their end, or until now."""
         now = self._world.clock.now
         return sum((end or now) - (begin or 0) for begin, end in self._lives.values()) / NS_PER_S
 
-    def _enter(self, name: str, role: Role, now_ns: int) -> None:
+    def _add_instance(self, name: str, role: Role, now_ns: int) -> None:
         self._lives[name] = [now_ns, None]
         self._staying.setdefault(role, []).append(name)
 
-    def _look(self) -> None:
+    def _look_once(self) -> None:
         world = self._world
         for node in world.instances:
             node.catch_up()
-            if not node.alive and not any(fault.stops(node.peer.name) for fault in world.setup.faults):
+            if not node.alive and not any(fault.stops_process(node.peer.name) for fault in world.setup.faults):
                 life = self._lives[node.peer.name]
                 life[1] = life[1] or world.clock.now
-        for order in self.machine.handle(self._seen(), world.clock.now):
+        for order in self.machine.handle(self._read_cluster(), world.clock.now):
             self.decisions.append((world.elapsed_s, order))
             self._carry_out(order)
-        world.clock.after(LOOK_NS, self._look)
+        world.clock.call_after(LOOK_NS, self._look_once)
 
-    def _seen(self) -> ClusterLook:
+    def _read_cluster(self) -> ClusterLook:
         world, nodes = self._world, {node.peer.name: node for node in self._world.instances}
         stats, members = world.router.machine.stats(), []
         for view in world.router.machine.instances():
@@ -97,8 +97,8 @@ class SimulatedScaling:
         clock, staying = self._world.clock, self._staying.setdefault(order.role, [])
         while len(staying) < order.target:
             name = f"{order.role.value[0]}{len(self._lives)}"
-            self._enter(name, order.role, clock.now)
-            clock.after(self._around.start_ns, self._world.add_instance, name, order.role)
+            self._add_instance(name, order.role, clock.now)
+            clock.call_after(self._around.start_ns, self._world.add_instance, name, order.role)
         for name in staying[order.target :]:
-            self._world.router.submit(InstanceDrained(name))
+            self._world.router.submit_event(InstanceDrained(name))
         del staying[order.target :]

@@ -32,7 +32,7 @@ class Frame:
 
 
 class Script:
-    """One session. Turns are asked for in order, each once, with :meth:`answered` in between."""
+    """One session. Turns are asked for in order, each once, with :meth:`add_answer` in between."""
 
     __slots__ = ("_frame", "_meter", "_said", "_session")
 
@@ -40,14 +40,14 @@ class Script:
         self._session, self._meter, self._frame = session, meter or ByteMeter(), frame
         self._said = _NOTHING
 
-    def prompt(self, number: int) -> TokenArray:
+    def prompt_of(self, number: int) -> TokenArray:
         """Prompt of turn ``number``, int32 ``[n]``."""
         turn = self._session.turns[number]
         match turn.says:
             case Blocks() as blocks:
                 added = fast_tokens(blocks)
             case Chat() as chat if self._frame is not None:
-                added = self._framed(chat, self._frame)
+                added = self._framed_tokens(chat, self._frame)
             case Chat() | Text():
                 added = said_tokens(turn, self._meter)
         closed = self._session.history is History.CLOSED and len(self._said)
@@ -57,7 +57,7 @@ class Script:
             return _joined(prompt, self._frame.reply)
         return prompt
 
-    def answered(self, tokens: Sequence[int]) -> None:
+    def add_answer(self, tokens: Sequence[int]) -> None:
         """Append the answer to the last prompt."""
         if self._session.history is not History.CLOSED:
             return
@@ -67,13 +67,13 @@ class Script:
         else:
             self._said = _joined(self._said, self._frame.reply, answer, self._frame.close)
 
-    def _framed(self, chat: Chat, frame: Frame) -> TokenArray:
+    def _framed_tokens(self, chat: Chat, frame: Frame) -> TokenArray:
         parts: list[TokenArray] = []
         whole = self._session.history is History.GIVEN or not len(self._said)
         if whole and chat.messages and chat.messages[0].role != "system":
             parts.append(frame.head)
         for message in chat.messages:
-            parts += [frame.opens.get(message.role, _NOTHING), self._meter.encode(message.content), frame.close]
+            parts += [frame.opens.get(message.role, _NOTHING), self._meter.encode_text(message.content), frame.close]
         return _joined(*parts)
 
 

@@ -56,7 +56,7 @@ class Fault:
     for_s: float
     factor: float = 1.0
 
-    def stops(self, name: str) -> bool:
+    def stops_process(self, name: str) -> bool:
         """Whether the instance of that name is killed or paused."""
         return self.name == name and self.kind != "slow"
 
@@ -73,7 +73,7 @@ class StoreSetup:
     count: int = 1
     """Stores. Number n is on the host of instance n; instances of hosts without a store use the first."""
 
-    def blocks(self, block_bytes: int) -> int:
+    def block_count(self, block_bytes: int) -> int:
         """Blocks of KV in a store's memory. Raises :class:`UserError` for fewer than two."""
         blocks = self.memory_bytes // block_bytes
         if blocks < 2:
@@ -122,7 +122,7 @@ class Setup:
             raise UserError(message, hint="by-request or by-request-agg, or instances with devices of their own")
 
     def _check_stores(self, stores: StoreSetup) -> None:
-        stores.blocks(self.machine.geometry.block_bytes)
+        stores.block_count(self.machine.geometry.block_bytes)
         hosts = ceil_div(sum(self.instances.values()), self.around.instances_per_host)
         if not 1 <= stores.count <= hosts:
             raise UserError(f"{stores.count} stores on {hosts} hosts", hint=f"one a host: --stores 1 to {hosts}")
@@ -134,7 +134,7 @@ class Setup:
         """Number of devices of all instances."""
         return self.machine.devices * sum(self.instances.values())
 
-    def caches(self, role: Role) -> bool:
+    def caches_kv(self, role: Role) -> bool:
         """Whether instances of ``role`` keep KV for reuse (MemServe 5.1)."""
         caching = self.cluster.caching
         return caching is not Caching.OFF and not (role is Role.DECODE and caching is Caching.PD_CACHING_1)

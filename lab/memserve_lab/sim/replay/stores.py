@@ -35,7 +35,7 @@ def store_info(like: PeerInfo, setup: StoreSetup, costs: CostModel) -> PeerInfo:
     disks = [(nbytes, setup.model.curve) for nbytes in setup.disk_bytes]
     known_costs = dataclasses.replace(costs, disk=curve_of_disks(disks)) if disks else costs
     return replace(
-        like, role=Role.STORE, hbm_blocks=0, dram_blocks=setup.blocks(like.geometry.block_bytes), context_tokens=0,
+        like, role=Role.STORE, hbm_blocks=0, dram_blocks=setup.block_count(like.geometry.block_bytes), context_tokens=0,
         caching=True, costs=known_costs.to_json(),
     )  # fmt: skip
 
@@ -62,7 +62,7 @@ class ReplayStore(StoreNode):
         setup, block_bytes = self._setup, self._info.geometry.block_bytes
         info = replace(self._info, peer=self.peer, address=f"virtual://{self.peer.name}")
         return StoreMachine(
-            _core.MemoryTier(setup.blocks(block_bytes) * block_bytes, block_bytes),
+            _core.MemoryTier(setup.block_count(block_bytes) * block_bytes, block_bytes),
             Disks([_formatted(nbytes, setup.disks) for nbytes in setup.disk_bytes], setup.disks),
             info,
             DEFAULT_KEY,

@@ -44,19 +44,19 @@ class Timeline:
         self._start_ns = self._last_ns = 0
         self.looks: list[Look] = []
 
-    def begin(self) -> None:
+    def begin_workload(self) -> None:
         """Start: now is second 0 of the workload."""
         self._start_ns = self._last_ns = self._clock.now
-        self._clock.after(self._every_ns, self._look_again)
+        self._clock.call_after(self._every_ns, self._look_again)
 
     def _look_again(self) -> None:
-        self.look()
+        self.record_sample()
         if len(self.looks) >= LOOKS_MAX:
             del self.looks[::2]
             self._every_ns *= 2
-        self._clock.after(self._every_ns, self._look_again)
+        self._clock.call_after(self._every_ns, self._look_again)
 
-    def look(self) -> None:
+    def record_sample(self) -> None:
         """Record one sample."""
         now = self._clock.now
         if now <= self._last_ns:

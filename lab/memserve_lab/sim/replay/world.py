@@ -81,7 +81,7 @@ class ReplayWorld:
         self._hosts: dict[str, str] = {}  # of each instance and store, by name
         self.router = RouterNode(self)
         self.balancer = Balancer(setup.seed)
-        submit = self.router.submit if setup.routers == 1 else self.balancer.submit
+        submit = self.router.submit_event if setup.routers == 1 else self.balancer.submit_event
         self.clients = Clients(self.clock, setup.around, self.moments, submit, workload, make_script)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[ReplayNode] = []
@@ -120,7 +120,7 @@ class ReplayWorld:
 
     def new_follower(self, node: FollowerNode) -> Follower:
         """The machine of a router that is not the owner."""
-        return Follower(node.info(), self.router_addresses, self.setup.cluster, self.member_config)
+        return Follower(node.peer_info(), self.router_addresses, self.setup.cluster, self.member_config)
 
     def new_instance(self, node: InstanceNode) -> Instance:
         """An instance's machine."""
@@ -130,7 +130,7 @@ class ReplayWorld:
         block_tokens = machine.geometry.block_tokens
         kind = FastForwardInstance if isinstance(node, ReplayNode) and node.fast_forwards else Instance
         instance = kind(
-            self._config(node), block_tokens, preemption_costs, self_peer=node.peer, geometry=machine.geometry
+            self._instance_config(node), block_tokens, preemption_costs, self_peer=node.peer, geometry=machine.geometry
         )
         state = instance.state
         if state.objectives is not None:
@@ -142,9 +142,9 @@ class ReplayWorld:
             layers.policy = self.setup.layers
         return instance
 
-    def _config(self, node: InstanceNode) -> InstanceConfig:
+    def _instance_config(self, node: InstanceNode) -> InstanceConfig:
         machine = self.setup.machine
-        pool = PoolConfig(machine.hbm_blocks, machine.dram_blocks, self.setup.caches(node.role))
+        pool = PoolConfig(machine.hbm_blocks, machine.dram_blocks, self.setup.caches_kv(node.role))
         return InstanceConfig(
             machine.context_tokens, NAMESPACE, pool, self.setup.scheduler, node.role, ExchangeConfig()
         )
@@ -155,11 +155,11 @@ class ReplayWorld:
     def new_port(self, node: MemberNode) -> TimedPort:
         """Its data port to the pages of others."""
         geometry = self.setup.machine.geometry
-        return TimedPort(node, self.fabric, partial(self._link, node.peer.name), geometry, self.links)
+        return TimedPort(node, self.fabric, partial(self._link_to, node.peer.name), geometry, self.links)
 
     store_port = new_port
 
-    def _link(self, name: str, peer: Peer) -> Link:
+    def _link_to(self, name: str, peer: Peer) -> Link:
         """How ``name`` reaches the pages of ``peer``."""
         costs, hosts = self.setup.machine.costs, self._hosts
         return Link(costs.same_host, "shm") if hosts[name] == hosts.get(peer.name) else Link(costs.network, "nixl")
@@ -174,7 +174,7 @@ class ReplayWorld:
 
     def peer_info(self, node: InstanceNode) -> PeerInfo:
         """An instance's description when it joins."""
-        config = self._config(node)
+        config = self._instance_config(node)
         return PeerInfo(
             node.peer, node.role, f"virtual://{node.peer.name}", NAMESPACE, self.setup.machine.geometry,
             config.pool.hbm_blocks, config.pool.dram_blocks, node.machine.context_tokens, config.pool.caching,
@@ -183,23 +183,23 @@ class ReplayWorld:
 
     # -- what happens
 
-    def emitted(self, output: TokenOutput) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         """The router gives tokens to a client."""
-        self.clients.emitted(output)
+        self.clients.on_output(output)
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""
         self.clients.turned_away(request_id, reason, retry_after_s)
 
-    def handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
+    def on_handled(self, node: Process, event: object, actions: Sequence[object]) -> None:
         """A machine has handled an event."""
 
-    def say(self, line: str, detail: object = "") -> None:
+    def log_line(self, line: str, detail: object = "") -> None:
         """Not recorded."""
 
     # -- running
 
-    def run(self, limit_s: float | None = None) -> None:
+    def run_workload(self, limit_s: float | None = None) -> None:
         """From the first join to the last answer, or for ``limit_s`` of virtual time from the workload's start."""
         while not self._is_ready():
             if self.clock.now > JOINED_BY_NS:
@@ -207,18 +207,18 @@ class ReplayWorld:
             self.clock.run_until(self.clock.now + self.member_config.beat_ns)
         self.start_ns = self.clock.now
         for fault in self.setup.faults:
-            self.clock.at(self.start_ns + ns_from_s(fault.at_s), self._strike, fault)
-        self.timeline.begin()
-        self.clients.begin()
+            self.clock.call_at(self.start_ns + ns_from_s(fault.at_s), self._strike_fault, fault)
+        self.timeline.begin_workload()
+        self.clients.begin_workload()
         if self.scaling is not None:
-            self.scaling.begin()
+            self.scaling.begin_workload()
         end_ns = None if limit_s is None else self.start_ns + ns_from_s(limit_s)
         clock, clients = self.clock, self.clients
         while not clients.done and (end_ns is None or (clock.next_ns or 0) <= end_ns):
             clock.run_one()
         if end_ns is not None and not clients.done:
             self._break_off(end_ns)
-        self.timeline.look()
+        self.timeline.record_sample()
 
     def _is_ready(self) -> bool:
         """All are members, and each router hears every instance."""
@@ -242,22 +242,22 @@ class ReplayWorld:
         """Virtual time since the workload began."""
         return (self.clock.now - self.start_ns) / NS_PER_S
 
-    def _strike(self, fault: Fault) -> None:
+    def _strike_fault(self, fault: Fault) -> None:
         nodes: list[ReplayNode | FollowerNode] = [*self.instances, *self.followers]
         node = next(node for node in nodes if node.peer.name == fault.name)
         heal: Callable[[], None]
         match fault.kind:
             case "kill":
-                node.kill()
-                heal = node.boot
-                self.clients.cut_off(self.balancer.at(node))
+                node.kill_process()
+                heal = node.boot_process
+                self.clients.cut_off(self.balancer.requests_at(node))
             case "pause":
-                node.pause()
-                heal = node.resume
+                node.pause_process()
+                heal = node.resume_process
             case _:
                 self._set_slowness(node, fault.factor)
                 heal = partial(self._set_slowness, node, 1.0)
-        self.clock.after(ns_from_s(fault.for_s), heal)
+        self.clock.call_after(ns_from_s(fault.for_s), heal)
 
     @staticmethod
     def _set_slowness(node: Process, factor: float) -> None:

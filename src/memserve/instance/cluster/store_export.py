@@ -28,7 +28,7 @@ from memserve.base.errors import check
 from memserve.base.types import AS_COMPUTED, KVGeometry, Role, Tier, TokenArray, TransferMode
 from memserve.base.units import MIB, NS_PER_S, ceil_div
 from memserve.instance.events import StepPlan
-from memserve.instance.scheduler.sequence import Sequence
+from memserve.instance.scheduler.sequence import Sequence, SequenceKey
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import Send
@@ -46,6 +46,8 @@ GROUP_BYTES = 4 * MIB
 """A plan that computes more than this for an offer announces it in groups of layers that are at least this large. Less
 of it is announced as a whole: messages cost more than the wait."""
 IDENTITY_BYTES = 16
+IN_CACHE: SequenceKey = (-1, -1)
+"""The owner of blocks that lie in the cache: no sequence."""
 
 
 def identity_at(identities: bytes, index: int) -> bytes:
@@ -65,8 +67,8 @@ def remember(times: dict[bytes, int], identity: bytes, now_ns: int) -> None:
 class BlockRun:
     """Neighbouring blocks to be offered: those of ``tokens`` from ``first_block`` to the end."""
 
-    owner: int
-    """``id`` of the sequence that computes them; 0: they lie in the cache."""
+    owner: SequenceKey
+    """The sequence that computes them, or ``IN_CACHE``."""
     isolation: str
     tokens: TokenArray
     first_block: int
@@ -91,7 +93,7 @@ class BlockRun:
 class _Open:
     """An open offer."""
 
-    owner: int
+    owner: SequenceKey
     blocks: int
     identities: bytes
 
@@ -205,7 +207,9 @@ class StoreOffers:
             self._count_failed(offer)
         return True
 
-    def withdraw_offers(self, reason: str, owner: int | None = None, spared: Container[int] = ()) -> bool:
+    def withdraw_offers(
+        self, reason: str, owner: SequenceKey | None = None, spared: Container[SequenceKey] = ()
+    ) -> bool:
         """End all offers but those of owners that are ``spared``, or those of one owner. False: there were none."""
         offer_ids = [
             offer_id
@@ -287,7 +291,7 @@ class StoreWriter:
         #: the store that gets the offers. None: there is none
         self.target: Peer | None = None
         self._pending: list[BlockRun] = []  # a reference on each block
-        self._later: dict[bytes | int, _Later] = {}  # by a named prefix's last identity, or a sequence's ``id``
+        self._later: dict[bytes | SequenceKey, _Later] = {}  # by a named prefix's last identity, or by sequence
         self._named_ns: dict[bytes, int] = {}  # last identity of a named prefix -> when it was offered as such
         self._messages: list[Send] = []
 
@@ -335,7 +339,7 @@ class StoreWriter:
         """The cache has got the blocks of ``sequence`` from ``first_block`` to the end of ``tokens``, which hold their
         final bytes once the plan has finished in which the sequence was scheduled last."""
         isolation, end = sequence.group.isolation, len(tokens) // self._block_tokens
-        pool, owner = self._state.memory.pool, id(sequence)
+        pool, owner = self._state.memory.pool, sequence.key
         identities = pool.identities(isolation, tokens)
         while first_block < end and self.offers.was_offered(identity_at(identities, first_block)):
             first_block += 1
@@ -360,11 +364,11 @@ class StoreWriter:
         while first < end and self.offers.was_offered(identity_at(identities, first)):
             first += 1
         if first < end:
-            self._put_off(id(sequence), _Later(isolation, tokens, first))
+            self._put_off(sequence.key, _Later(isolation, tokens, first))
 
     def on_discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The KV of ``sequence`` is not to be trusted: neither offers of it nor what stores have of ``tokens``."""
-        owner = id(sequence)
+        owner = sequence.key
         own_runs = [run for run in self._pending if run.owner == owner]
         self._pending = [run for run in self._pending if run.owner != owner]
         for run in own_runs:
@@ -389,7 +393,7 @@ class StoreWriter:
             remember(self._named_ns, last, now_ns)
             self._put_off(last, _Later(isolation, tokens, 0, keep=True))
 
-    def _put_off(self, key: bytes | int, later: _Later) -> None:
+    def _put_off(self, key: bytes | SequenceKey, later: _Later) -> None:
         """Offer it when less is lent. An order with this key is replaced, and begins where that one did."""
         earlier = self._later.pop(key, None)
         if earlier is not None:
@@ -418,7 +422,7 @@ class StoreWriter:
                 identities = _between(pool.identities(later.isolation, tokens), first, end)
                 above = hbm.tolist()[: end - first]
                 below = dram.tolist()[: end - first - len(above)]
-                run = BlockRun(0, later.isolation, tokens, first, above, identities, None, below, later.keep)
+                run = BlockRun(IN_CACHE, later.isolation, tokens, first, above, identities, None, below, later.keep)
                 offers.offer_run(run, target, now_ns)
                 later.first_block = end
             if end >= cached:  # all of it; or what is behind has left the cache
@@ -463,7 +467,7 @@ class StoreWriter:
         Blocks of sequences that run stay lent: they are held anyway, and while they are, the store has time to pull.
         """
         running = {
-            id(s) for group in self._state.groups.values() for s in group.sequences.values() if s.slot is not None
+            s.key for group in self._state.groups.values() for s in group.sequences.values() if s.slot is not None
         }
         idle = [run for run in self._pending if run.owner not in running]
         for run in idle:

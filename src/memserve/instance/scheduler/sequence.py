@@ -74,6 +74,10 @@ Rank = tuple[int, int, int, int]
 """(urgency, priority, arrival, index): total order; of one tenant's sequences the smaller runs first."""
 
 
+SequenceKey = tuple[int, int]
+"""(arrival, index) of a sequence."""
+
+
 Fact = tuple[str, str | int | float]
 """One line of a request's story."""
 
@@ -354,6 +358,11 @@ class Sequence(_core.SequenceRow):
         self.candidates: list[tuple[int, float]] | None = None
         self.cumulative_logprob = 0.0
         self.logprobs: list[float] = []
+
+    @property
+    def key(self) -> SequenceKey:
+        """No other sequence of the instance has it, not even later: ``id`` comes again once a sequence has gone."""
+        return self.group.arrival, self.index
 
     @property
     def table_entries(self) -> int:

@@ -138,7 +138,7 @@ def served(model: Path) -> Iterator[ServedChild]:
     try:
         yield child
     finally:
-        child.end()
+        child.end_server()
 
 
 def metric(served: ServedChild, name: str) -> float:
@@ -187,7 +187,7 @@ def test_a_server_that_is_killed_leaves_a_partial_report(served: ServedChild, tm
     bench = started(*command, "--out", str(out))
     before = metric(served, "request_seconds_count")
     until(lambda: metric(served, "request_seconds_count") > before + 12)
-    served.kill()
+    served.kill_server()
     printed, said = bench.communicate(timeout=WAIT_S)
     assert bench.returncode == 1 and "Traceback" not in said
     assert f"partial: the server at {served.url} is gone" in printed

@@ -140,11 +140,11 @@ def test_events_survive_every_cut() -> None:
         b'event: x\r\ndata: {"choices":[{"text":"a\\u00e9"}]}\r\n\r\n: ping\n\ndata:{"choices":[]}\n\ndata: [DONE]\n\n'
     )
     whole = EventReader()
-    expected = list(whole.feed(data))
+    expected = list(whole.read_events(data))
     assert [choice.news for event in expected for choice in event.choices] == ["aé"] and len(expected) == 2
     for at in range(len(data)):
         reader = EventReader()
-        assert [*reader.feed(data[:at]), *reader.feed(data[at:])] == expected and reader.done
+        assert [*reader.read_events(data[:at]), *reader.read_events(data[at:])] == expected and reader.done
 
 
 # -- sessions
@@ -231,8 +231,8 @@ def test_latency_counts_from_the_schedule() -> None:
     """The client stands still for a while, as under a crowd: what was due meanwhile counts as late."""
 
     class Stuck(Progress):
-        def sent(self) -> None:
-            super().sent()
+        def on_sent(self) -> None:
+            super().on_sent()
             if self._under_way == 1 and not self._ended:
                 threading.Event().wait(0.3)
 
@@ -248,8 +248,8 @@ def test_closed_loop_keeps_its_number() -> None:
     under_way: list[int] = []
 
     class Counting(Progress):
-        def sent(self) -> None:
-            super().sent()
+        def on_sent(self) -> None:
+            super().on_sent()
             under_way.append(self._under_way)
 
     workload = closed_loop(uniform_workload(12, prompt_tokens=4, shared_tokens=0, output_tokens=3), users=3)
@@ -327,7 +327,7 @@ def test_records_can_be_read_before_they_are_whole(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.gz"
     writer = RecordWriter(path)
     for number in range(2000):
-        writer.write(a_record(number))
+        writer.write_record(a_record(number))
     found = read_records(path)
     assert 500 < len(found) < 2000, "the tail waits for the next flush"
     assert found == [a_record(number) for number in range(len(found))]
@@ -356,8 +356,8 @@ def test_progress_is_for_terminals_only() -> None:
 
     for stream, shows in ((Terminal(), True), (io.StringIO(), False)):
         progress = Progress(4, "chat", stream)
-        progress.sent()
-        progress.ended(a_record(1), 3 * NS_PER_S)
+        progress.on_sent()
+        progress.on_ended(a_record(1), 3 * NS_PER_S)
         progress.close()
         assert ("1/4  0 under way  3.0 s" in stream.getvalue()) is shows
         assert bool(stream.getvalue()) is shows

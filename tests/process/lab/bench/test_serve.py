@@ -139,7 +139,7 @@ def paired(before_ms: list[float], after_ms: list[float], name: str = "1P1D-CC")
 
 
 def page_of(results: Results) -> str:
-    return "\n".join(line for table in beside_the_paper(results) for line in table.markdown())
+    return "\n".join(line for table in beside_the_paper(results) for line in table.markdown_lines())
 
 
 def test_pairs_of_sessions_tell_small_changes_apart() -> None:
@@ -263,7 +263,7 @@ def test_report_shows_all_results(tmp_path: Path) -> None:
         ("chat", "2PD", 70.0),
         ("chat", "2PD-CC", 35.0),
     ]
-    ServeReport(results_of(*names, turns=2)).write(tmp_path)
+    ServeReport(results_of(*names, turns=2)).write_report(tmp_path)
     page = (tmp_path / "report.md").read_text()
     for name in ("settings", "turns", "figure-14"):
         assert f"({name}.png)" in page
@@ -313,7 +313,7 @@ def test_figure_8_has_a_line_over_the_rates_for_every_setting() -> None:
 
 def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_writer, "can_draw", lambda: False)
-    ServeReport(results_of(("chat", "2PD", 70.0))).write(tmp_path)
+    ServeReport(results_of(("chat", "2PD", 70.0))).write_report(tmp_path)
     page = (tmp_path / "report.md").read_text()
     assert "matplotlib is not installed" in page and ".png" not in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.md", "results.json"]

@@ -50,7 +50,7 @@ def texts(burst: Workload) -> list[str]:
 @given(st.integers(1, 6), st.integers(8, 60), st.integers(0, 3), st.integers(0, 3))
 def test_bursts_have_in_common_what_they_should(concurrency: int, words: int, seed: int, turn: int) -> None:
     story = Story(concurrency, words, 4, seed, turn)
-    bursts = {scenario: texts(burst) for scenario, burst in story.bursts().items()}
+    bursts = {scenario: texts(burst) for scenario, burst in story.make_bursts().items()}
     assert tuple(bursts) == SCENARIOS
     assert bursts["cold"] == bursts["warm"] and len(set(bursts["cold"])) == 1
     first = bursts["cold"][0].split()
@@ -58,13 +58,15 @@ def test_bursts_have_in_common_what_they_should(concurrency: int, words: int, se
     for text in bursts["shared"]:
         assert text.split()[:head] == first[:head] and len(text.split()) == words
     assert all(len(one) == concurrency for one in bursts.values())
-    assert {scenario: texts(burst) for scenario, burst in story.bursts().items()} == bursts, "a seed fixes everything"
+    assert {scenario: texts(burst) for scenario, burst in story.make_bursts().items()} == bursts, (
+        "a seed fixes everything"
+    )
 
 
 def test_unrelated_and_cold_prompts_share_no_prefix() -> None:
     stories = [Story(count, 40, 4, 0, turn) for count in (3, 5) for turn in (0, 1)]
-    prompts = [text for story in stories for text in texts(story.bursts()["unrelated"])]
-    prompts += [texts(story.bursts()["cold"])[0] for story in stories]
+    prompts = [text for story in stories for text in texts(story.make_bursts()["unrelated"])]
+    prompts += [texts(story.make_bursts()["cold"])[0] for story in stories]
     assert len({text[:40] for text in prompts}) == len(prompts)
 
 
@@ -137,7 +139,7 @@ def test_requests_that_were_given_up_count_nowhere() -> None:
 
 def write(results: BurstResults, folder: Path) -> None:
     plan = BurstPlan((), (), 1, 8, 4)
-    ConcurrencyStudy(plan, results, RunFolder(folder)).write(folder)
+    ConcurrencyStudy(plan, results, RunFolder(folder)).write_report(folder)
 
 
 def some_results() -> BurstResults:

@@ -40,15 +40,15 @@ def test_all_indexes_give_the_same_answers(planted: list[Prompt], asked: list[Pr
     known: set[tuple[int, ...]] = set()
     for prompt in planted:
         for index in indexes.values():
-            index.plant(np.array(prompt, np.int32))
+            index.plant_tokens(np.array(prompt, np.int32))
         known |= {tuple(prompt[:end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)}
     for prompt in asked:
         prefixes = [tuple(prompt[:end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
         cached = sum(prefix in known for prefix in prefixes)
         for name, index in indexes.items():
-            index.take(np.array(prompt, np.int32))
-            assert index.match() == cached, name
-            assert index.insert() == len(prefixes) - cached, name
+            index.take_tokens(np.array(prompt, np.int32))
+            assert index.match_tokens() == cached, name
+            assert index.insert_tokens() == len(prefixes) - cached, name
         known |= set(prefixes)
 
 
@@ -61,17 +61,17 @@ def test_benchmark_leaves_the_indexes_unchanged(monkeypatch: pytest.MonkeyPatch)
     ]
     prompts = Prompts(9)  # the race's own
     for _ in range(6):
-        prompt = prompts.fresh(256)
+        prompt = prompts.fresh_prompt(256)
         for index in built.values():
-            index.take(prompt)
-            assert index.match() == 0
+            index.take_tokens(prompt)
+            assert index.match_tokens() == 0
 
 
 def test_prompts_share_exactly_what_they_are_told() -> None:
     prompts = Prompts()
-    first = prompts.fresh(64)
+    first = prompts.fresh_prompt(64)
     for shared in (0, 1, 63, 64):
-        other = prompts.sharing(first, shared)
+        other = prompts.sharing_prompt(first, shared)
         assert len(other) == 64 and (other[:shared] == first[:shared]).all()
         assert shared == 64 or other[shared] != first[shared]
 
@@ -81,12 +81,12 @@ def test_prompts_share_exactly_what_they_are_told() -> None:
 
 def test_times_are_summed_up_by_call() -> None:
     times = Times()
-    times.add(("match", 1, 1.0), 99)
-    times.forget()
+    times.add_time(("match", 1, 1.0), 99)
+    times.forget_times()
     for spent_ns in (10, 30, 20, 50, 40):
-        times.add(("match", 1, 1.0), spent_ns)
+        times.add_time(("match", 1, 1.0), spent_ns)
     assert times(("insert", 2, 0.0), lambda a: a + 1, 4) == 5
-    first, second = times.points("shm")
+    first, second = times.points_in_order("shm")
     assert first == CallPoint("match", 1, 1.0, spread_of([10, 20, 30, 40, 50]), "shm")
     assert (second.call, second.blocks, second.spent_ns.count) == ("insert", 2, 1)
 
@@ -124,9 +124,9 @@ def test_layouts_hold_the_same_bytes_in_other_pieces() -> None:
 def test_pair_answers_or_reports_the_error() -> None:
     pair = Pair("squares", own_squares, take_squares, {}, 2)
     try:
-        assert pair.ask(1) == 1
+        assert pair.ask_taker(1) == 1
         with pytest.raises(UserError, match="squares does not work here: ZeroDivisionError"):
-            pair.ask(0)
+            pair.ask_taker(0)
     finally:
         pair.close()
     with pytest.raises(UserError, match="cubes does not work here: ValueError: too much"):
@@ -183,7 +183,7 @@ def test_the_page_shows_the_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("matplotlib", reason="matplotlib (extra: bench) is not installed")
     results = some_results()
     results.calls, results.index = [], []  # one plot will do
-    PoolStudy(QUICK, EngineOptions(model="tiny"), results).write(tmp_path)
+    PoolStudy(QUICK, EngineOptions(model="tiny"), results).write_report(tmp_path)
     assert "(figure-11.png)" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "figure-11.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "figure-11.svg").read_text()

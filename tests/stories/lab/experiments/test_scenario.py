@@ -70,10 +70,10 @@ def test_pressure_evicts_once_for_each_that_needs_it():
     case = CASES[4]
     world = SourceWorld(case)
     for ask in case.before:
-        world.wait_for([world.ask(ask)])
+        world.wait_for([world.send_request(ask)])
     evicted, cached = [], []
     for ask in case.asks:
-        world.wait_for([world.ask(ask)])
+        world.wait_for([world.send_request(ask)])
         evicted.append(world.admission().evictions)
         cached.append(next(t for t in world.instance.machine.pool.report().tiers if t.tier is Tier.HBM).blocks_used)
     assert evicted == [0, 0, 1, 2]
@@ -106,10 +106,10 @@ def test_means_are_cut_and_count_the_rejected_as_nothing():
 def test_scenario_is_deterministic():
     def found() -> LlmServingCache:
         study = open_scenario("llm-serving-cache")
-        study.run(lambda line: None)
+        study.run_study(lambda line: None)
         return study
 
-    assert list(found().tables()) == list(found().tables())
+    assert list(found().make_tables()) == list(found().make_tables())
 
 
 def test_its_tables_can_be_kept(tmp_path):

@@ -103,7 +103,7 @@ class PinnedWorld(World):
         counters = [node.machine.state.counters for node in self.instances]
         by_memory = (c.preempted_by_swap + c.preempted_by_recompute - c.preempted_for_slots for c in counters)
         preempted = sum(by_memory) + sum(c.standstills for c in counters)
-        return self.seen + Counter(preempted=preempted) + self.achievements()
+        return self.seen + Counter(preempted=preempted) + self.count_achievements()
 
 
 def looked_at(seeds: Iterable[int], *, tight: bool = False) -> Counter[str]:
@@ -112,7 +112,7 @@ def looked_at(seeds: Iterable[int], *, tight: bool = False) -> Counter[str]:
     for seed in seeds:
         world = PinnedWorld(plain(seed, tight=tight))
         try:
-            world.run()
+            world.run_scenario()
         except AssertionError as error:
             error.add_note("\n".join([*world.story[-40:], str(world.scenario)]))
             raise

@@ -40,10 +40,10 @@ def test_the_cheapest_of_the_good_ones() -> None:
 def test_mixes_have_both_roles_in_every_size() -> None:
     mixes = parse_mixes("colocated,1:3,1:1")
     assert mixes == (COLOCATED, Mix("1:3", 1, 4), Mix("1:1", 1, 2))
-    assert mixes[1].instances(8) == {Role.PREFILL: 2, Role.DECODE: 6}
+    assert mixes[1].instances_of(8) == {Role.PREFILL: 2, Role.DECODE: 6}
     for size in range(2, 40):
         for mix in mixes[1:]:
-            counts = mix.instances(size)
+            counts = mix.instances_of(size)
             assert sum(counts.values()) == size and min(counts.values()) >= 1
     for wrong in ("1", "0:2", "a:b", ""):
         with pytest.raises(UserError):

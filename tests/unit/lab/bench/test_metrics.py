@@ -71,12 +71,12 @@ def test_spread_of_nothing() -> None:
 )
 def test_slo_holds_every_limit(slo: Slo, kept: bool) -> None:
     felt = Timing(ttft_s=0.1, tpot_s=0.01, jct_s=0.2, itl_s=())
-    assert slo.kept(felt) is kept
-    assert not slo.kept(None)
+    assert slo.is_kept(felt) is kept
+    assert not slo.is_kept(None)
 
 
 def test_a_request_of_one_token_keeps_every_tpot() -> None:
-    assert Slo(tpot_s=0.001).kept(Timing(0.1, None, 0.1, ()))
+    assert Slo(tpot_s=0.001).is_kept(Timing(0.1, None, 0.1, ()))
 
 
 def test_figures_by_hand() -> None:

@@ -37,7 +37,7 @@ def write(folder: Path, made: list[RequestRecord]) -> Path:
     folder.mkdir(exist_ok=True)
     writer = RecordWriter(folder / "records.jsonl.gz")
     for record in made:
-        writer.write(record)
+        writer.write_record(record)
     writer.close()
     return folder
 
@@ -51,7 +51,7 @@ def test_each_moment_counts_what_had_happened(tmp_path: Path, seed: int) -> None
     made = records(seed)
     ((name, run),) = open_runs(write(tmp_path, made)).items()
     assert name == f"chat, one, seed {seed}"
-    snapshots = run.snapshots()
+    snapshots = run.make_snapshots()
     assert len(snapshots) == MOMENTS and snapshots[0]["time_ms"] == min(r.scheduled_ns for r in made) / 1e6
     for snapshot in snapshots:
         now = snapshot["time_ms"] * 1e6
@@ -81,7 +81,7 @@ def test_instances_of_a_simulation_are_those_of_its_last_look(tmp_path: Path) ->
     looks = [{"at_s": 0.0, **look}, {"at_s": 1e6, **look, "running": [9, 9]}]
     run = [{"setting": "one", "instances": ["p0", "d0"], "timeline": looks}]
     (write(tmp_path, records(1)) / "simulation.json").write_text(json.dumps(run))
-    snapshot = next(iter(open_runs(tmp_path).values())).snapshots()[-1]
+    snapshot = next(iter(open_runs(tmp_path).values())).make_snapshots()[-1]
     assert [(member["name"], member["role"]) for member in snapshot["members"]] == [("p0", "prefill"), ("d0", "decode")]
     assert value(snapshot, "memserve_instance_sequences_running", instance="d0") == 5
     assert value(snapshot, "memserve_instance_blocks", instance="d0", tier="dram", state="cached") == 8

@@ -183,7 +183,7 @@ def test_plots_show_the_fit_beside_the_measured(tmp_path: Path) -> None:
     for line in lines:
         assert list(line.get_ydata()) == sorted(line.get_ydata(), reverse=True)
     pyplot.close(figure)
-    CostStudy(CostPlan(1.0, False), EngineOptions(model="planted"), results).write(tmp_path)
+    CostStudy(CostPlan(1.0, False), EngineOptions(model="planted"), results).write_report(tmp_path)
     for name in DRAWINGS:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / f"{name}.svg").exists()
         assert f"({name}.png)" in (tmp_path / "report.md").read_text()

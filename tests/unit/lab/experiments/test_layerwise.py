@@ -65,7 +65,7 @@ def test_settings_stand_beside_by_request() -> None:
             for name, less in ((BY_REQUEST, 1), (BY_LAYER, 4))
         ]
     results.copied.append(Copied("prefill alone", 2.0, 0.5, 10.0, 1e9, 2e9))
-    rates, copied = LayerwiseStudy(plan(), results).tables()
+    rates, copied = LayerwiseStudy(plan(), results).make_tables()
     assert "emulated" in rates.title
     assert [row[4] for row in rates.rows] == ["as soon", "4.0 times sooner"]
     assert copied.rows[0][:6] == ["prefill alone", "2.00", "0.50", "75%", "10.0", "20%"]

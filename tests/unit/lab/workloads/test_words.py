@@ -100,20 +100,20 @@ def test_the_same_prompts_as_tokens_or_as_blocks_share_the_same(prompts: list[li
 @given(st.text(max_size=60), st.integers(0, 20))
 def test_byte_meter_cuts_to_its_count(text: str, tokens: int) -> None:
     meter = ByteMeter()
-    head = meter.cut(text, tokens)
+    head = meter.cut_text(text, tokens)
     assert text.encode("utf-8", "surrogatepass").decode("utf-8", "ignore").startswith(head)
-    assert len(meter.encode(head)) <= tokens
-    assert (meter.encode(text) >= 0).all()
-    assert len(meter.encode(text)) == -(-len(text.encode("utf-8", "surrogatepass")) // 4)
+    assert len(meter.encode_text(head)) <= tokens
+    assert (meter.encode_text(text) >= 0).all()
+    assert len(meter.encode_text(text)) == -(-len(text.encode("utf-8", "surrogatepass")) // 4)
 
 
 def test_the_tokenizer_meter_cuts_at_a_token() -> None:
     words = ["a ", "b ", "c "]
     meter = TokenizerMeter(lambda text: ["abc".index(c) for c in text[::2]], lambda ids: "".join(words[i] for i in ids))
-    assert meter.encode("a b c ").tolist() == [0, 1, 2]
-    assert meter.cut("a b c ", 2) == "a b "
-    assert meter.cut("a b c ", 9) == "a b c "
-    assert meter.cut("a b c ", 0) == ""
+    assert meter.encode_text("a b c ").tolist() == [0, 1, 2]
+    assert meter.cut_text("a b c ", 2) == "a b "
+    assert meter.cut_text("a b c ", 9) == "a b c "
+    assert meter.cut_text("a b c ", 0) == ""
 
 
 def test_a_long_text_is_cut_without_being_read_whole() -> None:
@@ -125,25 +125,27 @@ def test_a_long_text_is_cut_without_being_read_whole() -> None:
         return list(range(-(-len(text) // 20)))
 
     meter = TokenizerMeter(encode, lambda ids: "x" * 20 * len(ids))
-    assert meter.cut("x" * 100_000, 10) == "x" * 200
+    assert meter.cut_text("x" * 100_000, 10) == "x" * 200
     assert max(seen) < 1000
-    assert meter.cut("x" * 90, 10) == "x" * 90
+    assert meter.cut_text("x" * 90, 10) == "x" * 90
 
 
 def test_a_closed_history_holds_the_recorded_answers() -> None:
     meter = ByteMeter()
     turns = (Turn(Text("aaaa"), 2, answer="bbbbbbbb"), Turn(Text("cccc"), 1, answer="dddd"))
     first, second = unrolled(Session("s", turns), meter)
-    assert first.prompt.tolist() == meter.encode("aaaa").tolist()
-    assert second.prompt.tolist() == meter.encode("aaaabbbbbbbbcccc").tolist()
-    assert [first.answer.tolist(), second.answer.tolist()] == [meter.encode(a).tolist() for a in ("bbbbbbbb", "dddd")]
+    assert first.prompt.tolist() == meter.encode_text("aaaa").tolist()
+    assert second.prompt.tolist() == meter.encode_text("aaaabbbbbbbbcccc").tolist()
+    assert [first.answer.tolist(), second.answer.tolist()] == [
+        meter.encode_text(a).tolist() for a in ("bbbbbbbb", "dddd")
+    ]
     assert (first.output_tokens, second.output_tokens) == (2, 1)
 
 
 def test_a_given_history_holds_nothing_but_the_turn() -> None:
     turns = (Turn(Text("aaaa"), 2, answer="bbbb"), Turn(Text("cccc"), 1))
     _, second = unrolled(Session("s", turns, history=History.GIVEN))
-    assert second.prompt.tolist() == ByteMeter().encode("cccc").tolist()
+    assert second.prompt.tolist() == ByteMeter().encode_text("cccc").tolist()
 
 
 def test_an_unrecorded_answer_is_the_sessions_own() -> None:
@@ -194,5 +196,5 @@ def test_figures_of_a_workload_by_hand() -> None:
 def test_spread_of_a_hundred_and_of_nothing() -> None:
     hundred = spread_of(np.arange(101))
     assert (hundred.mean, hundred.p10, hundred.p50, hundred.p90, hundred.p95, hundred.p99) == (50, 10, 50, 90, 95, 99)
-    assert (hundred.count, hundred.max) == (101, 100) and hundred.told(10, 1) == "5.0 (1.0 - 9.0)"
+    assert (hundred.count, hundred.max) == (101, 100) and hundred.format_in_units(10, 1) == "5.0 (1.0 - 9.0)"
     assert spread(()) is None

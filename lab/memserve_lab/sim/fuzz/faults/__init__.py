@@ -21,10 +21,10 @@ def strike(world: World, fault: Fault) -> None:
     """Do the damage now, and undo it when its time is over."""
     world.referee.excused |= fault.kind not in _NO_EXCUSE
     world.happened[fault.kind] += 1
-    world.say(f"FAULT {fault}")
+    world.log_line(f"FAULT {fault}")
     undo = KINDS[fault.kind](world, fault, world.instances[fault.place], Random(fault.seed))
     if undo is not None:
-        world.clock.after(fault.for_ns, undo)
+        world.clock.call_after(fault.for_ns, undo)
 
 
 def heal_all(world: World) -> None:

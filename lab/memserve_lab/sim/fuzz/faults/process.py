@@ -42,12 +42,12 @@ Kind = Callable[[World, Fault, FuzzedInstance, Random], Undo | None]
 def _kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
     if not node.alive:
         return None
-    node.kill()
+    node.kill_process()
 
     def again() -> None:
         if not node.alive:
-            world.say(f"{node.peer.name} starts again")
-            node.boot()
+            world.log_line(f"{node.peer.name} starts again")
+            node.boot_process()
 
     return again
 
@@ -55,33 +55,33 @@ def _kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> U
 def _flap(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     """It dies and restarts under the same name, before any other process has noticed."""
     if node.alive:
-        node.kill()
-        node.boot()
+        node.kill_process()
+        node.boot_process()
 
 
 def _pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
     if not node.alive:
         return None
-    node.pause()
+    node.pause_process()
     life = node.life
 
     def resume() -> None:
         if node.life == life:
-            world.say(f"{node.peer.name} goes on")
-            node.resume()
+            world.log_line(f"{node.peer.name} goes on")
+            node.resume_process()
 
     return resume
 
 
 def _router_pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     """The router itself is stopped: afterwards it must not take all others to be dead."""
-    world.router.pause()
+    world.router.pause_process()
     world.router_slept_ns += fault.for_ns
     life = world.router.life
 
     def resume() -> None:
         if world.router.life == life:
-            world.router.resume()
+            world.router.resume_process()
 
     return resume
 
@@ -93,7 +93,7 @@ def _router_restart(world: World, fault: Fault, node: FuzzedInstance, random: Ra
 def _follower_kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
     """A router that is not the owner dies, and starts again later."""
     follower = world.routers.follower_dies(fault.seed)
-    return follower.boot if follower is not None else None
+    return follower.boot_process if follower is not None else None
 
 
 def _follower_pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
@@ -102,13 +102,13 @@ def _follower_pause(world: World, fault: Fault, node: FuzzedInstance, random: Ra
     if not followers:
         return None
     follower = followers[fault.seed % len(followers)]
-    follower.pause()
+    follower.pause_process()
     world.router_slept_ns += fault.for_ns
     life = follower.life
 
     def resume() -> None:
         if follower.life == life:
-            follower.resume()
+            follower.resume_process()
 
     return resume
 
@@ -123,14 +123,14 @@ def _follower_asks(world: World, fault: Fault, node: FuzzedInstance, random: Ran
 
     def stop(stops_left: int) -> None:
         if follower.life == life and follower.machine.cluster.stats().admission.waiting:
-            follower.pause()
+            follower.pause_process()
             stopped.append(True)
         elif follower.life == life and stops_left:
-            world.clock.after(MS // 2, stop, stops_left - 1)
+            world.clock.call_after(MS // 2, stop, stops_left - 1)
 
     def resume() -> None:
         if stopped and follower.life == life:
-            follower.resume()
+            follower.resume_process()
 
     world.router_slept_ns += fault.for_ns
     stop(2 * 400)
@@ -139,7 +139,7 @@ def _follower_asks(world: World, fault: Fault, node: FuzzedInstance, random: Ran
 
 def _drain(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     """The operator drains it; when it has left, another process takes its name."""
-    world.router.submit(InstanceDrained(node.peer.name))
+    world.router.submit_event(InstanceDrained(node.peer.name))
 
 
 def _clock_jump(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
@@ -157,7 +157,7 @@ def _router_clock_jump(world: World, fault: Fault, node: FuzzedInstance, random:
 def _clock_back(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     """It is restarted after its host's wall clock was set back: its generation is an old one."""
     if node.alive:
-        node.kill()
+        node.kill_process()
         node.boot_in_the_past(random.randrange(1_000, 1_000_000))
 
 

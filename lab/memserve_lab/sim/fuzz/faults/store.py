@@ -21,8 +21,8 @@ def _store(world: World) -> FuzzedStore:
 def _again(world: World, store: FuzzedStore) -> Undo:
     def again() -> None:
         if not store.alive:
-            world.say("the store starts again")
-            store.boot()
+            world.log_line("the store starts again")
+            store.boot_process()
 
     return again
 
@@ -33,12 +33,12 @@ def _kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> U
     if not store.alive:
         return None
     fate = random.choice(["adopted", "adopted", "damaged", "lost"])
-    world.say(f"the store is killed, its memory {fate}")
-    store.die(keeps_memory=fate != "lost")
+    world.log_line(f"the store is killed, its memory {fate}")
+    store.die_with_memory(keeps_memory=fate != "lost")
     if fate == "damaged":
         store.damage_memory(random)
     if random.random() < 0.5:
-        store.boot()  # before anything has noticed
+        store.boot_process()  # before anything has noticed
         return None
     return _again(world, store)
 
@@ -47,24 +47,24 @@ def _power(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> 
     store = _store(world)
     if not store.alive:
         return None
-    store.die(keeps_memory=False, power=True)
+    store.die_with_memory(keeps_memory=False, power=True)
     return _again(world, store)
 
 
 def _drain(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    _store(world).drain(random.choice([0, fault.for_ns]))
+    _store(world).drain_store(random.choice([0, fault.for_ns]))
 
 
 def _pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
     store = _store(world)
     if not store.alive:
         return None
-    store.pause()
+    store.pause_process()
     life = store.life
 
     def resume() -> None:
         if store.life == life:
-            store.resume()
+            store.resume_process()
 
     return resume
 
@@ -74,8 +74,8 @@ def _cut(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Un
     store, mode, both_ways = _store(world), random.choice(["lose", "hold"]), random.random() < 0.7
     instances = [instance.peer.name for instance in world.instances]
     ends = random.choice([[node.peer.name], instances, [world.router.peer.name], [*instances, world.router.peer.name]])
-    ways = [way for end in ends for way in world.network.part(store.peer.name, end, mode, both_ways)]
-    return lambda: world.network.heal(ways, mode)
+    ways = [way for end in ends for way in world.network.cut_ways(store.peer.name, end, mode, both_ways)]
+    return lambda: world.network.heal_ways(ways, mode)
 
 
 def _corrupt(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
@@ -93,12 +93,12 @@ def _rot(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> No
     store.has_damage = True
     for log, disk in zip(store.logs, store.disks, strict=True):
         for _ in range(random.choice([1, 20])):
-            disk.flip(random.randrange(8 * disk.nbytes))
+            disk.flip_bit(random.randrange(8 * disk.nbytes))
         keys = log.keys()
         for key in sorted(keys[offset : offset + 16] for offset in range(0, len(keys), 16)):
             record = log.look(key)
             if record is not None and random.random() < share:
-                disk.flip(8 * record.offset + random.randrange(8 * record.length))
+                disk.flip_bit(8 * record.offset + random.randrange(8 * record.length))
 
 
 def _disk_errors(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:

@@ -21,8 +21,8 @@ def _partition(world: World, fault: Fault, node: FuzzedInstance, random: Random)
         ends = [*other_names, world.router.peer.name]
     else:
         ends = [world.instances[fault.other].peer.name]
-    ways = [way for end in ends for way in world.network.part(name, end, mode, both_ways)]
-    return lambda: world.network.heal(ways, mode)
+    ways = [way for end in ends for way in world.network.cut_ways(name, end, mode, both_ways)]
+    return lambda: world.network.heal_ways(ways, mode)
 
 
 def _follower_cut(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
@@ -35,8 +35,8 @@ def _follower_cut(world: World, fault: Fault, node: FuzzedInstance, random: Rand
     mode, both_ways = random.choice(["lose", "hold"]), random.random() < 0.7
     stores = [] if world.store is None else [[world.store.peer.name]]
     ends = random.choice([[owner], [owner], [node.peer.name], [owner, *instances], *stores])
-    ways = [way for end in ends for way in world.network.part(name, end, mode, both_ways)]
-    return lambda: world.network.heal(ways, mode)
+    ways = [way for end in ends for way in world.network.cut_ways(name, end, mode, both_ways)]
+    return lambda: world.network.heal_ways(ways, mode)
 
 
 def _share(network: FaultyNetwork, knob: str, share: float) -> Undo:

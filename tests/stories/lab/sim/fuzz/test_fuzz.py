@@ -218,7 +218,7 @@ def test_each_kind_alone_is_survived(kind: str) -> None:
     scenario.remembers = True
     scenario.faults = [Fault(kind, at * MS, 300 * MS, place, -1, 7 + at) for at, place in ((1, 0), (15, 1), (30, 2))]
     world = World(scenario)
-    world.run()
+    world.run_scenario()
     assert world.happened[kind] == 3 and world.referee.tokens_judged > 0
 
 
@@ -230,7 +230,7 @@ def test_rows_that_fail_are_no_excuse_for_anything_else(seed: int) -> None:
     places = len(scenario.hbm_blocks)
     scenario.faults = [Fault(ROW, at * 9 * MS, 5 * MS, random.randrange(places), -1, at) for at in range(12)]
     world = World(scenario)
-    world.run()
+    world.run_scenario()
     assert not world.referee.excused and any(ask.row_failed for ask in world.referee.asks.values())
 
 
@@ -238,12 +238,12 @@ def test_rows_that_fail_are_no_excuse_for_anything_else(seed: int) -> None:
 def test_failed_row_ends_request_at_any_attempt(failed: int, told: int, wrong: str) -> None:
     """Attempts also end where nothing but rows goes wrong: the leases of handoffs that long prompts delay."""
     referee = OutputChecker([48], caching=True)
-    request = referee.ask(Conversation("c0", "", "", [1, 2, 3], [Turn([4], 0)], 0), 0)
+    request = referee.new_request(Conversation("c0", "", "", [1, 2, 3], [Turn([4], 0)], 0), 0)
     referee.row_failed(request.request_id, failed)
     story = (("attempts", told),)
     output = TokenOutput(request.request_id, 0, (), finish_reason=FinishReason.ERROR, error="failed", story=story)
     with pytest.raises(Violation, match=wrong) if wrong else nullcontext():
-        referee.emitted(output, 0)
+        referee.check_output(output, 0)
 
 
 # -- the parts
@@ -252,11 +252,11 @@ def test_failed_row_ends_request_at_any_attempt(failed: int, told: int, wrong: s
 def test_calls_come_in_order_of_time_and_of_posting() -> None:
     clock, seen = Clock(), []
     for when, name in ((5, "b"), (3, "a"), (5, "c"), (9, "e")):
-        clock.at(when, seen.append, name)
-    clock.at(4, clock.after, 2, seen.append, "d")
+        clock.call_at(when, seen.append, name)
+    clock.call_at(4, clock.call_after, 2, seen.append, "d")
     clock.run_until(8)
     assert (seen, clock.now, clock.next_ns) == (["a", "b", "c", "d"], 8, 9)
-    clock.at(2, seen.append, "late")
+    clock.call_at(2, seen.append, "late")
     assert clock.run_one() and seen[-1] == "late" and clock.now == 8
     assert clock.run_one() and not clock.run_one() and clock.steps == 7
 
@@ -265,7 +265,7 @@ class _Listener(Node):
     def __init__(self, name: str) -> None:
         self.peer, self.heard = Peer(name, 1), []
 
-    def receive(self, sender: Peer, message: object) -> None:
+    def receive_message(self, sender: Peer, message: object) -> None:
         self.heard.append(message)
 
 
@@ -277,7 +277,7 @@ def _network() -> tuple[FaultyNetwork, _Listener]:
 
 def _send_100(network: FaultyNetwork, there: _Listener) -> list[int]:
     for number in range(100):
-        network.send(Peer("a", 1), there.peer, number)
+        network.send_message(Peer("a", 1), there.peer, number)
     while network.clock.run_one():
         pass
     return there.heard
@@ -299,8 +299,8 @@ def test_network_faults_match_their_settings() -> None:
 
 def test_message_for_another_generation_is_dropped() -> None:
     network, there = _network()
-    network.send(Peer("a", 1), Peer("b", 2), Drain())
-    network.send(Peer("a", 1), Peer("b", 0), Drain())
+    network.send_message(Peer("a", 1), Peer("b", 2), Drain())
+    network.send_message(Peer("a", 1), Peer("b", 0), Drain())
     while network.clock.run_one():
         pass
     assert len(there.heard) == 1
@@ -311,24 +311,24 @@ def test_disk_checker_accepts_lost_unsynced_tail_but_no_hole() -> None:
     for there in range(5):
         promises = Promises()
         for number, written in enumerate(records):
-            promises.written(written)
+            promises.note_written(written)
             if number == 1:
-                promises.synced()
+                promises.note_synced()
         found = Promises()
         for written in records[:there]:
-            found.written(written)
-        found.synced()
+            found.note_written(written)
+        found.note_synced()
         if there < 2:
             with pytest.raises(Violation, match="durable is not durable"):
-                promises.check(found._kept)
+                promises.check_recovered(found._kept)
         else:
-            promises.check(found._kept)
+            promises.check_recovered(found._kept)
     hole = Promises()
     for written in (records[0], records[2]):
-        hole.written(written)
-    hole.synced()
+        hole.note_written(written)
+    hole.note_synced()
     promises = Promises()
     for written in records:
-        promises.written(written)
+        promises.note_written(written)
     with pytest.raises(Violation):
-        promises.check(hole._kept)
+        promises.check_recovered(hole._kept)

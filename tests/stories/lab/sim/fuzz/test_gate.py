@@ -29,7 +29,7 @@ def test_admission_scenarios_reach_every_rejection_cause() -> None:
     for seed in range(FIRST, FIRST + 60):
         scenario = draw(seed, setting_of(seed, "swarm"))
         if scenario.admission.mode is not Admission.NONE:
-            seen.update(play(seed, scenario.setting).achievements())
+            seen.update(play(seed, scenario.setting).count_achievements())
             seen[scenario.admission.mode.value] += 1
     assert min(seen[mode] for mode in ("bounded", "memory", "cache")) >= 2, seen
     assert min(seen[f"refused: {cause}"] for cause in ("queue", "wait", "pressure")) >= 1, seen

@@ -53,9 +53,9 @@ def test_clusters_with_as_many_layers_as_real_models(layers: int, seed: int, set
     scenario.layered = replace(few, layers=layers)
     scenario.pull_ns = scenario.pull_ns[0] * few.layers // layers, scenario.pull_ns[1] * few.layers // layers
     world = World(scenario)
-    world.run()
+    world.run_scenario()
     assert {node.device.layers for node in world.instances} == {layers}
-    done = world.achievements()
+    done = world.count_achievements()
     assert done["by layer: pages_read"] and done["handed_over"]
 
 

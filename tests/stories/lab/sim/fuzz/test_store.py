@@ -38,7 +38,7 @@ def with_store(seed: int, kinds: tuple[str, ...] = ()) -> Scenario:
 def test_each_kind_alone_costs_no_request(kind: str) -> None:
     """Everything is answered as if there were no store."""
     world = World(with_store(5, (kind,)))
-    world.run()
+    world.run_scenario()
     assert world.happened[kind] == 3 and not world.referee.excused
     assert world.referee.tokens_judged > 0
 
@@ -47,8 +47,8 @@ def test_evicted_blocks_are_fetched_from_the_store() -> None:
     """Out of its memory, and from its disks; all blocks were compared at rest."""
     done = [World(with_store(seed)) for seed in range(5, 9)]
     for world in done:
-        world.run()
-    totals = sum((world.achievements() for world in done), done[0].happened)
+        world.run_scenario()
+    totals = sum((world.count_achievements() for world in done), done[0].happened)
     assert totals["store: kv_stored"] and totals["store: kv_lent"] and totals["store: reads_ok"]
 
 
@@ -59,9 +59,9 @@ def test_memory_of_killed_store_is_requested_and_compared() -> None:
         scenario.store = replace(scenario.store, dies_at_turns=0.1)
     done = [World(scenario) for scenario in scenarios]
     for world in done:
-        world.run()
+        world.run_scenario()
         assert not world.referee.excused
-    totals = sum((world.achievements() for world in done), done[0].happened)
+    totals = sum((world.count_achievements() for world in done), done[0].happened)
     assert totals["store: compared"] and totals["store: kv_lent"], totals
 
 
@@ -103,26 +103,26 @@ def test_a_memory_that_is_gone_promises_nothing(seed: int, setting: str) -> None
 
 def test_a_disk_shows_flipped_bits_wherever_the_bytes_are() -> None:
     disk = SymbolicDisk(4 * PAGE_BYTES, Random(1))
-    disk.end(disk.begin(0, bytes(PAGE_BYTES)), True)
-    disk.flip(8 * 100 + 3)
-    assert disk.read(100, 1) == b"\x08"
-    disk.sync()
-    assert disk.read(100, 1) == b"\x08"
-    disk.forget(PAGE_BYTES)
-    assert disk.read(0, SECTOR_BYTES) == bytes(SECTOR_BYTES)
+    disk.end_write(disk.begin_write(0, bytes(PAGE_BYTES)), True)
+    disk.flip_bit(8 * 100 + 3)
+    assert disk.read_bytes(100, 1) == b"\x08"
+    disk.sync_writes()
+    assert disk.read_bytes(100, 1) == b"\x08"
+    disk.erase_start(PAGE_BYTES)
+    assert disk.read_bytes(0, SECTOR_BYTES) == bytes(SECTOR_BYTES)
     with pytest.raises(Violation, match="whole pages"):
-        disk.begin(1, bytes(PAGE_BYTES))
+        disk.begin_write(1, bytes(PAGE_BYTES))
 
 
 def test_pages_of_a_store_come_back_as_they_were_written() -> None:
     memory = StoreMemory(3, GEOMETRY)
     memory.set_page(Tier.DRAM, 2, 1, [5, None, (1 << 61) - 1, 0])
-    assert list(memory.page(Tier.DRAM, 2, 1)) == [5, None, (1 << 61) - 1, 0]
+    assert list(memory.page_cells(Tier.DRAM, 2, 1)) == [5, None, (1 << 61) - 1, 0]
     memory.is_held = lambda extent: extent != 64
     with pytest.raises(Violation, match="nothing refers to it"):
         memory.set_page(Tier.DRAM, 1, 0, [1, 2, 3, 4])
     with pytest.raises(Violation, match="DRAM alone"):
-        memory.page(Tier.HBM, 0, 0)
+        memory.page_cells(Tier.HBM, 0, 0)
 
 
 def test_next_process_adopts_published_values_unverified() -> None:

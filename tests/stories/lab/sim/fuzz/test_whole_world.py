@@ -36,7 +36,7 @@ def by_hand(*turns: Turn, mix: str = HERE, hbm: int = 40, context: int = 48, pre
 
 def served(scenario: Scenario) -> World:
     world = World(scenario)
-    world.run()
+    world.run_scenario()
     return world
 
 
@@ -66,7 +66,7 @@ def test_the_scenarios_reach_what_they_are_for() -> None:
     rare = {"expired", *OF_SEVERAL_ROUTERS}  # leases rarely end; the others have a test of their own
     missing = ["all"]
     for seed in range(40):
-        seen.update(play(seed, Setting(mix="2P2D" if seed % 2 else "2C"), layerwise="off").achievements())
+        seen.update(play(seed, Setting(mix="2P2D" if seed % 2 else "2C"), layerwise="off").count_achievements())
         missing = [name for name, count in seen.items() if not count and name not in rare]
         if not missing:
             break
@@ -86,7 +86,7 @@ def test_fuzzing_with_three_routers_reaches_their_features() -> None:
     """With three routers; in any weather."""
     seen: Counter[str] = Counter()
     for seed in (14, 39, 58, 63, 80, 125):
-        seen.update(play(seed, setting_of(seed), routers=3).achievements())
+        seen.update(play(seed, setting_of(seed), routers=3).count_achievements())
     assert all(seen[name] for name in OF_SEVERAL_ROUTERS), seen
 
 
@@ -105,21 +105,21 @@ def _expect_failure(match: str, scenario: Scenario) -> None:
 
 def test_unchecked_corrupt_page_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the data port said "fine" to a corrupted page, attention would read it: wrong tokens, or torn layers."""
-    pull = OracleDevice.pull
-    monkeypatch.setattr(OracleDevice, "pull", lambda *args, corrupt: pull(*args, corrupt=True) or True)
+    pull = OracleDevice.pull_block
+    monkeypatch.setattr(OracleDevice, "pull_block", lambda *args, corrupt: pull(*args, corrupt=True) or True)
     _expect_failure("instead of|belong together", by_hand(Turn([1, 2, 3], 0), prefix=20))
 
 
 def test_a_lost_client_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the router's word to the clients were lost."""
-    monkeypatch.setattr(World, "emitted", lambda *_: None)
+    monkeypatch.setattr(World, "on_output", lambda *_: None)
     _expect_failure("hangs", by_hand(Turn([1, 2, 3], 0)))
 
 
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(by_hand(Turn([1, 2, 3], 0)))
     monkeypatch.setattr(world, "check_at_rest", lambda: None)
-    world.run()
+    world.run_scenario()
     monkeypatch.undo()
     world.instances[0].machine.pool.allocate(1)
     with pytest.raises(AssertionError, match="leaked"):
@@ -130,13 +130,13 @@ def test_messages_of_one_sender_keep_their_order() -> None:
     """The world's network promises what the mailbox does."""
     world = World(by_hand(Turn([1], 0)))
     arrived: list[int] = []
-    world.router.receive = lambda sender, message: arrived.append(message)
+    world.router.receive_message = lambda sender, message: arrived.append(message)
     network: FaultyNetwork = world.network
-    ways = network.part("p0", "router", "hold", both_ways=True)
+    ways = network.cut_ways("p0", "router", "hold", both_ways=True)
     for number in range(20):
-        network.send(world.instances[0].peer, world.router.peer, number)
+        network.send_message(world.instances[0].peer, world.router.peer, number)
         if number == 10:
-            network.heal(ways, "hold")
+            network.heal_ways(ways, "hold")
     while world.clock.now < 50 * MS:
         world.clock.run_one()
     assert [number for number in arrived if isinstance(number, int)] == list(range(20))
@@ -150,11 +150,11 @@ class OneLost(FaultyNetwork):
     def lose_first(self, kind: type, when: Callable[[AnyMessage], bool] = lambda message: True) -> None:
         self.sought, self.when, self.lost_ns = kind, when, -1
 
-    def send(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
+    def send_message(self, sender: Peer, to: Peer, message: AnyMessage) -> None:
         if self.lost_ns < 0 and isinstance(message, self.sought) and self.when(message):
             self.lost_ns = self.clock.now
         else:
-            super().send(sender, to, message)
+            super().send_message(sender, to, message)
 
 
 def ends_something(message: AnyMessage) -> bool:
@@ -171,7 +171,7 @@ def test_cost_of_a_lost_message(kind: type, mix: str, monkeypatch: pytest.Monkey
     network = world.network
     assert isinstance(network, OneLost)
     network.lose_first(kind, ends_something if kind is Tokens else lambda message: True)
-    world.run()
+    world.run_scenario()
     ended_ns = world.referee.asks["c0.0"].ended_ns
     assert network.lost_ns > 0 and ended_ns is not None
     assert (ended_ns - network.lost_ns) < 2 * world.member_config.beat_ns + 60 * MS
@@ -192,7 +192,7 @@ def test_beam_search_with_fully_cached_prompt_is_handed_over() -> None:
     """The last prompt token is computed again where the beams are: its block is there, its logits are not."""
     turn = Turn([1], 0, max_tokens=4, n=1, beam_width=2)
     world = served(by_hand(turn, Turn([2, 3], MS, max_tokens=2, beam_width=2), prefix=19))
-    assert world.achievements()["handed_over"]
+    assert world.count_achievements()["handed_over"]
 
 
 @pytest.mark.parametrize(

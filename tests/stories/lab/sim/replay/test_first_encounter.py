@@ -63,8 +63,8 @@ def rounds(told: DiskModel | None, really: DiskModel | None) -> tuple[list[float
             disk.model = really
 
     if really is not None:
-        world.clock.at(round((ASKED_S - 5) * NS_PER_S), becomes_what_it_is)
-    world.run()
+        world.clock.call_at(round((ASKED_S - 5) * NS_PER_S), becomes_what_it_is)
+    world.run_workload()
     seconds = []
     for number in range(ROUNDS):
         served = [one for one in world.clients.served if one.session.startswith(f"round {number}")]

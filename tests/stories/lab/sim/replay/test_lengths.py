@@ -41,7 +41,7 @@ def crowd(seed: int, rate: float, requests: int = 140) -> Workload:
 def played(workload: Workload, scheduler: SchedulerConfig, study: LengthStudy) -> ReplayWorld:
     setup = Setup({Role.COLOCATED: 1}, L40S, ClusterConfig(policy="least-load"), scheduler, lengths=study)
     world = ReplayWorld(setup, workload)
-    world.run()
+    world.run_workload()
     world.instances[0].machine.check_invariants()
     return world
 
@@ -70,7 +70,7 @@ def test_expected_length_per_predictor() -> None:
     """Of 40 tokens, 10 of which are told, where 4,000 have room."""
 
     def expected(predictor: str, told: int = 10) -> int:
-        return LengthStudy(predictor).expected("7", told, 40, 4000)
+        return LengthStudy(predictor).expected_length("7", told, 40, 4000)
 
     assert (expected("oracle"), expected("shortest"), expected("longest")) == (40, 11, 4000)
     assert expected("oracle", 39) == 40 and expected("longest", 4000) == 4001

@@ -28,7 +28,7 @@ def long_prompts(hardware: Machine, count: int = 30, has_profiles: bool = True, 
     config = dataclasses.replace(GPU_SCHEDULER, **scheduler)
     setup = Setup({Role.COLOCATED: 1}, hardware, cluster, config, has_profiles=has_profiles)
     world = ReplayWorld(setup, requests([(6144, 512)] * count, 0.9, Random("test")))
-    world.run()
+    world.run_workload()
     assert all(served.answered for served in world.clients.served)
     return world
 
@@ -82,7 +82,7 @@ def trace(**options: Any) -> ReplayWorld:
     cluster = ClusterConfig(policy="cost", caching=options.pop("caching", Caching.PD_CACHING_3))
     setup = Setup({Role.COLOCATED: 8}, machine("llama-3-8b", "h100"), cluster, **options)
     world = ReplayWorld(setup, build(Recipe(kind="trace", sessions=800, seed=0)))
-    world.run()
+    world.run_workload()
     return world
 
 

@@ -62,7 +62,7 @@ def chats(count: int, turns: int) -> Workload:
 
 def played(setup: Setup, workload: Workload) -> ReplayWorld:
     world = ReplayWorld(setup, workload)
-    world.run()
+    world.run_workload()
     for node in (world.router, *world.instances):
         node.machine.check_invariants()
     return world
@@ -155,9 +155,9 @@ def test_two_pulls_share_a_link() -> None:
 
     clock, ends = Clock(), {}
     fabric = Fabric(clock)
-    fabric.start("a", "b", 1000, lambda: ends.setdefault("first", clock.now))
-    clock.at(500, fabric.start, "a", "c", 1000, lambda: ends.setdefault("second", clock.now))
-    fabric.start("d", "e", 700, lambda: ends.setdefault("alone", clock.now))
+    fabric.start_flow("a", "b", 1000, lambda: ends.setdefault("first", clock.now))
+    clock.call_at(500, fabric.start_flow, "a", "c", 1000, lambda: ends.setdefault("second", clock.now))
+    fabric.start_flow("d", "e", 700, lambda: ends.setdefault("alone", clock.now))
     while clock.run_one():
         pass
     assert ends == {"alone": 700, "first": 1500, "second": 2000}
@@ -169,13 +169,13 @@ def test_processes_of_one_host_slow_each_other() -> None:
 
     clock, ends = Clock(), {}
     cores = Cores(clock)
-    cores.start(1000, 0.5, lambda: ends.setdefault("prefill", clock.now))
-    cores.start(1000, 0.25, lambda: ends.setdefault("decode", clock.now))
+    cores.start_job(1000, 0.5, lambda: ends.setdefault("prefill", clock.now))
+    cores.start_job(1000, 0.25, lambda: ends.setdefault("decode", clock.now))
     while clock.run_one():
         pass
     assert ends == {"prefill": 2000, "decode": 2000 + 500}  # the last half of it alone
     for name in range(4):
-        cores.start(1000, 0.4, lambda name=name: ends.setdefault(name, clock.now))
+        cores.start_job(1000, 0.4, lambda name=name: ends.setdefault(name, clock.now))
     while clock.run_one():
         pass
     assert [ends[name] for name in range(4)] == [2500 + 5000] * 4
@@ -287,7 +287,7 @@ def test_fast_forward_changes_nothing_when_something_goes_wrong(kind, at_s, for_
         ReplayWorld(dataclasses.replace(setup, fast_forwards=skips), blocks_workload(rows)) for skips in (True, False)
     ]
     for world in worlds:
-        world.run(limit_s)
+        world.run_workload(limit_s)
     assert outcome(worlds[0]) == outcome(worlds[1])
 
 
@@ -330,16 +330,16 @@ def test_moments_of_a_row_come_as_if_posted_one_by_one(steps) -> None:
             post(
                 clock,
                 sorted(row),
-                lambda *told: made.append((clock.now, *told)) or clock.after(1, made.append, (told,)),
+                lambda *told: made.append((clock.now, *told)) or clock.call_after(1, made.append, (told,)),
             )
-            clock.at(single, lambda nth=nth: made.append((clock.now, nth)))
+            clock.call_at(single, lambda nth=nth: made.append((clock.now, nth)))
         while clock.run_one():
             pass
         return [*made, (clock.steps, clock.now)]
 
     def one_by_one(clock: Clock, row: list[int], do: Callable[..., None]) -> None:
         for nth, when_ns in enumerate(row):
-            clock.at(when_ns, do, nth, when_ns)
+            clock.call_at(when_ns, do, nth, when_ns)
 
     def as_row(clock: Clock, row: list[int], do: Callable[..., None]) -> None:
         clock.at_each(((when_ns, (nth, when_ns)) for nth, when_ns in enumerate(row)), do)
@@ -375,16 +375,21 @@ def test_equal_blocks_have_equal_tokens_and_others_do_not() -> None:
 def test_a_frame_is_put_around_every_message() -> None:
     """head, open, content, close, reply; then the answer, close, and the next question."""
     meter = ByteMeter()
-    frame = Frame(meter.encode("HEAD"), {"user": meter.encode("USER")}, meter.encode("OVER"), meter.encode("SAYS"))
+    frame = Frame(
+        meter.encode_text("HEAD"),
+        {"user": meter.encode_text("USER")},
+        meter.encode_text("OVER"),
+        meter.encode_text("SAYS"),
+    )
     turns = tuple(Turn(Chat((Message("user", text),)), 3) for text in ("aaaa", "bbbb"))
     script = Script(Session("s", turns), meter, frame)
-    assert script.prompt(0).tobytes() == b"HEADUSERaaaaOVERSAYS"
-    script.answered(meter.encode("okok").tolist())
-    assert script.prompt(1).tobytes() == b"HEADUSERaaaaOVERSAYSokokOVERUSERbbbbOVERSAYS"
+    assert script.prompt_of(0).tobytes() == b"HEADUSERaaaaOVERSAYS"
+    script.add_answer(meter.encode_text("okok").tolist())
+    assert script.prompt_of(1).tobytes() == b"HEADUSERaaaaOVERSAYSokokOVERUSERbbbbOVERSAYS"
     plain = Script(Session("t", (Turn(Text("abcd"), 3), Turn(Text("efgh"), 3))), meter)
-    plain.prompt(0)
-    plain.answered(meter.encode("1234").tolist())
-    assert plain.prompt(1).tobytes() == b"abcd1234efgh"
+    plain.prompt_of(0)
+    plain.add_answer(meter.encode_text("1234").tolist())
+    assert plain.prompt_of(1).tobytes() == b"abcd1234efgh"
 
 
 def test_instances_and_faults_are_read() -> None:

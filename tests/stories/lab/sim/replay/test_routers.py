@@ -36,7 +36,7 @@ def conversations(count: int, turns: int, every_s: float = 0.05) -> Workload:
 
 def played(setup: Setup, workload: Workload) -> ReplayWorld:
     world = ReplayWorld(setup, workload)
-    world.run()
+    world.run_workload()
     for node in (world.router, *world.instances, *world.followers):
         if node.alive:
             node.machine.check_invariants()
@@ -84,7 +84,8 @@ def test_a_seed_decides_which_router_a_connection_comes_to() -> None:
     assert outcome(one) == outcome(again) and one.clock.steps == again.clock.steps
     assert dispatched(one) == dispatched(again)
     ways = [
-        [world.balancer.at(world.router), *(world.balancer.at(f) for f in world.followers)] for world in (one, other)
+        [world.balancer.requests_at(world.router), *(world.balancer.requests_at(f) for f in world.followers)]
+        for world in (one, other)
     ]
     assert ways[0] != ways[1]
 
@@ -110,7 +111,7 @@ def test_router_learns_placements_of_others_immediately() -> None:
     for seed in range(8):
         setup = Setup({Role.COLOCATED: 2}, SMALL, routers=2, seed=seed)
         world = played(setup, Workload("three", "test", tuple(sessions)))
-        ways.add(tuple(name in world.balancer.at(world.router) for name in ("0", "1", "2")))
+        ways.add(tuple(name in world.balancer.requests_at(world.router) for name in ("0", "1", "2")))
         first, second, third = (served.instance for served in world.clients.served)
         assert first != second and third == second, (seed, first, second, third)
     assert len(ways) > 3, "the balancer led all to the same routers"
@@ -184,7 +185,7 @@ def test_all_routers_name_what_a_store_holds() -> None:
     assert min(dispatched(world)) >= 4
     tiers = [served.fetched_tier for served in world.clients.served]
     assert tiers[4:] == ["store"] * 12, tiers
-    at_follower = [int(name) for name in world.balancer.at(world.followers[0])]
+    at_follower = [int(name) for name in world.balancer.requests_at(world.followers[0])]
     assert any(number >= 4 for number in at_follower)
 
 

@@ -32,7 +32,7 @@ def waves(*waves: tuple[float, float, float]) -> Workload:
 def played(scale: str, workload: Workload, instances: dict[Role, int]) -> ReplayWorld:
     options = ScalingOptions((scale,), 2 * NS_PER_S, 20 * NS_PER_S)
     world = ReplayWorld(Setup(instances, H100, around=AROUND, scaling=options), workload)
-    world.run()
+    world.run_workload()
     for node in (world.router, *world.instances):
         node.machine.check_invariants()
     world.scaling.machine.check_invariants()

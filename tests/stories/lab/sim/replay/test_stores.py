@@ -42,7 +42,7 @@ def prompts(*firsts: int, gap_s: float = 2.0) -> Workload:
 def played(workload: Workload, stores: StoreSetup | None, **fields: object) -> ReplayWorld:
     setup = Setup({Role.COLOCATED: 1}, MACHINE, stores=stores, **fields)
     world = ReplayWorld(setup, workload)
-    world.run()
+    world.run_workload()
     for node in (world.router, *world.instances, *world.stores):
         node.machine.check_invariants()
     return world
@@ -138,7 +138,7 @@ def ends(jobs: list[tuple[str, int]], model: DiskModel) -> list[int]:
         def done(at: int = at) -> None:
             found[at] = clock.now
 
-        (disk.read if kind == "read" else disk.write)(nbytes, done)
+        (disk.begin_read if kind == "read" else disk.begin_write)(nbytes, done)
     while clock.run_one():
         pass
     return found
@@ -224,14 +224,14 @@ def test_beyond_what_fits_a_store_and_admission_keep_the_speed(tmp_path) -> None
     assert plan.fitting == 400 * 32 // talk.tokens == 5
     study = ThrashStudy(plan, ThrashResults(machine={"simulated": "test"}))
     lines: list[str] = []
-    study.run(lines.append)
+    study.run_study(lines.append)
     speeds = {(p.contender, p.multiple): p.requests_per_s for p in study.results.points}
     hits = {(p.contender, p.multiple): p.hit_rate for p in study.results.points}
     assert len(lines) == 4 and hits["alone", 1.0] > 0.4 > 0.1 > hits["alone", 4.0]
     assert speeds["alone", 4.0] < 0.7 * speeds["alone", 1.0]
     assert speeds["both", 4.0] > 0.9 * speeds["both", 1.0]
     assert sum(p.rejected for p in study.results.points) == 0
-    study.write(tmp_path)
+    study.write_report(tmp_path)
     assert (tmp_path / "report.md").read_text().count("| alone |") == 2
 
 
