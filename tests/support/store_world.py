@@ -107,12 +107,12 @@ class StoreNode:
         self.perform(self.machine.start(self.now))
 
     def _log(self, disk: SymbolicDisk, segments: int) -> _core.SegmentLog:
-        known = _core.SegmentLog.read_superblock(disk.read)
+        known = _core.SegmentLog.read_superblock(disk.read_bytes)
         secret = known[2] if known is not None else disk.rng.randbytes(16)  # of a lost disk: nothing is found again
         sync = SYNC_CODES[self.disks_config.sync]
         log = _core.SegmentLog(segments, SEGMENT_BYTES, secret, self.disks_config.move_share, sync)
         if known is not None:
-            log.recover(disk.read)
+            log.recover(disk.read_bytes)
         else:
             log.format()
         return log
@@ -237,7 +237,7 @@ class StoreNode:
                 self.kept.pop(source, None)
                 return
             case ev.WritePages(_, disk, offset, data):
-                writes = [self.literal[disk].begin(offset, data)]
+                writes = [self.literal[disk].begin_write(offset, data)]
             case ev.WriteExtent(_, disk, offset, head, extent, length, inside):
                 payload = self.bytes[extent : extent + length].tobytes()
                 writes = self.begin_record(disk, offset, head, payload, inside)
@@ -251,9 +251,9 @@ class StoreNode:
         job = self.disk_jobs.pop(number)
         action, done = job.action, {}
         for write in job.writes:
-            self.literal[action.disk].end(write, works)
+            self.literal[action.disk].end_write(write, works)
         if works and isinstance(action, ev.SyncDisk):
-            self.literal[action.disk].sync()
+            self.literal[action.disk].sync_writes()
         if works and isinstance(action, ev.ReadExtent | ev.ReadRecord):
             head, payload = self.read_record(action)
             done = {"seal": seal_of(payload), "head": head}
@@ -477,7 +477,7 @@ class StoreWorld(World):
             old.tier.unlink()
         old.is_dead = True
         for disk in old.literal:
-            disk.lose_power() if power else disk.kill()
+            disk.lose_power() if power else disk.kill_writer()
         name = old.name
         old.machine = old.tier = old.bytes = None
         old.arena.clear()

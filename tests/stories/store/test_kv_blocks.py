@@ -277,7 +277,7 @@ def test_damage_on_a_disk_is_found_and_the_block_forgotten(world) -> None:
     push(world, p, "t", [2] * 4 * BLOCK)
     world.run()
     disk = world.store.literal[0]
-    disk.sync()
+    disk.sync_writes()
     for at in range(len(disk.synced) - BLOCK_BYTES):
         if disk.synced[at : at + 16] == world_page(world, 1):
             disk.synced[at + 3] ^= 1
