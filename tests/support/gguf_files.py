@@ -95,7 +95,7 @@ def convert_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         said = ""
         with pytest.MonkeyPatch.context() as child, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nobody reads what the process says, but for its last line
+            warnings.simplefilter("ignore")  # of what the process says only the last line is read
             child.setattr(conversion, "leave_compiler_out", lambda device: None)
             child.setattr(sys, "argv", command[command.index(conversion.__name__) :])
             child.setenv(conversion._NO_WAITING_READS, "1")

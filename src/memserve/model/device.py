@@ -195,9 +195,10 @@ class ModelDevice(Device):
                 self._states.forget_all()
         for slot in plan.close:
             self._slots.close_slot(slot)
-        for change in plan.states:
-            check(self._states is not None, "this model has no states")
-            self._states.load_state(change)  # type: ignore[union-attr]  # checked in the line before
+        check(self._states is not None or not plan.states, "this model has no states")
+        if self._states is not None:
+            for change in plan.states:
+                self._states.load_state(change)
         for order in plan.copies if self._makes_copies else ():
             self._arenas.copy_blocks(order)
         if plan.copies:

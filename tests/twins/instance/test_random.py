@@ -8,18 +8,15 @@ from random import Random
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
+from instance_lives import FAMILIES, AnyLife
 from instance_world import VOCAB, World, config, request
-from memserve.base.types import ClockTicked
 from memserve.instance.scheduler.grammar_waits import MASK_NS
 from memserve.kv.costs import PreemptionCosts
-from memserve.protocol.events import RequestCancelled, SequenceStopped
-
-FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
 
 
-class InstanceLife(RuleBasedStateMachine):
+class InstanceLife(AnyLife):
     """Arrivals, cancellations, stops, deadlines, steps and failures in any order, on tiny pools."""
 
     twin = True
@@ -77,41 +74,6 @@ class InstanceLife(RuleBasedStateMachine):
             )
         )
 
-    def _some_request(self, which):
-        names = list(self.world.requests)
-        return names[-1 - which % min(len(names), 8)]
-
-    @precondition(lambda self: self.world.requests)
-    @rule(which=st.integers(0, 7))
-    def cancel(self, which):
-        name = self._some_request(which)
-        self.world.asked_to_end.add(name)
-        self.world.post(RequestCancelled(name))
-
-    @precondition(lambda self: self.world.requests)
-    @rule(which=st.integers(0, 7), index=st.integers(0, 2))
-    def stop(self, which, index):
-        name = self._some_request(which)
-        self.world.asked_to_end.add((name, index))
-        self.world.post(SequenceStopped(name, index))
-
-    @precondition(lambda self: self.world.plans)
-    @rule(steps=st.integers(1, 12))
-    def steps(self, steps):
-        for _ in range(steps):
-            if self.world.plans:
-                self.world.step()
-
-    @precondition(lambda self: self.world.plans)
-    @rule(seed=st.integers(0, 1))
-    def fail(self, seed):
-        self.world.fail(seed)
-
-    @precondition(lambda self: self.world.plans)
-    @rule(which=st.integers(0, 7), suspect=st.booleans())
-    def fail_row(self, which, suspect):
-        self.world.fail_row(which, suspect)
-
     @precondition(lambda self: self.world.builds)
     @rule(error=st.sampled_from(["", "", "", "it is no grammar"]))
     def build(self, error):
@@ -119,18 +81,8 @@ class InstanceLife(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.masks)
     @rule()
-    def mask(self):
-        self.world.mask()
-
-    @precondition(lambda self: self.world.masks)
-    @rule()
     def too_slow(self):
         self.world.too_slow(self.world.now + MASK_NS)
-
-    @rule(ticks=st.integers(1, 5))
-    def tick(self, ticks):
-        self.world.now += ticks
-        self.world.post(ClockTicked())
 
     def teardown(self):
         if hasattr(self, "world"):

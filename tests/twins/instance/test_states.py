@@ -8,20 +8,19 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule
 
+from instance_lives import FAMILIES, AnyLife
 from instance_world import VOCAB, World, config, request
 from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
-from memserve.base.types import ClockTicked
 from memserve.instance.events import LoadState, TakeSnapshot
 from memserve.instance.scheduler.batch import BatchBuilder
 from memserve.instance.scheduler.states import RecurrentStates
 from memserve.kv.snapshots import SnapshotCache
-from memserve.protocol.events import PrefixPinned, PrefixUnpinned, RequestCancelled, SequenceStopped
+from memserve.protocol.events import PrefixPinned, PrefixUnpinned
 from memserve_lab.sim.reference.oracle import Violation
 
-FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
 PAGES = {
     "one block": StatePages(10, 1),
     "three blocks": StatePages(30, 3),
@@ -30,7 +29,7 @@ PAGES = {
 }
 
 
-class StatefulLife(RuleBasedStateMachine):
+class StatefulLife(AnyLife):
     """Arrivals, cancellations, stops, pins, steps and failures in any order, on tiny pools."""
 
     @initialize(
@@ -71,24 +70,6 @@ class StatefulLife(RuleBasedStateMachine):
             request(f"r{self.count}", prompt, max_tokens=max_tokens, n=n, beam_width=beam_width, seed=family, **rest)
         )
 
-    def _some_request(self, which):
-        names = list(self.world.requests)
-        return names[-1 - which % min(len(names), 8)]
-
-    @precondition(lambda self: self.world.requests)
-    @rule(which=st.integers(0, 7))
-    def cancel(self, which):
-        name = self._some_request(which)
-        self.world.asked_to_end.add(name)
-        self.world.post(RequestCancelled(name))
-
-    @precondition(lambda self: self.world.requests)
-    @rule(which=st.integers(0, 7), index=st.integers(0, 2))
-    def stop(self, which, index):
-        name = self._some_request(which)
-        self.world.asked_to_end.add((name, index))
-        self.world.post(SequenceStopped(name, index))
-
     @precondition(lambda self: self.world.requests)
     @rule(which=st.integers(0, 7), handle=st.sampled_from("ab"), ticks=st.integers(1, 20))
     def pin(self, which, handle, ticks):
@@ -99,37 +80,10 @@ class StatefulLife(RuleBasedStateMachine):
     def unpin(self, handle):
         self.world.post(PrefixUnpinned(handle, ""))
 
-    @precondition(lambda self: self.world.plans)
-    @rule(steps=st.integers(1, 12))
-    def steps(self, steps):
-        for _ in range(steps):
-            if self.world.plans:
-                self.world.step()
-
-    @precondition(lambda self: self.world.plans)
-    @rule(seed=st.integers(0, 1))
-    def fail(self, seed):
-        self.world.fail(seed)
-
-    @precondition(lambda self: self.world.plans)
-    @rule(which=st.integers(0, 7), suspect=st.booleans())
-    def fail_row(self, which, suspect):
-        self.world.fail_row(which, suspect)
-
     @precondition(lambda self: self.world.builds)
     @rule()
     def build(self):
         self.world.build()
-
-    @precondition(lambda self: self.world.masks)
-    @rule()
-    def mask(self):
-        self.world.mask()
-
-    @rule(ticks=st.integers(1, 5))
-    def tick(self, ticks):
-        self.world.now += ticks
-        self.world.post(ClockTicked())
 
     def teardown(self):
         if hasattr(self, "world"):

@@ -322,8 +322,9 @@ class SymbolicDevice:
         for slot in plan.close:
             require(self.slots.pop(slot, None) is not None, f"slot {slot} closed, but not open")
         require(self.states is not None or not (plan.states or plan.snapshots), "states where layers have none")
-        for change in plan.states:
-            self.states.load(change)  # type: ignore[union-attr]  # asked in the line before
+        if self.states is not None:
+            for change in plan.states:
+                self.states.load(change)
         for copy in plan.copies:
             self.kv.copy_blocks(copy)
             if self.states is not None and copy.dst_tier is Tier.HBM:

@@ -170,8 +170,13 @@ def record(forward: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Trace:
     """Run ``forward(**inputs)`` and record it. Raises :class:`CaptureRefused`."""
     with torch.inference_mode():
         recorder = _Recorder(inputs)
-        others = crew.collectives(recorder), adapting.lora_adapters(recorder), recorded_experts(recorder)
-        with step_attention(recorder), others[0], others[1], others[2], recorder:
+        with (
+            step_attention(recorder),
+            crew.collectives(recorder),
+            adapting.lora_adapters(recorder),
+            recorded_experts(recorder),
+            recorder,
+        ):
             result = forward(**inputs)
         recorder.graph.output(recorder.node_of(result))
     return Trace(recorder.graph, recorder.inputs)

@@ -20,7 +20,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from memserve import _kernels
 from memserve.base.errors import UserError
 from memserve.base.units import NS_PER_S
 
@@ -73,6 +72,8 @@ def _code_digest() -> str:
 
 def record_name(kind: str, fingerprint: str, dtype: str) -> str:
     """Of the record of what ``kind`` of check found out about a model on this processor, with this code."""
+    from memserve import _kernels  # doctor reads this module where it is not built
+
     return f"{fingerprint}-{dtype}-{kind}-{_kernels.isa()}-{_code_digest()}"
 
 
@@ -92,11 +93,15 @@ def read_record(name: str) -> dict[str, Any]:
 
 def write_record(name: str, record: Mapping[str, Any]) -> None:
     """Keep a small ``record`` of what was found out about a model, if the cache can be written."""
-    file = record_file(name)
+    _write_json(record_file(name), record)
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """Write ``file`` whole, or not at all: what it says is found out again at the next start then."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(record))
+        fresh.write_text(json.dumps(value))
         fresh.rename(file)
     except OSError as error:
         log.info("what was found out about a model is not kept, each start finds it out again: %s", error)
@@ -206,7 +211,7 @@ def whole_digest(path: Path) -> bytes:
     after = path.stat()
     is_same = (after.st_size, after.st_ctime_ns) == (before.st_size, before.st_ctime_ns)
     if is_same and time.time_ns() - max(after.st_mtime_ns, after.st_ctime_ns) > _RECENT_NS:
-        _cache_digest(digest_file, {"file": identity, "sha256": digest.hex()})
+        _write_json(digest_file, {"file": identity, "sha256": digest.hex()})
     return digest
 
 
@@ -217,13 +222,3 @@ def _cached_digest(digest_file: Path, identity: list[str | int]) -> bytes | None
         return digest if entry["file"] == identity and len(digest) == 32 else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _cache_digest(digest_file: Path, digest: dict[str, object]) -> None:
-    try:
-        digest_file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = digest_file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(digest))
-        fresh.rename(digest_file)
-    except OSError as error:
-        log.info("the digest of a model's file is computed at each start: %s", error)

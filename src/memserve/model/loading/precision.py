@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 DIVERGENCE_MAX = 0.001
 """Of the next token's distribution from that of exact activations, in nats (KL), at the mean: formats that round
 weights cost more. At the limit about one token in fifty is another."""
-PIECE_TOKENS, PIECES = 128, 4
-"""The text is read in so many pieces, so that little memory is needed for logits."""
+PIECE_TOKENS = 128
+"""Of each text so many are read, so that little memory is needed for logits."""
 
 _TEXTS = (
     "The library of Alexandria was one of the largest and most significant libraries of the ancient world. It was part "
@@ -50,7 +50,7 @@ _TEXTS = (
     "train arrives at 11:10.\n\nQuestion: Which of these numbers are prime: 21, 23, 27, 29, 33?\nAnswer: 21 is 3 times "
     "7, 27 is 3 times 9, and 33 is 3 times 11. So 23 and 29 are prime.\n\nQuestion: What is the boiling point of water "
     "at sea level, in degrees Celsius?\nAnswer: 100 degrees.",
-    "Dear Ms Okafor,\n\nthank you for your letter of 3 March. We have looked at the invoice again, and you are right: "
+    "Dear Ms Okafor,\n\nthank you for your message of 3 March. We have looked at the invoice again, and you are right: "
     "two of the five chairs were charged twice. I have asked our bookkeeper to return the amount of 248.50 euros to "
     "your account; it should arrive within a week. Please accept our apologies for the trouble that this has caused "
     "you. As a small sign of our thanks for your patience we will deliver your next order free of charge.\n\nLe petit "
@@ -75,7 +75,7 @@ def _measure(module: Any, stored: StoredWeights, tokenizer: Any) -> int:
     divergence, differing_count, count = 0.0, 0, 0
     vocab = module.config.get_text_config().vocab_size
     with pages_of(module).one_layer_at_a_time(module), torch.inference_mode():
-        for text in _TEXTS[:PIECES]:
+        for text in _TEXTS:
             ids = torch.tensor(tokenizer(text)["input_ids"][: min(PIECE_TOKENS, tokens_left)], dtype=torch.int64)
             if not len(ids):
                 break

@@ -165,8 +165,9 @@ class RaggedStates:
             output[:, piece.begin : piece.end] = calls.call_piece(
                 inputs, piece.begin, piece.end, states, is_fresh=piece.is_fresh
             )
-            for key, part in layer.parts.items() if piece.taken is not None else ():
-                piece.taken[part].copy_(own[key])  # type: ignore[index]  # asked in the line before
+            if piece.taken is not None:
+                for key, part in layer.parts.items():
+                    piece.taken[part].copy_(own[key])
         return output
 
     def finish(self) -> None:
