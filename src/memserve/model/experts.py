@@ -157,10 +157,9 @@ def _run_layers(
     results = _by_expert(inner, counts, down)
     if module.has_post_expert_norm:
         results = module.post_expert_norm(results)
-    counted = results * weights.reshape(-1)[order, None]
-    weighted = torch.empty_like(counted)
-    weighted[order] = counted
-    return weighted.view(tokens, each, -1).sum(1).to(x.dtype)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return (results[places].view(tokens, each, -1) * weights[..., None]).sum(1).to(x.dtype)
 
 
 def _by_expert(rows: Tensor, counts: list[int], layer_of: Callable[[int], Layer]) -> Tensor:
