@@ -64,11 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """At the end the interpreter takes apart what it finds, which includes what is put aside no more.
-
-    Ctrl-C and SIGHUP are heard: in the background of a shell, or under nohup, a process ignores them, and its
-    children would, too."""
-    atexit.register(gc.unfreeze)
+    """Ctrl-C and SIGHUP are heard: in the background of a shell, or under nohup, a process ignores them, and its
+    children would, too. At the end torch's objects are not taken apart: a second of CPU in each worker."""
+    atexit.register(gc.freeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

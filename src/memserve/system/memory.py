@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import dataclasses
 import gc
@@ -156,9 +155,6 @@ def objects_that_stay() -> Iterator[None]:
         gc.collect()
         trim_heap()
         gc.freeze()
-        # at the end the interpreter looks for garbage once more: what is frozen then would never be taken apart, and
-        # the native modules would call their objects leaked
-        atexit.register(gc.unfreeze)
     finally:
         gc.enable()
 
