@@ -129,8 +129,8 @@ def check_memory_bound(model: str) -> Iterator[Finding]:
 
 def check_model(model: str) -> Iterator[Finding]:
     """The model is there, and described or converted if it has to be."""
-    from memserve.model.loading.cache import cache_root
     from memserve.model.loading.sources import bundled_gguf
+    from memserve.system.process import cache_root
 
     if model.lower() not in ("default", DEFAULT_MODEL.lower()):
         yield _local_model(model)

@@ -21,7 +21,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import AS_COMPUTED, KVGeometry
 from memserve.kv.costs import LEARNT, CopyCurve, CostModel, Quality, Sample
 from memserve.kv.reuse import Prefix, Way, decide_batch
-from memserve.model.loading.cache import cache_root
+from memserve.system.process import cache_root
 
 log = logging.getLogger(__name__)
 

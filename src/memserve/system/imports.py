@@ -7,14 +7,20 @@ instance runs. Only for processes of ours: other code of a library's user may co
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import importlib.abc
 import importlib.machinery
+import marshal
 import os
 import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from memserve.system.process import cache_root, set_thread_environment
 
 _COMPILER = "torch._dynamo"
 _MODES = f"{_COMPILER}._trace_wrapped_higher_order_op"
@@ -28,9 +34,8 @@ def leave_compiler_out(device: str) -> None:
     ``torch.distributed``, and transformers that there is no scipy, which losses of training need, and no package of
     kernels from the hub: to find its version it would look through all that is installed.
     """
-    from memserve.system.process import set_thread_environment
-
     set_thread_environment()
+    remember_model_names()
     import torch
 
     if device == "cpu" or not torch.cuda.is_available():
@@ -39,7 +44,6 @@ def leave_compiler_out(device: str) -> None:
             _put_off_compiler(torch)
             torch.distributed.is_available = lambda: False
             _leave_packages_out()
-            _read_models_once()
 
 
 def _put_off_compiler(torch: types.ModuleType) -> None:
@@ -59,18 +63,76 @@ def _leave_packages_out() -> None:
         setattr(module, "is_kernels_available", lambda *_: False)  # noqa: B010  # its types hide the name
 
 
-def _read_models_once() -> None:
-    """transformers reads the files of all its models for the names in them, a fifth of a second each time: for itself,
-    by the name of their folder, and for ``transformers.models``, by the name of a file there."""
-    from transformers.utils import import_utils
+def remember_model_names() -> None:
+    """Before transformers is imported: it reads the files of all its models for the names in them, a fifth of a second
+    at each start. Here that is done once for an installation, and kept in the cache."""
+    if "transformers" not in sys.modules and _NAMES not in sys.meta_path:
+        sys.meta_path.insert(0, _NAMES)
 
-    read: Any = getattr(import_utils, "create_import_structure_from_path", None)
 
-    def of_folder(path: Any) -> Any:
-        return read(Path(path).parent if os.path.isfile(path) else path)
+class _RememberedNames(importlib.abc.MetaPathFinder):
+    """Waits for the module of transformers that reads names, and changes how it does it."""
 
-    if read is not None:  # it keeps what it has found by folder
-        setattr(import_utils, "create_import_structure_from_path", of_folder)  # noqa: B010  # its types hide the name
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "transformers.utils.import_utils":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_change(module: types.ModuleType) -> None:
+                run(module)
+                _change_reader(module)
+
+            setattr(spec.loader, "exec_module", run_and_change)  # noqa: B010  # mypy: methods are not assigned to
+        return spec
+
+
+_NAMES = _RememberedNames()
+
+
+def _change_reader(module: types.ModuleType) -> None:
+    read: Any = getattr(module, "create_import_structure_from_path", None)
+    package = Path(str(module.__file__)).parents[1]
+
+    @functools.cache
+    def names_of_models() -> Any:
+        record = _record_of(package)
+        return _remembered(record, lambda: read(package / "models")) if record is not None else read(package / "models")
+
+    def of_path(path: Any) -> Any:  # it asks twice: for the folder, and for a file in it
+        folder = Path(path).parent if os.path.isfile(path) else Path(path)
+        return names_of_models() if folder == package / "models" else read(path)
+
+    if read is not None:
+        setattr(module, "create_import_structure_from_path", of_path)  # noqa: B010  # its types hide the name
+
+
+def _record_of(package: Path) -> Path | None:
+    """The file in the cache that is of this installation of ``package``. None: it is a checkout,
+    whose files may change at any time."""
+    installed = [file.stat() for file in package.parent.glob(f"{package.name}-*.dist-info/RECORD")]
+    if len(installed) != 1:
+        return None
+    words = f"{package} {installed[0].st_size} {installed[0].st_mtime_ns} {sys.implementation.cache_tag}"
+    digest = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+    return cache_root() / "imports" / f"{package.name}-{digest}"
+
+
+def _remembered(record: Path, read: Callable[[], Any]) -> Any:
+    """What ``record`` has; else what ``read`` finds, for the next process."""
+    with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
+        names = marshal.loads(record.read_bytes())  # as trusted as the converted models beside it
+        if isinstance(names, dict) and names:
+            return names
+    names = read()
+    with contextlib.suppress(OSError, ValueError):  # a full disk, or something that marshal does not know
+        record.parent.mkdir(parents=True, exist_ok=True)
+        fresh = record.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(marshal.dumps(names))
+        fresh.rename(record)
+    return names
 
 
 def _mark(function: Any = None, *_: object, **__: object) -> Any:

@@ -23,6 +23,15 @@ from types import FrameType
 from memserve.base.errors import UserError
 
 
+def cache_root() -> Path:
+    """Where what was found out or converted once is kept: ``$MEMSERVE_CACHE_DIR``, else ``$XDG_CACHE_HOME/memserve``,
+    else ``~/.cache/memserve``."""
+    if configured := os.environ.get("MEMSERVE_CACHE_DIR"):
+        return Path(configured).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "memserve"
+
+
 class EndRequested(BaseException):
     """A signal asked for the end of the process. Not an ``Exception``: nothing that goes on may swallow it."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,57 @@ print(double(torch.ones(1)).item(), torch._dynamo.utils.__name__, torch.compiler
 
 def test_model_family_scans_no_other_families_or_packages(family: list[str]) -> None:
     assert family[1] == "True False LlamaForCausalLM"
+
+
+NAMES = """
+import builtins, marshal, os, sys
+opened, really = [], builtins.open
+builtins.open = lambda file, *rest, **more: opened.append(str(file)) or really(file, *rest, **more)
+if sys.argv[1] == "remembered":
+    from memserve.system.imports import remember_model_names
+    remember_model_names()
+import transformers
+from transformers.utils import import_utils
+names = import_utils.define_import_structure(os.path.dirname(transformers.__file__) + "/models")
+files = [name for name in opened if "/transformers/models/" in name and name.endswith(".py")]
+found = sorted((sorted(k), sorted((m, sorted(n)) for m, n in v.items())) for k, v in names.items())
+print(len(files), hash(marshal.dumps(found)))
+"""
+
+
+def _names_read(how: str, cache: Path) -> list[str]:
+    """How many files of models transformers has opened, and a hash of the names that it found in them."""
+    environment = {**os.environ, "MEMSERVE_CACHE_DIR": str(cache), "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-c", NAMES, how]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=True, env=environment
+    ).stdout.split()
+
+
+def test_names_of_models_are_read_once_for_an_installation(tmp_path: Path) -> None:
+    plain, first, second = (_names_read(how, tmp_path) for how in ("plain", "remembered", "remembered"))
+    assert int(plain[0]) > 500 and int(first[0]) > 500 and second[0] == "0"
+    assert plain[1] == first[1] == second[1]
+
+
+def test_a_damaged_record_of_names_is_written_again(tmp_path: Path) -> None:
+    first = _names_read("remembered", tmp_path)
+    (record,) = (tmp_path / "imports").iterdir()
+    whole = record.read_bytes()
+    record.write_bytes(whole[: len(whole) // 2])
+    assert _names_read("remembered", tmp_path) == first
+    assert record.read_bytes() == whole
+
+
+def test_names_in_a_folder_that_may_change_are_not_kept(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "transformers"
+    assert lean_torch._record_of(package) is None
+    record = tmp_path / "src" / "transformers-5.0.dist-info" / "RECORD"
+    record.parent.mkdir(parents=True)
+    record.write_text("first")
+    first = lean_torch._record_of(package)
+    record.write_text("another version")
+    assert first is not None and first != lean_torch._record_of(package)
 
 
 def test_masks_of_transformers_are_made_in_the_real_mode() -> None:

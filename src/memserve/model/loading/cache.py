@@ -22,6 +22,7 @@ from typing import Any
 
 from memserve.base.errors import UserError
 from memserve.base.units import NS_PER_S
+from memserve.system.process import cache_root
 
 MARKER = "memserve-cache.json"
 STORED = "stored.json"
@@ -30,14 +31,6 @@ log = logging.getLogger(__name__)
 
 _RECENT_NS = 2 * NS_PER_S
 _HINT = "set MEMSERVE_CACHE_DIR to a writable folder with enough space"
-
-
-def cache_root() -> Path:
-    """``$MEMSERVE_CACHE_DIR``, else ``$XDG_CACHE_HOME/memserve``, else ``~/.cache/memserve``."""
-    if configured := os.environ.get("MEMSERVE_CACHE_DIR"):
-        return Path(configured).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "memserve"
 
 
 def cached_folder(key: str, version: int, build: Callable[[Path], None]) -> Path:

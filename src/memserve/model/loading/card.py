@@ -16,6 +16,7 @@ from memserve.base.config import DEFAULT_MAX_TOKENS
 from memserve.base.errors import UserError
 from memserve.base.types import AS_COMPUTED, NO_REGIMES, PositionRegimes
 from memserve.model.loading.sources import ModelFolder
+from memserve.system.imports import remember_model_names
 
 if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
@@ -153,6 +154,7 @@ def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> Rem
 
 def import_tokenizers() -> None:
     """Import what a tokenizer needs, while the instances load their models."""
+    remember_model_names()
     import transformers.tokenization_utils_tokenizers  # noqa: F401  # importing is what takes the time
 
 

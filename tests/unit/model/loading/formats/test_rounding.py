@@ -17,7 +17,7 @@ from memserve import LLM
 from memserve.base.errors import UserError
 from memserve.base.types import COARSE_BITS
 from memserve.model.capture.forward import capture_forward
-from memserve.model.loading.cache import MARKER, cache_root
+from memserve.model.loading.cache import MARKER
 from memserve.model.loading.formats import rounding
 from memserve.model.loading.formats.checkpoint import quantised_checkpoint
 from memserve.model.loading.formats.rounding import SETTINGS, Rounding, rounded_folder, rounded_parts
@@ -25,6 +25,7 @@ from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.loading.sources import ModelFolder
 from memserve.model.loading.stored import stored_of
 from memserve.model.quantised import QuantisedLinear
+from memserve.system.process import cache_root
 from quantised_folders import gptq, quantised_folder
 from tiny_models import save_folder, tiny_module
 
