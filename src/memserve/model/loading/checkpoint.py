@@ -49,9 +49,16 @@ _CHARS = 200
 _VERSION_HINT = "use transformers of the version that memserve asks for"
 
 
-def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
+def load_module(
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    gguf_file: str | None = None,
+    checkpoint: QuantisedCheckpoint | None = None,
+) -> Any:
     """The causal language model in ``folder``, with eager attention and all of its tensors; or the one in the GGUF file
-    of that name there. Raises :class:`UserError`."""
+    of that name there. ``checkpoint``: gives the weights of the folder if they are quantised; None: all as numbers.
+    Raises :class:`UserError`."""
     import transformers
     from transformers.utils import logging
 
@@ -74,7 +81,7 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     try:
         with errors_named(failure, "give a complete model folder with config.json, tokenizer and safetensors weights"):
             if gguf_file is None:
-                quantised = _check_files(folder, name, described_weights(folder))
+                quantised = _check_files(folder, name, described_weights(folder), checkpoint)
                 source["config"] = plain_config(folder)
             with _read_and_dropped(dtype, quantised):
                 read = partial(
@@ -259,10 +266,12 @@ def _check_config(folder: Path, name: str) -> None:
             raise UserError(message, hint=hint, param="model")
 
 
-def _check_files(folder: Path, name: str, described: int) -> QuantisedCheckpoint | None:
-    """Its quantised weights, if it has such. Raises :class:`UserError` when there are no safetensors, a file of them is
-    damaged, or they are far too small for the ``described`` values: a config may describe a model that would fill the
-    memory before it is noticed."""
+def _check_files(
+    folder: Path, name: str, described: int, checkpoint: QuantisedCheckpoint | None
+) -> QuantisedCheckpoint | None:
+    """Its quantised weights, if it has such: ``checkpoint``, unless that is None. Raises :class:`UserError` when there
+    are no safetensors, a file of them is damaged, or they are far too small for the ``described`` values: a config may
+    describe a model that would fill the memory before it is noticed."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
@@ -274,7 +283,7 @@ def _check_files(folder: Path, name: str, described: int) -> QuantisedCheckpoint
         raise UserError(message, hint=COMPLETE_HINT, param="model")
     from memserve.model.loading.formats.checkpoint import quantised_checkpoint
 
-    quantised = quantised_checkpoint(folder, name)
+    quantised = checkpoint or quantised_checkpoint(folder, name)
     sizes = [tensor_sizes(file) for file in files] if quantised is None else [quantised.sizes]
     stored = sum(sum(size.values()) for size in sizes)
     if described > _TIMES_MAX * stored:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from memserve.model.loading.probe import ProbedLayer
+    from memserve.model.loading.stored import StoredWeights
     from memserve.model.lora import Adapters
 
 log = logging.getLogger(__name__)
@@ -151,13 +152,11 @@ def load_model(
     folder = _rounded(folder, quantization)
     if threads is not None:
         torch.set_num_threads(threads)
-    module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
-    _reserve_stored(module, folder)
-    identity = fingerprint(folder.path)
-    geometry, layers = _probe(module if on_host else module.to(place), dtype_name, block_tokens, identity)
+    loaded_on = torch.device("cpu") if on_host else place
+    module, identity, geometry, layers = _load_and_probe(folder, dtype_name, loaded_on, block_tokens, may_keep=may_keep)
     tokenizer, original = load_tokenizer(folder), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
-    kept = _keep_stored(module, folder, identity) if may_keep and not folder.keeps_file else identity
+    kept = _keep_file(module, folder, identity) if may_keep else identity
     stored, activation_bits = _choose_bits(module, tokenizer, kept)
     regimes = _install_regimes(module) if original else NO_REGIMES
     vocab_size = _vocab_size(module)
@@ -230,6 +229,8 @@ def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_fi
     """The folder of ``source``, unless the machine cannot hold it with ``kv_bytes`` of KV; None: without a look."""
     import torch
 
+    from memserve.model.loading.formats.checkpoint import quantised_checkpoint
+
     if kv_bytes is None:
         return resolve_source(source, dtype, keep_file=keep_file)
     value_bytes = getattr(torch, dtype).itemsize
@@ -242,18 +243,78 @@ def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_fi
         largest = value_bytes * text_weights(folder.path)[1]
         check_model_memory(folder.name, folder.gguf.stat().st_size, largest, kv_bytes)
         return folder
-    check(folder.name, *text_weights(folder.path))
+    checkpoint = quantised_checkpoint(folder.path, folder.name) if keep_file and folder.gguf is None else None
+    if checkpoint is not None:
+        check_model_memory(folder.name, *checkpoint.resident_bytes(value_bytes), kv_bytes)
+    else:
+        check(folder.name, *text_weights(folder.path))
     return folder
 
 
-def _reserve_stored(module: Any, folder: ModelFolder) -> None:
-    from memserve.model.loading.stored import remember_stored, reserve_stored
+def _load_and_probe(
+    folder: ModelFolder, dtype: str, place: torch.device, block_tokens: int, *, may_keep: bool
+) -> tuple[Any, str, KVGeometry, list[ProbedLayer]]:
+    """The module (see :func:`_load`), its fingerprint, its geometry, and its layers that attend."""
+    import torch
 
-    if not folder.keeps_file or folder.gguf is None:
-        return
-    stored = reserve_stored(module, folder.path, folder.gguf)
-    remember_stored(module, stored)
-    log.info("%d weights stay quantised as in %s", len(stored), folder.name)
+    module = _load(folder, getattr(torch, dtype), may_keep=may_keep).to(place)
+    identity = _fingerprint(module, folder)
+    geometry, layers = _probe(module, dtype, block_tokens, identity)
+    if _must_have_numbers(module, folder):
+        return _load_and_probe(folder, dtype, place, block_tokens, may_keep=False)
+    return module, identity, geometry, layers
+
+
+def _load(folder: ModelFolder, dtype: torch.dtype, *, may_keep: bool) -> Any:
+    """The module, which has no numbers in the place of weights that stay quantised (``may_keep``: there may be such) as
+    in a GGUF file whose description ``folder`` is, or as in a quantised checkpoint."""
+    from memserve.model.loading.formats.checkpoint import quantised_checkpoint
+    from memserve.model.loading.stored import NOT_STORED, reserve_stored, stored_in_checkpoint
+
+    described = folder.gguf if folder.keeps_file else None
+    checkpoint = quantised_checkpoint(folder.path, folder.name) if may_keep and folder.gguf is None else None
+    if checkpoint is not None:
+        checkpoint.put_off()
+    module = load_module(folder.path, folder.name, dtype, checkpoint=checkpoint)
+    if described is not None:
+        _remember_stored(module, reserve_stored(module, folder.path, described), folder)
+    if checkpoint is None:
+        return module
+    stored = stored_in_checkpoint(module, checkpoint)
+    if stored is None:
+        checkpoint = quantised_checkpoint(folder.path, folder.name)
+        module = load_module(folder.path, folder.name, dtype, checkpoint=checkpoint)
+        stored = NOT_STORED if checkpoint is None else stored_in_checkpoint(module, checkpoint)
+    _remember_stored(module, stored or NOT_STORED, folder)
+    return module
+
+
+def _remember_stored(module: Any, stored: StoredWeights, folder: ModelFolder) -> None:
+    from memserve.model.loading.stored import remember_stored
+
+    if len(stored):
+        remember_stored(module, stored)
+        log.info("%d weights stay quantised as in %s", len(stored), folder.name)
+
+
+def _fingerprint(module: Any, folder: ModelFolder) -> str:
+    """Of ``module``, loaded from ``folder``: keys and values are rounded otherwise where weights stay quantised."""
+    from memserve.model.loading.stored import stored_of
+
+    identity = fingerprint(folder.path)
+    return identity if folder.keeps_file or not len(stored_of(module)) else _as_stored(identity)
+
+
+def _as_stored(identity: str) -> str:
+    return hashlib.blake2b(f"{identity} as stored".encode(), digest_size=16).hexdigest()
+
+
+def _must_have_numbers(module: Any, folder: ModelFolder) -> bool:
+    """Whether weights of ``module`` stay quantised although its layers run as transformers' modules, on numbers."""
+    from memserve.model.loading.stored import stored_of
+    from memserve.model.states.layers import states_of
+
+    return bool(states_of(module)) and len(stored_of(module)) > 0 and not folder.keeps_file
 
 
 def _compare(
@@ -270,24 +331,17 @@ def _compare(
         compare_once(module, layers, dtype, identity[0], plain_tokens)
 
 
-def _keep_stored(module: Any, folder: ModelFolder, identity: str) -> str:
-    """Remember which weights of ``module`` stay quantised; its fingerprint: keys and values are rounded otherwise."""
-    from memserve.model.loading.formats.checkpoint import quantised_checkpoint
-    from memserve.model.loading.stored import NOT_STORED, remember_stored, stored_in_checkpoint, stored_in_file
+def _keep_file(module: Any, folder: ModelFolder, identity: str) -> str:
+    """Remember which weights of ``module``, loaded from a conversion of a GGUF file, stay quantised as there; its
+    fingerprint: see :func:`_fingerprint`."""
+    from memserve.model.loading.stored import stored_in_file
     from memserve.model.states.layers import states_of
 
-    stored = NOT_STORED
-    if states_of(module):  # its layers run as transformers' modules, on the numbers
+    if folder.gguf is None or folder.keeps_file or states_of(module):
         return identity
-    if folder.gguf is not None:
-        stored = stored_in_file(module, folder.gguf)
-    elif (checkpoint := quantised_checkpoint(folder.path, folder.name)) is not None:
-        stored = stored_in_checkpoint(module, checkpoint)
-    if not len(stored):
-        return identity
-    remember_stored(module, stored)
-    log.info("%d weights stay quantised as in %s", len(stored), folder.name)
-    return hashlib.blake2b(f"{identity} as stored".encode(), digest_size=16).hexdigest()
+    stored = stored_in_file(module, folder.gguf)
+    _remember_stored(module, stored, folder)
+    return _as_stored(identity) if len(stored) else identity
 
 
 def _choose_bits(module: Any, tokenizer: Any, identity: str) -> tuple[str, int]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import logging
+import math
 import mmap
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from memserve.base.units import MIB
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ LARGE_BYTES = 512 * MIB
 again, would only take time."""
 _PAGE = mmap.PAGESIZE
 _MADV_DONTNEED = 4
+_MAP_NORESERVE = 0x4000
 _ATTRIBUTE = "memserve_pages"
 _MAP = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ +(.*)$")
 
@@ -132,6 +135,16 @@ def pages_of(module: Any) -> WeightPages:
     """The pages of the weights of ``module``."""
     pages = getattr(module, _ATTRIBUTE, NO_PAGES)
     return pages if isinstance(pages, WeightPages) else NO_PAGES
+
+
+def reserve_weight(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros of ``shape`` that take no memory unless they are written to."""
+    import torch
+
+    size_bytes = dtype.itemsize * math.prod(shape)
+    # nothing is promised by the system: those of a large model would not fit
+    area = mmap.mmap(-1, max(1, size_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(area, dtype=torch.uint8)[:size_bytes].view(dtype).view(*shape)
 
 
 def drop_file_pages(value: Tensor) -> None:

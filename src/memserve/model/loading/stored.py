@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import mmap
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,16 +27,15 @@ from memserve.base.errors import UserError, check
 from memserve.base.types import FINE_BITS
 from memserve.model.loading.cache import STORED
 from memserve.model.loading.conversion import tensor_names
-from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint
+from memserve.model.loading.formats.checkpoint import EXPERT, QuantisedCheckpoint
+from memserve.model.loading.formats.samples import has_sample
 from memserve.model.loading.formats.weights import StoredForm
-from memserve.model.loading.pages import drop_file_pages
+from memserve.model.loading.pages import drop_file_pages, reserve_weight
 from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight, can_follow, mark_quantised
 
 log = logging.getLogger(__name__)
 
 _ATTRIBUTE = "memserve_stored"
-_SAMPLE_ROWS = 24
-_MAP_NORESERVE = 0x4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +143,15 @@ class StoredWeights:
         self,
         weights: Sequence[tuple[Tensor, StoredForm]] = (),
         stacks: Sequence[tuple[Tensor, Sequence[StoredForm]]] = (),
+        turned: Sequence[tuple[Tensor, Sequence[StoredForm]]] = (),
     ) -> None:
-        """Each weight ``[n, k]`` as the module has it, and as its file has it; and each stack of them ``[experts, n,
-        k]``, contiguous."""
+        """Each weight ``[n, k]`` as the module has it, and as its file has it; each stack of them ``[experts, n, k]``,
+        contiguous; and stacks that the module has ``turned``, ``[experts, k, n]``."""
         self._weights = {value.data_ptr(): weight for value, weight in weights}
-        self._weights |= {stack[i].data_ptr(): form for stack, forms in stacks for i, form in enumerate(forms)}
-        self._stacks = {stack.data_ptr(): tuple(forms) for stack, forms in stacks}
+        experts = {stack[i].data_ptr(): form for stack, forms in [*stacks, *turned] for i, form in enumerate(forms)}
+        self._weights |= experts
+        self._stacks = {stack.data_ptr(): tuple(forms) for stack, forms in [*stacks, *turned]}
+        self._turned = {stack[i].data_ptr() for stack, forms in turned for i in range(len(forms))}
         #: of layers that round activations: see :mod:`memserve.model.loading.precision`
         self.activation_bits = FINE_BITS
 
@@ -163,7 +162,14 @@ class StoredWeights:
         """The stored form of ``value``, a weight of the module; None: it has none, or is a part of one."""
         is_plain = value.device.type == "cpu" and value.layout is torch.strided  # others have no address
         weight = self._weights.get(value.data_ptr()) if is_plain else None
-        return weight if weight is not None and value.shape == weight.shape and value.is_contiguous() else None
+        if weight is None or value.shape != weight.shape:
+            return None
+        as_kept = value.t() if self.is_turned(value) else value
+        return weight if as_kept.is_contiguous() else None
+
+    def is_turned(self, value: Tensor) -> bool:
+        """Whether the module has ``value``, an expert or a stack of them, turned."""
+        return value.data_ptr() in self._turned
 
     def stack(self, value: Tensor) -> tuple[StoredForm, ...]:
         """The stored forms of ``value``, a stack of weights; none: it has none."""
@@ -261,12 +267,12 @@ def reserve_stored(module: Any, folder: Path, path: Path) -> StoredWeights:
         blocks = mapped[offset : offset + n * row_bytes].view(n, row_bytes)
         weight = StoredWeight(format, k, blocks, None if order is None else orders[order], is_mapped=True)
         parameter = module.get_parameter(name)
-        parameter.data = _reserve_weight(parameter.shape, parameter.dtype)
+        parameter.data = reserve_weight(parameter.shape, parameter.dtype)
         weights.append((parameter.data, weight))
     stacks = []
     for name, (experts, parts) in description.get("stacks", {}).items():
         parameter = module.get_parameter(name)
-        parameter.data = _reserve_weight(parameter.shape, parameter.dtype)
+        parameter.data = reserve_weight(parameter.shape, parameter.dtype)
         pieces = [list(_stacked_weights(mapped, experts, *part)) for part in parts]
         forms = [joined(piece) for piece in zip(*pieces, strict=True)]
         stacks.append((parameter.data, [form for form in forms if form is not None]))
@@ -330,7 +336,8 @@ class _ComputesAsStored(TorchFunctionMode):
             return value
         dtype = self._dtype or value.dtype
         if forms := self._weights.stack(value.detach()):
-            return torch.stack([self._dequantised(form, dtype) for form in forms])
+            numbers = torch.stack([self._dequantised(form, dtype) for form in forms])
+            return numbers.transpose(1, 2).contiguous() if self._weights.is_turned(value) else numbers
         stored = self._weights.of(value.detach())
         return value if stored is None else self._dequantised(stored, dtype)
 
@@ -344,20 +351,12 @@ _READS_NO_NUMBERS = ("__get__", "__set__", "size", "dim", "stride", "numel", "el
 """Names of torch's functions that tell of a tensor what its numbers do not change."""
 
 
-def _reserve_weight(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of ``shape`` that take no memory unless they are written to."""
-    size_bytes = dtype.itemsize * math.prod(shape)
-    # nothing is promised by the system: those of a large model would not fit
-    area = mmap.mmap(-1, max(1, size_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    return torch.frombuffer(area, dtype=torch.uint8)[:size_bytes].view(dtype).view(*shape)
-
-
 def stored_in_file(module: Any, path: Path) -> StoredWeights:
     """The weights of ``module``, loaded from a conversion of the GGUF file ``path``, that are quantised there."""
     weights = []
     for name, stored in _tensors(module, path):
         value = module.get_parameter(name).detach()
-        match = next((order for order in _orders(module, stored) if _is_the_same(order, value)), None)
+        match = next((order for order in _orders(module, stored) if has_sample(order, value)), None)
         if match is None:
             log.info("%s is computed with as numbers: its rows in %s are others", name, path.name)
         else:
@@ -365,57 +364,83 @@ def stored_in_file(module: Any, path: Path) -> StoredWeights:
     return StoredWeights(weights)
 
 
-def stored_in_checkpoint(module: Any, checkpoint: QuantisedCheckpoint) -> StoredWeights:
-    """The weights of ``module``, loaded from ``checkpoint``, that the kernels can compute with as they are there. The
-    others are logged in a line: how many, and why."""
+def stored_in_checkpoint(module: Any, checkpoint: QuantisedCheckpoint) -> StoredWeights | None:
+    """The weights of ``module``, loaded from ``checkpoint``, that the kernels can compute with as they are there; of
+    those whose numbers were put off (:meth:`QuantisedCheckpoint.put_off`), the module has zeros that take no memory.
+    The others are logged in a line: how many, and why. None: numbers were put off of a weight that is not in the
+    module as it is in the checkpoint; it is to be loaded again, with all of them."""
     parameters = dict(module.named_parameters())
     linears = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
     weights: list[tuple[Tensor, StoredForm]] = []
     reasons: Counter[str] = Counter()
-    stacks, of_stacks = _stacks_in_checkpoint(parameters, checkpoint)
+    turned = _turned_stacks(parameters, checkpoint)
+    stacks, of_stacks = _joined_stacks(parameters, checkpoint)
+    of_stacks |= turned.keys()
     for name, tensor in checkpoint.tensors.items():
         if name in of_stacks:
             continue
-        parameter = parameters.get(name_in_module(parameters, name))
-        form = tensor.form() if id(parameter) in linears else "they are of no linear layer of their own"
-        if isinstance(form, str):
-            reasons[form] += 1
-        elif parameter is None or not _is_the_same(form, parameter.detach()):
-            reasons["the module has them in another order"] += 1
+        parameter, is_put_off = parameters.get(name_in_module(parameters, name)), name in checkpoint.put_off_names
+        is_known = parameter is not None and checkpoint.is_the_same(name, parameter.detach())
+        form = checkpoint.form(name) if id(parameter) in linears else "they are of no linear layer of their own"
+        if is_known and not isinstance(form, str):
+            weights.append((_values_of(parameter, is_put_off), form))
+        elif parameter is not None and is_known and is_put_off:
+            parameter.data = tensor.numbers(parameter.dtype)
+        elif is_put_off:
+            return None
         else:
-            weights.append((parameter.detach(), form))
+            reasons[form if isinstance(form, str) else "the module has them in another order"] += 1
     if reasons:
         why = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(4))
         log.info("%d weights are computed with as numbers (%s)", sum(reasons.values()), why)
-    return StoredWeights(weights, stacks)
+    return StoredWeights(weights, stacks, list(turned.values()))
 
 
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+def _values_of(parameter: Any, is_put_off: bool) -> Tensor:
+    """The values of ``parameter``, which are zeros from now on if its numbers were put off."""
+    if is_put_off:
+        parameter.data = reserve_weight(parameter.shape, parameter.dtype)
+    values: Tensor = parameter.detach()
+    return values
+
+
 _PARTS = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
 
 
-def _stacks_in_checkpoint(
+def _turned_stacks(
+    parameters: Mapping[str, Any], checkpoint: QuantisedCheckpoint
+) -> dict[str, tuple[Tensor, Sequence[StoredForm]]]:
+    """Stacks of experts that a checkpoint has in one tensor."""
+    found: dict[str, tuple[Tensor, Sequence[StoredForm]]] = {}
+    for name in checkpoint.tensors:
+        parameter = parameters.get(name_in_module(parameters, name))
+        if parameter is not None and checkpoint.stack(name) and checkpoint.is_the_same(name, parameter.detach()):
+            found[name] = _values_of(parameter, name in checkpoint.put_off_names), checkpoint.stack(name)
+    return found
+
+
+def _joined_stacks(
     parameters: Mapping[str, Any], checkpoint: QuantisedCheckpoint
 ) -> tuple[list[tuple[Tensor, list[StoredForm]]], set[str]]:
     """Stacks of experts whose weights a checkpoint has one by one, as far as the kernels can compute with all of a
     stack; and the names of those weights."""
     found: dict[str, dict[int, dict[int, str]]] = {}
     for name in checkpoint.tensors:
-        if match := _EXPERT.fullmatch(name):
+        if match := EXPERT.fullmatch(name):
             found.setdefault(match[1], {}).setdefault(int(match[2]), {})[_PARTS[match[3]]] = name
     stacks, names = [], set()
     for prefix, experts in found.items():
         for stack_name, parts in (("gate_up_proj", (0, 1)), ("down_proj", (2,))):
             parameter = parameters.get(name_in_module(parameters, f"{prefix}.{stack_name}"))
             of_parts = [experts.get(i, {}).get(part, "") for i in range(len(experts)) for part in parts]
-            all_forms = [checkpoint.tensors[name].form() for name in of_parts if name]
+            all_forms = [checkpoint.form(name) for name in of_parts if name]
             forms = [form for form in all_forms if not isinstance(form, str)]
             if parameter is None or len(forms) < len(of_parts):
                 continue
             whole = [joined(forms[i : i + len(parts)]) for i in range(0, len(forms), len(parts))]
             values = parameter.detach()
             if len(values) == len(whole) and all(
-                form is not None and _is_the_same(form, value) for form, value in zip(whole, values, strict=True)
+                form is not None and has_sample(form, value) for form, value in zip(whole, values, strict=True)
             ):
                 stacks.append((values, [form for form in whole if form is not None]))
                 names.update(of_parts)
@@ -452,13 +477,3 @@ def _orders(module: Any, stored: StoredWeight) -> Iterator[StoredWeight]:
         if heads and n % (2 * heads) == 0:
             order = torch.arange(n).view(heads, n // heads // 2, 2).transpose(1, 2).reshape(n)
             yield StoredWeight(stored.format, stored.k, stored.blocks, order.contiguous())
-
-
-def _is_the_same(stored: StoredForm, value: Tensor) -> bool:
-    if value.shape != stored.shape or value.device.type != "cpu":
-        return False
-    outputs = torch.linspace(0, len(value) - 1, min(_SAMPLE_ROWS, len(value))).long()
-    try:
-        return torch.equal(stored.sampled(outputs, value.dtype), value[outputs])
-    except (UserError, KeyError):  # a size or dtype that the kernels do not take
-        return False

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from memserve.base.errors import UserError
 from memserve.model.loading.formats.compressed import compressed_tensors
-from memserve.model.loading.formats.files import FLOATS, TensorFiles
+from memserve.model.loading.formats.files import BYTES, FLOATS, TensorFiles
 from memserve.model.loading.formats.floats import fp8_tensors, mxfp4_tensors, torchao_tensors
 from memserve.model.loading.formats.headers import errors_named, is_beside, quantisation_of
 from memserve.model.loading.formats.integers import awq_tensors, gptq_tensors, unserved
-from memserve.model.loading.formats.weights import CheckpointTensor, values_of
+from memserve.model.loading.formats.samples import has_sample, sampled_stack, sampled_weight, stack_has_sample
+from memserve.model.loading.formats.weights import CheckpointTensor, Mxfp4Tensor, StoredForm, values_of
 
 Reader = Callable[[dict[str, Any], TensorFiles], list[CheckpointTensor]]
 
@@ -36,6 +37,9 @@ READERS: dict[str, Reader] = {
     "torchao": torchao_tensors,
 }
 """By ``quant_method``."""
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+"""Weights of which a module has stacks."""
 
 _OF_ACTIVATIONS = re.compile(
     r"(^|[._])(input|output|activation|k|v|q)_(scale|zero_point|global_scale|scale_ub|amax)$|_weight_act_quant_"
@@ -66,6 +70,11 @@ class QuantisedCheckpoint:
             if key not in parts and not _OF_ACTIVATIONS.search(key) and not key.endswith(".weight_shape")
         }
         self._check_plain()
+        self._forms: dict[str, StoredForm | str] = {}
+        self._stacks: dict[str, tuple[StoredForm, ...]] = {}
+        self._puts_off = False
+        self.put_off_names: set[str] = set()
+        """Weights of which only a sample was made numbers."""
         self._failure: UserError | None = None
         self._lock = threading.Lock()
 
@@ -90,15 +99,72 @@ class QuantisedCheckpoint:
         plain = [key for key, entry in self._plain.items() if entry.file == file]
         return plain + [name for name, tensor in self.tensors.items() if entries[tensor.parts[0]].file == file]
 
+    def form(self, name: str) -> StoredForm | str:
+        """How the kernels compute with the weight ``name``, or why they cannot."""
+        if name not in self._forms:
+            self._forms[name] = self.tensors[name].form()
+        return self._forms[name]
+
+    def stack(self, name: str) -> tuple[StoredForm, ...]:
+        """How the kernels compute with each expert of a stack ``name``; none: it is none."""
+        if name not in self._stacks:
+            tensor = self.tensors[name]
+            self._stacks[name] = tensor.experts() if isinstance(tensor, Mxfp4Tensor) else ()
+        return self._stacks[name]
+
+    def put_off(self) -> None:
+        """From now on weights that the kernels can compute with as they are stored have zeros for numbers, but for a
+        sample of their rows, and take no memory (:mod:`memserve.model.loading.formats.samples`). Not experts of which a
+        module has one stack: it would be made of zeros."""
+        self._puts_off = True
+
+    def is_the_same(self, name: str, value: Tensor) -> bool:
+        """Whether ``value``, a weight of a module, is ``name``, or what :meth:`numbers` gave for it. Of one that the
+        kernels cannot compute with it is not known."""
+        if stack := self.stack(name):
+            return stack_has_sample(stack, value)
+        form = self.form(name)
+        return not isinstance(form, str) and has_sample(form, value)
+
+    def resident_bytes(self, value_bytes: int) -> tuple[int, int]:
+        """Of all weights that take part in text once those are put off that can be, and of the largest as numbers."""
+        total = largest = 0
+        for name, size in self.sizes.items():
+            if is_beside(name):
+                continue
+            is_stored = name in self.tensors and self._may_put_off(name)
+            parts = self.tensors[name].parts if is_stored else ()
+            entries = [self._files.entries[part] for part in parts]
+            stored = sum(values_of(entry.shape) * BYTES.get(entry.dtype, value_bytes) for entry in entries)
+            total += stored if is_stored else size * value_bytes
+            largest = max(largest, 0 if is_stored else size * value_bytes)
+        return total, largest
+
+    def _may_put_off(self, name: str) -> bool:
+        return bool(self.stack(name)) or not (EXPERT.fullmatch(name) or isinstance(self.form(name), str))
+
     def numbers(self, name: str, dtype: torch.dtype) -> Tensor:
         """The weight ``name``, dequantised; one at a time. An error is kept for :meth:`check`: transformers, which
         calls this, lists errors and goes on."""
         with self._lock:
             try:
-                return self.tensors[name].numbers(dtype)
+                sample = self._sample(name, dtype) if self._puts_off else None
+                return self.tensors[name].numbers(dtype) if sample is None else sample
             except UserError as error:
                 self._failure = self._failure or error
                 raise
+
+    def _sample(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        if not self._may_put_off(name):
+            return None
+        stack, form = self.stack(name), self.form(name)
+        try:
+            value = sampled_stack(stack, dtype) if isinstance(form, str) else sampled_weight(form, dtype)
+        except (UserError, KeyError):  # its numbers have the error, or the kernels do not take its size
+            self._forms[name], self._stacks[name] = "the kernels do not take its size", ()
+            return None
+        self.put_off_names.add(name)
+        return value
 
     def check(self) -> None:
         """Raise the :class:`UserError` that a weight has met."""

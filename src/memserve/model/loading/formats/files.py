@@ -84,6 +84,8 @@ class TensorFiles:
 
 FLOATS = ("F32", "F16", "BF16")
 FLOATS_8 = ("F8_E4M3", "F8_E5M2")
+BYTES = {"I64": 8, "I32": 4, "F32": 4, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+"""Of a number of the format's dtypes, as far as it has not one byte."""
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:

@@ -255,17 +255,22 @@ class Mxfp4Tensor:
 
     def form(self) -> StoredForm | str:
         """See :class:`CheckpointTensor`."""
-        if len(self.shape) != 2 or self.turned:
-            return "experts in one tensor are computed with as numbers"
-        return _Mxfp4Form(self)
+        return _Mxfp4Form(self) if len(self.shape) == 2 and not self.turned else "it is a stack of experts"
+
+    def experts(self) -> tuple[StoredForm, ...]:
+        """How the kernels compute with each expert of a stack ``[experts, k, n]``; none: it is none."""
+        if len(self.shape) != 3 or not self.turned:
+            return ()
+        return tuple(_Mxfp4Form(self, expert) for expert in range(self.shape[0]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Mxfp4Form:
-    """An :class:`Mxfp4Tensor` in the blocks of a GGUF file: an exponent, then the first half of 32 values in the low
-    four bits of bytes and the second half in the high ones."""
+    """An :class:`Mxfp4Tensor`, or one ``expert`` of it, in the blocks of a GGUF file: an exponent, then the first half
+    of 32 values in the low four bits of bytes and the second half in the high ones."""
 
     tensor: Mxfp4Tensor
+    expert: int | None = None
     format: str = "MXFP4"
     inputs: Tensor | None = None
     _packs: list[QuantisedWeight] = field(default_factory=list, compare=False, repr=False)
@@ -273,12 +278,12 @@ class _Mxfp4Form:
     @property
     def n(self) -> int:
         """Outputs."""
-        return self.tensor.shape[0]
+        return self.tensor.shape[-1 if self.tensor.turned else -2]
 
     @property
     def k(self) -> int:
         """Inputs."""
-        return self.tensor.shape[1]
+        return self.tensor.shape[-2 if self.tensor.turned else -1]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -300,11 +305,13 @@ class _Mxfp4Form:
         return QuantisedLinear([self._of(outputs)]).dequantised(dtype)
 
     def _of(self, outputs: Outputs) -> QuantisedWeight:
-        read = self.tensor.blocks()
+        read, exponents = self.tensor.blocks(), self.tensor.exponents()
+        if self.expert is not None:
+            read, exponents = read[self.expert], exponents[self.expert]
         pairs = read[outputs]
         values = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)  # [n, k / 32, 32]
         halves = values[..., : _BLOCK // 2] | values[..., _BLOCK // 2 :] << 4
-        blocks = torch.cat((self.tensor.exponents()[outputs][..., None], halves), -1)
+        blocks = torch.cat((exponents[outputs][..., None], halves), -1)
         drop_file_pages(read)
         return QuantisedWeight.of_blocks("MXFP4", blocks.flatten(1).contiguous(), self.k)
 

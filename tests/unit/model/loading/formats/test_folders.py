@@ -17,7 +17,9 @@ from memserve import LLM
 from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import CapturedForward, capture_forward
 from memserve.model.linears import PackedLinear
+from memserve.model.loading.checkpoint import text_weights
 from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint, quantised_checkpoint
+from memserve.model.loading.formats.weights import GroupedTensor, Mxfp4Tensor
 from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.loading.probe import DenseAttention
 from memserve.model.loading.sources import weight_bytes
@@ -134,9 +136,12 @@ def test_auto_computes_with_integers_as_stored(kind: str, tmp_path: Path, caplog
         assert model.fingerprint == numbers.fingerprint
         return
     assert model.fingerprint != numbers.fingerprint and model.quantization == "auto"
+    values = dict(numbers.module.named_parameters())
     for name, value in model.module.named_parameters():
-        if (weight := stored.of(value)) is not None:
-            assert torch.equal(QuantisedLinear([weight.packed()]).dequantised(torch.bfloat16), value), name
+        weight = stored.of(value)
+        held = value if weight is None else QuantisedLinear([weight.packed()]).dequantised(torch.bfloat16)
+        assert torch.equal(held, values[name]), name
+        assert weight is None or not value.any(), "its numbers were made, or a sample of them takes memory"
     forward, want = captured(model), expected_logits(plain)
     assert sum(isinstance(layer, QuantisedLinear) for layer in forward._linears) >= 12
     assert 0 < error(logits(forward), want) < 0.2 and error(logits(captured(numbers)), want) < 0.2
@@ -176,12 +181,69 @@ def test_biases_stay_beside_quantised_weights(tmp_path: Path) -> None:
         assert error(logits(captured(load(quantised, "bfloat16", "auto"))), want) < 0.2
 
 
-def test_experts_in_one_tensor_of_mxfp4(tmp_path: Path) -> None:
-    """As of gpt-oss, dequantised by transformers."""
-    quantised, plain = mxfp4_folder(tiny_module("gpt_oss", **SIZES), tmp_path)
+@pytest.mark.parametrize("inner", [128, 32], ids=["oblong", "square"])
+def test_experts_in_one_tensor_of_mxfp4(inner: int, tmp_path: Path) -> None:
+    """As of gpt-oss, dequantised by transformers. The module has them turned, which sizes do not tell of a square."""
+    quantised, plain = mxfp4_folder(tiny_module("gpt_oss", hidden_size=64, intermediate_size=inner), tmp_path)
     want = expected_logits(plain)
     assert error(logits(captured(load(quantised))), want) < 1e-5
-    assert not len(stored_of(load(quantised, "bfloat16", "auto").module))
+    model = load(quantised, "bfloat16", "auto")
+    experts = model.module.config.num_local_experts
+    assert len(stored_of(model.module)) == 2 * experts * model.module.config.num_hidden_layers
+    forward = captured(model)
+    assert {type(layer) for layer in forward._experts} == {QuantisedLinear}
+    assert error(logits(forward), want) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["gptq4_order", "w8a8", "mxfp4"])
+def test_no_weight_becomes_numbers_that_stays_quantised(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised, plain = folders_of("llama", kind, tmp_path)
+
+    def numbers(*_: object) -> Tensor:
+        raise AssertionError("a weight was made numbers")
+
+    for tensor in (GroupedTensor, Mxfp4Tensor):
+        monkeypatch.setattr(tensor, "numbers", numbers)
+    assert error(logits(captured(load(quantised, "bfloat16", "auto"))), expected_logits(plain)) < 0.2
+
+
+@pytest.mark.parametrize("which", ["weights", "stacks"])
+def test_weights_in_another_order_become_numbers(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a sample of them was read: the module is loaded again, with all of them."""
+    if which == "weights":
+        quantised, plain = folders_of("llama", "gptq4", tmp_path)
+    else:
+        quantised, plain = mxfp4_folder(tiny_module("gpt_oss", **SIZES), tmp_path)
+    monkeypatch.setattr(QuantisedCheckpoint, "is_the_same", lambda *_: False)
+    model = load(quantised, "bfloat16", "auto")
+    assert not len(stored_of(model.module)) and model.quantization == "none"
+    assert error(logits(captured(model)), expected_logits(plain)) < 0.2
+
+
+def test_layers_with_states_have_numbers(tmp_path: Path) -> None:
+    quantised, plain = folders_of("lfm2", "w8a16", tmp_path)
+    model, numbers = load(quantised, "bfloat16", "auto"), load(plain, "bfloat16")
+    assert not len(stored_of(model.module)) and model.quantization == "none" and model.states
+    values = dict(numbers.module.named_parameters())
+    assert all(torch.equal(value, values[name]) for name, value in model.module.named_parameters())
+
+
+def test_memory_is_asked_for_as_the_weights_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised, _ = folders_of("llama", "gptq4", tmp_path, vocab_size=256, hidden_size=256, intermediate_size=1024)
+    checkpoint = quantised_checkpoint(quantised, "tiny")
+    assert checkpoint is not None
+    stored, largest = checkpoint.resident_bytes(2)
+    numbers, _ = text_weights(quantised)
+    assert 0.3 * 2 * numbers < stored < 0.5 * 2 * numbers and largest == 2 * 256 * 256
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "memserve.model.loading.loader.check_model_memory", lambda name, total, most, kv: asked.append((total, most))
+    )
+    for quantization in ("auto", "none"):
+        load_model(str(quantised), "bfloat16", "cpu", kv_bytes=1 << 20, quantization=quantization)
+    assert asked == [(stored, largest), (2 * numbers, 2 * 1024 * 256)]
 
 
 def test_adapters_beside_quantised_weights(tmp_path: Path) -> None:
