@@ -8,6 +8,7 @@ parameters without ``self``; dataclasses have none of their own.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import statistics
 import tokenize
@@ -32,9 +33,15 @@ def sources(folder: str) -> list[Path]:
     return sorted(path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts)
 
 
-def bindings(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of a module, itself first."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def bindings(path: Path) -> Iterator[str]:
     """Every name that a function, a loop, an assignment or a ``with`` binds."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
@@ -46,14 +53,14 @@ def comment_lines(text: str) -> int:
     return len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
 
 
+@functools.cache
 def figures(folder: str) -> dict[str, str]:
     """Of one part of the house."""
     files = sources(folder)
     texts = {path: path.read_text(encoding="utf-8") for path in files}
-    trees = {path: ast.parse(text) for path, text in texts.items()}
     lines = {path: text.count("\n") for path, text in texts.items()}
-    names = Counter(name for tree in trees.values() for name in bindings(tree))
-    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = Counter(name for path in files for name in bindings(path))
+    classes = [node for path in files for node in nodes(path) if isinstance(node, ast.ClassDef)]
     methods = [
         node for owner in classes for node in owner.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]

@@ -73,6 +73,12 @@ LOADED_BY_ENGINES = {f"memserve.integrations.{name}" for name in ("lmcache", "ra
 """By name, from an engine's own configuration."""
 
 
+_SPEC = importlib.util.spec_from_file_location("house_figures", ROOT / "scripts" / "house_figures.py")
+assert _SPEC is not None and _SPEC.loader is not None
+house_figures = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(house_figures)
+
+
 @functools.cache
 def text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
@@ -80,12 +86,13 @@ def text(path: Path) -> str:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(text(path))
+    root = nodes(path)[0]
+    assert isinstance(root, ast.Module)
+    return root
 
 
-@functools.cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(tree(path)))
+    return house_figures.nodes(path)
 
 
 def tracked(*globs: str) -> list[Path]:
@@ -473,14 +480,10 @@ PRONOUNS_MAX = {"src/memserve": 5, "lab/memserve_lab": 5, "bench": 10, "scripts"
 
 def test_names_in_the_product_say_what_they_hold() -> None:
     """Few variables are pronouns or participles, few methods are one word, few constructors take many parameters."""
-    spec = importlib.util.spec_from_file_location("house_figures", ROOT / "scripts" / "house_figures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     for folder, most in PRONOUNS_MAX.items():
-        share = float(module.figures(folder)["pronouns and participles, of 1,000 bindings"])
-        assert share < most, f"{folder}: {share} of 1,000 names are among {sorted(module.PRONOUNS)}"
-    figures = module.figures("src/memserve")
+        share = float(house_figures.figures(folder)["pronouns and participles, of 1,000 bindings"])
+        assert share < most, f"{folder}: {share} of 1,000 names are among {sorted(house_figures.PRONOUNS)}"
+    figures = house_figures.figures("src/memserve")
     assert int(figures["methods of one word"].rstrip("%")) < 35, "a method says verb and object"
     assert int(figures["constructors with more than 6 parameters"]) <= 5, "parts that belong together are one object"
 
