@@ -12,6 +12,7 @@ import typer
 
 from memserve import __version__
 from memserve.base.errors import InvariantError, UserError
+from memserve.system.process import die_with_parent
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -130,6 +131,7 @@ def _root(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with 0, 1 (it failed) or 2 (wrong usage)."""
     _open_standard_files()
+    die_with_parent()
     status = run(arguments)
     gc.freeze()  # else the interpreter takes torch's half a million objects apart before it ends: 0.7 s for nothing
     sys.exit(status)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from memserve.base.errors import UserError
-from memserve.system.process import HealthState, die_with, module_command
+from memserve.system.process import DIES_WITH, HealthState, module_command
 
 NAMESPACE, CONTROLLER = "memserve", "memserve-controller"
 PLACE_S = 60.0
@@ -83,14 +83,12 @@ class ProcessActor:
             words += ["--scale-file", str(self._decisions)]
         if order.name != ROUTER:
             words += ["--name", _process_name(order), "--health-file", str(self._health)]
-        worker_pid = os.getpid()
         self._process = subprocess.Popen(
             module_command("memserve", *words, cwd=order.cwd),
             cwd=order.cwd,
-            env={**os.environ, **order.env},
+            env={**os.environ, **order.env, DIES_WITH: str(os.getpid())},
             pass_fds=[readable],
             stdin=subprocess.DEVNULL,
-            preexec_fn=lambda: die_with(worker_pid),
         )
         os.close(readable)
         threading.Thread(target=self._watch_process, daemon=True).start()

@@ -224,6 +224,18 @@ def die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
+DIES_WITH = "MEMSERVE_DIES_WITH"
+"""In the environment: the parent that a command ends with (:func:`die_with`). A parent with threads names itself there:
+code of its own between fork and exec may wait for ever for a lock that one of them has."""
+
+
+def die_with_parent() -> None:
+    """:func:`die_with` the parent that the environment names; children of this process are not told."""
+    parent_pid = os.environ.pop(DIES_WITH, "")
+    if parent_pid:
+        die_with(int(parent_pid))
+
+
 def new_generation() -> int:
     """A generation higher than that of any earlier process of the same name: milliseconds since 1970."""
     return time.time_ns() // 1_000_000

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,32 @@ def test_signal_wrapped_in_a_library_error_still_ends() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
     with pytest.raises(OSError, match="no such file"), signals_raise():
         raise OSError("no such file")
+
+
+COMMAND = """
+import atexit, ctypes, os, sys
+from memserve.cli.main import main
+
+def tell() -> None:
+    death_signal = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(death_signal))  # PR_GET_PDEATHSIG
+    print(death_signal.value, any(name.startswith("MEMSERVE_DIES") for name in os.environ))
+
+atexit.register(tell)
+main(["version"])
+"""
+
+
+@pytest.mark.parametrize(("parent", "said"), [("", ["0", "False"]), (str(os.getpid()), ["9", "False"])])
+def test_commands_die_with_the_parent_that_names_itself(parent: str, said: list[str]) -> None:
+    """Its own children do not."""
+    environment = os.environ | {process.DIES_WITH: parent}
+    command = [sys.executable, "-c", COMMAND]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
+    assert run.stdout.split()[1:] == said
+
+
+def test_a_command_whose_parent_has_ended_ends_at_once() -> None:
+    environment = os.environ | {process.DIES_WITH: str(os.getppid())}
+    run = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60, env=environment)
+    assert (run.returncode, run.stdout, run.stderr) == (1, "", "")
