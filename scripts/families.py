@@ -87,6 +87,8 @@ def shrunk(config_class: Any) -> Any:
         small["layer_types"] = [*KINDS[usual.model_type]] * 2
     if "num_key_value_heads" in small and usual_fields.get("kv_lora_rank"):
         small["num_key_value_heads"] = 4
+    if usual_fields.get("kv_lora_rank") and "qk_rope_head_dim" in small and "head_dim" in small:
+        small["head_dim"] = small["qk_rope_head_dim"]  # of what is rotated
     return config_class(**small)
 
 

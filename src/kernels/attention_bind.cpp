@@ -62,7 +62,7 @@ memserve::Scheme parse_scheme(const std::string& name) {
   return memserve::Scheme::as_computed;
 }
 
-PageLayout parse_layout(uintptr_t base, const Geometry& geometry, std::optional<int> page_heads) {
+PageLayout parse_layout(uintptr_t base, const Geometry& geometry, std::optional<int> page_heads, bool latent) {
   const auto& [layers, kv_heads, dim_k, dim_v, block_tokens, dtype, kv_dtype] = geometry;
   require(layers > 0, "num_layers is ", layers, ", must be positive");
   require(kv_heads > 0, "num_kv_heads is ", kv_heads, ", must be positive");
@@ -77,8 +77,10 @@ PageLayout parse_layout(uintptr_t base, const Geometry& geometry, std::optional<
   const int largest = std::max(dim_k, dim_v);
   require(scheme == memserve::Scheme::as_computed || largest <= memserve::kCodedDimMax, "a head of ", largest,
           " elements is too large for KV as ", kv_dtype);
+  require(!latent || (kv_heads == 1 && dim_v <= dim_k && scheme == memserve::Scheme::as_computed),
+          "latents are of one kv head, as computed, and their values part of their keys");
   return {reinterpret_cast<char*>(base), layers, kv_heads, dim_k, dim_v, block_tokens, parse_dtype(dtype),
-          page_heads.value_or(kv_heads), scheme};
+          page_heads.value_or(kv_heads), scheme, latent};
 }
 
 // One row of the batch: its counts are checked, its block ids copied.
@@ -118,10 +120,10 @@ bool shares_writes(const Batch& batch) {
 
 Batch parse_batch(uintptr_t base, const Geometry& geometry, const Table& tables, const Ints& table_rows,
                   const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks,
-                  std::optional<int> page_heads, bool behind) {
+                  std::optional<int> page_heads, bool behind, bool latent) {
   Batch batch;
   batch.behind = behind;
-  batch.layout = parse_layout(base, geometry, page_heads);
+  batch.layout = parse_layout(base, geometry, page_heads, latent);
   const size_t rows = contexts.shape(0);
   require(table_rows.shape(0) == rows, "table_rows has ", table_rows.shape(0), " entries, contexts has ", rows);
   require(q_starts.shape(0) == rows + 1, "q_starts has ", q_starts.shape(0), " entries, contexts + 1 is ", rows + 1);
@@ -216,13 +218,13 @@ void bind_attention(nb::module_& m) {
       .def("__init__",
            [](PagedBatch* self, uintptr_t base, const Geometry& geometry, const Table& tables, const Ints& table_rows,
               const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks,
-              std::optional<int> page_heads, bool behind) {
-             new (self) PagedBatch(
-                 parse_batch(base, geometry, tables, table_rows, q_starts, contexts, num_blocks, page_heads, behind));
+              std::optional<int> page_heads, bool behind, bool latent) {
+             new (self) PagedBatch(parse_batch(base, geometry, tables, table_rows, q_starts, contexts, num_blocks,
+                                               page_heads, behind, latent));
            },
            nb::arg("base"), nb::arg("geometry"), nb::arg("tables").noconvert(), nb::arg("table_rows").noconvert(),
            nb::arg("q_starts").noconvert(), nb::arg("contexts").noconvert(), nb::arg("num_blocks").none() = nb::none(),
-           nb::arg("page_heads").none() = nb::none(), nb::arg("behind") = false)
+           nb::arg("page_heads").none() = nb::none(), nb::arg("behind") = false, nb::arg("latent") = false)
       .def_prop_ro("tokens", &PagedBatch::tokens)
       .def_prop_ro("rows", [](const PagedBatch& self) { return self.batch().rows(); });
   m.def("attend", &attend, nb::arg("batch"), nb::arg("layer"), nb::arg("heads"), nb::arg("q"), nb::arg("k"),

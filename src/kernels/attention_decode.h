@@ -211,7 +211,7 @@ class DecodeKernel {
   static bool fits(const TileJob& job) {
     const PageLayout& layout = job.batch->layout;
     return job.tile.queries * (job.args->heads / layout.num_kv_heads) <= kDecodeRowsMax &&
-           layout.block_tokens % kPanelTokens == 0 && layout.head_dim_v % kBlockColumns == 0;
+           layout.block_tokens % kPanelTokens == 0 && layout.head_dim_v % kBlockColumns == 0 && !layout.latent;
   }
 
   explicit DecodeKernel(const TileJob& job)

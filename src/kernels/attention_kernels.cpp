@@ -1,5 +1,6 @@
 // Paged attention over KV as it was computed, compiled once per instruction set.
 #include "attention_decode.h"
+#include "attention_latents.h"
 #include "attention_tile.h"
 
 namespace memserve::MEMSERVE_ISA {
@@ -7,7 +8,9 @@ namespace {
 
 template <class Format, class T>
 void attend_tile(const TileJob& job) {
-  if (DecodeKernel<Format, T>::fits(job))
+  if (job.batch->layout.latent)
+    TileKernel<Format, T, LatentPanels<Format, T>>(job).run();
+  else if (DecodeKernel<Format, T>::fits(job))
     DecodeKernel<Format, T>(job).run();
   else
     TileKernel<Format, T, PlainPanels<Format, T>>(job).run();

@@ -120,7 +120,7 @@ void deliver(const TileJob& job, int rows, float* sums, int stride, const float*
   std::memcpy(job.partial + int64_t(rows) * (dim + 1), denominator, rows * sizeof(float));
 }
 
-// Stores the new tokens of one row for one kv head: a key is a column of its block, a value a row.
+// Stores the new tokens of one row for one kv head: a key is a column of its block, a value a row, if it has one.
 template <class T>
 void write_tokens(const Batch& batch, const AttendArgs& args, int row, int kv_head, int first, int count) {
   const PageLayout& layout = batch.layout;
@@ -132,7 +132,7 @@ void write_tokens(const Batch& batch, const AttendArgs& args, int row, int kv_he
     const T* v = reinterpret_cast<const T*>(args.v.data) + token * args.v.token_stride + kv_head * args.v.head_stride;
     T* column = pages.key(position);
     for (int d = 0; d < layout.head_dim_k; ++d) column[int64_t(d) * layout.block_tokens] = k[d];
-    std::memcpy(pages.value(position), v, layout.head_dim_v * sizeof(T));
+    if (!layout.latent) std::memcpy(pages.value(position), v, layout.head_dim_v * sizeof(T));
   }
 }
 

@@ -56,7 +56,7 @@ class PlainPanels {
     return panel;
   }
 
- private:
+ protected:
   const PageLayout& layout_;
   const HeadPages<T> pages_;
 };

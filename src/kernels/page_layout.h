@@ -7,7 +7,8 @@
 //
 // A worker that has some of the heads sees the arena from its first head on (`base`), with whole pages as strides.
 // K lies transposed: a step of the dot product over head_dim_k then reads neighbouring tokens with one vector load.
-// That is KV as it was computed; kv_codes.h has the inside of a head whose values are codes.
+// That is KV as it was computed; kv_codes.h has the inside of a head whose values are codes. Of latents a page has K
+// alone, of one head: a value is the first head_dim_v elements of its key.
 #pragma once
 
 #include <cstddef>
@@ -25,12 +26,13 @@ struct PageLayout {
   Dtype dtype;
   int page_heads;  // of a whole page: more than num_kv_heads where other workers have the rest
   Scheme scheme = Scheme::as_computed;
+  bool latent = false;
 
   size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }
   CodedHead coded_head() const { return CodedHead::make(scheme, head_dim_k, head_dim_v, block_tokens); }
   size_t head_bytes() const {
     if (scheme != Scheme::as_computed) return coded_head().bytes();
-    return size_t(block_tokens) * (head_dim_k + head_dim_v) * element_bytes();
+    return size_t(block_tokens) * (head_dim_k + (latent ? 0 : head_dim_v)) * element_bytes();
   }
   size_t page_bytes() const { return head_bytes() * page_heads; }
 

@@ -39,12 +39,13 @@ class PagedBatch:
         num_blocks: int | None = None,
         page_heads: int | None = None,
         behind: bool = False,
+        latent: bool = False,
     ) -> None:
         """``base``: address of the arena of pages. ``tables [slots, max_blocks]``, ``table_rows [rows]``,
         ``q_starts [rows + 1]``, ``contexts [rows]``: int32, C-contiguous. ``num_blocks``: size of the arena.
         ``page_heads``: kv heads of a whole page, where ``geometry`` and ``base`` are those of some of them.
         ``behind``: the new tokens follow the contexts, which other processes continue: they see all of them, without a
-        window, and are not written.
+        window, and are not written. ``latent``: pages have one head and no V, a value begins its key.
 
         Head sizes are multiples of 8, ``block_tokens`` is a multiple of 16 (32 is the fast one).
         Raises ValueError, naming the value, for shapes that do not fit and for block ids outside the arena.

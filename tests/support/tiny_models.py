@@ -60,6 +60,15 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
         case "dynamic":  # other positions with each length beyond 64
             rope = {"rope_type": "dynamic", "factor": 4.0}
             return t.LlamaConfig(**(gated | {"max_position_embeddings": 64, "rope_scaling": rope} | sizes))
+        case "deepseek_v2":  # latents; a dense layer, then experts
+            return t.DeepseekV2Config(**(gated | _LATENTS | _EXPERTS | {"topk_method": "greedy"} | sizes))
+        case "deepseek_v3":
+            experts = _EXPERTS | {"n_group": 2, "topk_group": 1}
+            return t.DeepseekV3Config(**(gated | _LATENTS | experts | sizes))
+        case "minicpm3":
+            return t.MiniCPM3Config(**(gated | _LATENTS | sizes))
+        case "glm4_moe_lite":
+            return t.Glm4MoeLiteConfig(**(gated | _LATENTS | _EXPERTS | sizes))
         case "opt":
             return t.OPTConfig(**common, ffn_dim=48, word_embed_proj_dim=32)
         case "gpt_neox":
@@ -67,6 +76,16 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
     raise ValueError(family)
 
 
+_LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "head_dim": 8,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite")
+"""Families whose layers keep latents."""
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "opt", "gpt_neox")
 STATEFUL = (
     "qwen3_5", "qwen3_next", "olmo_hybrid", "lfm2", "jamba", "mamba", "mamba2", "falcon_h1", "bamba",

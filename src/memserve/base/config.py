@@ -449,6 +449,7 @@ class EngineOptions:
         check_tiers(self.scheduler.layerwise, (geometry.kv_dtype, lower), dram_bytes, on_gpu=on_gpu)
         check_coded(geometry, lower)
         rounded = f"|kv {geometry.kv_dtype}" * (geometry.kv_dtype != AS_COMPUTED) + f"|{lower}" * (lower != AS_COMPUTED)
+        rounded += "|latents" * geometry.latent
         block_bytes = (geometry.block_bytes, lower_block_bytes(geometry, lower))
         memory_bytes = self.kv_memory_bytes if kv_bytes is None else kv_bytes
         default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU

@@ -56,6 +56,9 @@ def check_kv_dtypes(kv_dtype: str, lower_dtype: str, dram_memory_bytes: int) -> 
 
 def check_coded(geometry: KVGeometry, lower_dtype: str) -> None:
     """Raises :class:`UserError` for KV that has no codes of the dtypes that are asked for."""
+    if geometry.latent and (geometry.kv_dtype, lower_dtype) != (AS_COMPUTED, AS_COMPUTED):
+        hint = "leave out --kv-dtype and --kv-lower-dtype: a latent has few bytes as it is"
+        raise UserError("latents are kept as they are computed, not rounded", hint=hint, param="kv_dtype")
     widest, unusual = max(geometry.head_dim_k, geometry.head_dim_v), geometry.block_tokens % 16
     if widest > _CODED_HEAD_MAX and (geometry.kv_dtype, lower_dtype) != (AS_COMPUTED, AS_COMPUTED):
         hint = "leave out --kv-dtype and --kv-lower-dtype"
@@ -203,6 +206,9 @@ class HeadRange:
 def shares(parallel: Parallel, geometry: KVGeometry, query_heads: int = 0) -> list[Share]:
     """One for each worker, by rank. ``query_heads`` of the model; 0: each part has those of its KV heads. Raises
     :class:`UserError` for a model with too few heads or layers."""
+    if parallel.tensor > 1 and geometry.latent:
+        hint = "use --tensor-parallel 1; more workers by --pipeline-parallel"
+        raise UserError("workers cannot share layers that keep latents: all heads read them", hint=hint, param="tensor")
     if parallel.tensor > geometry.num_kv_heads:
         hint = f"use --tensor-parallel 1 to {geometry.num_kv_heads}; more workers by --pipeline-parallel"
         text = f"{parallel.tensor} workers cannot share the {geometry.num_kv_heads} KV heads of this model"

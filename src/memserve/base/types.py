@@ -326,6 +326,9 @@ class KVGeometry:
     A *page* is one layer's K and V of one block of tokens, heads outermost; inside a head K is
     ``[head_dim_k, block_tokens]`` and V is ``[block_tokens, head_dim_v]``. A *block* is ``num_layers`` pages in a row.
     With a ``kv_dtype`` a head has codes and their maxima instead: ``src/kernels/kv_codes.h``.
+
+    Where layers keep latents (multi-head latent attention, DeepSeek-V2, arXiv:2405.04434), a page has one head and no
+    V: a key is a token's latent with its rotary key behind it, and its first ``head_dim_v`` elements are the value.
     """
 
     num_layers: int
@@ -335,6 +338,7 @@ class KVGeometry:
     dtype: str  # "float32" | "bfloat16" | "float16": of what is computed
     block_tokens: int = 32
     kv_dtype: str = AS_COMPUTED  # of what is kept
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEMSIZE:
@@ -348,6 +352,16 @@ class KVGeometry:
                 raise UserError(
                     f"{name} of a KV geometry is {value!r}", hint=f"give an integer in [1, {_SIZE_MAX}]", param=name
                 )
+        if self.latent and (self.num_kv_heads != 1 or self.head_dim_v > self.head_dim_k):
+            shape = f"{self.num_kv_heads} heads, keys of {self.head_dim_k} elements, values of {self.head_dim_v}"
+            raise UserError(
+                f"latents of {shape}", hint="a latent is one head, and begins with the value", param="latent"
+            )
+
+    @property
+    def kept_dims(self) -> tuple[int, int]:
+        """Elements of one token that a head of a page has in K, and in V."""
+        return self.head_dim_k, 0 if self.latent else self.head_dim_v
 
     @property
     def itemsize(self) -> int:
@@ -366,7 +380,7 @@ class KVGeometry:
     @property
     def head_bytes(self) -> int:
         """Bytes of one head of a page."""
-        tokens, dims, depth = self.block_tokens, (self.head_dim_k, self.head_dim_v), self.code_depth
+        tokens, dims, depth = self.block_tokens, self.kept_dims, self.code_depth
         if not depth:
             return tokens * sum(dims) * self.itemsize
         units = -(-dims[0] // depth) * tokens + -(-tokens // depth) * dims[1]
@@ -388,6 +402,15 @@ class KVGeometry:
     def token_bytes(self) -> int:
         """Bytes of one token's KV over all layers."""
         return self.block_bytes // self.block_tokens
+
+    @property
+    def token_formula(self) -> str:
+        """Where :attr:`token_bytes` come from, for people."""
+        kept = f"1 latent x {self.head_dim_k} elements"
+        if not self.latent:
+            kept = f"{self.num_kv_heads} heads x ({self.head_dim_k} K + {self.head_dim_v} V) elements"
+        size = f"{self.itemsize} bytes" if self.kv_dtype == AS_COMPUTED else f"codes of {self.kv_dtype}"
+        return f"{self.num_layers} layers x {kept} x {size}"
 
 
 @dataclass(frozen=True, slots=True)

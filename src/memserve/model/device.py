@@ -20,7 +20,7 @@ from memserve.base.errors import check
 from memserve.base.types import Tier, TokenLogprobs
 from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFinished, StepPlan
 from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
-from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
+from memserve.model.attention.backends import AttentionFactory, KernelAttention
 from memserve.model.attention.context import (
     AbsentAttention,
     OrderedAttention,
@@ -29,6 +29,7 @@ from memserve.model.attention.context import (
     StepRows,
     step_attention,
 )
+from memserve.model.attention.latents import choose_attention
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
 from memserve.model.attention.sequence_parallel import HeldKv, SegmentLines, SpannedAttention, SpannedRow
 from memserve.model.copier import Copy, PageCopier

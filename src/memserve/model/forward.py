@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memserve.model import linears
+from memserve.model.attention.expansions import own_expansions
 from memserve.model.loading.pages import pages_of
 from memserve.model.loading.stored import NOT_STORED, stored_of
 from memserve.model.states.layers import states_of
@@ -41,6 +42,7 @@ class EagerForward:
         self._head: Tensor | None = None
         self.packed_linears = 0
         if pack:
+            own_expansions(module, self._stored)
             weight = getattr(module.get_output_embeddings(), "weight", None)  # a stage of a pipeline may have no head
             self._head = None if weight is None else weight.detach()
             widen_head(module)

@@ -286,6 +286,8 @@ def _linear_at(module: Any, path: str, adapter: Adapter) -> nn.Linear:
         raise _unfit(adapter, f"names {path}, which this model does not have") from None
     if type(linear) is not nn.Linear or linear is module.get_output_embeddings():
         raise _unfit(adapter, f"names {path}, which is no linear inside of a layer")
+    if is_expanding(module, linear):
+        raise _unfit(adapter, f"adds to {path}, which makes keys and values of latents that others share")
     return linear
 
 

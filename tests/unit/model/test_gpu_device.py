@@ -56,7 +56,8 @@ def _driver(family: str = "llama", **options: Any) -> Any:
         def _is_triton(self) -> bool:
             return True
 
-    backends_choose, module = backends.choose_attention, sys.modules["memserve.model.device"]
+    module = sys.modules["memserve.model.device"]
+    device_choose = module.choose_attention
     module.choose_attention = choose
     try:
         driver = Driver.__new__(Driver)
@@ -67,7 +68,7 @@ def _driver(family: str = "llama", **options: Any) -> Any:
             driver.device._arenas.hbm, __import__("dataclasses").replace(model.geometry, num_layers=1)
         )
     finally:
-        module.choose_attention = backends_choose
+        module.choose_attention = device_choose
     driver.gpu, driver.layers = gpu, layers
     return driver
 

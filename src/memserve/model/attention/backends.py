@@ -49,7 +49,7 @@ class KernelAttention:
         g = geometry
         shape = (g.num_layers, g.num_kv_heads, g.head_dim_k, g.head_dim_v, g.block_tokens, g.dtype, g.kv_dtype)
         self.batch = kernels.PagedBatch(
-            base, shape, rows.tables, rows.table_rows, rows.q_starts, rows.contexts, None, page_heads, behind
+            base, shape, rows.tables, rows.table_rows, rows.q_starts, rows.contexts, None, page_heads, behind, g.latent
         )
         self._attend = kernels.attend
         self._head_dims = g.head_dim_k, g.head_dim_v
@@ -235,15 +235,16 @@ class TritonAttention:
         return out[None]
 
 
-def choose_attention(
+def choose_backend(
     arena: Tensor, geometry: KVGeometry, crew: WorkerGroup | GpuWorkerGroup | None = None
 ) -> AttentionFactory:
-    """The fastest attention for the device of ``arena`` (uint8, blocks) and for the geometry.
+    """The fastest attention for the device of ``arena`` (uint8, blocks) and for the geometry; to latents as to one KV
+    head.
 
     ``crew``: only the heads of one worker. On a CPU the others of every page are other workers'; on a GPU ``geometry``
     has this worker's alone. Raises :class:`UserError` where only whole pages can be attended."""
     flat, share = arena.view(-1), None if crew is None else crew.share
-    if flat.device.type == "cpu" and _kernel_supports(geometry):
+    if flat.device.type == "cpu" and has_kernel(geometry):
         whole = geometry.num_kv_heads
         first, heads = (0, whole) if share is None else (share.first_head, share.heads[share.part])
         if isinstance(crew, WorkerGroup) and crew.share.shares_heads:
@@ -261,7 +262,8 @@ def choose_attention(
     return partial(ReferenceAttention, (CodedReferencePages if is_coded else ReferencePages)(flat, geometry))
 
 
-def _kernel_supports(geometry: KVGeometry) -> bool:
+def has_kernel(geometry: KVGeometry) -> bool:
+    """Whether the CPU kernel attends to pages of ``geometry``."""
     narrow = geometry.head_dim_k % 8 or geometry.head_dim_v % 8 or geometry.block_tokens % 16
     return not narrow and hasattr(_kernels(), "PagedBatch")
 

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from memserve.model.attention.expansions import Expansion
+
 ATTENTION_NAME = "memserve"
 """Give this as ``attn_implementation`` to ``from_pretrained``."""
+EXPANSION_ATTRIBUTE = "memserve_expansion"
+"""Of a layer that keeps latents: its :class:`~memserve.model.attention.expansions.Expansion`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class StepAttention(Protocol):
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        expansion: Expansion | None = None,
     ) -> Tensor:
         """Write this step's ``k, v`` into the pages of ``layer``, then attend causally over the paged context.
 
@@ -69,6 +74,8 @@ class StepAttention(Protocol):
         ``T`` may be more than the batch has tokens: the surplus is not written, and its results are zeros.
         ``window`` > 0: attend only to the last ``window`` positions, its own included. ``softcap`` > 0:
         ``s = softcap * tanh(s / softcap)``. ``sinks``: one extra logit per head, in the softmax's denominator only.
+        ``expansion``: the layer keeps latents; then ``k [1, 1, T, latent + rotary]`` has them, ``v`` is their beginning
+        ``[1, 1, T, latent]``, and ``Dk`` and ``Dv`` are of the queries and of the expanded values.
         """
 
 
@@ -88,6 +95,11 @@ def step_attention(attention: StepAttention) -> Iterator[None]:
         yield
     finally:
         _context.attention = outer
+
+
+def is_in_step() -> bool:
+    """Whether a step runs in this thread."""
+    return _context.attention is not None
 
 
 def current_attention() -> StepAttention:
@@ -166,8 +178,15 @@ def memserve_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: ``query [1, H, T, Dk]`` -> ``([1, T, H, Dv], None)``."""
+    """transformers' attention function: ``query [1, H, T, Dk]`` -> ``([1, T, H, Dv], None)``. A layer that keeps latents
+    passes them as ``key``, and its rotary key as ``value``."""
     check(attention_mask is None, "transformers built an attention mask although none is registered for memserve")
+    options: dict[str, Any] = {}
+    if (expansion := getattr(module, EXPANSION_ATTRIBUTE, None)) is not None:
+        latents = key
+        key = expansion.join_latents(latents, value)
+        value = key[..., : latents.shape[3]]
+        options["expansion"] = expansion
     mixed = current_attention().run_attention(
         module.layer_idx,
         query,
@@ -177,6 +196,7 @@ def memserve_attention(
         window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
+        **options,
     )
     return mixed, None
 

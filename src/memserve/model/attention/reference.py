@@ -23,11 +23,12 @@ class ReferencePages:
         """``arena``: uint8 ``[blocks * block_bytes]``, any device; both views share its memory."""
         g = geometry
         dtype = getattr(torch, g.dtype)
-        heads = arena.view(dtype).view(-1, g.num_layers, g.num_kv_heads, g.block_tokens * (g.head_dim_k + g.head_dim_v))
+        heads = arena.view(dtype).view(-1, g.num_layers, g.num_kv_heads, g.block_tokens * sum(g.kept_dims))
         split = g.head_dim_k * g.block_tokens
         self.geometry = geometry
         self.k = heads[..., :split].view(*heads.shape[:3], g.head_dim_k, g.block_tokens)
-        self.v = heads[..., split:].view(*heads.shape[:3], g.block_tokens, g.head_dim_v)
+        latents = self.k[..., : g.head_dim_v, :].transpose(-1, -2)
+        self.v = latents if g.latent else heads[..., split:].view(*heads.shape[:3], g.block_tokens, g.head_dim_v)
 
     def write_kv(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k [T, Hkv, Dk]`` and ``v [T, Hkv, Dv]`` at ``offsets [T]`` inside ``blocks [T]``."""

@@ -162,10 +162,16 @@ class SpannedAttention:
         for place, number in enumerate(query_numbers):
             self._lines.receive_answer(number, parts[place], weights[place])
         parts[-1], weights[-1] = row_outputs, statistics[row.first : row.end]
-        merged = torch.empty((count * heads, dim))
-        flat = parts.view(len(parts), -1, dim).numpy(), weights.view(len(parts), -1).numpy()
-        _kernels().merge_parts(*flat, merged.numpy())
-        outputs[row.first : row.end] = merged.view(count, heads, dim)
+        outputs[row.first : row.end] = merge_parts(parts, weights)
+
+
+def merge_parts(outputs: Tensor, statistics: Tensor) -> Tensor:
+    """Attention to a whole context ``[tokens, heads, dim]`` of that to its parts: ``outputs [parts, tokens, heads, dim]``
+    and ``statistics [parts, tokens, heads]``, all float32."""
+    dim, merged = outputs.shape[3], torch.empty(outputs.shape[1:])
+    flat = outputs.view(len(outputs), -1, dim).numpy(), statistics.view(len(outputs), -1).numpy()
+    _kernels().merge_parts(*flat, merged.view(-1, dim).numpy())
+    return merged
 
 
 def _kernels() -> Any:

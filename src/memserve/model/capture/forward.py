@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.nn.functional import pad
 
 from memserve.model.attention.context import step_attention
+from memserve.model.attention.expansions import own_expansions
 from memserve.model.capture import operations as fused
 from memserve.model.capture.emit import NativeStep, emit
 from memserve.model.capture.lower import Lowering
@@ -277,6 +278,7 @@ def _own_constants(graph: fx.Graph, owned: dict[int, Tensor], pages: WeightPages
 
 def release_weights(module: Any) -> None:
     """Free all weights of ``module`` once a captured forward replaces it; it cannot compute afterwards."""
+    own_expansions(module, stored_of(module))
     for parameter in module.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
     pages_of(module).stop_tracking()

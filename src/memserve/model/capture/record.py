@@ -87,7 +87,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def run_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Stands in for the step's attention: one node, and zeros, because only shapes matter here."""
         self._paused = True
-        mixed = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+        expansion = options.get("expansion")
+        dim = v.shape[3] if expansion is None else expansion.value_dim
+        mixed = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dim)
         self._paused = False
         self._record_call(attend, (q, k, v, layer, options), {}, mixed)
         return mixed

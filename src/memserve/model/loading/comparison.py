@@ -25,6 +25,7 @@ from memserve.base.errors import UserError
 from memserve.base.states import StateGeometry
 from memserve.base.units import MIB
 from memserve.model.attention.context import ATTENTION_NAME, OrderedAttention, step_attention
+from memserve.model.attention.expansions import Expansion
 from memserve.model.attention.reference import attend_dense
 from memserve.model.loading.cache import cached_fingerprint, read_record, record_name, write_record
 from memserve.model.loading.formats.headers import errors_named
@@ -75,12 +76,18 @@ class _CarriedAttention:
 
     def run_attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, expansion: Expansion | None = None,
     ) -> Tensor:  # fmt: skip
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         if layer in self._carried:
             k, v = (torch.cat(pair, dim=2) for pair in zip(self._carried[layer], (k, v), strict=True))
         self._carried[layer] = k, v
+        if expansion is not None and q.shape[2] == 1:  # single tokens as they are served, absorbed
+            q = expansion.absorb_queries(q)
+            latents = attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None]
+            return expansion.values_of(latents)
+        if expansion is not None:
+            k, v = expansion.expand(k)
         return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
 
 

@@ -152,8 +152,10 @@ def load_model(
     folder = _rounded(folder, quantization)
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded_on = torch.device("cpu") if on_host else place
-    module, identity, geometry, layers = _load_and_probe(folder, dtype_name, loaded_on, block_tokens, may_keep=may_keep)
+    loaded_on, on_cpu = torch.device("cpu") if on_host else place, place.type == "cpu"
+    module, identity, geometry, layers = _load_and_probe(
+        folder, dtype_name, loaded_on, block_tokens, may_keep=may_keep, keep_latents=on_cpu
+    )
     tokenizer, original = load_tokenizer(folder), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
     kept = _keep_file(module, folder, identity) if may_keep else identity
@@ -200,13 +202,15 @@ def _states(module: Any, geometry: KVGeometry, layers: list[ProbedLayer], name: 
     return states
 
 
-def _probe(module: Any, dtype: str, block_tokens: int, identity: str) -> tuple[KVGeometry, list[ProbedLayer]]:
+def _probe(
+    module: Any, dtype: str, block_tokens: int, identity: str, *, keep_latents: bool
+) -> tuple[KVGeometry, list[ProbedLayer]]:
     """See :func:`memserve.model.loading.probe.probe_once`; no more of a large model is resident than a layer."""
     from memserve.model.loading.pages import pages_of
     from memserve.model.loading.probe import probe_once
 
     with pages_of(module).one_layer_at_a_time(module):
-        return probe_once(module, dtype, block_tokens, identity)
+        return probe_once(module, dtype, block_tokens, identity, keep_latents=keep_latents)
 
 
 def _takes_stored(dtype: str, place: torch.device, *, on_host: bool) -> bool:
@@ -252,16 +256,17 @@ def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_fi
 
 
 def _load_and_probe(
-    folder: ModelFolder, dtype: str, place: torch.device, block_tokens: int, *, may_keep: bool
+    folder: ModelFolder, dtype: str, place: torch.device, block_tokens: int, *, may_keep: bool, keep_latents: bool
 ) -> tuple[Any, str, KVGeometry, list[ProbedLayer]]:
-    """The module (see :func:`_load`), its fingerprint, its geometry, and its layers that attend."""
+    """The module (see :func:`_load`), its fingerprint, its geometry, and its layers that attend. ``keep_latents``: not
+    on a GPU, where no kernel reads them yet."""
     import torch
 
     module = _load(folder, getattr(torch, dtype), may_keep=may_keep).to(place)
     identity = _fingerprint(module, folder)
-    geometry, layers = _probe(module, dtype, block_tokens, identity)
+    geometry, layers = _probe(module, dtype, block_tokens, identity, keep_latents=keep_latents)
     if _must_have_numbers(module, folder):
-        return _load_and_probe(folder, dtype, place, block_tokens, may_keep=False)
+        return _load_and_probe(folder, dtype, place, block_tokens, may_keep=False, keep_latents=keep_latents)
     return module, identity, geometry, layers
 
 

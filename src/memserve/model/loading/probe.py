@@ -7,7 +7,10 @@ hold. The same forward is compared with the family's own eager attention, so a f
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +18,7 @@ import torch
 from memserve.base.errors import UserError, check
 from memserve.base.types import KVGeometry
 from memserve.model.attention.context import ATTENTION_NAME, register_attention, step_attention
+from memserve.model.attention.expansions import Expansion, install_expansion
 from memserve.model.attention.reference import attend_dense
 from memserve.model.experts import use_our_experts
 from memserve.model.loading.cache import read_record, record_name, write_record
@@ -26,6 +30,8 @@ from memserve.model.states.probe import find_states
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 _PROBE_TOKENS = 6
 HINT = "serve a model that attends through transformers' attention interface (Llama, Qwen, Gemma, OPT, ...)"
@@ -42,6 +48,11 @@ class ProbedLayer:
     window: int
     sinks: bool = False
     query_heads: int = 0
+    latent_dim: int = 0
+    """Of its latents; 0: it keeps none."""
+    rotary_dim: int = 0
+    linear: str = ""
+    """The name in the layer's module of what expands them."""
 
 
 class DenseAttention:
@@ -61,19 +72,25 @@ class DenseAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        expansion: Expansion | None = None,
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
+        if expansion is not None:
+            k, v = expansion.expand(k)
         sizes = k.shape[1], k.shape[3], v.shape[3]
         self.layers.append(ProbedLayer(layer, *sizes, window, sinks is not None, q.shape[1]))
         return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
 
 
-def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry, list[ProbedLayer]]:
+def probe_model(
+    module: Any, dtype: str, block_tokens: int, *, keep_latents: bool = True
+) -> tuple[KVGeometry, list[ProbedLayer]]:
     """Switch ``module`` to our attention and find its KV geometry, and its layers with a recurrent state
     (:func:`memserve.model.states.layers.states_of`). Raises :class:`UserError` for what cannot be served.
 
     ``module``: a transformers causal language model, loaded with its eager attention. The layers are those that attend.
-    Where none does, blocks are as small as can be: they hold no KV.
+    Where none does, blocks are as small as can be: they hold no KV. ``keep_latents``: false: layers that could keep
+    latents keep what is made of them, keys and values of all heads.
     """
     family = module.config.model_type
     vocab = module.config.get_text_config().vocab_size
@@ -92,22 +109,30 @@ def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry,
     # rounding alone makes 0.2 of a small model with weights of 4 bits; the comparison in pieces looks closer
     limit = 1e-3 if dtype == "float32" else 0.4 if is_quantised(module) else 0.2
     _check_logits(logits, expected, limit, family)
+    if keep_latents and (latent_layers := _find_latents(module, layers, ids, family)):
+        layers = latent_layers
+        _install_latents(module, layers)
+        with step_attention(DenseAttention()):
+            _check_logits(_last_logits(module, ids, family), expected, limit, family)
     if states:
         install_states(module, replace(states, geometry=replace(states.geometry, attends=bool(layers))))
     return _geometry_of(layers, dtype, block_tokens), layers
 
 
-def probe_once(module: Any, dtype: str, block_tokens: int, fingerprint: str) -> tuple[KVGeometry, list[ProbedLayer]]:
+def probe_once(
+    module: Any, dtype: str, block_tokens: int, fingerprint: str, *, keep_latents: bool = True
+) -> tuple[KVGeometry, list[ProbedLayer]]:
     """As :func:`probe_model`, whose findings are remembered by the model's ``fingerprint``, but for those on states."""
-    name = record_name("probe", fingerprint, dtype)
+    name = record_name("probe" if keep_latents else "probe-expanded", fingerprint, dtype)
     known = read_record(name).get("layers")
     if known is None:
-        geometry, layers = probe_model(module, dtype, block_tokens)
+        geometry, layers = probe_model(module, dtype, block_tokens, keep_latents=keep_latents)
         if not states_of(module):  # else modules are to be found, and not only numbers
             write_record(name, {"layers": [asdict(layer) for layer in layers]})
         return geometry, layers
     _use_our_attention(module)
     layers = [ProbedLayer(**layer) for layer in known]
+    _install_latents(module, layers)
     return _geometry_of(layers, dtype, block_tokens), layers
 
 
@@ -119,10 +144,102 @@ def _use_our_attention(module: Any) -> None:
 
 def _geometry_of(layers: list[ProbedLayer], dtype: str, block_tokens: int) -> KVGeometry:
     """Without layers that attend: as small as can be."""
-    sizes = (len(layers), layers[0].kv_heads, layers[0].head_dim_k, layers[0].head_dim_v) if layers else (1, 1, 1, 1)
-    geometry = KVGeometry(*sizes, dtype, block_tokens)
+    first = layers[0] if layers else ProbedLayer(0, 1, 1, 1, 0)
+    sizes = first.kv_heads, first.head_dim_k, first.head_dim_v
+    if is_latent := first.latent_dim > 0:
+        sizes = 1, first.latent_dim + first.rotary_dim, first.latent_dim
+    geometry = KVGeometry(max(1, len(layers)), *sizes, dtype, block_tokens, latent=is_latent)
     check(geometry.page_bytes > 0, "a page must hold something")
     return geometry
+
+
+# -- layers that keep latents
+
+
+class _WatchedAttention(DenseAttention):
+    """Knows which keys and values came to it last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[ProbedLayer] = []
+        #: made by the last expansion, with what it was made of
+        self.made: tuple[Tensor, Tensor, ProbedLayer] | None = None
+
+    def run_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
+        if self.made is not None and k is self.made[0] and v is self.made[1] and q.shape[1] == k.shape[1]:
+            self.found.append(self.made[2])
+        self.made = None
+        return super().run_attention(layer, q, k, v, **options)
+
+
+def _find_latents(module: Any, layers: list[ProbedLayer], ids: Tensor, family: str) -> list[ProbedLayer]:
+    """``layers`` with what their latents are; none, unless all of them keep latents of one shape.
+
+    A layer keeps latents if it has transformers' ``expand_kv``, of which attention gets the results as they are, and
+    these are what :class:`Expansion` says: a linear of the first argument, and the second one for all heads. All that is
+    compared here."""
+    parts, attention = _expanding_parts(module), _WatchedAttention()
+    if not parts or len(parts) != len(layers):
+        return []
+    for part in parts:
+        part.expand_kv = partial(_watch_expansion, part, part.expand_kv, attention)
+    try:
+        with step_attention(attention):
+            _last_logits(module, ids, family)
+    finally:
+        for part in parts:
+            del part.expand_kv  # the class has it
+    if len(attention.found) != len(layers) or len(set(attention.found)) != 1:
+        log.info("a %s model keeps expanded keys and values: its layers do more than expand latents", family)
+        return []
+    latents = attention.found[0]
+    sizes = {"latent_dim": latents.latent_dim, "rotary_dim": latents.rotary_dim, "linear": latents.linear}
+    return [replace(layer, **sizes) for layer in layers]
+
+
+def _watch_expansion(
+    part: Any, original: Callable[..., tuple[Tensor, Tensor]], attention: _WatchedAttention, *args: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Let ``part`` expand its latents, and tell ``attention`` when it does that by one linear."""
+    called: list[str] = []
+    linears = [(name, child) for name, child in part.named_children() if isinstance(child, torch.nn.Linear)]
+    handles = [child.register_forward_hook(lambda *_, name=name: called.append(name)) for name, child in linears]
+    try:
+        keys, values = original(*args)
+    finally:
+        for handle in handles:
+            handle.remove()
+    latents, rotary = args
+    if len(called) == 1 and latents.shape[:2] == rotary.shape[:2] == (1, 1):
+        linear, (latent_dim, rotary_dim) = getattr(part, called[0]), (latents.shape[3], rotary.shape[3])
+        key_dim, heads = keys.shape[3] - rotary_dim, keys.shape[1]
+        outputs = heads * (key_dim + values.shape[3])
+        if linear.bias is None and key_dim > 0 and (linear.in_features, linear.out_features) == (latent_dim, outputs):
+            expansion = Expansion(linear, heads, key_dim, latent_dim)
+            ours = expansion.expand(expansion.join_latents(latents, rotary))
+            if all(_is_alike(own, made) for own, made in zip(ours, (keys, values), strict=True)):
+                found = ProbedLayer(0, 1, 1, 1, 0, latent_dim=latent_dim, rotary_dim=rotary_dim, linear=called[0])
+                attention.made = keys, values, found
+    return keys, values
+
+
+def _is_alike(own: Tensor, made: Tensor) -> bool:
+    """Up to rounding."""
+    limit = 1e-4 if made.dtype == torch.float32 else 0.05
+    return own.shape == made.shape and float((own - made).float().norm()) <= limit * float(made.float().norm())
+
+
+def _expanding_parts(module: Any) -> list[Any]:
+    return [part for part in module.modules() if callable(getattr(part, "expand_kv", None))]
+
+
+def _install_latents(module: Any, layers: list[ProbedLayer]) -> None:
+    for part, layer in zip(_expanding_parts(module), layers, strict=False):
+        if layer.latent_dim:
+            key_dim = layer.head_dim_k - layer.rotary_dim
+            linear = getattr(part, layer.linear)
+            install_expansion(part, Expansion(linear, layer.kv_heads, key_dim, layer.latent_dim))
 
 
 def _find_states(module: Any, ids: Tensor, family: str) -> StateLayers:

@@ -13,7 +13,7 @@ import torch
 from memserve import _core, _kernels
 from memserve.base.kv_layout import Parallel, shares
 from memserve.base.types import KVGeometry
-from memserve.model.attention.backends import KernelAttention, LentHeads, choose_attention
+from memserve.model.attention.backends import KernelAttention, LentHeads, choose_backend
 from memserve.model.attention.context import StepRows
 from memserve.model.workers.group import WorkerGroup
 
@@ -24,7 +24,7 @@ STEPS = (([37, 5], [37, 5]), ([1, 40], [38, 45]), ([1, 1], [39, 46]))  # new tok
 
 def attention_of(arena: torch.Tensor, geometry: KVGeometry, crew: WorkerGroup | None) -> Any:
     tables = np.arange(BLOCKS, dtype=np.int32).reshape(2, -1)[::-1].copy()
-    factory = choose_attention(arena, geometry, crew)
+    factory = choose_backend(arena, geometry, crew)
 
     def of(counts: list[int], contexts: list[int]) -> Any:
         starts = np.cumsum([0, *counts]).astype(np.int32)
