@@ -86,7 +86,7 @@ _EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 LATENT = ("deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite")
 """Families whose layers keep latents."""
-FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "opt", "gpt_neox")
+FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "opt", "gpt_neox", *LATENT)
 STATEFUL = (
     "qwen3_5", "qwen3_next", "olmo_hybrid", "lfm2", "jamba", "mamba", "mamba2", "falcon_h1", "bamba",
     "granitemoehybrid",
