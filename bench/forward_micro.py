@@ -19,8 +19,8 @@ from harness.rounds import Samples, seconds
 from harness.tables import show
 from torch import Tensor
 
-from memserve.model.attention.latents import choose_attention
 from memserve.model.attention.context import StepRows, step_attention
+from memserve.model.attention.latents import choose_attention
 from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.loader import LoadedModel, load_model

@@ -22,8 +22,8 @@ from harness.rounds import Samples, turns
 from harness.tables import Table
 
 from memserve.base.kv_layout import Parallel, shares
-from memserve.model.attention.latents import choose_attention
 from memserve.model.attention.context import StepRows, step_attention
+from memserve.model.attention.latents import choose_attention
 from memserve.model.capture.forward import best_forward
 from memserve.model.loading.loader import DEFAULT_MODEL, load_model
 from memserve.model.workers.group import collectives

@@ -34,6 +34,17 @@ class Shape:
     @property
     def sizes(self) -> dict[str, int]:
         """What makes a small model of the family have this KV."""
+        if self.kv.latent:
+            return {
+                "num_hidden_layers": self.kv.num_layers,
+                "first_k_dense_replace": self.kv.num_layers - 1,
+                "num_attention_heads": self.query_heads,
+                "num_key_value_heads": self.query_heads,
+                "kv_lora_rank": self.kv.head_dim_v,
+                "qk_rope_head_dim": self.kv.head_dim_k - self.kv.head_dim_v,
+                "head_dim": self.kv.head_dim_k - self.kv.head_dim_v,
+                "hidden_size": 8 * self.query_heads,
+            }
         return {
             "num_hidden_layers": self.kv.num_layers,
             "num_key_value_heads": self.kv.num_kv_heads,
@@ -66,9 +77,12 @@ SHAPES: Mapping[str, Shape] = {
     "long-blocks": Shape("Llama 3 8B", KVGeometry(32, 8, 128, 128, "bfloat16", 64), "llama", 8),
     "moe": Shape("Qwen3 30B A3B", KVGeometry(48, 4, 128, 128, "bfloat16", 32), "qwen3_moe", 8),
     "windows": Shape("Gemma 2 2B", KVGeometry(26, 4, 256, 256, "bfloat16", 32), "gemma2", 8),
+    "latents": Shape("DeepSeek V3", KVGeometry(61, 1, 576, 512, "bfloat16", 32, latent=True), "deepseek_v3", 4),
 }
-"""The axis ``geometry``. Blocks have 720 KiB, 4 MiB, 576 KiB, 8 MiB, 3 MiB and 3.25 MiB; ``windows`` has a sliding
-window in every other layer."""
+"""The axis ``geometry``. Blocks have 720 KiB, 4 MiB, 576 KiB, 8 MiB, 3 MiB, 3.25 MiB and 2.1 MiB; ``windows`` has a
+sliding window in every other layer, ``latents`` one row a token and layer, without V."""
+CODED_SHAPES = tuple(name for name, shape in SHAPES.items() if not shape.kv.latent)
+"""Those whose KV may be rounded."""
 
 
 def add_option(parser: ArgumentParser, default: str = "smollm2") -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from memserve import _kernels
 from memserve.base.errors import UserError
+from memserve.model.attention.expansions import is_expanding
 from memserve.model.capture.operations import DTYPE_CODES
 from memserve.model.linears import in_bucket
 from memserve.model.loading.lora import WEIGHTS, Adapter

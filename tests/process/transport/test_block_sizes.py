@@ -44,7 +44,9 @@ def test_the_sizes_are_those_that_matter() -> None:
     assert any(PIECE_BYTES % size == 0 for size in sizes) and any(size % PIECE_BYTES == 0 for size in sizes)
     assert any(PIECE_BYTES % size and size % PIECE_BYTES for size in sizes)
     real = {name: shape.kv.block_bytes // KIB for name, shape in SHAPES.items()}
-    assert real == {"smollm2": 720, "llama3": 4096, "mqa": 576, "long-blocks": 8192, "moe": 3072, "windows": 3328}
+    assert real == {
+        "smollm2": 720, "llama3": 4096, "mqa": 576, "long-blocks": 8192, "moe": 3072, "windows": 3328, "latents": 2196
+    }  # fmt: skip
 
 
 @contextmanager

@@ -26,7 +26,6 @@ def _driver(family: str = "llama", **options: Any) -> Any:
 
     from fake_gpu import FakeGpu
     from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
-    from memserve.model.attention import backends
     from memserve.model.attention.backends import TritonAttention
     from memserve.model.gpu.device import GpuDevice
     from tiny_models import CONTEXT_TOKENS, Driver, loaded, tiny_module

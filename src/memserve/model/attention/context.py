@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from memserve.model.attention.expansions import Expansion
-
 ATTENTION_NAME = "memserve"
 """Give this as ``attn_implementation`` to ``from_pretrained``."""
 EXPANSION_ATTRIBUTE = "memserve_expansion"
@@ -65,7 +63,6 @@ class StepAttention(Protocol):
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-        expansion: Expansion | None = None,
     ) -> Tensor:
         """Write this step's ``k, v`` into the pages of ``layer``, then attend causally over the paged context.
 
@@ -74,8 +71,10 @@ class StepAttention(Protocol):
         ``T`` may be more than the batch has tokens: the surplus is not written, and its results are zeros.
         ``window`` > 0: attend only to the last ``window`` positions, its own included. ``softcap`` > 0:
         ``s = softcap * tanh(s / softcap)``. ``sinks``: one extra logit per head, in the softmax's denominator only.
-        ``expansion``: the layer keeps latents; then ``k [1, 1, T, latent + rotary]`` has them, ``v`` is their beginning
-        ``[1, 1, T, latent]``, and ``Dk`` and ``Dv`` are of the queries and of the expanded values.
+
+        Layers that keep latents pass an ``expansion`` as well, of
+        :mod:`memserve.model.attention.expansions`, which a step for their pages takes. Then ``k [1, 1, T, Dl + Dr]``
+        has latents and rotary keys, ``v [1, 1, T, Dl]`` is their beginning; ``Dk``, ``Dv`` are of queries and results.
         """
 
 
@@ -178,8 +177,8 @@ def memserve_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: ``query [1, H, T, Dk]`` -> ``([1, T, H, Dv], None)``. A layer that keeps latents
-    passes them as ``key``, and its rotary key as ``value``."""
+    """transformers' attention function: ``query [1, H, T, Dk]`` -> ``([1, T, H, Dv], None)``. A layer that keeps
+    latents passes them as ``key``, and its rotary key as ``value``."""
     check(attention_mask is None, "transformers built an attention mask although none is registered for memserve")
     options: dict[str, Any] = {}
     if (expansion := getattr(module, EXPANSION_ATTRIBUTE, None)) is not None:

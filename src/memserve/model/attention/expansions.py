@@ -61,7 +61,7 @@ class Expansion:
 
     @staticmethod
     def join_latents(latents: Tensor, rotary: Tensor) -> Tensor:
-        """What a page keeps: ``[1, 1, T, latent_dim]`` and ``[1, 1, T, rotary]`` -> ``[1, 1, T, latent_dim + rotary]``."""
+        """What pages keep: ``[1, 1, T, latent_dim]`` and ``[1, 1, T, rotary]``, the second behind the first."""
         return torch.cat((latents, rotary), dim=3)
 
     def absorb_queries(self, q: Tensor) -> Tensor:
@@ -70,13 +70,13 @@ class Expansion:
         return torch.cat((torch.bmm(plain, self.weights[0]), rotary), dim=2)[None]
 
     def values_of(self, mixed: Tensor) -> Tensor:
-        """What attention to latents gives, ``[1, T, heads, latent_dim]`` -> ``[1, T, heads, value_dim]``, contiguous."""
+        """``[1, T, heads, latent_dim]``, of attention to latents -> ``[1, T, heads, value_dim]``, contiguous."""
         by_head = torch.bmm(mixed[0].transpose(0, 1), self.weights[1].transpose(1, 2))
         return by_head.transpose(0, 1).contiguous()[None]
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """``latents [1, 1, T, latent_dim + rotary]`` -> keys ``[1, heads, T, key_dim + rotary]`` and values ``[1, heads,
-        T, value_dim]``."""
+        """``latents [1, 1, T, latent_dim + rotary]`` -> keys ``[1, heads, T, key_dim + rotary]`` and values
+        ``[1, heads, T, value_dim]``."""
         plain, rotary = latents.split_with_sizes([self.latent_dim, latents.shape[3] - self.latent_dim], dim=3)
         keys, values = (plain @ weight.transpose(1, 2) for weight in self.weights)
         return torch.cat((keys, rotary.expand(1, self.heads, -1, -1)), dim=3), values

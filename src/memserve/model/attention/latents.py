@@ -1,8 +1,8 @@
 """A step's attention over pages that keep latents.
 
 A row with few new tokens is computed *absorbed*: its queries attend to the latents in the pages, of which nothing is
-expanded. A row with many is computed *expanded*: what it reads is made into keys and values, a piece of the context at a
-time, in a scratch of pages that the usual kernel reads. Both read the same pages, so a cached prefix gives the same
+expanded. A row with many is computed *expanded*: what it reads is made into keys and values, a piece of the context at
+a time, in a scratch of pages that the usual kernel reads. Both read the same pages, so a cached prefix gives the same
 numbers as one that was just computed. Which way costs less follows from what both have been measured to cost here.
 """
 
@@ -104,12 +104,10 @@ class LatentPages:
         blocks, offsets = row.places(self.geometry.block_tokens)
         self._pages.k[:, layer, 0].transpose(1, 2)[blocks, offsets] = k[0, 0, row.first : row.end]
 
-    def attend_expanded(
-        self, layer: int, row: ExpandedRow, q: Tensor, expansion: Expansion, **options: float
-    ) -> Tensor:
+    def attend_expanded(self, layer: int, row: ExpandedRow, q: Tensor, expansion: Expansion, **options: Any) -> Tensor:
         """``q [1, H, n, Dk]`` of a row whose latents are written -> ``[1, n, H, Dv]``. ``options``: ``scale`` and
         ``softcap``."""
-        geometry, tokens, count = self._expanded_geometry(expansion), self.geometry.block_tokens, q.shape[2]
+        geometry, tokens, count = self.expanded_geometry(expansion), self.geometry.block_tokens, q.shape[2]
         entries = -(-row.context // tokens)
         if not has_kernel(geometry):
             latents, _ = self._pages.read_kv(layer, row.blocks[:entries], row.context)
@@ -135,7 +133,7 @@ class LatentPages:
 
     def expand_blocks(self, layer: int, blocks: Tensor, expansion: Expansion) -> Tensor:
         """The keys and values of ``blocks [n]``: pages, uint8, in the scratch until the next call."""
-        geometry = self._expanded_geometry(expansion)
+        geometry = self.expanded_geometry(expansion)
         size = len(blocks) * geometry.block_bytes
         if size > len(self._scratch):
             self._scratch = torch.empty(size, dtype=torch.uint8)
@@ -152,11 +150,11 @@ class LatentPages:
         to.v[:, 0].copy_(values.permute(0, 2, 1, 3))
         return scratch
 
-    def _expanded_geometry(self, expansion: Expansion) -> KVGeometry:
+    def expanded_geometry(self, expansion: Expansion) -> KVGeometry:
+        """Of the keys and values that ``expansion`` makes of a layer's pages."""
         g = self.geometry
         key_dim = expansion.key_dim + g.head_dim_k - expansion.latent_dim
-        sizes = {"num_kv_heads": expansion.heads, "head_dim_k": key_dim, "head_dim_v": expansion.value_dim}
-        return replace(g, num_layers=1, latent=False, **sizes)
+        return KVGeometry(1, expansion.heads, key_dim, expansion.value_dim, g.dtype, g.block_tokens)
 
 
 class ExpandedRow:
@@ -247,8 +245,8 @@ class LatentAttention:
 
 
 def _kernel_over(pages: Tensor, geometry: KVGeometry, context: int, count: int, *, behind: bool) -> KernelAttention:
-    """What attends ``count`` queries to ``context`` tokens in ``pages``, one block after the other. They are the last of
-    these tokens, or (``behind``) come after them."""
+    """What attends ``count`` queries to ``context`` tokens in ``pages``, one block after the other. They are the last
+    of these tokens, or (``behind``) come after them."""
     table = np.arange(len(pages) // geometry.block_bytes, dtype=np.int32)[None]
     ends, contexts = np.array([0, count], np.int32), np.array([context], np.int32)
     rows = StepRows(table, np.zeros(1, np.int32), ends, contexts)
@@ -259,7 +257,7 @@ def _kernel_over(pages: Tensor, geometry: KVGeometry, context: int, count: int, 
 
 
 def measure_costs(geometry: KVGeometry, expansion: Expansion) -> LatentCosts:
-    """Run both ways on a few pages, with few and with many tokens of context."""
+    """Run the parts of both ways on a few pages, with few and with many tokens of context."""
     geometry = replace(geometry, num_layers=1)
     blocks = -(-_TRIAL_CONTEXT // geometry.block_tokens)
     pages = LatentPages(torch.zeros(blocks * geometry.block_bytes, dtype=torch.uint8), geometry)
@@ -275,9 +273,16 @@ def measure_costs(geometry: KVGeometry, expansion: Expansion) -> LatentCosts:
         attention = pages.attend_absorbed(StepRows(table, ends[:1], ends, np.array([context], np.int32)))
         return lambda: attention.run_attention(0, absorbed, k, k[..., : expansion.latent_dim], scale=1.0)
 
+    whole = pages.expanded_geometry(expansion)
+    expanded = torch.zeros(blocks * whole.block_bytes, dtype=torch.uint8)
+    keys, values = (q.new_zeros((expansion.heads, many, dim)) for dim in (width, expansion.value_dim))
+    out = q.new_empty((1, few, expansion.heads, expansion.value_dim))
+
     def attend_expanded(context: int) -> Callable[[], object]:
-        row = ExpandedRow(table[0], 0, few, context)
-        return lambda: pages.attend_expanded(0, row, q, expansion, scale=1.0)
+        if not has_kernel(whole):
+            return lambda: attend_dense(q[0], keys[:, :context], values[:, :context], 1.0, 0, 0.0, None)
+        kernel = _kernel_over(expanded, whole, context, few, behind=False)
+        return lambda: kernel.run_attention_into(out, 0, q, None, scale=1.0)
 
     work = {
         "absorb": lambda: (expansion.absorb_queries(q), expansion.values_of(mixed)),
@@ -286,10 +291,8 @@ def measure_costs(geometry: KVGeometry, expansion: Expansion) -> LatentCosts:
         "expanded few": attend_expanded(few), "expanded many": attend_expanded(many),
     }  # fmt: skip
     ns = _nanoseconds(work)
-    pairs, expand = few * (many - few), ns["expand"] / many
-    absorbed_ns, expanded_ns = (ns[f"{way} many"] - ns[f"{way} few"] for way in ("absorbed", "expanded"))
-    expanded_ns -= expand * (many - few)
-    return LatentCosts(ns["absorb"] / few, max(0.0, absorbed_ns / pairs), expand, max(0.0, expanded_ns / pairs))
+    pairs = [max(0.0, ns[f"{way} many"] - ns[f"{way} few"]) / (few * (many - few)) for way in ("absorbed", "expanded")]
+    return LatentCosts(ns["absorb"] / few, pairs[0], ns["expand"] / many, pairs[1])
 
 
 def _nanoseconds(work: dict[str, Callable[[], object]]) -> dict[str, float]:

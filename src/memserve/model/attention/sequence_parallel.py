@@ -166,8 +166,8 @@ class SpannedAttention:
 
 
 def merge_parts(outputs: Tensor, statistics: Tensor) -> Tensor:
-    """Attention to a whole context ``[tokens, heads, dim]`` of that to its parts: ``outputs [parts, tokens, heads, dim]``
-    and ``statistics [parts, tokens, heads]``, all float32."""
+    """Attention to a whole context ``[tokens, heads, dim]`` of that to its parts: ``outputs [parts, tokens, heads,
+    dim]`` and ``statistics [parts, tokens, heads]``, all float32."""
     dim, merged = outputs.shape[3], torch.empty(outputs.shape[1:])
     flat = outputs.view(len(outputs), -1, dim).numpy(), statistics.view(len(outputs), -1).numpy()
     _kernels().merge_parts(*flat, merged.view(-1, dim).numpy())

@@ -177,8 +177,8 @@ def _find_latents(module: Any, layers: list[ProbedLayer], ids: Tensor, family: s
     """``layers`` with what their latents are; none, unless all of them keep latents of one shape.
 
     A layer keeps latents if it has transformers' ``expand_kv``, of which attention gets the results as they are, and
-    these are what :class:`Expansion` says: a linear of the first argument, and the second one for all heads. All that is
-    compared here."""
+    these are what :class:`Expansion` says: a linear of the first argument, and the second one for all heads. All that
+    is compared here."""
     parts, attention = _expanding_parts(module), _WatchedAttention()
     if not parts or len(parts) != len(layers):
         return []
@@ -193,9 +193,8 @@ def _find_latents(module: Any, layers: list[ProbedLayer], ids: Tensor, family: s
     if len(attention.found) != len(layers) or len(set(attention.found)) != 1:
         log.info("a %s model keeps expanded keys and values: its layers do more than expand latents", family)
         return []
-    latents = attention.found[0]
-    sizes = {"latent_dim": latents.latent_dim, "rotary_dim": latents.rotary_dim, "linear": latents.linear}
-    return [replace(layer, **sizes) for layer in layers]
+    rotary_dim, latent_dim, linear = (first := attention.found[0]).rotary_dim, first.latent_dim, first.linear
+    return [replace(layer, latent_dim=latent_dim, rotary_dim=rotary_dim, linear=linear) for layer in layers]
 
 
 def _watch_expansion(

@@ -11,8 +11,8 @@ import torch
 
 from captured_families import FAMILIES, VOCAB, tiny
 from memserve.base.types import KVGeometry
-from memserve.model.attention.latents import choose_attention
 from memserve.model.attention.context import StepRows, step_attention
+from memserve.model.attention.latents import choose_attention
 from memserve.model.capture import forward as capture
 from memserve.model.capture import operations as fused
 from memserve.model.capture.forward import capture_forward, release_weights
