@@ -1,0 +1,131 @@
+"""Models that keep latents, served: by one engine that has too little memory, by instances, out of a store."""
+
+from __future__ import annotations
+
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from geometries import SHAPES
+from memserve import LLM
+from memserve.base.errors import UserError
+from memserve.base.types import SamplingParams
+from served_cluster import Server, eventually
+from tiny_models import LATENT, greedy_tokens, prompt, save_folder, tiny_module
+
+TOKEN_BYTES = 3 * 32 * 4
+"""Of a tiny model: three layers, latents of 24 elements and rotary keys of 8, in float32."""
+NEW_TOKENS = 24
+GREEDY = SamplingParams(temperature=0)
+
+
+def kv_flags(tokens: int, dram_tokens: int = 0) -> dict[str, str]:
+    return {"kv_memory": f"{tokens * TOKEN_BYTES}B", "dram_memory": f"{dram_tokens * TOKEN_BYTES}B"}
+
+
+def gauge(server: Server, name: str) -> float:
+    """``memserve_<name>``, summed."""
+    page = httpx.get(server.url.removesuffix("/v1") + "/metrics", timeout=60).text
+    return sum(float(value) for value in re.findall(rf"^memserve_{name}(?:{{.*}})? (.+)$", page, re.M))
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_an_engine_with_little_memory_is_exact(family: str, tmp_path: Path) -> None:
+    """Eight prompts at once, in chunks, in memory for three of them: swapped out and preempted, then from the cache."""
+    module = tiny_module(family)
+    prompts = [prompt(60 + 9 * number, number) for number in range(8)]
+    expected = [greedy_tokens(module, tokens, NEW_TOKENS) for tokens in prompts]
+    options = {"dtype": "float32", "threads": 1, "block_tokens": 16, "max_step_tokens": 40}
+    folder = str(save_folder(tiny_module(family), tmp_path / "tiny"))
+    with LLM(folder, **options, **kv_flags(512, 2048)) as llm, ThreadPoolExecutor(8) as pool:
+
+        def answer(number: int) -> list[int]:
+            [result] = llm.generate([prompts[number].tolist()], GREEDY, max_tokens=NEW_TOKENS, ignore_eos=True)
+            return list(result.outputs[0].tokens)
+
+        for _ in range(2):
+            assert list(pool.map(answer, range(8))) == expected
+        stats = llm._engine.stats().instance
+    assert stats.preemptions_swap + stats.preemptions_recompute > 0 and stats.cached_tokens > 0
+
+
+def test_kv_by_layer_is_exact(tmp_path: Path) -> None:
+    """Each layer reads pages of its own, while prompts begin for which there is no room."""
+    module = tiny_module("deepseek_v3", num_hidden_layers=18)
+    prompts = [prompt(150 + 7 * number, number) for number in range(10)]
+    folder = str(save_folder(module, tmp_path / "tiny"))
+    options = {"dtype": "float32", "threads": 1, "block_tokens": 16, "max_step_tokens": 16, "layerwise": "static-1"}
+    with LLM(folder, **options, **kv_flags(512 * 6, 4096 * 6), enable_prefix_caching=False) as llm:
+        with ThreadPoolExecutor(10) as pool:
+            asked = [
+                pool.submit(llm.generate, [tokens.tolist()], GREEDY, max_tokens=30, ignore_eos=True)
+                for tokens in prompts
+            ]
+            answers = [list(future.result()[0].outputs[0].tokens) for future in asked]
+        layers = llm._engine.stats().instance.layers
+    assert answers == [greedy_tokens(module, tokens, 30) for tokens in prompts]
+    assert layers.begun + layers.converted > 0
+
+
+def test_drafts_are_checked_exactly(tmp_path: Path) -> None:
+    """Rows of a few tokens, of which some are taken back."""
+    module = tiny_module("minicpm3")
+    tokens = [*prompt(30, 5).tolist() * 3]
+    folder = str(save_folder(tiny_module("minicpm3"), tmp_path / "tiny"))
+    with LLM(folder, dtype="float32", threads=1, draft_tokens=4, **kv_flags(1024)) as llm:
+        [result] = llm.generate([tokens], GREEDY, max_tokens=40, ignore_eos=True)
+    assert list(result.outputs[0].tokens) == greedy_tokens(module, np.array(tokens, np.int32), 40)
+
+
+def test_a_store_keeps_latents_over_a_restart(tmp_path: Path) -> None:
+    """Prefill and decode instances of DeepSeek V3's KV, and a disk; a second cluster begins with what it holds."""
+    shape = SHAPES["latents"]
+    module, tokens = shape.module(), prompt(100, 1)
+    expected = " ".join(f"w{token}" for token in greedy_tokens(module, tokens, 8) if token != 2)  # the end has no text
+    folder = save_folder(shape.module(), tmp_path / "tiny")
+    flags = ("--prefill", "1", "--decode", "1", *shape.memory_flags(512), "--metadata", str(tmp_path / "state"))
+    flags += ("--ssd", f"{tmp_path}/ssd=512MiB", "--store-dram", "64MiB", "--ssd-sync", "none")
+    for cached_tokens in (0, 96):
+        ask_once(Server(folder, *flags), tokens, expected, cached_tokens)
+
+
+def ask_once(server: Server, tokens: np.ndarray, expected: str, cached_tokens: int) -> None:
+    """A cluster that has so many of ``tokens`` from its start on, and at its end three blocks in its store."""
+    try:
+        if cached_tokens:
+            eventually(lambda: gauge(server, "store_tree_blocks") >= 3)
+        assert server.complete(tokens.tolist(), 8) == expected
+        eventually(lambda: gauge(server, "store_disk_values") >= 3)
+        eventually(lambda: server.counter("cached_tokens") >= cached_tokens)
+        assert server.counter("checksum_mismatches") == server.counter("transfers_failed") == 0
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kv_dtype": "int8"}, "latents are kept as they are computed"),
+        ({"kv_lower_dtype": "int8", "dram_memory": "4MiB"}, "latents are kept as they are computed"),
+        ({"tensor_parallel": 2}, "all heads read them"),
+    ],
+)
+def test_what_latents_do_not_allow_is_refused(options: dict[str, object], why: str, tmp_path: Path) -> None:
+    folder = str(save_folder(tiny_module("deepseek_v2"), tmp_path / "tiny"))
+    with pytest.raises(UserError, match=why):
+        LLM(folder, dtype="float32", threads=1, **({"kv_memory": "4MiB"} | options))
+
+
+def test_stages_share_the_layers(tmp_path: Path) -> None:
+    """Two workers, each with the latents of its layers."""
+    module, tokens = tiny_module("deepseek_v2"), prompt(70, 2)
+    folder = str(save_folder(tiny_module("deepseek_v2"), tmp_path / "tiny"))
+    with LLM(folder, dtype="float32", threads=2, pipeline_parallel=2, kv_memory="4MiB") as llm:
+        [result] = llm.generate([tokens.tolist()], GREEDY, max_tokens=8, ignore_eos=True)
+    assert list(result.outputs[0].tokens) == greedy_tokens(module, tokens, 8)
