@@ -13,11 +13,19 @@ from served_cluster import Server, eventually
 from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
 
 TURNS, NEW_TOKENS = 4, 12
+END = 2
+"""A token without text."""
 
 
-def test_sessions_through_two_processes_are_lossless(tmp_path: Path) -> None:
+def text_of(tokens: list[int]) -> str:
+    """Of an answer."""
+    return " ".join(f"w{token}" for token in tokens if token != END)
+
+
+@pytest.mark.parametrize("name", ["windows", "latents"])
+def test_sessions_through_two_processes_are_lossless(name: str, tmp_path: Path) -> None:
     """Four turns, each behind all that was said before; fetched, transferred and returned KV of windows and all."""
-    shape = SHAPES["windows"]
+    shape = SHAPES[name]
     module = shape.module()
     roles = ("--prefill", "1", "--decode", "1", "--transfer", "by-layer")
     server = Server(save_folder(module, tmp_path / "tiny"), *roles, *shape.memory_flags(640))
@@ -26,7 +34,7 @@ def test_sessions_through_two_processes_are_lossless(tmp_path: Path) -> None:
         for turn in range(TURNS):
             said = np.concatenate([said, prompt(40, turn)])
             answer = greedy_tokens(module, said, NEW_TOKENS)
-            assert server.complete(said.tolist(), NEW_TOKENS) == " ".join(f"w{token}" for token in answer)
+            assert server.complete(said.tolist(), NEW_TOKENS) == text_of(answer)
             said = np.concatenate([said, np.array(answer, np.int32)])
         eventually(lambda: server.counter("taken_over") == TURNS)  # the last one, with the next heartbeat
         eventually(lambda: server.counter("cached_tokens") > 0)  # of another instance, with a heartbeat of its own
@@ -50,7 +58,7 @@ def test_clusters_on_several_made_up_gpus_are_lossless(tmp_path: Path, monkeypat
         for turn in range(2):
             said = np.concatenate([said, prompt(40, turn)])
             answer = greedy_tokens(module, said, NEW_TOKENS)
-            assert server.complete(said.tolist(), NEW_TOKENS) == " ".join(f"w{token}" for token in answer)
+            assert server.complete(said.tolist(), NEW_TOKENS) == text_of(answer)
             said = np.concatenate([said, np.array(answer, np.int32)])
         eventually(lambda: server.counter("taken_over") == 2)
     finally:
