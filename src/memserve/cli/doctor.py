@@ -102,9 +102,8 @@ def check_machine() -> Iterator[Finding]:
 def check_memory_bound(model: str) -> Iterator[Finding]:
     """The most resident memory of one instance of the model, with default options: see docs/concepts/MEMORY.md."""
     from memserve.base.config import EngineOptions
-    from memserve.base.types import KVGeometry
     from memserve.model.loading.sources import resolve_source
-    from memserve.system.memory import memory_bound, sizes_from_config
+    from memserve.system.memory import geometry_from_config, memory_bound, sizes_from_config
 
     bundled = model.lower() in ("default", DEFAULT_MODEL.lower())
     if not bundled and not (Path(model).expanduser() / "config.json").is_file():
@@ -114,16 +113,12 @@ def check_memory_bound(model: str) -> Iterator[Finding]:
         config = json.loads((source.path / "config.json").read_text())
         files = [source.gguf] if source.keeps_file and source.gguf else source.path.glob("*.safetensors")
         weights = sum(file.stat().st_size for file in files)
-        sizes, heads = sizes_from_config(config, weights), config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        geometry = KVGeometry(
-            config["num_hidden_layers"], kv_heads, head_dim, head_dim, "bfloat16", options.block_tokens
-        )
+        sizes, geometry = sizes_from_config(config, weights), geometry_from_config(config, options.block_tokens)
         machine = options.instance_config(geometry, config.get("max_position_embeddings", 8192), "doctor")
     except (UserError, OSError, ValueError, KeyError, TypeError):
         return  # the model's own check says what is wrong with it
     bound = memory_bound(sizes, geometry, machine, in_cluster=True)
+    yield Finding("KV of a token", Status.OK, f"{geometry.token_bytes:,} bytes = {geometry.token_formula}")
     yield Finding("instance memory", Status.OK, f"at most {bound}")
 
 

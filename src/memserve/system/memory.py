@@ -33,6 +33,8 @@ LOGITS_COPIES = 4
 ACTIVATION_COPIES = 6
 """Widest values of a step that live at once: a linear's input and output, a residual, and what the allocator keeps."""
 
+LATENT_SCRATCH_BYTES = 32 * MIB
+"""Of keys and values that a step makes of latents, beside those of its own tokens."""
 
 TRIM_EVERY_S = 15.0
 """So long may heap pages be free before the system has them back: a trim takes some milliseconds."""
@@ -81,6 +83,18 @@ def sizes_from_config(config: Mapping[str, Any], weights_bytes: int) -> ModelSiz
     return ModelSizes(weights_bytes, 2 * widest, int(config["vocab_size"]), 2)
 
 
+def geometry_from_config(config: Mapping[str, Any], block_tokens: int) -> KVGeometry:
+    """The KV in 16 bits of a model that is not loaded, as its ``config.json`` describes it; loading looks closer.
+    Raises ``KeyError``."""
+    layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
+    if config.get("kv_lora_rank") and config.get("qk_rope_head_dim"):  # latents, and a rotary key
+        latent, rotary = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
+        return KVGeometry(layers, 1, latent + rotary, latent, "bfloat16", block_tokens, latent=True)
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    return KVGeometry(layers, kv_heads, head_dim, head_dim, "bfloat16", block_tokens)
+
+
 def step_bytes(model: ModelSizes, tokens: int, running: int) -> int:
     """The most that a step of ``tokens`` takes beside weights and KV, with ``running`` sequences."""
     return _activations_bytes(model, tokens) + _logits_bytes(model, running)
@@ -112,7 +126,7 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
         + states * (pool.states.state_bytes if pool.states is not None else 0),
         peers_bytes=PEERS_BYTES + pool.hbm_blocks * geometry.block_bytes if in_cluster else 0,
         primitives_bytes=PRIMITIVES_MAX * PRIMITIVE_BYTES,
-        activations_bytes=_activations_bytes(model, step_tokens),
+        activations_bytes=_activations_bytes(model, step_tokens) + LATENT_SCRATCH_BYTES * geometry.latent,
         logits_bytes=_logits_bytes(model, scheduler.max_running),
         requests_bytes=(scheduler.max_waiting + scheduler.max_running) * longest * 4,
     )

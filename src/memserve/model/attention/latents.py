@@ -23,11 +23,11 @@ from torch import Tensor
 
 from memserve.base.errors import check
 from memserve.base.types import KVGeometry
-from memserve.base.units import MIB
 from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_backend, has_kernel
 from memserve.model.attention.context import StepAttention, StepRows
 from memserve.model.attention.reference import ReferencePages, attend_dense
 from memserve.model.attention.sequence_parallel import merge_parts
+from memserve.system.memory import LATENT_SCRATCH_BYTES
 
 if TYPE_CHECKING:
     from memserve.model.attention.expansions import Expansion
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_SCRATCH_BYTES = 32 * MIB
-"""Of the keys and values of a piece of context, where it is not the row's own."""
 _TRIAL_TOKENS, _TRIAL_CONTEXT, _TRIALS = 32, 512, 3
 
 
@@ -114,7 +112,7 @@ class LatentPages:
             keys, values = expansion.expand(latents[None])
             dense = options["scale"], 0, options.get("softcap", 0.0), None
             return attend_dense(q[0], keys[0], values[0], *dense).transpose(0, 1)[None].contiguous()
-        most = max(1, _SCRATCH_BYTES // geometry.block_bytes)
+        most = max(1, LATENT_SCRATCH_BYTES // geometry.block_bytes)
         own = min((row.context - count) // tokens, max(0, entries - most))  # where the last piece begins
         parts = []
         for begin, end in pairwise([*range(0, own, most), own]):

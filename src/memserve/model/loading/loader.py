@@ -210,7 +210,9 @@ def _probe(
     from memserve.model.loading.probe import probe_once
 
     with pages_of(module).one_layer_at_a_time(module):
-        return probe_once(module, dtype, block_tokens, identity, keep_latents=keep_latents)
+        geometry, layers = probe_once(module, dtype, block_tokens, identity, keep_latents=keep_latents)
+    log.info("KV of a token: %d bytes = %s", geometry.token_bytes, geometry.token_formula)
+    return geometry, layers
 
 
 def _takes_stored(dtype: str, place: torch.device, *, on_host: bool) -> bool:

@@ -93,7 +93,7 @@ def test_both_ways_give_what_plain_products_give(
     contexts = [a + b for a, b in rows]
     world = World(SHAPES[shape], costs, [max(1, context) for context in contexts], block_tokens)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latents, "_SCRATCH_BYTES", scratch)
+        patch.setattr(latents, "LATENT_SCRATCH_BYTES", scratch)
         if any(done):
             world.step([0] * len(done), done, softcap=softcap)
         outputs = world.step(done, contexts, softcap=softcap)
