@@ -9,6 +9,7 @@ fails.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,6 +64,26 @@ class EagerForward:
 # -- packed linears
 
 
+_ALONE_ATTRIBUTE = "memserve_weights_alone"
+
+
+def remember_weights_alone(module: Any, names: Sequence[str]) -> None:
+    """Linears of ``module`` by these names are never called: their weights are used as they are, and must stay so."""
+    setattr(module, _ALONE_ATTRIBUTE, tuple(names))
+
+
+def weights_alone(module: Any) -> tuple[str, ...]:
+    """What :func:`remember_weights_alone` was told."""
+    names: tuple[str, ...] = getattr(module, _ALONE_ATTRIBUTE, ())
+    return names
+
+
+def _linears_alone(module: Any) -> set[int]:
+    """The ids of linears that are never called."""
+    parts = dict(module.named_modules())
+    return {id(parts[name]) for name in weights_alone(module) if name in parts} | states_of(module).weights_alone
+
+
 class PackedLayer(nn.Module):
     """``y = x W^T + b`` with ``W`` in oneDNN's own layout, for any number of rows."""
 
@@ -86,7 +107,7 @@ def pack_linears(module: nn.Module) -> int:
 
     Nothing is replaced on other devices, for other dtypes, or where the packed result would differ.
     """
-    pages, stored, alone = pages_of(module), stored_of(module), states_of(module).weights_alone
+    pages, stored, alone = pages_of(module), stored_of(module), _linears_alone(module)
     places = [(parent, name) for parent in module.modules() for name, child in parent.named_children()
               if type(child) is nn.Linear and _is_packable(child) and not stored.of(child.weight.detach())
               and id(child) not in alone]  # fmt: skip

@@ -8,7 +8,8 @@ hold. The same forward is compared with the family's own eager attention, so a f
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from memserve.model.attention.context import ATTENTION_NAME, register_attention,
 from memserve.model.attention.expansions import Expansion, install_expansion
 from memserve.model.attention.reference import attend_dense
 from memserve.model.experts import use_our_experts
+from memserve.model.forward import remember_weights_alone, weights_alone
 from memserve.model.loading.cache import read_record, record_name, write_record
 from memserve.model.loading.formats.headers import errors_named
 from memserve.model.loading.stored import stored_of
@@ -95,7 +97,9 @@ def probe_model(
     family = module.config.model_type
     vocab = module.config.get_text_config().vocab_size
     ids = torch.arange(1, _PROBE_TOKENS + 1, device=module.device) * 7919 % vocab
-    expected = _last_logits(module, ids, family)
+    with _watching_linears(module) as alone:
+        expected = _last_logits(module, ids, family)
+    remember_weights_alone(module, alone)
     states = _find_states(module, ids, family)
     _use_our_attention(module)
     attention = DenseAttention()
@@ -124,16 +128,36 @@ def probe_once(
 ) -> tuple[KVGeometry, list[ProbedLayer]]:
     """As :func:`probe_model`, whose findings are remembered by the model's ``fingerprint``, but for those on states."""
     name = record_name("probe" if keep_latents else "probe-expanded", fingerprint, dtype)
-    known = read_record(name).get("layers")
+    record = read_record(name)
+    known = record.get("layers")
     if known is None:
         geometry, layers = probe_model(module, dtype, block_tokens, keep_latents=keep_latents)
         if not states_of(module):  # else modules are to be found, and not only numbers
-            write_record(name, {"layers": [asdict(layer) for layer in layers]})
+            write_record(name, {"layers": [asdict(layer) for layer in layers], "alone": weights_alone(module)})
         return geometry, layers
     _use_our_attention(module)
     layers = [ProbedLayer(**layer) for layer in known]
+    remember_weights_alone(module, record.get("alone", ()))
     _install_latents(module, layers)
     return _geometry_of(layers, dtype, block_tokens), layers
+
+
+@contextmanager
+def _watching_linears(module: Any) -> Iterator[list[str]]:
+    """Afterwards, the names of the linears that were not called though the module around them was: LongCat's routers
+    multiply by the weight themselves."""
+    called: set[str] = set()
+    alone: list[str] = []
+    handles = [
+        part.register_forward_pre_hook(lambda *_, name=name: called.add(name)) for name, part in module.named_modules()
+    ]
+    try:
+        yield alone
+    finally:
+        for handle in handles:
+            handle.remove()
+    linears = (name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear))
+    alone += [name for name in linears if name not in called and name.rpartition(".")[0] in called]
 
 
 def _use_our_attention(module: Any) -> None:
