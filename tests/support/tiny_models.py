@@ -65,6 +65,17 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
         case "deepseek_v3":
             experts = _EXPERTS | {"n_group": 2, "topk_group": 1}
             return t.DeepseekV3Config(**(gated | _LATENTS | experts | sizes))
+        case "longcat_flash":  # two layers of attention in each
+            experts = {
+                "num_layers": 2,
+                "n_routed_experts": 4,
+                "zero_expert_num": 2,
+                "moe_topk": 2,
+                "ffn_hidden_size": 48,
+            }
+            experts |= {"expert_ffn_hidden_size": 24}
+            layers = {name: size for name, size in common.items() if name != "num_hidden_layers"}
+            return t.LongcatFlashConfig(**(layers | _LATENTS | experts | sizes))
         case "minicpm3":
             return t.MiniCPM3Config(**(gated | _LATENTS | sizes))
         case "glm4_moe_lite":

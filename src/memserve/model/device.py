@@ -22,6 +22,7 @@ from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFin
 from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention
 from memserve.model.attention.context import (
+    EXPANSION_ATTRIBUTE,
     AbsentAttention,
     OrderedAttention,
     ReportingAttention,
@@ -29,7 +30,8 @@ from memserve.model.attention.context import (
     StepRows,
     step_attention,
 )
-from memserve.model.attention.latents import choose_attention
+from memserve.model.attention.expansions import expanding_layers
+from memserve.model.attention.latents import choose_attention, find_costs
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
 from memserve.model.attention.sequence_parallel import HeldKv, SegmentLines, SpannedAttention, SpannedRow
 from memserve.model.copier import Copy, PageCopier
@@ -90,6 +92,8 @@ class ModelDevice(Device):
         if attention is None and model.states and not model.states.attends:
             attention = AbsentAttention
         self._attention = attention or choose_attention(self._arenas.hbm, geometry, crew)
+        if geometry.latent and (layers := expanding_layers(model.module)):
+            find_costs(geometry, getattr(layers[0], EXPANSION_ATTRIBUTE))  # not in the first request's time
         #: of pages, as blocks of a model with one layer
         self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), crew)
         addresses = self._arenas.hbm_address, self._arenas.dram.data_ptr()

@@ -71,6 +71,16 @@ _measured: dict[Any, LatentCosts] = {}
 """By what they depend on."""
 
 
+def find_costs(geometry: KVGeometry, expansion: Expansion) -> LatentCosts:
+    """What both ways cost here; measured once in a process for layers of one shape."""
+    shape = replace(geometry, num_layers=1), expansion.heads, expansion.key_dim, expansion.value_dim
+    key = *shape, torch.get_num_threads()
+    if key not in _measured:
+        _measured[key] = measure_costs(geometry, expansion)
+        log.info("latents of %d elements: %s", expansion.latent_dim, _measured[key])
+    return _measured[key]
+
+
 class LatentPages:
     """The pages of a device, with a scratch for what is expanded of them."""
 
@@ -85,17 +95,6 @@ class LatentPages:
     def attention_of(self, rows: StepRows) -> LatentAttention:
         """Of one step."""
         return LatentAttention(self, rows)
-
-    def find_costs(self, expansion: Expansion) -> LatentCosts:
-        """What they are; measured once in a process for layers of one shape."""
-        if self.costs is None:
-            shape = replace(self.geometry, num_layers=1), expansion.heads, expansion.key_dim, expansion.value_dim
-            key = *shape, torch.get_num_threads()
-            if key not in _measured:
-                _measured[key] = measure_costs(self.geometry, expansion)
-                log.info("latents of %d elements: %s", expansion.latent_dim, _measured[key])
-            self.costs = _measured[key]
-        return self.costs
 
     def write_latents(self, layer: int, row: ExpandedRow, k: Tensor) -> None:
         """Store the new tokens of a row: ``k [1, 1, T, D]`` of the whole step."""
@@ -196,7 +195,7 @@ class LatentAttention:
         assert expansion is not None  # for types
         if self._expanded is None:
             is_plain = not options.get("window") and options.get("sinks") is None
-            self._expanded = self._choose_rows(self._pages.find_costs(expansion)) if is_plain else []
+            self._expanded = self._choose_rows(expansion) if is_plain else []
             self._absorbed = self._attend_others()
         if not self._expanded and self._absorbed is not None:
             absorbed = expansion.absorb_queries(q)
@@ -215,8 +214,9 @@ class LatentAttention:
             out[:, row.first : row.end] = self._pages.attend_expanded(layer, row, queries, expansion, **dense)
         return out
 
-    def _choose_rows(self, costs: LatentCosts) -> list[ExpandedRow]:
+    def _choose_rows(self, expansion: Expansion) -> list[ExpandedRow]:
         """The rows that are computed expanded, in this layer and those behind it."""
+        costs = self._pages.costs or find_costs(self._pages.geometry, expansion)
         rows, tables = self._rows, np.asarray(self._rows.tables)
         chosen = []
         for number, context in enumerate(rows.contexts.tolist()):
