@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memserve.base.errors import check
 from memserve.model.attention.context import EXPANSION_ATTRIBUTE, is_in_step
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Expansion:
     """The linear that makes keys and values of one layer's latents.
 
     As long as a model is loaded and compared, the weights are those of the linear, whatever they are at that moment;
-    :meth:`own_weights` copies them, and the linear is not needed any more.
+    once :meth:`own_weights` has copied them, the linear is not needed any more.
     """
 
     def __init__(self, linear: nn.Linear, heads: int, key_dim: int, latent_dim: int) -> None:
@@ -43,8 +44,10 @@ class Expansion:
     @property
     def weights(self) -> tuple[Tensor, Tensor]:
         """``W_K [heads, key_dim, latent_dim]`` and ``W_V [heads, value_dim, latent_dim]``."""
-        if self._owned is not None or self._linear is None:
-            return self._owned  # type: ignore[return-value]  # the linear goes when they are owned
+        if self._owned is not None:
+            return self._owned
+        check(self._linear is not None, "the linear goes when its weights are owned")
+        assert self._linear is not None  # for types
         whole = self._linear.weight.detach().view(self.heads, -1, self.latent_dim)
         key, value = whole.split_with_sizes([self.key_dim, self.value_dim], dim=1)
         return key, value
@@ -57,7 +60,11 @@ class Expansion:
         """Copy the weights; from now on they do not change with the linear's."""
         if self._owned is None:
             self._owned = tuple(part.contiguous().clone() for part in self.weights)  # type: ignore[assignment]  # two
-            self._linear = None
+
+    def forget_linear(self) -> None:
+        """Own the weights alone."""
+        self.own_weights()
+        self._linear = None
 
     @staticmethod
     def join_latents(latents: Tensor, rotary: Tensor) -> Tensor:
@@ -99,16 +106,24 @@ def expanding_layers(module: Any) -> list[Any]:
     return [part for part in module.modules() if hasattr(part, EXPANSION_ATTRIBUTE)]
 
 
+def copy_expansions(module: Any, stored: StoredWeights) -> None:
+    """Copy what expands latents in ``module``. ``stored``: its weights that stay quantised; these are copied as
+    numbers."""
+    with stored.computing_as_stored():
+        for layer in expanding_layers(module):
+            getattr(layer, EXPANSION_ATTRIBUTE).own_weights()
+
+
 def own_expansions(module: Any, stored: StoredWeights) -> None:
-    """Copy what expands latents in ``module``, whose linears are left empty: nothing calls them in a step. ``stored``:
-    its weights that stay quantised; these are copied as numbers."""
+    """As :func:`copy_expansions`, and leave out the linears: nothing calls them in a step. Outside of steps ``module``
+    cannot compute any more."""
+    copy_expansions(module, stored)
     for layer in expanding_layers(module):
         expansion: Expansion = getattr(layer, EXPANSION_ATTRIBUTE)
         for name, child in list(layer.named_children()):
             if expansion.is_of(child):
                 setattr(layer, name, nn.Identity())
-        with stored.computing_as_stored():
-            expansion.own_weights()
+        expansion.forget_linear()
 
 
 def is_expanding(module: Any, linear: nn.Linear) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.nn.functional import pad
 
 from memserve.model.attention.context import step_attention
-from memserve.model.attention.expansions import own_expansions
+from memserve.model.attention.expansions import copy_expansions, own_expansions
 from memserve.model.capture import operations as fused
 from memserve.model.capture.emit import NativeStep, emit
 from memserve.model.capture.lower import Lowering
@@ -173,6 +173,7 @@ def capture_forward(module: Any, fingerprint: str | None = None) -> CapturedForw
     pages = pages_of(module)
     known = None if fingerprint is None else record_name("capture", fingerprint, str(module.dtype))
     try:
+        copy_expansions(module, stored_of(module))
         forward, vocab = EagerForward(module, pack=False), module.config.get_text_config().vocab_size
         device = next(module.parameters()).device
         is_known = known is not None and read_record(known).get("computes_alike") is True

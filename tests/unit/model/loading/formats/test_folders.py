@@ -16,6 +16,7 @@ from lora_files import save_adapter
 from memserve import LLM
 from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import CapturedForward, capture_forward
+from memserve.model.forward import EagerForward
 from memserve.model.linears import PackedLinear
 from memserve.model.loading.checkpoint import text_weights
 from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint, quantised_checkpoint
@@ -167,6 +168,21 @@ def test_experts_are_integers_in_auto(kind: str, tmp_path: Path, caplog: pytest.
     assert layers == {PackedLinear if kind in AS_NUMBERS else QuantisedLinear}
     assert ("computed with as numbers" in caplog.text) == (kind in AS_NUMBERS)
     assert error(logits(forward), expected_logits(plain)) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["gptq4_order", "w8a8", "fp8_scale_inv"])
+def test_latents_are_expanded_by_dequantised_weights(kind: str, tmp_path: Path) -> None:
+    """Whatever else stays quantised: captured, and module by module."""
+    sizes = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32, "num_key_value_heads": 4}
+    sizes |= {"qk_nope_head_dim": 32, "v_head_dim": 32}
+    quantised, plain = folders_of("minicpm3", kind, tmp_path, **sizes)
+    want = expected_logits(plain)
+    assert load(quantised).geometry.latent
+    assert error(logits(captured(load(quantised))), want) < 1e-5
+    for make in (captured, lambda model: EagerForward(model.module)):
+        model = load(quantised, "bfloat16", "auto")
+        assert bool(len(stored_of(model.module))) == (kind not in AS_NUMBERS)
+        assert 0 < error(logits(make(model)), want) < 0.2
 
 
 def test_biases_stay_beside_quantised_weights(tmp_path: Path) -> None:
