@@ -338,7 +338,7 @@ class KVGeometry:
     dtype: str  # "float32" | "bfloat16" | "float16": of what is computed
     block_tokens: int = 32
     kv_dtype: str = AS_COMPUTED  # of what is kept
-    latent: bool = False
+    latent: bool = False  # whether a value begins its key, and is not kept again
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEMSIZE:

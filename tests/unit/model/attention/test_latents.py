@@ -119,7 +119,7 @@ def test_a_row_reads_latents_that_another_writes(costs: LatentCosts) -> None:
 def test_windows_and_sinks_are_computed_absorbed() -> None:
     world, sinks = World(SHAPES["wide"], EXPANDED, [90]), torch.randn(HEADS)
     for options in ({"window": 20}, {"sinks": sinks}):
-        world.pages.attend_expanded = None  # type: ignore[method-assign,assignment]  # not to be called
+        world.pages.attend_expanded = None  # not to be called
         [out] = world.step([0], [90], **options)
         torch.testing.assert_close(out, world.truth(0, 0, 90, **options), rtol=1e-4, atol=2e-5)
 
