@@ -15,6 +15,7 @@ from geometries import SHAPES
 from memserve import LLM
 from memserve.base.errors import UserError
 from memserve.base.types import SamplingParams
+from memserve.cli.doctor import check_memory_bound
 from served_cluster import Server, eventually
 from tiny_models import LATENT, greedy_tokens, prompt, save_folder, tiny_module
 
@@ -120,6 +121,13 @@ def test_what_latents_do_not_allow_is_refused(options: dict[str, object], why: s
     folder = str(save_folder(tiny_module("deepseek_v2"), tmp_path / "tiny"))
     with pytest.raises(UserError, match=why):
         LLM(folder, dtype="float32", threads=1, **({"kv_memory": "4MiB"} | options))
+
+
+def test_doctor_says_where_the_bytes_of_a_token_come_from(tmp_path: Path) -> None:
+    folder = save_folder(tiny_module("deepseek_v3"), tmp_path / "tiny")
+    findings = {finding.name: finding.detail for finding in check_memory_bound(str(folder))}
+    assert findings["KV of a token"] == "192 bytes = 3 layers x 1 latent x 32 elements x 2 bytes"
+    assert "activations" in findings["instance memory"]
 
 
 def test_stages_share_the_layers(tmp_path: Path) -> None:

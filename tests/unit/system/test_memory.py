@@ -104,6 +104,30 @@ def test_the_bound_is_the_sum_of_its_terms() -> None:
     assert all(part.name.removesuffix("_bytes") in str(found) for part in dataclasses.fields(found))
 
 
+def test_kv_of_a_configuration_is_what_layers_keep() -> None:
+    """Of DeepSeek V3 latents and rotary keys, of others K and V of their KV heads."""
+    import transformers
+
+    latents = memory.geometry_from_config(transformers.DeepseekV3Config().to_dict(), 32)
+    assert latents == KVGeometry(61, 1, 576, 512, "bfloat16", 32, latent=True)
+    config = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    assert memory.geometry_from_config(config, 32) == GEOMETRY
+    del config["num_key_value_heads"]
+    assert memory.geometry_from_config(config, 16) == KVGeometry(30, 9, 64, 64, "bfloat16", 16)
+    with pytest.raises(KeyError):
+        memory.geometry_from_config({"hidden_size": 576}, 32)
+
+
+def test_what_is_made_of_latents_is_in_the_bound() -> None:
+    sizes, latents = memory.ModelSizes(1, 3072, 49152, 2), KVGeometry(61, 1, 576, 512, "bfloat16", 32, latent=True)
+    config = EngineOptions(kv_memory_bytes=64 * MIB).instance_config(latents, 8192, "")
+    plain = EngineOptions(kv_memory_bytes=64 * MIB).instance_config(GEOMETRY, 8192, "")
+    assert config.namespace != plain.namespace, "expanded KV is not taken for latents"
+    found = memory.memory_bound(sizes, latents, config, in_cluster=False)
+    usual = memory.memory_bound(sizes, GEOMETRY, plain, in_cluster=False)
+    assert found.activations_bytes - usual.activations_bytes == memory.LATENT_SCRATCH_BYTES
+
+
 def test_each_option_that_costs_memory_is_in_the_bound() -> None:
     sizes = memory.ModelSizes(1, 3072, 49152, 2)
     least = bound(sizes, max_running=8, max_step_tokens=512, max_waiting=16)
