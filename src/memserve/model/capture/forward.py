@@ -173,7 +173,6 @@ def capture_forward(module: Any, fingerprint: str | None = None) -> CapturedForw
     pages = pages_of(module)
     known = None if fingerprint is None else record_name("capture", fingerprint, str(module.dtype))
     try:
-        copy_expansions(module, stored_of(module))
         forward, vocab = EagerForward(module, pack=False), module.config.get_text_config().vocab_size
         device = next(module.parameters()).device
         is_known = known is not None and read_record(known).get("computes_alike") is True
@@ -182,6 +181,7 @@ def capture_forward(module: Any, fingerprint: str | None = None) -> CapturedForw
             graph = _record_graph(forward, vocab, device)  # its values do not matter
             with stored_of(module).computing_as_stored():
                 expected = _expected(forward, trials)
+        copy_expansions(module, stored_of(module))
         captured = _captured(graph, module.dtype, pages, stored_of(module))
         for trial, logits in zip(trials, expected, strict=True):
             times = _QUANTISED_TIMES * (_FEW_ROWS_TIMES if len(logits) <= _FEW_ROWS else 1.0)

@@ -154,6 +154,7 @@ class _Wrapped:
     def __init__(self, inner: Any, aside: Any) -> None:
         self._inner, self._aside = inner, aside
         self.config, self.dtype, self.parameters = inner.config, inner.dtype, inner.parameters
+        self.modules = inner.modules
 
     def forward(self, input_ids: Any, position_ids: Any, use_cache: bool, logits_to_keep: Any) -> Any:
         out = self._inner(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
