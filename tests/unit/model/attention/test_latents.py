@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from memserve.model.attention.expansions import Expansion, expanding_layers, is_
 from memserve.model.attention.latents import LatentCosts, LatentPages, measure_costs
 from memserve.model.attention.reference import attend_dense
 from memserve.model.forward import EagerForward, weights_alone
+from memserve.model.loading import probe
+from memserve.model.loading.loader import load_model
 from memserve.model.loading.probe import probe_model
 from memserve.model.loading.stored import NOT_STORED
-from tiny_models import LATENT, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
+from tiny_models import LATENT, Driver, greedy_tokens, loaded, prompt, save_folder, sequence, tiny_module
 
 ABSORBED, EXPANDED = LatentCosts(0, 0, 1, 1), LatentCosts(1, 1, 0, 0)
 BY_LENGTH = LatentCosts(absorb=1, absorbed_pair=0, expand=0, expanded_pair=1 / 60)  # expanded: few tokens of context
@@ -203,6 +206,21 @@ def test_values_made_otherwise_are_noticed() -> None:
         patch.setattr(kind, "expand_kv", lambda self, *args: (original(self, *args)[0], original(self, *args)[1] * 1.5))
         geometry, layers = probe_model(module, "float32", 32)
     assert not geometry.latent and not expanding_layers(module) and layers[0].latent_dim == 0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "longcat_flash"])
+def test_a_later_start_remembers_latents(family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which layers keep them, and which weights are used without their linear: nothing is probed again."""
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    folder, tokens = str(save_folder(tiny_module(family), tmp_path / "tiny")), prompt(40, 6)
+    expected = greedy_tokens(tiny_module(family), tokens, 3)
+    for _ in range(2):
+        model = load_model(folder, "float32", "cpu")
+        assert model.geometry.latent
+        driver = Driver(model)
+        got = driver.step([(0, 0, 40, (0,))], open=[sequence(0, tokens, [3, 1])]).tokens
+        assert got + driver.decode(0, 40, 2) == expected
+        monkeypatch.setattr(probe, "probe_model", None)
 
 
 def test_latents_can_be_left_expanded() -> None:

@@ -257,7 +257,7 @@ def test_later_start_does_not_probe_or_compare_again(
     calls: list[str] = []
     for module, name in ((probe, "probe_model"), (capture, "_compare"), (comparison, "compare_in_pieces")):
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, f=function, n=name: calls.append(n) or f(*args))
+        monkeypatch.setattr(module, name, lambda *args, f=function, n=name, **more: calls.append(n) or f(*args, **more))
 
     def start() -> tuple[LoadedModel, Tensor]:
         model = load(path, "auto")
