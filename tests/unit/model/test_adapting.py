@@ -26,6 +26,7 @@ TARGETS = {
     "gpt_oss": ["q_proj"],
     "opt": ["q_proj", "fc1", "fc2"],
     "gpt_neox": ["query_key_value", "dense_4h_to_h"],
+    "minicpm3": ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
 }
 NEW_TOKENS = 20
 PROMPTS = [prompt(40 + 7 * seed, seed=seed).tolist() for seed in range(3)]
@@ -230,6 +231,15 @@ def test_an_option_without_name_or_folder_says_how_it_is_written(text: str) -> N
     with pytest.raises(UserError, match="--lora") as raised:
         read_adapters([text])
     assert "NAME=FOLDER" in raised.value.hint
+
+
+def test_adapter_of_what_expands_latents_is_refused(tmp_path: Path) -> None:
+    """What lies in the cache is before it, and of rows with and without the adapter alike."""
+    module = tiny_module("minicpm3")
+    folder = save_folder(module, tmp_path / "model")
+    adapter = save_adapter(tmp_path / "kv", module, ["o_proj", "kv_b_proj"], seed=1)
+    with pytest.raises(UserError, match=r"adds to .*kv_b_proj, which makes keys and values of latents"):
+        load(folder, {"kv": adapter})
 
 
 def test_missing_folders_and_duplicate_names_are_refused(llama: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:
