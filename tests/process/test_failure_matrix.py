@@ -39,6 +39,8 @@ def test_clients_see_one_right_stream_and_nothing_is_left_behind(request: pytest
     cells = drawn(count, seed) if kv_dtype == "auto" else drawn(1, seed + 1)
     shape = SHAPES[request.config.getoption("--matrix-geometry")].with_codes(kv_dtype)
     assert cells
+    if shape.kv.latent and kv_dtype != "auto":
+        pytest.skip("latents are kept as they are computed")
     for result in run_matrix(cells, pause_s=7.0, clients=6, seed=seed, shape=shape):
         assert result.good, result.line()
         assert not result.errors, result.line()
