@@ -112,8 +112,7 @@ def ask_once(server: Server, tokens: np.ndarray, expected: str, cached_tokens: i
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"kv_dtype": "int8"}, "latents are kept as they are computed"),
-        ({"kv_lower_dtype": "int8", "dram_memory": "4MiB"}, "latents are kept as they are computed"),
+        ({"kv_dtype": "int8"}, "latents that attention reads are kept as they are computed"),
         ({"tensor_parallel": 2}, "all heads read them"),
     ],
 )

@@ -86,10 +86,11 @@ void bind_lower_pages(nb::module_& m) {
               const std::string& dtype, const std::string& lower_dtype) {
              const Scheme scheme = named<Scheme>(lower_dtype, kSchemeNames, "lower dtype");
              if (scheme == Scheme::as_computed) throw nb::value_error("unknown lower dtype auto");
+             if (head_dim_v < 0) throw nb::value_error("head_dim_v must not be negative");  // of latents it is 0
              if (std::max(head_dim_k, head_dim_v) > kCodedDimMax) throw nb::value_error("a head is too large for codes");
              const CodedHead head = CodedHead::make(
                  scheme, static_cast<int>(positive(head_dim_k, "head_dim_k must be positive")),
-                 static_cast<int>(positive(head_dim_v, "head_dim_v must be positive")),
+                 static_cast<int>(head_dim_v),
                  static_cast<int>(positive(block_tokens, "block_tokens must be positive")));
              new (self) LowerPages(static_cast<int>(positive(kv_heads, "kv_heads must be positive")), head,
                                    named<PageDtype>(dtype, kPageDtypes, "dtype"), scheme);

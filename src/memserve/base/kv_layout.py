@@ -56,9 +56,9 @@ def check_kv_dtypes(kv_dtype: str, lower_dtype: str, dram_memory_bytes: int) -> 
 
 def check_coded(geometry: KVGeometry, lower_dtype: str) -> None:
     """Raises :class:`UserError` for KV that has no codes of the dtypes that are asked for."""
-    if geometry.latent and (geometry.kv_dtype, lower_dtype) != (AS_COMPUTED, AS_COMPUTED):
-        hint = "leave out --kv-dtype and --kv-lower-dtype: a latent has few bytes as it is"
-        raise UserError("latents are kept as they are computed, not rounded", hint=hint, param="kv_dtype")
+    if geometry.latent and geometry.kv_dtype != AS_COMPUTED:
+        hint = "leave out --kv-dtype: a latent has few bytes as it is; --kv-lower-dtype rounds it in DRAM"
+        raise UserError("latents that attention reads are kept as they are computed", hint=hint, param="kv_dtype")
     widest, unusual = max(geometry.head_dim_k, geometry.head_dim_v), geometry.block_tokens % 16
     if widest > _CODED_HEAD_MAX and (geometry.kv_dtype, lower_dtype) != (AS_COMPUTED, AS_COMPUTED):
         hint = "leave out --kv-dtype and --kv-lower-dtype"

@@ -375,7 +375,7 @@ class KVGeometry:
 
     def code_groups(self, head_dim: int) -> int:
         """Groups with a maximum each, of ``head_dim`` elements of one token's K or V."""
-        return -(-head_dim // _INT4_GROUP) if self.kv_dtype == "int4" else 1
+        return -(-head_dim // _INT4_GROUP) if self.kv_dtype == "int4" else min(1, head_dim)
 
     @property
     def head_bytes(self) -> int:

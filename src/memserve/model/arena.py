@@ -28,7 +28,7 @@ def lower_pages(geometry: KVGeometry, lower_dtype: str) -> _core.LowerPages | No
     if lower_dtype == AS_COMPUTED:
         return None
     check(geometry.kv_dtype == AS_COMPUTED, "codes are not rounded again")
-    sizes = geometry.num_kv_heads, geometry.head_dim_k, geometry.head_dim_v, geometry.block_tokens
+    sizes = geometry.num_kv_heads, *geometry.kept_dims, geometry.block_tokens
     pages = _core.LowerPages(*sizes, geometry.dtype, lower_dtype)
     check(pages.lower_page_bytes == lower_page_bytes(geometry, lower_dtype), "a lower page has another size")
     return pages

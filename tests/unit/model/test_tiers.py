@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from geometries import CODED_SHAPES, SHAPES
+from geometries import SHAPES
 from memserve.base.config import EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import lower_block_bytes, lower_page_bytes
@@ -20,7 +20,7 @@ GEOMETRIES = [
     KVGeometry(3, 2, 8, 8, "float32", 8),
     KVGeometry(2, 1, 192, 128, "float16", 1),
     KVGeometry(1, 7, 3, 5, "float32", 3),
-    *(SHAPES[name].kv for name in CODED_SHAPES),
+    *(shape.kv for shape in SHAPES.values()),
 ]
 SMOLLM2 = SHAPES["smollm2"].kv
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 
 from memserve.base.errors import InvariantError, UserError
 from memserve.base.kv_layout import Parallel, check_coded, shares
-from memserve.base.types import KVGeometry
+from memserve.base.types import KV_DTYPES, CopyBlocks, KVGeometry, Tier
 from memserve.model.attention import latents
 from memserve.model.attention.context import StepRows
 from memserve.model.attention.expansions import Expansion, expanding_layers, is_expanding, own_expansions
 from memserve.model.attention.latents import LatentCosts, LatentPages, measure_costs
-from memserve.model.attention.reference import attend_dense
+from memserve.model.attention.reference import ReferencePages, attend_dense, round_kv, values_of
 from memserve.model.forward import EagerForward, weights_alone
 from memserve.model.loading import probe
 from memserve.model.loading.loader import load_model
@@ -223,6 +224,22 @@ def test_a_later_start_remembers_latents(family: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(probe, "probe_model", None)
 
 
+@pytest.mark.parametrize("lower", KV_DTYPES)
+def test_latents_are_rounded_in_dram_alone(lower: str) -> None:
+    """Down to DRAM and up again: each token's latent is one group of codes, or a group for each 32 elements."""
+    tokens, model = prompt(64, 2), loaded(tiny_module("deepseek_v2"))
+    driver = Driver(model, lower_dtype=lower)
+    driver.step([(0, 0, 64, (0,))], open=[sequence(0, tokens, [3, 1])])
+    pages = ReferencePages(driver.device._arenas.hbm.view(-1), model.geometry)
+    before = pages.k[[3, 1]].transpose(-1, -2).clone()
+    out = CopyBlocks(Tier.HBM, Tier.DRAM, [3, 1], [6, 0])
+    driver.step([], close=[0], copies=[out, CopyBlocks(Tier.DRAM, Tier.HBM, [6, 0], [9, 8])])
+    after = pages.k[[9, 8]].transpose(-1, -2)
+    coded = KVGeometry(3, 1, 32, 24, "float32", 32, lower)
+    expected = before if lower == "auto" else values_of(*round_kv(before, coded), coded)
+    assert torch.equal(after, expected) and (lower == "auto") == torch.equal(after, before)
+
+
 def test_latents_can_be_left_expanded() -> None:
     geometry, _ = probe_model(tiny_module("deepseek_v2"), "float32", 32, keep_latents=False)
     assert geometry == KVGeometry(3, 4, 24, 8, "float32", 32)
@@ -272,6 +289,6 @@ def test_what_latents_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="all heads read them"):
         shares(Parallel(tensor=2), kv)
     assert len(shares(Parallel(pipeline=2), kv)) == 2
-    check_coded(kv, "auto")
-    with pytest.raises(UserError, match="not rounded"):
-        check_coded(kv, "int8")
+    check_coded(kv, "int8")
+    with pytest.raises(UserError, match="kept as they are computed"):
+        check_coded(replace(kv, kv_dtype="int8"), "auto")
