@@ -93,7 +93,7 @@ void RadixIndex::check_invariants() const {
 }
 
 size_t RadixIndex::bytes() const {
-  return nodes_.size() * sizeof(Node) + buckets_.size() * sizeof(Node*) + rows_.bytes();
+  return nodes_.bytes() + buckets_.bytes() + rows_.bytes();
 }
 
 }  // namespace memserve

@@ -124,7 +124,10 @@ size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
     const size_t here = std::min<size_t>(victim.blocks, node->hbm);
     auto wanted = static_cast<uint32_t>(std::min(count - (out.freed - before), here));
     // Demoted blocks make their owner heavier in DRAM, which may change the next choice.
-    if (owners_.size() > 1 && blocks_in_[kDram] > 0 && allocator_[kDram]->blocks_free() < static_cast<int32_t>(wanted)) wanted = 1;
+    if (owners_.size() > 1 && blocks_in_[kDram] > 0 &&
+        allocator_[kDram]->blocks_free() < static_cast<int32_t>(wanted)) {
+      wanted = 1;
+    }
     const uint32_t room = reserve_dram(wanted, out);
     if (room < wanted) {
       drop_unlocked_below(node, out);

@@ -10,6 +10,7 @@
 //   * Along any path from the root the tier never goes up: HBM blocks, then DRAM blocks. So eviction takes leaves of a
 //     tier first, and what is left is always a usable prefix.
 //   * node.locks = pins that end in the node's subtree. Locked nodes are in no LRU list and are never evicted.
+//   * A pin is a use, and the only one: requests, forks, transfers and hand-overs all take blocks by it.
 //   * An unlocked node is in the LRU list of its owner for each tier that it has blocks in, and never behind (older
 //     than) a child of its own in that list: the list's tail is always evictable. Paths are touched deepest node first
 //     to keep it so.
@@ -218,6 +219,8 @@ class RadixIndex {
   void demote_tail(Node* node, uint32_t count, Eviction& out);
   uint32_t reserve_dram(uint32_t count, Eviction& out);
   void drop_unlocked_below(Node* node, Eviction& out);
+
+  // check.cpp
   void check_node(const Node& node, size_t (&in)[kTiers], size_t (&locked)[kTiers]) const;
   void check_list(const Owner& owner, int tier) const;
   void check_owners() const;

@@ -24,6 +24,13 @@ class Slab {
 
   size_t size() const { return size_; }
 
+  // Of the chunks, whose ends no item fits into.
+  size_t bytes() const {
+    size_t total = 0;
+    for (const auto& arena : arenas_) total += arena->nbytes();
+    return total;
+  }
+
   T& operator[](size_t i) {
     if (i < kFirst) return chunks_[0][i];
     return chunks_[1 + (i - kFirst) / kLater][(i - kFirst) % kLater];

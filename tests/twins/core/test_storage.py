@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from random import Random
 
 import numpy as np
@@ -69,6 +71,29 @@ def test_memory_is_used_again_and_given_back(block_tokens: int) -> None:
         index.check_invariants()
         assert index.nbytes < 3 << 20
     assert min(sizes) > 5 << 20 and max(sizes) < 1.3 * min(sizes)
+
+
+GROWTH = """
+import re
+import numpy as np
+from memserve._core import RadixIndex
+
+def resident_bytes() -> int:
+    return 1024 * int(re.search("RssAnon: *(.+) kB", open("/proc/self/status").read().replace("\\t", " "))[1])
+
+index, tokens, block = RadixIndex(1), np.arange(200_000, dtype=np.int32), np.zeros(1, np.int32)
+index.insert(b"n" * 16, tokens[:1], block)
+before = resident_bytes()
+for place in range(1, len(tokens)):
+    index.insert(b"n" * 16, tokens[place : place + 1], block)
+print(index.nbytes / (resident_bytes() - before))
+"""
+
+
+def test_the_size_of_an_index_is_what_it_takes() -> None:
+    """Nodes and the table of children, not only their rows; in whole chunks, the last of which are half used."""
+    run = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, timeout=60, check=True)
+    assert 0.9 < float(run.stdout) < 1.2
 
 
 def test_an_edge_longer_than_a_huge_page() -> None:

@@ -208,6 +208,14 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
     assert texts[0] == "a" and texts[-1].endswith("\ufffd")
 
 
+@pytest.mark.parametrize(("first", "reason"), [(50, FinishReason.LENGTH), (0, FinishReason.STOP)])
+def test_min_tokens_cover_an_unfinished_character(first: int, reason: FinishReason) -> None:
+    stream = TextStream(TOKENIZER, stops=Stops(["\ufffd"]), min_tokens=first)
+    texts = feed(stream, encode("a😀")[:-1])
+    assert stream.finish_reason is reason
+    assert "".join(texts).endswith("\ufffd") == (first > 0)
+
+
 def test_several_tokens_at_once_and_nothing_after_the_stop() -> None:
     stream = TextStream(TOKENIZER, stops=Stops(["is"]))
     delta = stream.push_output(TokenOutput("r", 0, tuple(encode(SCRIPT_TEXT)), finish_reason=FinishReason.LENGTH))

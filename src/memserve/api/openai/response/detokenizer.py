@@ -160,7 +160,7 @@ class TextStream:
             return self._make_delta(text, stop_found=output.finish_reason is None)
         if output.finish_reason is not None:
             rest = self._detokenizer.flush_text()
-            text += rest if self._finder is None else self._finder.push(rest) + self._finder.finish()
+            text += self._show(rest) + ("" if self._finder is None else self._finder.finish())
             self.finish_reason = FinishReason.STOP if self._is_stopped else output.finish_reason
         return self._make_delta(text)
 
@@ -175,7 +175,11 @@ class TextStream:
             return ""  # a stop token ends the text and is no part of it
         text = self._detokenizer.push_token(token)
         self._decoded_chars += len(text)
-        if self._finder is None or len(self.tokens) <= self._min_tokens:  # no stop string may begin in the first tokens
+        return self._show(text)
+
+    def _show(self, text: str) -> str:
+        """What of ``text``, of the last tokens, the client may see. No stop string may begin in the first tokens."""
+        if self._finder is None or len(self.tokens) <= self._min_tokens:
             return text
         return self._finder.push(text)
 
