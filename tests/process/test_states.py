@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,28 +15,62 @@ from served_cluster import Server, eventually
 from tiny_models import one_engine, prompt, save_folder, tiny_module
 
 
-@pytest.mark.parametrize(("family", "instances"), [("qwen3_5", 1), ("mamba2", 1), ("falcon_h1", 2)])
-def test_a_server_answers_as_the_model(family: str, instances: int, tmp_path: Path) -> None:
-    """Prompts of many lengths, twice, then longer ones that begin alike; the second time the cache is used."""
-    folder = save_folder(tiny_module(family), tmp_path / "tiny")
-    prompts = [prompt(length, seed).tolist() for seed, length in enumerate((5, 40, 70))]
-    prompts += [[*prompts[2], *prompt(40, seed).tolist()] for seed in (7, 8, 9)]
-    with one_engine(folder) as complete:
-        expected = [complete(tokens, 20) for tokens in prompts]
-    server = Server(folder, *(["--colocated", str(instances)] if instances > 1 else []))
+@contextmanager
+def served(folder: Path, *arguments: str) -> Iterator[Server]:
+    server = Server(folder, *arguments)
     try:
-        assert [server.complete(tokens, 20) for tokens in prompts] == expected
-        assert [server.complete(tokens, 20) for tokens in prompts] == expected
-        eventually(lambda: server.counter("cached_tokens") > 0 and server.counter("snapshots_used") > 0)
+        yield server
         eventually(lambda: not server.held())
     finally:
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(60)
 
 
-def test_a_server_of_prefill_and_decode_is_refused(tmp_path: Path) -> None:
+def growing_prompts() -> list[list[int]]:
+    """Of many lengths, and longer ones that begin alike."""
+    prompts = [prompt(length, seed).tolist() for seed, length in enumerate((5, 40, 70))]
+    return prompts + [[*prompts[2], *prompt(40, seed).tolist()] for seed in (7, 8, 9)]
 
-    folder = save_folder(tiny_module("qwen3_5"), tmp_path / "model")
+
+@pytest.mark.parametrize(("family", "instances"), [("qwen3_5", 1), ("mamba2", 1), ("falcon_h1", 2)])
+def test_a_server_answers_as_the_model(family: str, instances: int, tmp_path: Path) -> None:
+    """Twice; the second time the cache is used."""
+    folder = save_folder(tiny_module(family), tmp_path / "tiny")
+    prompts = growing_prompts()
+    with one_engine(folder) as complete:
+        expected = [complete(tokens, 20) for tokens in prompts]
+    with served(folder, *(["--colocated", str(instances)] if instances > 1 else [])) as server:
+        assert [server.complete(tokens, 20) for tokens in prompts] == expected
+        assert [server.complete(tokens, 20) for tokens in prompts] == expected
+        eventually(lambda: server.counter("cached_tokens") > 0 and server.counter("snapshots_used") > 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_prefill_and_decode_answer_as_the_model(family: str, tmp_path: Path) -> None:
+    """Cold, warm, and as turns of a conversation: what the decode instance has computed comes back with its state."""
+    folder = save_folder(tiny_module(family), tmp_path / "tiny")
+    prompts = growing_prompts()
+    turns = [prompts[2], [*prompts[2], *prompt(50, 11).tolist()]]
+    with one_engine(folder) as complete:
+        expected = [complete(tokens, 40) for tokens in prompts]
+        for _ in range(2):
+            said = [int(word[1:]) for word in complete(turns[-1], 34).split()]
+            turns.append([*turns[-1], *said, *prompt(9, len(turns)).tolist()])
+        answers = [complete(tokens, 34) for tokens in turns]
+    with served(folder, "--prefill", "1", "--decode", "1") as server:
+        assert [server.complete(tokens, 40) for tokens in prompts] == expected
+        cold_tokens = server.counter("cached_tokens")
+        assert [server.complete(tokens, 40) for tokens in prompts] == expected
+        eventually(lambda: server.counter("cached_tokens") > cold_tokens)
+        assert [server.complete(tokens, 34) for tokens in turns] == answers
+        count = 2 * len(prompts) + len(turns)
+        eventually(lambda: server.counter("taken_over") == server.counter("handed_over") == count)
+        eventually(lambda: server.counter("returned_blocks") > 0 and server.counter("reused_blocks") > 0)
+        assert not server.counter("transfers_failed")
+
+
+def test_a_model_without_attention_is_not_handed_over(tmp_path: Path) -> None:
+    folder = save_folder(tiny_module("mamba2"), tmp_path / "model")
     command = [sys.executable, "-m", "memserve", "serve", "--model", str(folder), "--dtype", "float32", "--port", "0"]
     command += ["--kv-memory", "4MiB", "--prefill", "1", "--decode", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

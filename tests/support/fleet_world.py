@@ -40,6 +40,7 @@ from memserve.protocol.messages import (
 )
 from memserve.protocol.peers import ROUTER, Peer, PeerInfo
 from memserve_lab.sim.reference.device import OracleDevice
+from memserve_lab.sim.reference.memory import SymbolicStates
 from memserve_lab.sim.reference.oracle import lone_tokens
 
 BLOCK = 4
@@ -64,6 +65,8 @@ class Member:
         self.machine = Instance(cfg, kv.block_tokens, self_peer=self.peer, geometry=kv)
         sizes = kv.block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks
         self.device = OracleDevice(*sizes, VOCAB, layers=kv.num_layers)
+        if cfg.pool.states is not None:
+            self.device.states = SymbolicStates(self.device.kv)
         self.plans, self.jobs, self.builds, self.masks = deque(), deque(), deque(), deque()
         self.built = {0}  # jobs
         chance = Random(name)

@@ -25,7 +25,8 @@ from memserve.kv.costs import PreemptionCosts
 from memserve.kv.pool import BlockPool
 from memserve.protocol.events import EmitTokens, RejectRequest, RequestArrived
 from memserve_lab.sim.fuzz.scenario_features import foretell
-from memserve_lab.sim.reference.device import SymbolicDevice, SymbolicStates, fail_row
+from memserve_lab.sim.reference.device import SymbolicDevice, fail_row
+from memserve_lab.sim.reference.memory import SymbolicStates
 from memserve_lab.sim.reference.oracle import lone_beams as beams_of
 from memserve_lab.sim.reference.oracle import lone_tokens
 from pool_twin import TwinPool

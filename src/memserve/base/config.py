@@ -94,6 +94,11 @@ class PoolConfig:
     states: StatePages | None = None
     """How snapshots of recurrent states lie. None: the model has no such state."""
 
+    def with_whole_snapshots(self) -> PoolConfig:
+        """Snapshots that lie among blocks have whole ones, so that they can go where blocks go."""
+        states = self.states
+        return self if states is None else dataclasses.replace(self, states=dataclasses.replace(states, per_block=1))
+
     def __post_init__(self) -> None:
         _positive("hbm_blocks", self.hbm_blocks, "give the pool more memory, e.g. --kv-memory 512MiB")
         if self.dram_blocks < 0:

@@ -125,6 +125,16 @@ class StatePages:
     per_block: int = 1
     """N: a block has N pages of one snapshot each; page ``p`` lies in block ``p // N``."""
 
+    @property
+    def whole_blocks(self) -> bool:
+        """Whether each snapshot has whole blocks of its own, so that it can go where blocks go."""
+        return not self.own_pages and self.per_block == 1
+
+    def layers_of_last(self, geometry: KVGeometry) -> int:
+        """How many layers' pages of its last block a snapshot fills, where it has whole blocks."""
+        rest = self.state_bytes - (self.pages_each - 1) * geometry.block_bytes
+        return min(geometry.num_layers, ceil_div(rest, geometry.page_bytes))
+
 
 @dataclass(frozen=True, slots=True)
 class DividedMemory:

@@ -96,7 +96,9 @@ def _assemble_parts(
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes,
         states=model.states,
     )  # fmt: skip
-    shares_kv = not model.states and (not on_gpu or self_peer is not None)
+    if config.pool.states is not None and self_peer is not None:
+        config = dataclasses.replace(config, pool=config.pool.with_whole_snapshots())
+    shares_kv = (not model.states or model.states.attends) and (not on_gpu or self_peer is not None)
     if model.states:
         _check_states(model, options, config, role)
     if gpu_workers is not None and self_peer is not None:
@@ -130,9 +132,9 @@ def _assemble_parts(
 
 def _check_states(model: LoadedModel, options: EngineOptions, config: InstanceConfig, role: Role) -> None:
     """Raises :class:`UserError` for what a model with a recurrent state cannot be yet; says what limits it."""
-    if role is not Role.COLOCATED:
+    if role is not Role.COLOCATED and not model.states.attends:
         raise UserError(
-            "a model with a recurrent state is not handed over from prefill to decode instances yet",
+            "a model without attention is not handed over from prefill to decode instances yet",
             hint="serve it with colocated instances: --colocated N",
             param="prefill",
         )

@@ -118,6 +118,15 @@ class BlockAccessLog:
         if plan > self.last_finished:
             self._written[Tier.HBM].note_blocks(plan, blocks)
 
+    def on_state_read(self, blocks: Iterable[int]) -> None:
+        """The next plan reads a snapshot in these HBM blocks, whatever becomes of it until then."""
+        self._touched[Tier.HBM].note_blocks(self.last_made + 1, blocks)
+
+    def on_state_written(self, blocks: Iterable[int]) -> None:
+        """The next plan writes a snapshot to these HBM blocks."""
+        self.on_state_read(blocks)
+        self._written[Tier.HBM].note_blocks(self.last_made + 1, blocks)
+
     def plan_made(self, step_id: int) -> None:
         """Plan ``step_id`` carries everything that was recorded."""
         check(step_id > self.last_made, f"plan {step_id} was made after plan {self.last_made}")

@@ -104,10 +104,14 @@ class BlockPool:
 
     def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
         """Blocks of the cached prefix of ``tokens`` in HBM, and behind them in DRAM. Changes nothing."""
-        if not self.config.caching:
-            return 0, 0
         if self.snapshots is not None:
             return self.match(tenant, tokens) // self.block_tokens, 0
+        return self.match_kv_blocks(tenant, tokens)
+
+    def match_kv_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
+        """As :meth:`match_blocks`, for KV alone."""
+        if not self.config.caching:
+            return 0, 0
         matched = self._index.match_blocks(self._namespace_id(tenant), tokens)
         return len(matched.hbm), len(matched.dram)
 
@@ -123,19 +127,23 @@ class BlockPool:
         Blocks in DRAM are copied up as far as HBM has room (which may evict unpinned blocks); the prefix is cut behind
         them.
         """
+        snapshot = self._longest_snapshot(tenant, tokens)
+        if self.snapshots is not None:
+            tokens = tokens[: snapshot.tokens if snapshot is not None else 0]
+        lease = self.acquire_kv(tenant, tokens)
+        if snapshot is not None and self.snapshots is not None:
+            self.snapshots.pin(snapshot)
+            lease.snapshot = snapshot
+        return lease
+
+    def acquire_kv(self, tenant: str, tokens: TokenArray) -> Lease:
+        """As :meth:`acquire`, for KV alone."""
         if not self.config.caching:
             return Lease()
-        snapshot = None
-        if self.snapshots is not None:
-            snapshot = self._longest_snapshot(tenant, tokens)
-            tokens = tokens[: snapshot.tokens if snapshot is not None else 0]
         matched = self._index.acquire(self._namespace_id(tenant), tokens)
         lease = Lease(matched.hbm.tolist(), matched.tokens, 0, matched.pin)
         if len(matched.dram):
             self._promote_blocks(lease, len(matched.dram))
-        if snapshot is not None and self.snapshots is not None:
-            self.snapshots.pin(snapshot)
-            lease.snapshot = snapshot
         return lease
 
     def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int], *, written_by: int) -> int:
@@ -247,6 +255,50 @@ class BlockPool:
         if len(matched.hbm) * self.block_tokens < len(tokens):
             return False
         return self.snapshots.keep(snapshot, self.identities(tenant, tokens), tokens, matched.hbm[-1])
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of one snapshot. 0: there are none, or they do not lie in blocks of their own."""
+        states = self.config.states
+        return states.pages_each if states is not None and states.whole_blocks else 0
+
+    def lend_snapshot(self, snapshot: StateSnapshot) -> Lease:
+        """The snapshot's blocks for a peer: pinned, with a reference on each, which keeps their bytes even where the
+        snapshot is lost meanwhile. Ended by :meth:`unpin` and :meth:`release`."""
+        check(self.state_blocks and self.snapshots is not None, "snapshots here cannot be lent")
+        if self.snapshots is not None:
+            self.snapshots.pin(snapshot)
+        self.retain(snapshot.pages)
+        return Lease(list(snapshot.pages), snapshot.tokens, snapshot=snapshot)
+
+    def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
+        """The longest cached snapshot of a prefix of ``tokens``, as :meth:`lend_snapshot` gives it. None: there is none
+        of that many ``blocks``."""
+        snapshot = self._longest_snapshot(tenant, tokens) if blocks and blocks == self.state_blocks else None
+        return None if snapshot is None else self.lend_snapshot(snapshot)
+
+    def adopt_snapshot(self, tokens: int, blocks: Sequence[int]) -> StateSnapshot:
+        """A snapshot behind ``tokens`` tokens that a peer sent, in ``blocks`` whose references the caller gives up; the
+        caller has it until it is cached or forgotten."""
+        check(self.snapshots is not None, "a model without a recurrent state has no snapshots")
+        return self.snapshots.adopt(tokens, blocks)  # type: ignore[union-attr]  # checked in the line before
+
+    def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:
+        """Cache the snapshot behind ``tokens`` that lies in ``blocks``, with references of its own. False: there is
+        one, or their KV is not here."""
+        self.retain(blocks)
+        snapshot = self.adopt_snapshot(len(tokens), blocks)
+        is_kept = self.keep_snapshot(tenant, tokens, snapshot)
+        if not is_kept and self.snapshots is not None:
+            self.snapshots.forget(snapshot)
+        return is_kept
+
+    def note_state_access(self, pages: Sequence[int], *, writes: bool) -> None:
+        """The next plan reads, or writes, a snapshot in ``pages``."""
+        if self.access is None or self.config.states is None or self.config.states.own_pages:
+            return
+        blocks = {page // self.config.states.per_block for page in pages}
+        (self.access.on_state_written if writes else self.access.on_state_read)(blocks)
 
     def forget_snapshots(self, tenant: str, tokens: TokenArray) -> None:
         """Give up every snapshot of a prefix of ``tokens``."""

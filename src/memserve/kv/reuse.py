@@ -46,6 +46,10 @@ class Prefix:
 
     link: CopyCurve | None = None
     """What moving from there costs. None: as the costs of this instance say."""
+    present_tokens: int = 0
+    """Of ``remote_tokens``, the first: their KV is here, and only the recurrent state behind them is not."""
+    state_bytes: int = 0
+    """Of a recurrent state, which is moved with the KV that it stands behind. 0: layers keep KV alone."""
 
     @property
     def own_tokens(self) -> int:
@@ -192,11 +196,16 @@ def _fetch_ns(costs: CostModel, geometry: KVGeometry, prefix: Prefix, tokens: in
     """The first ``tokens`` of ``prefix.remote_tokens``. Those on a disk may be any of them: as many as there can be."""
     disk = prefix.disk or costs.disk
     read_ns = _kv_ns(disk, geometry, min(tokens, prefix.disk_tokens))
-    return _kv_ns(prefix.link or costs.link_curve(prefix.same_host), geometry, tokens) + read_ns
+    moved = max(0, tokens - prefix.present_tokens) + ceil_div(prefix.state_bytes, geometry.token_bytes)
+    return _kv_ns(prefix.link or costs.link_curve(prefix.same_host), geometry, moved) + read_ns
 
 
 def _hidden_tokens(costs: CostModel, geometry: KVGeometry, prefix: Prefix, free_ns: int) -> int:
-    """How many of the remote tokens can be fetched within ``free_ns``: whole blocks, or all."""
+    """How many of the remote tokens can be fetched within ``free_ns``: whole blocks, or all. In the middle of them
+    there need be no state to go on from."""
+    if prefix.state_bytes:
+        tokens = prefix.remote_tokens
+        return tokens if tokens and _fetch_ns(costs, geometry, prefix, tokens) <= free_ns else 0
     link, tokens = prefix.link or costs.link_curve(prefix.same_host), prefix.remote_tokens
     block_ns, left_ns = link.piece_ns + link.byte_ns * geometry.block_bytes, free_ns - link.start_ns
     if prefix.disk_tokens:

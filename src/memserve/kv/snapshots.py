@@ -125,6 +125,12 @@ class SnapshotPages:
         self._open[blocks[0]] = list(range(first + self.layout.per_block - 1, first, -1))
         return [first]
 
+    def adopt(self, blocks: Sequence[int]) -> list[int]:
+        """Pages of one snapshot that has come in whole blocks; their references are this object's from now on."""
+        check(self.layout.whole_blocks and len(blocks) == self.layout.pages_each, "not the blocks of one snapshot")
+        self._taken |= dict.fromkeys(blocks, 1)
+        return list(blocks)
+
     def release(self, pages: Sequence[int]) -> None:
         """Give them back; a block without any is free."""
         for page in pages:
@@ -156,7 +162,7 @@ class SnapshotPages:
         free = {block: size - count for block, count in self._taken.items() if count < size}
         check({block: len(rest) for block, rest in self._open.items()} == free, "free pages were counted wrongly")
         check(not set(pages) & {page for rest in self._open.values() for page in rest}, "a page is free and taken")
-        check(all(self._allocator.ref_count(block) == 1 for block in taken), "a block of snapshots has another holder")
+        check(all(self._allocator.ref_count(block) >= 1 for block in taken), "a block of snapshots is free")
         check(self._own is None or self._own.blocks_used == len(self._taken), "pages of no snapshot are in use")
         check(self._pins.keys() == set(pinned), "pinned blocks were counted wrongly")
 
@@ -200,6 +206,12 @@ class SnapshotCache:
         self._running[snapshot] = None
         return snapshot
 
+    def adopt(self, tokens: int, blocks: Sequence[int]) -> StateSnapshot:
+        """A running snapshot that has come from elsewhere, in ``blocks`` whose references the caller gives up."""
+        snapshot = StateSnapshot(tokens, self.pages.adopt(blocks))
+        self._running[snapshot] = None
+        return snapshot
+
     def give_up_behind(self) -> bool:
         """Give up the oldest snapshot that has a longer one on its path. False: there is none."""
         snapshot = next((snapshot for snapshot in self._behind if not snapshot.pins), None)
@@ -213,7 +225,7 @@ class SnapshotCache:
 
     def give_up_running(self) -> bool:
         """Give up what a sequence would leave behind. False: there is none."""
-        snapshot = next(iter(self._running), None)
+        snapshot = next((snapshot for snapshot in self._running if not snapshot.pins), None)
         return snapshot is not None and self.forget(snapshot)
 
     def forget(self, snapshot: StateSnapshot) -> bool:

@@ -343,6 +343,9 @@ class Offer(Message, frozen=True, tag=True):
     """Blocks that follow ``blocks`` and lie in the owner's DRAM (``blocks`` then lie in HBM)."""
     router: Peer | None = None
     """A handoff: the follower whose attempt it is. None: it is the owner's."""
+    state_blocks: Natural = 0
+    """So many blocks follow those of ``tokens``: the recurrent state behind them, where layers keep one. Of a handoff
+    they come with ``MoreBlocks``."""
 
 
 class MoreBlocks(Message, frozen=True, tag=True):
@@ -408,6 +411,8 @@ class Fetch(Message, frozen=True, tag=True):
     first_block: Natural
     end_block: Natural
     deadline_in_ns: Natural = 0  # for how long the sender waits; 0: not said
+    state_blocks: Natural = 0
+    """Offer only what a recurrent state in so many blocks stands behind, and that as well. 0: KV alone is wanted."""
 
 
 # -- remote memory: MemServe's Table 1 with an instance id

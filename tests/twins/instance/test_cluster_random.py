@@ -20,6 +20,7 @@ from fleet_world import BLOCK, GEOMETRY, ROUTER_PEER, Fleet, TransferMode, fleet
 from geometries import SHAPES
 from instance_world import VOCAB, request
 from memserve.base.config import ExchangeConfig
+from memserve.base.states import StatePages
 from memserve.base.types import FinishReason, Tier
 from memserve.base.units import NS_PER_S
 from memserve.instance.cluster import store_export as store_offers
@@ -36,7 +37,7 @@ class Life:
     """Everything that a cluster does to instances, in any order, on tiny pools; a seed is a complete bug report. Texts
     grow with the ``geometry``'s blocks."""
 
-    def __init__(self, seed, geometry=GEOMETRY):
+    def __init__(self, seed, geometry=GEOMETRY, **fixed):
         self.random = random = Random(seed)
         self.scale = geometry.block_tokens // BLOCK
         common = {
@@ -48,7 +49,7 @@ class Life:
             "depth": random.randint(1, 3),
             "preemption": random.choice(["auto", "swap", "recompute"]),
             "context": 64 * self.scale,
-        }
+        } | fixed
         exchange = ExchangeConfig(pulls_in_flight=random.randint(1, 3), event_capacity=random.choice([0, 8, 1000]))
         self.configs = {}
         for name in "pdqe"[: random.randint(2, 4)]:
@@ -211,8 +212,8 @@ def test_random_lives(part):
 class StoreLife(Life):
     """A life with a store, which may die and come back empty."""
 
-    def __init__(self, seed, geometry=GEOMETRY):
-        super().__init__(seed, geometry)
+    def __init__(self, seed, geometry=GEOMETRY, **fixed):
+        super().__init__(seed, geometry, **fixed)
         self.generation = 0
         self.start_store()
         self.rules += [self.kill_store, self.start_store, self.silence, self.forget, self.corrupt_store]
@@ -257,6 +258,27 @@ class StoreLife(Life):
         for name in self.fleet.instances:
             writer = self.fleet.members[name].machine.link.writer
             assert not writer.offers.exported
+
+
+STATES = (StatePages(10, 1), StatePages(300, 2), StatePages(350, 3))
+"""Of blocks with 160 bytes in five layers: the last block is full, or a page or two of it are."""
+
+
+class StateLife(Life):
+    """Layers have recurrent states as well, which lie on one tier."""
+
+    def __init__(self, seed):
+        super().__init__(seed, dram=0, states=STATES[seed % len(STATES)])
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_lives_with_states(part):
+    for seed in range(part, SEEDS, 2):
+        try:
+            StateLife(seed).live()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -18,7 +18,7 @@ from memserve.store.disks.jobs import place_of
 from memserve_lab.sim.fuzz.clients import OutputChecker
 from memserve_lab.sim.fuzz.stores import FuzzedStore, read_record, seal_of
 from memserve_lab.sim.nodes import InstanceNode, MemberNode
-from memserve_lab.sim.reference.device import in_layer
+from memserve_lab.sim.reference.memory import in_layer
 from memserve_lab.sim.reference.oracle import cell, mix, require
 
 

@@ -47,7 +47,8 @@ _STAGE_FACTS = {
     "fetch": ("fetch_decision", "fetched_tokens", "fetched_from", "fetched_tier", "fetch_cut", "fetch_failed"),
     "prefill": ("begins_by_layer", "by_layer"),
     "transfer": (
-        "handoff_mode", "handoff_blocks_received", "handoff_blocks_reused", "handoff_bytes", "handoff_link",
+        "handoff_mode", "handoff_blocks_received", "handoff_blocks_reused", "handoff_bytes",
+        "handoff_state_bytes", "handoff_link",
         "prefilled_at", "handoff_not_made",
     ),
     "decode": ("slo_tpot", "drafts_kept", "returned_blocks"),

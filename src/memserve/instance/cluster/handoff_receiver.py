@@ -16,6 +16,7 @@ from memserve.base.units import NS_PER_MS
 from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.sequence import Cause, Fact, Group, RemoteState, Sequence
 from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.pool import Lease
 from memserve.kv.transfer.events import HandoffArrived, HandoffFailed, HandoffOffered
 from memserve.kv.transfer.exchange import Exchange, OfferedBlocks
 from memserve.protocol.events import RejectRequest
@@ -33,6 +34,8 @@ class _Generated:
     first_block: int
     blocks: list[int]
     dram_blocks: list[int]
+    state: Lease | None
+    """The snapshot behind ``tokens``, where layers have one."""
 
 
 class HandoffReceiver:
@@ -86,7 +89,7 @@ class HandoffReceiver:
         group = self.pending_imports.pop(outcome.transfer_id)
         remote = group.remote
         unknown = self._intake.unknown_token(outcome.first_tokens)
-        if remote is None or unknown or not _agrees(group, outcome):
+        if remote is None or unknown or not _agrees(group, outcome) or (group.beam is not None and outcome.state):
             self._release_blocks(outcome)
             self.failed += 1
             self._state.drop_group(group)
@@ -107,7 +110,7 @@ class HandoffReceiver:
             self._await_grammar(group)
             return True
         self._state.memory.adopt_blocks(
-            first, outcome.blocks, outcome.lease, tokens if group.beam is None else tokens - 1
+            first, outcome.blocks, outcome.lease, tokens if group.beam is None else tokens - 1, outcome.state
         )
         self._state.move(first, Cause.REMOTE_KV_ARRIVED)
         if group.beam is None:
@@ -147,6 +150,7 @@ class HandoffReceiver:
             self._state.memory.pool.unpin(outcome.lease)
         pool = self._state.memory.pool
         (pool.release if outcome.tier is Tier.HBM else pool.release_dram)(outcome.blocks)
+        pool.release(outcome.state)
 
     # -- the KV will not come
 
@@ -177,11 +181,17 @@ class HandoffReceiver:
         """The instance was expelled: no generated KV is sent back."""
         for part in self._generated:
             self._release_generated(part)
+            self._release_state(part)
         self._generated.clear()
 
     def _release_generated(self, part: _Generated) -> None:
         self._state.memory.pool.release(part.blocks)
         self._state.memory.pool.release_dram(part.dram_blocks)
+
+    def _release_state(self, part: _Generated) -> None:
+        if part.state is not None:
+            self._state.memory.pool.unpin(part.state)
+            self._state.memory.pool.release(part.state.blocks)
 
     # -- sending generated KV back
 
@@ -191,7 +201,11 @@ class HandoffReceiver:
         if remote is None or remote.home is None:
             return
         first, end = remote.home_tokens // block_tokens, min(sequence.computed, sequence.known_length) // block_tokens
-        by_layer, dram_blocks, pool = sequence.layered, list[int](), self._state.memory.pool
+        by_layer, dram_blocks, memory = sequence.layered, list[int](), self._state.memory
+        pool, state = memory.pool, None
+        if memory.states.has_states:  # KV that no state stands behind is computed there
+            state = memory.states.lend_last(sequence, (first + 1) * block_tokens)
+            end = state.tokens // block_tokens if state is not None else first
         blocks = sequence.blocks[first:end]
         if by_layer is not None:  # what lies in HBM behind it is on its way down
             end = min(end, by_layer.first + len(by_layer.dram_blocks))
@@ -201,18 +215,21 @@ class HandoffReceiver:
             pool.retain(blocks)
             pool.retain_dram(dram_blocks)
             tokens = sequence.known_tokens()[: end * block_tokens]
-            generated = _Generated(remote.home, sequence.group.isolation, tokens, first, blocks, dram_blocks)
+            generated = _Generated(remote.home, sequence.group.isolation, tokens, first, blocks, dram_blocks, state)
             self._generated.append(generated)
 
     def send_back(self, now_ns: int) -> None:
         """Offer generated KV to the instances that computed the prompts."""
         for part in self._generated:
             offered = OfferedBlocks(
-                part.tenant, part.tokens, part.blocks, first_block=part.first_block, dram_blocks=part.dram_blocks
-            )
+                part.tenant, part.tokens, part.blocks, first_block=part.first_block, dram_blocks=part.dram_blocks,
+                state=part.state,
+            )  # fmt: skip
             offer_id = self._exchange.offer_blocks(part.home, offered, now_ns)
             count = len(part.blocks) + len(part.dram_blocks)
             self._exchange.announce_computed(offer_id, part.first_block, part.first_block + count)
+            if part.state is not None:
+                self._exchange.announce_state(offer_id, part.first_block + count)
             self._release_generated(part)
             self.blocks_sent_back += count
         self._generated.clear()

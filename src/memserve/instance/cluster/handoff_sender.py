@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memserve.base.errors import check
 from memserve.base.types import Tier, TransferMode
 from memserve.base.units import ceil_div
 from memserve.instance.cluster.idempotency import ReplayBuffer
@@ -138,6 +139,22 @@ class HandoffSender:
         else:
             self._exchange.announce_computed(offer_id, remote.named_blocks, end_block, fence=plan.step_id)
         remote.named_blocks = end_block
+        if end == sequence.known_length and self._state.memory.states.has_states:
+            self._announce_state(remote, sequence, end_block, plan)
+
+    def _announce_state(self, remote: RemoteState, sequence: Sequence, end_block: int, plan: StepPlan) -> None:
+        """The state behind all known tokens follows their KV, or the request stays."""
+        states, offer_id = self._state.memory.states, remote.offer_id or ""
+        check(remote.offered_blocks == end_block, "{} offers blocks behind its tokens", sequence)
+        snapshot = states.take_for_peer(sequence, plan)
+        if snapshot is None:
+            self._exchange.withdraw_offer(offer_id, "no room for the state")
+            remote.offer_id = None
+            self.continue_here(sequence.group, "no room for the state")
+            return
+        self._exchange.more_blocks(offer_id, snapshot.pages)
+        self._exchange.announce_state(offer_id, end_block, fence=plan.step_id)
+        states.forget(snapshot)  # the offer holds its blocks
 
     def layer_finished(self, step_id: int, layer: int) -> None:
         """The device has written ``layer`` for all rows of the plan."""

@@ -276,13 +276,15 @@ class ClusterLink:
         self.commands.reject_attempt(self.receiver.on_offered(outcome, now_ns))
 
     def _on_arrived(self, outcome: HandoffArrived, now_ns: int) -> None:
+        state_bytes = self.exchange.state_bytes if outcome.state else 0
         facts: list[Fact] = [
             ("prefilled_at", outcome.sender.name),
             ("handoff_blocks_received", outcome.pulled_blocks),
             ("handoff_blocks_reused", outcome.reused_blocks),
-            ("handoff_bytes", outcome.pulled_blocks * self._geometry.block_bytes),
+            ("handoff_bytes", outcome.pulled_blocks * self._geometry.block_bytes + state_bytes),
             ("handoff_link", self._links.get(outcome.sender.name, "") if outcome.pulled_blocks else "none"),
         ]
+        facts += [("handoff_state_bytes", state_bytes)] if outcome.state else []
         request_id = outcome.offer.request.request_id if outcome.offer.request is not None else ""
         if outcome.offer.request is not None:
             self.replay_buffer.open_answer(outcome.offer.request, outcome.emitted_outputs, outcome.first_tokens)

@@ -271,11 +271,12 @@ class Fetches:
     def _next_holder(self, group: Group, now_ns: int) -> tuple[Holder, Prefix] | None:
         """The next holder with more than there is here, and where the prefix lies. Without one the request goes on."""
         remote, tokens, block_tokens = group.remote, _tokens_of(group), self._geometry.block_tokens
-        hbm, dram = self._state.memory.pool.match_blocks(group.isolation, tokens)
+        reusable = self._state.memory.states.reusable_tokens(tokens)
+        hbm, dram = self._state.memory.pool.match_blocks(group.isolation, reusable)
         own_tokens = (hbm + dram) * block_tokens
         while remote is not None and remote.holders and now_ns < remote.fetch_until_ns:
             holder = remote.holders.pop(0)
-            blocks = min(holder.prefix_tokens, len(tokens)) // block_tokens - hbm - dram
+            blocks = min(holder.prefix_tokens, len(reusable)) // block_tokens - hbm - dram
             if blocks > 0:
                 near = not self.far.get(holder.peer.name, False)
                 dram_tokens, remote_tokens = dram * block_tokens, blocks * block_tokens
@@ -284,10 +285,20 @@ class Fetches:
                 speed = self._disks.get(holder.peer.name)
                 disk = speed.expected_curve if speed is not None else None
                 own_hbm, link = own_tokens - dram_tokens, self._state.costs.links.curve_from(holder.peer.name, near)
-                prefix = Prefix(len(tokens), own_hbm, dram_tokens, remote_tokens, near, after_ns, on_disk, disk, link)
+                present_tokens, state_bytes = self._beside_states(group, reusable, own_tokens)
+                prefix = Prefix(
+                    len(tokens), own_hbm, dram_tokens, remote_tokens, near, after_ns, on_disk, disk, link,
+                    min(present_tokens, remote_tokens), state_bytes,
+                )  # fmt: skip
                 return holder, prefix
         self._admit_group(group)
         return None
+
+    def _beside_states(self, group: Group, reusable: TokenArray, own_tokens: int) -> tuple[int, int]:
+        """Tokens behind ``own_tokens`` with KV here and no state to go on from; bytes of a state."""
+        pool = self._state.memory.pool
+        states = pool.config.states
+        return (0, 0) if states is None else (pool.match_kv(group.isolation, reusable) - own_tokens, states.state_bytes)
 
     def _expected_ns(self, group: Group, holder: Holder) -> int:
         """Until the prompt is computed behind what ``holder`` has, without what is before it."""
@@ -322,15 +333,16 @@ class Fetches:
         self.pending[remote.fetch_id] = (group, holder)
 
     def _send_fetch(
-        self, group: Group, holder: Holder, begin: int, end: int, now_ns: int, deadline_ns: int, link_ns: int
-    ) -> str:
+        self, group: Group, holder: Holder, begin: int, end: int, now_ns: int, deadline_ns: int, link_ns: int,
+        *, is_trial: bool = False,
+    ) -> str:  # fmt: skip
         """Ask for the tokens ``[begin, end)``, whole blocks."""
         first_block, end_block = begin // self._geometry.block_tokens, end // self._geometry.block_tokens
         tokens = _tokens_of(group)[:end]
         near = not self.far.get(holder.peer.name, False)
         flight = _Flight(holder, now_ns + self._link_busy_ns(now_ns), link_ns, first_block, end_block, near, now_ns)
         fetch_id = self._exchange.fetch_blocks(
-            holder.peer, group.isolation, tokens, first_block, end_block, now_ns, deadline_ns
+            holder.peer, group.isolation, tokens, first_block, end_block, now_ns, deadline_ns, with_state=not is_trial
         )
         self._flights[fetch_id] = flight
         return fetch_id
@@ -356,7 +368,7 @@ class Fetches:
             blocks = LINK_TRIAL_BLOCKS[self._tried - 1]
         end = prefix.own_tokens + min(blocks * self._geometry.block_tokens, prefix.remote_tokens)
         deadline_ns = now_ns + self._wait_max_ns
-        self._trials.add(self._send_fetch(group, holder, prefix.own_tokens, end, now_ns, deadline_ns, 0))
+        self._trials.add(self._send_fetch(group, holder, prefix.own_tokens, end, now_ns, deadline_ns, 0, is_trial=True))
 
     def _plans_ns(self, blocks: int) -> int:
         """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""

@@ -324,6 +324,7 @@ class StoreWriter:
         near = [info for info in self._stores.values() if self.host_id and info.host_id == self.host_id]
         stores = sorted(near or self._stores.values(), key=lambda info: info.peer.name)
         caches = self._exchange.shares_kv and self._state.memory.pool.config.caching
+        caches = caches and not self._state.memory.states.has_states
         target = stores[0].peer if stores and caches else None
         if target != self.target:
             self.target = target

@@ -8,6 +8,7 @@ Named prefixes that stay in the cache until their time is over.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -95,9 +96,12 @@ class SequenceMemory:
         blocks = self.costs.reusable_blocks(len(tokens), self.block_tokens, hbm, dram)
         return len(tokens) if blocks == hbm + dram else blocks * self.block_tokens
 
-    def adopt_blocks(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
-        """Take over ``blocks`` with the KV of the first ``tokens`` tokens, their references, and the pin."""
-        check(not self.states.has_states, "KV came without the state behind it")
+    def adopt_blocks(
+        self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int, state: Items[int] = ()
+    ) -> None:
+        """Take over ``blocks`` with the KV of the first ``tokens`` tokens, their references, and the pin; and in
+        ``state`` the recurrent state behind them, if layers have one."""
+        self.states.adopt_state(sequence, tokens, state)
         sequence.blocks, sequence.lease = blocks, lease
         sequence.published = lease.tokens if lease is not None else 0
         sequence.computed = sequence.writable_until = tokens

@@ -15,6 +15,7 @@ an immutable copy of it behind whole blocks of tokens. Which ones there are:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING
 
 from memserve.base.errors import check
@@ -39,6 +40,11 @@ class NoStates:
     def choose_source(self, sequence: Sequence, lease: Lease) -> None:
         """``sequence`` has got ``lease``, and perhaps goes on behind it."""
 
+    def adopt_state(self, sequence: Sequence, tokens: int, blocks: Items[int]) -> None:
+        """The KV of ``tokens`` tokens of ``sequence`` has come, and in ``blocks``, with their references, the state
+        behind them."""
+        check(not blocks, "a state has come, and layers have none")
+
     def begin(self, sequence: Sequence) -> None:
         """``sequence`` has got a slot, and goes on behind ``computed`` tokens."""
 
@@ -56,6 +62,18 @@ class NoStates:
 
     def leave_snapshot(self, sequence: Sequence) -> None:
         """``sequence`` goes, and the index has what it will ever have of it."""
+
+    def take_for_peer(self, sequence: Sequence, plan: StepPlan) -> StateSnapshot | None:
+        """A snapshot, taken by ``plan``, which has just been made, of the state behind all that ``sequence`` has
+        computed then; the caller gives it up (:meth:`forget`). None: there is no room."""
+        return None
+
+    def forget(self, snapshot: StateSnapshot) -> None:
+        """The snapshot is of no use here any more."""
+
+    def lend_last(self, sequence: Sequence, least_tokens: int) -> Lease | None:
+        """The last snapshot of a sequence that has ended, for a peer. None: it has none behind so many tokens."""
+        return None
 
     def drop_sequence(self, sequence: Sequence) -> None:
         """Forget what is left of it."""
@@ -86,6 +104,8 @@ class RecurrentStates(NoStates):
         self._taking: list[tuple[int, int, StateSnapshot]] = []
         #: of sequences that are being admitted: behind how many tokens they go on, and the pages of that snapshot
         self._sources: dict[Sequence, tuple[int, list[int]]] = {}
+        #: of sequences that have come from a peer and have no slot yet: what they go on from; forks share it
+        self._adopted: dict[Sequence, StateSnapshot] = {}
         #: the last snapshot of each sequence that has one
         self._last: dict[Sequence, StateSnapshot] = {}
         #: snapshots that go into the cache as soon as the index has the blocks before them
@@ -99,10 +119,20 @@ class RecurrentStates(NoStates):
     def choose_source(self, sequence: Sequence, lease: Lease) -> None:
         if lease.snapshot is not None:
             self._sources[sequence] = lease.tokens, list(lease.snapshot.pages)
+            self._pool.note_state_access(lease.snapshot.pages, writes=False)
             # from now on it may go, even for blocks of this sequence: these are written when it has been read
             self._pool.use_snapshot(lease)
 
+    def adopt_state(self, sequence: Sequence, tokens: int, blocks: Items[int]) -> None:
+        check(blocks, "KV came without the state behind it")
+        self._share_adopted(sequence, self._pool.adopt_snapshot(tokens, blocks))
+
     def begin(self, sequence: Sequence) -> None:
+        adopted = self._adopted.get(sequence)
+        if adopted is not None:
+            self._sources[sequence] = adopted.tokens, list(adopted.pages)
+            self._pool.note_state_access(adopted.pages, writes=False)
+            self._end_adopted(sequence)  # as in choose_source: it may go now
         tokens, pages = self._sources.pop(sequence, (0, []))
         check(tokens == sequence.computed, "{} begins where it has no state", sequence)
         self._order(LoadState(_slot_of(sequence), tokens, pages))
@@ -116,6 +146,10 @@ class RecurrentStates(NoStates):
     def fork(self, parent: Sequence, child: Sequence) -> None:
         if child.lease is not None:
             self._pool.unpin_snapshot(child.lease)
+        adopted = self._adopted.get(parent)
+        if adopted is not None:
+            self._share_adopted(child, adopted)
+            return
         self._order(LoadState(_slot_of(child), child.computed, from_slot=_slot_of(parent)))
 
     def note_chunk(self, sequence: Sequence, start: int, end: int) -> None:
@@ -155,7 +189,24 @@ class RecurrentStates(NoStates):
         if snapshot is not None:
             self._keep(sequence, snapshot)
 
+    def take_for_peer(self, sequence: Sequence, plan: StepPlan) -> StateSnapshot | None:
+        snapshot = self._pool.allocate_snapshot(sequence.computed)
+        if snapshot is not None:
+            plan.snapshots.append(TakeSnapshot(_slot_of(sequence), snapshot.tokens, list(snapshot.pages)))
+        return snapshot
+
+    def forget(self, snapshot: StateSnapshot) -> None:
+        self._forget(snapshot)
+
+    def lend_last(self, sequence: Sequence, least_tokens: int) -> Lease | None:
+        snapshot = self._last.get(sequence)
+        if snapshot is None or not snapshot.pages or not self._pool.state_blocks:
+            return None
+        is_whole = least_tokens <= snapshot.tokens <= _counted(sequence)
+        return self._pool.lend_snapshot(snapshot) if is_whole else None
+
     def drop_sequence(self, sequence: Sequence) -> None:
+        self._end_adopted(sequence)
         self._parting.pop(sequence, None)
         self._sources.pop(sequence, None)
         snapshots = self._due.pop(sequence, [])
@@ -180,16 +231,32 @@ class RecurrentStates(NoStates):
         holders = {sequence for sequence in sequences if sequence.slot is not None}
         for books in (self._last, self._due, self._parting):
             check(books.keys() <= holders, "a sequence without a slot has a state")
+        waiting = {sequence for sequence in sequences if sequence.slot is None}
+        check(self._adopted.keys() <= waiting, "a sequence with a slot has not taken over its state")
         check(not self._taking, "snapshots are to be taken, and no plan does")
         check(not self._sources, "a sequence goes on from a snapshot, and no plan says so")
 
     # -- inside
+
+    def _share_adopted(self, sequence: Sequence, snapshot: StateSnapshot) -> None:
+        if self._pool.snapshots is not None:
+            self._pool.snapshots.pin(snapshot)
+        self._adopted[sequence] = snapshot
+
+    def _end_adopted(self, sequence: Sequence) -> None:
+        """``sequence`` does not need what it came with; the last of its request gives it up."""
+        snapshot, snapshots = self._adopted.pop(sequence, None), self._pool.snapshots
+        if snapshot is not None and snapshots is not None:
+            snapshots.unpin(snapshot)
+            if not snapshot.pins:
+                snapshots.forget(snapshot)
 
     def _order(self, order: LoadState) -> None:
         self._orders.append(order)
 
     def _take(self, sequence: Sequence, snapshot: StateSnapshot) -> None:
         self._taking.append((_slot_of(sequence), snapshot.tokens, snapshot))
+        self._pool.note_state_access(snapshot.pages, writes=True)
 
     def _move_on(self, sequence: Sequence, tokens: int) -> None:
         """The last snapshot of ``sequence`` is one behind ``tokens`` from now on: in the pages of the one before,
@@ -209,8 +276,7 @@ class RecurrentStates(NoStates):
         if not snapshot.pages or snapshot.is_cached:
             return
         isolation, tokens = sequence.group.isolation, sequence.known_tokens()[: snapshot.tokens]
-        # a row that ran ahead of a late draw has no state that counts
-        is_whole = len(tokens) == snapshot.tokens <= sequence.computed
+        is_whole = len(tokens) == snapshot.tokens <= _counted(sequence)
         is_kept = is_whole and self._pool.keep_snapshot(isolation, tokens, snapshot)
         if not is_kept and self._last.get(sequence) is not snapshot:
             self._forget(snapshot)
@@ -218,6 +284,11 @@ class RecurrentStates(NoStates):
     def _forget(self, snapshot: StateSnapshot) -> None:
         if self._pool.snapshots is not None:
             self._pool.snapshots.forget(snapshot)
+
+
+def _counted(sequence: Sequence) -> int:
+    """How many tokens of ``sequence`` have a state that counts: a row that ran ahead of a late draw has none."""
+    return min(sequence.computed, sequence.known_length)
 
 
 def _slot_of(sequence: Sequence) -> int:

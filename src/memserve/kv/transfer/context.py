@@ -15,6 +15,7 @@ from typing import Protocol
 
 from memserve import _core
 from memserve.base.config import ExchangeConfig
+from memserve.base.states import StatePages
 from memserve.base.types import AS_COMPUTED, KVGeometry, Role, Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
 from memserve.kv.pool import Lease
@@ -43,6 +44,10 @@ class TierSizes(Protocol):
     def lower_dtype(self) -> str:
         """Of values in DRAM (:data:`memserve.base.types.KV_DTYPES`)."""
 
+    @property
+    def states(self) -> StatePages | None:
+        """How snapshots lie. None: there are none, or it is not known here."""
+
 
 class TransferPool(Protocol):
     """Blocks of HBM and DRAM that can be lent to peers and filled by them, as :class:`memserve.kv.pool.BlockPool`
@@ -65,11 +70,14 @@ class TransferPool(Protocol):
 
     # -- prefix cache
 
-    def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
-        """Blocks of the cached prefix in HBM, and behind them in DRAM, that :meth:`acquire` would find."""
+    def match_kv_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
+        """Blocks of the cached prefix in HBM, and behind them in DRAM, that :meth:`acquire_kv` would find."""
 
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
-        """The longest cached prefix, in HBM, pinned, one reference a block."""
+        """The longest cached prefix that a sequence can go on from, in HBM, pinned, one reference a block."""
+
+    def acquire_kv(self, tenant: str, tokens: TokenArray) -> Lease:
+        """The longest cached prefix, whether or not there is a state behind it."""
 
     def unpin(self, lease: Lease) -> None:
         """End a lease's protection from eviction."""
@@ -85,6 +93,19 @@ class TransferPool(Protocol):
 
     def insert(self, tenant: str, tokens: TokenArray, blocks: _core.Ids, hbm_blocks: int) -> int:
         """As :meth:`publish` without a lease; ``blocks[:hbm_blocks]`` lie in HBM, the rest in DRAM."""
+
+    # -- recurrent states
+
+    @property
+    def state_blocks(self) -> int:
+        """Blocks of one snapshot; 0: layers keep KV alone, or what they keep is not known here."""
+
+    def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
+        """Of the snapshots of so many ``blocks``, the one of the longest prefix of ``tokens``: where it lies, pinned,
+        one reference a block. None: there is none."""
+
+    def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:
+        """Cache the snapshot behind ``tokens``, with references of its own."""
 
     # -- blocks
 
@@ -269,6 +290,9 @@ class TransferContext:
         self.outcomes: list[Outcome] = []
         #: pages of DRAM have a form that no peer knows: all that comes and goes lies in HBM
         self.hbm_only = pool.config.lower_dtype != AS_COMPUTED
+        states = pool.config.states
+        #: of the last block of a snapshot: the layers whose pages it fills, where that is known
+        self.state_layers = geometry.num_layers if states is None else states.layers_of_last(geometry)
         self._transfers = 0
         self._jobs = 0
 

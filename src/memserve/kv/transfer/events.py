@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memserve.base.types import Tier, TokenOutput
@@ -120,6 +121,9 @@ class HandoffArrived:
     """DRAM: HBM had no room. None of the blocks is in the index."""
     emitted_outputs: tuple[TokenOutput, ...] = ()
     """``Handoff.told``."""
+    state: Sequence[int] = ()
+    """Blocks with the recurrent state behind all tokens of the offer, where layers have one. The owner has one
+    reference on each now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from memserve.base.config import ExchangeConfig
 from memserve.base.errors import check
 from memserve.base.types import KVGeometry, Request, Tier, TokenArray, TokenOutput, TransferMode
+from memserve.kv.pool import Lease
 from memserve.kv.transfer.barriers import Barriers
 from memserve.kv.transfer.context import (
     Deadlines,
@@ -60,6 +61,8 @@ class OfferedBlocks:
     tier: Tier = Tier.HBM
     first_block: int = 0
     dram_blocks: Sequence[int] = ()
+    state: Lease | None = None
+    """The snapshot behind ``tokens``, whole blocks of them; its references and its pin pass to the exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +131,13 @@ class Exchange:
         whose blocks may come later (:meth:`more_blocks`).
         """
         context, tokens = self._context, offered.tokens.copy()
-        transfer_id, tier, blocks, dram_blocks = (
-            context.new_transfer_id(), offered.tier, offered.blocks, offered.dram_blocks,
-        )  # fmt: skip
+        transfer_id, tier, dram_blocks = context.new_transfer_id(), offered.tier, offered.dram_blocks
+        loan, blocks = offered.state, list(offered.blocks)
+        context.retain(tier, blocks)
+        if loan is not None:
+            check(not dram_blocks, "the blocks of a state follow those in HBM")
+            blocks += loan.blocks
+        state_blocks = 0 if loan is None else len(loan.blocks)
         offer = Offer(
             transfer_id=transfer_id,
             tenant=offered.tenant,
@@ -150,11 +157,11 @@ class Exchange:
             private=terms.private,
             dram_blocks=tuple(dram_blocks),
             router=terms.router,
+            state_blocks=state_blocks if terms.request is None else context.pool.state_blocks,
         )
-        context.retain(tier, blocks)
         context.retain(Tier.DRAM, dram_blocks)
         places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
-        self._sender.open_export(to, offer, places, now_ns)
+        self._sender.open_export(to, offer, places, now_ns, loan)
         return transfer_id
 
     def more_blocks(self, transfer_id: str, blocks: Sequence[int]) -> None:
@@ -179,6 +186,21 @@ class Exchange:
         """
         end_layer = self._context.geometry.num_layers if end_layer is None else end_layer
         self._sender.announce_computed(transfer_id, (first_block, end_block), (first_layer, end_layer), fence)
+
+    def announce_state(
+        self, transfer_id: str, first_block: int, fence: int | None = None, *, whole: bool = False
+    ) -> None:
+        """As :meth:`announce_computed`, for the blocks of the offer from ``first_block`` on, which hold a recurrent
+        state. ``whole``: with pages of the last one that the state does not reach."""
+        layers = self._context.geometry.num_layers if whole else self._context.state_layers
+        self._sender.announce_state(transfer_id, first_block, fence, layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """What is moved of a recurrent state: whole pages. 0: layers keep KV alone."""
+        context, blocks = self._context, self._context.pool.state_blocks
+        pages = (blocks - 1) * context.geometry.num_layers + context.state_layers
+        return pages * context.geometry.page_bytes if blocks else 0
 
     def hand_off(
         self,
@@ -206,16 +228,20 @@ class Exchange:
         end_block: int,
         now_ns: int,
         deadline_ns: int,
+        *,
+        with_state: bool = True,
     ) -> str:
         """Ask ``holder`` for the KV of blocks ``[first_block, end_block)`` of ``tokens``; returns the transfer id.
+        Where layers have a state, only as far as a snapshot stands behind it, and that, unless it is not wanted.
 
         ``deadline_ns`` is absolute. Blocks before ``first_block`` are in the own index: they are pinned meanwhile. One
         :class:`FetchEnded` follows, at the deadline at the latest, unless the fetch is given up. Blocks that have come
         by then without a gap are kept.
         """
         blocks = first_block, end_block
+        state_blocks = self._context.pool.state_blocks if with_state else 0
         return self._receiver.fetches.start_fetch(
-            holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns)
+            holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns), state_blocks
         )
 
     def give_up(self, transfer_id: str, reason: str) -> None:

@@ -27,18 +27,23 @@ class PendingFetches:
         self.open: dict[str, Fetching] = {}
 
     def start_fetch(
-        self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], now_ns: int, deadline_ns: int
-    ) -> str:
-        """Ask for blocks ``[begin, end)`` of ``tokens``; what is cached before them is pinned."""
+        self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], now_ns: int, deadline_ns: int,
+        state_blocks: int,
+    ) -> str:  # fmt: skip
+        """Ask for blocks ``[begin, end)`` of ``tokens``, and for the state behind them in ``state_blocks`` more; what
+        is cached before them is pinned."""
         context, block_tokens = self._context, self._context.pool.block_tokens
         check(0 <= blocks[0] < blocks[1] <= len(tokens) // block_tokens, f"no blocks {blocks} to fetch")
         tokens = tokens[: blocks[1] * block_tokens]
         lease = context.pool.acquire(tenant, tokens[: blocks[0] * block_tokens])
-        fetching = Fetching(context.new_transfer_id(), holder, tenant, tokens, blocks[0], deadline_ns, lease)
+        fetching = Fetching(
+            context.new_transfer_id(), holder, tenant, tokens, blocks[0], deadline_ns, lease, state_blocks
+        )
         self.open[fetching.transfer_id] = fetching
         self._deadlines.add(fetching)
         context.counters.fetches += 1
-        context.send(holder, Fetch(fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now_ns))
+        fetch = Fetch(fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now_ns, state_blocks)
+        context.send(holder, fetch)
         return fetching.transfer_id
 
     def may_answer(self, sender: Peer, offer: Offer) -> bool:
@@ -106,7 +111,8 @@ def answers_fetch(offer: Offer, fetching: Fetching) -> bool:
     """Whether the offer brings the blocks that were asked for, or the first of them."""
     expected_tokens = fetching.tokens[: len(offer.tokens)]
     return (
-        (offer.tenant, offer.first_block) == (fetching.tenant, fetching.first_block)
+        (offer.tenant, offer.first_block, offer.state_blocks)
+        == (fetching.tenant, fetching.first_block, fetching.state_blocks)
         and offer.insert
         and offer.request is None
         and not offer.dst_blocks

@@ -83,6 +83,8 @@ class Fetching:
     deadline_ns: int
     lease: Lease
     """The own prefix before ``first_block``, as far as it is cached: pinned until the fetch ends."""
+    state_blocks: int = 0
+    """Blocks of the recurrent state that is wanted as well."""
     over: bool = False
     """The fetch has ended, or its import answers for it."""
 
@@ -120,7 +122,7 @@ class ImportPlacement:
 
     @property
     def unbroken_blocks(self) -> int:
-        """Blocks to pull that have come in full, before the first that has not."""
+        """Blocks to pull that have come in full, before the first that has not; those of a state are the last."""
         broken = np.flatnonzero(~self.arrived.all(axis=1))
         return int(broken[0]) if broken.size else self.arrived.shape[0]
 
@@ -164,6 +166,11 @@ class Import:
         return self.offer.insert and (request is None or request.use_cache)
 
     @property
+    def kv_end(self) -> int:
+        """Behind the last block with KV: the rest holds the recurrent state behind all tokens."""
+        return self.end_block - self.offer.state_blocks
+
+    @property
     def sources_end(self) -> int:
         """Behind the last block that the peer has named."""
         return self.offer.first_block + len(self.sources)
@@ -178,11 +185,12 @@ class Import:
 
 def end_block_of(offer: Offer, block_tokens: int) -> int:
     """Behind the last block that an offer will bring: all of a handoff's tokens, the whole blocks of an insertion, and
-    the named blocks of a raw transfer."""
+    the named blocks of a raw transfer; with those of a state, which count on behind the tokens'."""
     named_end = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
     if offer.request is not None:
-        return ceil_div(len(offer.tokens), block_tokens)
-    return min(named_end, len(offer.tokens) // block_tokens) if offer.insert else named_end
+        return ceil_div(len(offer.tokens), block_tokens) + offer.state_blocks
+    whole = len(offer.tokens) // block_tokens + offer.state_blocks
+    return min(named_end, whole) if offer.insert else named_end
 
 
 # -- a place: the own cache first, then new blocks
@@ -205,6 +213,18 @@ def objection(context: TransferContext, offer: Offer) -> str | None:
         return "another identity: namespace, key, tenant or tokens differ"
     if offer.insert and offer.request is None and not pool.config.caching:
         return "nothing is cached here"
+    return _objection_to_state(offer, pool.state_blocks, pool.block_tokens)
+
+
+def _objection_to_state(offer: Offer, state_blocks: int, block_tokens: int) -> str | None:
+    """KV of a handoff is of no use without the state behind it, nor is a state that is not behind it."""
+    if offer.request is not None:
+        return None if offer.state_blocks == state_blocks else f"a state of {offer.state_blocks} blocks"
+    if not (offer.insert and offer.state_blocks):
+        return None
+    end = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
+    if offer.state_blocks != state_blocks or end * block_tokens != len(offer.tokens) + state_blocks * block_tokens:
+        return f"a state of {offer.state_blocks} blocks, not behind the tokens"
     return None
 
 
@@ -245,9 +265,9 @@ def place_import(
     if offer.request is None and not offer.insert:
         return _allocate_placement(context, barriers, imported, Lease(), offer.first_block)
     # where the sender names the blocks, what is cached here cannot take their place
-    reach = offer.first_block if offer.dst_blocks else imported.end_block
+    reach = offer.first_block if offer.dst_blocks else imported.kv_end
     reusable = offer.tokens[: reach * pool.block_tokens if imported.uses_index else 0]
-    in_hbm, in_dram = pool.match_blocks(offer.tenant, reusable)
+    in_hbm, in_dram = pool.match_kv_blocks(offer.tenant, reusable)
     if in_hbm + in_dram < offer.first_block:
         return NoPlace(f"of the {offer.first_block} blocks before the offer {in_hbm + in_dram} are cached here")
     allocates = offer.dst_tier == Tier.HBM and not offer.dst_blocks
@@ -260,7 +280,7 @@ def place_import(
             return below
     if allocates and not fits:
         return None  # nothing was touched: this is asked on every event while there is no room
-    lease = pool.acquire(offer.tenant, reusable)
+    lease = pool.acquire_kv(offer.tenant, reusable)
     if len(lease.blocks) >= offer.first_block:
         placement = _allocate_placement(context, barriers, imported, lease, 0)
         if placement is not None:
@@ -298,7 +318,7 @@ def _allocate_placement(
             return None
         new = allocated
     pages = (count, context.geometry.num_layers)
-    return ImportPlacement(
+    placement = ImportPlacement(
         base=base,
         lease=lease,
         blocks=lease.blocks + new,
@@ -307,6 +327,9 @@ def _allocate_placement(
         announced=np.zeros(pages, dtype=np.bool_),
         arrived=np.zeros(pages, dtype=np.bool_),
     )
+    if imported.offer.state_blocks:
+        placement.arrived[-1, context.state_layers :] = True  # the state does not reach them, come or not
+    return placement
 
 
 # -- the end
@@ -316,7 +339,7 @@ def complete_import(context: TransferContext, imported: Import, placement: Impor
     """Give the blocks that have come to their new holder. Of a fetch they may be the beginning only: ``reason``."""
     counters = context.counters
     counters.imports_done += 1
-    counters.pulled_blocks += placement.unbroken_blocks
+    counters.pulled_blocks += min(placement.unbroken_blocks, imported.kv_end - placement.pull_from)
     counters.reused_blocks += len(placement.lease.blocks)
     context.send(imported.sender, Release(imported.transfer_id))
     if imported.handoff is not None:
@@ -350,9 +373,10 @@ def release_import(context: TransferContext, imported: Import) -> None:
 def _hand_over(context: TransferContext, imported: Import, placement: ImportPlacement, handoff: Handoff) -> None:
     """The blocks go to the sequences that decode; whole ones into the index, if the request may use it."""
     lease: Lease | None = None
-    blocks, pulled, reused = placement.blocks, len(placement.target_blocks), len(placement.lease.blocks)
+    kv_count, reused = imported.kv_end - placement.base, len(placement.lease.blocks)
+    blocks, state = placement.blocks[:kv_count], placement.blocks[kv_count:]
     if imported.uses_index and placement.tier is Tier.HBM:
-        lease, blocks = _share(context, imported, placement)
+        lease, blocks = _share(context, imported, placement, blocks)
     outcome = HandoffArrived(
         transfer_id=imported.transfer_id,
         sender=imported.sender,
@@ -361,16 +385,19 @@ def _hand_over(context: TransferContext, imported: Import, placement: ImportPlac
         lease=lease,
         first_tokens=handoff.first_tokens,
         ended_indices=handoff.ended,
-        pulled_blocks=pulled,
+        pulled_blocks=kv_count - reused,
         reused_blocks=reused,
         tier=placement.tier,
+        state=state,
         emitted_outputs=handoff.told,
     )
     context.outcomes.append(outcome)
 
 
-def _share(context: TransferContext, imported: Import, placement: ImportPlacement) -> tuple[Lease, list[int]]:
-    """Publish the whole blocks and take the index's in their stead.
+def _share(
+    context: TransferContext, imported: Import, placement: ImportPlacement, blocks: list[int]
+) -> tuple[Lease, list[int]]:
+    """Publish the whole ones of ``blocks``, all that there are of the tokens, and take the index's in their stead.
 
     Mostly these are the blocks just published. Where the index has got the KV of these tokens from elsewhere meanwhile,
     it keeps that, and the blocks of this import are free.
@@ -378,25 +405,27 @@ def _share(context: TransferContext, imported: Import, placement: ImportPlacemen
     offer, pool = imported.offer, context.pool
     whole = len(offer.tokens) // pool.block_tokens
     if not pool.config.caching or whole == 0:
-        return placement.lease, placement.blocks
+        return placement.lease, blocks
     tokens = offer.tokens[: whole * pool.block_tokens]
     # no plan wrote these blocks, so none has to finish before others read them
-    pool.publish(placement.lease, offer.tenant, tokens, placement.blocks[:whole], written_by=0)
-    lease = pool.acquire(offer.tenant, tokens)
+    pool.publish(placement.lease, offer.tenant, tokens, blocks[:whole], written_by=0)
+    lease = pool.acquire_kv(offer.tenant, tokens)
     check(len(lease.blocks) == whole and not lease.dram_tokens, "what was just published is not all in HBM")
     pool.unpin(placement.lease)
-    pool.release(placement.blocks[:whole])
-    return lease, lease.blocks + placement.blocks[whole:]
+    pool.release(blocks[:whole])
+    return lease, lease.blocks + blocks[whole:]
 
 
 def _insert(context: TransferContext, imported: Import, placement: ImportPlacement, reason: str) -> None:
-    """The blocks go into the index, which alone holds them."""
-    offer, pulled = imported.offer, placement.unbroken_blocks
+    """The blocks go into the index, which alone holds them, and the state behind them among its snapshots."""
+    offer, pulled = imported.offer, min(placement.unbroken_blocks, imported.kv_end - placement.pull_from)
     end = placement.pull_from + pulled
     in_hbm = end if placement.tier == Tier.HBM else placement.pull_from
     tokens = offer.tokens[: end * context.pool.block_tokens]
     # before the references are released: the index must hold the blocks, or they would be free for a moment
-    context.pool.insert(offer.tenant, tokens, placement.blocks[:end], in_hbm)
+    context.pool.insert(offer.tenant, tokens, placement.blocks[: end - placement.base], in_hbm)
+    if offer.state_blocks and placement.is_complete:
+        context.pool.insert_state(offer.tenant, tokens, placement.blocks[-offer.state_blocks :])
     release_import(context, imported)
     if imported.fetching is None:
         context.outcomes.append(Inserted(imported.transfer_id, imported.sender, offer, len(tokens), pulled))

@@ -18,6 +18,7 @@ from functools import partial
 from memserve.base.errors import check
 from memserve.base.state_table import Transitions
 from memserve.base.types import Tier, TokenArray
+from memserve.kv.pool import Lease
 from memserve.kv.transfer.barriers import Barriers
 from memserve.kv.transfer.context import Deadlines, Place, TransferContext, is_gone, runs
 from memserve.kv.transfer.events import PagesSealed, Released, SealPages
@@ -80,6 +81,8 @@ class Export:
     """Runs of pages that were named by ``computed`` and have no ``Ready`` yet."""
     handoff: Handoff | None = None
     """Sent after the last ``Ready``."""
+    loan: Lease | None = None
+    """Keeps the snapshot that is offered from being given up."""
     phase: ExportPhase = EXPORT.initial
 
     def advance_phase(self, cause: ExportCause) -> None:
@@ -123,10 +126,10 @@ class Sender:
 
     # -- what the owner decides
 
-    def open_export(self, to: Peer, offer: Offer, places: list[Place], now_ns: int) -> None:
-        """Send ``offer``. The export takes over a reference on each of ``places``."""
+    def open_export(self, to: Peer, offer: Offer, places: list[Place], now_ns: int, loan: Lease | None = None) -> None:
+        """Send ``offer``. The export takes over a reference on each of ``places``, and the pin of ``loan``."""
         context = self._context
-        export = Export(offer.transfer_id, to, offer.first_block, places, now_ns + offer.lease_ns)
+        export = Export(offer.transfer_id, to, offer.first_block, places, now_ns + offer.lease_ns, loan=loan)
         self.open[offer.transfer_id] = export
         self._deadlines.add(export)
         context.counters.offers += 1
@@ -161,6 +164,16 @@ class Sender:
             self._barriers.all_settled() if fence is None else fence, partial(self._checksum_pages, pages)
         )
 
+    def announce_state(self, transfer_id: str, first_block: int, fence: int | None, layers: int) -> None:
+        """The blocks from ``first_block`` on, which hold a recurrent state, are final once plan ``fence`` has finished.
+        ``layers``: of the last one, so many layers' pages are of use."""
+        export = self.open.get(transfer_id)
+        if export is None:
+            return
+        last, num_layers = export.end_block - 1, self._context.geometry.num_layers
+        self.announce_computed(transfer_id, (first_block, last), (0, num_layers), fence)
+        self.announce_computed(transfer_id, (last, last + 1), (0, layers), fence)
+
     def hand_off(self, handoff: Handoff) -> None:
         """Every page has been named: ``handoff`` follows the last ``Ready``."""
         export = self.open.get(handoff.transfer_id)
@@ -183,12 +196,14 @@ class Sender:
         if fetch.transfer_id in self.open:
             return
         reason = context.incompatibility(sender)
-        places = self._export_cached(fetch) if reason is None else []
+        places, loan = self._export_cached(fetch) if reason is None else ([], None)
         if not places:
             context.send(sender, Withdraw(fetch.transfer_id, reason or "not cached here (any more)"))
             return
         end_block = fetch.first_block + len(places)
         tokens = fetch.tokens[: end_block * context.pool.block_tokens]
+        if loan is not None:
+            places += [(self._state_tier, block) for block in loan.blocks]
         in_hbm = [block for tier, block in places if tier == Tier.HBM]
         in_dram = [block for tier, block in places if tier == Tier.DRAM]
         offer = Offer(
@@ -201,17 +216,40 @@ class Sender:
             blocks=tuple(in_hbm or in_dram),
             lease_ns=context.config.lease_ns,
             dram_blocks=tuple(in_dram if in_hbm else ()),
+            state_blocks=0 if loan is None else len(loan.blocks),
         )
-        self.open_export(sender, offer, places, now_ns)
-        layers = 0, context.geometry.num_layers
-        self.announce_computed(
-            fetch.transfer_id, (fetch.first_block, end_block), layers, self._barriers.safe_to_read(places)
-        )
+        self.open_export(sender, offer, places, now_ns, loan)
+        layers, fence = context.geometry.num_layers, self._barriers.safe_to_read(places)
+        self.announce_computed(fetch.transfer_id, (fetch.first_block, end_block), (0, layers), fence)
+        if loan is not None:
+            self.announce_state(fetch.transfer_id, end_block, fence, context.state_layers)
 
-    def _export_cached(self, fetch: Fetch) -> list[Place]:
-        """The cached ones of the wanted blocks ``[first_block, end_block)``, up to the first gap, a reference each."""
+    @property
+    def _state_tier(self) -> Tier:
+        """Where cached snapshots lie: a store has no HBM."""
+        return Tier.HBM if self._context.pool.config.hbm_blocks else Tier.DRAM
+
+    def _export_cached(self, fetch: Fetch) -> tuple[list[Place], Lease | None]:
+        """The cached ones of the wanted blocks ``[first_block, end_block)``, up to the first gap, a reference each.
+        Where a state is wanted, those before the longest that there is, and that; else nothing."""
         context = self._context
-        tokens = fetch.tokens[: fetch.end_block * context.pool.block_tokens]
+        pool, tokens = context.pool, fetch.tokens[: fetch.end_block * context.pool.block_tokens]
+        if not fetch.state_blocks:
+            return self._export_kv(fetch, tokens), None
+        loan = pool.lend_state(fetch.tenant, tokens, fetch.state_blocks)
+        if loan is None:
+            return [], None
+        end_block = loan.tokens // pool.block_tokens
+        places = self._export_kv(fetch, tokens[: loan.tokens]) if end_block > fetch.first_block else []
+        if not places or fetch.first_block + len(places) < end_block:  # it was only just there: never without its KV
+            for tier, _, blocks in runs([*places, *((self._state_tier, block) for block in loan.blocks)]):
+                context.release(tier, blocks)
+            pool.unpin(loan)
+            return [], None
+        return places, loan
+
+    def _export_kv(self, fetch: Fetch, tokens: TokenArray) -> list[Place]:
+        context = self._context
         if context.hbm_only:
             return self._export_from_hbm(fetch.tenant, tokens, fetch.first_block)
         hbm, dram = context.pool.export_blocks(fetch.tenant, tokens, fetch.first_block)
@@ -220,7 +258,7 @@ class Sender:
     def _export_from_hbm(self, tenant: str, tokens: TokenArray, first_block: int) -> list[Place]:
         """As :meth:`_export_cached`; what lies in DRAM is brought up, into half of the room that there is at most."""
         pool = self._context.pool
-        in_hbm, _ = pool.match_blocks(tenant, tokens)
+        in_hbm, _ = pool.match_kv_blocks(tenant, tokens)
         end_block = in_hbm + pool.available() // 2
         if first_block >= end_block:
             return []
@@ -321,6 +359,8 @@ class Sender:
         del self.open[export.transfer_id]
         for tier, _, blocks in runs(export.places):
             self._context.release(tier, blocks)
+        if export.loan is not None:
+            self._context.pool.unpin(export.loan)
 
     # -- books
 

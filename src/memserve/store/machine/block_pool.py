@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from memserve import _core
 from memserve.base.errors import InvariantError
+from memserve.base.states import StatePages
 from memserve.base.types import AS_COMPUTED, Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
 from memserve.kv.identity import NAMES_MAX, namespace_id
@@ -29,6 +30,7 @@ class StoreSizes:
     hbm_blocks: int = 0
     caching: bool = True
     lower_dtype: str = AS_COMPUTED
+    states: StatePages | None = None
 
 
 class StorePool:
@@ -72,13 +74,15 @@ class StorePool:
 
     # -- the cache, which no plan uses
 
-    def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
+    def match_kv_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
         """Nothing is brought up to where attention could read it."""
         return 0, 0
 
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
         """An empty lease."""
         return Lease()
+
+    acquire_kv = acquire
 
     def unpin(self, lease: Lease) -> None:
         """Nothing was pinned."""
@@ -112,6 +116,21 @@ class StorePool:
 
     def insert(self, tenant: str, tokens: TokenArray, blocks: _core.Ids, hbm_blocks: int) -> int:
         """Raises :class:`InvariantError`: a store publishes what was sealed (:class:`KvBlocks`)."""
+        raise InvariantError("a store inserts by identity")
+
+    # -- recurrent states
+
+    @property
+    def state_blocks(self) -> int:
+        """Instances say how many blocks their snapshots have."""
+        return 0
+
+    def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
+        """None: no snapshot is kept here."""
+        return None
+
+    def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:
+        """Raises :class:`InvariantError`: as :meth:`insert`."""
         raise InvariantError("a store inserts by identity")
 
     # -- blocks
