@@ -21,7 +21,7 @@ from memserve.host.profile_file import profile_path, save_profile
 from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.model.loading.loader import load_model
 from served_cluster import WAIT_S, Server, eventually, is_alive
-from tiny_models import prompt, save_folder
+from tiny_models import one_engine, prompt, save_folder, tiny_module
 
 SHAPE = SHAPES["llama3"]
 CODED = SHAPE.with_codes("int8")
@@ -62,14 +62,15 @@ def truth(model: Path) -> Iterator[Callable[..., Any]]:
 class Kept:
     """A ``memserve serve`` whose store and metadata lie in one folder."""
 
-    def __init__(self, model: Path, folder: Path, *shape: str, kv: Shape = SHAPE) -> None:
-        self._model, self._folder, self._shape, self._kv = model, folder, shape, kv
+    def __init__(self, model: Path, folder: Path, *shape: str, kv: Shape | None = SHAPE) -> None:
+        self._model, self._folder, self._shape = model, folder, shape
+        self._memory = kv.memory_flags(512) if kv is not None else ("--kv-memory", "8MiB")
         self.pids: set[int] = set()
         self.server = self.start()
 
     def start(self) -> Server:
         disks = ("--ssd", f"{self._folder}/ssd=512MiB", "--store-dram", "128MiB", "--ssd-sync", "none")
-        where = (*self._kv.memory_flags(512), "--metadata", str(self._folder / "state"))
+        where = (*self._memory, "--metadata", str(self._folder / "state"))
         self.server = Server(self._model, *self._shape, *disks, *where)
         self.pids |= {self.server.process.pid, *self.server.children().values()}
         return self.server
@@ -111,8 +112,8 @@ class Kept:
 def kept(model: Path, tmp_path: Path) -> Iterator[Callable[..., Kept]]:
     made: list[Kept] = []
 
-    def start(*shape: str, kv: Shape = SHAPE) -> Kept:
-        made.append(Kept(model, tmp_path, *shape, kv=kv))
+    def start(*shape: str, kv: Shape | None = SHAPE, folder: Path = model) -> Kept:
+        made.append(Kept(folder, tmp_path, *shape, kv=kv))
         return made[-1]
 
     yield start
@@ -168,4 +169,31 @@ def test_a_store_that_is_killed_costs_no_answer(kept, truth) -> None:
     eventually(lambda: running.stored_blocks() >= 120 // BLOCK)
     longer = [*question, *tokens(10, 4)]
     assert running.ask(longer, 20)["choices"][0]["text"] == truth(longer, 20).text
+    running.end()
+
+
+@pytest.mark.parametrize("shape", [("--colocated", "1"), PAIR])
+def test_states_outlive_every_process(kept, tmp_path: Path, monkeypatch, shape) -> None:
+    """As above, with a model that has recurrent states: the third turn goes on from KV and state of the second."""
+    folder = save_folder(tiny_module("qwen3_5"), tmp_path / "stateful" / "tiny")
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    loaded = load_model(str(folder), "float32", "cpu", block_tokens=32, threads=1)
+    save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": SLOW.to_dict()})
+    running = kept(*shape, kv=None, folder=folder)
+    with one_engine(folder) as complete:
+        history = tokens(90, 1)
+        for turn in range(2):
+            text = complete(history, 34)
+            assert running.ask(history, 34)["choices"][0]["text"] == text
+            history = [*history, *(int(word[1:]) for word in text.split()), *tokens(10, 10 + turn)]
+        text = complete(history, 20)
+    eventually(lambda: running.metric("store_disk_values") >= running.stored_blocks() > 6)
+    running.kill_everything()
+    running.start()
+    eventually(lambda: running.stored_blocks() > 6)
+    answer = running.ask(history, 20)
+    assert answer["choices"][0]["text"] == text
+    facts = {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128, facts
+    assert (facts["fetched_from"], facts["fetched_tier"]) == ("s1", "ssd")
     running.end()

@@ -11,7 +11,8 @@ from instance_world import VOCAB
 from memserve import _core
 from memserve.base.config import ExchangeConfig, PoolConfig
 from memserve.base.types import Role, Tier
-from memserve.kv.pool import BlockPool
+from memserve.kv.identity import state_identities
+from memserve.kv.pool import BlockPool, Lease
 from memserve.kv.transfer.events import CancelPulls, Delivered, PagesPulled, PullPages, SealPages
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived, Send
@@ -27,6 +28,22 @@ class FlatPool(BlockPool):
     def __init__(self, blocks, block_tokens):
         super().__init__(PoolConfig(blocks), block_tokens, "default")
         self.table = {}
+
+    def names_of(self, offer):
+        """Identities of what it offers; of a state, those that follow from its place."""
+        names = split(self.identities(offer.tenant, offer.tokens))
+        states = state_identities(names[-1], offer.state_blocks) if offer.state_blocks else []
+        return [*names, *states][offer.first_block :]
+
+    def lend_state(self, tenant, tokens, blocks):
+        names = split(self.identities(tenant, tokens)) if blocks else []
+        for end in range(len(names), 0, -1):
+            state = state_identities(names[end - 1], blocks)
+            if all(name in self.table for name in state):
+                found = [self.table[name] for name in state]
+                self.retain(found)
+                return Lease(found, end * self.block_tokens)
+        return None
 
     def export_blocks(self, tenant, tokens, first_block=0):
         found = []
@@ -96,7 +113,7 @@ class StoreMember(Member):
                         self.pool.release([self.pool.table.pop(identity)])
                 return []
             case Offer(insert=True):
-                names = split(self.pool.identities(message.tenant, message.tokens))[message.first_block :]
+                names = self.pool.names_of(message)
                 self.kept |= set(names) if message.private else set()
                 if all(name in self.pool.table for name in names):
                     self._say(sender, Release(message.transfer_id))
@@ -106,7 +123,7 @@ class StoreMember(Member):
 
     def _publish(self, done):
         offer = done.offer
-        names = split(self.pool.identities(offer.tenant, offer.tokens))[offer.first_block :]
+        names = self.pool.names_of(offer)
         for name, block in zip(names, done.blocks, strict=True):
             if name in self.pool.table:
                 self.pool.release([block])

@@ -20,6 +20,8 @@ from memserve.base.types import KVGeometry
 from memserve.base.units import ceil_div, flag_bytes, human_bytes
 
 _ALIGN_BYTES = 64
+_FORMAT = 1
+"""Of the bytes of a state, which stores keep: another one for any change of how parts follow each other."""
 _SLOTS_SHARE = 4
 """Of the KV memory, states of running sequences take at most one part in so many."""
 _IDS_SHARE = 16
@@ -71,7 +73,7 @@ class StateGeometry:
     @property
     def digest(self) -> str:
         """Names the layout: states of two models with different digests are never exchanged."""
-        return hashlib.blake2b(repr(self.parts).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(f"{_FORMAT}{self.parts!r}".encode(), digest_size=8).hexdigest()
 
 
 NO_STATE = StateGeometry()

@@ -56,6 +56,12 @@ def namespace_id(tenant: str, fingerprint: str, key: bytes = DEFAULT_KEY) -> byt
     return _core.siphash128(key, message)
 
 
+def state_identities(identity: bytes, count: int, key: bytes = DEFAULT_KEY) -> list[bytes]:
+    """The identities of the ``count`` blocks with the recurrent state behind a block of this ``identity``, 16 bytes
+    each. No block of tokens has one of them: its message has another length."""
+    return [_core.siphash128(key, identity + place.to_bytes(8, "little") + b"state") for place in range(count)]
+
+
 def block_identities(
     namespace: bytes, tokens: TokenArray, block_tokens: int, key: bytes = DEFAULT_KEY, first: int = 0
 ) -> list[bytes]:

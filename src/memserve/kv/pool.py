@@ -20,7 +20,7 @@ from memserve.base.errors import InvariantError, check
 from memserve.base.types import CopyBlocks, Tier, TokenArray, tenant_of
 from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
-from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id
+from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id, state_identities
 from memserve.kv.snapshots import SnapshotCache, SnapshotReport, StateSnapshot
 
 _EVICTION_STEP = 8  # blocks given up at once where a snapshot may go with any of them
@@ -86,6 +86,10 @@ class BlockPool:
     def identities(self, tenant: str, tokens: TokenArray) -> bytes:
         """Of all whole blocks of ``tokens``, 16 bytes each: it names namespace, tenant, and tokens up to there."""
         return _core.block_identities(self._key, self._namespace_id(tenant), tokens, self.block_tokens)
+
+    def state_identities(self, identity: bytes) -> list[bytes]:
+        """Under which stores have the snapshot behind the block of this ``identity``: one for each of its blocks."""
+        return state_identities(identity, self.state_blocks, self._key)
 
     # -- prefix cache
 

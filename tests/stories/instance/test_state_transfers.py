@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_world import BLOCK, LAYERS, TransferMode, computed, pair, stats, story_of
+from fleet_store import split, with_store
+from fleet_world import BLOCK, LAYERS, TransferMode, computed, fleet_config, pair, stats, story_of
 from instance_world import PROMPT, VOCAB, request
 from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
 from memserve.base.types import FinishReason, Tier
 from memserve.base.units import NS_PER_MS
 from memserve.instance.cluster.handoff_sender import HandoffSender
-from memserve.instance.events import TakeSnapshot
+from memserve.instance.events import RowFailed, TakeSnapshot
 from memserve.instance.scheduler.states import RecurrentStates
 from memserve.kv.costs import CostModel, PrefillCurve
+from memserve.kv.identity import state_identities
 from memserve.kv.pool import BlockPool
 from memserve.kv.transfer.receiver import Receiver
 from memserve.protocol.messages import Fetch, Offer, Withdraw
 from memserve.protocol.peers import Holder
+from memserve_lab.sim.reference.device import fail_row
 from memserve_lab.sim.reference.oracle import Violation
 
 BLOCK_BYTES = LAYERS * 32
@@ -158,6 +161,76 @@ def test_only_the_state_is_pulled_where_the_kv_is_here():
     assert spent == 6 and stats(fleet, "d").bytes_received == 32
     assert any(isinstance(message, Fetch) and message.state_blocks == 1 for message in fleet.members["d"].said)
     fleet.finish()
+
+
+# -- stores
+
+
+def stored(states, **sizes):
+    sizes = {"hbm": 96, "states": STATES[states], **sizes}
+    return with_store(p=fleet_config(**sizes), d=fleet_config(**sizes))
+
+
+def from_store(fleet, prompt, tokens):
+    """What ``d`` computes of ``prompt``, of which the store is said to hold ``tokens``."""
+    machine, before = fleet.members["d"].machine, computed(fleet, "d")
+    machine.state.costs.model = DEAR
+    holder = Holder(fleet.members["s"].peer, tokens, Tier.DRAM)
+    fleet.submit(request(f"s{before}", prompt, max_tokens=1), "d", None, holders=(holder,))
+    fleet.run()
+    return computed(fleet, "d") - before
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_a_store_keeps_prompts_and_answers_with_their_states(states):
+    fleet = stored(states)
+    job = fleet.submit(request("a", PROMPT[:18], max_tokens=11), "p")
+    fleet.run()
+    blocks = 16 // BLOCK + 12 // BLOCK + 2 * STATES[states].pages_each  # of the prompt, of its answer, of their ends
+    assert stats(fleet, "p").store_blocks_taken == blocks and not stats(fleet, "p").store_blocks_failed
+    assert from_store(fleet, [*PROMPT[:18], *job.got[0], 1, 2], 28) == 18 + 11 + 2 - 28
+    assert from_store(fleet, [*PROMPT[:17], 9, 9, 9, 9], 16) == 21 - 16
+    assert stats(fleet, "d").snapshots_used == 2 and stats(fleet, "d").store_tokens == 28
+    fleet.finish()
+
+
+@pytest.mark.parametrize("what", ["dies", "forgets KV", "forgets a state", "is damaged"])
+def test_a_store_without_kv_or_state_costs_no_answer(what):
+    fleet = stored("a block and two pages")
+    fleet.submit(request("a", PROMPT[:18], max_tokens=1), "p")
+    fleet.run()
+    store = fleet.members["s"]
+    holder = Holder(store.peer, 16, Tier.DRAM)
+    names = split(store.pool.identities("", request("x", PROMPT[:16]).prompt))
+    lost = {"forgets KV": names[0], "forgets a state": state_identities(names[-1], 2)[1]}.get(what)
+    if lost is not None:
+        store.pool.release([store.pool.table.pop(lost)])
+    fleet.members["d"].corrupt_pulls = what == "is damaged"
+    fleet.members["d"].machine.state.costs.model = DEAR
+    fleet.submit(request("b", PROMPT[:22], max_tokens=3), "d", None, holders=(holder,))
+    if what == "dies":
+        fleet.run(until=lambda: store.jobs)
+        fleet.kill("s")
+    fleet.finish()
+    assert not stats(fleet, "d").snapshots_used and computed(fleet, "d") >= 22
+
+
+def test_what_is_not_to_be_trusted_is_forgotten_with_its_states():
+    """A row without numbers may have read wrong KV: the store gives up the blocks, and every state on their path."""
+    fleet = stored("a block and two pages")
+    fleet.submit(request("a", PROMPT[:18], max_tokens=1), "p")
+    fleet.run()
+    p, store = fleet.members["p"], fleet.members["s"]
+    fleet.submit(request("b", PROMPT[:22], max_tokens=8), "p")
+    fleet.run(until=lambda: p.plans)
+    plan = p.plans.popleft()
+    finished = p.device.run_plan(plan)
+    fail_row(plan, finished, plan.slots[0], RowFailed("no numbers", kv_is_suspect=True))
+    p.post(finished)
+    names = split(store.pool.identities("", request("x", PROMPT[:16]).prompt))
+    fleet.run(until=lambda: store.forgotten)
+    assert {*names, *state_identities(names[-1], 2)} <= set(store.forgotten)
+    assert not set(state_identities(names[-1], 2)) & store.pool.table.keys()
 
 
 # -- pulls and seals are beside plans

@@ -30,6 +30,7 @@ from memserve.base.units import MIB, NS_PER_S, ceil_div
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.sequence import Sequence, SequenceKey
 from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.pool import Lease
 from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import Send
 from memserve.protocol.messages import KEEP
@@ -122,6 +123,17 @@ class ExportCounters:
     """Not offered: they had left the cache, or too many waited."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """A snapshot that was cached, to be offered."""
+
+    isolation: str
+    tokens: TokenArray
+    """Which it stands behind: whole blocks."""
+    keep: bool = False
+    """They have a name."""
+
+
 class StoreOffers:
     """Lends blocks to one store, ``lent_max`` at most at once."""
 
@@ -171,6 +183,21 @@ class StoreOffers:
             self._layers.setdefault(plan.step_id, []).append(part)
         else:
             self._exchange.announce_computed(offer_id, run.first_block, run.end_block, fence=run.written_by)
+
+    def offer_state(self, kept: KeptState, loan: Lease, identity: bytes, to: Peer, now_ns: int) -> None:
+        """Offer the snapshot that is lent by ``loan``, under the ``identity`` of its first block, behind KV that is
+        offered on its own."""
+        end = len(kept.tokens) // self._geometry.block_tokens
+        offered = OfferedBlocks(kept.isolation, kept.tokens, (), first_block=end, state=loan)
+        terms = OfferTerms(private=KEEP if kept.keep else b"", lease_ns=LEASE_NS)
+        fence = self._exchange.fence_of_cached([(Tier.HBM, block) for block in loan.blocks])
+        offer_id = self._exchange.offer_blocks(to, offered, now_ns, terms)
+        self._open[offer_id] = _Open(IN_CACHE, len(loan.blocks), identity)
+        self.exported += len(loan.blocks)
+        self.counters.offered += len(loan.blocks)
+        remember(self._offered_ns, identity, now_ns)
+        # all pages: a store keeps whole blocks
+        self._exchange.announce_state(offer_id, end, fence, whole=True)
 
     # -- while it is computed
 
@@ -284,7 +311,9 @@ class StoreWriter:
         self._state = state
         self._exchange = exchange
         self._block_tokens = geometry.block_tokens
-        self.offers = StoreOffers(exchange, geometry, max(1, state.memory.pool.config.hbm_blocks // LENT_SHARE))
+        pool = state.memory.pool
+        lent_max = max(1, pool.state_blocks, pool.config.hbm_blocks // LENT_SHARE)
+        self.offers = StoreOffers(exchange, geometry, lent_max)
         self._stores: dict[str, PeerInfo] = {}
         #: of this process; empty: not known
         self.host_id = ""
@@ -292,6 +321,7 @@ class StoreWriter:
         self.target: Peer | None = None
         self._pending: list[BlockRun] = []  # a reference on each block
         self._later: dict[bytes | SequenceKey, _Later] = {}  # by a named prefix's last identity, or by sequence
+        self._kept_states: dict[bytes, KeptState] = {}  # by the identity of their first block
         self._named_ns: dict[bytes, int] = {}  # last identity of a named prefix -> when it was offered as such
         self._messages: list[Send] = []
 
@@ -324,7 +354,6 @@ class StoreWriter:
         near = [info for info in self._stores.values() if self.host_id and info.host_id == self.host_id]
         stores = sorted(near or self._stores.values(), key=lambda info: info.peer.name)
         caches = self._exchange.shares_kv and self._state.memory.pool.config.caching
-        caches = caches and not self._state.memory.states.has_states
         target = stores[0].peer if stores and caches else None
         if target != self.target:
             self.target = target
@@ -332,7 +361,7 @@ class StoreWriter:
             self._named_ns.clear()
             self._drop_later()
             self._drop_pending()
-        self._state.memory.listener = self if target is not None else None
+        self._state.memory.listener = self._state.memory.states.listener = self if target is not None else None
 
     # -- what the cache has got (``PublishListener``)
 
@@ -367,6 +396,17 @@ class StoreWriter:
         if first < end:
             self._put_off(sequence.key, _Later(isolation, tokens, first))
 
+    def on_snapshot_kept(self, isolation: str, tokens: TokenArray, *, keep: bool = False) -> None:
+        """The cache has got a snapshot behind ``tokens`` (``SnapshotListener``)."""
+        pool = self._state.memory.pool
+        names = pool.state_identities(pool.identity(isolation, tokens))
+        if names and (keep or not self.offers.was_offered(names[0])):
+            self._kept_states.pop(names[0], None)
+            self._kept_states[names[0]] = KeptState(isolation, tokens, keep)
+            if len(self._kept_states) > LATER_MAX:
+                del self._kept_states[next(iter(self._kept_states))]
+                self.offers.counters.dropped += len(names)
+
     def on_discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The KV of ``sequence`` is not to be trusted: neither offers of it nor what stores have of ``tokens``."""
         owner = sequence.key
@@ -377,6 +417,9 @@ class StoreWriter:
         self._later.pop(owner, None)
         self.offers.withdraw_offers("its KV is not to be trusted", owner)
         identities = self._state.memory.pool.identities(sequence.group.isolation, tokens)
+        pool = self._state.memory.pool
+        states = [pool.state_identities(identity_at(identities, block)) for block in range(len(identities) // 16)]
+        identities += b"".join(name for names in states for name in names)
         self.offers.forget_blocks(identities)
         if identities:
             self._messages += [Send(info.peer, ForgetKv(identities)) for info in self._stores.values()]
@@ -393,6 +436,7 @@ class StoreWriter:
         if now_ns - self._named_ns.get(last, -AGAIN_NS) >= AGAIN_NS:
             remember(self._named_ns, last, now_ns)
             self._put_off(last, _Later(isolation, tokens, 0, keep=True))
+            self.on_snapshot_kept(isolation, tokens, keep=True)
 
     def _put_off(self, key: bytes | SequenceKey, later: _Later) -> None:
         """Offer it when less is lent. An order with this key is replaced, and begins where that one did."""
@@ -431,6 +475,21 @@ class StoreWriter:
             pool.release(hbm)
             pool.release_dram(dram)
 
+    def _offer_states(self, target: Peer, now_ns: int) -> None:
+        """Offer the snapshots that were cached, as far as they still are and there is room."""
+        pool, offers = self._state.memory.pool, self.offers
+        while self._kept_states and offers.room_blocks >= pool.state_blocks:
+            identity, kept = next(iter(self._kept_states.items()))
+            del self._kept_states[identity]
+            loan = pool.lend_state(kept.isolation, kept.tokens, pool.state_blocks)
+            if loan is not None and loan.tokens == len(kept.tokens):
+                offers.offer_state(kept, loan, identity, target, now_ns)
+                continue
+            offers.counters.dropped += pool.state_blocks
+            if loan is not None:
+                pool.unpin(loan)
+                pool.release(loan.blocks)
+
     # -- offering
 
     def on_plan_made(self, plan: StepPlan, now_ns: int) -> None:
@@ -444,6 +503,8 @@ class StoreWriter:
             self._offer_pending(now_ns, None)
         if self._later and self.target is not None:
             self._offer_later(self.target, now_ns)
+        if self._kept_states and self.target is not None:
+            self._offer_states(self.target, now_ns)
         self.offers.expire_offered(now_ns)
 
     def _offer_pending(self, now_ns: int, plan: StepPlan | None) -> None:
@@ -496,6 +557,8 @@ class StoreWriter:
         for later in self._later.values():
             self._count_dropped(later)
         self._later.clear()
+        self.offers.counters.dropped += len(self._kept_states) * self._state.memory.pool.state_blocks
+        self._kept_states.clear()
 
     def _drop_pending(self) -> None:
         for run in self._pending:

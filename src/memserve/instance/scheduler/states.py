@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from memserve.base.errors import check
 from memserve.base.types import TokenArray
@@ -28,10 +28,19 @@ if TYPE_CHECKING:
     from memserve.kv.snapshots import StateSnapshot
 
 
+class SnapshotListener(Protocol):
+    """Hears which snapshots the prefix cache has got."""
+
+    def on_snapshot_kept(self, isolation: str, tokens: TokenArray) -> None:
+        """There is one behind ``tokens``, whole blocks, once the plan has finished that takes it."""
+
+
 class NoStates:
     """Of a model whose layers keep KV alone."""
 
     has_states = False
+    #: None: no store keeps snapshots
+    listener: SnapshotListener | None = None
 
     def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
         """What of a sequence's known tokens the cache may stand in for."""
@@ -278,6 +287,8 @@ class RecurrentStates(NoStates):
         isolation, tokens = sequence.group.isolation, sequence.known_tokens()[: snapshot.tokens]
         is_whole = len(tokens) == snapshot.tokens <= _counted(sequence)
         is_kept = is_whole and self._pool.keep_snapshot(isolation, tokens, snapshot)
+        if is_kept and self.listener is not None:
+            self.listener.on_snapshot_kept(isolation, tokens)
         if not is_kept and self._last.get(sequence) is not snapshot:
             self._forget(snapshot)
 

@@ -339,7 +339,7 @@ def complete_import(context: TransferContext, imported: Import, placement: Impor
     """Give the blocks that have come to their new holder. Of a fetch they may be the beginning only: ``reason``."""
     counters = context.counters
     counters.imports_done += 1
-    counters.pulled_blocks += min(placement.unbroken_blocks, imported.kv_end - placement.pull_from)
+    counters.pulled_blocks += max(0, min(placement.unbroken_blocks, imported.kv_end - placement.pull_from))
     counters.reused_blocks += len(placement.lease.blocks)
     context.send(imported.sender, Release(imported.transfer_id))
     if imported.handoff is not None:

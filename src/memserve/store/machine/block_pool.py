@@ -11,7 +11,7 @@ from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
 from memserve.base.types import AS_COMPUTED, Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
-from memserve.kv.identity import NAMES_MAX, namespace_id
+from memserve.kv.identity import NAMES_MAX, namespace_id, state_identities
 from memserve.kv.pool import Lease
 from memserve.protocol.store import KEY_BYTES
 
@@ -125,8 +125,24 @@ class StorePool:
         """Instances say how many blocks their snapshots have."""
         return 0
 
+    def state_identities(self, identity: bytes, blocks: int) -> list[bytes]:
+        """Of the ``blocks`` of a snapshot behind the block of this ``identity``."""
+        return state_identities(identity, blocks, self._key)
+
     def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
-        """None: no snapshot is kept here."""
+        """As far as it is in memory, all of it."""
+        identities = self.block_identities(tenant, tokens) if blocks else []
+        for end in range(len(identities), 0, -1):
+            extents: list[int] = []
+            for identity in self.state_identities(identities[end - 1], blocks):
+                extent = self.hold_block(identity, counts=False)
+                if extent is None:
+                    break
+                extents.append(extent)
+            if len(extents) == blocks:
+                return Lease([extent // self.block_bytes for extent in extents], end * self.block_tokens)
+            for extent in extents:
+                self._tier.release(extent)
         return None
 
     def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:

@@ -121,14 +121,15 @@ class KvBlocks:
             )
             return
         offered_end = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
-        whole = min(offered_end, len(offer.tokens) // self._pool.block_tokens)
-        identities = self._pool.block_identities(offer.tenant, offer.tokens)
+        identities = self._identities_of(offer)
+        whole = min(offered_end, len(identities))
         first, keep = offer.first_block, offer.private == KEEP
         while first < whole and identities[first] in self._values:
             if keep:
                 self._values.keep_block(identities[first], now_ns)
             first += 1
-        fits = self.exchange.incompatibility(sender) is None and offer.identity == next(reversed(identities), b"")
+        last = self._pool.identity(offer.tenant, offer.tokens)
+        fits = self.exchange.incompatibility(sender) is None and offer.identity == last
         self._values.counters.kv_known += (first - offer.first_block) * fits
         if fits and whole > offer.first_block == first - (whole - offer.first_block):
             self._jobs.send_message(sender, Release(offer.transfer_id))
@@ -137,10 +138,18 @@ class KvBlocks:
             self._jobs.send_message(sender, Wanted(offer.transfer_id, first))
         self._perform_outcomes(self.exchange.handle(MessageArrived(sender, _raw(offer, first, whole)), now_ns), now_ns)
 
+    def _identities_of(self, offer: Offer) -> list[bytes]:
+        """Of the blocks of its tokens, from the first one, and behind them of those of a state, if it brings all."""
+        identities = self._pool.block_identities(offer.tenant, offer.tokens)
+        named_end = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
+        if offer.state_blocks and identities and named_end == len(identities) + offer.state_blocks:
+            identities += self._pool.state_identities(identities[-1], offer.state_blocks)
+        return identities
+
     def _on_delivered(self, outcome: Delivered) -> None:
         """Blocks have come, each page with the checksum that its owner computed: seal them as wholes."""
         offer = outcome.offer
-        identities = self._pool.block_identities(offer.tenant, offer.tokens)
+        identities = self._identities_of(offer)
         block_bytes = self._pool.block_bytes
         extents = [block * block_bytes for block in outcome.blocks]
         end = offer.first_block + len(extents)
@@ -181,11 +190,11 @@ class KvBlocks:
         grace_ns = self._config.fetch_deadline_ns
         if fetch.deadline_in_ns:
             grace_ns = min(grace_ns, int(fetch.deadline_in_ns * self._config.fetch_read_share))
+        fetch, wanted_identities = self._reachable(fetch)
         pending = _PendingFetch(sender, fetch, now_ns + grace_ns, loads_awaited=1)  # one: this method
         self._pending_fetches[fetch.transfer_id] = pending
-        tokens = fetch.tokens[: fetch.end_block * self._pool.block_tokens]
         to_load = []
-        for identity in self._pool.block_identities(fetch.tenant, tokens)[fetch.first_block :]:
+        for identity in wanted_identities:
             if identity not in self._values:
                 break
             if self._values.is_ready(identity):
@@ -198,6 +207,24 @@ class KvBlocks:
         self._count_down(pending, now_ns)
         if not pending.over:
             self._deadlines.add(pending)
+
+    def _reachable(self, fetch: Fetch) -> tuple[Fetch, list[bytes]]:
+        """``fetch``, and the blocks for it. Where a state is wanted: as far as one is here with all KV before it, and
+        its blocks."""
+        size = self._pool.block_tokens
+        identities = self._pool.block_identities(fetch.tenant, fetch.tokens[: fetch.end_block * size])
+        if not fetch.state_blocks:
+            return fetch, identities[fetch.first_block :]
+        end = fetch.first_block
+        while end < len(identities) and identities[end] in self._values:
+            end += 1
+        for last in range(end, fetch.first_block, -1):
+            state = self._pool.state_identities(identities[last - 1], fetch.state_blocks)
+            if all(identity in self._values for identity in state):
+                return replace(fetch, tokens=fetch.tokens[: last * size], end_block=last), [
+                    *identities[fetch.first_block : last], *state,
+                ]  # fmt: skip
+        return fetch, []
 
     def _hold_block(self, pending: _PendingFetch, identity: bytes, now_ns: int) -> None:
         place = self._values.hold_value(identity, now_ns)
