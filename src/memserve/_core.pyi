@@ -491,7 +491,7 @@ def cheapest(
     favourites: Sequence[int],
     prices: RoutingPrices,
     profiles: NDArray[np.int64],
-    ask: tuple[int, int, int, int, int, int],
+    ask: tuple[int, int, int, int, int, int, int],
     holding: tuple[int, int, int],
     window_steps: int,
 ) -> tuple[_LoadRow, _LoadRow | None]:
@@ -500,10 +500,10 @@ def cheapest(
 
     ``loads``, ``room`` and ``matches`` as there; ``hosts``: ``[n]``, a code up to ``n`` for each, 0: unknown.
     ``profiles``: ``[n]``, the place in ``prices`` of each. ``ask``: tokens of the prompt, tokens at most to be
-    generated, sequences, bytes of KV a token, tokens a block, pieces of a block in a handoff. ``holding``: the number
-    of an instance or a store that may be asked for a prefix, for how many tokens of it (0: none), and how many of them
-    lie on the disks of a store, read at its own price. ``window_steps``: decode steps that count. ``ValueError``: no
-    instances to choose from, or numbers without a column.
+    generated, sequences, bytes of KV a token, tokens a block, pieces of a block in a handoff, blocks of a recurrent
+    state that goes with KV. ``holding``: the number of an instance or a store that may be asked for a prefix, for how
+    many tokens of it (0: none), and how many of them lie on the disks of a store, read at its own price.
+    ``window_steps``: decode steps that count. ``ValueError``: no instances to choose from, or numbers without a column.
     """
 
 def most_of(

@@ -82,6 +82,7 @@ struct Wanted {
   int64_t prompt_tokens, max_tokens, sequences, block_tokens;
   Cut whole, handoff;
   int64_t holder = kNobody, holder_tokens = 0, disk_tokens = 0;  // the last: of them on a store's disks
+  int64_t state_blocks = 0;  // of a recurrent state, which goes with KV
 };
 
 // A total to minimise; ties go to instances that know the session, then to the lowest number.
@@ -116,7 +117,7 @@ class Weighing {
     const Prices& prices = prices_of(at);
     const int64_t swap_ns = prices.swap_in_ns(table_.matched_in_dram(at), wanted_.whole);
     const int64_t decoder_ns = decode_ns(at, work) + queued_ns(at, work.prefill) + swap_ns;
-    const int64_t lacking = std::max<int64_t>(0, prompt_blocks_ - table_.matched(at));
+    const int64_t lacking = std::max<int64_t>(0, prompt_blocks_ - table_.matched(at)) + wanted_.state_blocks;
     const auto price = [&](bool near) {
       return Price{decoder_ns + prices.transfer_ns(lacking, wanted_.handoff, near), -is_known(at), kNobody, at};
     };
@@ -195,7 +196,7 @@ class Weighing {
       const bool near = hosts_[at] != kUnknownHost && hosts_[at] == hosts_[wanted_.holder];
       const int64_t blocks = there_blocks_ - table_.matched(at);
       const int64_t read_ns = prices_of(wanted_.holder).disk_ns(std::min(disk_blocks_, blocks), wanted_.whole);
-      const int64_t fetch_ns = prices.transfer_ns(blocks, wanted_.whole, near) + read_ns;
+      const int64_t fetch_ns = prices.transfer_ns(blocks + wanted_.state_blocks, wanted_.whole, near) + read_ns;
       const int64_t rest_ns = swap_ns + prices.prefill_ns(prompt - there_, there_);
       best_ns = std::min(best_ns, std::max(prompts_ns, fetch_ns) + rest_ns);
     }
@@ -216,10 +217,10 @@ class Weighing {
 
 nb::tuple cheapest(const Crowd& first, const std::vector<Row>& decoders, const Loads& loads, const Row& room,
                    const Columns& matches, const Row& hosts, const std::vector<int64_t>& favourites,
-                   const RoutingPrices& prices, const Row& profile_of, const std::array<int64_t, 6>& ask,
+                   const RoutingPrices& prices, const Row& profile_of, const std::array<int64_t, 7>& ask,
                    const std::array<int64_t, 3>& holding, int64_t window_steps) {
   const LoadColumns table(loads, room, matches);
-  const auto [prompt_tokens, max_tokens, sequences, token_bytes, block_tokens, pieces] = ask;
+  const auto [prompt_tokens, max_tokens, sequences, token_bytes, block_tokens, pieces, state_blocks] = ask;
   if (prompt_tokens < 1 || block_tokens < 1) throw nb::value_error("prompt_tokens and block_tokens must be at least 1");
   const Wanted wanted{prompt_tokens,
                       max_tokens,
@@ -229,7 +230,8 @@ nb::tuple cheapest(const Crowd& first, const std::vector<Row>& decoders, const L
                       Cut{token_bytes, block_tokens, pieces},
                       holding[0],
                       holding[1],
-                      holding[2]};
+                      holding[2],
+                      state_blocks};
   const auto is_code = [&](int64_t host) { return host >= 0 && static_cast<size_t>(host) <= table.columns; };
   if (hosts.shape(0) != table.columns || !std::ranges::all_of(span_of(hosts), is_code)) {
     throw nb::value_error("give one host per column, 0 to the number of columns");

@@ -231,4 +231,5 @@ def _describe_peer(parts: Parts, place: MemberOptions, self_peer: Peer, segments
         costs=parts.costs.to_json() if parts.costs.is_measured else b"",
         segments_at=segments.address if segments is not None else "",
         sequence_tokens=config.max_model_tokens if segments is not None else 0,
+        state_blocks=parts.machine.pool.state_blocks if config.exchange.shares_kv else 0,
     )

@@ -471,11 +471,11 @@ class BlockPool:
         return self._index.nbytes
 
     def clear_cache(self) -> int:
-        """Drop every unpinned entry of the index; returns how many blocks it named."""
+        """Drop every unpinned entry of the index, and every snapshot that is not; returns how many blocks it named."""
         evicted = self._index.clear()
         self._log_eviction(evicted)
         if self.snapshots is not None:
-            self.snapshots.forget_all()
+            self.snapshots.forget_all(with_pinned=False)
         return len(evicted.dropped_hbm) + len(evicted.dropped_dram)
 
     def check_invariants(self) -> None:

@@ -244,10 +244,11 @@ class SnapshotCache:
         self.pages.release(pages)
         return True
 
-    def forget_all(self) -> None:
-        """A step has failed: what any of them holds is not known."""
+    def forget_all(self, *, with_pinned: bool) -> None:
+        """Give up all; ``with_pinned``: a step has failed, and what any of them holds is not known."""
         for snapshot in [*self._running, *self._behind, *self._ends]:
-            self.forget(snapshot)
+            if with_pinned or not snapshot.pins:
+                self.forget(snapshot)
 
     # -- the cache
 

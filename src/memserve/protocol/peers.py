@@ -121,6 +121,9 @@ class PeerInfo(Message, frozen=True):
     """The descriptor of host memory into which it copies pages of its GPUs that processes on the same host ask for;
     -1: there is none."""
     staging_bytes: Natural = 0
+    state_blocks: Natural = 0
+    """Blocks that the recurrent state of a sequence takes where it is handed over, fetched or pinned. 0: layers keep KV
+    alone, or it goes nowhere."""
 
 
 class Load(Message, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fleet_store import split, with_store
-from fleet_world import BLOCK, LAYERS, TransferMode, computed, fleet_config, pair, stats, story_of
+from fleet_world import BLOCK, GEOMETRY, LAYERS, TransferMode, computed, fleet_config, pair, stats, story_of
 from instance_world import PROMPT, VOCAB, request
 from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
@@ -120,7 +120,9 @@ def test_a_prefix_is_fetched_with_its_state(states):
     fleet.run()
     spent, job = fetching(fleet, PROMPT[:22], 18)
     assert spent == 22 - 16 and stats(fleet, "d").fetched_tokens == 16 and stats(fleet, "d").snapshots_used == 1
-    assert story_of(job)["cached_tokens_hbm"] == 16
+    story, pages = story_of(job), STATES[states].layers_of_last(GEOMETRY)
+    assert story["cached_tokens_hbm"] == story["fetched_tokens"] == 16
+    assert story["fetched_state_bytes"] == (STATES[states].pages_each - 1) * BLOCK_BYTES + pages * 32
     fleet.finish()
 
 

@@ -61,6 +61,7 @@ def random_fleet(rng: np.random.Generator, most: int, scale: float) -> tuple[Ask
     ask = Ask(
         prompt, int(max_tokens), int(sequences), int(token_bytes), favourites, holdings, block_tokens,
         handoff_pieces=int(rng.integers(1, 4)),
+        state_blocks=int(rng.choice([0, 0, 1, 30])),
     )  # fmt: skip
     return ask, candidates
 
@@ -89,7 +90,10 @@ def ask_core(ask: Ask, candidates: list[Candidate]):
         [(numbers_of(first, role), role is not Role.PREFILL or not decoders) for role in ROLES],
         [numbers_of(decoders, Role.DECODE)] if decoders else [], *columns(ask, candidates), ask.favourites,
         native_prices(profiles), np.array([profiles.index(c.costs) for c in candidates], np.int64),
-        (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens, ask.handoff_pieces),
+        (
+            ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens, ask.handoff_pieces,
+            ask.state_blocks,
+        ),
         (held.number, held.tokens, held.disk_tokens), DECODE_WINDOW,
     )  # fmt: skip
 
@@ -115,7 +119,7 @@ PRICES = native_prices([CostModel()])
 
 
 def plainly(
-    first, decoders=(), hosts=(0, 0, 0), ask=(8, 1, 1, 1, 4, 1), holding=(-1, 0, 0), queues=(0, 0, 0), prices=PRICES,
+    first, decoders=(), hosts=(0, 0, 0), ask=(8, 1, 1, 1, 4, 1, 0), holding=(-1, 0, 0), queues=(0, 0, 0), prices=PRICES,
     profiles=(0, 0, 0),
 ):  # fmt: skip
     """Three instances, idle but for queues."""
@@ -143,7 +147,7 @@ def test_absurd_costs_do_not_overflow():
 @pytest.mark.parametrize("bad", [
     {"first": []}, {"first": [3]}, {"first": [-1]}, {"first": [0], "decoders": [3]}, {"first": [0], "hosts": (0, 0)},
     {"first": [0], "hosts": (0, 0, 4)}, {"first": [0], "hosts": (0, -1, 0)}, {"first": [0], "holding": (3, 4, 0)},
-    {"first": [0], "ask": (0, 1, 1, 1, 4, 1)}, {"first": [0], "ask": (8, 1, 1, 1, 0, 1)},
+    {"first": [0], "ask": (0, 1, 1, 1, 4, 1, 0)}, {"first": [0], "ask": (8, 1, 1, 1, 0, 1, 0)},
     {"first": [0], "profiles": (0, 0)}, {"first": [0], "profiles": (0, 0, 1)}, {"first": [0], "profiles": (0, 0, -1)},
 ])  # fmt: skip
 def test_impossible_questions_are_refused(bad):

@@ -126,6 +126,17 @@ def test_cost_sends_to_decoders_that_have_most_already():
     assert choice("cost", ask, some(P, D, D, matched_tokens=[0, 0, 7000])) == (0, 2)
 
 
+def test_cost_counts_the_state_that_goes_with_kv():
+    """Beside a large state a prompt is sooner computed again, and goes to a decoder as if it were longer."""
+    ask = Ask(1000, token_bytes=1000, block_tokens=10, holdings=(Holding(1, 900, "h"),))
+    heavy = structs.replace(ask, state_blocks=1_000_000)
+    first, _ = some(C, C, host_id=["h", "h"], costs=[SLOW, SLOW])
+    assert first_cost(ask, first).fetch_ns and not first_cost(heavy, first).fetch_ns
+    first, decoder = some(P, D, host_id=["h", "h"], matched_tokens=[0, 500])
+    longer = structs.replace(ask, prompt_tokens=10_001_000)
+    assert handoff_ns(heavy, first, decoder) == handoff_ns(longer, first, decoder) > handoff_ns(ask, first, decoder)
+
+
 def test_cost_avoids_the_network_when_it_can():
     ask = Ask(8000, 64, token_bytes=100_000)
     candidates = some(P, P, D, D, host_id=["a", "b", "b", "c"], prefill_tokens=[0, 10, 0, 0])

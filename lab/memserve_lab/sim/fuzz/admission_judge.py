@@ -88,6 +88,13 @@ def _unit(cluster: Cluster) -> int:
     return cluster.config.admission.unit_tokens or (geometry.block_tokens if geometry is not None else 1)
 
 
+def _state(cluster: Cluster) -> int:
+    """Blocks of a recurrent state that goes with KV."""
+    registry = cluster._registry
+    block_tokens = registry.geometry.block_tokens if registry.geometry is not None else 1
+    return ceil_div(registry.state_blocks * block_tokens, _unit(cluster))
+
+
 def _total(cluster: Cluster, member: Member) -> int:
     return member.info.hbm_blocks * member.info.geometry.block_tokens // _unit(cluster)
 
@@ -96,14 +103,14 @@ def _most(cluster: Cluster, request: Request, generated: int, *, decodes: bool) 
     """Blocks that it may need, if sequences share nothing."""
     prompt, own_tokens = tokens_needed(request, cluster.config.admission.output_tokens_max, generated)
     if not decodes:
-        return ceil_div(prompt + generated, _unit(cluster))
-    return max(request.n, request.beam_width) * ceil_div(prompt + own_tokens, _unit(cluster))
+        return ceil_div(prompt + generated, _unit(cluster)) + _state(cluster)
+    return max(request.n, request.beam_width) * ceil_div(prompt + own_tokens, _unit(cluster)) + _state(cluster)
 
 
 def _all_of(cluster: Cluster, request: Request) -> int:
     """Blocks that it may have held at its end."""
     tokens = len(request.prompt) + request.stop.max_tokens
-    return max(request.n, request.beam_width) * ceil_div(tokens, _unit(cluster))
+    return max(request.n, request.beam_width) * ceil_div(tokens, _unit(cluster)) + _state(cluster)
 
 
 def _claimed(cluster: Cluster, requests: Sequence[RequestState], member: Member) -> int:
@@ -111,7 +118,7 @@ def _claimed(cluster: Cluster, requests: Sequence[RequestState], member: Member)
     prefixes = [handle.tokens for handle in cluster.handles() if handle.peer == member.peer]
     for attempt in [req.attempt for req in requests if req.attempt is not None]:
         prefixes += [holder.prefix_tokens for holder in attempt.holders if holder.peer == member.peer]
-    return sum(ceil_div(tokens, _unit(cluster)) for tokens in prefixes)
+    return sum(ceil_div(tokens, _unit(cluster)) + _state(cluster) for tokens in prefixes)
 
 
 def _used(cluster: Cluster, requests: Sequence[RequestState], member: Member) -> int:

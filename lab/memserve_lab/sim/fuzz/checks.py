@@ -18,7 +18,7 @@ from memserve.store.disks.jobs import place_of
 from memserve_lab.sim.fuzz.clients import OutputChecker
 from memserve_lab.sim.fuzz.stores import FuzzedStore, read_record, seal_of
 from memserve_lab.sim.nodes import InstanceNode, MemberNode
-from memserve_lab.sim.reference.memory import in_layer
+from memserve_lab.sim.reference.memory import SymbolicStates, in_layer
 from memserve_lab.sim.reference.oracle import cell, mix, require
 
 
@@ -112,7 +112,14 @@ def check_store_memory_is_whole(store: FuzzedStore) -> None:
 
 
 def check_contents(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> None:
-    """Each block holds the KV that its name stands for, wherever it lies; on disks where nothing was damaged."""
+    """Each block holds the KV that its name stands for, wherever it lies; on disks where nothing was damaged. So does
+    the first page of those with a recurrent state: others need not be the state's."""
+    for identity, truth in _state_truths(store, pool, referee):
+        entry = store.tier.find(identity, counts=False)
+        if entry is not None:
+            stored = store.memory.read_extent(entry.offset, len(truth))
+            store.machine.values.tier.release(entry.offset)
+            require(stored == truth or not entry.verified, f"{identity.hex()[:8]} in memory is another state")
     for identity, truth in _truths(store, pool, referee):
         entry = store.tier.find(identity, counts=False)
         if entry is not None:
@@ -133,21 +140,37 @@ def check_contents(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) 
             )
 
 
-def _truths(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[bytes, bytes]]:
-    """Identity and bytes of every block of what clients have asked and were answered."""
-    geometry, identities = store.host.geometry, set[bytes]()
-    size = geometry.block_tokens
+def _state_truths(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[bytes, bytes]]:
+    """Identity of every block of a state behind what clients have asked and were answered, and its first page."""
+    size = store.host.geometry.block_tokens
+    for tokens, identities in _token_runs(pool, referee):
+        for end in range(size, len(tokens) + 1, size):
+            behind = SymbolicStates.behind(tokens[:end])
+            for place, identity in enumerate(pool.state_identities(identities[end // size - 1])):
+                cells = SymbolicStates.cells_of((end, behind, place), size)
+                yield identity, _block([cell for cell in cells if cell is not None], 1)
+
+
+def _token_runs(pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[list[int], list[bytes]]]:
+    """What clients have asked and were answered, with the identities of its whole blocks."""
     for ask in referee.asks.values():
         answers = [] if ask.request.beam_width else list(ask.got.values())
         for answer in answers or [[]]:
             tokens = [*ask.request.prompt.tolist(), *answer]
             packed = pool.identities(ask.request.isolation, np.asarray(tokens, np.int32))
-            cells = _cells(tokens)
-            for index in range(len(tokens) // size):
-                identity = bytes(packed[16 * index : 16 * index + 16])
-                if identity not in identities:
-                    identities.add(identity)
-                    yield identity, _block(cells[index * size : (index + 1) * size], geometry.num_layers)
+            yield tokens, [bytes(packed[offset : offset + 16]) for offset in range(0, len(packed), 16)]
+
+
+def _truths(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[bytes, bytes]]:
+    """Identity and bytes of every block of what clients have asked and were answered."""
+    geometry, seen_identities = store.host.geometry, set[bytes]()
+    size = geometry.block_tokens
+    for tokens, identities in _token_runs(pool, referee):
+        cells = _cells(tokens)
+        for index, identity in enumerate(identities):
+            if identity not in seen_identities:
+                seen_identities.add(identity)
+                yield identity, _block(cells[index * size : (index + 1) * size], geometry.num_layers)
 
 
 def _cells(tokens: list[int]) -> list[int]:

@@ -226,6 +226,8 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
             counts["late draws"] = counters.late_draws
         if counters.drafted_tokens:
             counts.update({"drafts: tokens": counters.drafted_tokens, "drafts: kept": counters.kept_tokens})
+        if self.memory.states is not None:
+            counts.update({"states: loaded": self.memory.states.loaded})
         if isinstance(layers, LayerPlacer):
             kv = self.memory.kv
             counts.update({"by layer: admitted": layers.admitted, "by layer: converted": layers.converted})

@@ -8,6 +8,7 @@ Planted faults of a store: each a safeguard that is taken out (``plants.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,18 +20,21 @@ from memserve.base.types import TokenOutput
 from memserve.instance.cluster.commands import RouterChanges
 from memserve.instance.cluster.routers import Routers
 from memserve.instance.cluster.shards import HeldSegments
-from memserve.instance.events import Before, DropSegment, StepFinished, StepPlan
+from memserve.instance.events import Before, DropSegment, StepFinished, StepPlan, TakeSnapshot
 from memserve.instance.intake import RequestIntake
 from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.scheduler import batch as batch_module
 from memserve.instance.scheduler.batch import InflightPlan
 from memserve.instance.scheduler.results import StepResults
 from memserve.instance.scheduler.sequence import Group, Phase
+from memserve.instance.scheduler.states import RecurrentStates
 from memserve.journal.store import Store
 from memserve.kv import pool as pool_module
 from memserve.kv.identity import DEFAULT_KEY, namespace_id
+from memserve.kv.pool import BlockPool
 from memserve.kv.transfer.context import Deadlines, Expiring
 from memserve.kv.transfer.events import PagesPulled
+from memserve.kv.transfer.exchange import Exchange
 from memserve.kv.transfer.receiver import Receiver
 from memserve.protocol.idempotency import AnswerHeld, AnswerLog
 from memserve.protocol.member import MemberMachine, RouterAddresses
@@ -54,7 +58,9 @@ from memserve_lab.sim.fuzz.scenario_features import Workers
 
 if TYPE_CHECKING:
     from memserve._core import Found, Place, SegmentLog
+    from memserve.base.types import TokenArray
     from memserve.instance.scheduler.sequence import Sequence
+    from memserve.kv.snapshots import StateSnapshot
 
 
 Swap = tuple[Any, str, Any]
@@ -375,6 +381,44 @@ def _stale_ledger() -> list[Swap]:
     return [(RemoteAdmission, "_has_lease", _for_ever), (RemoteAdmission, "on_expelled", _keeps_grants)]
 
 
+def _one_token_early(self: RecurrentStates, sequence: Sequence, plan: StepPlan) -> StateSnapshot | None:
+    snapshot = self._pool.allocate_snapshot(sequence.computed)
+    if snapshot is not None and sequence.slot is not None:
+        plan.snapshots.append(TakeSnapshot(sequence.slot, max(1, snapshot.tokens - 1), list(snapshot.pages)))
+    return snapshot
+
+
+def _state_position() -> list[Swap]:
+    """What is handed over is the state of the token before."""
+    return [(RecurrentStates, "take_for_peer", _one_token_early)]
+
+
+def _behind_less(self: BlockPool, tenant: str, tokens: TokenArray, blocks: Items[int]) -> bool:
+    return _INSERT_STATE(self, tenant, tokens[: max(self.block_tokens, len(tokens) - self.block_tokens)], blocks)
+
+
+_INSERT_STATE = BlockPool.insert_state
+
+
+def _state_anchor() -> list[Swap]:
+    """A state that came from elsewhere is cached one block before its place."""
+    return [(BlockPool, "insert_state", _behind_less)]
+
+
+def _announce_at_once(
+    self: Exchange, transfer_id: str, first_block: int, fence: int | None = None, *, whole: bool = False
+) -> None:
+    _ANNOUNCE_STATE(self, transfer_id, first_block, 0, whole=whole)
+
+
+_ANNOUNCE_STATE = Exchange.announce_state
+
+
+def _state_fence() -> list[Swap]:
+    """A state is sealed before the plan that takes it has run: what lay in its blocks is handed over."""
+    return [(Exchange, "announce_state", _announce_at_once)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -402,6 +446,9 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "two-routers": _two_routers,
     "attempt-router": _attempt_router,
     "stale-ledger": _stale_ledger,
+    "state-position": _state_position,
+    "state-anchor": _state_anchor,
+    "state-fence": _state_fence,
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from memserve.base.config import AdmissionConfig
+from memserve.base.states import StatePages
 from memserve.base.types import Admission, Caching, Role, TransferMode
 from memserve_lab.sim.fuzz.admission_judge import draw_gate, draw_kept_ns
 from memserve_lab.sim.fuzz.clients import VOCAB, Conversation, Turn, flood
@@ -21,6 +22,7 @@ from memserve_lab.sim.fuzz.scenario_features import (
     crowd,
     draw_layered,
     draw_shared,
+    draw_states,
     draw_store,
     long_prompts,
     put_followers,
@@ -149,6 +151,8 @@ class Scenario:
     """Routers beside the owner that place requests."""
     shared: SharedSetup | None = None
     """None: every sequence fits an instance."""
+    states: StatePages | None = None
+    """How snapshots of recurrent states lie. None: layers keep KV alone."""
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -157,6 +161,7 @@ class Scenario:
         requests = sum(len(c.turns) for c in self.conversations)
         store = "" if self.store is None else " store (called)" if self.store.is_called else " store"
         layered = " by layer" if self.layered is not None else " shared" if self.shared is not None else ""
+        layered += " states" * (self.states is not None)
         layered += " keyed" * self.keyed + f" followers={self.followers}" * bool(self.followers)
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
@@ -213,6 +218,7 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     if layerwise != "off":
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
     _put_shared(scenario, len(roles))
+    _put_states(scenario)
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
     followers = put_followers(scenario, routers)
     scenario.faults += [
@@ -220,6 +226,14 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     ]
     scenario.faults = _in_order(scenario.faults)
     return scenario
+
+
+def _put_states(scenario: Scenario) -> None:
+    """Some scenarios have recurrent states, which lie on one tier. Drawn from a stream of its own."""
+    if scenario.layered is None and scenario.shared is None:
+        scenario.states = draw_states(scenario.seed, scenario.setting)
+    if scenario.states is not None:
+        scenario.dram_blocks = tuple(0 for _ in scenario.dram_blocks)
 
 
 def _put_shared(scenario: Scenario, instances: int) -> None:

@@ -21,6 +21,7 @@ from random import Random
 from typing import Any, Protocol
 
 from memserve.base.config import AdmissionConfig
+from memserve.base.states import StatePages
 from memserve.base.types import Admission
 from memserve.base.units import NS_PER_MS
 from memserve.instance.machine import Instance
@@ -187,6 +188,20 @@ def _turn(random: Random) -> Turn:
         stop_string_after=random.choice([None, None, None, 3]),
         use_cache=random.random() < 0.9,
     )
+
+
+STATES_SHARE = 0.08
+"""Of all scenarios, those with recurrent states."""
+STATES_STREAM = "states 153"
+"""As ``STREAM``."""
+_STATES = (StatePages(10, 1), StatePages(74, 2), StatePages(192, 3))
+"""Of blocks of 64 bytes in two layers: a page, a block and a page, three blocks."""
+
+
+def draw_states(seed: int, setting: object) -> StatePages | None:
+    """How the snapshots of a scenario's instances lie. None: layers keep KV alone."""
+    random = Random(f"{seed}/{setting}/{STATES_STREAM}")
+    return random.choice(_STATES) if random.random() < STATES_SHARE else None
 
 
 SHARED_SHARE = 0.08

@@ -43,6 +43,7 @@ from memserve_lab.sim.fuzz.stores import FuzzedStore
 from memserve_lab.sim.nodes import ROUTER_ADDRESS, FollowerNode, InstanceNode, RouterNode
 from memserve_lab.sim.process import Process
 from memserve_lab.sim.reference.device import LAYERS, OracleDevice
+from memserve_lab.sim.reference.memory import SymbolicStates
 from memserve_lab.sim.reference.oracle import Violation, require
 from memserve_lab.sim.timed_disk import StoreNode
 
@@ -125,7 +126,10 @@ class World:
             max_model_tokens=scenario.context_tokens,
             namespace=NAMESPACE,
             pool=PoolConfig(
-                scenario.hbm_blocks[node.place], scenario.dram_blocks[node.place], scenario.setting.caches_kv(node.role)
+                scenario.hbm_blocks[node.place],
+                scenario.dram_blocks[node.place],
+                scenario.setting.caches_kv(node.role),
+                states=scenario.states,
             ),
             scheduler=SchedulerConfig(
                 scenario.running,
@@ -138,7 +142,7 @@ class World:
                 scenario.slo_tpot_ns,
                 layerwise="off" if scenario.layered is None else "auto",
                 link_bytes_s=None if scenario.layered is None else scenario.layered.link_bytes_s,
-                draft_tokens=draft_tokens(scenario.seed),
+                draft_tokens=draft_tokens(scenario.seed) if scenario.states is None else 0,
             ),
             role=node.role,
             exchange=ExchangeConfig(
@@ -159,6 +163,8 @@ class World:
         config = self.instance_config(node).pool
         blocks = config.hbm_blocks, config.dram_blocks
         memory = OracleDevice(BLOCK_TOKENS, *blocks, VOCAB, layers=self.geometry.num_layers)
+        if config.states is not None:
+            memory.states = SymbolicStates(memory.kv)
         memory.segment = lambda segment, name: cells_of(self.instances, segment, name)
         return FuzzedDevice(_fuzzed(node), memory)
 
@@ -183,6 +189,7 @@ class World:
             costs=profile.to_json() if (profile := self._profile_of(node)) is not None else b"",
             segments_at="" if self.scenario.shared is None else f"virtual://{node.peer.name}",
             sequence_tokens=self.scenario.context_tokens,
+            state_blocks=node.machine.pool.state_blocks,
         )
 
     def _profile_of(self, node: InstanceNode) -> CostModel | None:

@@ -115,8 +115,8 @@ class SymbolicPages:
         return pages
 
 
-_SNAPSHOT = -(1 << 60)
-"""The first cell of a page with a snapshot."""
+_SNAPSHOT = (1 << 63) + 5
+"""The first cell of a page with a snapshot; no other cell is as large."""
 
 
 class SymbolicStates:
@@ -177,8 +177,12 @@ class SymbolicStates:
     def page_cells(self, block: int, size: int) -> list[int | None] | None:
         """What peers see of a snapshot in the first page of its block, ``size`` cells. None: there is none."""
         saved = self.pages.get(block)
-        cells: list[int | None] = [_SNAPSHOT, *saved] if saved is not None else []
-        return cells + [None] * (size - len(cells)) if cells else None
+        return None if saved is None else self.cells_of(saved, size)
+
+    @staticmethod
+    def cells_of(saved: tuple[int, int, int], size: int) -> list[int | None]:
+        """Of a snapshot: behind how many tokens, what it is, and which of its blocks; ``size`` cells."""
+        return [_SNAPSHOT, *saved, *[None] * (size - 4)]
 
     def take_cells(self, block: int, cells: Sequence[int | None]) -> None:
         """These came from a peer: a snapshot, or something else."""

@@ -44,7 +44,8 @@ _SHOWN = (
 _STAGE_FACTS = {
     "route": ("route", "route_why", "attempts", "last_failure"),
     "queue": ("cached_tokens_hbm", "cached_tokens_dram", "parked_ms", "slo_ttft"),
-    "fetch": ("fetch_decision", "fetched_tokens", "fetched_from", "fetched_tier", "fetch_cut", "fetch_failed"),
+    "fetch": ("fetch_decision", "fetched_tokens", "fetched_from", "fetched_tier",
+        "fetched_state_bytes", "fetch_cut", "fetch_failed"),
     "prefill": ("begins_by_layer", "by_layer"),
     "transfer": (
         "handoff_mode", "handoff_blocks_received", "handoff_blocks_reused", "handoff_bytes",

@@ -407,6 +407,8 @@ class Fetches:
                 tier = "ssd" if holder.disk_tokens else "store"
             if outcome.tokens < flight.end_block * self._geometry.block_tokens:
                 group.facts.append(("fetch_cut", f"{holder.peer.name}: {outcome.reason or 'it gave less'}"))
+            if outcome.has_state:
+                group.facts.append(("fetched_state_bytes", self._exchange.state_bytes))
             group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name), ("fetched_tier", tier)]
             self._admit_group(group)
         else:

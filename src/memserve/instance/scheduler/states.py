@@ -94,7 +94,7 @@ class NoStates:
         """``plan`` has all its rows: it carries what was decided since the last one."""
 
     def forget_orders(self) -> None:
-        """A step has failed: no slot has anything."""
+        """A step has failed: no slot has anything, and no snapshot is to be trusted."""
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Raise :class:`InvariantError` where its books and ``sequences``, all there are, contradict. For tests."""
@@ -235,6 +235,8 @@ class RecurrentStates(NoStates):
 
     def forget_orders(self) -> None:
         self._orders, self._taking = [], []
+        if self._pool.snapshots is not None:
+            self._pool.snapshots.forget_all(with_pinned=True)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         holders = {sequence for sequence in sequences if sequence.slot is not None}

@@ -146,6 +146,8 @@ class FetchEnded:
     """Tokens of the prefix that the fetch left in the index, unpinned, from the prompt's start. 0 unless ``ok``."""
     reason: str
     pulled_blocks: int = 0
+    has_state: bool = False
+    """The recurrent state behind these tokens has come as well."""
     was_offered: bool = False
     """The holder had it in memory, in time for its offer, though it may not have come."""
 

@@ -35,7 +35,7 @@ class PendingFetches:
         context, block_tokens = self._context, self._context.pool.block_tokens
         check(0 <= blocks[0] < blocks[1] <= len(tokens) // block_tokens, f"no blocks {blocks} to fetch")
         tokens = tokens[: blocks[1] * block_tokens]
-        lease = context.pool.acquire(tenant, tokens[: blocks[0] * block_tokens])
+        lease = context.pool.acquire_kv(tenant, tokens[: blocks[0] * block_tokens])
         fetching = Fetching(
             context.new_transfer_id(), holder, tenant, tokens, blocks[0], deadline_ns, lease, state_blocks
         )

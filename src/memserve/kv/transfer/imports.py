@@ -424,11 +424,13 @@ def _insert(context: TransferContext, imported: Import, placement: ImportPlaceme
     tokens = offer.tokens[: end * context.pool.block_tokens]
     # before the references are released: the index must hold the blocks, or they would be free for a moment
     context.pool.insert(offer.tenant, tokens, placement.blocks[: end - placement.base], in_hbm)
-    if offer.state_blocks and placement.is_complete:
+    has_state = offer.state_blocks > 0 and placement.is_complete
+    if has_state:
         context.pool.insert_state(offer.tenant, tokens, placement.blocks[-offer.state_blocks :])
     release_import(context, imported)
     if imported.fetching is None:
         context.outcomes.append(Inserted(imported.transfer_id, imported.sender, offer, len(tokens), pulled))
     else:
         context.counters.fetched_blocks += pulled
-        context.outcomes.append(FetchEnded(imported.transfer_id, True, len(tokens), reason, pulled))
+        ended = FetchEnded(imported.transfer_id, True, len(tokens), reason, pulled, has_state)
+        context.outcomes.append(ended)

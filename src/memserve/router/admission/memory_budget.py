@@ -75,8 +75,11 @@ class MemoryBudget:
         # An instance cuts what is generated to its room, and lets sequences of one request take turns: a request whose
         # prompt fits is never too large for its output, and needs no more than the largest instance has.
         largest = {role: self.ledger.blocks_total(self._loads.open_numbers(role)).max(initial=0) for role in _ROLES}
-        by_role = {role: max(prompt, min(whole, int(most))) for role, most in largest.items()}
         names = block_names(self._counted_once(req.identities or b""))[:prompt]
+        # a state is handed over beside the KV; where there is no room for it, the request stays where it is
+        state, least = self._state_units(), min((int(most) for most in largest.values() if most), default=0)
+        prompt, whole = max(prompt, min(prompt + state, least)), whole + state
+        by_role = {role: max(prompt, min(whole, int(most))) for role, most in largest.items()}
         return MemoryNeed(prompt, by_role, names, self._teams_for(len(request.prompt)), basis)
 
     def _counted_once(self, identities: bytes) -> bytes:
@@ -91,12 +94,19 @@ class MemoryBudget:
         return self.is_counting and (self._config.mode is Admission.CACHE or self.reservations.has_pins)
 
     def _kept_need(self, identities: bytes, tokens: int) -> Need:
-        """Of the first ``tokens`` of a prefix, where they are kept."""
+        """Of the first ``tokens`` of a prefix, where they are kept, with the state behind them."""
+        state = self._state_units() if tokens else 0
         if self._config.unit_tokens is not None:
-            return Need(required_blocks(tokens, self._config.unit_tokens))
+            return Need(required_blocks(tokens, self._config.unit_tokens) + state)
         blocks = tokens // self._unit_tokens()
         names = block_names(identities)[:blocks]
-        return Need(blocks - len(names), names)
+        return Need(blocks - len(names) + state, names)
+
+    def _state_units(self) -> int:
+        """Of a recurrent state that cannot be given up: handed over, lent or pinned."""
+        geometry = self._registry.geometry
+        state_tokens = self._registry.state_blocks * (geometry.block_tokens if geometry is not None else 1)
+        return required_blocks(state_tokens, self._unit_tokens())
 
     def _unit_tokens(self) -> int:
         geometry = self._registry.geometry

@@ -184,6 +184,8 @@ class Registry:
         #: of the members with a model, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
+        #: of a recurrent state, as the same instance says
+        self.state_blocks = 0
         self._costs: CostModel | None = None  # that a member with a model has told last
 
     def __len__(self) -> int:
@@ -248,6 +250,7 @@ class Registry:
         self._by_number[member.number] = member
         if member.has_model and not any(present_member.has_model for present_member in self):
             self.namespace, self.geometry = info.namespace, info.geometry
+            self.state_blocks = info.state_blocks
         self._members[member.name] = member
         self.members_digest ^= members_digest([member.peer])
         if member.has_model and member.has_own_costs:

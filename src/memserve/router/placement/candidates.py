@@ -76,6 +76,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Prefixes are cached, and KV is moved, in whole blocks of this size."""
     handoff_pieces: int = 1
     """Pieces of a block when it is handed to the decoder. 1: whole blocks. The number of layers: page by page."""
+    state_blocks: int = 0
+    """Blocks of the recurrent state that goes with KV, handed over or fetched. 0: layers keep KV alone."""
 
 
 class Route(NamedTuple):

@@ -175,6 +175,7 @@ class Placer:
             self._best_holding(most),
             self._block_tokens(),
             1 if geometry is None or self._config.transfer is TransferMode.BY_REQUEST_AGG else geometry.num_layers,
+            self._registry.state_blocks,
         )
 
     def _longest_holders(self, matches: Matches) -> list[Most]:
@@ -228,7 +229,10 @@ class Placer:
             [numbers for side in decoder_sides for _, numbers in side],
             loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, loads.prices,
             loads.profiles,
-            (ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens, ask.handoff_pieces),
+            (
+                ask.prompt_tokens, ask.max_tokens, ask.sequences, ask.token_bytes, ask.block_tokens,
+                ask.handoff_pieces, ask.state_blocks,
+            ),
             (holding.number, holding.tokens, holding.disk_tokens), DECODE_WINDOW,
         )  # fmt: skip
         return [[self._make_candidate(ask.block_tokens, *row)] for row in rows if row is not None]

@@ -184,7 +184,7 @@ def first_cost(ask: Ask, candidate: Candidate) -> FirstCost:
         if held_tokens > own_tokens and holding.number != candidate.number:
             link = costs.link_curve(_same_host(holding.host_id, candidate.host_id))
             read_ns = _kv_ns(ask, holding.disk, min(holding.disk_tokens, held_tokens - own_tokens))
-            fetch_ns = _kv_ns(ask, link, held_tokens - own_tokens) + read_ns
+            fetch_ns = _kv_ns(ask, link, held_tokens - own_tokens + ask.state_blocks * ask.block_tokens) + read_ns
             prefill_ns = costs.prefill_ns(prompt - held_tokens, held_tokens)
             total_ns = max(prompts_ns, fetch_ns) + step_ns + swap_ns + prefill_ns
             best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, held_tokens))
@@ -221,9 +221,10 @@ def _decoder_ns(ask: Ask, candidate: Candidate) -> int:
 
 
 def handoff_ns(ask: Ask, first: Candidate, decoder: Candidate) -> int:
-    """Time in which the decoder pulls what it lacks of the prompt."""
+    """Time in which the decoder pulls what it lacks of the prompt, and a state where layers have one."""
     link = decoder.costs.link_curve(_same_host(first.host_id, decoder.host_id))
-    return _kv_ns(ask, link, max(0, ask.prompt_tokens - decoder.matched_tokens), ask.handoff_pieces)
+    tokens = max(0, ask.prompt_tokens - decoder.matched_tokens) + ask.state_blocks * ask.block_tokens
+    return _kv_ns(ask, link, tokens, ask.handoff_pieces)
 
 
 class Weighed(NamedTuple):

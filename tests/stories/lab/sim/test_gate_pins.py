@@ -16,6 +16,7 @@ from memserve.base.config import AdmissionConfig
 from memserve.base.types import Admission, Caching
 from memserve.base.units import NS_PER_S
 from memserve.instance.cluster.link import ClusterLink
+from memserve.instance.machine import Instance
 from memserve.router.admission.ledger import Reservations
 from memserve_lab.sim.fuzz.clients import VOCAB
 from memserve_lab.sim.fuzz.scenario import MS, Scenario, Setting, draw
@@ -67,6 +68,19 @@ def written_in_vain(link: ClusterLink) -> int:
     return sum(len(job.dst_blocks) for pull, job in pulls if pull.imported.over)
 
 
+def computed_twice(machine: Instance) -> int:
+    """Blocks of the cache that a sequence has computed again, because no recurrent state stood behind them: its pin on
+    them is given up as soon as a request needs their room."""
+    pool, twice = machine.pool, set[int]()
+    for group in machine.state.groups.values() if pool.snapshots is not None else ():
+        for sequence in group.sequences.values():
+            cached = pool.acquire_kv(group.isolation, sequence.known_tokens()[: sequence.published])
+            pool.unpin(cached)
+            pool.release(cached.blocks)
+            twice |= set(cached.blocks) - set(sequence.blocks)
+    return len(twice)
+
+
 class PinnedWorld(World):
     """Looks at ledger and pools whenever nothing is under way."""
 
@@ -91,7 +105,7 @@ class PinnedWorld(World):
             pool, link = node.machine.pool, node.machine.link
             taken = pool.config.hbm_blocks - memory.ledger.blocks_free(member.number)
             held = pool.config.hbm_blocks - pool.available() - written_in_vain(link)
-            held -= lent_to_store(link) + lent_to_trials(link)
+            held -= lent_to_store(link) + lent_to_trials(link) + computed_twice(node.machine)
             spare = node.machine.load().sequences_running
             assert held <= taken + spare, f"{node.peer.name}: {held} blocks cannot be evicted, {taken} are counted"
             pinned = node.machine.pins._pins

@@ -113,6 +113,9 @@ CAUGHT = {
     "two-routers": (207, "no instance has it"),
     "attempt-router": (246, "healthy world"),
     "stale-ledger": (283, "which the owner does not count"),
+    "state-position": (22, "a state behind"),
+    "state-anchor": (68, "a state behind"),
+    "state-fence": (22, "has written to"),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/guides/SIMULATOR.md has the
 first seed of all."""
