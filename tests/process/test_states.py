@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from served_cluster import Server, eventually
+from memserve.base.units import NS_PER_S
+from memserve.host.profile_file import profile_path, save_profile
+from memserve.kv.costs import CostModel, PrefillCurve
+from memserve.model.loading.loader import load_model
+from served_cluster import GREEDY, Server, eventually
 from tiny_models import one_engine, prompt, save_folder, tiny_module
 
 
@@ -76,3 +80,23 @@ def test_a_model_without_attention_is_not_handed_over(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode != 0
     assert "is not handed over from prefill to decode instances yet" in ended.stdout + ended.stderr
+
+
+def test_a_busy_instance_lends_kv_with_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one instance answers, the other one gets what continues a prompt of the first, and fetches that."""
+    folder = save_folder(tiny_module("falcon_h1"), tmp_path / "tiny")
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    loaded = load_model(str(folder), "float32", "cpu", block_tokens=32, threads=1)
+    slow = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), machine="slow")  # whatever can be fetched is worth it
+    save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": slow.to_dict()})
+    first, other = prompt(100, 1).tolist(), prompt(20, 2).tolist()
+    longer = [*first, *prompt(20, 3).tolist()]
+    with one_engine(folder) as complete:
+        expected = [complete(tokens, count) for tokens, count in ((first, 10), (other, 230), (longer, 10))]
+    with served(folder, "--colocated", "2", "--policy", "least-load") as server:
+        assert server.complete(first, 10) == expected[0]
+        busy = iter(server.client.completions.create(prompt=other, max_tokens=230, stream=True, **GREEDY))
+        begun = next(busy)
+        assert server.complete(longer, 10) == expected[2]
+        assert "".join(chunk.choices[0].text for chunk in (begun, *busy)) == expected[1]
+        eventually(lambda: server.counter("fetched_tokens") == 96 and server.counter("snapshots_used") == 1)
