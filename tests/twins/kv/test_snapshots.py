@@ -100,9 +100,60 @@ class SnapshotLife(RuleBasedStateMachine):
         self.pool.forget_snapshots(tenant, tokens)
         assert self.pool.match(tenant, tokens) == 0
 
+    @precondition(lambda self: self.pages.whole_blocks)
+    @rule(tenant=st.sampled_from(TENANTS), tokens=st.lists(st.integers(0, 1), max_size=20))
+    def lend(self, tenant, tokens):
+        """To a peer: its blocks keep their bytes until they are given back, whatever becomes of the snapshot."""
+        tokens = np.array(tokens, np.int32)
+        expected = self._brute_match(tenant, tokens)
+        loan = self.pool.lend_state(tenant, tokens, self.pages.pages_each)
+        assert (loan.tokens if loan is not None else 0) == expected
+        assert self.pool.lend_state(tenant, tokens, self.pages.pages_each + 1) is None
+        if loan is not None:
+            assert len(loan.blocks) == self.pages.pages_each
+            self.leases.append(loan)
+
+    @precondition(lambda self: self.pages.whole_blocks)
+    @rule(tenant=st.sampled_from(TENANTS), tokens=st.lists(st.integers(0, 1), min_size=BLOCK, max_size=20))
+    def receive(self, tenant, tokens):
+        """From a peer: it is cached where its KV is, and there is none."""
+        tokens = np.array(tokens[: len(tokens) // BLOCK * BLOCK], np.int32)
+        blocks = self.pool.allocate(self.pages.pages_each)
+        if blocks is None:
+            return
+        is_new = self._kv_tokens(tenant, tokens) == len(tokens) != self._brute_match(tenant, tokens)
+        assert self.pool.insert_state(tenant, tokens, blocks) == is_new
+        self.pool.release(blocks)
+        if is_new:
+            lease = self.pool.acquire(tenant, tokens)
+            assert lease.snapshot.pages == blocks
+            self.snapshots.append((tenant, tokens, lease.snapshot))
+            self.leases.append(lease)
+
+    @precondition(lambda self: self.pages.whole_blocks)
+    @rule(tokens=st.integers(1, 20), takes=st.booleans())
+    def adopt(self, tokens, takes):
+        """With a request: anywhere, and nowhere in the cache."""
+        blocks = self.pool.allocate(self.pages.pages_each)
+        if blocks is None:
+            return
+        snapshot = self.pool.adopt_snapshot(tokens, blocks)
+        if takes:
+            self.running.append(snapshot)
+        else:
+            self.pool.snapshots.forget(snapshot)
+
     @rule()
     def clear(self):
         self.pool.clear_cache()
+        pinned = {id(lease.snapshot) for lease in self.leases if lease.snapshot and lease.snapshot.pages}
+        assert len(self.pool.snapshots) == len(pinned)
+
+    @rule()
+    def fail(self):
+        """A step has failed."""
+        self.pool.clear_cache()
+        self.pool.snapshots.forget_all(with_pinned=True)
         assert not len(self.pool.snapshots)
 
     @invariant()

@@ -276,13 +276,13 @@ class ClusterLink:
         self.commands.reject_attempt(self.receiver.on_offered(outcome, now_ns))
 
     def _on_arrived(self, outcome: HandoffArrived, now_ns: int) -> None:
-        state_bytes = self.exchange.state_bytes if outcome.state else 0
+        state_bytes, moved = self.exchange.state_bytes if outcome.state else 0, outcome.pulled_blocks or outcome.state
         facts: list[Fact] = [
             ("prefilled_at", outcome.sender.name),
             ("handoff_blocks_received", outcome.pulled_blocks),
             ("handoff_blocks_reused", outcome.reused_blocks),
             ("handoff_bytes", outcome.pulled_blocks * self._geometry.block_bytes + state_bytes),
-            ("handoff_link", self._links.get(outcome.sender.name, "") if outcome.pulled_blocks else "none"),
+            ("handoff_link", self._links.get(outcome.sender.name, "") if moved else "none"),
         ]
         facts += [("handoff_state_bytes", state_bytes)] if outcome.state else []
         request_id = outcome.offer.request.request_id if outcome.offer.request is not None else ""
