@@ -13,6 +13,7 @@ from memserve.base.states import StatePages
 from memserve.base.types import Tier
 from memserve.kv.transfer.events import FetchEnded, Released
 from memserve.kv.transfer.exchange import OfferedBlocks
+from memserve.protocol.messages import Fetch
 from store_world import StoreWorld, push
 
 STATES = StatePages(3 * 64 + 8, 2)
@@ -162,6 +163,18 @@ def test_a_store_that_knows_no_states_gives_nothing(world) -> None:
     assert fetch(world, d) == 0
     ended = next(outcome for outcome in d.outcomes if isinstance(outcome, FetchEnded))
     assert not ended.ok and ended.reason == "not what was asked for"
+
+
+def test_a_state_larger_than_the_store_costs_nothing(world) -> None:
+    """A peer may say any number."""
+    world.open_store(blocks=16)
+    p = instance(world, "p")
+    push(world, p, "t", PROMPT)
+    world.run()
+    p.exchange.handle = lambda event, now_ns: []
+    world.store.hear(p.peer, Fetch("p/1/77", "t", array(PROMPT), 0, 4, LEASE_NS, 1 << 60))
+    world.run()
+    assert not world.store.exchange.transfers_open
 
 
 def test_a_fetch_without_a_state_is_answered_as_ever(world) -> None:

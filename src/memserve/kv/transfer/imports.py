@@ -327,7 +327,7 @@ def _allocate_placement(
         announced=np.zeros(pages, dtype=np.bool_),
         arrived=np.zeros(pages, dtype=np.bool_),
     )
-    if imported.offer.state_blocks:
+    if imported.offer.state_blocks and (imported.offer.insert or imported.offer.request is not None):
         placement.arrived[-1, context.state_layers :] = True  # the state does not reach them, come or not
     return placement
 

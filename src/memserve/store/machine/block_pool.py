@@ -131,7 +131,7 @@ class StorePool:
 
     def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
         """As far as it is in memory, all of it."""
-        identities = self.block_identities(tenant, tokens) if blocks else []
+        identities = self.block_identities(tenant, tokens) if blocks <= self._sizes.dram_blocks else []
         for end in range(len(identities), 0, -1):
             extents: list[int] = []
             for identity in self.state_identities(identities[end - 1], blocks):

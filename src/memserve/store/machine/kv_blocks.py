@@ -213,13 +213,17 @@ class KvBlocks:
         its blocks."""
         size = self._pool.block_tokens
         identities = self._pool.block_identities(fetch.tenant, fetch.tokens[: fetch.end_block * size])
-        if not fetch.state_blocks:
+        count, pool, end = fetch.state_blocks, self._pool, fetch.first_block
+        if not count:
             return fetch, identities[fetch.first_block :]
-        end = fetch.first_block
+        if count > pool.config.dram_blocks:  # no such state can be here; and what a peer says is not worth much work
+            return fetch, []
         while end < len(identities) and identities[end] in self._values:
             end += 1
         for last in range(end, fetch.first_block, -1):
-            state = self._pool.state_identities(identities[last - 1], fetch.state_blocks)
+            if pool.state_identities(identities[last - 1], 1)[0] not in self._values:
+                continue
+            state = pool.state_identities(identities[last - 1], count)
             if all(identity in self._values for identity in state):
                 return replace(fetch, tokens=fetch.tokens[: last * size], end_block=last), [
                     *identities[fetch.first_block : last], *state,
