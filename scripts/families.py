@@ -36,6 +36,8 @@ NEW_TOKENS = 20
 CHUNK_TOKENS = 24
 MEMORY_BYTES = 12 << 30
 """Of address space."""
+MODEL_BYTES = 1 << 30
+"""Of a model that is small."""
 
 SMALL = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
@@ -105,6 +107,9 @@ def build(name: str, folder: Path) -> Any:
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
     module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    size_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    if size_bytes > MODEL_BYTES:
+        raise ValueError(f"its configuration made small still has weights of {size_bytes / 1e9:.1f} GB")
     for parameter in module.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)

@@ -17,6 +17,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import SamplingParams
 from memserve.cli.doctor import check_memory_bound
 from served_cluster import Server, eventually
+from slow_costs import save_slow_costs
 from tiny_models import LATENT, greedy_tokens, prompt, save_folder, tiny_module
 
 TOKEN_BYTES = 3 * 32 * 4
@@ -83,12 +84,14 @@ def test_drafts_are_checked_exactly(tmp_path: Path) -> None:
     assert list(result.outputs[0].tokens) == greedy_tokens(module, np.array(tokens, np.int32), 40)
 
 
-def test_a_store_keeps_latents_over_a_restart(tmp_path: Path) -> None:
+def test_a_store_keeps_latents_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill and decode instances of DeepSeek V3's KV, and a disk; a second cluster begins with what it holds."""
     shape = SHAPES["latents"]
     module, tokens = shape.module(), prompt(100, 1)
     expected = " ".join(f"w{token}" for token in greedy_tokens(module, tokens, 8) if token != 2)  # the end has no text
     folder = save_folder(shape.module(), tmp_path / "tiny")
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    save_slow_costs(folder, shape.kv.block_tokens)
     flags = ("--prefill", "1", "--decode", "1", *shape.memory_flags(512), "--metadata", str(tmp_path / "state"))
     flags += ("--ssd", f"{tmp_path}/ssd=512MiB", "--store-dram", "64MiB", "--ssd-sync", "none")
     for cached_tokens in (0, 96):

@@ -16,20 +16,14 @@ import pytest
 from geometries import SHAPES, Shape
 from memserve import LLM
 from memserve.base.types import SamplingParams
-from memserve.base.units import NS_PER_S
-from memserve.host.profile_file import profile_path, save_profile
-from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
-from memserve.model.loading.loader import load_model
 from served_cluster import WAIT_S, Server, eventually, is_alive
+from slow_costs import save_slow_costs
 from tiny_models import one_engine, prompt, save_folder, tiny_module
 
 SHAPE = SHAPES["llama3"]
 CODED = SHAPE.with_codes("int8")
 BLOCK = SHAPE.kv.block_tokens
 """Tokens: the model's context is 256. In float32 a block has 8 MiB."""
-SLOW = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), same_host=CopyCurve(2.0 * NS_PER_S, 0.0, 0.0), machine="slow")
-"""A fetch is given up when computing would have been quicker. That takes milliseconds with a tiny model, and a busy
-machine needs them for anything: here instances believe that computing and fetching take seconds, and so wait."""
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = save_folder(SHAPE.module(), tmp_path_factory.mktemp("models") / "tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        loaded = load_model(str(folder), "float32", "cpu", block_tokens=BLOCK, threads=1)
-        for shape in (SHAPE, CODED):
-            path = profile_path(loaded.fingerprint, shape.in_dtype("float32"), "cpu", 1)
-            save_profile(path, {"costs": SLOW.to_dict()})
+        save_slow_costs(folder, BLOCK, (SHAPE.kv.kv_dtype, CODED.kv.kv_dtype))
         yield folder
 
 
@@ -177,8 +168,7 @@ def test_states_outlive_every_process(kept, tmp_path: Path, monkeypatch, shape) 
     """As above, with a model that has recurrent states: the third turn goes on from KV and state of the second."""
     folder = save_folder(tiny_module("qwen3_5"), tmp_path / "stateful" / "tiny")
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
-    loaded = load_model(str(folder), "float32", "cpu", block_tokens=32, threads=1)
-    save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": SLOW.to_dict()})
+    save_slow_costs(folder)
     running = kept(*shape, kv=None, folder=folder)
     with one_engine(folder) as complete:
         history = tokens(90, 1)

@@ -28,6 +28,11 @@ class Tally:
     encoded: int = 0
     """Values that were written in fewer bytes."""
 
+    @property
+    def has_met_all(self) -> bool:
+        """Enough full disks, and enough values in fewer bytes."""
+        return self.filled > self.kills // 20 and self.encoded > self.kills
+
 
 def killed_lives(seed: int, kills: int, tally: Tally) -> None:
     """One life with several kills, and what came of each."""
@@ -65,12 +70,14 @@ def killed_lives(seed: int, kills: int, tally: Tally) -> None:
 
 def test_synced_values_survive_a_kill(pytestconfig: pytest.Config) -> None:
     tally = Tally()
-    while tally.kills < pytestconfig.getoption("--disk-kills"):
+    kills = pytestconfig.getoption("--disk-kills")
+    # some seeds draw no codec, and some no full disk, life after life: more lives are drawn then
+    while tally.kills < kills or (tally.kills < 4 * kills and not tally.has_met_all):
         seed = secrets.randbits(32)
         try:
             killed_lives(seed, 6, tally)
         except Exception as error:
             error.add_note(f"killed_lives({seed}, 6, Tally())")
             raise
-    assert tally.filled > tally.kills // 20 and tally.encoded > tally.kills, tally
+    assert tally.has_met_all, tally
     assert tally.wanted > tally.kills and tally.found >= 0.99 * tally.wanted, tally
