@@ -3,7 +3,7 @@
     python bench/state_handoff.py [--families qwen3_5,lfm2,falcon_h1] [--prompt-tokens 256,1024] [--rounds 5]
 
 A random model of each family serves as ``--prefill 1 --decode 1``, and beside it in one instance without a cache, by
-turns within each round, on one thread each. *Cold* is a prompt that nobody has seen; *next turn* is that prompt, its
+turns within each round, on one thread each. *Cold* is a prompt never asked before; *next turn* is that prompt, its
 answer and a few tokens more. *Gap* is the time between the first token, from the prefill instance, and the second, from
 the decode instance, less a later token's; of one instance it is what noise makes. Bytes are those that the request's
 story tells.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -507,3 +509,19 @@ def push(world: StoreWorld, node: Node, tenant: str, tokens, private: bytes = b"
     node.take([])
     node.end(seq)
     return offer_id
+
+
+@contextmanager
+def finished_world() -> Iterator[StoreWorld]:
+    """A world that ends in order: leases lapse, nothing is left, and the router knows what the store holds."""
+    world = StoreWorld()
+    yield world
+    world.run()
+    for _ in range(2):
+        world.wait(2 * LEASE_NS)
+        world.run()
+    if not world.store.is_dead:
+        world.store.check_empty()
+        log = world.store.machine.values.log
+        assert world.store.known_to_router() == {identity: log.tier_of(identity) for identity in log.all_identities()}
+    world.close()

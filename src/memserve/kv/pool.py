@@ -284,8 +284,9 @@ class BlockPool:
     def adopt_snapshot(self, tokens: int, blocks: Sequence[int]) -> StateSnapshot:
         """A snapshot behind ``tokens`` tokens that a peer sent, in ``blocks`` whose references the caller gives up; the
         caller has it until it is cached or forgotten."""
-        check(self.snapshots is not None, "a model without a recurrent state has no snapshots")
-        return self.snapshots.adopt(tokens, blocks)  # type: ignore[union-attr]  # checked in the line before
+        if self.snapshots is None:
+            raise InvariantError("a model without a recurrent state has no snapshots")
+        return self.snapshots.adopt(tokens, blocks)
 
     def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:
         """Cache the snapshot behind ``tokens`` that lies in ``blocks``, with references of its own. False: there is

@@ -27,24 +27,15 @@ from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.store import ForgetKv
 from memserve.router.follower import NO_KV
 from memserve.store.disks.events import DisksConfig
-from store_world import BLOCK_BYTES, ROUTER_PEER, Client, StoreWorld, push
+from store_world import BLOCK_BYTES, ROUTER_PEER, Client, StoreWorld, finished_world, push
 
 PROMPT = list(range(100, 100 + 4 * BLOCK + 1))  # four whole blocks and a token
 
 
 @pytest.fixture
 def world() -> Iterator[StoreWorld]:
-    world = StoreWorld()
-    yield world
-    world.run()
-    for _ in range(2):
-        world.wait(2 * LEASE_NS)
-        world.run()
-    if not world.store.is_dead:
-        world.store.check_empty()
-        log = world.store.machine.values.log
-        assert world.store.known_to_router() == {identity: log.tier_of(identity) for identity in log.all_identities()}
-    world.close()
+    with finished_world() as world:
+        yield world
 
 
 def fetch(

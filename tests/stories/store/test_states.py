@@ -14,7 +14,7 @@ from memserve.base.types import Tier
 from memserve.kv.transfer.events import FetchEnded, Released
 from memserve.kv.transfer.exchange import OfferedBlocks
 from memserve.protocol.messages import Fetch
-from store_world import StoreWorld, push
+from store_world import StoreWorld, finished_world, push
 
 STATES = StatePages(3 * 64 + 8, 2)
 """A whole block, and of another one a page."""
@@ -24,14 +24,8 @@ EDGES = (4 * BLOCK, 2 * BLOCK)
 
 @pytest.fixture
 def world() -> Iterator[StoreWorld]:
-    world = StoreWorld()
-    yield world
-    world.run()
-    for _ in range(2):
-        world.wait(2 * LEASE_NS)
-        world.run()
-    world.store.check_empty()
-    world.close()
+    with finished_world() as world:
+        yield world
 
 
 def instance(world: StoreWorld, name: str) -> Node:

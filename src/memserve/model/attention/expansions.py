@@ -59,7 +59,8 @@ class Expansion:
     def own_weights(self) -> None:
         """Copy the weights; from now on they do not change with the linear's."""
         if self._owned is None:
-            self._owned = tuple(part.contiguous().clone() for part in self.weights)  # type: ignore[assignment]  # two
+            key, value = self.weights
+            self._owned = key.contiguous().clone(), value.contiguous().clone()
 
     def forget_linear(self) -> None:
         """Own the weights alone."""

@@ -96,6 +96,12 @@ class LatentPages:
         """Of one step."""
         return LatentAttention(self, rows)
 
+    def find_costs(self, expansion: Expansion) -> LatentCosts:
+        """What both ways cost: looked up once, not in each step."""
+        if self.costs is None:
+            self.costs = find_costs(self.geometry, expansion)
+        return self.costs
+
     def write_latents(self, layer: int, row: ExpandedRow, k: Tensor) -> None:
         """Store the new tokens of a row: ``k [1, 1, T, D]`` of the whole step."""
         blocks, offsets = row.places(self.geometry.block_tokens)
@@ -216,7 +222,7 @@ class LatentAttention:
 
     def _choose_rows(self, expansion: Expansion) -> list[ExpandedRow]:
         """The rows that are computed expanded, in this layer and those behind it."""
-        costs = self._pages.costs or find_costs(self._pages.geometry, expansion)
+        costs = self._pages.find_costs(expansion)
         rows, tables = self._rows, np.asarray(self._rows.tables)
         chosen = []
         for number, context in enumerate(rows.contexts.tolist()):
