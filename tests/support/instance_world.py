@@ -63,12 +63,13 @@ def config(
     depth=2,
     preemption="auto",
     states=None,
+    windows=None,
     **more,
 ):
     """An instance small enough to think about."""
     return InstanceConfig(
         max_model_tokens=context,
-        pool=PoolConfig(hbm, dram, caching, states=states),
+        pool=PoolConfig(hbm, dram, caching, states=states, windows=windows),
         scheduler=SchedulerConfig(running, step_tokens, chunk, waiting, depth, preemption, **more),
     )
 
@@ -91,6 +92,7 @@ class World:
         if cfg.pool.states is not None:
             kv = None if cfg.pool.states.own_pages else self.device.kv
             self.device.states = SymbolicStates(kv, cfg.pool.states.per_block)
+        self.device.windows = cfg.pool.windows
         self.plans, self.builds, self.masks = deque(), deque(), deque()
         self.built = {0}  # jobs
         self.jobs = {}  # job -> grammar

@@ -181,7 +181,7 @@ class FastForwardInstance(Instance):
             blocks = memory.pool.allocate(len(asking[step]))
             check(blocks is not None, "there was room for these steps")
             for sequence, block in zip(asking[step], blocks or (), strict=True):
-                memory.append_blocks(sequence, [block])
+                memory.append_blocks(sequence, [block], 1)
 
 
 def _is_special(sequence: Sequence, block_tokens: int) -> bool:

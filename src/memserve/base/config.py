@@ -32,7 +32,7 @@ from memserve.base.options import (
     check_ranges,
     option,
 )
-from memserve.base.states import NO_STATE, StateGeometry, StatePages, divide_memory
+from memserve.base.states import NO_STATE, StateGeometry, StatePages, WindowLayers, WindowPages, divide_memory
 from memserve.base.types import (
     AS_COMPUTED,
     VOCAB_MAX,
@@ -93,6 +93,13 @@ class PoolConfig:
     """Bytes of a block of either tier; 0: not known."""
     states: StatePages | None = None
     """How snapshots of recurrent states lie. None: the model has no such state."""
+    windows: WindowPages | None = None
+    """How KV of layers that read a window lies. None: with that of all others."""
+
+    def tokens_in(self, block_tokens: int) -> int:
+        """Tokens of the longest sequence that all blocks hold."""
+        entries = self.hbm_blocks if self.windows is None else self.windows.entries_in(self.hbm_blocks)
+        return entries * block_tokens
 
     def with_whole_snapshots(self) -> PoolConfig:
         """Snapshots that lie among blocks have whole ones, so that they can go where blocks go."""
@@ -441,10 +448,12 @@ class EngineOptions:
         on_gpu: bool = False,
         kv_bytes: int | None = None,
         states: StateGeometry = NO_STATE,
+        windows: WindowLayers | None = None,
     ) -> InstanceConfig:
         """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU. KV that may be
         rounded has a namespace of its own, and so has KV that no other engine shares. ``kv_bytes``: memory for KV,
-        where that is not ``kv_memory_bytes``. ``states``: the recurrent state beside it.
+        where that is not ``kv_memory_bytes``. ``states``: the recurrent state beside it. ``windows``: layers whose KV
+        lies apart; ``geometry`` is that of the others.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
@@ -469,14 +478,26 @@ class EngineOptions:
             first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.digest}"
         else:
             first_blocks = hbm_blocks(geometry, memory_bytes)
+        parts = None
+        if windows is not None:
+            parts = WindowPages(windows.window, windows.part_blocks, geometry.block_tokens, scheduler.chunk_tokens)
+            rounded += f"|windows {windows.digest}"
         blocks = first_blocks, dram_bytes // block_bytes[1]
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
             namespace=namespace + rounded + "|own" * (not self.foreign_kv),
-            pool=PoolConfig(*blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes, states=pages),
+            pool=PoolConfig(
+                *blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes, states=pages, windows=parts
+            ),
             scheduler=scheduler,
             vocab_size=vocab_size,
         )
+
+    def keeps_windows_apart(self, *, on_gpu: bool = False) -> bool:
+        """Whether KV of layers that read a window may lie apart: else it is kept as long as that of the others."""
+        scheduler = self.scheduler
+        is_plain = self.parallel.worker_count == 1 and not self.dram_memory_bytes and not on_gpu
+        return is_plain and scheduler.layerwise == "off" and not scheduler.draft_tokens
 
     def check_states(self, *, on_gpu: bool = False) -> None:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""

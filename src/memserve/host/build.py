@@ -89,12 +89,15 @@ def _assemble_parts(
     from memserve.model.loading.loader import model_sizes
     from memserve.system.memory import check_host_memory, memory_bound, resident_bytes
 
-    geometry, on_gpu = model.geometry, gpu is not None
+    on_gpu = gpu is not None
+    if self_peer is None and options.keeps_windows_apart(on_gpu=on_gpu):
+        model = model.keep_windows_apart()
+    geometry = model.geometry
     sizes = model_sizes(model)  # with its weights
     kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
     config = options.instance_config(
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes,
-        states=model.states,
+        states=model.states, windows=model.windows,
     )  # fmt: skip
     if config.pool.states is not None and self_peer is not None:
         config = dataclasses.replace(config, pool=config.pool.with_whole_snapshots())
@@ -112,12 +115,12 @@ def _assemble_parts(
     costs = load_profile(*profiled)
     preemption_costs = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
     machine = Instance(config, geometry.block_tokens, preemption_costs, self_peer=self_peer, geometry=geometry)
-    note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
+    note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool, geometry)
     served = dataclasses.replace(
         model,
         max_model_tokens=machine.context_tokens,
         context_note=note,
-        kv_tokens=config.pool.hbm_blocks * geometry.block_tokens,
+        kv_tokens=config.pool.tokens_in(geometry.block_tokens),
         kv_lower_dtype=options.kv_lower_dtype,
     )
     bound = memory_bound(sizes, geometry, config, in_cluster=self_peer is not None)

@@ -34,7 +34,7 @@ from memserve.base.types import CopyBlocks, KVGeometry, Role, SamplingParams, Ti
 from memserve.base.units import MIB, ceil_div
 from memserve.host.build import build_parts
 from memserve.host.profile_file import Measured, Profile
-from memserve.instance.events import LoadState, OpenSequence, StepPlan
+from memserve.instance.events import LoadState, OpenSequence, PlaceWindow, StepPlan
 from memserve.kv.costs import CostModel, Quality, Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
 from memserve.kv.transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.protocol.peers import Peer, PeerInfo
@@ -132,6 +132,9 @@ class StepProfiler:
             if self._config.pool.states is not None:
                 pages = list(range(self._config.pool.states.pages_each)) if tokens > new_tokens else []
                 plan.states.append(LoadState(slot, tokens - new_tokens, pages))  # whatever lies there
+            if (windows := self._config.pool.windows) is not None:  # written over each other: only time counts
+                parts = [block for block in own_blocks for _ in range(windows.part_blocks)]
+                plan.windows.append(PlaceWindow(slot, 0, parts))
             plan.slots.append(slot)
             plan.starts.append(tokens - new_tokens)
             plan.counts.append(new_tokens)

@@ -161,12 +161,24 @@ class TakeSnapshot:
     pages: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceWindow:
+    """From now on KV of the layers that read a window, where it lies apart, has these HBM blocks: ``part_blocks`` for
+    each entry of the slot's table from ``first`` on. What lay at these entries before, and at earlier ones, stays the
+    machine's: a row reads no entry behind its window."""
+
+    slot: int
+    first: int
+    blocks: list[int]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One device step. The device executes plans strictly in the order in which it gets them.
 
     Order inside a plan: ``reset_slots``, ``close``, then ``states`` and ``copies`` in order, then ``open``, ``grow``,
-    ``replace``, ``place``, then the rows are computed as one batch, then ``snapshots`` are written and tokens sampled.
+    ``replace``, ``windows``, ``place``, then the rows are computed as one batch, then ``snapshots`` are written and
+    tokens sampled.
     The device keeps, for each slot, a token buffer: a sampled token is written behind the slot's last token on the
     device, so a later plan may name its position before any host has seen it. Row ``r`` computes tokens
     ``[starts[r], starts[r] + counts[r])`` of slot ``slots[r]``: it writes their K and V to the slot's block table and
@@ -179,6 +191,7 @@ class StepPlan:
     open: list[OpenSequence] = field(default_factory=list)
     grow: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, block ids appended to its table)
     replace: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, table position, new block id)
+    windows: list[PlaceWindow] = field(default_factory=list)
     place: list[PlaceByLayer] = field(default_factory=list)
     moves: list[MovePages] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)  # one for each row

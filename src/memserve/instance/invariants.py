@@ -28,6 +28,7 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
         _check_sequence(state, sequence)
     state.memory.layers.check_invariants(sequences)
     state.memory.states.check_invariants(sequences)
+    state.memory.windows.check_invariants(sequences)
     check(not state.outputs, "outputs left over from an earlier event")
     state.memory.pool.check_invariants()
     if state.objectives is not None:

@@ -99,7 +99,7 @@ class Instance:
             pool = BlockPool(config.pool, block_tokens, config.namespace, event_capacity=capacity)
         self.config = config
         scheduler = config.scheduler
-        self._context = context_tokens(config.max_model_tokens, config.pool.hbm_blocks, block_tokens)
+        self._context = context_tokens(config.max_model_tokens, config.pool, block_tokens)
         memory = SequenceMemory(pool, block_tokens, PreemptionModel(costs or PreemptionCosts()))
         if scheduler.layerwise != "off":
             check(geometry is not None, "KV by layer needs the geometry of the KV")

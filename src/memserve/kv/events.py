@@ -17,6 +17,7 @@ from typing import Protocol
 
 from memserve.base.types import Tier
 from memserve.kv.snapshots import SnapshotReport
+from memserve.kv.windows import WindowReport
 from memserve.protocol.messages import KvChange, KvEvents, KvSnapshot
 
 DROPPED_HBM, DROPPED_DRAM, MOVED_DOWN = 0, 1, 2  # kinds of changes in `_core.Eviction`
@@ -149,6 +150,7 @@ class PoolReport:
     block_tokens: int
     copies_pending: int = 0  # blocks with a recorded copy that has not been taken yet
     snapshots: SnapshotReport = field(default_factory=SnapshotReport)  # all zero: layers keep KV alone
+    windows: WindowReport = field(default_factory=WindowReport)  # all zero: no layers' KV lies apart
     by_tier: dict[Tier, TierReport] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

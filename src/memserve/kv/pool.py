@@ -22,6 +22,7 @@ from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
 from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id, state_identities
 from memserve.kv.snapshots import SnapshotCache, SnapshotReport, StateSnapshot
+from memserve.kv.windows import WindowCache, WindowPart, WindowReport
 
 _EVICTION_STEP = 8  # blocks given up at once where a snapshot may go with any of them
 
@@ -40,6 +41,8 @@ class Lease:
     """The index's handle of the path's end; 0: nothing is pinned."""
     snapshot: StateSnapshot | None = None
     """Of the recurrent state behind these tokens, pinned. None: there are none, or the model has no such state."""
+    tail: list[WindowPart] = field(default_factory=list)
+    """Parts of the last window before the end of these tokens, in use. Empty: no layers' KV lies apart."""
 
 
 def _promised(blocks: _core.BlockIds | None) -> _core.BlockIds:
@@ -71,6 +74,11 @@ class BlockPool:
         if config.states is not None:
             check(not config.dram_blocks, "snapshots lie on one tier")
             self.snapshots = SnapshotCache(config.states, self._hbm, self.release)
+        #: None: the KV of all layers lies together
+        self.windows: WindowCache | None = None
+        if config.windows is not None:
+            check(not config.dram_blocks and config.states is None, "parts lie on one tier, and without states")
+            self.windows = WindowCache(config.windows, self._hbm, self.release)
         #: None unless something other than plans touches blocks (see ``kv_transfer/barriers``)
         self.access: BlockAccessLog | None = None
 
@@ -99,7 +107,7 @@ class BlockPool:
         if self.snapshots is not None:
             snapshot = self._longest_snapshot(tenant, tokens)
             return snapshot.tokens if snapshot is not None else 0
-        return self.match_kv(tenant, tokens)
+        return self.match_kv(tenant, tokens) if self.windows is None else self._match_windows(tenant, tokens)
 
     def match_kv(self, tenant: str, tokens: TokenArray) -> int:
         """As :meth:`match`, for KV alone: a sequence can go on from less where layers keep a recurrent state, too."""
@@ -108,7 +116,7 @@ class BlockPool:
 
     def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
         """Blocks of the cached prefix of ``tokens`` in HBM, and behind them in DRAM. Changes nothing."""
-        if self.snapshots is not None:
+        if self.snapshots is not None or self.windows is not None:
             return self.match(tenant, tokens) // self.block_tokens, 0
         return self.match_kv_blocks(tenant, tokens)
 
@@ -126,7 +134,8 @@ class BlockPool:
 
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
         """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
-        With recurrent states it is the longest that a snapshot stands behind, which is pinned as well.
+        With recurrent states it is the longest that a snapshot stands behind, which is pinned as well; with windows
+        apart the longest whose last window is there, which is in use then.
 
         Blocks in DRAM are copied up as far as HBM has room (which may evict unpinned blocks); the prefix is cut behind
         them.
@@ -134,7 +143,13 @@ class BlockPool:
         snapshot = self._longest_snapshot(tenant, tokens)
         if self.snapshots is not None:
             tokens = tokens[: snapshot.tokens if snapshot is not None else 0]
+        if self.windows is not None:
+            tokens = tokens[: self._match_windows(tenant, tokens)]
         lease = self.acquire_kv(tenant, tokens)
+        if self.windows is not None:
+            lease.tail = self.windows.tail_of(lease.blocks)
+            for part in lease.tail:
+                self.windows.use_part(part, is_new_sequence=True)
         if snapshot is not None and self.snapshots is not None:
             self.snapshots.pin(snapshot)
             lease.snapshot = snapshot
@@ -236,6 +251,34 @@ class BlockPool:
         self._index.unpin(lease.pin)
         lease.pin = 0
         self.unpin_snapshot(lease)
+        self.release_tail(lease)
+
+    # -- windows apart
+
+    def release_tail(self, lease: Lease) -> None:
+        """The lease's last window is not wanted: it may go."""
+        tail, lease.tail = lease.tail, []
+        for part in tail if self.windows is not None else ():
+            self.windows.release_part(part, is_end=True)  # type: ignore[union-attr]  # only such pools have tails
+
+    def anchor_parts(self, tenant: str, tokens: TokenArray, first: int, parts: Sequence[WindowPart]) -> None:
+        """Let ``parts`` hang at the cached blocks of ``tokens`` from the ``first`` on, where none do."""
+        windows = self.windows
+        if windows is None or not parts:
+            return
+        blocks = self._index.match_blocks(self._namespace_id(tenant), tokens).hbm
+        for block, part in zip(blocks[first : first + len(parts)], parts, strict=False):
+            windows.anchor_part(part, block)
+
+    def copy_part(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy a part's blocks (copy recorded); the references stay as they are."""
+        self._record_copies(Tier.HBM, source, Tier.HBM, target)
+
+    def _match_windows(self, tenant: str, tokens: TokenArray) -> int:
+        if self.windows is None or not self.config.caching:
+            return 0
+        matched = self._index.match_blocks(self._namespace_id(tenant), tokens)
+        return self.windows.count_resumable(matched.hbm) * self.block_tokens
 
     # -- snapshots
 
@@ -347,6 +390,9 @@ class BlockPool:
             return blocks
         if self.snapshots is not None:
             return self._hbm.allocate(count) if count <= self.available() and self._make_room(count) else None
+        if self.windows is not None:
+            has_room = count <= self.available() and self._make_room_beside_windows(count)
+            return self._hbm.allocate(count) if has_room else None
         missing_blocks = count - self._hbm.blocks_free
         if missing_blocks > self._hbm.blocks_evictable:
             return None
@@ -365,8 +411,9 @@ class BlockPool:
     def available(self, tier: Tier = Tier.HBM) -> int:
         """Blocks of ``tier`` that can be allocated now: free ones and evictable ones."""
         allocator = self._dram if tier is Tier.DRAM else self._hbm
-        beside = self.snapshots.blocks_evictable if self.snapshots is not None and tier is Tier.HBM else 0
-        return allocator.blocks_free + allocator.blocks_evictable + beside
+        beside = self.snapshots or self.windows
+        blocks_beside = beside.blocks_evictable if beside is not None and tier is Tier.HBM else 0
+        return allocator.blocks_free + allocator.blocks_evictable + blocks_beside
 
     @property
     def blocks_free(self) -> int:
@@ -457,12 +504,16 @@ class BlockPool:
         """The state of the memory."""
         tiers = self._report_of(Tier.HBM, self._hbm), self._report_of(Tier.DRAM, self._dram)
         snapshots = SnapshotReport() if self.snapshots is None else self.snapshots.report()
-        return PoolReport(tiers, self.block_tokens, len(self._copies), snapshots)
+        windows = WindowReport() if self.windows is None else self.windows.report()
+        return PoolReport(tiers, self.block_tokens, len(self._copies), snapshots, windows)
 
     def _report_of(self, tier: Tier, blocks: _core.BlockAllocator) -> TierReport:
         cached = self._index.blocks(tier), self._index.blocks_pinned(tier), blocks.blocks_evictable
         if self.snapshots is not None and tier is Tier.HBM:
             used, evictable = self.snapshots.blocks_used, self.snapshots.blocks_evictable
+            cached = cached[0] + used, cached[1] + used - evictable, cached[2] + evictable
+        if self.windows is not None and tier is Tier.HBM:
+            used, evictable = self.windows.blocks_cached, self.windows.blocks_evictable
             cached = cached[0] + used, cached[1] + used - evictable, cached[2] + evictable
         sizes = blocks.blocks_total, blocks.blocks_free, blocks.blocks_used
         return TierReport(tier, *sizes, *cached, blocks.pages_free, blocks.pages_stranded)
@@ -484,6 +535,8 @@ class BlockPool:
         self._hbm.check_invariants()
         self._dram.check_invariants()
         self._index.check_invariants()
+        if self.windows is not None:
+            self.windows.check_invariants()
         if self.snapshots is not None:
             self.snapshots.check_invariants()
             for anchor, snapshot in self.snapshots.anchors():
@@ -507,6 +560,20 @@ class BlockPool:
         while hbm.blocks_free < count and shares and not for_snapshot:
             if not (snapshots.give_up_end() or snapshots.give_up_running()):
                 break
+        return hbm.blocks_free >= count
+
+    def _make_room_beside_windows(self, count: int) -> bool:
+        """Free blocks until there are ``count``: first parts that sequences have passed, then cached blocks in the
+        order of eviction, with what hangs at them, then other parts. False: not so many."""
+        hbm, windows = self._hbm, self.windows
+        if windows is None:
+            return False
+        while hbm.blocks_free < count and windows.give_up_passed():
+            pass
+        while hbm.blocks_free < count and hbm.blocks_evictable:
+            self._evict_blocks(min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP))
+        while hbm.blocks_free < count and windows.give_up_end():
+            pass
         return hbm.blocks_free >= count
 
     def _record_copies(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
@@ -547,6 +614,8 @@ class BlockPool:
     def _log_eviction(self, evicted: _core.Eviction) -> None:
         if self.snapshots is not None:
             self.snapshots.on_blocks_dropped(evicted.dropped_hbm)
+        if self.windows is not None:
+            self.windows.on_blocks_dropped(evicted.dropped_hbm)
         if self._events.enabled:
             self._events.on_evicted(evicted.changes)
 

@@ -34,6 +34,7 @@ from memserve.model.attention.expansions import expanding_layers
 from memserve.model.attention.latents import choose_attention, find_costs
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
 from memserve.model.attention.sequence_parallel import HeldKv, SegmentLines, SpannedAttention, SpannedRow
+from memserve.model.attention.windowed import WindowedAttention, WindowTables
 from memserve.model.copier import Copy, PageCopier
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.grammar.masks import Grammars, OnBuilt
@@ -105,9 +106,14 @@ class ModelDevice(Device):
             pages = pages_for(self._arenas.hbm, pool.states, model.states)
             per_block = 1 if pool.states is None else pool.states.per_block
             self._states = SlotStates(model.states, scheduler.max_running, pages, per_block)
+        #: None: the KV of all layers lies together
+        self._windows: WindowTables | None = None
+        if model.windows is not None:
+            self._windows = WindowTables(model.windows, *self._slots.tables.shape)
         #: the segments of longer sequences that are kept here; None: none can be
         self.held_kv: HeldKv | None = None
-        if isinstance(self._attention, partial) and self._attention.func is KernelAttention and crew is None:
+        is_kernel = isinstance(self._attention, partial) and self._attention.func is KernelAttention
+        if is_kernel and crew is None and model.windows is None:
             self.held_kv = HeldKv(self._arenas.hbm_address, geometry)
         #: the way to the other segments
         self.segment_lines: SegmentLines | None = None
@@ -216,6 +222,10 @@ class ModelDevice(Device):
             self._slots.append_blocks(slot, blocks)
         for slot, position, block in plan.replace:
             self._slots.replace_block(slot, position, block)
+        check(self._windows is not None or not plan.windows, "this model has no windows apart")
+        for window in plan.windows:
+            self._will_use(window.blocks)
+            self._windows.place_window(window)  # type: ignore[union-attr]  # checked before the loop
         for placement in plan.place:
             self._place_by_layer(placement)
         self._slots.drop_late_tokens(plan.late_draws)
@@ -344,7 +354,10 @@ class ModelDevice(Device):
 
     def _attention_of_rows(self, slots: Int64s, q_starts: Int32s, contexts: Int32s) -> StepAttention:
         """Where all KV lies in whole blocks."""
-        return self._attention(StepRows(self._block_tables, slots.astype(np.int32), q_starts, contexts))
+        rows = StepRows(self._block_tables, slots.astype(np.int32), q_starts, contexts)
+        if self._windows is not None:
+            return WindowedAttention(self._attention, self._windows, rows)
+        return self._attention(rows)
 
     def _spanned_attention(self, slots: Int64s, q_starts: Int32s, attention: StepAttention) -> StepAttention:
         """Rows that ask others about earlier parts; not those that have failed."""

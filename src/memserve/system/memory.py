@@ -116,7 +116,7 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
 
     scheduler, pool = config.scheduler, config.pool
     step_tokens = max(scheduler.step_tokens, scheduler.max_running)
-    longest = min(config.max_model_tokens, pool.hbm_blocks * geometry.block_tokens)
+    longest = min(config.max_model_tokens, pool.tokens_in(geometry.block_tokens))
     states = 0 if pool.states is None else scheduler.max_running + pool.states.own_pages  # beside the arena
     return MemoryBound(
         program_bytes=PROGRAM_BYTES,

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
+from memserve.base.states import WindowPages
 from memserve.base.types import Tier, TokenLogprobs
 from memserve.base.units import ceil_div
 from memserve.instance.events import (
     OpenSequence,
     PlaceByLayer,
+    PlaceWindow,
     RowFailed,
     StepFailed,
     StepFinished,
@@ -43,6 +45,7 @@ class Slot:
         self.is_lost = False  # an earlier part was not to be had
         self.table = list(opened.blocks)
         self.opened = opened
+        self.parts: dict[int, list[int]] = {}  # entry -> blocks, where KV of windows lies apart
         self.late: int | None = None  # what attention has seen where a draw was late
         self.placed: PlaceByLayer | None = None
 
@@ -88,6 +91,8 @@ class SymbolicDevice:
         self.slots: dict[int, Slot] = {}
         self.states: SymbolicStates | None = None
         """None: layers keep KV alone."""
+        self.windows: WindowPages | None = None
+        """None: no layers' KV lies apart."""
         self.computed_tokens = 0
         self.segment: Callable[[Segment, str], list[int] | None] = lambda segment, name: None
         """Asks a holder for the cells of its part of a sequence. None: it does not answer."""
@@ -110,7 +115,8 @@ class SymbolicDevice:
                 self.slots[opened.slot] = Slot(opened)
         for slot in plan.slots:
             if slot in self.slots:
-                for block in self.slots[slot].table[-1:]:
+                last = len(self.slots[slot].table) - 1
+                for block in (*self.slots[slot].table[-1:], *self.slots[slot].parts.get(last, ())):
                     self.kv.spoil_block(Tier.HBM, block, seed)
         return StepFailed(plan.step_id, "injected")
 
@@ -166,11 +172,22 @@ class SymbolicDevice:
             self.slots[slot].table.extend(blocks)
         for slot, place, block in plan.replace:
             self.slots[slot].table[place] = block
+        for window in plan.windows:
+            self._place_window(window)
         for order in plan.place:
             self._place_by_layer(order)
         for late in plan.late_draws:
             drawing = self.slots[late.slot]
             del drawing.tokens[drawing.first + late.known_tokens :]
+
+    def _place_window(self, order: PlaceWindow) -> None:
+        require(self.windows is not None and order.slot in self.slots, f"slot {order.slot} has no window")
+        if self.windows is not None:
+            size = self.windows.part_blocks
+            require(not len(order.blocks) % size, "half a part is placed")
+            for place in range(len(order.blocks) // size):
+                part = order.blocks[place * size : (place + 1) * size]
+                self.slots[order.slot].parts[order.first + place] = part
 
     def _place_by_layer(self, order: PlaceByLayer) -> None:
         require(order.slot in self.slots, f"slot {order.slot} is placed by layer, but not open")
@@ -247,7 +264,9 @@ class SymbolicDevice:
         Returns what attention has seen behind each of its tokens."""
         require(count >= 1 and start + count <= len(slot.tokens), f"row {row} computes tokens that do not exist")
         hash_seen = 0
-        for value in self._context_cells(slot, start, writers):
+        context_cells = self._context_cells(slot, start, writers)
+        self._read_window(slot, context_cells, writers)
+        for value in context_cells:
             hash_seen = mix(hash_seen, value)
         behind, entries = list[int](), list[TokenLogprobs | None]()
         for position in range(start, start + count):
@@ -258,6 +277,7 @@ class SymbolicDevice:
             if writers.setdefault(block, {}).setdefault(inside, row) != row:
                 raise Violation("two rows write the same cell")
             value = cell(slot.tokens[position], position, hash_seen)
+            self._write_part(row, slot, position, value, writers)
             if order is not None and place is not None:
                 self._written_by_layer.append((order, place, inside, value))
             else:
@@ -288,6 +308,34 @@ class SymbolicDevice:
                 pages = self.kv.of_block(Tier.HBM, block)
             values += _belonging_together(pages, count, f"positions {first} to {first + count - 1}")
         return values
+
+    def _read_window(self, slot: Slot, context_cells: list[int], writers: Writers) -> None:
+        """Of the cells before a row, those in its window are there for the layers that read it as well."""
+        if self.windows is None:
+            return
+        size, end = self.block_tokens, len(context_cells)
+        oldest = max(0, end - self.windows.window + 1)  # that the first token of the row reads
+        for entry in range(oldest // size, ceil_div(end, size)):
+            own_cells = context_cells[entry * size : (entry + 1) * size]
+            require(entry in slot.parts, f"entry {entry} of a window has no part")
+            for place, block in enumerate(slot.parts[entry], 1):
+                if min(writers.get(block, (size,))) < len(own_cells):
+                    raise Violation("a row reads what another row of the plan writes")
+                pages = self.kv.of_block(Tier.HBM, block)
+                for layer, page in enumerate(pages, place * self.layers):
+                    expected = [in_layer(value, layer) for value in own_cells]
+                    require(page[: len(own_cells)] == expected, f"entry {entry}: a part of other tokens")
+
+    def _write_part(self, row: int, slot: Slot, position: int, value: int, writers: Writers) -> None:
+        if self.windows is None:
+            return
+        entry, inside = divmod(position, self.block_tokens)
+        require(entry in slot.parts, f"entry {entry} is written, and has no part")
+        for place, block in enumerate(slot.parts[entry], 1):
+            if writers.setdefault(block, {}).setdefault(inside, row) != row:
+                raise Violation("two rows write the same cell of a part")
+            for layer, page in enumerate(self.kv.of_block(Tier.HBM, block), place * self.layers):
+                page[inside] = in_layer(value, layer)
 
     def _earlier_cells(self, slot: Slot) -> list[int]:
         """The cells of earlier parts, as their holders have them."""

@@ -105,7 +105,8 @@ class SequenceAdmission:
         # the counter before, taken from the counter behind: how much this one brought up
         from_dram = -state.memory.dram_tokens_reused
         has_blocks = sequence.phase is Phase.REMOTE_KV_READY
-        if not has_blocks and not self._attach_blocks(sequence, headroom_blocks(len(state.decoding))):
+        headroom = state.memory.windows.blocks_for(headroom_blocks(len(state.decoding)))
+        if not has_blocks and not self._attach_blocks(sequence, headroom):
             return False
         from_dram += state.memory.dram_tokens_reused
         state.take_slot(sequence)
@@ -218,7 +219,7 @@ class PrefixSharing:
             before = blocks_by_tenant.get(group.tenant, 0)
             urgency, _, arrival, index = sequence.rank
             standings[sequence] = urgency, before * SCALE // turns.weight_of(group.tenant), arrival, index
-            blocks_by_tenant[group.tenant] = before + sequence.blocks_held
+            blocks_by_tenant[group.tenant] = before + self._state.memory.blocks_held(sequence)
         return standings
 
     def _lists_with_blocks(self) -> Iterator[list[Sequence]]:
@@ -248,8 +249,9 @@ class PrefixSharing:
                 break
         if head.phase is Phase.REMOTE_KV_READY:
             return True
-        blocks, total = ceil_div(head.known_length, state.memory.block_tokens), state.memory.pool.config.hbm_blocks
-        while not state.memory.has_blocks_for(head, headroom_blocks(len(state.decoding))):
+        windows, total = state.memory.windows, state.memory.pool.config.hbm_blocks
+        blocks = windows.blocks_for(ceil_div(head.known_length, state.memory.block_tokens))
+        while not state.memory.has_blocks_for(head, windows.blocks_for(headroom_blocks(len(state.decoding)))):
             blocks_by_tenant = self._blocks_held()
             if 2 * (blocks_by_tenant.get(tenant, 0) + blocks) > state.turns.share_of(tenant, total):
                 return False
@@ -311,7 +313,8 @@ class PrefixSharing:
         for sequences in self._lists_with_blocks():
             for sequence in sequences:
                 tenant = sequence.group.tenant
-                blocks_by_tenant[tenant] = blocks_by_tenant.get(tenant, 0) + sequence.blocks_held
+                blocks_held = self._state.memory.blocks_held(sequence)
+                blocks_by_tenant[tenant] = blocks_by_tenant.get(tenant, 0) + blocks_held
         return blocks_by_tenant
 
 

@@ -64,17 +64,18 @@ class BatchBuilder:
 
     # -- blocks
 
-    def append_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
-        """New blocks behind the last one."""
-        self.state.memory.append_blocks(sequence, blocks)
+    def append_blocks(self, sequence: Sequence, blocks: list[int], entries: int) -> None:
+        """New blocks, allocated for ``entries`` entries behind the last one."""
+        own_blocks = self.state.memory.append_blocks(sequence, blocks, entries)
         if sequence.opened:
-            self.plan.grow.append((sequence.slot, blocks))  # type: ignore[arg-type]  # a sequence with a row has a slot
+            self.plan.grow.append((sequence.slot, own_blocks))  # type: ignore[arg-type]  # a sequence with a row has a slot
 
     def make_writable(self, sequence: Sequence, end: int) -> bool:
         """Give ``sequence`` private blocks for the tokens ``[computed, end)``. False: the pool has no room."""
         if sequence.writable_until >= end:
             return True
         memory = self.state.memory
+        memory.windows.pass_parts(sequence)
         if sequence.computed >= sequence.writable_until and memory.next_write_is_shared(sequence):
             place = sequence.computed // memory.block_tokens
             before = sequence.blocks[place]
@@ -82,14 +83,13 @@ class BatchBuilder:
                 return False
             if sequence.opened and sequence.blocks[place] != before:
                 self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]  # a sequence with a row has a slot
-        missing_blocks = ceil_div(end, memory.block_tokens) - sequence.table_entries
-        if missing_blocks <= 0:
-            return True
-        blocks = memory.pool.allocate(missing_blocks)
-        if blocks is None:
-            return False
-        self.append_blocks(sequence, blocks)
-        return True
+        missing_entries = ceil_div(end, memory.block_tokens) - sequence.table_entries
+        if missing_entries > 0:
+            blocks = memory.pool.allocate(memory.windows.blocks_for(missing_entries))
+            if blocks is None:
+                return False
+            self.append_blocks(sequence, blocks, missing_entries)
+        return memory.place_parts(sequence, end)
 
     def forget_preempted(self, sequence: Sequence) -> None:
         """Take out the blocks that ``sequence``, which is about to be preempted, got in this plan."""

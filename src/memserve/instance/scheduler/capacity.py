@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memserve.base.config import EngineOptions, SchedulerConfig
+from memserve.base.config import EngineOptions, PoolConfig, SchedulerConfig
 from memserve.base.types import KVGeometry, Request
 from memserve.base.units import GIB, ceil_div, flag_bytes, human_bytes
 
@@ -46,13 +46,13 @@ def headroom_blocks(decoding: int) -> int:
     return ceil_div(decoding, 4)
 
 
-def context_tokens(max_model_tokens: int, hbm_blocks: int, block_tokens: int) -> int:
+def context_tokens(max_model_tokens: int, pool: PoolConfig, block_tokens: int) -> int:
     """Longest sequence that can run here. The last token's KV is never needed, hence ``+ 1``."""
-    return min(max_model_tokens, hbm_blocks * block_tokens + 1)
+    return min(max_model_tokens, pool.tokens_in(block_tokens) + 1)
 
 
 def context_note(
-    served_tokens: int, model_tokens: int, options: EngineOptions, hbm_blocks: int, geometry: KVGeometry
+    served_tokens: int, model_tokens: int, options: EngineOptions, pool: PoolConfig, geometry: KVGeometry
 ) -> str:
     """Why the served context is shorter than the model's own, and the flag that changes it; empty: it is not
     shorter."""
@@ -61,8 +61,9 @@ def context_note(
     wanted_tokens = min(options.max_model_tokens or model_tokens, model_tokens)
     if served_tokens >= wanted_tokens:
         return f"--max-model-tokens {options.max_model_tokens} limits it; the model itself takes {model_tokens}"
-    room = flag_bytes(ceil_div(wanted_tokens - 1, geometry.block_tokens) * geometry.block_bytes)
-    memory_text = human_bytes(hbm_blocks * geometry.block_bytes)
+    entries = ceil_div(wanted_tokens - 1, geometry.block_tokens)
+    blocks = entries if pool.windows is None else pool.windows.blocks_for(entries)
+    room, memory_text = flag_bytes(blocks * geometry.block_bytes), human_bytes(pool.hbm_blocks * geometry.block_bytes)
     return f"{memory_text} of KV memory hold no more; --kv-memory {room} would serve {wanted_tokens}"
 
 

@@ -18,6 +18,7 @@ from memserve.base.types import NamedPrefix, TokenArray
 from memserve.base.units import ceil_div
 from memserve.instance.layerwise.placement import WholeBlocks
 from memserve.instance.scheduler.states import states_of
+from memserve.instance.scheduler.windows import windows_of
 from memserve.kv.pool import BlockPool, Lease
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class SequenceMemory:
         self.copied_on_write = 0
         self.layers = WholeBlocks(pool)
         self.states = states_of(pool)
+        self.windows = windows_of(pool)
         #: None: no store keeps what is cached here
         self.listener: PublishListener | None = None
         self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
@@ -68,7 +70,7 @@ class SequenceMemory:
         tokens = sequence.known_tokens()
         if self._missing_blocks(sequence, tokens) + headroom > self.pool.available():
             return False
-        reusable = self.states.reusable_tokens(tokens)[: self._worth_reusing(sequence, tokens)]
+        reusable = self.reusable_tokens(tokens)[: self._worth_reusing(sequence, tokens)]
         if self._attach_prefix(sequence, tokens, reusable):
             return True
         # A fully cached prompt needs a copy of its last block, one block more than its tokens have. Where that does not
@@ -115,6 +117,10 @@ class SequenceMemory:
         """Whether the request takes part in the cache at all: then, and only then, its sequences have leases."""
         return self._caches and request.use_cache
 
+    def blocks_held(self, sequence: Sequence) -> int:
+        """HBM blocks of ``sequence``: of its table, frames, and parts."""
+        return sequence.blocks_held + self.windows.blocks_held(sequence)
+
     def has_blocks_for(self, sequence: Sequence, headroom: int) -> bool:
         """Whether :meth:`attach` has the blocks that it needs at least."""
         return self._blocks_needed(sequence) + headroom <= self.pool.available()
@@ -125,9 +131,14 @@ class SequenceMemory:
     def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
         blocks = ceil_div(len(tokens), self.block_tokens)
         if self.reads_cache(sequence):
-            reusable = self.states.reusable_tokens(tokens)
+            reusable = self.reusable_tokens(tokens)
             blocks -= self.pool.match(sequence.group.isolation, reusable) // self.block_tokens
-        return blocks
+        return self.windows.blocks_for(blocks)
+
+    def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
+        """What of a sequence's known tokens the cache may stand in for. The last one is computed in any case: where no
+        state goes back by one, and no window reaches further back than from a prefix's end, it is not cached either."""
+        return tokens[: len(tokens) - 1] if self.states.has_states or self.windows.has_windows else tokens
 
     def _acquire_prefix(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
         request = sequence.group.request
@@ -142,6 +153,7 @@ class SequenceMemory:
         sequence.lease, sequence.blocks = lease, blocks
         if lease is not None:
             self.states.choose_source(sequence, lease)
+            self.windows.take_lease(sequence, lease)
         sequence.published = lease.tokens if lease is not None else 0
         # the last token is computed even where its KV is cached: its logits are needed
         sequence.computed = min(sequence.published, len(tokens) - 1)
@@ -155,16 +167,21 @@ class SequenceMemory:
         return fits
 
     def _extend_blocks(self, sequence: Sequence, count: int) -> bool:
-        blocks = self.pool.allocate(count)
+        blocks = self.pool.allocate(self.windows.blocks_for(count))
         if blocks is None:
             return False
-        self.append_blocks(sequence, blocks)
+        self.append_blocks(sequence, blocks, count)
         return True
 
-    def append_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
-        """Add blocks that were allocated for this sequence."""
-        sequence.blocks.extend(blocks)
-        sequence.writable_until = sequence.table_entries * self.block_tokens
+    def append_blocks(self, sequence: Sequence, blocks: list[int], entries: int) -> list[int]:
+        """Add blocks that were allocated for ``entries`` new entries of this sequence; returns those of the entries."""
+        own_blocks = self.windows.take_blocks(sequence, blocks, entries)
+        sequence.blocks.extend(own_blocks)
+        self._set_writable(sequence)
+        return own_blocks
+
+    def _set_writable(self, sequence: Sequence) -> None:
+        sequence.writable_until = self.windows.writable_end(sequence, sequence.table_entries * self.block_tokens)
 
     # -- running
 
@@ -180,11 +197,21 @@ class SequenceMemory:
             new = self.pool.copy_block(old)
             if new is None:
                 return False
+            if not self.windows.copy_part(sequence, place):
+                self.pool.release([new])
+                return False
             sequence.blocks[place] = new
             self.pool.release([old])
             self.copied_on_write += 1
-        sequence.writable_until = len(sequence.blocks) * self.block_tokens
+        self._set_writable(sequence)
         return True
+
+    def place_parts(self, sequence: Sequence, end: int) -> bool:
+        """Where KV of windows lies apart, a place for that of the tokens ``[computed, end)``, which has blocks. False:
+        no room."""
+        has_room = self.windows.place_parts(sequence, end)
+        self._set_writable(sequence)
+        return has_room
 
     def unpin_published(self, sequence: Sequence) -> bool:
         """Give up the pin on the published prefix. False: there is none.
@@ -215,6 +242,7 @@ class SequenceMemory:
                 self.listener.on_published(sequence, known_tokens, sequence.published // self.block_tokens)
             sequence.published = tokens
             self.states.on_published(sequence)
+            self.windows.on_published(sequence, tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share all KV of ``parent``, which has computed all known tokens of ``child`` but the last.
@@ -224,7 +252,9 @@ class SequenceMemory:
         shared = parent.blocks
         if parent.lease is not None:
             tokens = parent.known_tokens()[: parent.published]
-            child.lease = self.pool.acquire(parent.group.isolation, tokens)
+            # the parent's own parts are shared, not those that the cache has
+            acquire = self.pool.acquire_kv if self.windows.has_windows else self.pool.acquire
+            child.lease = acquire(parent.group.isolation, tokens)
             child.published = child.lease.tokens
             shared = shared[len(child.lease.blocks) :]
             child.blocks = list(child.lease.blocks)
@@ -234,6 +264,7 @@ class SequenceMemory:
         # both must copy the last block before they write: neither knows which of them writes first
         child.writable_until = parent.writable_until = parent.computed
         self.states.fork(parent, child)
+        self.windows.fork(parent, child)
 
     # -- going
 
@@ -277,6 +308,7 @@ class SequenceMemory:
     def _drop_blocks(self, sequence: Sequence) -> None:
         self.layers.detach_sequence(sequence, publishes=False)
         self.states.drop_sequence(sequence)
+        self.windows.drop_sequence(sequence)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None

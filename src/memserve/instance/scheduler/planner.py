@@ -208,6 +208,7 @@ class Planner:
     def _finish_plan(self, batch: BatchBuilder) -> tuple[StepPlan, InflightPlan]:
         """Publish, fork, and hand over everything that has to happen on the device before the rows."""
         state, plan = self.state, batch.plan
+        state.memory.windows.finish_plan(plan)
         state.memory.states.finish_plan(plan)  # before forks: they copy what the rows leave, with the next plan
         batch.finish_plan()
         state.memory.layers.place_layers(plan)
@@ -231,10 +232,10 @@ class Planner:
         memory = self.state.memory
         growing = [sequence for sequence in needy if not memory.next_write_is_shared(sequence)]
         # all at once in the usual case, where there is room: one call, however many decode
-        blocks = memory.pool.allocate(len(growing)) if growing else []
-        if blocks is not None:
+        blocks = memory.pool.allocate(len(growing)) if growing and not memory.windows.has_windows else []
+        if blocks:
             for sequence, block in zip(growing, blocks, strict=True):
-                batch.append_blocks(sequence, [block])
+                batch.append_blocks(sequence, [block], 1)
             if len(growing) == len(needy):
                 return False
         stalled = False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
 from memserve.base.errors import UserError
-from memserve.base.states import NO_STATE, StateGeometry, cache_groups
+from memserve.base.states import NO_STATE, StateGeometry, WindowLayers, cache_groups, windows_apart
 from memserve.base.types import AS_COMPUTED, COARSE_BITS, NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import load_module, text_weights
@@ -93,6 +93,8 @@ class LoadedModel:
     position_regimes: PositionRegimes = NO_REGIMES  # what decides how positions are computed
     query_heads: int = 0  # of every layer; 0: not known, or not alike
     states: StateGeometry = NO_STATE  # what layers carry beside KV
+    layer_windows: tuple[int, ...] = ()  # of each layer that attends; 0: it reads everything
+    windows: WindowLayers | None = None  # the layers whose KV lies apart; ``geometry`` is that of the others then
 
     @property
     def kv_dtype(self) -> str:
@@ -102,6 +104,13 @@ class LoadedModel:
     def keep_kv_as(self, kv_dtype: str) -> LoadedModel:
         """This model, whose KV is to lie so."""
         return replace(self, geometry=replace(self.geometry, kv_dtype=kv_dtype))
+
+    def keep_windows_apart(self) -> LoadedModel:
+        """This model, the KV of whose layers that read a window is to lie apart, where that is worth it."""
+        windows = windows_apart(self.layer_windows, self.geometry, self.states)
+        if windows is None:
+            return self
+        return replace(self, windows=windows, geometry=replace(self.geometry, num_layers=windows.full_layers))
 
 
 def model_sizes(model: LoadedModel) -> ModelSizes:
@@ -182,6 +191,7 @@ def load_model(
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
         states=_states(module, geometry, layers, folder.name),
+        layer_windows=tuple(layer.window for layer in layers),
     )
 
 

@@ -1,0 +1,239 @@
+"""KV of layers that read a window, as the scheduler sees it, where it lies apart (:mod:`memserve.kv.windows`).
+
+::
+
+    entries       | 0  1  2  3  4 | 5  6  7  8  9 | 10 11 |
+    blocks        | all of a sequence, from its admission on|
+    parts         | passed: gone  | its window    | row   |      spare: for the rows to come
+
+A sequence that is admitted has spare parts for its window and a step's rows. Before each row it lets go of those that
+are behind the window, and places others where the row writes.
+
+:class:`NoWindows` is the other kind of model: everything is called alike, and does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from memserve.base.errors import check
+from memserve.base.units import ceil_div
+from memserve.instance.events import PlaceWindow, StepPlan
+from memserve.kv.windows import WindowCache, WindowPart
+
+if TYPE_CHECKING:
+    from memserve.instance.scheduler.sequence import Sequence
+    from memserve.kv.pool import BlockPool, Lease
+
+
+@dataclass(slots=True)
+class WindowTail:
+    """The parts of a sequence."""
+
+    first: int
+    """The entry of the first one that is placed."""
+    placed: list[WindowPart]
+    """Of the entries from there on, without a gap."""
+    spare: list[WindowPart] = field(default_factory=list)
+    told: int = 0
+    """Entries before this one are as the device has them."""
+
+    @property
+    def end(self) -> int:
+        """The entry behind the last one that is placed."""
+        return self.first + len(self.placed)
+
+    @property
+    def parts(self) -> int:
+        """All of them."""
+        return len(self.placed) + len(self.spare)
+
+
+class NoWindows:
+    """Of a model whose layers' KV lies together."""
+
+    has_windows = False
+
+    def blocks_for(self, entries: int) -> int:
+        """Blocks that so many new entries of a sequence take."""
+        return entries
+
+    def blocks_held(self, sequence: Sequence) -> int:
+        """Blocks of its parts."""
+        return 0
+
+    def take_lease(self, sequence: Sequence, lease: Lease) -> None:
+        """``sequence`` begins behind the tokens of ``lease``, and needs its last window."""
+
+    def take_blocks(self, sequence: Sequence, blocks: list[int], entries: int) -> list[int]:
+        """``blocks`` were allocated for ``entries`` new entries: returns those of the entries themselves."""
+        return blocks
+
+    def writable_end(self, sequence: Sequence, tokens: int) -> int:
+        """Up to where of ``tokens`` ``sequence`` may write, by its parts."""
+        return tokens
+
+    def pass_parts(self, sequence: Sequence) -> None:
+        """Let go of what is behind the window of the next row."""
+
+    def place_parts(self, sequence: Sequence, end: int) -> bool:
+        """Parts for a row that computes the tokens ``[computed, end)``. False: the pool has no room."""
+        return True
+
+    def copy_part(self, sequence: Sequence, entry: int) -> bool:
+        """Make the part of ``entry`` private, whose block is. False: no room for a copy."""
+        return True
+
+    def on_published(self, sequence: Sequence, tokens: int) -> None:
+        """The index has the blocks of so many tokens of ``sequence``."""
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """``child`` shares all KV of ``parent``."""
+
+    def drop_sequence(self, sequence: Sequence) -> None:
+        """Its parts go: it ends, or begins again later."""
+
+    def finish_plan(self, plan: StepPlan) -> None:
+        """``plan`` has all its rows: it carries what was placed since the last one."""
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Raise :class:`InvariantError` where its books and ``sequences``, all there are, contradict. For tests."""
+
+
+class WindowsApart(NoWindows):
+    """Of a model with windows whose KV lies apart."""
+
+    has_windows = True
+
+    def __init__(self, pool: BlockPool, cache: WindowCache) -> None:
+        self._pool, self._cache, self._pages = pool, cache, cache.pages
+        #: of each sequence that holds blocks
+        self._tails: dict[Sequence, WindowTail] = {}
+        #: those with parts that the device does not know yet
+        self._changed: dict[Sequence, None] = {}
+
+    def blocks_for(self, entries: int) -> int:
+        return self._pages.blocks_for(entries)
+
+    def blocks_held(self, sequence: Sequence) -> int:
+        tail = self._tails.get(sequence)
+        return tail.parts * self._pages.part_blocks if tail is not None else 0
+
+    def take_lease(self, sequence: Sequence, lease: Lease) -> None:
+        parts, lease.tail = lease.tail, []
+        first = len(lease.blocks) - len(parts)
+        self._tails[sequence] = WindowTail(first, parts, told=first)
+        self._changed[sequence] = None
+
+    def take_blocks(self, sequence: Sequence, blocks: list[int], entries: int) -> list[int]:
+        tail = self._tails.setdefault(sequence, WindowTail(0, []))
+        tail.spare += self._cache.build_parts(blocks[entries:])
+        return blocks[:entries]
+
+    def writable_end(self, sequence: Sequence, tokens: int) -> int:
+        return min(tokens, self._tails[sequence].end * self._pages.block_tokens)
+
+    def pass_parts(self, sequence: Sequence) -> None:
+        tail = self._tails[sequence]
+        count = min(max(0, self._pages.kept_from(sequence.computed) - tail.first), len(tail.placed))
+        for part in tail.placed[:count]:
+            self._cache.release_part(part, is_end=False)
+        del tail.placed[:count]
+        tail.first += count
+
+    def place_parts(self, sequence: Sequence, end: int) -> bool:
+        tail, entries = self._tails[sequence], ceil_div(end, self._pages.block_tokens)
+        while tail.end < entries:
+            if not tail.spare:
+                blocks = self._pool.allocate(self._pages.part_blocks)
+                if blocks is None:
+                    return False
+                tail.spare += self._cache.build_parts(blocks)
+            tail.placed.append(tail.spare.pop())
+            self._changed[sequence] = None
+        if end >= sequence.known_length:  # from here on it gets a part with each block
+            self._release_spare(tail)
+        return True
+
+    def copy_part(self, sequence: Sequence, entry: int) -> bool:
+        tail = self._tails[sequence]
+        blocks = self._pool.allocate(self._pages.part_blocks) if tail.first <= entry < tail.end else ()
+        if blocks is None:
+            return False
+        for part in self._cache.build_parts(blocks):
+            shared = tail.placed[entry - tail.first]
+            self._pool.copy_part(shared.blocks, part.blocks)
+            tail.placed[entry - tail.first] = part
+            self._cache.release_part(shared, is_end=False)
+            tail.told = min(tail.told, entry)
+            self._changed[sequence] = None
+        return True
+
+    def on_published(self, sequence: Sequence, tokens: int) -> None:
+        tail = self._tails[sequence]
+        entries = tokens // self._pages.block_tokens
+        fresh = next((n for n, part in enumerate(tail.placed) if not part.is_cached), len(tail.placed))
+        parts = tail.placed[fresh : entries - tail.first]
+        tokens_known = sequence.known_tokens()[:tokens]
+        self._pool.anchor_parts(sequence.group.isolation, tokens_known, tail.first + fresh, parts)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        tail = self._tails[parent]
+        for part in tail.placed:
+            self._cache.use_part(part)
+        self._tails[child] = WindowTail(tail.first, list(tail.placed), told=tail.first)
+        self._changed[child] = None
+
+    def drop_sequence(self, sequence: Sequence) -> None:
+        self._changed.pop(sequence, None)
+        tail = self._tails.pop(sequence, None)
+        if tail is None:
+            return
+        first_needed = self._pages.first_entry(sequence.published)
+        for entry, part in enumerate(tail.placed, tail.first):
+            self._cache.release_part(part, is_end=entry >= first_needed)
+        self._release_spare(tail)
+
+    def finish_plan(self, plan: StepPlan) -> None:
+        opened = {sequence.slot for sequence in plan.open}
+        for sequence, tail in self._tails.items() if opened else ():
+            if sequence.slot in opened:  # the device knows nothing of a slot that is opened
+                tail.told = tail.first
+                self._changed[sequence] = None
+        for sequence in [sequence for sequence in self._changed if sequence.opened]:
+            tail = self._tails[sequence]
+            first = max(tail.first, tail.told)
+            blocks = [block for part in tail.placed[first - tail.first :] for block in part.blocks]
+            if blocks and sequence.slot is not None:
+                plan.windows.append(PlaceWindow(sequence.slot, first, blocks))
+            tail.told = tail.end
+            del self._changed[sequence]
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        users: dict[WindowPart, int] = {}
+        for sequence in sequences:
+            tail = self._tails.get(sequence)
+            check((tail is not None) == bool(sequence.blocks), "{} has parts and no blocks, or the reverse", sequence)
+            if tail is None:
+                continue
+            for part in (*tail.placed, *tail.spare):
+                users[part] = users.get(part, 0) + 1
+            size = self._pages.block_tokens
+            check(tail.end <= len(sequence.blocks), "{} has parts beyond its blocks", sequence)
+            check(sequence.writable_until <= tail.end * size, "{} may write beyond its parts", sequence)
+            check(sequence.computed <= tail.end * size, "{} has computed beyond its parts", sequence)
+            first = self._pages.first_entry(sequence.computed)
+            check(tail.first <= first or not sequence.computed, "{} lacks a part of its window", sequence)
+        check(all(part.users >= count for part, count in users.items()), "a part has more users than it knows of")
+
+    def _release_spare(self, tail: WindowTail) -> None:
+        for part in tail.spare:
+            self._cache.release_part(part, is_end=True)
+        tail.spare = []
+
+
+def windows_of(pool: BlockPool) -> NoWindows:
+    """What the scheduler does about windows, for a pool whose parts lie apart or not."""
+    return NoWindows() if pool.windows is None else WindowsApart(pool, pool.windows)
