@@ -67,6 +67,7 @@ class Member:
         self.device = OracleDevice(*sizes, VOCAB, layers=kv.num_layers)
         if cfg.pool.states is not None:
             self.device.states = SymbolicStates(self.device.kv)
+        self.device.windows = cfg.pool.windows
         self.plans, self.jobs, self.builds, self.masks = deque(), deque(), deque(), deque()
         self.built = {0}  # jobs
         chance = Random(name)

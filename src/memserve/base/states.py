@@ -183,6 +183,10 @@ class WindowPages:
         """The first entry that a row reads which begins behind ``tokens`` tokens."""
         return max(0, tokens - self.window + 1) // self.block_tokens
 
+    def entries_behind(self, tokens: int) -> range:
+        """The entries whose parts a sequence needs that goes on behind ``tokens`` tokens, not only whole blocks."""
+        return range(self.first_entry(tokens), ceil_div(tokens, self.block_tokens))
+
     def kept_from(self, tokens: int) -> int:
         """The first entry that a running sequence keeps, which has computed ``tokens``: a block more, since a row may
         be computed again that ran ahead of a late draw."""

@@ -90,7 +90,7 @@ def _assemble_parts(
     from memserve.system.memory import check_host_memory, memory_bound, resident_bytes
 
     on_gpu = gpu is not None
-    if self_peer is None and options.keeps_windows_apart(on_gpu=on_gpu):
+    if options.keeps_windows_apart(on_gpu=on_gpu):
         model = model.keep_windows_apart()
     geometry = model.geometry
     sizes = model_sizes(model)  # with its weights

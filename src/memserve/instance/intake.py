@@ -208,7 +208,8 @@ class RequestIntake:
         """A beam search leaves by a substitute, if it leaves at all."""
         request = order.request
         decode_at = None if order.decode_at is None or order.decode_at.name == self_peer.name else order.decode_at
-        has_states = self._state.memory.states.has_states  # beams begin before the prompt's end: no state stands there
+        # beams begin before the prompt's end: no state stands there, and no window is complete
+        has_states = self._state.memory.states.has_states or self._state.memory.windows.has_windows
         is_short = request.sampling.prompt_logprobs or self.tokens_to_generate(request) <= 1
         if request.beam_width and (is_short or has_states):
             decode_at = None

@@ -261,14 +261,27 @@ class BlockPool:
         for part in tail if self.windows is not None else ():
             self.windows.release_part(part, is_end=True)  # type: ignore[union-attr]  # only such pools have tails
 
-    def anchor_parts(self, tenant: str, tokens: TokenArray, first: int, parts: Sequence[WindowPart]) -> None:
-        """Let ``parts`` hang at the cached blocks of ``tokens`` from the ``first`` on, where none do."""
+    def anchor_parts(
+        self, tenant: str, tokens: TokenArray, first: int, parts: Sequence[WindowPart], *, written_by: int
+    ) -> None:
+        """Let ``parts`` hang at the cached blocks of ``tokens`` from the ``first`` on, where none do; they have their
+        KV when plan ``written_by`` has finished."""
         windows = self.windows
         if windows is None or not parts:
             return
         blocks = self._index.match_blocks(self._namespace_id(tenant), tokens).hbm
         for block, part in zip(blocks[first : first + len(parts)], parts, strict=False):
-            windows.anchor_part(part, block)
+            if windows.anchor_part(part, block) and self.access is not None:
+                self.access.on_blocks_filled(part.blocks, written_by)
+
+    def lend_parts(self, parts: Sequence[WindowPart], tokens: int) -> Lease:
+        """The ``parts`` that a sequence needs behind ``tokens`` tokens, for a peer: in use, with a reference on each
+        block. Ended by :meth:`unpin` and :meth:`release`."""
+        for part in parts if self.windows is not None else ():
+            self.windows.use_part(part)  # type: ignore[union-attr]  # only such pools have parts
+        blocks = [block for part in parts for block in part.blocks]
+        self.retain(blocks)
+        return Lease(blocks, tokens, tail=list(parts))
 
     def copy_part(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy a part's blocks (copy recorded); the references stay as they are."""
@@ -305,9 +318,17 @@ class BlockPool:
 
     @property
     def state_blocks(self) -> int:
-        """Blocks of one snapshot. 0: there are none, or they do not lie in blocks of their own."""
-        states = self.config.states
+        """Blocks that a peer needs beside the KV of a long prefix: of one snapshot, or of a window's parts. 0: none, or
+        snapshots do not lie in blocks of their own."""
+        states, windows = self.config.states, self.config.windows
+        if windows is not None:
+            return self.blocks_behind(2 * windows.window * self.block_tokens)
         return states.pages_each if states is not None and states.whole_blocks else 0
+
+    def blocks_behind(self, tokens: int) -> int:
+        """As :attr:`state_blocks`, for a prefix of so many tokens."""
+        windows = self.config.windows
+        return self.state_blocks if windows is None else windows.part_blocks * len(windows.entries_behind(tokens))
 
     def lend_snapshot(self, snapshot: StateSnapshot) -> Lease:
         """The snapshot's blocks for a peer: pinned, with a reference on each, which keeps their bytes even where the
@@ -320,7 +341,12 @@ class BlockPool:
 
     def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
         """The longest cached snapshot of a prefix of ``tokens``, as :meth:`lend_snapshot` gives it. None: there is none
-        of that many ``blocks``."""
+        of that many ``blocks``. Where windows lie apart: the parts behind the longest prefix that has them."""
+        if self.windows is not None:
+            matched = self._index.match_blocks(
+                self._namespace_id(tenant), tokens[: self._match_windows(tenant, tokens)]
+            )
+            return self.lend_parts(self.windows.tail_of(matched.hbm), matched.tokens) if matched.tokens else None
         snapshot = self._longest_snapshot(tenant, tokens) if blocks and blocks == self.state_blocks else None
         return None if snapshot is None else self.lend_snapshot(snapshot)
 
@@ -335,6 +361,12 @@ class BlockPool:
         """Cache the snapshot behind ``tokens`` that lies in ``blocks``, with references of its own. False: there is
         one, or their KV is not here."""
         self.retain(blocks)
+        if self.windows is not None:
+            parts, first = self.windows.build_parts(blocks), self.windows.pages.first_entry(len(tokens))
+            self.anchor_parts(tenant, tokens, first, parts, written_by=0)
+            for part in parts:
+                self.windows.release_part(part, is_end=True)
+            return self._match_windows(tenant, tokens) == len(tokens)
         snapshot = self.adopt_snapshot(len(tokens), blocks)
         is_kept = self.keep_snapshot(tenant, tokens, snapshot)
         if not is_kept and self.snapshots is not None:

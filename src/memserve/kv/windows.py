@@ -24,7 +24,6 @@ import numpy as np
 from memserve import _core
 from memserve.base.errors import check
 from memserve.base.states import WindowPages
-from memserve.base.units import ceil_div
 
 _NO_BLOCK = -1
 
@@ -195,8 +194,3 @@ class WindowCache:
         self._passed.pop(part, None)
         self._ends.pop(part, None)
         self._release_blocks(part.blocks)
-
-
-def parts_of(pages: WindowPages, tokens: int) -> range:
-    """The entries whose parts a sequence needs that goes on behind ``tokens`` tokens, not only whole blocks."""
-    return range(pages.first_entry(tokens), ceil_div(tokens, pages.block_tokens))

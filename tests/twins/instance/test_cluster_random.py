@@ -20,7 +20,7 @@ from fleet_world import BLOCK, GEOMETRY, ROUTER_PEER, Fleet, TransferMode, fleet
 from geometries import SHAPES
 from instance_world import VOCAB, request
 from memserve.base.config import ExchangeConfig
-from memserve.base.states import StatePages
+from memserve.base.states import StatePages, WindowPages
 from memserve.base.types import FinishReason, Tier
 from memserve.base.units import NS_PER_S
 from memserve.instance.cluster import store_export as store_offers
@@ -36,6 +36,9 @@ def family(number, tokens):
 class Life:
     """Everything that a cluster does to instances, in any order, on tiny pools; a seed is a complete bug report. Texts
     grow with the ``geometry``'s blocks."""
+
+    hbm = 12, 30
+    """Blocks of an instance, at least and at most."""
 
     def __init__(self, seed, geometry=GEOMETRY, **fixed):
         self.random = random = Random(seed)
@@ -53,7 +56,7 @@ class Life:
         exchange = ExchangeConfig(pulls_in_flight=random.randint(1, 3), event_capacity=random.choice([0, 8, 1000]))
         self.configs = {}
         for name in "pdqe"[: random.randint(2, 4)]:
-            self.configs[name] = replace(fleet_config(hbm=random.randint(12, 30), **common), exchange=exchange)
+            self.configs[name] = replace(fleet_config(hbm=random.randint(*self.hbm), **common), exchange=exchange)
         self.fleet = Fleet(geometry, **self.configs)
         self.loss = random.choice([0.0, 0.0, 0.02, 0.1])
         self.fleet.lose = lambda sender, to, message: (
@@ -300,6 +303,26 @@ class StoredStateLife(StoreLife):
 
     def __init__(self, seed):
         super().__init__(seed, dram=0, states=STATES[seed % len(STATES)])
+
+
+class WindowLife(Life):
+    """KV of layers that read a window lies apart, on one tier."""
+
+    hbm = 44, 75
+
+    def __init__(self, seed):
+        pages = WindowPages(Random(seed).randint(1, 14), seed % 3 + 1, BLOCK, 12)
+        super().__init__(seed, dram=0, windows=pages)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_lives_with_windows_apart(part):
+    for seed in range(part, SEEDS, 2):
+        try:
+            WindowLife(seed).live()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
 
 
 @pytest.mark.parametrize("part", range(2))

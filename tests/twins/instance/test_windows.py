@@ -142,7 +142,9 @@ def _window_one_short(monkeypatch):
 
 
 def _shared_when_written(monkeypatch):
-    monkeypatch.setattr(WindowsApart, "copy_part", lambda self, sequence, entry: True)
+    make_private = WindowsApart.make_private
+    never = lambda self, sequence, entry, copies: make_private(self, sequence, entry, copies=False)  # noqa: E731
+    monkeypatch.setattr(WindowsApart, "make_private", never)
 
 
 def _unknown_to_the_device(monkeypatch):

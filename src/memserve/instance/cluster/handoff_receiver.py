@@ -206,6 +206,9 @@ class HandoffReceiver:
         if memory.states.has_states:  # KV that no state stands behind is computed there
             state = memory.states.lend_last(sequence, (first + 1) * block_tokens)
             end = state.tokens // block_tokens if state is not None else first
+        if memory.windows.has_windows and end > first:
+            state = memory.windows.lend(sequence, end * block_tokens)
+            end = end if state is not None else first
         blocks = sequence.blocks[first:end]
         if by_layer is not None:  # what lies in HBM behind it is on its way down
             end = min(end, by_layer.first + len(by_layer.dram_blocks))

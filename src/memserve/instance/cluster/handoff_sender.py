@@ -133,14 +133,17 @@ class HandoffSender:
         end_block = ceil_div(end, block_tokens) if end == sequence.known_length else end // block_tokens
         if end_block <= remote.named_blocks:
             return
-        if remote.mode is TransferMode.BY_LAYER and sequence.layered is None:
+        memory = self._state.memory
+        if remote.mode is TransferMode.BY_LAYER and sequence.layered is None and not memory.windows.has_windows:
             plan.report_layers = 1
             self._layers.setdefault(plan.step_id, []).append(_Layers(offer_id, remote.named_blocks, end_block))
         else:
             self._exchange.announce_computed(offer_id, remote.named_blocks, end_block, fence=plan.step_id)
         remote.named_blocks = end_block
-        if end == sequence.known_length and self._state.memory.states.has_states:
+        if end == sequence.known_length and memory.states.has_states:
             self._announce_state(remote, sequence, end_block, plan)
+        if end == sequence.known_length and memory.windows.has_windows:
+            self._announce_window(offer_id, sequence, end_block, plan)
 
     def _announce_state(self, remote: RemoteState, sequence: Sequence, end_block: int, plan: StepPlan) -> None:
         """The state behind all known tokens follows their KV, or the request stays."""
@@ -155,6 +158,15 @@ class HandoffSender:
         self._exchange.more_blocks(offer_id, snapshot.pages)
         self._exchange.announce_state(offer_id, end_block, fence=plan.step_id)
         states.forget(snapshot)  # the offer holds its blocks
+
+    def _announce_window(self, offer_id: str, sequence: Sequence, end_block: int, plan: StepPlan) -> None:
+        """The parts of the last window follow the KV of the other layers."""
+        loan = self._state.memory.windows.lend(sequence, sequence.computed)
+        check(loan is not None, "{} lacks a part of its window", sequence)
+        if loan is not None and loan.blocks:
+            self._exchange.more_blocks(offer_id, loan.blocks, loan)
+            self._state.memory.pool.release(loan.blocks)  # the offer has its own
+            self._exchange.announce_state(offer_id, end_block, fence=plan.step_id)
 
     def layer_finished(self, step_id: int, layer: int) -> None:
         """The device has written ``layer`` for all rows of the plan."""

@@ -271,7 +271,7 @@ class Fetches:
     def _next_holder(self, group: Group, now_ns: int) -> tuple[Holder, Prefix] | None:
         """The next holder with more than there is here, and where the prefix lies. Without one the request goes on."""
         remote, tokens, block_tokens = group.remote, _tokens_of(group), self._geometry.block_tokens
-        reusable = self._state.memory.states.reusable_tokens(tokens)
+        reusable = self._state.memory.reusable_tokens(tokens)
         hbm, dram = self._state.memory.pool.match_blocks(group.isolation, reusable)
         own_tokens = (hbm + dram) * block_tokens
         while remote is not None and remote.holders and now_ns < remote.fetch_until_ns:
@@ -295,10 +295,13 @@ class Fetches:
         return None
 
     def _beside_states(self, group: Group, reusable: TokenArray, own_tokens: int) -> tuple[int, int]:
-        """Tokens behind ``own_tokens`` with KV here and no state to go on from; bytes of a state."""
-        pool = self._state.memory.pool
-        states = pool.config.states
-        return (0, 0) if states is None else (pool.match_kv(group.isolation, reusable) - own_tokens, states.state_bytes)
+        """Tokens behind ``own_tokens`` with KV here and no state or window to go on from; bytes of what is lacking."""
+        pool, geometry = self._state.memory.pool, self._geometry
+        states, windows = pool.config.states, pool.config.windows
+        if states is None and windows is None:
+            return 0, 0
+        beside_bytes = states.state_bytes if states is not None else pool.state_blocks * geometry.block_bytes
+        return pool.match_kv(group.isolation, reusable) - own_tokens, beside_bytes
 
     def _expected_ns(self, group: Group, holder: Holder) -> int:
         """Until the prompt is computed behind what ``holder`` has, without what is before it."""

@@ -354,7 +354,9 @@ class StoreWriter:
         near = [info for info in self._stores.values() if self.host_id and info.host_id == self.host_id]
         stores = sorted(near or self._stores.values(), key=lambda info: info.peer.name)
         caches = self._exchange.shares_kv and self._state.memory.pool.config.caching
-        target = stores[0].peer if stores and caches else None
+        # a store knows whole blocks and snapshots, and no parts of windows
+        takes = caches and not self._state.memory.windows.has_windows
+        target = stores[0].peer if stores and takes else None
         if target != self.target:
             self.target = target
             self.offers.store_changed()

@@ -102,11 +102,13 @@ class SequenceMemory:
         self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int, state: Items[int] = ()
     ) -> None:
         """Take over ``blocks`` with the KV of the first ``tokens`` tokens, their references, and the pin; and in
-        ``state`` the recurrent state behind them, if layers have one."""
-        self.states.adopt_state(sequence, tokens, state)
+        ``state`` the recurrent state behind them, if layers have one, or the parts of their window."""
+        (self.windows if self.windows.has_windows else self.states).adopt_state(sequence, tokens, state)
         sequence.blocks, sequence.lease = blocks, lease
         sequence.published = lease.tokens if lease is not None else 0
         sequence.computed = sequence.writable_until = tokens
+        if sequence.published:
+            self.windows.on_published(sequence, sequence.published)
 
     def reads_cache(self, sequence: Sequence) -> bool:
         """Whether cached KV may stand in for computing. Logprobs of the prompt need every prompt position computed."""
@@ -187,7 +189,9 @@ class SequenceMemory:
 
     def next_write_is_shared(self, sequence: Sequence) -> bool:
         """Whether the next token falls into a block of the sequence that a fork may share."""
-        return sequence.layered is None and sequence.computed < len(sequence.blocks) * self.block_tokens
+        if sequence.layered is not None or sequence.computed >= len(sequence.blocks) * self.block_tokens:
+            return False
+        return self.windows.may_share_next(sequence)
 
     def make_private(self, sequence: Sequence) -> bool:
         """Copy-on-write: make the block of the next token private. False: no room for a copy."""
@@ -197,12 +201,14 @@ class SequenceMemory:
             new = self.pool.copy_block(old)
             if new is None:
                 return False
-            if not self.windows.copy_part(sequence, place):
+            if not self.windows.make_private(sequence, place, copies=True):
                 self.pool.release([new])
                 return False
             sequence.blocks[place] = new
             self.pool.release([old])
             self.copied_on_write += 1
+        else:
+            self.windows.make_private(sequence, place, copies=False)
         self._set_writable(sequence)
         return True
 

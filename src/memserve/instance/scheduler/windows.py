@@ -15,6 +15,7 @@ are behind the window, and places others where the row writes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ class WindowTail:
     spare: list[WindowPart] = field(default_factory=list)
     told: int = 0
     """Entries before this one are as the device has them."""
+    may_be_shared: bool = False
+    """A fork may share the block of the next token. Else a row waits for parts alone."""
 
     @property
     def end(self) -> int:
@@ -67,6 +70,15 @@ class NoWindows:
     def take_lease(self, sequence: Sequence, lease: Lease) -> None:
         """``sequence`` begins behind the tokens of ``lease``, and needs its last window."""
 
+    def adopt_state(self, sequence: Sequence, tokens: int, blocks: Items[int]) -> None:
+        """The KV of ``tokens`` tokens of ``sequence`` has come, and in ``blocks``, with their references, the parts
+        that it needs."""
+
+    def lend(self, sequence: Sequence, tokens: int) -> Lease | None:
+        """The parts that another instance needs to go on behind ``tokens`` tokens of ``sequence``, for a peer. None: it
+        has not all of them."""
+        return None
+
     def take_blocks(self, sequence: Sequence, blocks: list[int], entries: int) -> list[int]:
         """``blocks`` were allocated for ``entries`` new entries: returns those of the entries themselves."""
         return blocks
@@ -75,6 +87,10 @@ class NoWindows:
         """Up to where of ``tokens`` ``sequence`` may write, by its parts."""
         return tokens
 
+    def may_share_next(self, sequence: Sequence) -> bool:
+        """Whether the block of the next token, which has one, may be a fork's as well."""
+        return True
+
     def pass_parts(self, sequence: Sequence) -> None:
         """Let go of what is behind the window of the next row."""
 
@@ -82,8 +98,9 @@ class NoWindows:
         """Parts for a row that computes the tokens ``[computed, end)``. False: the pool has no room."""
         return True
 
-    def copy_part(self, sequence: Sequence, entry: int) -> bool:
-        """Make the part of ``entry`` private, whose block is. False: no room for a copy."""
+    def make_private(self, sequence: Sequence, entry: int, *, copies: bool) -> bool:
+        """The block of ``entry`` is private from now on; ``copies``: because it was copied, as its part must be. False:
+        no room for that."""
         return True
 
     def on_published(self, sequence: Sequence, tokens: int) -> None:
@@ -127,6 +144,18 @@ class WindowsApart(NoWindows):
         self._tails[sequence] = WindowTail(first, parts, told=first)
         self._changed[sequence] = None
 
+    def adopt_state(self, sequence: Sequence, tokens: int, blocks: Items[int]) -> None:
+        parts, entries = self._cache.build_parts(blocks), self._pages.entries_behind(tokens)
+        check(len(parts) == len(entries), "{} gets {} parts, not {}", sequence, len(parts), len(entries))
+        self._tails[sequence] = WindowTail(entries.start, parts, told=entries.start, may_be_shared=True)
+        self._changed[sequence] = None
+
+    def lend(self, sequence: Sequence, tokens: int) -> Lease | None:
+        tail, entries = self._tails[sequence], self._pages.entries_behind(tokens)
+        if not tail.first <= entries.start <= entries.stop <= tail.end:
+            return None
+        return self._pool.lend_parts(tail.placed[entries.start - tail.first : entries.stop - tail.first], tokens)
+
     def take_blocks(self, sequence: Sequence, blocks: list[int], entries: int) -> list[int]:
         tail = self._tails.setdefault(sequence, WindowTail(0, []))
         tail.spare += self._cache.build_parts(blocks[entries:])
@@ -134,6 +163,9 @@ class WindowsApart(NoWindows):
 
     def writable_end(self, sequence: Sequence, tokens: int) -> int:
         return min(tokens, self._tails[sequence].end * self._pages.block_tokens)
+
+    def may_share_next(self, sequence: Sequence) -> bool:
+        return self._tails[sequence].may_be_shared
 
     def pass_parts(self, sequence: Sequence) -> None:
         tail = self._tails[sequence]
@@ -157,11 +189,13 @@ class WindowsApart(NoWindows):
             self._release_spare(tail)
         return True
 
-    def copy_part(self, sequence: Sequence, entry: int) -> bool:
+    def make_private(self, sequence: Sequence, entry: int, *, copies: bool) -> bool:
         tail = self._tails[sequence]
-        blocks = self._pool.allocate(self._pages.part_blocks) if tail.first <= entry < tail.end else ()
+        copies &= tail.first <= entry < tail.end
+        blocks = self._pool.allocate(self._pages.part_blocks) if copies else ()
         if blocks is None:
             return False
+        tail.may_be_shared = False
         for part in self._cache.build_parts(blocks):
             shared = tail.placed[entry - tail.first]
             self._pool.copy_part(shared.blocks, part.blocks)
@@ -177,13 +211,16 @@ class WindowsApart(NoWindows):
         fresh = next((n for n, part in enumerate(tail.placed) if not part.is_cached), len(tail.placed))
         parts = tail.placed[fresh : entries - tail.first]
         tokens_known = sequence.known_tokens()[:tokens]
-        self._pool.anchor_parts(sequence.group.isolation, tokens_known, tail.first + fresh, parts)
+        self._pool.anchor_parts(
+            sequence.group.isolation, tokens_known, tail.first + fresh, parts, written_by=sequence.scheduled_step
+        )
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         tail = self._tails[parent]
         for part in tail.placed:
             self._cache.use_part(part)
-        self._tails[child] = WindowTail(tail.first, list(tail.placed), told=tail.first)
+        tail.may_be_shared = True
+        self._tails[child] = WindowTail(tail.first, list(tail.placed), told=tail.first, may_be_shared=True)
         self._changed[child] = None
 
     def drop_sequence(self, sequence: Sequence) -> None:

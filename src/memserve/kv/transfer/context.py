@@ -100,6 +100,9 @@ class TransferPool(Protocol):
     def state_blocks(self) -> int:
         """Blocks of one snapshot; 0: layers keep KV alone, or what they keep is not known here."""
 
+    def blocks_behind(self, tokens: int) -> int:
+        """Blocks that come behind the KV of a prefix of so many tokens: of a snapshot, or of a window's parts."""
+
     def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
         """Of the snapshots of so many ``blocks``, the one of the longest prefix of ``tokens``: where it lies, pinned,
         one reference a block. None: there is none."""

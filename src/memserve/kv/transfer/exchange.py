@@ -157,16 +157,17 @@ class Exchange:
             private=terms.private,
             dram_blocks=tuple(dram_blocks),
             router=terms.router,
-            state_blocks=state_blocks if terms.request is None else context.pool.state_blocks,
+            state_blocks=state_blocks if terms.request is None else context.pool.blocks_behind(len(tokens)),
         )
         context.retain(Tier.DRAM, dram_blocks)
         places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
         self._sender.open_export(to, offer, places, now_ns, loan)
         return transfer_id
 
-    def more_blocks(self, transfer_id: str, blocks: Sequence[int]) -> None:
-        """Extend a handoff by HBM ``blocks``, with a reference each. Ignored when it has ended."""
-        self._sender.extend_export(transfer_id, blocks)
+    def more_blocks(self, transfer_id: str, blocks: Sequence[int], loan: Lease | None = None) -> None:
+        """Extend a handoff by HBM ``blocks``, with a reference each. Ignored when it has ended. ``loan``: unpinned when
+        the offer ends."""
+        self._sender.extend_export(transfer_id, blocks, loan)
 
     def announce_computed(
         self,
@@ -239,7 +240,9 @@ class Exchange:
         by then without a gap are kept.
         """
         blocks = first_block, end_block
-        state_blocks = self._context.pool.state_blocks if with_state else 0
+        state_blocks = (
+            self._context.pool.blocks_behind(end_block * self._context.pool.block_tokens) if with_state else 0
+        )
         return self._receiver.fetches.start_fetch(
             holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns), state_blocks
         )

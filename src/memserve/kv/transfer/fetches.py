@@ -111,8 +111,8 @@ def answers_fetch(offer: Offer, fetching: Fetching) -> bool:
     """Whether the offer brings the blocks that were asked for, or the first of them."""
     expected_tokens = fetching.tokens[: len(offer.tokens)]
     return (
-        (offer.tenant, offer.first_block, offer.state_blocks)
-        == (fetching.tenant, fetching.first_block, fetching.state_blocks)
+        (offer.tenant, offer.first_block, bool(offer.state_blocks))
+        == (fetching.tenant, fetching.first_block, bool(fetching.state_blocks))
         and offer.insert
         and offer.request is None
         and not offer.dst_blocks

@@ -213,7 +213,7 @@ def objection(context: TransferContext, offer: Offer) -> str | None:
         return "another identity: namespace, key, tenant or tokens differ"
     if offer.insert and offer.request is None and not pool.config.caching:
         return "nothing is cached here"
-    return _objection_to_state(offer, pool.state_blocks, pool.block_tokens)
+    return _objection_to_state(offer, pool.blocks_behind(len(offer.tokens)), pool.block_tokens)
 
 
 def _objection_to_state(offer: Offer, state_blocks: int, block_tokens: int) -> str | None:

@@ -135,11 +135,14 @@ class Sender:
         context.counters.offers += 1
         context.send(to, offer)
 
-    def extend_export(self, transfer_id: str, blocks: Sequence[int]) -> None:
-        """The owner has got further HBM blocks."""
+    def extend_export(self, transfer_id: str, blocks: Sequence[int], loan: Lease | None = None) -> None:
+        """The owner has got further HBM blocks; ``loan`` keeps them from being given up."""
         export = self.open.get(transfer_id)
         if export is None or not blocks:
+            if loan is not None:
+                self._context.pool.unpin(loan)
             return
+        export.loan = loan if loan is not None else export.loan
         export.advance_phase(ExportCause.EXTENDED)
         self._context.retain(Tier.HBM, blocks)
         self._context.send(export.to, MoreBlocks(transfer_id, export.end_block, tuple(blocks)))
@@ -168,7 +171,7 @@ class Sender:
         """The blocks from ``first_block`` on, which hold a recurrent state, are final once plan ``fence`` has finished.
         ``layers``: of the last one, so many layers' pages are of use."""
         export = self.open.get(transfer_id)
-        if export is None:
+        if export is None or export.end_block == first_block:  # a window of one token has nothing behind whole blocks
             return
         last, num_layers = export.end_block - 1, self._context.geometry.num_layers
         self.announce_computed(transfer_id, (first_block, last), (0, num_layers), fence)

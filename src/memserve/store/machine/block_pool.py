@@ -125,6 +125,10 @@ class StorePool:
         """Instances say how many blocks their snapshots have."""
         return 0
 
+    def blocks_behind(self, tokens: int) -> int:
+        """As :attr:`state_blocks`."""
+        return 0
+
     def state_identities(self, identity: bytes, blocks: int) -> list[bytes]:
         """Of the ``blocks`` of a snapshot behind the block of this ``identity``."""
         return state_identities(identity, blocks, self._key)
