@@ -404,6 +404,11 @@ class EngineOptions:
     kv_codec: str = option("auto")
     """Whether KV rests on a store's disks, and travels between hosts, in fewer bytes, without losing a bit. ``auto``:
     where it pays, by what disk, link and codec take here; ``none``; ``always``."""
+    window_kv: str = option("auto")
+    """Where KV of layers lies that read a window of the last tokens, beside layers that read everything. ``apart``: it
+    goes as soon as no sequence reads it, and prefixes are reused where their last window is there. ``together``: it
+    stays as long as that of the other layers. ``auto``: apart on CPUs, without a store, ``--dram-memory``, drafts and
+    several workers."""
     gpu_memory_share: float | None = option(None, least=0.01, most=1.0, vllm="gpu_memory_utilization")
     """Share of the GPU's memory for this instance: weights, steps, and what is left of it KV, instead of
     ``--kv-memory``. None: KV gets ``--kv-memory``, and where that is not set either, the instances that
@@ -430,6 +435,9 @@ class EngineOptions:
         if self.quantization not in QUANTIZATIONS:
             hint = f"use one of {', '.join(QUANTIZATIONS)}"
             raise UserError(f"unknown quantization {self.quantization!r}", hint=hint, param="quantization")
+        if self.window_kv not in ("auto", "apart", "together"):
+            hint = "use auto, apart or together"
+            raise UserError(f"unknown place {self.window_kv!r} of windows' KV", hint=hint, param="window_kv")
         check_kv_dtypes(self.kv_dtype, self.kv_lower_dtype, self.dram_memory_bytes)
         check_kv_codec(self.kv_codec)
 
@@ -493,21 +501,39 @@ class EngineOptions:
             vocab_size=vocab_size,
         )
 
-    def keeps_windows_apart(self, *, on_gpu: bool = False) -> bool:
-        """Whether KV of layers that read a window may lie apart: else it is kept as long as that of the others."""
-        scheduler = self.scheduler
-        is_plain = self.parallel.worker_count == 1 and not self.dram_memory_bytes and not on_gpu
-        return is_plain and scheduler.layerwise == "off" and not scheduler.draft_tokens
+    def beside_store(self, has_store: bool) -> EngineOptions:
+        """These options, for instances that a store is for: it knows nothing of KV that lies apart."""
+        keeps_together = has_store and self.window_kv == "auto"
+        return dataclasses.replace(self, window_kv="together") if keeps_together else self
 
-    def check_states(self, *, on_gpu: bool = False) -> None:
-        """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
+    def keeps_windows_apart(self, *, on_gpu: bool = False) -> bool:
+        """Whether KV of layers that read a window lies apart. Raises :class:`UserError` where it shall and cannot."""
+        if self.window_kv == "together":
+            return False
+        for is_asked, how, hint, param in self._one_tier_only(on_gpu=on_gpu):
+            if is_asked and self.window_kv == "apart":
+                hint = f"use {hint}, or --window-kv auto"
+                raise UserError(f"KV of windows does not lie apart {how} yet", hint=hint, param=param)
+            if is_asked:
+                return False
+        return True
+
+    def _one_tier_only(self, *, on_gpu: bool) -> tuple[tuple[bool, str, str, str], ...]:
+        """What lies beside plain blocks lies on one tier of one worker of a CPU: whether these options ask for more,
+        what, the hint, and the option."""
         scheduler = self.scheduler
-        asked = (
+        return (
             (on_gpu, "on a GPU", "--device cpu", "device"),
             (self.dram_memory_bytes > 0, "with a second tier", "no --dram-memory", "dram_memory"),
             (scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
             (scheduler.draft_tokens > 0, "with drafts", "no --draft-tokens", "draft_tokens"),
             (self.parallel.worker_count > 1, "by several workers", "--tensor-parallel 1", "tensor"),
+        )
+
+    def check_states(self, *, on_gpu: bool = False) -> None:
+        """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
+        asked = (
+            *self._one_tier_only(on_gpu=on_gpu),
             (bool(self.lora), "with adapters", "no --lora", "lora"),
             (self.kv_dtype != AS_COMPUTED, "with rounded KV", "no --kv-dtype", "kv_dtype"),
         )

@@ -197,9 +197,10 @@ class WindowPages:
         """Parts that a running sequence has at most, and one that begins has at once."""
         return ceil_div(self.window + self.step_tokens, self.block_tokens) + 2
 
-    def blocks_for(self, entries: int) -> int:
-        """Blocks of so many new entries, parts included, of a sequence that passes those behind its window."""
-        return entries + self.part_blocks * min(entries, self.parts_max)
+    def blocks_for(self, entries: int, parts_held: int = 0) -> int:
+        """Blocks of so many new entries, parts included, of a sequence that has ``parts_held`` already, and passes
+        those behind its window."""
+        return entries + self.part_blocks * min(entries, max(0, self.parts_max - parts_held))
 
     def entries_in(self, blocks: int) -> int:
         """Entries of the longest sequence that fits into ``blocks``."""

@@ -159,6 +159,13 @@ class InstanceStats:
     snapshots_cached: int = gauge("instance_snapshots", "Snapshots of recurrent states that {whose} has cached")
     snapshots_used: int = counter("instance_snapshots_used", "Sequences of {whose} that went on from a snapshot")
     snapshots_given_up: int = counter("instance_snapshots_given_up", "Cached snapshots that {whose} has given up")
+    window_parts: int = gauge("instance_window_parts", "Parts of windows' KV that {whose} has cached")
+    window_parts_passed: int = counter(
+        "instance_window_parts_passed", "Parts of windows' KV that sequences of {whose} let go of behind their window"
+    )
+    window_parts_given_up: int = counter(
+        "instance_window_parts_given_up", "Cached parts of windows' KV that {whose} gave up before their blocks"
+    )
     objectives: ObjectiveReport = field(default_factory=ObjectiveReport)
     """All zero: requests have no objectives (``--scheduling fcfs``)."""
     layers: LayerReport = field(default_factory=LayerReport)
@@ -271,6 +278,9 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         snapshots_cached=pool.snapshots.cached,
         snapshots_used=pool.snapshots.used,
         snapshots_given_up=pool.snapshots.given_up,
+        window_parts=pool.windows.cached,
+        window_parts_passed=pool.windows.passed,
+        window_parts_given_up=pool.windows.given_up,
         prefill_ns_per_token=state.costs.prefill_ns_per_token,
         finished=dict(counters.finished),
         objectives=state.objectives.report() if state.objectives is not None else ObjectiveReport(),

@@ -334,6 +334,7 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
         "scheduling": ("--scheduling", "slo"), "slo_tpot_ns": ("--slo-tpot-ms", "60.5", 60_500_000),
         "slo_ttft_ns": ("--slo-ttft-ms", "3000", 3_000_000_000), "layerwise": ("--layerwise", "auto"),
         "link_bytes_s": ("--link-gbps", "16", 2e9), "draft_tokens": ("--draft-tokens", "6", 6),
+        "window_kv": ("--window-kv", "together"),
         "kv_dtype": ("--kv-dtype", "int8"), "kv_lower_dtype": ("--kv-lower-dtype", "int8"),
         "gpu_memory_share": ("--gpu-memory-share", "0.5", 0.5),
         "foreign_kv": ("--no-foreign-kv", None, False), "tensor": ("--tensor-parallel", "2", 2),

@@ -85,7 +85,7 @@ class BatchBuilder:
                 self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]  # a sequence with a row has a slot
         missing_entries = ceil_div(end, memory.block_tokens) - sequence.table_entries
         if missing_entries > 0:
-            blocks = memory.pool.allocate(memory.windows.blocks_for(missing_entries))
+            blocks = memory.pool.allocate(memory.windows.blocks_to_extend(sequence, missing_entries))
             if blocks is None:
                 return False
             self.append_blocks(sequence, blocks, missing_entries)

@@ -131,11 +131,11 @@ class SequenceMemory:
         return len(sequence.dram_blocks) or self._missing_blocks(sequence, sequence.known_tokens())
 
     def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
-        blocks = ceil_div(len(tokens), self.block_tokens)
+        matched_tokens = 0
         if self.reads_cache(sequence):
-            reusable = self.reusable_tokens(tokens)
-            blocks -= self.pool.match(sequence.group.isolation, reusable) // self.block_tokens
-        return self.windows.blocks_for(blocks)
+            matched_tokens = self.pool.match(sequence.group.isolation, self.reusable_tokens(tokens))
+        entries = ceil_div(len(tokens), self.block_tokens) - matched_tokens // self.block_tokens
+        return self.windows.blocks_for(entries, matched_tokens)
 
     def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
         """What of a sequence's known tokens the cache may stand in for. The last one is computed in any case: where no
@@ -169,7 +169,7 @@ class SequenceMemory:
         return fits
 
     def _extend_blocks(self, sequence: Sequence, count: int) -> bool:
-        blocks = self.pool.allocate(self.windows.blocks_for(count))
+        blocks = self.pool.allocate(self.windows.blocks_to_extend(sequence, count))
         if blocks is None:
             return False
         self.append_blocks(sequence, blocks, count)

@@ -59,8 +59,12 @@ class NoWindows:
 
     has_windows = False
 
-    def blocks_for(self, entries: int) -> int:
-        """Blocks that so many new entries of a sequence take."""
+    def blocks_for(self, entries: int, behind_tokens: int = 0) -> int:
+        """Blocks that so many new entries take, of a sequence that begins behind cached tokens."""
+        return entries
+
+    def blocks_to_extend(self, sequence: Sequence, entries: int) -> int:
+        """Blocks that so many entries more of ``sequence`` take."""
         return entries
 
     def blocks_held(self, sequence: Sequence) -> int:
@@ -131,8 +135,12 @@ class WindowsApart(NoWindows):
         #: those with parts that the device does not know yet
         self._changed: dict[Sequence, None] = {}
 
-    def blocks_for(self, entries: int) -> int:
-        return self._pages.blocks_for(entries)
+    def blocks_for(self, entries: int, behind_tokens: int = 0) -> int:
+        return self._pages.blocks_for(entries, len(self._pages.entries_behind(behind_tokens)))
+
+    def blocks_to_extend(self, sequence: Sequence, entries: int) -> int:
+        tail = self._tails.get(sequence)
+        return self._pages.blocks_for(entries, tail.parts if tail is not None else 0)
 
     def blocks_held(self, sequence: Sequence) -> int:
         tail = self._tails.get(sequence)

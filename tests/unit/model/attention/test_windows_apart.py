@@ -1,0 +1,182 @@
+"""Models whose layers read a window beside others that read everything: their KV lies apart, and every token is the
+model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from memserve import LLM
+from memserve.base.errors import UserError
+from memserve.base.states import NO_STATE, WindowLayers, windows_apart
+from memserve.base.types import KVGeometry
+from memserve.instance.events import PlaceWindow
+from memserve.model.attention.windowed import WindowTables
+from tiny_models import GREEDY, greedy_tokens, prompt, save_folder, tiny_module
+
+BLOCK = 32
+ANSWER = 40
+WINDOW = 24
+SIZES = {"gemma2": {"num_hidden_layers": 5}, "gpt_oss": {"num_hidden_layers": 4}}
+"""Five layers: three read a window, so a part has two blocks and the second is half empty; of four two do."""
+
+
+def module_of(family: str) -> Any:
+    return tiny_module(family, **SIZES[family])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("windows")
+    return {family: save_folder(module_of(family), root / family) for family in SIZES}
+
+
+@contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[LLM]:
+    options = {"dtype": "float32", "kv_memory": "4MiB", "threads": 1, "window_kv": "apart"} | options
+    with LLM(str(folder), **options) as llm:
+        yield llm
+
+
+def ask(llm: LLM, prompts: list[list[int]], count: int = ANSWER) -> list[tuple[list[int], int]]:
+    """Greedy answers and how many tokens of each prompt were cached."""
+    results = llm.generate(prompts, GREEDY, max_tokens=count, ignore_eos=True)
+    return [(list(result.outputs[0].tokens), result.cached_tokens) for result in results]
+
+
+def resumable(tokens: int) -> int:
+    """Of a prompt of so many tokens, all of which are cached: whole blocks, and one token is computed."""
+    return (tokens - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 24}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("family", SIZES)
+def test_answers_are_the_models_own(family: str, options: dict[str, int], folders: dict[str, Path]) -> None:
+    """Together and alone, cold and with the cache, past the window in prompt and answer."""
+    module = module_of(family)
+    prompts = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100, 180))]
+    expected = [greedy_tokens(module, prompt(len(tokens), seed), ANSWER) for seed, tokens in enumerate(prompts)]
+    with serving(folders[family], **options) as llm:
+        cold = ask(llm, prompts)
+        assert [answer for answer, _ in cold] == expected
+        assert [cached for _, cached in cold] == [0] * len(prompts)
+        warm = ask(llm, prompts)
+        assert [answer for answer, _ in warm] == expected
+        assert [cached for _, cached in warm] == [resumable(len(tokens)) for tokens in prompts]
+        for place in reversed(range(len(prompts))):
+            assert ask(llm, prompts[place : place + 1]) == warm[place : place + 1]
+        assert llm.stats().instance.window_parts_passed > 0
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_a_prefix_is_found_wherever_prompts_part(family: str, folders: dict[str, Path]) -> None:
+    """As long as memory is there, parts behind the window stay, and with them every place to go on from."""
+    module, common = module_of(family), prompt(140, 5)
+    with serving(folders[family]) as llm:
+        for seed, shared, cached in ((1, 140, 0), (2, 140, 128), (3, 70, 64), (4, 100, 96)):
+            tokens = [*common[:shared].tolist(), *prompt(40, seed).tolist()]
+            expected = greedy_tokens(module, np.array(tokens, np.int32), ANSWER)
+            assert ask(llm, [tokens]) == [(expected, cached)]
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_more_sequences_fit_than_together(family: str, folders: dict[str, Path]) -> None:
+    """Memory for a few sequences whole: with windows apart more run at once, in fewer steps, and no token changes."""
+    module = module_of(family)
+    prompts = [prompt(130 + seed, seed).tolist() for seed in range(8)]
+    expected = [greedy_tokens(module, prompt(len(tokens), seed), 60) for seed, tokens in enumerate(prompts)]
+    steps = {}
+    for place in ("together", "apart"):
+        with serving(folders[family], window_kv=place, kv_memory="640KiB", max_step_tokens=64) as llm:
+            assert [answer for answer, _ in ask(llm, prompts, 60)] == expected
+            steps[place] = llm.stats().instance.steps
+    assert steps["apart"] < 0.9 * steps["together"]
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, Path]) -> None:
+    module = module_of(family)
+    prompts = [prompt(60 + 7 * seed, seed).tolist() for seed in range(8)]
+    expected = [greedy_tokens(module, prompt(len(tokens), seed), 90) for seed, tokens in enumerate(prompts)]
+    with serving(folders[family], kv_memory="640KiB", max_step_tokens=64) as llm:
+        assert [answer for answer, _ in ask(llm, prompts, 90)] == expected
+        stats = llm.stats().instance
+        assert stats.preemptions_recompute > 0 and stats.window_parts_given_up > 0
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_sequences_of_one_prompt_part(family: str, folders: dict[str, Path]) -> None:
+    module, tokens = module_of(family), prompt(45, 6)
+    expected = greedy_tokens(module, tokens, ANSWER)
+    with serving(folders[family]) as llm:
+        for _ in range(2):
+            result = llm.generate([tokens.tolist()], GREEDY, max_tokens=ANSWER, ignore_eos=True, n=3)[0]
+            assert [list(output.tokens) for output in result.outputs] == [expected] * 3
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_beams_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
+    module, tokens = module_of(family), prompt(40, 7)
+    module.set_attn_implementation("eager")
+    ids = torch.from_numpy(tokens.astype("int64"))[None]
+    options = {"num_beams": 3, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "early_stopping": False}
+    with torch.inference_mode():
+        own = module.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, **options)
+    with serving(folders[family]) as llm:
+        result = llm.generate([tokens.tolist()], max_tokens=12, ignore_eos=True, beam_width=3)[0]
+    assert list(result.outputs[0].tokens) == own[0, len(tokens) :].tolist()
+
+
+def test_rounded_kv_is_read_alike(folders: dict[str, Path]) -> None:
+    """Codes lie apart as well: the same tokens as together, cold and warm."""
+    prompts = [prompt(length, seed).tolist() for seed, length in enumerate((40, 150))]
+    answers = []
+    for place in ("apart", "together"):
+        with serving(folders["gemma2"], window_kv=place, kv_dtype="int8") as llm:
+            answers += [[answer for answer, _ in ask(llm, prompts)] for _ in range(2)]
+    assert all(answer == answers[0] for answer in answers)
+
+
+def test_nothing_behind_the_window_is_read(folders: dict[str, Path]) -> None:
+    """Pages that are not numbers where the table still points: an answer of numbers has not looked there."""
+    module, tokens = module_of("gemma2"), prompt(150, 3)
+    expected = greedy_tokens(module, tokens, ANSWER)
+    with serving(folders["gemma2"], max_step_tokens=32, kv_memory="2MiB") as llm:
+        arena = llm._engine._device._arenas.hbm
+        arena.view(torch.float32).fill_(float("nan"))
+        assert ask(llm, [tokens.tolist()]) == [(expected, 0)]
+
+
+def test_a_context_has_room_that_it_has_not_together(folders: dict[str, Path]) -> None:
+    lengths = {}
+    for place in ("apart", "together"):
+        with serving(folders["gemma2"], window_kv=place, kv_memory="256KiB", max_step_tokens=32) as llm:
+            lengths[place] = llm.model.max_model_tokens
+    assert lengths["apart"] > 1.2 * lengths["together"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"dram_memory": "8MiB"}, "second tier"), ({"draft_tokens": 4}, "drafts"), ({"window_kv": "beside"}, "'beside'")],
+)
+def test_what_cannot_lie_apart_is_refused(options: dict[str, Any], text: str, folders: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match=text), serving(folders["gemma2"], **options):
+        pass
+
+
+def test_layers_find_their_pages() -> None:
+    layers = windows_apart((8, 8, 0, 8, 8, 0, 8), KVGeometry(7, 1, 8, 8, "float32", 16), NO_STATE)
+    assert layers == WindowLayers(8, (True, True, False, True, True, False, True))
+    assert (layers.full_layers, layers.part_blocks) == (2, 3)
+    assert layers.places == ((1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0))
+    assert windows_apart((0, 0, 8), KVGeometry(3, 1, 8, 8, "float32", 16), NO_STATE) is None  # mostly empty parts
+    assert windows_apart((8, 8), KVGeometry(2, 1, 8, 8, "float32", 16), NO_STATE) is None
+    tables = WindowTables(layers, 2, 4)
+    tables.place_window(PlaceWindow(1, 2, [7, 8, 9, 4, 5, 6]))
+    assert tables.tables[:, 1].tolist() == [[0, 0, 7, 4], [0, 0, 8, 5], [0, 0, 9, 6]]
