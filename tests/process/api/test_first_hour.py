@@ -48,8 +48,8 @@ def test_the_advice_for_too_little_kv_memory_can_be_followed() -> None:
 
 def note(options: EngineOptions, model_tokens: int = 8192) -> tuple[int, str]:
     config = options.instance_config(GEOMETRY, model_tokens, "n")
-    served = context_tokens(config.max_model_tokens, config.pool.hbm_blocks, GEOMETRY.block_tokens)
-    return served, context_note(served, model_tokens, options, config.pool.hbm_blocks, GEOMETRY)
+    served = context_tokens(config.max_model_tokens, config.pool, GEOMETRY.block_tokens)
+    return served, context_note(served, model_tokens, options, config.pool, GEOMETRY)
 
 
 def test_context_note_advises_flag_and_sufficient_value() -> None:

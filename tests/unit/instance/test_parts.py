@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from instance_world import VOCAB, World, config, lone_beams, request
+from memserve.base.config import PoolConfig
 from memserve.base.errors import InvariantError
+from memserve.base.states import WindowPages
 from memserve.base.types import FinishReason
 from memserve.instance.scheduler.beam import BeamSearch, BeamState
 from memserve.instance.scheduler.capacity import chunk_tokens, context_tokens, headroom_blocks
@@ -35,7 +39,11 @@ def test_a_chunk_keeps_its_limits_and_ends_at_a_block_if_it_can(start, remaining
 
 def test_the_context_is_what_model_and_pool_allow():
     """The last token needs no KV."""
-    assert context_tokens(1000, 10, 32) == 321 and context_tokens(100, 10, 32) == 100
+    pool = PoolConfig(10)
+    assert context_tokens(1000, pool, 32) == 321 and context_tokens(100, pool, 32) == 100
+    apart = PoolConfig(40, windows=WindowPages(64, 2, 32, 32))  # five parts of two blocks
+    assert context_tokens(5000, apart, 32) == 30 * 32 + 1
+    assert context_tokens(5000, replace(apart, hbm_blocks=9), 32) == 3 * 32 + 1
 
 
 def test_headroom_grows_with_what_decodes():

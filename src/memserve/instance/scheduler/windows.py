@@ -281,4 +281,6 @@ class WindowsApart(NoWindows):
 
 def windows_of(pool: BlockPool) -> NoWindows:
     """What the scheduler does about windows, for a pool whose parts lie apart or not."""
-    return NoWindows() if pool.windows is None else WindowsApart(pool, pool.windows)
+    if pool.config.windows is None or pool.windows is None:
+        return NoWindows()
+    return WindowsApart(pool, pool.windows)
