@@ -228,6 +228,9 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
             counts.update({"drafts: tokens": counters.drafted_tokens, "drafts: kept": counters.kept_tokens})
         if self.memory.states is not None:
             counts.update({"states: loaded": self.memory.states.loaded})
+        if self.memory.windows is not None:
+            report = self.machine.pool.report().windows
+            counts.update({"windows: passed": report.passed, "windows: given up": report.given_up})
         if isinstance(layers, LayerPlacer):
             kv = self.memory.kv
             counts.update({"by layer: admitted": layers.admitted, "by layer: converted": layers.converted})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from memserve.base.config import AdmissionConfig
-from memserve.base.states import StatePages
+from memserve.base.states import StatePages, WindowPages
 from memserve.base.types import Admission, Caching, Role, TransferMode
 from memserve_lab.sim.fuzz.admission_judge import draw_gate, draw_kept_ns
 from memserve_lab.sim.fuzz.clients import VOCAB, Conversation, Turn, flood
@@ -24,6 +24,7 @@ from memserve_lab.sim.fuzz.scenario_features import (
     draw_shared,
     draw_states,
     draw_store,
+    draw_windows,
     long_prompts,
     put_followers,
     put_keys,
@@ -153,6 +154,8 @@ class Scenario:
     """None: every sequence fits an instance."""
     states: StatePages | None = None
     """How snapshots of recurrent states lie. None: layers keep KV alone."""
+    windows: WindowPages | None = None
+    """How KV of windows lies apart. None: with that of all other layers."""
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -161,7 +164,7 @@ class Scenario:
         requests = sum(len(c.turns) for c in self.conversations)
         store = "" if self.store is None else " store (called)" if self.store.is_called else " store"
         layered = " by layer" if self.layered is not None else " shared" if self.shared is not None else ""
-        layered += " states" * (self.states is not None)
+        layered += " states" * (self.states is not None) + " windows" * (self.windows is not None)
         layered += " keyed" * self.keyed + f" followers={self.followers}" * bool(self.followers)
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
@@ -219,6 +222,7 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
     _put_shared(scenario, len(roles))
     _put_states(scenario)
+    _put_windows(scenario)
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
     followers = put_followers(scenario, routers)
     scenario.faults += [
@@ -234,6 +238,18 @@ def _put_states(scenario: Scenario) -> None:
         scenario.states = draw_states(scenario.seed, scenario.setting)
     if scenario.states is not None:
         scenario.dram_blocks = tuple(0 for _ in scenario.dram_blocks)
+
+
+def _put_windows(scenario: Scenario) -> None:
+    """In some scenarios KV of windows lies apart, on one tier. Drawn from a stream of its own. Memory grows with it: a
+    prompt that fitted fits."""
+    if scenario.layered is not None or scenario.shared is not None or scenario.states is not None:
+        return
+    step_tokens = min(scenario.chunk, scenario.step_tokens)
+    scenario.windows = windows = draw_windows(scenario.seed, scenario.setting, BLOCK_TOKENS, step_tokens)
+    if windows is not None:
+        scenario.dram_blocks = tuple(0 for _ in scenario.dram_blocks)
+        scenario.hbm_blocks = tuple(windows.blocks_for(blocks) for blocks in scenario.hbm_blocks)
 
 
 def _put_shared(scenario: Scenario, instances: int) -> None:

@@ -21,7 +21,7 @@ from random import Random
 from typing import Any, Protocol
 
 from memserve.base.config import AdmissionConfig
-from memserve.base.states import StatePages
+from memserve.base.states import StatePages, WindowPages
 from memserve.base.types import Admission
 from memserve.base.units import NS_PER_MS
 from memserve.instance.machine import Instance
@@ -202,6 +202,20 @@ def draw_states(seed: int, setting: object) -> StatePages | None:
     """How the snapshots of a scenario's instances lie. None: layers keep KV alone."""
     random = Random(f"{seed}/{setting}/{STATES_STREAM}")
     return random.choice(_STATES) if random.random() < STATES_SHARE else None
+
+
+WINDOWS_SHARE = 0.08
+"""Of all scenarios, those whose windows' KV lies apart."""
+WINDOWS_STREAM = "windows 160"
+"""As ``STREAM``."""
+
+
+def draw_windows(seed: int, setting: object, block_tokens: int, step_tokens: int) -> WindowPages | None:
+    """How KV of windows lies in a scenario's instances. None: with that of all other layers."""
+    random = Random(f"{seed}/{setting}/{WINDOWS_STREAM}")
+    if random.random() >= WINDOWS_SHARE:
+        return None
+    return WindowPages(random.randint(1, 6 * block_tokens), random.randint(1, 3), block_tokens, step_tokens)
 
 
 SHARED_SHARE = 0.08

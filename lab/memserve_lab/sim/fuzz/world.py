@@ -78,7 +78,8 @@ class World:
         self._story: deque[tuple[int, str, object]] = deque(maxlen=story_lines)
         layers = LAYERS if scenario.layered is None else scenario.layered.layers
         self.geometry = KVGeometry(layers, 1, 1, 1, "float32", BLOCK_TOKENS)
-        rooms = [min(scenario.context_tokens, blocks * BLOCK_TOKENS + 1) for blocks in scenario.hbm_blocks]
+        pools = [PoolConfig(blocks, windows=scenario.windows) for blocks in scenario.hbm_blocks]
+        rooms = [min(scenario.context_tokens, pool.tokens_in(BLOCK_TOKENS) + 1) for pool in pools]
         rooms += [scenario.context_tokens] * (scenario.shared is not None)
         grammars = Random(f"lark/{scenario.seed}")
         has_grammars = grammars.random() < 0.12
@@ -130,6 +131,7 @@ class World:
                 scenario.dram_blocks[node.place],
                 scenario.setting.caches_kv(node.role),
                 states=scenario.states,
+                windows=scenario.windows,
             ),
             scheduler=SchedulerConfig(
                 scenario.running,
@@ -142,7 +144,7 @@ class World:
                 scenario.slo_tpot_ns,
                 layerwise="off" if scenario.layered is None else "auto",
                 link_bytes_s=None if scenario.layered is None else scenario.layered.link_bytes_s,
-                draft_tokens=draft_tokens(scenario.seed) if scenario.states is None else 0,
+                draft_tokens=0 if scenario.states or scenario.windows else draft_tokens(scenario.seed),
             ),
             role=node.role,
             exchange=ExchangeConfig(
@@ -165,6 +167,7 @@ class World:
         memory = OracleDevice(BLOCK_TOKENS, *blocks, VOCAB, layers=self.geometry.num_layers)
         if config.states is not None:
             memory.states = SymbolicStates(memory.kv)
+        memory.windows = config.windows
         memory.segment = lambda segment, name: cells_of(self.instances, segment, name)
         return FuzzedDevice(_fuzzed(node), memory)
 

@@ -1,0 +1,97 @@
+"""Real servers of models whose windows' KV lies apart: answers over HTTP, with one instance and with two."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memserve.base.units import NS_PER_S
+from memserve.host.profile_file import profile_path, save_profile
+from memserve.kv.costs import CostModel, PrefillCurve
+from memserve.model.loading.loader import load_model
+from served_cluster import GREEDY, Server, eventually
+from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
+
+LAYERS = 4
+"""Two read a window of 24 tokens."""
+
+
+@contextmanager
+def served(folder: Path, *arguments: str) -> Iterator[Server]:
+    server = Server(folder, *arguments)
+    try:
+        yield server
+        eventually(lambda: not server.held())
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(60)
+
+
+def answer_of(module: Any, tokens: list[int], count: int) -> list[int]:
+    """By transformers."""
+    return greedy_tokens(module, np.array(tokens, np.int32), count)
+
+
+def shown(tokens: list[int]) -> str:
+    """As text, which has no special token: 0 is one."""
+    return " ".join(f"w{token}" for token in tokens if token)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_prefill_and_decode_answer_as_the_model(family: str, tmp_path: Path) -> None:
+    """Cold, warm, and as turns of a conversation: what the decode instance has computed comes back with its window."""
+    module = tiny_module(family, num_hidden_layers=LAYERS)
+    folder = save_folder(module, tmp_path / "tiny")
+    prompts = [prompt(length, seed).tolist() for seed, length in enumerate((5, 40, 70, 140))]
+    expected = [shown(answer_of(module, tokens, 40)) for tokens in prompts]
+    with served(folder, "--prefill", "1", "--decode", "1") as server:
+        assert [server.complete(tokens, 40) for tokens in prompts] == expected
+        cold_tokens = server.counter("cached_tokens")
+        assert [server.complete(tokens, 40) for tokens in prompts] == expected
+        eventually(lambda: server.counter("cached_tokens") > cold_tokens)
+        turn = prompts[2]
+        for number in range(3):
+            answer = answer_of(module, turn, 34)
+            assert server.complete(turn, 34) == shown(answer)
+            turn = [*turn, *answer, *prompt(9, number).tolist()]
+        count = 2 * len(prompts) + 3
+        eventually(lambda: server.counter("taken_over") == server.counter("handed_over") == count)
+        eventually(lambda: server.counter("returned_blocks") > 0 and server.counter("reused_blocks") > 0)
+        eventually(lambda: server.counter("window_parts_passed") > 0)
+        assert not server.counter("transfers_failed")
+
+
+def test_a_busy_instance_lends_kv_with_its_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one instance answers, the other one gets what continues a prompt of the first, and fetches that."""
+    module = tiny_module("gemma2", num_hidden_layers=LAYERS)
+    folder = save_folder(module, tmp_path / "tiny")
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    loaded = load_model(str(folder), "float32", "cpu", block_tokens=32, threads=1).keep_windows_apart()
+    slow = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), machine="slow")  # whatever can be fetched is worth it
+    save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": slow.to_dict()})
+    first, other = prompt(100, 1).tolist(), prompt(20, 2).tolist()
+    longer = [*first, *prompt(20, 3).tolist()]
+    with served(folder, "--colocated", "2", "--policy", "least-load") as server:
+        assert server.complete(first, 10) == shown(answer_of(module, first, 10))
+        busy = iter(server.client.completions.create(prompt=other, max_tokens=230, stream=True, **GREEDY))
+        begun = next(busy)
+        assert server.complete(longer, 10) == shown(answer_of(module, longer, 10))
+        text = "".join(chunk.choices[0].text for chunk in (begun, *busy))
+        assert text.strip() == shown(answer_of(module, other, 230))
+        eventually(lambda: server.counter("fetched_tokens") == 96)
+
+
+def test_beside_a_store_windows_lie_together(tmp_path: Path) -> None:
+    """A store keeps whole blocks: it has the KV after a restart of the instance."""
+    module = tiny_module("gemma2", num_hidden_layers=LAYERS)
+    folder, tokens = save_folder(module, tmp_path / "tiny"), prompt(140, 1).tolist()
+    with served(folder, "--ssd", f"{tmp_path}/ssd=64MiB", "--store-dram", "16MiB") as server:
+        assert server.complete(tokens, 40) == shown(answer_of(module, tokens, 40))
+        eventually(lambda: server.counter("store_blocks_taken") > 0)
+        assert not server.counter("window_parts_passed")
