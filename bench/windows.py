@@ -1,0 +1,192 @@
+"""KV of windows apart: bytes of a sequence by configuration, and steps and memory of a real model beside KV together.
+
+    python bench/windows.py [--model FOLDER] [--tokens 8192] [--rounds 3] [--vllm PYTHON]
+
+The first table is of published configurations, in bfloat16: what one sequence of so many tokens holds while it decodes
+(`WindowPages`, the rule of the scheduler), beside KV of all layers kept for all tokens, and beside the formula: every
+layer that reads everything for each token, every other layer for its window. ``--vllm``: what vLLM's own functions
+(`get_kv_cache_groups`, `max_memory_usage_bytes`) say that such a request takes at most, with as many tokens in a step.
+
+The second is of ``--model``, measured in one process each, in turns: the blocks that are held while it decodes behind
+a prompt of so many tokens, without a cache, and the time of a token and of the prompt (medians).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+from harness.flags import options, save
+from harness.tables import show
+
+from memserve import LLM
+from memserve.base.states import NO_STATE, WindowPages, windows_apart
+from memserve.base.types import KVGeometry, SamplingParams
+from memserve.base.units import GIB, ceil_div
+
+STEP_TOKENS = 512
+ANSWER_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The KV of a published model; ``period`` N: each Nth layer reads everything."""
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    period: int
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        return tuple(0 if (layer + 1) % self.period == 0 else self.window for layer in range(self.layers))
+
+
+CONFIGURATIONS = (
+    Configuration("Gemma 3 270M", 18, 1, 256, 512, 6),
+    Configuration("Gemma 3 4B", 34, 4, 256, 1024, 6),
+    Configuration("Gemma 3 12B", 48, 8, 256, 1024, 6),
+    Configuration("Gemma 3 27B", 62, 16, 128, 1024, 6),
+    Configuration("Gemma 2 9B", 42, 8, 256, 4096, 2),
+    Configuration("gpt-oss-20b", 24, 8, 64, 128, 2),
+    Configuration("gpt-oss-120b", 36, 8, 64, 128, 2),
+    Configuration("OLMo 3 32B", 64, 8, 128, 4096, 4),
+)
+
+VLLM = """
+import json, sys, types, torch
+from vllm.config import VllmConfig
+from vllm.v1.core import kv_cache_utils as utils
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+rows = []
+for shape in json.loads(sys.stdin.read()):
+    config = VllmConfig()
+    config.scheduler_config.max_num_batched_tokens = shape["step"]
+    config.cache_config.kv_cache_layout = "NHD"
+    config.model_config = types.SimpleNamespace(max_model_len=shape["tokens"])
+    common = dict(block_size=16, num_kv_heads=shape["kv_heads"], head_size=shape["head_dim"], dtype=torch.bfloat16)
+    full, window = FullAttentionSpec(**common), SlidingWindowSpec(sliding_window=max(shape["windows"]), **common)
+    specs = {f"layers.{layer}": window if reach else full for layer, reach in enumerate(shape["windows"])}
+    groups = utils.get_kv_cache_groups(config, specs)
+    rows.append(utils._max_memory_usage_bytes_from_groups(config, groups))
+print(json.dumps(rows))
+"""
+
+
+def sequence_bytes(shape: Configuration, tokens: int) -> dict[str, Any]:
+    """Of one sequence that decodes behind so many tokens."""
+    together = KVGeometry(shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim, "bfloat16", 32)
+    layers = windows_apart(shape.windows, together, NO_STATE)
+    if layers is None:
+        raise SystemExit(f"the layers of {shape.name} do not lie apart")
+    pages = WindowPages(layers.window, layers.part_blocks, 32, STEP_TOKENS)
+    entries = ceil_div(tokens, 32)
+    parts = entries - pages.kept_from(tokens)
+    block_bytes = together.page_bytes * layers.full_layers
+    page = together.page_bytes // 32
+    formula = page * (layers.full_layers * tokens + sum(layers.windowed) * min(tokens, shape.window))
+    held = block_bytes * (entries + layers.part_blocks * parts)
+    whole = together.block_bytes * entries
+    return {
+        "model": shape.name, "tokens": tokens, "formula": formula / tokens, "apart": held / tokens,
+        "together": whole / tokens, "over": held / formula, "saves": whole / held, "fit": int(40 * GIB // held),
+        "fit_together": int(40 * GIB // whole),
+    }  # fmt: skip
+
+
+def ask_vllm(python: str, rows: list[dict[str, Any]]) -> None:
+    """Add what vLLM counts for each row."""
+    by_name = {shape.name: shape for shape in CONFIGURATIONS}
+    shapes = [
+        {"kv_heads": by_name[row["model"]].kv_heads, "head_dim": by_name[row["model"]].head_dim,
+         "windows": by_name[row["model"]].windows, "tokens": row["tokens"], "step": STEP_TOKENS}
+        for row in rows
+    ]  # fmt: skip
+    command = [python, "-c", VLLM]
+    done = subprocess.run(command, input=json.dumps(shapes), capture_output=True, text=True, check=True)
+    for row, nbytes in zip(rows, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        row["vllm"] = nbytes / row["tokens"]
+
+
+class Held:
+    """The blocks that are held while an engine decodes behind a prompt."""
+
+    def __init__(self, llm: LLM, prompt_tokens: int) -> None:
+        self._llm, self._ends, self.blocks, self._thread = llm, False, list[int](), threading.Thread(target=self._watch)
+        self._from = llm.stats().instance.computed_tokens + prompt_tokens + 8  # a few steps later spare parts are back
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ends:
+            stats = self._llm.stats().instance
+            if stats.computed_tokens >= self._from and stats.sequences_running:
+                self.blocks.append(stats.hbm.blocks_total - stats.hbm.blocks_free)
+            time.sleep(0.005)  # a sample, not a wait
+
+    def close(self) -> None:
+        self._ends = True
+        self._thread.join()
+
+
+def measure(model: str, place: str, tokens: int, kv_memory: str) -> dict[str, Any]:
+    """One prompt of so many tokens, and an answer."""
+    ids = np.random.default_rng(tokens).integers(100, 1000, tokens).tolist()
+    sampling = SamplingParams(temperature=0.0)
+    with LLM(model, window_kv=place, kv_memory=kv_memory, enable_prefix_caching=False, threads=1) as llm:
+        llm.generate([ids[:64]], sampling, max_tokens=2, ignore_eos=True)  # first touches
+        begun_ns = time.perf_counter_ns()
+        llm.generate([ids], sampling, max_tokens=1, ignore_eos=True)
+        prompt_ns = time.perf_counter_ns() - begun_ns
+        held, begun_ns = Held(llm, tokens), time.perf_counter_ns()
+        result = llm.generate([ids], sampling, max_tokens=1 + ANSWER_TOKENS, ignore_eos=True)[0]
+        spent_ns = time.perf_counter_ns() - begun_ns
+        held.close()
+        return {
+            "place": place, "tokens": tokens, "blocks": median(held.blocks), "context": llm.model.max_model_tokens,
+            "block_bytes": llm.model.geometry.block_bytes, "prompt_s": prompt_ns / 1e9,
+            "token_ms": (spent_ns - prompt_ns) / ANSWER_TOKENS / 1e6, "answer": list(result.outputs[0].tokens),
+        }  # fmt: skip
+
+
+def main() -> None:
+    args = options(__doc__, model=str, tokens=8192, rounds=3, kv_memory="1GiB", vllm=str)
+    rows = [sequence_bytes(shape, tokens) for shape in CONFIGURATIONS for tokens in (1024, args.tokens, 32768)]
+    if args.vllm:
+        ask_vllm(args.vllm, rows)
+    show(rows, {
+        "model": "{model}", "tokens": "{tokens:,}", "bytes a token, formula": "{formula:,.0f}", "apart": "{apart:,.0f}",
+        "apart / formula": "{over:.2f}", "vLLM, at most": "{vllm:,.0f}", "together": "{together:,.0f}",
+        "together / apart": "{saves:.2f}", "fit into 40 GiB apart": "{fit}", "and together": "{fit_together}",
+    })  # fmt: skip
+    measured: list[dict[str, Any]] = []
+    if args.model:
+        print()
+        runs = [
+            measure(args.model, place, args.tokens, args.kv_memory)
+            for turn in range(args.rounds)
+            for place in (("apart", "together") if turn % 2 else ("together", "apart"))
+        ]
+        if len({tuple(run["answer"]) for run in runs}) != 1:
+            raise SystemExit("the answers differ")
+        for place in ("together", "apart"):
+            mine = [run for run in runs if run["place"] == place]
+            row = mine[0] | {name: median(run[name] for run in mine) for name in ("blocks", "prompt_s", "token_ms")}
+            row["bytes"] = row["blocks"] * row["block_bytes"] / (args.tokens + ANSWER_TOKENS)
+            measured.append(row)
+        show(measured, {
+            "windows": "{place}", "prompt": "{tokens:,}", "bytes a token held": "{bytes:,.0f}",
+            "context in this memory": "{context:,}", "prompt, s": "{prompt_s:.2f}", "ms a token": "{token_ms:.2f}",
+        })  # fmt: skip
+    save(args, {"configurations": rows, "measured": measured})
+
+
+if __name__ == "__main__":
+    main()
