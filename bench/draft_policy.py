@@ -4,7 +4,7 @@
     python bench/draft_policy.py --requests FILE [--drafts 8]
 
 No model runs. *chats*: answers of the model, as the next turn's prompt has them; *agents*: what recorded agents and
-their tools said next. Each is decoded token by token with the drafts of ``instance/scheduler/drafts.py``, at fixed
+their tools said next. Each is decoded token by token with the drafts of ``instance/speculation/drafts.py``, at fixed
 prices: a step of one sequence takes 1, a drafted token ``--cost`` of it. Printed: tokens a step, drafts and how many
 were kept; by number of equal tokens how often a place was found, how often the first token behind it was right, and a
 token behind right ones.
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from harness.flags import need, options, save
 
-from memserve.instance.scheduler.drafts import EXPECTED, Chances, Pace, Price, paying_length, repeated_draft
-from memserve.instance.scheduler.speculation import FADE_SEEN
+from memserve.instance.speculation.drafts import EXPECTED, Chances, Pace, Price, paying_length, repeated_draft
+from memserve.instance.speculation.speculation import FADE_SEEN
 
 Answer = tuple[list[int], list[int]]
 END, TAIL = 2, 6  # SmolLM2's end of a turn; tokens of its template behind a prompt

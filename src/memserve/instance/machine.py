@@ -46,8 +46,8 @@ from memserve.instance.scheduler.planner import Planner
 from memserve.instance.scheduler.results import StepResults
 from memserve.instance.scheduler.sequence import Cause
 from memserve.instance.scheduler.slo import Objectives
-from memserve.instance.scheduler.speculation import Speculation
 from memserve.instance.scheduler.state import SchedulerState
+from memserve.instance.speculation.speculation import Speculation
 from memserve.instance.stats import (
     InstanceStats,
     MemoryReport,

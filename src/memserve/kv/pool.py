@@ -420,11 +420,8 @@ class BlockPool:
         blocks = self._hbm.allocate(count)
         if blocks is not None:
             return blocks
-        if self.snapshots is not None:
+        if self._beside is not None:
             return self._hbm.allocate(count) if count <= self.available() and self._make_room(count) else None
-        if self.windows is not None:
-            has_room = count <= self.available() and self._make_room_beside_windows(count)
-            return self._hbm.allocate(count) if has_room else None
         missing_blocks = count - self._hbm.blocks_free
         if missing_blocks > self._hbm.blocks_evictable:
             return None
@@ -443,8 +440,8 @@ class BlockPool:
     def available(self, tier: Tier = Tier.HBM) -> int:
         """Blocks of ``tier`` that can be allocated now: free ones and evictable ones."""
         allocator = self._dram if tier is Tier.DRAM else self._hbm
-        beside = self.snapshots or self.windows
-        blocks_beside = beside.blocks_evictable if beside is not None and tier is Tier.HBM else 0
+        beside = self._beside if tier is Tier.HBM else None
+        blocks_beside = beside.blocks_evictable if beside is not None else 0
         return allocator.blocks_free + allocator.blocks_evictable + blocks_beside
 
     @property
@@ -541,11 +538,9 @@ class BlockPool:
 
     def _report_of(self, tier: Tier, blocks: _core.BlockAllocator) -> TierReport:
         cached = self._index.blocks(tier), self._index.blocks_pinned(tier), blocks.blocks_evictable
-        if self.snapshots is not None and tier is Tier.HBM:
-            used, evictable = self.snapshots.blocks_used, self.snapshots.blocks_evictable
-            cached = cached[0] + used, cached[1] + used - evictable, cached[2] + evictable
-        if self.windows is not None and tier is Tier.HBM:
-            used, evictable = self.windows.blocks_cached, self.windows.blocks_evictable
+        beside = self._beside if tier is Tier.HBM else None
+        if beside is not None:
+            used, evictable = beside.blocks_used, beside.blocks_evictable
             cached = cached[0] + used, cached[1] + used - evictable, cached[2] + evictable
         sizes = blocks.blocks_total, blocks.blocks_free, blocks.blocks_used
         return TierReport(tier, *sizes, *cached, blocks.pages_free, blocks.pages_stranded)
@@ -567,46 +562,34 @@ class BlockPool:
         self._hbm.check_invariants()
         self._dram.check_invariants()
         self._index.check_invariants()
-        if self.windows is not None:
-            self.windows.check_invariants()
+        if self._beside is not None:
+            self._beside.check_invariants()
         if self.snapshots is not None:
-            self.snapshots.check_invariants()
             for anchor, snapshot in self.snapshots.anchors():
                 check(self._hbm.ref_count(anchor) > 0, "a snapshot behind {} tokens hangs in the air", snapshot.tokens)
 
     # -- inside
 
     def _make_room(self, count: int, *, for_snapshot: bool = False) -> bool:
-        """Free blocks until there are ``count``: first snapshots that a longer one of their path stands for, then
-        cached blocks in the order of eviction, with what hangs behind them, then other snapshots, but none of those
-        ``for_snapshot``. False: not so many."""
-        hbm, snapshots = self._hbm, self.snapshots
-        check(snapshots is not None, "only snapshots are given up beside blocks")
-        if snapshots is None:
+        """Free blocks until there are ``count``: first what is of least use beside blocks, then cached blocks in the
+        order of eviction, with what hangs behind them, then the rest beside blocks, but none of that ``for_snapshot``.
+        False: not so many."""
+        hbm, beside = self._hbm, self._beside
+        check(beside is not None, "only what lies beside blocks is given up with them")
+        if beside is None:
             return False
-        shares = snapshots.shares_blocks
-        while hbm.blocks_free < count and shares and snapshots.give_up_behind():
+        while hbm.blocks_free < count and beside.give_up_first():
             pass
         while hbm.blocks_free < count and hbm.blocks_evictable:
             self._evict_blocks(min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP))
-        while hbm.blocks_free < count and shares and not for_snapshot:
-            if not (snapshots.give_up_end() or snapshots.give_up_running()):
-                break
+        while hbm.blocks_free < count and not for_snapshot and beside.give_up_last():
+            pass
         return hbm.blocks_free >= count
 
-    def _make_room_beside_windows(self, count: int) -> bool:
-        """Free blocks until there are ``count``: first parts that sequences have passed, then cached blocks in the
-        order of eviction, with what hangs at them, then other parts. False: not so many."""
-        hbm, windows = self._hbm, self.windows
-        if windows is None:
-            return False
-        while hbm.blocks_free < count and windows.give_up_passed():
-            pass
-        while hbm.blocks_free < count and hbm.blocks_evictable:
-            self._evict_blocks(min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP))
-        while hbm.blocks_free < count and windows.give_up_end():
-            pass
-        return hbm.blocks_free >= count
+    @property
+    def _beside(self) -> SnapshotCache | WindowCache | None:
+        """What lies in blocks beside those of the index."""
+        return self.snapshots if self.snapshots is not None else self.windows
 
     def _record_copies(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
         self._copies.record_copies(src_tier, src, dst_tier, dst)
@@ -644,10 +627,8 @@ class BlockPool:
         lease.dram_tokens = len(above) * self.block_tokens
 
     def _log_eviction(self, evicted: _core.Eviction) -> None:
-        if self.snapshots is not None:
-            self.snapshots.on_blocks_dropped(evicted.dropped_hbm)
-        if self.windows is not None:
-            self.windows.on_blocks_dropped(evicted.dropped_hbm)
+        if self._beside is not None:
+            self._beside.on_blocks_dropped(evicted.dropped_hbm)
         if self._events.enabled:
             self._events.on_evicted(evicted.changes)
 

@@ -212,6 +212,14 @@ class SnapshotCache:
         self._running[snapshot] = None
         return snapshot
 
+    def give_up_first(self) -> bool:
+        """Give up what is of least use in blocks of KV: a snapshot that has a longer one on its path. False: none."""
+        return self.shares_blocks and self.give_up_behind()
+
+    def give_up_last(self) -> bool:
+        """Give up what cached blocks go for: a path's end, or what a sequence would leave. False: there is none."""
+        return self.shares_blocks and (self.give_up_end() or self.give_up_running())
+
     def give_up_behind(self) -> bool:
         """Give up the oldest snapshot that has a longer one on its path. False: there is none."""
         snapshot = next((snapshot for snapshot in self._behind if not snapshot.pins), None)

@@ -11,7 +11,7 @@ again at the longest position for which everything is there: all blocks up to it
     parts    [ p0 ]                  [ p4 ][ p5 ]      p1 to p3 are gone: a prompt goes on behind b5, or behind b0
 
 The part of a cached block hangs at it, its *anchor*, and goes with it. A part has one reference on each of its blocks;
-who uses it is counted here.
+its users are counted here.
 """
 
 from __future__ import annotations
@@ -146,19 +146,19 @@ class WindowCache:
 
     @property
     def blocks_evictable(self) -> int:
-        """Blocks of parts that nobody uses."""
+        """Blocks of parts without users."""
         return (len(self._passed) + len(self._ends)) * self.pages.part_blocks
 
     @property
-    def blocks_cached(self) -> int:
+    def blocks_used(self) -> int:
         """Blocks of parts that hang at cached blocks."""
         return len(self._by_anchor) * self.pages.part_blocks
 
-    def give_up_passed(self) -> bool:
+    def give_up_first(self) -> bool:
         """Give up the part that was passed longest ago. False: there is none."""
         return self._give_up(self._passed)
 
-    def give_up_end(self) -> bool:
+    def give_up_last(self) -> bool:
         """Give up the oldest part in the last window of a sequence. False: there is none."""
         return self._give_up(self._ends)
 

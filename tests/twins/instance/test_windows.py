@@ -143,8 +143,11 @@ def _window_one_short(monkeypatch):
 
 def _shared_when_written(monkeypatch):
     make_private = WindowsApart.make_private
-    never = lambda self, sequence, entry, copies: make_private(self, sequence, entry, copies=False)  # noqa: E731
-    monkeypatch.setattr(WindowsApart, "make_private", never)
+
+    def make_private_without_a_copy(self, sequence, entry, *, copies):
+        return make_private(self, sequence, entry, copies=False)
+
+    monkeypatch.setattr(WindowsApart, "make_private", make_private_without_a_copy)
 
 
 def _unknown_to_the_device(monkeypatch):

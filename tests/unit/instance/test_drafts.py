@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memserve.instance.scheduler.drafts import (
+from memserve.instance.speculation.drafts import (
     CACHED,
     EXPECTED,
     LEAST,

@@ -8,9 +8,9 @@ import pytest
 
 from instance_world import PROMPT, VOCAB, World, config, request
 from memserve.base.types import FinishReason
-from memserve.instance.scheduler.drafts import Draft, Price
 from memserve.instance.scheduler.sequence import Phase
-from memserve.instance.scheduler.speculation import NEVER, is_predictable
+from memserve.instance.speculation.drafts import Draft, Price
+from memserve.instance.speculation.speculation import NEVER, is_predictable
 from memserve.protocol.events import RequestCancelled
 from memserve_lab.sim.fuzz.scenario_features import Always
 from memserve_lab.sim.reference.oracle import lone_tokens

@@ -135,8 +135,9 @@ def test_a_window_that_comes_is_found() -> None:
     assert pool.insert_state(NO_TENANT, tokens, parts)
     pool.release(parts)
     assert pool.match(NO_TENANT, tokens) == 24
-    assert not pool.insert_state(NO_TENANT, tokens_of(6, 9), parts := pool.allocate(4) or [])
-    pool.release(parts)
+    others = pool.allocate(4)
+    assert others is not None and not pool.insert_state(NO_TENANT, tokens_of(6, 9), others)
+    pool.release(others)
     pool.clear_cache()
     assert pool.blocks_free == 24
     pool.check_invariants()

@@ -25,8 +25,8 @@ from memserve.base.states import StatePages, WindowPages
 from memserve.base.types import Admission
 from memserve.base.units import NS_PER_MS
 from memserve.instance.machine import Instance
-from memserve.instance.scheduler.drafts import LEAST, Draft, Price, Worth
 from memserve.instance.scheduler.sequence import Sequence
+from memserve.instance.speculation.drafts import LEAST, Draft, Price, Worth
 from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.store.disks.events import DisksConfig, Sync
 from memserve.store.machine.events import StoreConfig

@@ -24,8 +24,8 @@ from memserve.instance.scheduler.batch import BatchBuilder, InflightPlan
 from memserve.instance.scheduler.capacity import chunk_tokens
 from memserve.instance.scheduler.memory import Pins
 from memserve.instance.scheduler.sequence import Phase, Sequence
-from memserve.instance.scheduler.speculation import Speculation
 from memserve.instance.scheduler.state import SchedulerState
+from memserve.instance.speculation.speculation import Speculation
 
 _LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step is kept for
 

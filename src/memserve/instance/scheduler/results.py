@@ -12,8 +12,8 @@ from memserve.instance.events import RowFailed, StepFailed, StepFinished
 from memserve.instance.scheduler.batch import InflightPlan
 from memserve.instance.scheduler.beam import BeamSearch, BeamState, Candidates, Hypothesis, Survivor
 from memserve.instance.scheduler.sequence import Cause, Group, Phase, Sequence
-from memserve.instance.scheduler.speculation import Speculation
 from memserve.instance.scheduler.state import SchedulerState
+from memserve.instance.speculation.speculation import Speculation
 
 _RETRIES = 1  # a sequence survives one failed step
 

@@ -30,7 +30,7 @@ from memserve.protocol.peers import Holder, Peer
 
 if TYPE_CHECKING:
     from memserve.instance.layerwise.state import LayeredKV
-    from memserve.instance.scheduler.drafts import Pace
+    from memserve.instance.speculation.drafts import Pace
     from memserve.kv.pool import Lease
 
 

@@ -36,9 +36,12 @@ class WindowTables:
         self.tables: NDArray[np.int32] = np.zeros((layers.part_blocks, slots, entries), np.int32)
 
     def place_window(self, order: PlaceWindow) -> None:
-        """Parts of a slot lie in these blocks from now on."""
+        """Parts of a slot lie in these blocks from now on. Raises :class:`InvariantError` for half a part, and for
+        entries that no table has."""
         count, rest = divmod(len(order.blocks), len(self.tables))
         check(not rest, "slot {} gets {} blocks, which are no whole parts", order.slot, len(order.blocks))
+        end, entries = order.first + count, self.tables.shape[2]
+        check(0 <= order.first <= end <= entries, "slot {} has no entries {} to {}", order.slot, order.first, end)
         parts = np.array(order.blocks, np.int32).reshape(count, len(self.tables))
         self.tables[:, order.slot, order.first : order.first + count] = parts.T
 

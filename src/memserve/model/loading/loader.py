@@ -169,8 +169,7 @@ def load_model(
     _compare(module, layers, folder, dtype_name, (identity, original))
     kept = _keep_file(module, folder, identity) if may_keep else identity
     stored, activation_bits = _choose_bits(module, tokenizer, kept)
-    regimes = _install_regimes(module) if original else NO_REGIMES
-    vocab_size = _vocab_size(module)
+    regimes, vocab_size = _install_regimes(module) if original else NO_REGIMES, _vocab_size(module)
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,

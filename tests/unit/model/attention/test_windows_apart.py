@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from memserve import LLM
-from memserve.base.errors import UserError
+from memserve.base.errors import InvariantError, UserError
 from memserve.base.states import NO_STATE, WindowLayers, windows_apart
 from memserve.base.types import KVGeometry
 from memserve.instance.events import PlaceWindow
@@ -186,3 +186,6 @@ def test_layers_find_their_pages() -> None:
     tables = WindowTables(layers, 2, 4)
     tables.place_window(PlaceWindow(1, 2, [7, 8, 9, 4, 5, 6]))
     assert tables.tables[:, 1].tolist() == [[0, 0, 7, 4], [0, 0, 8, 5], [0, 0, 9, 6]]
+    for wrong in (PlaceWindow(1, 2, [7, 8]), PlaceWindow(1, 4, [7, 8, 9])):
+        with pytest.raises(InvariantError):
+            tables.place_window(wrong)

@@ -17,7 +17,9 @@ from collections.abc import Callable
 
 from memserve.instance.events import StepFinished
 from memserve.instance.scheduler.batch import BatchBuilder, InflightPlan
-from memserve.instance.scheduler.drafts import (
+from memserve.instance.scheduler.sequence import Group, Sequence
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.instance.speculation.drafts import (
     CACHED,
     EXPECTED,
     HANDOVER_NS,
@@ -30,8 +32,6 @@ from memserve.instance.scheduler.drafts import (
     paying_length,
     repeated_draft,
 )
-from memserve.instance.scheduler.sequence import Group, Sequence
-from memserve.instance.scheduler.state import SchedulerState
 
 Proposal = Callable[[Sequence, int], Draft]
 """Up to so many tokens that may follow those that are known."""

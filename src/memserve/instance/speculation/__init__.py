@@ -1,0 +1,1 @@
+"""Drafted tokens: which, how many pay, and the rows that compute them."""
