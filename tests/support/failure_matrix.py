@@ -255,7 +255,8 @@ class Fleet:
 
     def __init__(self, model: Path, shape: Shape, folder: Path, roles: list[str], link: str, truth: Truth) -> None:
         self.model, self.folder, self.link, self.truth = model, folder, link, truth
-        self.engine = (*ENGINE, *shape.memory_flags(KV_TOKENS, DRAM_TOKENS))
+        dram_tokens = 0 if shape.family == "gemma2" else DRAM_TOKENS  # else KV of windows would not lie apart
+        self.engine = (*ENGINE, *shape.memory_flags(KV_TOKENS, dram_tokens))
         first = free_port() // 2  # below the ports that servers of tests are given
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if link == "nixl":  # as between hosts; the range tells its connections from those of messages

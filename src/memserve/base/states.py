@@ -205,7 +205,7 @@ class WindowPages:
     def entries_in(self, blocks: int) -> int:
         """Entries of the longest sequence that fits into ``blocks``."""
         entries = blocks // (1 + self.part_blocks)
-        return entries if entries <= self.parts_max else blocks - self.part_blocks * self.parts_max
+        return entries if entries < self.parts_max else blocks - self.part_blocks * self.parts_max
 
 
 @dataclass(frozen=True, slots=True)

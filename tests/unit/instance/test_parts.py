@@ -44,6 +44,11 @@ def test_the_context_is_what_model_and_pool_allow():
     apart = PoolConfig(40, windows=WindowPages(64, 2, 32, 32))  # five parts of two blocks
     assert context_tokens(5000, apart, 32) == 30 * 32 + 1
     assert context_tokens(5000, replace(apart, hbm_blocks=9), 32) == 3 * 32 + 1
+    pages = apart.windows
+    assert pages is not None
+    for blocks in range(60):  # as trying each length says
+        fitting = [entries for entries in range(60) if pages.blocks_for(entries) <= blocks]
+        assert pages.entries_in(blocks) == fitting[-1]
 
 
 def test_headroom_grows_with_what_decodes():
