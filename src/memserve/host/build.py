@@ -83,7 +83,7 @@ def _assemble_parts(
 ) -> Parts:  # fmt: skip
     from memserve.host.profile_file import load_profile, profile_path
     from memserve.instance.machine import Instance
-    from memserve.instance.scheduler.capacity import context_note
+    from memserve.instance.scheduler.capacity import context_note, kv_tokens
     from memserve.kv.costs import PreemptionCosts
     from memserve.model.gpu.setup import kv_bytes_here, shares_gpu_kv
     from memserve.model.loading.loader import model_sizes
@@ -121,7 +121,7 @@ def _assemble_parts(
         model,
         max_model_tokens=machine.context_tokens,
         context_note=note,
-        kv_tokens=config.pool.tokens_in(geometry.block_tokens),
+        kv_tokens=kv_tokens(config.pool.hbm_blocks, machine.pool.state_blocks, geometry.block_tokens),
         kv_lower_dtype=options.kv_lower_dtype,
     )
     bound = memory_bound(sizes, geometry, config, in_cluster=self_peer is not None)

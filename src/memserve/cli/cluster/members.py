@@ -23,6 +23,7 @@ from memserve.base.units import human_bytes
 from memserve.cli.cluster.topology import follow_context, model_of, room_text, with_models
 from memserve.cli.flags import split_address
 from memserve.cli.output import progress_bar
+from memserve.instance.scheduler.capacity import kv_tokens
 from memserve.journal.keeper import Metadata, MetadataPlace, open_metadata
 from memserve.model.gpu.setup import check_gpu_shares, on_gpus, refuse_on_gpu
 from memserve.protocol.peers import ROUTER, PeerInfo
@@ -400,7 +401,7 @@ def _store_text(store: StoreOptions) -> str:
 def _room(infos: list[PeerInfo], context_tokens: int, running_max: int) -> str:
     """The memory of instances that decode: a prompt's KV leaves its prefill instance."""
     able = [info for info in infos if info.role is not Role.PREFILL] or infos
-    tokens = sum(info.hbm_blocks * info.geometry.block_tokens for info in able)
+    tokens = sum(kv_tokens(info.hbm_blocks, info.state_blocks, info.geometry.block_tokens) for info in able)
     return room_text(tokens, context_tokens, len(able) * running_max)
 
 

@@ -51,6 +51,13 @@ def context_tokens(max_model_tokens: int, pool: PoolConfig, block_tokens: int) -
     return min(max_model_tokens, pool.tokens_in(block_tokens) + 1)
 
 
+def kv_tokens(hbm_blocks: int, state_blocks: int, block_tokens: int) -> int:
+    """Tokens that the pool holds in sequences of :data:`CLIENT_TOKENS`, each of which has ``state_blocks`` beside the
+    KV that grows with it."""
+    entries = ceil_div(CLIENT_TOKENS, block_tokens)
+    return hbm_blocks * entries // (entries + state_blocks) * block_tokens
+
+
 def context_note(
     served_tokens: int, model_tokens: int, options: EngineOptions, pool: PoolConfig, geometry: KVGeometry
 ) -> str:

@@ -217,7 +217,7 @@ class WindowsApart(NoWindows):
         tail = self._tails[sequence]
         entries = tokens // self._pages.block_tokens
         fresh = next((n for n, part in enumerate(tail.placed) if not part.is_cached), len(tail.placed))
-        parts = tail.placed[fresh : entries - tail.first]
+        parts = tail.placed[fresh : max(fresh, entries - tail.first)]
         tokens_known = sequence.known_tokens()[:tokens]
         self._pool.anchor_parts(
             sequence.group.isolation, tokens_known, tail.first + fresh, parts, written_by=sequence.scheduled_step
