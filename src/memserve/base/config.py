@@ -501,10 +501,20 @@ class EngineOptions:
             vocab_size=vocab_size,
         )
 
+    def for_role(self, role: Role) -> EngineOptions:
+        """These options, of an instance with ``role``. Where those of any role have several workers, KV of windows lies
+        together in all: instances exchange KV that lies alike."""
+        most = max(self.parallel.for_role(other).worker_count for other in Role)
+        options = dataclasses.replace(self, parallel=self.parallel.for_role(role))
+        return options.keep_windows_together() if most > 1 else options
+
+    def keep_windows_together(self) -> EngineOptions:
+        """These options, unless they say where KV of windows lies."""
+        return dataclasses.replace(self, window_kv="together") if self.window_kv == "auto" else self
+
     def beside_store(self, has_store: bool) -> EngineOptions:
         """These options, for instances that a store is for: it knows nothing of KV that lies apart."""
-        keeps_together = has_store and self.window_kv == "auto"
-        return dataclasses.replace(self, window_kv="together") if keeps_together else self
+        return self.keep_windows_together() if has_store else self
 
     def keeps_windows_apart(self, *, on_gpu: bool = False) -> bool:
         """Whether KV of layers that read a window lies apart. Raises :class:`UserError` where it shall and cannot."""

@@ -63,7 +63,7 @@ def build_parts(
     from memserve.model.gpu.streams import open_gpu
     from memserve.model.workers.gpu_processes import GpuWorkers
 
-    options = dataclasses.replace(options, parallel=options.parallel.for_role(role))
+    options = options.for_role(role)
     model = _load_with_adapters(options)
     gpu = open_gpu(model.device, options.gpu_memory_share)
     shared, workers = self_peer is not None, None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
+from memserve.base.kv_layout import Parallel
 from memserve.base.states import NO_STATE, StateGeometry, StatePages, StatePart, cache_groups, divide_memory
-from memserve.base.types import KVGeometry
+from memserve.base.types import KVGeometry, Role
 from memserve.base.units import KIB, MIB, parse_bytes
 
 QWEN3_NEXT = StateGeometry(
@@ -78,3 +80,15 @@ def test_too_little_memory_says_how_much_would_do(states: StateGeometry, geometr
         divide_memory(geometry, states, states.nbytes, 8)
     advised = parse_bytes((refused.value.hint or "").split()[-1])
     assert divide_memory(geometry, states, advised, 8).slots >= 1
+
+
+def test_kv_of_windows_lies_alike_in_all_instances() -> None:
+    """Prefill and decode instances exchange KV: where one has several workers, none keeps it apart."""
+    options = EngineOptions(parallel=Parallel(prefill_tensor=2))
+    assert [options.for_role(role).keeps_windows_apart() for role in (Role.PREFILL, Role.DECODE)] == [False, False]
+    assert EngineOptions().for_role(Role.DECODE).keeps_windows_apart()
+    assert not EngineOptions().beside_store(True).keeps_windows_apart()
+    assert EngineOptions(window_kv="apart").beside_store(True).keeps_windows_apart()
+    assert not EngineOptions().keeps_windows_apart(on_gpu=True)
+    with pytest.raises(UserError, match="several workers"):
+        EngineOptions(window_kv="apart", parallel=Parallel(tensor=2)).keeps_windows_apart()
