@@ -4,7 +4,6 @@ their answers, and instances compute nothing twice."""
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -14,7 +13,6 @@ from router_kills import Crowd, Killed, Stream, long_model, plain, question
 from served_cluster import eventually
 
 LONG = 1600
-SETTLED_S = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +34,9 @@ def while_it_reads(stream: Stream, act: Callable[[], object], events: int = 20) 
 
 
 def generated(killed: Killed) -> int:
-    """Tokens that instances have generated, once all have told it: every fourth heartbeat does."""
-    last, since = killed.server.counter("generated_tokens"), time.monotonic()
-    while time.monotonic() < since + SETTLED_S:
-        time.sleep(0.2)
-        now = killed.server.counter("generated_tokens")
-        last, since = (now, since) if now == last else (now, time.monotonic())
-    return last
+    """Tokens that instances have generated, once none has work: a request may outlive the router that sent it."""
+    eventually(lambda: not killed.server.held())
+    return killed.server.counter("generated_tokens")
 
 
 def restart(killed: Killed) -> None:

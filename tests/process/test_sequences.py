@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,9 +74,9 @@ def test_three_instances_answer_as_one_large_one(server: Server, expected: dict[
 def places(server: Server) -> list[str]:
     """The instances that share a sequence of an idle cluster, in the order of their parts."""
     body = {"model": "tiny", "prompt": tokens(5), "max_tokens": 2, "temperature": 0, "explain": True}
-    time.sleep(1.5)  # heartbeats say that all are idle, before and after
+    server.fresh_metrics()  # heartbeats have said that all are idle, before and after
     told = httpx.post(f"{server.url}/completions", json=body, timeout=WAIT_S).text
-    time.sleep(1.5)
+    server.fresh_metrics()
     return re.findall(r"(c\d): (?:tokens|from)", told)
 
 

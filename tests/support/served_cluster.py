@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -19,6 +20,7 @@ HELD = (
     "memserve_instance_blocks", "memserve_instance_requests", "memserve_instance_transfers_open",
     "memserve_router_requests_live", "memserve_router_requests_unplaced", "memserve_router_handles",
 )  # fmt: skip
+READ_AT = "memserve_instance_read_timestamp_seconds"
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -51,12 +53,28 @@ class Server:
         page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
         return set(re.findall(r'memserve_instance_up{instance="(\w+)",role="\w+"} 1.0', page))
 
+    def fresh_metrics(self) -> str:
+        """The metrics page once each instance has read its counters and its load after the call: all that was answered
+        before is in them. Instances tell them once in a second, so an earlier page lacks the last answers."""
+        called_at, page = time.time(), ""
+
+        def is_fresh() -> bool:
+            nonlocal page
+            page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+            read_at = dict(re.findall(rf'^{READ_AT}{{instance="(\w+)".*}} (.+)$', page, re.M))
+            return all(float(read_at.get(name, 0)) > called_at for name in self.instances() | read_at.keys())
+
+        eventually(is_fresh)
+        return page
+
     def counter(self, name: str) -> int:
-        """``memserve_instance_<name>_total``, summed over the instances."""
-        page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
-        return sum(
-            int(float(value)) for value in re.findall(rf"^memserve_instance_{name}_total{{.*}} (.+)$", page, re.M)
-        )
+        """``memserve_instance_<name>_total`` now, summed over the instances."""
+        samples = re.findall(rf"^memserve_instance_{name}_total{{.*}} (.+)$", self.fresh_metrics(), re.M)
+        return sum(int(float(value)) for value in samples)
+
+    def instances(self) -> set[str]:
+        """Those of the children that are no routers and no stores."""
+        return {name for name in self.children() if re.fullmatch(r"[cdp]\d+", name)}
 
     def held(self) -> dict[str, float]:
         """What a cluster without requests and documents should not have: live requests, open transfers, blocks in use,

@@ -92,6 +92,7 @@ class StepTimer:
             instance=instance,
             resident_bytes=resident_bytes(),
             bound_bytes=self.bound_bytes,
+            read_at_ns=time.time_ns(),
         )
 
 

@@ -37,6 +37,8 @@ class EngineStats:
     """What its process has resident, shared maps included."""
     bound_bytes: int = 0
     """What it should have at most; 0: not known."""
+    read_at_ns: int = 0
+    """Unix time at which all of this was read; 0: not known."""
 
     @property
     def scheduler_share(self) -> float:
@@ -99,8 +101,8 @@ class RouterStats(EngineStats):
         return any(member.view.state == "live" and member.view.role.has_model for member in self.members)
 
 
-_NOT_ADDITIVE = ("machine_step_ns", "device_step_ns", "prefill_ns_per_token")
-"""Medians and means: of several instances the slowest is told."""
+_NOT_ADDITIVE = ("machine_step_ns", "device_step_ns", "prefill_ns_per_token", "read_at_ns")
+"""Medians, means and a moment: of several instances the slowest is told, and the last."""
 
 
 def _decode_engine_stats(stats: bytes) -> EngineStats | None:

@@ -52,8 +52,9 @@ def router_stats() -> RouterStats:
         generated_tokens=70, taken_over=8, transfers_failed=2, hbm=TierStats(100, 90, 0), objectives=kept,
         preemptions_recompute=6, rows_failed=7,
     )  # fmt: skip
+    told = EngineStats(5, 1, 2_000_000_000, instance=p1, read_at_ns=7_250_000_000)
     views = [
-        view("p1", Role.PREFILL, EngineStats(5, 1, 2_000_000_000, instance=p1), Load(requests_waiting=3)),
+        view("p1", Role.PREFILL, told, Load(requests_waiting=3)),
         view("d1", Role.DECODE, EngineStats(6, 1, 10, instance=d1), Load(sequences_running=4, transfers_open=1)),
         view("d2", Role.DECODE, None, Load(), "draining"),
     ]
@@ -107,6 +108,8 @@ def test_each_instance_has_its_gauges_by_name_and_role(world: World) -> None:
     assert of("memserve_instance_sequences_running", "d1", "decode") == 4
     assert of("memserve_instance_transfers_open", "d1", "decode") == 1
     assert of("memserve_instance_device_seconds", "p1", "prefill") == 2
+    assert of("memserve_instance_read_timestamp_seconds", "p1", "prefill") == 7.25
+    assert of("memserve_instance_read_timestamp_seconds", "d2", "decode") == 0, "it has told nothing yet"
     assert of("memserve_instance_hit_rate", "p1", "prefill") == 0.25
     assert of("memserve_instance_hit_rate", "d1", "decode") is None  # it has had no prompts: no share of nothing
     assert of("memserve_instance_blocks", "p1", "prefill", tier="hbm", state="held") == 10

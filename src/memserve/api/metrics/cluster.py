@@ -146,6 +146,12 @@ INSTANCE_GAUGES: Table = [
         "Seconds that the device of the instance has worked",
         lambda m: m.engine.device_ns / NS_PER_S if m.engine else 0,
     ),
+    (
+        "instance_read_timestamp_seconds",
+        GAUGE,
+        "Unix time at which the instance read the counters that stand here, 0 before it has told any",
+        lambda m: m.engine.read_at_ns / NS_PER_S if m.engine else 0,
+    ),
 ]
 
 
