@@ -22,6 +22,8 @@ from memserve.model.states.layers import states_of
 
 VOCAB = 131
 CONTEXT_TOKENS = 256
+CHUNK_TOKENS = 32
+"""Of Mamba-2's scan, which pads a sequence to whole chunks: with the usual 256 no prompt here would have two of them."""
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -111,7 +113,7 @@ def _stateful_config(family: str, common: dict[str, Any], gated: dict[str, Any],
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     delta = {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
     delta |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-    state = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+    state = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": CHUNK_TOKENS}
     alone = {name: common[name] for name in ("vocab_size", "hidden_size", "eos_token_id", "bos_token_id")}
     alone |= {"num_hidden_layers": 2, "state_size": 8, "pad_token_id": 0}
     match family:
@@ -131,7 +133,9 @@ def _stateful_config(family: str, common: dict[str, Any], gated: dict[str, Any],
         case "mamba":  # nothing but states
             return t.MambaConfig(**(alone | {"time_step_rank": 8} | sizes))
         case "mamba2":
-            return t.Mamba2Config(**(alone | {"num_heads": 4, "head_dim": 16, "n_groups": 1} | sizes))
+            return t.Mamba2Config(
+                **(alone | {"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": CHUNK_TOKENS} | sizes)
+            )
         case "falcon_h1":  # a state beside the attention of each layer
             return t.FalconH1Config(**(gated | state | {"mamba_d_ssm": 64, "head_dim": 8} | sizes))
         case "bamba":
@@ -142,7 +146,14 @@ def _stateful_config(family: str, common: dict[str, Any], gated: dict[str, Any],
             return t.GraniteMoeHybridConfig(**(gated | state | layers | sizes))
     # single tokens are computed with other time steps than several
     layers = {"layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 8, "n_mamba_heads": 4}
-    layers |= {"mamba_ngroups": 1, "num_mem_blocks": 1, "mamba_headdim": 16, "adapter_rank": 8, "time_step_min": 0.1}
+    layers |= {
+        "chunk_size": CHUNK_TOKENS,
+        "mamba_ngroups": 1,
+        "num_mem_blocks": 1,
+        "mamba_headdim": 16,
+        "adapter_rank": 8,
+        "time_step_min": 0.1,
+    }
     return t.Zamba2Config(**(gated | layers | sizes))
 
 

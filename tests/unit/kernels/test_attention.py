@@ -114,24 +114,25 @@ class World:
         _kernels.attend(batch, layer, q.shape[1], *addresses, self.scale, c.window, c.softcap, sinks=sinks, write=write)
         return list(out.split(counts))
 
-    def truth(self, row: int) -> Tensor:
-        """All positions of one sequence in float64, from the same inputs, of which codes are made first."""
+    def truth(self, row: int, first: int = 0) -> Tensor:
+        """Positions from ``first`` on of one sequence in float64, from the same inputs, of which codes are made before."""
         c = self.case
         k, v = self.k[row], self.v[row]
         if c.kv_dtype != "auto":
             k, v = (values_of(*round_kv(t, c.geometry), c.geometry) for t in (k, v))
-        q, k, v = (t.double().transpose(0, 1) for t in (self.q[row], k, v))
-        k, v = (t.repeat_interleave(c.group, 0) for t in (k, v))
-        scores = q @ k.transpose(1, 2) * self.scale
+        q, k, v = (t.double().transpose(0, 1) for t in (self.q[row][first:], k, v))
+        grouped = q.unflatten(0, (c.kv_heads, c.group))
+        scores = (grouped @ k.transpose(1, 2)[:, None]).flatten(0, 1) * self.scale
         if c.softcap:
             scores = c.softcap * torch.tanh(scores / c.softcap)
         n = scores.shape[-1]
-        age = torch.arange(n)[:, None] - torch.arange(n)
+        age = torch.arange(first, n)[:, None] - torch.arange(n)
         hidden = (age < 0) | (age >= c.window) if c.window else age < 0
         scores = scores.masked_fill(hidden, -torch.inf)
         if self.sinks is not None:
-            scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, n, 1)], -1)
-        return (scores.softmax(-1)[..., :n] @ v).transpose(0, 1)
+            scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, n - first, 1)], -1)
+        shares = scores.softmax(-1)[..., :n].unflatten(0, (c.kv_heads, c.group))
+        return (shares @ v[:, None]).flatten(0, 1).transpose(0, 1)
 
 
 def run(case: Case) -> World:
@@ -144,7 +145,7 @@ def run(case: Case) -> World:
         world.step(1, none, list(case.done))
     outputs = world.step(1, list(case.done), case.contexts)
     for row, out in enumerate(outputs):
-        want = world.truth(row)[case.done[row] :]
+        want = world.truth(row, case.done[row])
         error = float((out.double() - want).norm()) / max(float(want.norm()), 1e-9)
         assert out.isfinite().all() and error < TOLERANCE[case.dtype], f"row {row}: relative error {error}"
     return world
