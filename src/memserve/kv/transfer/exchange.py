@@ -444,7 +444,11 @@ class Exchange:
 
     def references(self) -> Counter[Place]:
         """Every reference that the exchange holds, by block."""
-        return self._sender.references() + self._receiver.references() + self._remote.references()
+        counts = self._receiver.references()
+        for more in (self._sender.references(), self._remote.references()):
+            if more:
+                counts.update(more)
+        return counts
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when the books do not balance. For tests; slow."""

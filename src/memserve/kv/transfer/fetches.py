@@ -102,10 +102,6 @@ class PendingFetches:
         fetching.over = True
         give_up_lease(self._context, fetching.lease)
 
-    def references(self) -> Counter[Place]:
-        """Every reference that fetches hold."""
-        return Counter((Tier.HBM, block) for fetching in self.open.values() for block in fetching.lease.blocks)
-
 
 def answers_fetch(offer: Offer, fetching: Fetching) -> bool:
     """Whether the offer brings the blocks that were asked for, or the first of them."""

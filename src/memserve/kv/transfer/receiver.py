@@ -312,8 +312,8 @@ class Receiver:
 
     def references(self) -> Counter[Place]:
         """Every reference that imports, fetches and pulls hold."""
-        counts = self.pulls.references() + self.fetches.references()
-        leases = []
+        counts = self.pulls.references()
+        leases = [fetching.lease for fetching in self.fetches.open.values()]
         for imported in self.open.values():
             if imported.fetching is not None:
                 leases.append(imported.fetching.lease)

@@ -199,9 +199,8 @@ class LoadTable:
         sums: dict[int, Work] = {}
         for charge in charges:
             sums[charge.number] = Work(*map(add, sums.get(charge.number, Work()), charge.work))
-        charged, roles, are_open = self.tables[0].T.tolist(), self.role.tolist(), self.is_open.tolist()
         for number, (role, is_open) in members.items():
-            expected, charged_work = sums.pop(number, Work()), Work(*charged[number])
+            expected, charged_work = sums.pop(number, Work()), self.own_of(number)
             check(
                 charged_work == expected,
                 "instance {} is charged {}, its attempts make {}",
@@ -209,11 +208,11 @@ class LoadTable:
                 charged_work,
                 expected,
             )
-            check(roles[number] == ROLE_CODE[role], "instance {} has another role in the arrays", number)
-            check(are_open[number] == is_open, "instance {} is open: {}", number, not is_open)
+            check(self.role[number] == ROLE_CODE[role], "instance {} has another role in the arrays", number)
+            check(self.is_open[number] == is_open, "instance {} is open: {}", number, not is_open)
         check(not sums, "instances that are gone are charged: {}", sums)
-        for number, is_open in enumerate(are_open):
-            check(number in members or not is_open, "{} is open, and no member has that number", number)
+        strangers = set(np.flatnonzero(self.is_open).tolist()) - members.keys()
+        check(not strangers, "{} are open, and no member has such a number", strangers)
 
     def _name_tables(self) -> None:
         """Views in which a single number is changed ten times as quickly as in an array."""
