@@ -1,5 +1,5 @@
-"""What a process of ours leaves out of torch and transformers: torch's compiler, its distributed tensors, scipy, and
-kernels from the hub.
+"""What a process of ours leaves out of torch and transformers: torch's compiler, its distributed tensors, shapes of
+operations on tensors without bytes, scipy, and kernels from the hub.
 
 transformers imports them with every model: time at each start, and memory in each instance, for nothing that an
 instance runs. Only for processes of ours: other code of a library's user may compile.
@@ -23,6 +23,8 @@ from typing import Any
 from memserve.system.process import cache_root, set_thread_environment
 
 _COMPILER = "torch._dynamo"
+_SHAPES = "torch._meta_registrations"
+_NEED_SHAPES = ("torch._decomp", "torch._prims", "torch._refs", "torch.utils._content_store")
 _MODES = f"{_COMPILER}._trace_wrapped_higher_order_op"
 
 
@@ -32,18 +34,92 @@ def leave_compiler_out(device: str) -> None:
     ``import triton`` fails from now on: 73 MB resident for kernels of a GPU. torch's compiler is imported when more of
     it is asked for than the marks that transformers puts on its functions. torch says that it was built without
     ``torch.distributed``, and transformers that there is no scipy, which losses of training need, and no package of
-    kernels from the hub: to find its version it would look through all that is installed.
+    kernels from the hub: to find its version it would look through all that is installed. Shapes of operations that
+    torch knows in Python alone come with :func:`load_meta_shapes`.
     """
     set_thread_environment()
     remember_model_names()
+    if "torch" not in sys.modules:
+        _put_off_meta_shapes()
     import torch
 
-    if device == "cpu" or not torch.cuda.is_available():
+    if device != "cpu" and torch.cuda.is_available():
+        load_meta_shapes()
+    else:
+        _complete_generators(torch)
         sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # None: the import system's word for "absent"
         if _COMPILER not in sys.modules and "transformers.modeling_utils" not in sys.modules:
             _put_off_compiler(torch)
             torch.distributed.is_available = lambda: False
             _leave_packages_out()
+
+
+def _put_off_meta_shapes() -> None:
+    shapes = _LaterShapes(_SHAPES)
+    sys.modules[_SHAPES] = shapes
+    sys.meta_path.insert(0, _SHAPES_FIRST)
+
+
+def _complete_generators(torch: types.ModuleType) -> None:
+    """Among what is put off, torch gives its random generators their metaclass, without which it makes none."""
+    if not isinstance(sys.modules.get(_SHAPES), _LaterShapes):
+        return
+    with contextlib.suppress(ImportError, AttributeError):  # of another version
+        torch._C._set_generator_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
+    try:
+        torch.Generator()
+    except RuntimeError:
+        load_meta_shapes()
+
+
+def load_meta_shapes() -> bool:
+    """Let operations on tensors without bytes have the shapes that torch knows in Python alone: few models use any of
+    them before they have their weights, and 0.2 s of each start went into them. False: they were there already."""
+    if not isinstance(sys.modules.get(_SHAPES), _LaterShapes):
+        return False
+    del sys.modules[_SHAPES]
+    sys.meta_path.remove(_SHAPES_FIRST)
+    importlib.import_module(_SHAPES)
+    return True
+
+
+class _Present(importlib.abc.Loader):
+    """Of modules that were imported while somebody looked for them."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        """The one that is there."""
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """It has run."""
+
+
+_PRESENT = _Present()
+
+
+class _LaterShapes(types.ModuleType):
+    """Stands for the module with those shapes until something asks for one of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        load_meta_shapes()
+        return getattr(sys.modules[_SHAPES], name)
+
+
+class _ShapesFirst(importlib.abc.MetaPathFinder):
+    """Is asked for what the compiler and its like take, and which needs those shapes."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in _NEED_SHAPES:
+            return None
+        load_meta_shapes()  # and mostly with them what was asked for
+        if name in sys.modules:
+            return importlib.machinery.ModuleSpec(name, _PRESENT)
+        return importlib.machinery.PathFinder.find_spec(name, path)
+
+
+_SHAPES_FIRST = _ShapesFirst()
 
 
 def _put_off_compiler(torch: types.ModuleType) -> None:
@@ -161,7 +237,7 @@ class _LaterMode:
         return importlib.import_module(_MODES).TransformGetItemToIndex()
 
 
-class _Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _Parts(importlib.abc.MetaPathFinder):
     """Is asked for modules of the compiler while its stand-in is there: the compiler comes first, maybe with them."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -169,15 +245,8 @@ class _Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         real = _compiler()
         if name in sys.modules:
-            return importlib.machinery.ModuleSpec(name, self)
+            return importlib.machinery.ModuleSpec(name, _PRESENT)
         return importlib.machinery.PathFinder.find_spec(name, real.__path__)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """The one that is there."""
-        return sys.modules[spec.name]
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """It has run."""
 
 
 _PARTS = _Parts()
@@ -185,6 +254,7 @@ _PARTS = _Parts()
 
 def _compiler() -> types.ModuleType:
     """The real ``torch._dynamo``, in the place of its stand-in."""
+    load_meta_shapes()
     if isinstance(sys.modules.get(_COMPILER), _LaterCompiler):
         del sys.modules[_COMPILER]
         sys.modules.pop(_MODES, None)

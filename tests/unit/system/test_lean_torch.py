@@ -38,6 +38,17 @@ import transformers.models.llama.modeling_llama
 left_out = ("torch._inductor", "torch.distributed.tensor", "sympy", "triton", "scipy")
 print([name for name in left_out if sys.modules.get(name)])
 print(len(read) < 50, import_utils.is_kernels_available(), transformers.LlamaForCausalLM.__name__)
+print([name for name in ("torch._decomp", "torch._prims") if name in sys.modules])
+from memserve.model.loading.skeleton import build_skeleton
+def build():
+    with torch.device("meta"):
+        points = torch.empty(3, 2)
+        return list(torch.ops.aten._cdist_forward(points, points, 2.0, None).shape), torch.arange(3).tolist()
+try:
+    build()
+except NotImplementedError as error:
+    print(str(error)[:19])
+print(build_skeleton(build), "torch._decomp" in sys.modules)
 """).splitlines()
 
 
@@ -56,6 +67,11 @@ print(double(torch.ones(1)).item(), torch._dynamo.utils.__name__, torch.compiler
 
 def test_model_family_scans_no_other_families_or_packages(family: list[str]) -> None:
     assert family[1] == "True False LlamaForCausalLM"
+
+
+def test_shapes_that_torch_knows_in_python_come_on_demand(family: list[str]) -> None:
+    """What is built is built as ever, with real ranges; only later than without them."""
+    assert family[2:] == ["[]", "aten::_cdist_forwar", "([3, 3], [0, 1, 2]) True"]
 
 
 NAMES = """

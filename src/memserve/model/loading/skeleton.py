@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
 from memserve.model.loading.formats.checkpoint import forget_quantisation
+from memserve.system.imports import load_meta_shapes
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ def build_skeleton(build: Callable[[], T]) -> T:
         with _RealRanges():
             return build()
     except (RuntimeError, TypeError):
+        if load_meta_shapes():  # the first model of a process that needs them
+            return build_skeleton(build)
         # a model may join such numbers with tensors that have none, which torch refuses: then all are without
         return build()
 
