@@ -1,5 +1,5 @@
 """Workers of an instance on GPUs as real processes without any: fake GPUs, attention by its oracle, and gloo in the
-place of NCCL. Run as a module it is one of the processes beside the leader."""
+place of NCCL."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def install(*, whole: bool = False) -> None:
         GpuDevice._is_triton = property(lambda self: True)
         sys.modules["memserve.model.device"].choose_attention = _choose
     torch.set_num_threads(1)
-    gpu_workers.GpuWorkers.module = "gpu_worker_process"
+    gpu_workers.GpuWorkers.module = "gpu_worker_main"
 
 
 @cache
@@ -69,8 +69,3 @@ def _choose(arena: Any, geometry: Any, crew: Any = None) -> Any:
     if crew is not None:
         return Together._choose(arena, geometry, crew)
     return partial(Watched, _the_only(), arena.view(-1), geometry)
-
-
-if __name__ == "__main__":
-    install()
-    gpu_workers.main(int(sys.argv[1]))

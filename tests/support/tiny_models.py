@@ -23,7 +23,7 @@ from memserve.model.states.layers import states_of
 VOCAB = 131
 CONTEXT_TOKENS = 256
 CHUNK_TOKENS = 32
-"""Of Mamba-2's scan, which pads a sequence to whole chunks: with the usual 256 no prompt here would have two of them."""
+"""Of Mamba-2's scan, which pads a sequence to whole chunks: of the usual 256 no prompt here would have two."""
 GREEDY = SamplingParams(temperature=0)
 
 

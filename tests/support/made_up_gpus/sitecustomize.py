@@ -19,6 +19,9 @@ gpus.torch_cuda = lambda: "13.0"
 gpus.Driver = FakeDriver  # before others take it by its name
 
 if "instance" in sys.orig_argv:
+    from lean_imports import leave_compiler_out
+
+    leave_compiler_out()  # before what else imports transformers
     import gpu_worker_process
 
     gpu_worker_process.install(whole=True)

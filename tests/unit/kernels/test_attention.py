@@ -115,7 +115,7 @@ class World:
         return list(out.split(counts))
 
     def truth(self, row: int, first: int = 0) -> Tensor:
-        """Positions from ``first`` on of one sequence in float64, from the same inputs, of which codes are made before."""
+        """Positions from ``first`` on of one sequence in float64, from the same inputs, of which codes are made."""
         c = self.case
         k, v = self.k[row], self.v[row]
         if c.kv_dtype != "auto":

@@ -479,11 +479,12 @@ def test_the_device_of_a_gpu(results: dict[str, str], name: str) -> None:
 def main(names: list[str]) -> None:
     import traceback
 
-    from fake_gpu import attend_with_kernels
     from lean_imports import interpret_quickly, leave_compiler_out
 
     leave_compiler_out()
     interpret_quickly()
+    from fake_gpu import attend_with_kernels
+
     gc.disable()  # else every device looks through all of torch, transformers and triton
     found = {}
     for name in names or SCENARIOS:

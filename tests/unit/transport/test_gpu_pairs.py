@@ -254,11 +254,12 @@ def main(names: list[str]) -> None:
     import time
     import traceback
 
-    from fake_gpu import attend_with_kernels
     from lean_imports import interpret_quickly, leave_compiler_out
 
     leave_compiler_out()
     interpret_quickly()
+    from fake_gpu import attend_with_kernels
+
     gc.disable()  # else every device looks through all of torch, transformers and triton
     attend_with_kernels(False)
     found = {}
