@@ -18,7 +18,7 @@ from memserve.base.types import SamplingParams
 from memserve.cli.doctor import check_memory_bound
 from served_cluster import Server, eventually
 from slow_costs import save_slow_costs
-from tiny_models import LATENT, greedy_tokens, prompt, save_folder, tiny_module
+from tiny_models import LATENT, greedy_answers, greedy_tokens, prompt, save_folder, tiny_module
 
 TOKEN_BYTES = 3 * 32 * 4
 """Of a tiny model: three layers, latents of 24 elements and rotary keys of 8, in float32."""
@@ -41,7 +41,7 @@ def test_an_engine_with_little_memory_is_exact(family: str, tmp_path: Path) -> N
     """Eight prompts at once, in chunks, in memory for three of them: swapped out and preempted, then from the cache."""
     module = tiny_module(family)
     prompts = [prompt(60 + 9 * number, number) for number in range(8)]
-    expected = [greedy_tokens(module, tokens, NEW_TOKENS) for tokens in prompts]
+    expected = greedy_answers(module, prompts, NEW_TOKENS)
     options = {"dtype": "float32", "threads": 1, "block_tokens": 16, "max_step_tokens": 40}
     folder = str(save_folder(tiny_module(family), tmp_path / "tiny"))
     with LLM(folder, **options, **kv_flags(512, 2048)) as llm, ThreadPoolExecutor(8) as pool:
@@ -70,7 +70,7 @@ def test_kv_by_layer_is_exact(tmp_path: Path) -> None:
             ]
             answers = [list(future.result()[0].outputs[0].tokens) for future in asked]
         layers = llm._engine.stats().instance.layers
-    assert answers == [greedy_tokens(module, tokens, 30) for tokens in prompts]
+    assert answers == greedy_answers(module, prompts, 30)
     assert layers.begun + layers.converted > 0
 
 

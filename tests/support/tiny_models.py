@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +225,22 @@ def greedy_tokens(module: Any, tokens: np.ndarray, count: int) -> list[int]:
             best = module(input_ids=ids, use_cache=False).logits[0, -1].argmax()
         ids = torch.cat([ids, best.view(1, 1)], dim=1)
     return ids[0, len(tokens) :].tolist()
+
+
+def greedy_answers(module: Any, prompts: Sequence[Sequence[int] | np.ndarray], count: int) -> list[list[int]]:
+    """:func:`greedy_tokens` of several prompts, side by side in one batch: no token sees those that follow it, so what
+    fills up the shorter rows changes nothing. Not for positions that change with the length of all."""
+    module.set_attn_implementation("eager")
+    ends = torch.tensor([len(tokens) for tokens in prompts])
+    rows = torch.arange(len(prompts))
+    ids = torch.ones(len(prompts), int(ends.max()) + count, dtype=torch.int64)
+    for row, tokens in enumerate(prompts):
+        ids[row, : len(tokens)] = torch.from_numpy(np.asarray(tokens, np.int64))
+    for step in range(count):
+        with torch.inference_mode():
+            logits = module(input_ids=ids[:, : int(ends.max()) + step], use_cache=False).logits
+        ids[rows, ends + step] = logits[rows, ends + step - 1].argmax(-1)
+    return [ids[row, end : end + count].tolist() for row, end in enumerate(ends.tolist())]
 
 
 class Driver:

@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from memserve.base.types import adapter_of, isolation, salt_of
 from memserve.model.forward import EagerForward
 from memserve.model.loading.lora import read_adapters
 from memserve.model.lora import Adapters
-from tiny_models import Driver, greedy_tokens, loaded, prompt, save_folder, sequence, tiny_module
+from tiny_models import Driver, greedy_answers, greedy_tokens, loaded, prompt, save_folder, sequence, tiny_module
 
 TARGETS = {
     "llama": ["q_proj", "v_proj", "gate_proj", "down_proj"],
@@ -65,10 +64,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }
     wholes = {"": module, "one": merged(module, adapters["one"]), "two": merged(module, adapters["two"], 8 / 2)}
     folder = save_folder(module, place / "model")
-    expected = {
-        name: [greedy_tokens(whole, np.array(tokens, np.int32), NEW_TOKENS) for tokens in PROMPTS]
-        for name, whole in wholes.items()
-    }
+    expected = {name: greedy_answers(whole, PROMPTS, NEW_TOKENS) for name, whole in wholes.items()}
     return folder, adapters, expected
 
 
@@ -111,7 +107,7 @@ def test_sequences_keep_their_adapter_when_memory_is_short(llama: tuple[Any, Pat
         counted = llm.stats().instance
         assert counted.preemptions_swap + counted.preemptions_recompute > 0
     for name, whole in wholes.items():
-        assert answers[name] == [greedy_tokens(whole, np.array(p, np.int32), NEW_TOKENS) for p in PROMPTS], name
+        assert answers[name] == greedy_answers(whole, PROMPTS, NEW_TOKENS), name
 
 
 def test_a_module_that_is_not_captured_adapts_as_well(llama: tuple[Any, Path, Path, Path]) -> None:
@@ -201,7 +197,7 @@ def test_all_that_a_config_says_of_matrices_is_followed(llama: tuple[Any, Path, 
     whole = merged(module, own, 12 / 4)
     with load(folder, {"own": own}) as llm:
         answers = at_once(llm, ["own"])["own"]
-    assert answers == [greedy_tokens(whole, np.array(tokens, np.int32), NEW_TOKENS) for tokens in PROMPTS]
+    assert answers == greedy_answers(whole, PROMPTS, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b'{"peft_type": "LORA", "lora_alpha": NaN}', b"[" * 5000])

@@ -16,7 +16,7 @@ from memserve.base.errors import InvariantError
 from memserve.base.types import Tier
 from memserve.instance.events import MovePages, PlaceByLayer
 from memserve.model.copier import Copy, PageCopier
-from tiny_models import FAMILIES, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
+from tiny_models import FAMILIES, Driver, greedy_answers, loaded, prompt, sequence, tiny_module
 
 LAYERS = 3
 """Of the tiny models."""
@@ -102,7 +102,7 @@ def whole(name: str, lengths: Sequence[int], count: int) -> list[list[int]]:
     """Greedy tokens of prompts of these lengths, by the own eager path of a family or of a real geometry's model,
     which knows no blocks."""
     module = SHAPES[name].module() if name in SHAPES else tiny_module(name)
-    return [greedy_tokens(module, prompt(length, seed), count) for seed, length in enumerate(lengths)]
+    return greedy_answers(module, [prompt(length, seed) for seed, length in enumerate(lengths)], count)
 
 
 @pytest.fixture

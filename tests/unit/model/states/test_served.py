@@ -13,12 +13,15 @@ import pytest
 
 from memserve import LLM
 from memserve.base.errors import UserError
-from tiny_models import GREEDY, STATEFUL, greedy_tokens, prompt, save_folder, tiny_module
+from tiny_models import GREEDY, STATEFUL, greedy_answers, greedy_tokens, prompt, save_folder, tiny_module
 
 BLOCK = 32
 ANSWER = 20
 FEW = ("qwen3_5", "jamba", "mamba2", "lfm2")
 """One of each kind: a delta net, Mamba that goes on by one token, no attention at all, convolutions alone."""
+
+
+PROMPTS = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100))]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +31,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @functools.cache
-def expected_tokens(family: str, tokens: tuple[int, ...], count: int = ANSWER) -> list[int]:
-    """The model's own greedy answer. Several tests ask alike."""
-    return greedy_tokens(tiny_module(family), np.array(tokens, np.int32), count)
+def expected_answers(family: str) -> list[list[int]]:
+    """The model's own to :data:`PROMPTS`."""
+    return greedy_answers(tiny_module(family), PROMPTS, ANSWER)
 
 
 @contextmanager
@@ -55,8 +58,8 @@ def resumable(tokens: int) -> int:
 @pytest.mark.parametrize("family", STATEFUL)
 def test_answers_are_the_models_own(family: str, options: dict[str, int], folders: dict[str, Path]) -> None:
     """Together and alone, cold and with the cache, which then has all but the last block of each prompt."""
-    prompts = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100))]
-    expected = [expected_tokens(family, tuple(tokens)) for tokens in prompts]
+    prompts = PROMPTS
+    expected = expected_answers(family)
     with serving(folders[family], **options) as llm:
         cold = ask(llm, prompts)
         assert [answer for answer, _ in cold] == expected
@@ -120,9 +123,8 @@ def test_beams_are_those_of_transformers(family: str, folders: dict[str, Path]) 
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
 def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, Path]) -> None:
     """Memory for a few of eight sequences: they are preempted again and again, and lose no token."""
-    module = tiny_module(family)
     prompts = [prompt(40 + 3 * seed, seed).tolist() for seed in range(8)]
-    expected = [greedy_tokens(module, prompt(len(tokens), seed), 80) for seed, tokens in enumerate(prompts)]
+    expected = greedy_answers(tiny_module(family), prompts, 80)
     geometry_bytes = {"qwen3_5": "224KiB", "falcon_h1": "512KiB"}[family]
     with serving(folders[family], kv_memory=geometry_bytes) as llm:
         assert [answer for answer, _ in ask(llm, prompts, 80)] == expected
