@@ -216,20 +216,33 @@ def prompt(length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
 
 
-def greedy_tokens(module: Any, tokens: np.ndarray, count: int) -> list[int]:
-    """What the family's own eager path gives: ``count`` greedy tokens, the whole sequence computed anew each time."""
+def greedy_tokens(module: Any, tokens: np.ndarray, count: int, guess: Sequence[int] = ()) -> list[int]:
+    """What the family's own eager path gives: ``count`` greedy tokens, the whole sequence computed anew each time.
+    ``guess``: an answer that may be right. No token sees those behind it, so one computation shows how far it is; what
+    is wrong is not taken."""
     module.set_attn_implementation("eager")
-    ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    for _ in range(count):
+    found: list[int] = []
+    while len(found) < count:
+        ahead = list(guess[len(found) : count - 1]) if found == list(guess[: len(found)]) else []
+        ids = torch.tensor([[*tokens.tolist(), *found, *ahead]])
         with torch.inference_mode():
-            best = module(input_ids=ids, use_cache=False).logits[0, -1].argmax()
-        ids = torch.cat([ids, best.view(1, 1)], dim=1)
-    return ids[0, len(tokens) :].tolist()
+            best = module(input_ids=ids, use_cache=False).logits[0, -1 - len(ahead) :].argmax(-1).tolist()
+        right = next((at for at, token in enumerate(ahead) if token != best[at]), len(ahead))
+        found += best[: right + 1]
+    return found
 
 
-def greedy_answers(module: Any, prompts: Sequence[Sequence[int] | np.ndarray], count: int) -> list[list[int]]:
-    """:func:`greedy_tokens` of several prompts, side by side in one batch: no token sees those that follow it, so what
-    fills up the shorter rows changes nothing. Not for positions that change with the length of all."""
+def greedy_answers(
+    module: Any,
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    count: int,
+    guesses: Sequence[Sequence[int]] | None = None,
+) -> list[list[int]]:
+    """:func:`greedy_tokens` of several prompts; without ``guesses`` side by side in one batch: no token sees those behind
+    it, so what fills up the shorter rows changes nothing. Not for positions that change with the length of all."""
+    if guesses is not None:
+        pairs = zip(prompts, guesses, strict=True)
+        return [greedy_tokens(module, np.asarray(tokens), count, guess) for tokens, guess in pairs]
     module.set_attn_implementation("eager")
     ends = torch.tensor([len(tokens) for tokens in prompts])
     rows = torch.arange(len(prompts))

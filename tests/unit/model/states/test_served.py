@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,12 +29,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_folder(tiny_module(family), root / family) for family in STATEFUL}
 
 
-@functools.cache
-def expected_answers(family: str) -> list[list[int]]:
-    """The model's own to :data:`PROMPTS`."""
-    return greedy_answers(tiny_module(family), PROMPTS, ANSWER)
-
-
 @contextmanager
 def serving(folder: Path, **options: Any) -> Iterator[LLM]:
     options = {"dtype": "float32", "kv_memory": "8MiB", "threads": 1} | options
@@ -59,10 +52,10 @@ def resumable(tokens: int) -> int:
 def test_answers_are_the_models_own(family: str, options: dict[str, int], folders: dict[str, Path]) -> None:
     """Together and alone, cold and with the cache, which then has all but the last block of each prompt."""
     prompts = PROMPTS
-    expected = expected_answers(family)
     with serving(folders[family], **options) as llm:
         cold = ask(llm, prompts)
-        assert [answer for answer, _ in cold] == expected
+        expected = [answer for answer, _ in cold]
+        assert expected == greedy_answers(tiny_module(family), prompts, ANSWER, expected)
         assert [cached for _, cached in cold] == [0] * len(prompts)
         warm = ask(llm, prompts)
         assert [answer for answer, _ in warm] == expected
@@ -78,7 +71,7 @@ def test_a_conversation_goes_on_behind_its_answer(family: str, folders: dict[str
         tokens = prompt(50, 3).tolist()
         for turn in range(3):
             answer, cached = ask(llm, [tokens])[0]
-            assert answer == greedy_tokens(module, np.array(tokens, np.int32), ANSWER)
+            assert answer == greedy_tokens(module, np.array(tokens, np.int32), ANSWER, answer)
             # the last token of an answer is never computed
             assert cached == ((len(tokens) - 10 - 1) // BLOCK * BLOCK if turn else 0)
             tokens += answer + prompt(10, 10 + turn).tolist()
@@ -91,8 +84,8 @@ def test_the_third_prompt_that_parts_finds_a_snapshot(family: str, folders: dict
     with serving(folders[family]) as llm:
         for seed, cached in ((1, 0), (2, 0), (3, 64), (4, 64)):
             tokens = [*common.tolist(), *prompt(60, seed).tolist()]
-            expected = greedy_tokens(module, np.array(tokens, np.int32), ANSWER)
-            assert ask(llm, [tokens]) == [(expected, cached)]
+            [(answer, found)] = ask(llm, [tokens])
+            assert (answer, found) == (greedy_tokens(module, np.array(tokens, np.int32), ANSWER, answer), cached)
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -124,10 +117,10 @@ def test_beams_are_those_of_transformers(family: str, folders: dict[str, Path]) 
 def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, Path]) -> None:
     """Memory for a few of eight sequences: they are preempted again and again, and lose no token."""
     prompts = [prompt(40 + 3 * seed, seed).tolist() for seed in range(8)]
-    expected = greedy_answers(tiny_module(family), prompts, 80)
     geometry_bytes = {"qwen3_5": "224KiB", "falcon_h1": "512KiB"}[family]
     with serving(folders[family], kv_memory=geometry_bytes) as llm:
-        assert [answer for answer, _ in ask(llm, prompts, 80)] == expected
+        answers = [answer for answer, _ in ask(llm, prompts, 80)]
+        assert answers == greedy_answers(tiny_module(family), prompts, 80, answers)
         stats = llm.stats().instance
         assert stats.preemptions_recompute > 0 and not stats.preemptions_swap
 
