@@ -238,8 +238,8 @@ def greedy_answers(
     count: int,
     guesses: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
-    """:func:`greedy_tokens` of several prompts; without ``guesses`` side by side in one batch: no token sees those behind
-    it, so what fills up the shorter rows changes nothing. Not for positions that change with the length of all."""
+    """:func:`greedy_tokens` of several prompts; without ``guesses`` side by side in one batch: none sees what follows,
+    so what fills up the shorter rows changes nothing. Not for positions that change with the length of all."""
     if guesses is not None:
         pairs = zip(prompts, guesses, strict=True)
         return [greedy_tokens(module, np.asarray(tokens), count, guess) for tokens, guess in pairs]
