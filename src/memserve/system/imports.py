@@ -84,7 +84,7 @@ def load_meta_shapes() -> bool:
 
 
 class _Present(importlib.abc.Loader):
-    """Of modules that were imported while somebody looked for them."""
+    """Of modules that were imported while they were looked for."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         """The one that is there."""

@@ -149,7 +149,7 @@ INSTANCE_GAUGES: Table = [
     (
         "instance_read_timestamp_seconds",
         GAUGE,
-        "Unix time at which the instance read the counters that stand here, 0 before it has told any",
+        "Unix time in seconds at which the instance last read its counters, 0 if it has told none yet",
         lambda m: m.engine.read_at_ns / NS_PER_S if m.engine else 0,
     ),
 ]
