@@ -158,6 +158,11 @@ class RadixIndex:
         """As ``match_blocks``, pinned (``pin``, 0 = nothing), with a reference on each HBM block for the caller."""
     def unpin(self, pin: int) -> None:
         """End a pin (0 = nothing); its path becomes the most recently used."""
+    def hold(self, namespace: bytes, tokens: Ids) -> int:
+        """Keep ``evict`` from the whole blocks of ``tokens``, which count as evictable all the same, until ``unhold``,
+        ``delete`` or ``clear``. 0: not all of them are cached."""
+    def unhold(self, hold: int) -> None:
+        """End a hold. Raises where its path has been deleted or cleared."""
     def insert(
         self,
         namespace: bytes,
@@ -174,8 +179,10 @@ class RadixIndex:
         """
     def promote(self, pin: int, hbm_blocks: Ids) -> Promotion:
         """The pinned path's first DRAM blocks move to ``hbm_blocks``; the pin moves to the end of HBM."""
+    def evictable(self, tier: int) -> bool:
+        """Whether ``evict`` finds anything."""
     def evict(self, tier: int, count: int) -> Eviction:
-        """Free ``count`` blocks of a tier (HBM: moved down to DRAM where it has room).
+        """Free ``count`` blocks of a tier (HBM: moved down to DRAM where it has room) that nothing holds.
 
         Oldest leaves first, of the owner with most blocks; they count double for each turnover of the tier that the
         owner has not used the index for.
@@ -187,7 +194,9 @@ class RadixIndex:
         far as they are unpinned and lead nowhere else. Nothing, when ``tokens`` is not cached in full.
         """
     def clear(self) -> Eviction:
-        """Drop everything that is not pinned."""
+        """Drop everything that is not pinned, held or not."""
+    def burden(self, owner: bytes, tier: int, beside: int = 0) -> int:
+        """How heavy an owner's blocks are, with ``beside`` more of them: see ``evict``. 0: it is not known."""
     def blocks(self, tier: int) -> int: ...
     def blocks_pinned(self, tier: int) -> int: ...
     @property

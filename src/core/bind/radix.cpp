@@ -143,14 +143,27 @@ void bind_radix(nb::module_& m) {
       .def("continuation", &continuation, nb::arg("namespace"), nb::arg("tokens"), nb::arg("count"))
       .def("acquire", &acquire, nb::arg("namespace"), nb::arg("tokens"))
       .def("unpin", &RadixIndex::unpin, nb::arg("pin"))
+      .def("hold",
+           [](RadixIndex& self, nb::bytes name, nb::handle tokens) {
+             return self.hold(namespace_of(name), IntSpan(tokens).span());
+           },
+           nb::arg("namespace"), nb::arg("tokens"))
+      .def("unhold", &RadixIndex::unhold, nb::arg("hold"))
       .def("insert", &insert, nb::arg("namespace"), nb::arg("tokens"), nb::arg("blocks"),
            nb::arg("hbm_blocks") = -1, nb::arg("pin") = false, nb::arg("owner") = nb::bytes(""))
       .def("promote",
            [](RadixIndex& self, uint32_t pin, nb::handle blocks) { return self.promote(pin, IntSpan(blocks).span()); },
            nb::arg("pin"), nb::arg("hbm_blocks"))
+      .def("evictable", [](const RadixIndex& self, int tier) { return self.evictable(valid_tier(tier)); },
+           nb::arg("tier"))
       .def("evict", &evict, nb::arg("tier"), nb::arg("count"))
       .def("delete", &erase, nb::arg("namespace"), nb::arg("tokens"))
       .def("clear", [](RadixIndex& self) { Eviction out; self.clear(out); return out; })
+      .def("burden",
+           [](const RadixIndex& self, nb::bytes owner, int tier, size_t beside) {
+             return self.burden_of(namespace_of(owner), valid_tier(tier), beside);
+           },
+           nb::arg("owner"), nb::arg("tier"), nb::arg("beside") = 0)
       .def("blocks", [](const RadixIndex& self, int tier) { return self.blocks_in(valid_tier(tier)); },
            nb::arg("tier"))
       .def("blocks_pinned", [](const RadixIndex& self, int tier) { return self.blocks_locked(valid_tier(tier)); },

@@ -14,10 +14,15 @@ constexpr uint64_t kDoublingsMax = 31;
 }  // namespace
 
 // The weight of an owner's blocks of a tier: they count double for each turnover since the owner used the index.
-uint64_t RadixIndex::burden(const Owner& owner, int tier) const {
+uint64_t RadixIndex::burden(const Owner& owner, int tier, size_t beside) const {
   const uint64_t turnover = allocator_[tier] ? static_cast<uint64_t>(allocator_[tier]->num_blocks()) : 0;
   const uint64_t turnovers = turnover ? (entered_ - owner.used_at) / turnover : 0;
-  return uint64_t{owner.held[tier]} << std::min(turnovers, kDoublingsMax);
+  return uint64_t{owner.held[tier] + beside} << std::min(turnovers, kDoublingsMax);
+}
+
+uint64_t RadixIndex::burden_of(const NamespaceId& owner, int tier, size_t beside) const {
+  const auto known = owner_of_.find(owner);
+  return known == owner_of_.end() ? 0 : burden(*known->second, tier, beside);
 }
 
 // The heaviest owner with something to evict, ties go to the one whose last use is longest ago.
@@ -180,13 +185,16 @@ void RadixIndex::erase(const NamespaceId& name, std::span<const int32_t> tokens,
   }
 }
 
-// Drops everything that is not pinned, without demoting.
+// Drops everything that is not pinned, held or not, without demoting.
 void RadixIndex::clear(Eviction& out) {
   evict_dram(std::numeric_limits<size_t>::max(), out);
   while (Owner* const owner = next_victim(kHbm).owner) {
     Node* const node = owner->lists[kHbm].oldest;
     drop_tail_hbm(node, node->hbm, out);
   }
+  std::vector<Node*> roots;
+  for (const auto& [name, root] : roots_) roots.push_back(root);
+  for (Node* const root : roots) drop_unlocked_below(root, out);
 }
 
 }  // namespace memserve

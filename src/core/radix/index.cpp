@@ -56,6 +56,25 @@ void RadixIndex::unpin(uint32_t pin) {
   unlock_path(node);
 }
 
+uint32_t RadixIndex::hold(const NamespaceId& name, std::span<const int32_t> tokens) {
+  const Position end = walk(name, tokens);
+  if (end.depth == 0 || end.depth < tokens.size() / block_tokens_) return 0;
+  Node* const last = node_ending_at(end);
+  ++last->ends;
+  for (Node* node = last; node; node = node->parent) {
+    if (node->holds++ > 0) continue;
+    for (int tier = 0; tier < kTiers; ++tier) unlist(tier, node);
+  }
+  return last->id;
+}
+
+void RadixIndex::unhold(uint32_t hold) {
+  if (hold == 0 || hold > nodes_.size() || nodes_[hold - 1].id == 0 || nodes_[hold - 1].ends == 0) {
+    throw InvariantViolation("hold " + std::to_string(hold) + " is over");
+  }
+  end_holds(&nodes_[hold - 1], 1);
+}
+
 // Takes over the caller's HBM blocks where the node has the same tokens in DRAM. The node must be locked.
 void RadixIndex::adopt(Node* node, uint32_t upto, const int32_t* blocks, Insertion& out) {
   if (upto <= node->hbm) return;

@@ -10,10 +10,12 @@
 //   * Along any path from the root the tier never goes up: HBM blocks, then DRAM blocks. So eviction takes leaves of a
 //     tier first, and what is left is always a usable prefix.
 //   * node.locks = pins that end in the node's subtree. Locked nodes are in no LRU list and are never evicted.
+//   * node.holds = holds that end in the node's subtree. A held node is evictable by count, and in no LRU list: it waits
+//     until all holds are over. So what is not held goes first (a path that no recurrent state stands behind).
 //   * A pin is a use, and the only one: requests, forks, transfers and hand-overs all take blocks by it.
-//   * An unlocked node is in the LRU list of its owner for each tier that it has blocks in, and never behind (older
-//     than) a child of its own in that list: the list's tail is always evictable. Paths are touched deepest node first
-//     to keep it so.
+//   * A node without locks and holds is in the LRU list of its owner for each tier that it has blocks in, and never
+//     behind (older than) a child of its own in that list: the list's tail is always evictable. Paths are touched
+//     deepest node first to keep it so.
 //   * Each root has one owner (a tenant); its namespaces (one per salt) share lists and counts. Eviction takes the
 //     oldest leaf of the owner with the heaviest blocks: they count double for each time that as many blocks as a tier
 //     has have entered the index since the owner used it. So a flood evicts its own blocks, and an absent owner loses
@@ -77,7 +79,9 @@ struct alignas(64) Node {
   uint32_t id = 0;     // handle of the node; 0 = the node is not in use
   uint32_t locks = 0;  // pins that end in this subtree
 
-  uint32_t pins = 0;  // pins that end at this node
+  uint32_t pins = 0;   // pins that end at this node
+  uint32_t holds = 0;  // holds that end in this subtree
+  uint32_t ends = 0;   // holds that end at this node
   bool listed[kTiers] = {};
   Node* first_child = nullptr;
   Node* next_sibling = nullptr;
@@ -132,6 +136,8 @@ class RadixIndex {
   size_t blocks_in(int tier) const { return blocks_in_[tier]; }
   size_t blocks_locked(int tier) const { return blocks_locked_[tier]; }
   size_t nodes() const { return nodes_in_use_; }
+  // The weight of an owner's blocks with `beside` more that the index does not know. 0: it has nothing in the index.
+  uint64_t burden_of(const NamespaceId& owner, int tier, size_t beside) const;
   size_t bytes() const;
 
   // Read-only.
@@ -147,11 +153,17 @@ class RadixIndex {
   void retain_hbm(std::span<const int32_t> blocks) { if (allocator_[kHbm]) allocator_[kHbm]->retain(blocks); }
   Node* pinned_node(uint32_t pin) const;
 
+  // Keeps the whole of a cached path out of the LRU lists, at least until `unhold` or until it is erased (which ends the
+  // hold). 0: not all of it is cached.
+  uint32_t hold(const NamespaceId& name, std::span<const int32_t> tokens);
+  void unhold(uint32_t hold);
+
   // blocks[0, hbm_blocks) lie in HBM, the rest in DRAM. With `keep_pin` the deepest node stays pinned.
   // `owner` is used for a namespace with nothing in the index yet; others keep theirs.
   Insertion insert(const NamespaceId& name, std::span<const int32_t> tokens, std::span<const int32_t> blocks,
                    size_t hbm_blocks, bool keep_pin, const NamespaceId& owner = {});
   Promotion promote(uint32_t pin, std::span<const int32_t> hbm_blocks);
+  bool evictable(int tier) const { return next_victim(tier).owner; }  // without what is held
   size_t evict_hbm(size_t count, Eviction& out);
   size_t evict_dram(size_t count, Eviction& out);
   void erase(const NamespaceId& name, std::span<const int32_t> tokens, Eviction& out);
@@ -200,6 +212,7 @@ class RadixIndex {
   void touch(Node* node);
   void lock_path(Node* node);
   void unlock_path(Node* node);
+  void end_holds(Node* node, uint32_t count);
   void set_idle(Node* node, bool idle);
   uint64_t edge_hash(const Node* parent, const int32_t* block) const;
   uint32_t equal_blocks(const Node* node, const int32_t* tokens, size_t blocks, Lookahead& next) const;
@@ -211,7 +224,7 @@ class RadixIndex {
   Node* node_ending_at(const Position& end);
 
   // evict.cpp
-  uint64_t burden(const Owner& owner, int tier) const;
+  uint64_t burden(const Owner& owner, int tier, size_t beside = 0) const;
   Victim next_victim(int tier) const;
   size_t release_one(Owner* owner, int tier, const int32_t* blocks, size_t count);
   size_t drop_tail_dram(Node* node, uint32_t count, Eviction& out);

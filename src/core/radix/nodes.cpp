@@ -166,6 +166,7 @@ Node* RadixIndex::split(Node* node, uint32_t at) {
   upper->size = at;
   upper->hbm = std::min(node->hbm, at);
   upper->locks = node->locks;
+  upper->holds = node->holds;
   upper->owner = node->owner;
   node->hbm -= upper->hbm;
   node->rows = rows_.skip(node->rows, at);
@@ -183,6 +184,7 @@ Node* RadixIndex::split(Node* node, uint32_t at) {
 // Removes a node without children and pins from the tree, and its root if that was the last child.
 void RadixIndex::remove_childless(Node* node) {
   Node* parent = node->parent;
+  if (node->ends > 0) end_holds(node, node->ends);
   for (int tier = 0; tier < kTiers; ++tier) unlist(tier, node);
   detach(node);
   free_node(node);
@@ -247,7 +249,16 @@ void RadixIndex::unlock_path(Node* node) {
   for (; node; node = node->parent) {
     if (--node->locks > 0) continue;
     set_idle(node, true);
-    touch(node);
+    if (node->holds == 0) touch(node);
+  }
+}
+
+// `count` of the holds that end at `node` are over. As in `unlock_path`, a parent is listed after its child.
+void RadixIndex::end_holds(Node* node, uint32_t count) {
+  node->ends -= count;
+  for (; node; node = node->parent) {
+    node->holds -= count;
+    if (node->holds == 0 && node->locks == 0) touch(node);
   }
 }
 

@@ -108,11 +108,12 @@ def test_colliding_first_blocks_are_told_apart() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(ops=st.lists(st.tuples(st.sampled_from("iiidpu"), PATH), max_size=40))
+@given(ops=st.lists(st.tuples(st.sampled_from("iiidpuhxe"), PATH), max_size=40))
 def test_insert_and_delete_equal_their_twin(ops: list[tuple[str, list[int]]]) -> None:
     index = RadixIndex(BLOCK)
     blocks: dict[tuple[int, ...], int] = {}
     pins: list[tuple[int, tuple[int, ...]]] = []
+    holds: list[tuple[int, tuple[int, ...]]] = []
     asked = []
     for number, (op, tokens) in enumerate(ops):
         asked.append(tokens)
@@ -128,9 +129,21 @@ def test_insert_and_delete_equal_their_twin(ops: list[tuple[str, list[int]]]) ->
             pins.append((held.pin, tuple(tokens[: held.tokens])))
         elif op == "u" and pins:
             index.unpin(pins.pop(number % len(pins))[0])
+        elif op == "h":
+            hold = index.hold(A, tokens)
+            assert bool(hold) == bool(path and path[-1] in blocks)
+            holds += [(hold, path[-1])] if hold else []
+        elif op == "x" and holds:
+            index.unhold(holds.pop(number % len(holds))[0])
+        elif op == "e":  # all that is neither pinned nor held
+            ends = [*(pinned for _, pinned in pins), *(end for _, end in holds)]
+            loose = [p for p in blocks if not any(end[: len(p)] == p for end in ends)]
+            assert index.evictable(0) == bool(loose)
+            assert sorted(index.evict(0, 1000).dropped_hbm) == sorted(blocks.pop(p) for p in loose)
         elif op == "d":
             gone = delete(blocks, path, [pinned for _, pinned in pins])
             assert sorted(index.delete(A, tokens).dropped_hbm) == sorted(gone)
+            holds = [(hold, end) for hold, end in holds if end in blocks]  # the others are over
         for tokens in asked:
             known = [blocks[p] for p in whole(tokens) if p in blocks]
             assert index.match_blocks(A, np.array(tokens, np.int32)).hbm == known
