@@ -82,7 +82,8 @@ def lone_beams(req, context):
 class World:
     """Posts events, performs actions, and compares every output with what the lone request would get."""
 
-    def __init__(self, cfg, block_tokens=4, twin=True, costs=None, geometry=None):
+    def __init__(self, cfg, block_tokens=4, twin=True, costs=None, geometry=None, snapshot_policy=None):
+        self.snapshot_policy = snapshot_policy  # makes one; None: the product's own
         self.cfg, self.block_tokens, self.twin, self.costs = cfg, block_tokens, twin, costs
         self.geometry = geometry or KVGeometry(LAYERS, 1, 1, 1, "float32", block_tokens)
         self.machine = self.new_machine()
@@ -113,6 +114,8 @@ class World:
         pool = kind(self.cfg.pool, self.block_tokens, "test")
         machine = Instance(self.cfg, self.block_tokens, self.costs or PreemptionCosts(), pool, geometry=self.geometry)
         foretell(machine, Random(0))
+        if self.snapshot_policy is not None:
+            pool.snapshots.policy = self.snapshot_policy()
         return machine
 
     # -- doing

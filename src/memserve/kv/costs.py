@@ -523,6 +523,11 @@ class PreemptionModel:
         """Prefill time per token of a prompt of typical length."""
         return max(1, round(self.recompute_ns(_TYPICAL_TOKENS) / _TYPICAL_TOKENS))
 
+    def saved_ns(self, tokens: int, behind: int) -> int:
+        """By how much steps that compute prompts are shorter without ``tokens`` tokens behind ``behind`` others."""
+        prefill = self.model.prefill
+        return max(0, prefill.ns(tokens, behind) - round(prefill.step_ns))
+
     def recompute_ns(self, tokens: int) -> int:
         """Time to run ``tokens`` through the model again."""
         return self.model.prefill_ns(tokens)

@@ -21,10 +21,11 @@ from memserve.base.types import CopyBlocks, Tier, TokenArray, tenant_of
 from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
 from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id, state_identities
-from memserve.kv.snapshots import SnapshotCache, SnapshotReport, StateSnapshot
+from memserve.kv.snapshots import SnapshotCache, SnapshotReport
+from memserve.kv.state_snapshot import PlannedPrompt, StateSnapshot
 from memserve.kv.windows import WindowCache, WindowPart, WindowReport
 
-_EVICTION_STEP = 8  # blocks given up at once where a snapshot may go with any of them
+_EVICTION_STEP = 8  # blocks given up at once where a part of a window may go with any of them
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class BlockPool:
         self.snapshots: SnapshotCache | None = None
         if config.states is not None:
             check(not config.dram_blocks, "snapshots lie on one tier")
-            self.snapshots = SnapshotCache(config.states, self._hbm, self.release)
+            self.snapshots = SnapshotCache(config.states, self._hbm, self.release, self._index, self.block_tokens)
         #: None: the KV of all layers lies together
         self.windows: WindowCache | None = None
         if config.windows is not None:
@@ -306,15 +307,26 @@ class BlockPool:
             self._make_room(snapshots.pages.layout.pages_each, for_snapshot=True)
         return snapshots.allocate(tokens)
 
+    def describe_prompt(self, tenant: str, tokens: TokenArray, start_tokens: int) -> PlannedPrompt:
+        """What a policy of snapshots must know of a prompt that goes on behind ``start_tokens``."""
+        known_tokens = tokens[: max(0, len(tokens) - 1)]
+        identities = self.identities(tenant, known_tokens)
+        cached_tokens = self.match_kv(tenant, known_tokens)
+        return PlannedPrompt(start_tokens, cached_tokens, len(tokens), self.block_tokens, identities)
+
     def keep_snapshot(self, tenant: str, tokens: TokenArray, snapshot: StateSnapshot) -> bool:
         """Cache ``snapshot``, which was taken behind ``tokens``. False: there is one, or the index has not all of their
         KV; it stays the caller's."""
         if self.snapshots is None or not snapshot.pages or not self.config.caching:
             return False
         matched = self._index.match_blocks(self._namespace_id(tenant), tokens)
-        if len(matched.hbm) * self.block_tokens < len(tokens):
+        identities = self.identities(tenant, tokens)
+        if len(matched.hbm) * self.block_tokens < len(tokens) or self.snapshots.has(identities):
             return False
-        return self.snapshots.keep(snapshot, self.identities(tenant, tokens), tokens, matched.hbm[-1])
+        hold = self._index.hold(self._namespace_id(tenant), tokens)
+        owner = self._owners[tenant]
+        self.snapshots.keep(snapshot, identities, tokens, matched.hbm[-1], hold=hold, owner=owner)
+        return True
 
     @property
     def state_blocks(self) -> int:
@@ -551,10 +563,10 @@ class BlockPool:
 
     def clear_cache(self) -> int:
         """Drop every unpinned entry of the index, and every snapshot that is not; returns how many blocks it named."""
-        evicted = self._index.clear()
-        self._log_eviction(evicted)
         if self.snapshots is not None:
             self.snapshots.forget_all(with_pinned=False)
+        evicted = self._index.clear()
+        self._log_eviction(evicted)
         return len(evicted.dropped_hbm) + len(evicted.dropped_dram)
 
     def check_invariants(self) -> None:
@@ -571,19 +583,25 @@ class BlockPool:
     # -- inside
 
     def _make_room(self, count: int, *, for_snapshot: bool = False) -> bool:
-        """Free blocks until there are ``count``: first what is of least use beside blocks, then cached blocks in the
-        order of eviction, with what hangs behind them, then the rest beside blocks, but none of that ``for_snapshot``.
-        False: not so many."""
-        hbm, beside = self._hbm, self._beside
+        """Free blocks until there are ``count``: first what is of least use beside blocks; then cached blocks in the order
+        of eviction, with what hangs behind them, but not those that a snapshot stands behind; then cached snapshots in
+        the order of their policy, and the blocks that they alone stood behind; then the rest beside blocks, but none
+        of that ``for_snapshot``. False: not so many."""
+        hbm, beside, snapshots = self._hbm, self._beside, self.snapshots
         check(beside is not None, "only what lies beside blocks is given up with them")
         if beside is None:
             return False
         while hbm.blocks_free < count and beside.give_up_first():
             pass
-        while hbm.blocks_free < count and hbm.blocks_evictable:
-            self._evict_blocks(min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP))
-        while hbm.blocks_free < count and not for_snapshot and beside.give_up_last():
-            pass
+        while hbm.blocks_free < count:
+            if hbm.blocks_evictable and self._index.evictable(Tier.HBM):
+                self._evict_blocks(min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP))
+            elif not (
+                (snapshots is not None and snapshots.give_up_cached())
+                or (not for_snapshot and beside.give_up_last())
+                or (snapshots is not None and hbm.blocks_evictable and snapshots.end_hold())
+            ):
+                break
         return hbm.blocks_free >= count
 
     @property

@@ -19,46 +19,18 @@ at any time, because its tokens can be computed again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from memserve import _core
 from memserve.base.errors import check
 from memserve.base.states import StatePages
-from memserve.base.types import TokenArray
-
-_CHOICES = 8
-"""Among so many that were not used for longest, the one goes whose loss costs least."""
-
-
-@dataclass(slots=True, eq=False)
-class StateSnapshot:
-    """A recurrent state as it was behind ``tokens`` tokens of a sequence."""
-
-    tokens: int
-    """Whole blocks of them."""
-    pages: list[int]
-    """Where it lies. Empty: it was given up."""
-    identity: bytes = b""
-    """Of its anchor. Empty: it is not cached."""
-    prefix: TokenArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """Cached: its tokens, which a match compares."""
-    anchor: int = -1
-    """Cached: the HBM block behind which it hangs."""
-    pins: int = 0
-    """Holders that keep it from being given up."""
-    gap_tokens: int = 0
-    """Cached: how many tokens it saves beside the snapshot before it on its path."""
-    is_branch: bool = False
-    """Taken where prompts part, or used by several: worth more than its path's end."""
-    uses: int = 0
-    """Cached: sequences that went on from it."""
-
-    @property
-    def is_cached(self) -> bool:
-        return bool(self.identity)
+from memserve.base.types import Tier, TokenArray
+from memserve.kv.costs import PrefillCurve
+from memserve.kv.snapshot_policy import MeasuredPolicy, SnapshotPolicy
+from memserve.kv.state_snapshot import StateSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +139,42 @@ class SnapshotPages:
         check(self._pins.keys() == set(pinned), "pinned blocks were counted wrongly")
 
 
+class PathHolds(Protocol):
+    """What snapshots need of the prefix index (:class:`memserve._core.RadixIndex`)."""
+
+    def unhold(self, hold: int) -> None:
+        """The KV of a path is not needed by a snapshot any more."""
+
+    def burden(self, owner: bytes, tier: int, beside: int) -> int:
+        """How heavy the blocks of an owner are on a tier, with ``beside`` more."""
+
+
 class SnapshotCache:
-    """All snapshots of a pool. It decides which go; the pool decides when."""
+    """All snapshots of a pool. Its policy decides which go; the pool decides when."""
 
     def __init__(
-        self, pages: StatePages, blocks: _core.BlockAllocator, release: Callable[[Sequence[int]], None]
+        self,
+        pages: StatePages,
+        blocks: _core.BlockAllocator,
+        release: Callable[[Sequence[int]], None],
+        index: PathHolds,
+        block_tokens: int,
     ) -> None:
-        """``blocks`` of the arena that attention reads, and how they are given back."""
+        """``blocks`` of the arena that attention reads, and how they are given back; ``index`` over them."""
         self.pages = SnapshotPages(pages, blocks, release)
+        #: time of computing tokens behind others, as far as it is known: ``(tokens, behind)`` -> ns
+        self.compute_ns: Callable[[int, int], int] = PrefillCurve().ns
+        # blocks of a model without attention have no KV: what they hold is worth nothing
+        token_blocks = 1 / block_tokens if self.shares_blocks else 0.0
+        self.policy: SnapshotPolicy = MeasuredPolicy(
+            lambda tokens, behind: self.compute_ns(tokens, behind), token_blocks, pages.pages_each / pages.per_block
+        )
+        self._index = index
         self._by_identity: dict[bytes, StateSnapshot] = {}
         self._by_anchor: dict[int, StateSnapshot] = {}
-        # all, in the order of their last use; dicts keep it
-        self._running: dict[StateSnapshot, None] = {}
-        self._behind: dict[StateSnapshot, None] = {}  # cached, and a longer one of the same path is, too
-        self._ends: dict[StateSnapshot, None] = {}  # cached, the others
+        self._running: dict[StateSnapshot, None] = {}  # in the order in which they were taken
+        self._owners: dict[bytes, int] = {}  # of cached ones -> how many
+        self._first: dict[StateSnapshot, None] = {}  # cached ones without a parent
         self._used = self._given_up = 0
 
     # -- room
@@ -197,7 +191,7 @@ class SnapshotCache:
 
     def allocate(self, tokens: int) -> StateSnapshot | None:
         """A running snapshot with free pages. None: there are not enough."""
-        while not self.shares_blocks and self.pages.lacking_blocks and (self.give_up_behind() or self.give_up_end()):
+        while not self.shares_blocks and self.pages.lacking_blocks and self.give_up_cached():
             pass
         pages = self.pages.allocate()
         if pages is None:
@@ -213,48 +207,65 @@ class SnapshotCache:
         return snapshot
 
     def give_up_first(self) -> bool:
-        """Give up what is of least use in blocks of KV: a snapshot that has a longer one on its path. False: none."""
-        return self.shares_blocks and self.give_up_behind()
+        """Nothing goes before KV that no snapshot stands behind."""
+        return False
 
     def give_up_last(self) -> bool:
-        """Give up what cached blocks go for: a path's end, or what a sequence would leave. False: there is none."""
-        return self.shares_blocks and (self.give_up_end() or self.give_up_running())
+        """Give up what a sequence would leave. False: there is none in blocks of KV."""
+        return self.shares_blocks and self.give_up_running()
 
-    def give_up_behind(self) -> bool:
-        """Give up the oldest snapshot that has a longer one on its path. False: there is none."""
-        snapshot = next((snapshot for snapshot in self._behind if not snapshot.pins), None)
-        return snapshot is not None and self.forget(snapshot)
+    def give_up_cached(self) -> bool:
+        """For room, give up a cached one: of the owner whose blocks weigh most, what its policy says. False: each is
+        pinned, or there is none."""
+        for owner in self._owners_by_weight():
+            snapshot = self.policy.choose_victim(owner)
+            if snapshot is not None:
+                self._give_up(snapshot, evicted=True)
+                return True
+        return False
 
-    def give_up_end(self) -> bool:
-        """Of the cached ones that were not used for longest, give up the one that saves fewest tokens."""
-        oldest = islice((snapshot for snapshot in self._ends if not snapshot.pins), _CHOICES)
-        snapshot = min(oldest, key=lambda snapshot: snapshot.gap_tokens, default=None)
-        return snapshot is not None and self.forget(snapshot)
+    def _owners_by_weight(self) -> list[bytes]:
+        if len(self._owners) < 2:
+            return list(self._owners)
+        each = self.pages.layout.pages_each / self.pages.layout.per_block if self.shares_blocks else 0
+        return sorted(
+            self._owners, key=lambda owner: -self._index.burden(owner, Tier.HBM, round(self._owners[owner] * each))
+        )
 
     def give_up_running(self) -> bool:
         """Give up what a sequence would leave behind. False: there is none."""
         snapshot = next((snapshot for snapshot in self._running if not snapshot.pins), None)
         return snapshot is not None and self.forget(snapshot)
 
+    def end_hold(self) -> bool:
+        """Let KV go that only a pinned snapshot holds: a peer reads that snapshot, and needs no KV. False: there is
+        none."""
+        snapshot = next((snapshot for snapshot in self._by_identity.values() if snapshot.hold), None)
+        if snapshot is not None:
+            self._index.unhold(snapshot.hold)
+            snapshot.hold = 0
+        return snapshot is not None
+
     def forget(self, snapshot: StateSnapshot) -> bool:
         """Give its pages back, whatever it is; True. What refers to it sees that it has none."""
+        self._give_up(snapshot, evicted=False)
+        return True
+
+    def _give_up(self, snapshot: StateSnapshot, *, evicted: bool) -> None:
         if not snapshot.pages:
-            return True
-        for line in (self._running, self._behind, self._ends):
-            line.pop(snapshot, None)
+            return
+        self._running.pop(snapshot, None)
         if snapshot.is_cached:
-            del self._by_identity[snapshot.identity], self._by_anchor[snapshot.anchor]
-            self._given_up += 1
+            self._leave_cache(snapshot, evicted=evicted)
         if snapshot.pins:
             self.pages.pin(snapshot.pages, -1)
         pages, snapshot.pages, snapshot.identity = snapshot.pages, [], b""
-        snapshot.prefix = snapshot.prefix[:0]
+        snapshot.prefix, snapshot.identities = snapshot.prefix[:0], b""
         self.pages.release(pages)
-        return True
 
     def forget_all(self, *, with_pinned: bool) -> None:
         """Give up all; ``with_pinned``: a step has failed, and what any of them holds is not known."""
-        for snapshot in [*self._running, *self._behind, *self._ends]:
+        for snapshot in [*self._running, *self._by_identity.values()]:
             if with_pinned or not snapshot.pins:
                 self.forget(snapshot)
 
@@ -270,32 +281,58 @@ class SnapshotCache:
         return None
 
     def use(self, snapshot: StateSnapshot) -> None:
-        """A sequence goes on from it: it is the last that should go."""
+        """A sequence goes on from it."""
         self._used += 1
         snapshot.uses += 1
-        snapshot.is_branch |= snapshot.uses > 1  # the first is usually the next turn, which leaves a longer one
-        self._behind.pop(snapshot, None)
-        self._ends.pop(snapshot, None)
-        self._ends[snapshot] = None
+        self.policy.on_used(snapshot)
 
-    def keep(self, snapshot: StateSnapshot, identities: bytes, prefix: TokenArray, anchor: int) -> bool:
+    def keep(
+        self, snapshot: StateSnapshot, identities: bytes, prefix: TokenArray, anchor: int, *, hold: int, owner: bytes
+    ) -> None:
         """Cache a running snapshot: it is of ``prefix``, with blocks of these ``identities``, the last of which is
-        ``anchor``. False: another one is there for the same tokens; this one stays as it is."""
+        ``anchor``; ``hold`` keeps their KV. There must be none for these tokens (:meth:`has`)."""
         check(snapshot.tokens == len(prefix), "a snapshot is not of its prefix")
-        present = self._by_identity.get(identities[-16:])
-        if present is not None:
-            return False
-        before = self.longest_match(identities[:-16], prefix)
-        snapshot.gap_tokens = snapshot.tokens - (before.tokens if before is not None else 0)
-        if before is not None and not before.is_branch and before in self._ends:
-            del self._ends[before]
-            self._behind[before] = None
-        del self._running[snapshot]
-        self._ends[snapshot] = None
-        snapshot.identity, snapshot.prefix, snapshot.anchor = identities[-16:], prefix.copy(), anchor
+        check(not self.has(identities), "two snapshots of the same tokens")
         check(anchor not in self._by_anchor, "two snapshots hang behind block {}", anchor)
+        parent = self.longest_match(identities[:-16], prefix)
+        del self._running[snapshot]
+        snapshot.identity, snapshot.prefix, snapshot.anchor = identities[-16:], prefix.copy(), anchor
+        snapshot.identities, snapshot.hold, snapshot.owner = identities, hold, owner
         self._by_identity[snapshot.identity] = self._by_anchor[anchor] = snapshot
-        return True
+        self._owners[owner] = self._owners.get(owner, 0) + 1
+        end = len(identities)
+        longer = [child for child in self._children_of(parent) if child.identities[end - 16 : end] == snapshot.identity]
+        self._set_parent(snapshot, parent)
+        for child in longer:
+            self._set_parent(child, snapshot)
+        self.policy.on_kept(snapshot)
+
+    def has(self, identities: bytes) -> bool:
+        """Whether there is one behind the last block of these."""
+        return identities[-16:] in self._by_identity
+
+    def _children_of(self, parent: StateSnapshot | None) -> dict[StateSnapshot, None]:
+        return self._first if parent is None else parent.children
+
+    def _set_parent(self, snapshot: StateSnapshot, parent: StateSnapshot | None) -> None:
+        self._children_of(snapshot.parent).pop(snapshot, None)
+        snapshot.parent = parent
+        self._children_of(parent)[snapshot] = None
+
+    def _leave_cache(self, snapshot: StateSnapshot, *, evicted: bool) -> None:
+        del self._by_identity[snapshot.identity], self._by_anchor[snapshot.anchor]
+        for child in list(snapshot.children):
+            self._set_parent(child, snapshot.parent)
+        self._children_of(snapshot.parent).pop(snapshot)
+        self.policy.on_gone(snapshot, evicted=evicted)
+        snapshot.parent = None
+        self._owners[snapshot.owner] -= 1
+        if not self._owners[snapshot.owner]:
+            del self._owners[snapshot.owner]
+        if snapshot.hold:
+            self._index.unhold(snapshot.hold)
+            snapshot.hold = 0
+        self._given_up += 1
 
     def pin(self, snapshot: StateSnapshot) -> None:
         """Keep it until :meth:`unpin`."""
@@ -310,10 +347,12 @@ class SnapshotCache:
             self.pages.pin(snapshot.pages, -1)
 
     def on_blocks_dropped(self, blocks: Iterable[int]) -> None:
-        """The index has given up these HBM blocks: what hangs behind them cannot be reached any more."""
+        """The index has given up these HBM blocks, with any hold on them: what hangs behind them cannot be reached any
+        more."""
         for block in blocks:
             snapshot = self._by_anchor.get(block)
             if snapshot is not None:
+                snapshot.hold = 0
                 self.forget(snapshot)
 
     @property
@@ -335,18 +374,26 @@ class SnapshotCache:
         return list(self._by_anchor.items())
 
     def __len__(self) -> int:
-        return len(self._running) + len(self._behind) + len(self._ends)
+        return len(self._running) + len(self._by_identity)
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not balance."""
-        lines = [*self._running, *self._behind, *self._ends]
+        cached = list(self._by_identity.values())
+        lines = [*self._running, *cached]
         check(len(set(lines)) == len(lines), "a snapshot stands in two lines")
         check(all(len(s.pages) == self.pages.layout.pages_each for s in lines), "a snapshot lacks pages")
         per_block = self.pages.layout.per_block
         pinned = [page // per_block for snapshot in lines if snapshot.pins for page in snapshot.pages]
         self.pages.check_invariants([page for snapshot in lines for page in snapshot.pages], pinned)
-        cached = {snapshot for snapshot in lines if snapshot.is_cached}
-        check(cached == {*self._behind, *self._ends}, "a snapshot is cached without a name, or the reverse")
-        check({id(s) for s in cached} == {id(s) for s in self._by_identity.values()}, "names and snapshots disagree")
+        check(all(s.is_cached for s in cached), "a snapshot is cached without a name")
+        check(not any(s.is_cached or s.hold for s in self._running), "a running snapshot has what a cached one has")
         check({id(s) for s in cached} == {id(s) for s in self._by_anchor.values()}, "anchors and snapshots disagree")
-        check(all(len(s.prefix) == s.tokens for s in cached), "a snapshot does not know its tokens")
+        owners = [s.owner for s in cached]
+        check(self._owners == {owner: owners.count(owner) for owner in owners}, "owners were counted wrongly")
+        for snapshot in cached:
+            check(len(snapshot.prefix) == snapshot.tokens, "a snapshot does not know its tokens")
+            parent = self.longest_match(snapshot.identities[:-16], snapshot.prefix)
+            check(snapshot.parent is parent, "a snapshot has another parent than the longest one before it")
+            check(snapshot in self._children_of(parent), "a snapshot is no child of its parent")
+        children = sum(len(s.children) for s in cached) + len(self._first)
+        check(children == len(cached), "a snapshot is the child of two")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from random import Random
 
 import pytest
@@ -19,6 +20,7 @@ from memserve.instance.scheduler.batch import BatchBuilder
 from memserve.instance.scheduler.states import RecurrentStates
 from memserve.kv.snapshots import SnapshotCache
 from memserve.protocol.events import PrefixPinned, PrefixUnpinned
+from memserve_lab.experiments.state_hits import IntervalPolicy
 from memserve_lab.sim.reference.oracle import Violation
 
 PAGES = {
@@ -41,9 +43,12 @@ class StatefulLife(AnyLife):
         chunk=st.integers(1, 12),
         depth=st.integers(1, 3),
         late=st.booleans(),
+        interval=st.sampled_from([0, 0, 4, 8]),
     )
-    def begin(self, pages, late, **sizes):
-        self.world = World(config(context=48, states=PAGES[pages], **sizes), 4, twin=False)
+    def begin(self, pages, late, interval, **sizes):
+        # at an interval there are several snapshots in a row, and in answers
+        policy = partial(IntervalPolicy, interval) if interval else None
+        self.world = World(config(context=48, states=PAGES[pages], **sizes), 4, twin=False, snapshot_policy=policy)
         moments = iter(range(1 << 30))
         self.world.device.mask_is_late = lambda opened: late and next(moments) % 3 == 0
         self.count = 0
@@ -101,6 +106,14 @@ TestStatefulLife = StatefulLife.TestCase
 
 
 def _outlived_by_snapshots(monkeypatch):
+    """The KV before them is not held, and goes; they stay."""
+    keep = SnapshotCache.keep
+
+    def keep_alone(self, snapshot, *path, hold, owner):
+        self._index.unhold(hold)
+        keep(self, snapshot, *path, hold=0, owner=owner)
+
+    monkeypatch.setattr(SnapshotCache, "keep", keep_alone)
     monkeypatch.setattr(SnapshotCache, "on_blocks_dropped", lambda self, blocks: None)
 
 

@@ -161,6 +161,8 @@ class SnapshotLife(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.check_invariants()
+        for tenant, prefix, snapshot in self.snapshots:
+            assert not snapshot.is_cached or self._kv_tokens(tenant, prefix) == len(prefix)
         live = {id(s) for s in self.running if s.pages} | {id(s) for *_, s in self.snapshots if s.pages}
         assert len(live) == len(self.pool.snapshots)
         if self.pool.snapshots.shares_blocks:

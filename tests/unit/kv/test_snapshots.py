@@ -1,4 +1,4 @@
-"""Which snapshots go first: golden cases on a pool of a few blocks."""
+"""Snapshots and the KV before them, what goes and what stays: golden cases on a pool of a few blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from memserve.base.config import PoolConfig
 from memserve.base.states import StatePages
 from memserve.kv.pool import BlockPool
-from memserve.kv.snapshots import StateSnapshot
+from memserve.kv.state_snapshot import StateSnapshot
 
 BLOCK = 4
 
@@ -22,42 +22,92 @@ def tokens_of(*blocks: int) -> np.ndarray:
     return np.repeat(np.array(blocks, np.int32), BLOCK)
 
 
-def leave(pool: BlockPool, *path: int) -> StateSnapshot:
+def leave(pool: BlockPool, *path: int, tenant: str = "") -> StateSnapshot:
     """What a sequence leaves that has computed ``path``: KV of all its blocks, and a snapshot behind the last one."""
     tokens = tokens_of(*path)
-    lease = pool.acquire("", tokens)
+    lease = pool.acquire(tenant, tokens)
     pool.use_snapshot(lease)
     fresh = pool.allocate(len(path) - len(lease.blocks))
     assert fresh is not None
-    pool.publish(lease, "", tokens, lease.blocks + fresh, written_by=0)
+    pool.publish(lease, tenant, tokens, lease.blocks + fresh, written_by=0)
     snapshot = pool.allocate_snapshot(len(tokens))
-    assert snapshot is not None and pool.keep_snapshot("", tokens, snapshot)
+    assert snapshot is not None and pool.keep_snapshot(tenant, tokens, snapshot)
     pool.release(lease.blocks + fresh)
     pool.unpin(lease)
     return snapshot
 
 
-def lost(pool: BlockPool, snapshots: dict[str, StateSnapshot]) -> list[str]:
-    """Their names in the order in which they go, when blocks are needed one by one."""
-    names: list[str] = []
-    while pool.allocate(1) is not None:
-        names += [name for name, snapshot in snapshots.items() if not snapshot.pages and name not in names]
-    return names
+def test_kv_that_no_snapshot_stands_behind_goes_first() -> None:
+    """It is newer than all else, and no sequence can go on from it."""
+    pool = new_pool(6)
+    snapshot = leave(pool, 1, 2)
+    tokens = tokens_of(8, 9)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    lease = pool.acquire("", tokens)
+    pool.publish(lease, "", tokens, blocks, written_by=0)
+    pool.release(blocks)
+    pool.unpin(lease)
+    assert pool.allocate(3) is not None
+    assert (pool.match_kv("", tokens), pool.match("", tokens_of(1, 2))) == (0, 2 * BLOCK) and snapshot.pages
+    pool.check_invariants()
 
 
-def test_earlier_turns_go_before_anything_else() -> None:
-    """Each turn goes on from the one before it; another conversation is older than them all."""
+def test_a_snapshot_goes_without_the_kv_of_a_longer_one() -> None:
     pool = new_pool()
-    snapshots = {"other": leave(pool, 9), "first": leave(pool, 1), "second": leave(pool, 1, 2)}
-    snapshots["third"] = leave(pool, 1, 2, 3)
-    assert lost(pool, snapshots) == ["first", "second", "other", "third"]
+    first, second = leave(pool, 1), leave(pool, 1, 2, 3)
+    assert pool.snapshots is not None and second.gap_tokens == 2 * BLOCK
+    pool.snapshots.forget(first)
+    assert pool.match("", tokens_of(1, 2, 3)) == 3 * BLOCK and second.gap_tokens == 3 * BLOCK
+    assert pool.match("", tokens_of(1, 5)) == 0 and pool.match_kv("", tokens_of(1, 5)) == BLOCK
+    pool.check_invariants()
 
 
-def test_what_several_went_on_from_stays_with_its_path() -> None:
+def test_the_last_snapshot_frees_only_its_own_kv() -> None:
+    """Two paths share a block: with one of them go the blocks that it alone has."""
     pool = new_pool()
-    snapshots = {"shared": leave(pool, 1), "a": leave(pool, 1, 2), "b": leave(pool, 1, 3), "c": leave(pool, 1, 4)}
-    assert snapshots["shared"].is_branch and snapshots["shared"].uses == 3
-    assert lost(pool, snapshots)[-1] == "shared"
+    one, _ = leave(pool, 1, 2, 3), leave(pool, 1, 4)
+    assert pool.snapshots is not None
+    pool.snapshots.forget(one)
+    free = pool.blocks_free
+    assert pool.allocate(free + 2) is not None
+    assert (pool.match("", tokens_of(1, 4)), pool.match_kv("", tokens_of(1, 2, 3))) == (2 * BLOCK, BLOCK)
+    pool.check_invariants()
+
+
+def test_a_snapshot_between_two_becomes_the_parent() -> None:
+    pool = new_pool()
+    ends = [leave(pool, 1, 2, 3), leave(pool, 1, 2, 4), leave(pool, 5)]
+    middle = leave(pool, 1, 2)
+    assert [end.parent for end in ends] == [middle, middle, None]
+    assert [end.gap_tokens for end in ends] == [BLOCK, BLOCK, BLOCK]
+    assert pool.snapshots is not None
+    pool.snapshots.forget(middle)
+    assert [end.parent for end in ends] == [None] * 3 and ends[0].gap_tokens == 3 * BLOCK
+    pool.check_invariants()
+
+
+def test_a_flood_of_one_tenant_costs_its_own_snapshots() -> None:
+    pool = new_pool()
+    quiet = leave(pool, 1, tenant="quiet")
+    for number in range(10, 30):
+        leave(pool, number, tenant="loud")
+    assert quiet.pages and pool.match("quiet", tokens_of(1)) == BLOCK
+    pool.check_invariants()
+
+
+def test_a_lent_snapshot_keeps_no_kv_from_those_who_need_it() -> None:
+    """A peer reads the snapshot's blocks alone: all others can be allocated, as is promised."""
+    pool = new_pool(6)
+    leave(pool, 1, 2, 3)
+    loan = pool.lend_state("", tokens_of(1, 2, 3), 1)
+    assert loan is not None and pool.available() == 5
+    assert pool.allocate(5) is not None
+    assert pool.match("", tokens_of(1, 2, 3)) == 0
+    pool.check_invariants()
+    pool.unpin(loan)
+    pool.release(loan.blocks)
+    assert pool.available() == 1
 
 
 def test_a_snapshot_goes_with_its_block() -> None:

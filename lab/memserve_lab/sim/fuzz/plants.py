@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from memserve._core import Found, Place, SegmentLog
     from memserve.base.types import TokenArray
     from memserve.instance.scheduler.sequence import Sequence
-    from memserve.kv.snapshots import StateSnapshot
+    from memserve.kv.state_snapshot import StateSnapshot
 
 
 Swap = tuple[Any, str, Any]

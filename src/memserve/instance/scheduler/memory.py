@@ -51,7 +51,7 @@ class SequenceMemory:
         self.block_tokens = block_tokens
         self.copied_on_write = 0
         self.layers = WholeBlocks(pool)
-        self.states = states_of(pool)
+        self.states = states_of(pool, costs)
         self.windows = windows_of(pool)
         #: None: no store keeps what is cached here
         self.listener: PublishListener | None = None

@@ -5,15 +5,16 @@ an immutable copy of it behind whole blocks of tokens. Which ones there are:
 
 * each sequence has one of its own that moves along with it: behind the last whole block that a row has computed. So a
   prompt's end has one, an answer's end, and where a sequence is preempted;
-* where a prompt leaves cached KV in the middle, prompts part: the one that computes on from there leaves a snapshot;
-* a prompt's end and a parting are cached as soon as the plan is made that takes them, like blocks; the rest when the
-  sequence goes.
+* where the pool's policy says, a prompt leaves others: where it parts from cached KV, at its end, some blocks before
+  (:mod:`memserve.kv.snapshot_policy`). They are cached as soon as the plan is made that takes them, like blocks; the
+  one that moves along when the sequence goes.
 
 :class:`NoStates` is the other kind of model: everything is called alike, and does nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Protocol
@@ -21,11 +22,13 @@ from typing import TYPE_CHECKING, Protocol
 from memserve.base.errors import check
 from memserve.base.types import TokenArray
 from memserve.instance.events import LoadState, StepPlan, TakeSnapshot
+from memserve.kv.state_snapshot import SnapshotKind
 
 if TYPE_CHECKING:
     from memserve.instance.scheduler.sequence import Sequence
+    from memserve.kv.costs import PreemptionModel
     from memserve.kv.pool import BlockPool, Lease
-    from memserve.kv.snapshots import StateSnapshot
+    from memserve.kv.state_snapshot import StateSnapshot
 
 
 class SnapshotListener(Protocol):
@@ -119,8 +122,9 @@ class RecurrentStates(NoStates):
         self._last: dict[Sequence, StateSnapshot] = {}
         #: snapshots that go into the cache as soon as the index has the blocks before them
         self._due: dict[Sequence, list[StateSnapshot]] = {}
-        #: where the prompt of a sequence leaves cached KV
-        self._parting: dict[Sequence, int] = {}
+        #: where sequences that compute known tokens leave snapshots, in order, and where they part from cached KV
+        self._positions: dict[Sequence, deque[int]] = {}
+        self._partings: dict[Sequence, int] = {}
 
     def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
         return tokens[: len(tokens) - 1]  # the last one is computed, and no state goes back by one
@@ -147,10 +151,10 @@ class RecurrentStates(NoStates):
         self._order(LoadState(_slot_of(sequence), tokens, pages))
         if sequence.lease is None:
             return
-        known_tokens = sequence.known_tokens()
-        kv_tokens = self._pool.match_kv(sequence.group.isolation, self.reusable_tokens(known_tokens))
-        if kv_tokens > tokens and self._pool.config.caching:
-            self._parting[sequence] = kv_tokens
+        if self._pool.config.caching and self._pool.snapshots is not None:
+            prompt = self._pool.describe_prompt(sequence.group.isolation, sequence.known_tokens(), tokens)
+            self._positions[sequence] = deque(self._pool.snapshots.policy.choose_positions(prompt))
+            self._partings[sequence] = prompt.parting_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         if child.lease is not None:
@@ -164,29 +168,30 @@ class RecurrentStates(NoStates):
     def note_chunk(self, sequence: Sequence, start: int, end: int) -> None:
         if sequence.lease is None:
             return
-        parting = self._parting.get(sequence, 0)
         last = min(end, sequence.known_length - 1) // self._block_tokens * self._block_tokens
-        if start < parting < min(end, last):
-            snapshot = self._pool.allocate_snapshot(parting)
-            if snapshot is not None:
-                snapshot.is_branch = True
-                self._take(sequence, snapshot)
-                self._due.setdefault(sequence, []).append(snapshot)
+        positions = self._positions.get(sequence, deque())
+        while positions and positions[0] <= start:  # there was no room for it
+            positions.popleft()
+        while positions and positions[0] < min(end, last):
+            self._take_inside(sequence, positions.popleft())
         if last > start:
             self._move_on(sequence, last)
-            is_end = last + self._block_tokens > sequence.prompt_tokens - 1
             snapshot = self._last.get(sequence)
-            if snapshot is not None and snapshot.tokens == last and (is_end or last == parting):
-                snapshot.is_branch = last == parting
+            if positions and positions[0] == last and snapshot is not None:
+                snapshot.kind = self._kind_of(sequence, positions.popleft())
                 self._due.setdefault(sequence, []).append(snapshot)
-        if end >= parting:
-            self._parting.pop(sequence, None)
+        if end >= sequence.known_length - 1:
+            self._positions.pop(sequence, None)
+            self._partings.pop(sequence, None)
 
     def note_decodes(self, sequences: Iterable[Sequence]) -> None:
         size = self._block_tokens
         for sequence in sequences:
             if sequence.computed % size == 0 and sequence.lease is not None:
                 self._move_on(sequence, sequence.computed)
+                snapshot = self._last.get(sequence)
+                if self._answer_interval and sequence.computed % self._answer_interval == 0 and snapshot is not None:
+                    self._due.setdefault(sequence, []).append(snapshot)
 
     def on_published(self, sequence: Sequence) -> None:
         for snapshot in self._due.pop(sequence, ()):
@@ -216,7 +221,8 @@ class RecurrentStates(NoStates):
 
     def drop_sequence(self, sequence: Sequence) -> None:
         self._end_adopted(sequence)
-        self._parting.pop(sequence, None)
+        self._positions.pop(sequence, None)
+        self._partings.pop(sequence, None)
         self._sources.pop(sequence, None)
         snapshots = self._due.pop(sequence, [])
         snapshot = self._last.pop(sequence, None)
@@ -240,7 +246,7 @@ class RecurrentStates(NoStates):
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         holders = {sequence for sequence in sequences if sequence.slot is not None}
-        for books in (self._last, self._due, self._parting):
+        for books in (self._last, self._due, self._positions, self._partings):
             check(books.keys() <= holders, "a sequence without a slot has a state")
         waiting = {sequence for sequence in sequences if sequence.slot is None}
         check(self._adopted.keys() <= waiting, "a sequence with a slot has not taken over its state")
@@ -264,6 +270,23 @@ class RecurrentStates(NoStates):
 
     def _order(self, order: LoadState) -> None:
         self._orders.append(order)
+
+    def _take_inside(self, sequence: Sequence, tokens: int) -> None:
+        """A snapshot of its own, in the middle of a row or not, that stays in the cache."""
+        snapshot = self._pool.allocate_snapshot(tokens)
+        if snapshot is not None:
+            snapshot.kind = self._kind_of(sequence, tokens)
+            self._take(sequence, snapshot)
+            self._due.setdefault(sequence, []).append(snapshot)
+
+    def _kind_of(self, sequence: Sequence, tokens: int) -> SnapshotKind:
+        if tokens == self._partings.get(sequence):
+            return SnapshotKind.BRANCH
+        return SnapshotKind.PROMPT if tokens + self._block_tokens > sequence.prompt_tokens - 1 else SnapshotKind.BEHIND
+
+    @property
+    def _answer_interval(self) -> int:
+        return 0 if self._pool.snapshots is None else self._pool.snapshots.policy.answer_interval
 
     def _take(self, sequence: Sequence, snapshot: StateSnapshot) -> None:
         self._taking.append((_slot_of(sequence), snapshot.tokens, snapshot))
@@ -309,6 +332,10 @@ def _slot_of(sequence: Sequence) -> int:
     return sequence.slot if sequence.slot is not None else -1
 
 
-def states_of(pool: BlockPool) -> NoStates:
-    """What the scheduler does about recurrent states, for a pool that has snapshots or none."""
-    return NoStates() if pool.config.states is None else RecurrentStates(pool)
+def states_of(pool: BlockPool, costs: PreemptionModel) -> NoStates:
+    """What the scheduler does about recurrent states, for a pool that has snapshots or none. ``costs`` say what
+    snapshots are worth."""
+    if pool.config.states is None or pool.snapshots is None:
+        return NoStates()
+    pool.snapshots.compute_ns = costs.saved_ns
+    return RecurrentStates(pool)
