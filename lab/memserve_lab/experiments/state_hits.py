@@ -301,7 +301,7 @@ def _serve(memory: SequenceMemory, number: int, asked: Asked) -> int | None:
             more = memory.pool.allocate(1)
             if more is None:
                 break
-            memory.append_blocks(sequence, more)
+            memory.append_blocks(sequence, more, 1)
         if end > sequence.computed:
             sequence.computed = end
             states.note_decodes([sequence])

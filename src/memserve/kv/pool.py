@@ -22,7 +22,7 @@ from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
 from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id, state_identities
 from memserve.kv.snapshots import SnapshotCache, SnapshotReport
-from memserve.kv.state_snapshot import PlannedPrompt, StateSnapshot
+from memserve.kv.state_snapshot import StateSnapshot
 from memserve.kv.windows import WindowCache, WindowPart, WindowReport
 
 _EVICTION_STEP = 8  # blocks given up at once where a part of a window may go with any of them
@@ -307,13 +307,6 @@ class BlockPool:
             self._make_room(snapshots.pages.layout.pages_each, for_snapshot=True)
         return snapshots.allocate(tokens)
 
-    def describe_prompt(self, tenant: str, tokens: TokenArray, start_tokens: int) -> PlannedPrompt:
-        """What a policy of snapshots must know of a prompt that goes on behind ``start_tokens``."""
-        known_tokens = tokens[: max(0, len(tokens) - 1)]
-        identities = self.identities(tenant, known_tokens)
-        cached_tokens = self.match_kv(tenant, known_tokens)
-        return PlannedPrompt(start_tokens, cached_tokens, len(tokens), self.block_tokens, identities)
-
     def keep_snapshot(self, tenant: str, tokens: TokenArray, snapshot: StateSnapshot) -> bool:
         """Cache ``snapshot``, which was taken behind ``tokens``. False: there is one, or the index has not all of their
         KV; it stays the caller's."""
@@ -324,8 +317,7 @@ class BlockPool:
         if len(matched.hbm) * self.block_tokens < len(tokens) or self.snapshots.has(identities):
             return False
         hold = self._index.hold(self._namespace_id(tenant), tokens)
-        owner = self._owners[tenant]
-        self.snapshots.keep(snapshot, identities, tokens, matched.hbm[-1], hold=hold, owner=owner)
+        self.snapshots.keep(snapshot, identities, tokens, matched.hbm[-1], hold=hold, owner=self._owners[tenant])
         return True
 
     @property
@@ -583,10 +575,9 @@ class BlockPool:
     # -- inside
 
     def _make_room(self, count: int, *, for_snapshot: bool = False) -> bool:
-        """Free blocks until there are ``count``: first what is of least use beside blocks; then cached blocks in the order
-        of eviction, with what hangs behind them, but not those that a snapshot stands behind; then cached snapshots in
-        the order of their policy, and the blocks that they alone stood behind; then the rest beside blocks, but none
-        of that ``for_snapshot``. False: not so many."""
+        """Free blocks until there are ``count``: first what is of least use beside blocks; then cached blocks that no
+        snapshot holds, in the order of eviction; then cached snapshots, each with the blocks that it alone held; then
+        the rest beside blocks, but none of that ``for_snapshot``. False: not so many."""
         hbm, beside, snapshots = self._hbm, self._beside, self.snapshots
         check(beside is not None, "only what lies beside blocks is given up with them")
         if beside is None:
@@ -596,11 +587,7 @@ class BlockPool:
         while hbm.blocks_free < count:
             if hbm.blocks_evictable and self._index.evictable(Tier.HBM):
                 self._evict_blocks(min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP))
-            elif not (
-                (snapshots is not None and snapshots.give_up_cached())
-                or (not for_snapshot and beside.give_up_last())
-                or (snapshots is not None and hbm.blocks_evictable and snapshots.end_hold())
-            ):
+            elif not (snapshots and snapshots.give_up_cached()) and (for_snapshot or not beside.give_up_last()):
                 break
         return hbm.blocks_free >= count
 

@@ -211,8 +211,8 @@ class SnapshotCache:
         return False
 
     def give_up_last(self) -> bool:
-        """Give up what a sequence would leave. False: there is none in blocks of KV."""
-        return self.shares_blocks and self.give_up_running()
+        """Give up what a sequence would leave in blocks of KV; then KV that only pinned snapshots hold. False: none."""
+        return (self.shares_blocks and self.give_up_running()) or self.end_hold()
 
     def give_up_cached(self) -> bool:
         """For room, give up a cached one: of the owner whose blocks weigh most, what its policy says. False: each is

@@ -7,6 +7,7 @@ import pytest
 
 from memserve.base.config import PoolConfig
 from memserve.base.states import StatePages
+from memserve.instance.scheduler.states import describe_prompt
 from memserve.kv.costs import CostModel, PreemptionCosts, PreemptionModel, PrefillCurve
 from memserve.kv.pool import BlockPool
 from memserve.kv.state_snapshot import PlannedPrompt, SnapshotKind, StateSnapshot
@@ -30,7 +31,7 @@ class Cache:
         lease = self.pool.acquire("", tokens)
         start_tokens = lease.tokens
         self.pool.use_snapshot(lease)
-        prefill = self.pool.describe_prompt("", prompt, start_tokens)
+        prefill = describe_prompt(self.pool, "", prompt, start_tokens)
         positions = list(self.snapshots.policy.choose_positions(prefill))
         fresh = self.pool.allocate(len(path) - len(lease.blocks))
         assert fresh is not None

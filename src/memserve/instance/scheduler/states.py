@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from memserve.base.errors import check
 from memserve.base.types import TokenArray
 from memserve.instance.events import LoadState, StepPlan, TakeSnapshot
-from memserve.kv.state_snapshot import SnapshotKind
+from memserve.kv.state_snapshot import PlannedPrompt, SnapshotKind
 
 if TYPE_CHECKING:
     from memserve.instance.scheduler.sequence import Sequence
@@ -152,7 +152,7 @@ class RecurrentStates(NoStates):
         if sequence.lease is None:
             return
         if self._pool.config.caching and self._pool.snapshots is not None:
-            prompt = self._pool.describe_prompt(sequence.group.isolation, sequence.known_tokens(), tokens)
+            prompt = describe_prompt(self._pool, sequence.group.isolation, sequence.known_tokens(), tokens)
             self._positions[sequence] = deque(self._pool.snapshots.policy.choose_positions(prompt))
             self._partings[sequence] = prompt.parting_tokens
 
@@ -330,6 +330,14 @@ def _counted(sequence: Sequence) -> int:
 def _slot_of(sequence: Sequence) -> int:
     check(sequence.slot is not None, "{} has no slot", sequence)
     return sequence.slot if sequence.slot is not None else -1
+
+
+def describe_prompt(pool: BlockPool, isolation: str, tokens: TokenArray, start_tokens: int) -> PlannedPrompt:
+    """What a policy of snapshots must know of a prompt that goes on behind ``start_tokens``."""
+    reusable_tokens = tokens[: max(0, len(tokens) - 1)]
+    identities = pool.identities(isolation, reusable_tokens)
+    cached_tokens = pool.match_kv(isolation, reusable_tokens)
+    return PlannedPrompt(start_tokens, cached_tokens, len(tokens), pool.block_tokens, identities)
 
 
 def states_of(pool: BlockPool, costs: PreemptionModel) -> NoStates:
