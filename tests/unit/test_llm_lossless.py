@@ -12,7 +12,7 @@ import torch
 
 from memserve import LLM, SamplingParams, UserError
 from memserve.base.types import FinishReason
-from memserve.instance.scheduler import speculation
+from memserve.instance.speculation import speculation
 from memserve_lab.sim.fuzz.scenario_features import Always
 from tiny_models import prompt, save_folder, tiny_module
 

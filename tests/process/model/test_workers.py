@@ -15,7 +15,7 @@ from lora_files import merged, save_adapter
 from memserve import LLM
 from memserve.base.errors import UserError
 from memserve.base.types import SamplingParams
-from memserve.instance.scheduler import speculation
+from memserve.instance.speculation import speculation
 from memserve.model.workers import processes as workers
 from memserve_lab.sim.fuzz.scenario_features import Always
 from served_cluster import Server, eventually

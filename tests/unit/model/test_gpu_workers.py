@@ -462,7 +462,7 @@ def an_engine() -> bool:
     from memserve import LLM
     from memserve.base.errors import UserError
     from memserve.base.types import SamplingParams
-    from memserve.instance.scheduler import speculation
+    from memserve.instance.speculation import speculation
     from memserve.model.gpu import streams as gpu
     from memserve_lab.sim.fuzz.scenario_features import Always
     from tiny_models import greedy_tokens, prompt, save_folder

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace as replace_struct
 
 from memserve.base.errors import UserError
+from memserve.base.states import WindowPages
 from memserve.base.types import TokenOutput
 from memserve.instance.cluster.commands import RouterChanges
 from memserve.instance.cluster.routers import Routers
@@ -36,6 +37,7 @@ from memserve.kv.transfer.context import Deadlines, Expiring
 from memserve.kv.transfer.events import PagesPulled
 from memserve.kv.transfer.exchange import Exchange
 from memserve.kv.transfer.receiver import Receiver
+from memserve.kv.windows import WindowCache, WindowPart
 from memserve.protocol.idempotency import AnswerHeld, AnswerLog
 from memserve.protocol.member import MemberMachine, RouterAddresses
 from memserve.protocol.messages import Expelled, Offer, QueryKvEvents
@@ -419,6 +421,21 @@ def _state_fence() -> list[Swap]:
     return [(Exchange, "announce_state", _announce_at_once)]
 
 
+def _there(self: WindowCache, blocks: Items[int]) -> list[WindowPart]:
+    first = self.pages.first_entry(len(blocks) * self.pages.block_tokens)
+    return [self._by_anchor[block] for block in blocks[first:] if block in self._by_anchor]
+
+
+def _window_hole() -> list[Swap]:
+    """A sequence goes on wherever blocks are cached, whether or not its window is."""
+    return [(WindowCache, "count_resumable", lambda self, blocks: len(blocks)), (WindowCache, "tail_of", _there)]
+
+
+def _window_early() -> list[Swap]:
+    """Parts are let go of while the next row still reads them."""
+    return [(WindowPages, "kept_from", lambda self, tokens: tokens // self.block_tokens)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -449,6 +466,8 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "state-position": _state_position,
     "state-anchor": _state_anchor,
     "state-fence": _state_fence,
+    "window-hole": _window_hole,
+    "window-early": _window_early,
 }
 
 

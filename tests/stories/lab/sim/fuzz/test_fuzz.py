@@ -99,7 +99,7 @@ CAUGHT = {
     "router-addresses": (101, "members: "),
     "former-router": (400_005_311, "does not serve"),
     "store-seal": (683, "layers do not belong together|is something else"),
-    "store-arrival": (11, "had, a key already|was sealed as something else"),
+    "store-arrival": (13, "had, a key already|was sealed as something else"),
     "store-write": (14, "is free, and a disk reads it|was changed while a disk read it"),
     "store-generation": (31, "members: |blocks of the store believed"),
     "layer-arrival": (59, "not there yet"),
@@ -116,6 +116,8 @@ CAUGHT = {
     "state-position": (22, "a state behind"),
     "state-anchor": (68, "a state behind"),
     "state-fence": (22, "has written to"),
+    "window-hole": (10, "of a window has no part|a part of other tokens"),
+    "window-early": (10, "lacks a part of its window"),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/guides/SIMULATOR.md has the
 first seed of all."""
