@@ -68,8 +68,8 @@ def load(folder: Path, blocks: int = 100, **options: Any) -> LLM:
 
 @cache
 def block_bytes(folder: Path) -> int:
-    """Of one block of the model's KV."""
-    with LLM(str(folder), dtype="float32", threads=1, kv_memory="8MiB") as llm:
+    """Of one block of the model's KV, which lies together where there is DRAM."""
+    with LLM(str(folder), dtype="float32", threads=1, kv_memory="8MiB", window_kv="together") as llm:
         return llm.model.geometry.block_bytes
 
 
