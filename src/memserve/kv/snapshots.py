@@ -18,6 +18,7 @@ at any time, because its tokens can be computed again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -130,7 +131,7 @@ class SnapshotPages:
         size = self.layout.per_block
         taken = [page // size for page in pages]
         check(len(set(pages)) == len(pages), "snapshots share pages")
-        check(self._taken == {block: taken.count(block) for block in taken}, "pages were counted wrongly")
+        check(self._taken == Counter(taken), "pages were counted wrongly")
         free = {block: size - count for block, count in self._taken.items() if count < size}
         check({block: len(rest) for block, rest in self._open.items()} == free, "free pages were counted wrongly")
         check(not set(pages) & {page for rest in self._open.values() for page in rest}, "a page is free and taken")
