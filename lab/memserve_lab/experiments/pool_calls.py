@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from memserve.base.errors import check
+from memserve.base.errors import InvariantError, check
 from memserve.base.types import KVGeometry, Tier, TokenArray
+from memserve.base.units import NS_PER_S
 from memserve.host.pool_peer import PoolPeer, TransferFlag
 from memserve.kv.mempool import Addresses, MemPool
 from memserve.kv.pool import BlockPool
@@ -263,16 +264,25 @@ class _Caller:
         count = len(addresses)
         samples: list[tuple[Key, int]] = []
         for name, flags in ((TRANSFER, TransferFlag.NONE), (BY_PAGE, TransferFlag.BY_PAGE)):
-            begin_ns = time.perf_counter_ns()
-            remote_addresses = self._peer.alloc_mem(count, id="receiver", timeout_s=ANSWER_S)
-            samples.append(((ALLOCATE, count, None), time.perf_counter_ns() - begin_ns))
-            check(remote_addresses is not None, f"the receiver, which has room, gave no blocks in {ANSWER_S:.0f} s")
+            remote_addresses, spent_ns = self._allocate_remotely(count)
+            samples.append(((ALLOCATE, count, None), spent_ns))
             begin_ns = time.perf_counter_ns()
             outcome = self._peer.transfer("receiver", addresses, remote_addresses, flags)
             samples.append(((name, count, None), time.perf_counter_ns() - begin_ns))
             check(outcome, f"the receiver did not take it: {outcome.reason}")
-            self._peer.free_mem(remote_addresses or ())
+            self._peer.free_mem(remote_addresses)
         return samples
+
+    def _allocate_remotely(self, count: int) -> tuple[Addresses, int]:
+        """Blocks of the receiver, and what the call took. On a busy machine it may take this process to be silent, and
+        refuse at once: then it is asked again."""
+        deadline_ns = time.monotonic_ns() + int(ANSWER_S * NS_PER_S)
+        while time.monotonic_ns() < deadline_ns:
+            begin_ns = time.perf_counter_ns()
+            addresses = self._peer.alloc_mem(count, id="receiver", timeout_s=ANSWER_S)
+            if addresses is not None:
+                return addresses, time.perf_counter_ns() - begin_ns
+        raise InvariantError(f"the receiver, which has room, gave no blocks in {ANSWER_S:.0f} s")
 
     def _with_insert(self, addresses: Addresses, ratio: float) -> list[tuple[Key, int]]:
         tokens = self._prompts.fresh_prompt(len(addresses) * self._block_tokens)
