@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,19 +12,8 @@ from memserve.base.units import NS_PER_S
 from memserve.host.profile_file import profile_path, save_profile
 from memserve.kv.costs import CostModel, PrefillCurve
 from memserve.model.loading.loader import load_model
-from served_cluster import GREEDY, Server, eventually
+from served_cluster import ask_until_fetched, eventually, served
 from tiny_models import one_engine, prompt, save_folder, tiny_module
-
-
-@contextmanager
-def served(folder: Path, *arguments: str) -> Iterator[Server]:
-    server = Server(folder, *arguments)
-    try:
-        yield server
-        eventually(lambda: not server.held())
-    finally:
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(60)
 
 
 def growing_prompts() -> list[list[int]]:
@@ -89,19 +75,7 @@ def test_a_busy_instance_lends_kv_with_its_state(tmp_path: Path, monkeypatch: py
     loaded = load_model(str(folder), "float32", "cpu", block_tokens=32, threads=1)
     slow = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), machine="slow")  # whatever can be fetched is worth it
     save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": slow.to_dict()})
-    other = prompt(20, 2).tolist()
     flags = ("--colocated", "2", "--policy", "least-load")
     with one_engine(folder) as complete, served(folder, *flags) as server:
-        answer = complete(other, 230)
-        for seed in range(10, 20):  # of two idle instances either may take the long answer: the one with the KV must
-            first = prompt(100, seed).tolist()
-            longer = [*first, *prompt(20, seed + 100).tolist()]
-            assert server.complete(first, 10) == complete(first, 10)
-            busy = iter(server.client.completions.create(prompt=other, max_tokens=230, stream=True, **GREEDY))
-            begun = next(busy)
-            assert server.complete(longer, 10) == complete(longer, 10)
-            assert "".join(chunk.choices[0].text for chunk in (begun, *busy)) == answer
-            if fetched_tokens := server.counter("fetched_tokens"):
-                break
-        assert fetched_tokens == 96
+        assert ask_until_fetched(server, complete) == 96
         eventually(lambda: server.counter("snapshots_used") > 0)

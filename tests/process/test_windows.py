@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +12,11 @@ from memserve.base.units import NS_PER_S
 from memserve.host.profile_file import profile_path, save_profile
 from memserve.kv.costs import CostModel, PrefillCurve
 from memserve.model.loading.loader import load_model
-from served_cluster import GREEDY, Server, eventually
+from served_cluster import ask_until_fetched, eventually, served
 from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
 
 LAYERS = 4
 """Two read a window of 24 tokens."""
-
-
-@contextmanager
-def served(folder: Path, *arguments: str) -> Iterator[Server]:
-    server = Server(folder, *arguments)
-    try:
-        yield server
-        eventually(lambda: not server.held())
-    finally:
-        server.process.send_signal(signal.SIGTERM)
-        server.process.wait(60)
 
 
 def answer_of(module: Any, tokens: list[int], count: int) -> list[int]:
@@ -75,20 +61,8 @@ def test_a_busy_instance_lends_kv_with_its_window(tmp_path: Path, monkeypatch: p
     loaded = load_model(str(folder), "float32", "cpu", block_tokens=32, threads=1).keep_windows_apart()
     slow = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), machine="slow")  # whatever can be fetched is worth it
     save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": slow.to_dict()})
-    other = prompt(20, 2).tolist()
-    answer = shown(answer_of(module, other, 230))
     with served(folder, "--colocated", "2", "--policy", "least-load") as server:
-        for seed in range(10, 20):  # of two idle instances either may take the long answer: the one with the KV must
-            first = prompt(100, seed).tolist()
-            longer = [*first, *prompt(20, seed + 100).tolist()]
-            assert server.complete(first, 10) == shown(answer_of(module, first, 10))
-            busy = iter(server.client.completions.create(prompt=other, max_tokens=230, stream=True, **GREEDY))
-            begun = next(busy)
-            assert server.complete(longer, 10) == shown(answer_of(module, longer, 10))
-            assert "".join(chunk.choices[0].text for chunk in (begun, *busy)).strip() == answer
-            if fetched_tokens := server.counter("fetched_tokens"):
-                break
-        assert fetched_tokens == 96
+        assert ask_until_fetched(server, lambda tokens, count: shown(answer_of(module, tokens, count))) == 96
 
 
 def test_beside_a_store_windows_lie_together(tmp_path: Path) -> None:

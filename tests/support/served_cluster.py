@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +16,7 @@ import httpx
 import openai
 
 import waiting
+from tiny_models import prompt
 
 WAIT_S = 120.0
 HELD = (
@@ -124,3 +127,35 @@ def unlink_store_memory(pid: int) -> None:
     for path in map(Path, set(re.findall(r"/dev/shm/memserve-store-[\w-]+\.data", maps))):
         for part in path.parent.glob(f"{path.stem}.*"):
             part.unlink()
+
+
+@contextmanager
+def served(folder: Path, *arguments: str) -> Iterator[Server]:
+    """A server that holds nothing in the end, and ends in order."""
+    server = Server(folder, *arguments)
+    try:
+        yield server
+        eventually(lambda: not server.held())
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(60)
+
+
+def ask_until_fetched(server: Server, answer_of: Callable[[list[int], int], str]) -> int:
+    """Ask two colocated instances for prompts that go on where one has KV, while one is busy, until KV was fetched:
+    of two idle ones either may take the long answer, and it must be the one with the KV. Every answer must be that of
+    ``answer_of(tokens, count)``. Returns the tokens that were fetched, of a prefix of 96."""
+    other, fetched_tokens = prompt(20, 2).tolist(), 0
+    answer = answer_of(other, 230)
+    for seed in range(10, 20):
+        first = prompt(100, seed).tolist()
+        longer = [*first, *prompt(20, seed + 100).tolist()]
+        assert server.complete(first, 10) == answer_of(first, 10)
+        busy = iter(server.client.completions.create(prompt=other, max_tokens=230, stream=True, **GREEDY))
+        begun = next(busy)
+        assert server.complete(longer, 10) == answer_of(longer, 10)
+        assert "".join(chunk.choices[0].text for chunk in (begun, *busy)) == answer
+        fetched_tokens = server.counter("fetched_tokens")
+        if fetched_tokens:
+            break
+    return fetched_tokens

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from memserve.base.config import EngineOptions, InstanceConfig
 from memserve.base.errors import UserError
+from memserve.base.states import cache_groups
 from memserve.base.types import Role
 from memserve.base.units import human_bytes
 from memserve.protocol.peers import Peer
@@ -92,7 +93,9 @@ def _assemble_parts(
     on_gpu = gpu is not None
     if options.keeps_windows_apart(on_gpu=on_gpu):
         model = model.keep_windows_apart()
-        _describe_windows(model)
+    if model.windows is not None:
+        groups = cache_groups(model.geometry, model.layer_windows, model.states)
+        log.info("KV lies apart: %s", ", ".join(map(str, groups)))
     geometry = model.geometry
     sizes = model_sizes(model)  # with its weights
     kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
@@ -132,18 +135,6 @@ def _assemble_parts(
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
     return Parts(served, config, device, machine, costs, profile_path(*profiled))
-
-
-def _describe_windows(model: LoadedModel) -> None:
-    """Say in the log which layers' KV lies apart."""
-    windows, page = model.windows, model.geometry.page_bytes // model.geometry.block_tokens
-    if windows is not None:
-        counts = windows.full_layers, len(windows.windowed) - windows.full_layers
-        log.info(
-            "KV lies apart: %d layers read everything, %s a token; %d a window of %d tokens, %s a sequence",
-            counts[0], human_bytes(counts[0] * page), counts[1], windows.window,
-            human_bytes(counts[1] * page * windows.window),
-        )  # fmt: skip
 
 
 def _check_states(model: LoadedModel, options: EngineOptions, config: InstanceConfig, role: Role) -> None:

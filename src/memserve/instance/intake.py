@@ -209,9 +209,9 @@ class RequestIntake:
         request = order.request
         decode_at = None if order.decode_at is None or order.decode_at.name == self_peer.name else order.decode_at
         # beams begin before the prompt's end: no state stands there, and no window is complete
-        has_states = self._state.memory.states.has_states or self._state.memory.windows.has_windows
+        needs_more = self._state.memory.needs_more_than_blocks
         is_short = request.sampling.prompt_logprobs or self.tokens_to_generate(request) <= 1
-        if request.beam_width and (is_short or has_states):
+        if request.beam_width and (is_short or needs_more):
             decode_at = None
         return RemoteState(
             decode_at,

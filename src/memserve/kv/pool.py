@@ -149,8 +149,7 @@ class BlockPool:
         lease = self.acquire_kv(tenant, tokens)
         if self.windows is not None:
             lease.tail = self.windows.tail_of(lease.blocks)
-            for part in lease.tail:
-                self.windows.use_part(part, is_new_sequence=True)
+            self.windows.use_parts(lease.tail, is_new_sequence=True)
         if snapshot is not None and self.snapshots is not None:
             self.snapshots.pin(snapshot)
             lease.snapshot = snapshot
@@ -259,8 +258,8 @@ class BlockPool:
     def release_tail(self, lease: Lease) -> None:
         """The lease's last window is not wanted: it may go."""
         tail, lease.tail = lease.tail, []
-        for part in tail if self.windows is not None else ():
-            self.windows.release_part(part, is_end=True)  # type: ignore[union-attr]  # only such pools have tails
+        if self.windows is not None:
+            self.windows.release_parts(tail, is_end=True)
 
     def anchor_parts(
         self, tenant: str, tokens: TokenArray, first: int, parts: Sequence[WindowPart], *, written_by: int
@@ -278,8 +277,8 @@ class BlockPool:
     def lend_parts(self, parts: Sequence[WindowPart], tokens: int) -> Lease:
         """The ``parts`` that a sequence needs behind ``tokens`` tokens, for a peer: in use, with a reference on each
         block. Ended by :meth:`unpin` and :meth:`release`."""
-        for part in parts if self.windows is not None else ():
-            self.windows.use_part(part)  # type: ignore[union-attr]  # only such pools have parts
+        if self.windows is not None:
+            self.windows.use_parts(parts)
         blocks = [block for part in parts for block in part.blocks]
         self.retain(blocks)
         return Lease(blocks, tokens, tail=list(parts))
@@ -368,8 +367,7 @@ class BlockPool:
         if self.windows is not None:
             parts, first = self.windows.build_parts(blocks), self.windows.pages.first_entry(len(tokens))
             self.anchor_parts(tenant, tokens, first, parts, written_by=0)
-            for part in parts:
-                self.windows.release_part(part, is_end=True)
+            self.windows.release_parts(parts, is_end=True)
             return self._match_windows(tenant, tokens) == len(tokens)
         snapshot = self.adopt_snapshot(len(tokens), blocks)
         is_kept = self.keep_snapshot(tenant, tokens, snapshot)
@@ -578,7 +576,7 @@ class BlockPool:
         """Free blocks until there are ``count``: first what is of least use beside blocks; then cached blocks that no
         snapshot holds, in the order of eviction; then cached snapshots, each with the blocks that it alone held; then
         the rest beside blocks, but none of that ``for_snapshot``. False: not so many."""
-        hbm, beside, snapshots = self._hbm, self._beside, self.snapshots
+        hbm, beside = self._hbm, self._beside
         check(beside is not None, "only what lies beside blocks is given up with them")
         if beside is None:
             return False
@@ -587,7 +585,7 @@ class BlockPool:
         while hbm.blocks_free < count:
             if hbm.blocks_evictable and self._index.evictable(Tier.HBM):
                 self._evict_blocks(min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP))
-            elif not (snapshots and snapshots.give_up_cached()) and (for_snapshot or not beside.give_up_last()):
+            elif not beside.give_up_cached() and (for_snapshot or not beside.give_up_last()):
                 break
         return hbm.blocks_free >= count
 

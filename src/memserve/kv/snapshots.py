@@ -389,8 +389,7 @@ class SnapshotCache:
         check(all(s.is_cached for s in cached), "a snapshot is cached without a name")
         check(not any(s.is_cached or s.hold for s in self._running), "a running snapshot has what a cached one has")
         check({id(s) for s in cached} == {id(s) for s in self._by_anchor.values()}, "anchors and snapshots disagree")
-        owners = [s.owner for s in cached]
-        check(self._owners == {owner: owners.count(owner) for owner in owners}, "owners were counted wrongly")
+        check(self._owners == Counter(s.owner for s in cached), "owners were counted wrongly")
         for snapshot in cached:
             check(len(snapshot.prefix) == snapshot.tokens, "a snapshot does not know its tokens")
             parent = self.longest_match(snapshot.identities[:-16], snapshot.prefix)

@@ -82,23 +82,26 @@ class WindowCache:
         check(not len(blocks) % size, "{} blocks are no whole number of parts", len(blocks))
         return [WindowPart(tuple(blocks[first : first + size])) for first in range(0, len(blocks), size)]
 
-    def use_part(self, part: WindowPart, *, is_new_sequence: bool = False) -> None:
-        """One user more."""
-        part.users += 1
-        part.uses += is_new_sequence
-        self._passed.pop(part, None)
-        self._ends.pop(part, None)
+    def use_parts(self, parts: Iterable[WindowPart], *, is_new_sequence: bool = False) -> None:
+        """One user more of each."""
+        for part in parts:
+            part.users += 1
+            part.uses += is_new_sequence
+            self._passed.pop(part, None)
+            self._ends.pop(part, None)
 
-    def release_part(self, part: WindowPart, *, is_end: bool) -> None:
-        """One user less. ``is_end``: it stands in the last window of a sequence that ends there; else it was passed."""
-        part.users -= 1
-        self._passes += not is_end
-        if part.users:
-            return
-        if not part.is_cached:
-            self._release_blocks(part.blocks)
-            return
-        (self._ends if is_end or part.uses > 1 else self._passed)[part] = None
+    def release_parts(self, parts: Iterable[WindowPart], *, is_end: bool) -> None:
+        """One user less of each. ``is_end``: they stand in the last window of a sequence that ends there; else they
+        were passed."""
+        for part in parts:
+            part.users -= 1
+            self._passes += not is_end
+            if part.users:
+                continue
+            if part.is_cached:
+                (self._ends if is_end or part.uses > 1 else self._passed)[part] = None
+            else:
+                self._release_blocks(part.blocks)
 
     # -- the cache
 
@@ -157,6 +160,10 @@ class WindowCache:
     def give_up_first(self) -> bool:
         """Give up the part that was passed longest ago. False: there is none."""
         return self._give_up(self._passed)
+
+    def give_up_cached(self) -> bool:
+        """No part keeps its block from eviction: the two go together."""
+        return False
 
     def give_up_last(self) -> bool:
         """Give up the oldest part in the last window of a sequence. False: there is none."""

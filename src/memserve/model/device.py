@@ -222,10 +222,12 @@ class ModelDevice(Device):
             self._slots.append_blocks(slot, blocks)
         for slot, position, block in plan.replace:
             self._slots.replace_block(slot, position, block)
-        check(self._windows is not None or not plan.windows, "this model has no windows apart")
-        for window in plan.windows:
-            self._will_use(window.blocks)
-            self._windows.place_window(window)  # type: ignore[union-attr]  # checked before the loop
+        windows = self._windows
+        check(windows is not None or not plan.windows, "this model has no windows apart")
+        if windows is not None:
+            for window in plan.windows:
+                self._will_use(window.blocks)
+                windows.place_window(window)
         for placement in plan.place:
             self._place_by_layer(placement)
         self._slots.drop_late_tokens(plan.late_draws)

@@ -202,14 +202,19 @@ class Life:
 SEEDS = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "48"))
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_random_lives(part):
-    for seed in range(part, SEEDS, 4):
+def live_all(make_life, part, parts):
+    """Every so many of the seeds; an error names its own."""
+    for seed in range(part, SEEDS, parts):
         try:
-            Life(seed).live()
+            make_life(seed).live()
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_lives(part):
+    live_all(Life, part, 4)
 
 
 class StoreLife(Life):
@@ -279,12 +284,7 @@ def small_groups(monkeypatch):
 @pytest.mark.parametrize("part", range(2))
 def test_random_lives_beside_a_store(part, small_groups):
     """It is slow, silent, forgetful, damaged, killed."""
-    for seed in range(part, SEEDS, 2):
-        try:
-            StoreLife(seed).live()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    live_all(StoreLife, part, 2)
 
 
 STATES = (StatePages(10, 1), StatePages(300, 2), StatePages(350, 3))
@@ -317,22 +317,12 @@ class WindowLife(Life):
 
 @pytest.mark.parametrize("part", range(2))
 def test_random_lives_with_windows_apart(part):
-    for seed in range(part, SEEDS, 2):
-        try:
-            WindowLife(seed).live()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    live_all(WindowLife, part, 2)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_random_lives_with_states(part):
-    for seed in range(part, SEEDS, 2):
-        try:
-            (StoredStateLife if seed % 3 else StateLife)(seed).live()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
+    live_all(lambda seed: (StoredStateLife if seed % 3 else StateLife)(seed), part, 2)
 
 
 def survey(seeds, kind=Life):

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize
 
-from instance_lives import FAMILIES, AnyLife
-from instance_world import VOCAB, World, config, request
+from instance_lives import FAMILIES, SharingLife, live_busily
+from instance_world import World, config, request
 from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
 from memserve.instance.events import LoadState, TakeSnapshot
 from memserve.instance.scheduler.batch import BatchBuilder
 from memserve.instance.scheduler.states import RecurrentStates
 from memserve.kv.snapshots import SnapshotCache
-from memserve.protocol.events import PrefixPinned, PrefixUnpinned
 from memserve_lab.experiments.state_hits import IntervalPolicy
 from memserve_lab.sim.reference.oracle import Violation
 
@@ -31,7 +29,7 @@ PAGES = {
 }
 
 
-class StatefulLife(AnyLife):
+class StatefulLife(SharingLife):
     """Arrivals, cancellations, stops, pins, steps and failures in any order, on tiny pools."""
 
     @initialize(
@@ -49,53 +47,7 @@ class StatefulLife(AnyLife):
         # at an interval there are several snapshots in a row, and in answers
         policy = partial(IntervalPolicy, interval) if interval else None
         self.world = World(config(context=48, states=PAGES[pages], **sizes), 4, twin=False, snapshot_policy=policy)
-        moments = iter(range(1 << 30))
-        self.world.device.mask_is_late = lambda opened: late and next(moments) % 3 == 0
-        self.count = 0
-
-    @rule(
-        family=st.integers(0, 2),
-        shared=st.integers(0, 30),
-        own=st.lists(st.integers(0, VOCAB - 1), max_size=6),
-        max_tokens=st.integers(0, 14),
-        shape=st.sampled_from([(1, 0), (1, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 3)]),
-        priority=st.integers(0, 2),
-        stops=st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True),
-        use_cache=st.sampled_from([True, True, True, False]),
-        tenant=st.sampled_from(["", "", "other"]),
-        prompt_logprobs=st.sampled_from([False, False, False, True]),
-        grammar=st.sampled_from(["", "", "one"]),
-    )
-    def arrive(self, family, shared, own, shape, max_tokens, **rest):
-        self.count += 1
-        n, beam_width = shape
-        max_tokens = max(max_tokens, 1 if beam_width else 0)
-        prompt = FAMILIES[family][:shared] + own
-        self.world.arrive(
-            request(f"r{self.count}", prompt, max_tokens=max_tokens, n=n, beam_width=beam_width, seed=family, **rest)
-        )
-
-    @precondition(lambda self: self.world.requests)
-    @rule(which=st.integers(0, 7), handle=st.sampled_from("ab"), ticks=st.integers(1, 20))
-    def pin(self, which, handle, ticks):
-        prompt = self.world.requests[self._some_request(which)].prompt
-        self.world.post(PrefixPinned(handle, "", prompt, ticks))
-
-    @rule(handle=st.sampled_from("ab"))
-    def unpin(self, handle):
-        self.world.post(PrefixUnpinned(handle, ""))
-
-    @precondition(lambda self: self.world.builds)
-    @rule()
-    def build(self):
-        self.world.build()
-
-    def teardown(self):
-        if hasattr(self, "world"):
-            self.world.drain()
-            for handle in "ab":
-                self.world.post(PrefixUnpinned(handle, ""))
-            self.world.check_all_ended()
+        self.start_late_masks(late)
 
 
 EXAMPLES = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "100"))
@@ -169,20 +121,8 @@ def _forked_before_its_rows(monkeypatch):
 
 
 def busy_life(seed):
-    """Many requests that share and part, on memory for a few, of which some are cancelled."""
-    draws = Random(seed)
-    world = World(config(context=48, hbm=12, running=4, states=PAGES["one block"]), 4, twin=False)
-    for number in range(60):
-        shared, own = draws.randrange(30), [draws.randrange(VOCAB) for _ in range(draws.randrange(6))]
-        n, prompt = draws.choice((1, 1, 2)), [*FAMILIES[draws.randrange(2)][:shared], *own]
-        if prompt:
-            world.arrive(request(f"r{number}", prompt, max_tokens=draws.randrange(1, 14), n=n))
-        for _ in range(draws.randrange(8)):
-            if world.plans:
-                world.step()
-    world.drain()
-    world.check_all_ended()
-    return world
+    """On memory for a few of its requests."""
+    return live_busily(World(config(context=48, hbm=12, running=4, states=PAGES["one block"]), 4, twin=False), seed)
 
 
 def test_a_busy_life_goes_on_from_snapshots():

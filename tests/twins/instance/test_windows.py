@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize
 
-from instance_lives import FAMILIES, AnyLife
-from instance_world import VOCAB, World, config, request
+from instance_lives import SharingLife, live_busily
+from instance_world import World, config
 from memserve.base.errors import InvariantError
 from memserve.base.states import WindowPages
 from memserve.instance.scheduler.windows import WindowsApart
 from memserve.kv.windows import WindowCache
-from memserve.protocol.events import PrefixPinned, PrefixUnpinned
 from memserve_lab.sim.reference.oracle import Violation
 
 BLOCK = 4
@@ -28,7 +26,7 @@ def windowed(window, part_blocks, *, step_tokens=16, chunk=8, **sizes):
     return config(context=48, step_tokens=step_tokens, chunk=chunk, windows=pages, **sizes)
 
 
-class WindowedLife(AnyLife):
+class WindowedLife(SharingLife):
     """Arrivals, cancellations, stops, pins, steps and failures in any order, on tiny pools."""
 
     @initialize(
@@ -44,53 +42,7 @@ class WindowedLife(AnyLife):
     )
     def begin(self, window, part_blocks, late, **sizes):
         self.world = World(windowed(window, part_blocks, **sizes), BLOCK, twin=False)
-        moments = iter(range(1 << 30))
-        self.world.device.mask_is_late = lambda opened: late and next(moments) % 3 == 0
-        self.count = 0
-
-    @rule(
-        family=st.integers(0, 2),
-        shared=st.integers(0, 30),
-        own=st.lists(st.integers(0, VOCAB - 1), max_size=6),
-        max_tokens=st.integers(0, 14),
-        shape=st.sampled_from([(1, 0), (1, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 3)]),
-        priority=st.integers(0, 2),
-        stops=st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True),
-        use_cache=st.sampled_from([True, True, True, False]),
-        tenant=st.sampled_from(["", "", "other"]),
-        prompt_logprobs=st.sampled_from([False, False, False, True]),
-        grammar=st.sampled_from(["", "", "one"]),
-    )
-    def arrive(self, family, shared, own, shape, max_tokens, **rest):
-        self.count += 1
-        n, beam_width = shape
-        max_tokens = max(max_tokens, 1 if beam_width else 0)
-        prompt = FAMILIES[family][:shared] + own
-        self.world.arrive(
-            request(f"r{self.count}", prompt, max_tokens=max_tokens, n=n, beam_width=beam_width, seed=family, **rest)
-        )
-
-    @precondition(lambda self: self.world.requests)
-    @rule(which=st.integers(0, 7), handle=st.sampled_from("ab"), ticks=st.integers(1, 20))
-    def pin(self, which, handle, ticks):
-        prompt = self.world.requests[self._some_request(which)].prompt
-        self.world.post(PrefixPinned(handle, "", prompt, ticks))
-
-    @rule(handle=st.sampled_from("ab"))
-    def unpin(self, handle):
-        self.world.post(PrefixUnpinned(handle, ""))
-
-    @precondition(lambda self: self.world.builds)
-    @rule()
-    def build(self):
-        self.world.build()
-
-    def teardown(self):
-        if hasattr(self, "world"):
-            self.world.drain()
-            for handle in "ab":
-                self.world.post(PrefixUnpinned(handle, ""))
-            self.world.check_all_ended()
+        self.start_late_masks(late)
 
 
 EXAMPLES = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "100"))
@@ -101,20 +53,8 @@ TestWindowedLife = WindowedLife.TestCase
 
 
 def busy_life(seed, *, hbm=40):
-    """Many requests that share and part, on memory for a few, of which some are cancelled."""
-    draws = Random(seed)
-    world = World(windowed(9, 2, hbm=hbm, running=4), BLOCK, twin=False)
-    for number in range(60):
-        shared, own = draws.randrange(30), [draws.randrange(VOCAB) for _ in range(draws.randrange(6))]
-        n, prompt = draws.choice((1, 1, 2)), [*FAMILIES[draws.randrange(2)][:shared], *own]
-        if prompt:
-            world.arrive(request(f"r{number}", prompt, max_tokens=draws.randrange(1, 14), n=n))
-        for _ in range(draws.randrange(8)):
-            if world.plans:
-                world.step()
-    world.drain()
-    world.check_all_ended()
-    return world
+    """On memory for a few of its requests."""
+    return live_busily(World(windowed(9, 2, hbm=hbm, running=4), BLOCK, twin=False), seed)
 
 
 def test_a_busy_life_passes_and_shares_parts():

@@ -41,8 +41,9 @@ class Publisher:
         self.pool.publish(lease, NO_TENANT, tokens, blocks, written_by=0)
         self.pool.anchor_parts(NO_TENANT, tokens, first, parts, written_by=0)
         tail_from = self.pages.first_entry(len(tokens))
-        for entry, part in enumerate(parts, first):
-            self.windows.release_part(part, is_end=entry >= tail_from)
+        passed = max(0, tail_from - first)
+        self.windows.release_parts(parts[:passed], is_end=False)
+        self.windows.release_parts(parts[passed:], is_end=True)
         self.pool.release(blocks)
         self.pool.unpin(lease)
         self.pool.check_invariants()
@@ -64,7 +65,7 @@ def test_a_prefix_is_resumable_where_its_window_is_whole(window: int, has_part: 
             assert own is not None
             part = cache.build_parts(own.tolist())[0]
             assert cache.anchor_part(part, anchor)
-            cache.release_part(part, is_end=False)
+            cache.release_parts((part,), is_end=False)
     cache.check_invariants()
 
     def is_whole(count: int) -> bool:

@@ -108,7 +108,7 @@ class SequenceMemory:
         sequence.published = lease.tokens if lease is not None else 0
         sequence.computed = sequence.writable_until = tokens
         if sequence.published:
-            self.windows.on_published(sequence, sequence.published)
+            self.windows.on_published(sequence, sequence.known_tokens()[: sequence.published])
 
     def reads_cache(self, sequence: Sequence) -> bool:
         """Whether cached KV may stand in for computing. Logprobs of the prompt need every prompt position computed."""
@@ -137,10 +137,15 @@ class SequenceMemory:
         entries = ceil_div(len(tokens), self.block_tokens) - matched_tokens // self.block_tokens
         return self.windows.blocks_for(entries, matched_tokens)
 
+    @property
+    def needs_more_than_blocks(self) -> bool:
+        """Whether a sequence goes on only where more is there than blocks: a state, or a window."""
+        return self.states.has_states or self.windows.has_windows
+
     def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
         """What of a sequence's known tokens the cache may stand in for. The last one is computed in any case: where no
         state goes back by one, and no window reaches further back than from a prefix's end, it is not cached either."""
-        return tokens[: len(tokens) - 1] if self.states.has_states or self.windows.has_windows else tokens
+        return tokens[: len(tokens) - 1] if self.needs_more_than_blocks else tokens
 
     def _acquire_prefix(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
         request = sequence.group.request
@@ -248,7 +253,7 @@ class SequenceMemory:
                 self.listener.on_published(sequence, known_tokens, sequence.published // self.block_tokens)
             sequence.published = tokens
             self.states.on_published(sequence)
-            self.windows.on_published(sequence, tokens)
+            self.windows.on_published(sequence, known_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let ``child`` share all KV of ``parent``, which has computed all known tokens of ``child`` but the last.

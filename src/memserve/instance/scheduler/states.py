@@ -45,10 +45,6 @@ class NoStates:
     #: None: no store keeps snapshots
     listener: SnapshotListener | None = None
 
-    def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
-        """What of a sequence's known tokens the cache may stand in for."""
-        return tokens
-
     def choose_source(self, sequence: Sequence, lease: Lease) -> None:
         """``sequence`` has got ``lease``, and perhaps goes on behind it."""
 
@@ -125,9 +121,6 @@ class RecurrentStates(NoStates):
         #: where sequences that compute known tokens leave snapshots, in order, and where they part from cached KV
         self._positions: dict[Sequence, deque[int]] = {}
         self._partings: dict[Sequence, int] = {}
-
-    def reusable_tokens(self, tokens: TokenArray) -> TokenArray:
-        return tokens[: len(tokens) - 1]  # the last one is computed, and no state goes back by one
 
     def choose_source(self, sequence: Sequence, lease: Lease) -> None:
         if lease.snapshot is not None:

@@ -25,6 +25,7 @@ from memserve.instance.events import PlaceWindow, StepPlan
 from memserve.kv.windows import WindowCache, WindowPart
 
 if TYPE_CHECKING:
+    from memserve.base.types import TokenArray
     from memserve.instance.scheduler.sequence import Sequence
     from memserve.kv.pool import BlockPool, Lease
 
@@ -107,8 +108,8 @@ class NoWindows:
         no room for that."""
         return True
 
-    def on_published(self, sequence: Sequence, tokens: int) -> None:
-        """The index has the blocks of so many tokens of ``sequence``."""
+    def on_published(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """The index has the blocks of ``tokens``, the first of ``sequence``."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """``child`` shares all KV of ``parent``."""
@@ -178,8 +179,7 @@ class WindowsApart(NoWindows):
     def pass_parts(self, sequence: Sequence) -> None:
         tail = self._tails[sequence]
         count = min(max(0, self._pages.kept_from(sequence.computed) - tail.first), len(tail.placed))
-        for part in tail.placed[:count]:
-            self._cache.release_part(part, is_end=False)
+        self._cache.release_parts(tail.placed[:count], is_end=False)
         del tail.placed[:count]
         tail.first += count
 
@@ -208,25 +208,22 @@ class WindowsApart(NoWindows):
             shared = tail.placed[entry - tail.first]
             self._pool.copy_part(shared.blocks, part.blocks)
             tail.placed[entry - tail.first] = part
-            self._cache.release_part(shared, is_end=False)
+            self._cache.release_parts((shared,), is_end=False)
             tail.told = min(tail.told, entry)
             self._changed[sequence] = None
         return True
 
-    def on_published(self, sequence: Sequence, tokens: int) -> None:
+    def on_published(self, sequence: Sequence, tokens: TokenArray) -> None:
         tail = self._tails[sequence]
-        entries = tokens // self._pages.block_tokens
+        entries = len(tokens) // self._pages.block_tokens
         fresh = next((n for n, part in enumerate(tail.placed) if not part.is_cached), len(tail.placed))
         parts = tail.placed[fresh : max(fresh, entries - tail.first)]
-        tokens_known = sequence.known_tokens()[:tokens]
-        self._pool.anchor_parts(
-            sequence.group.isolation, tokens_known, tail.first + fresh, parts, written_by=sequence.scheduled_step
-        )
+        first, plan = tail.first + fresh, sequence.scheduled_step
+        self._pool.anchor_parts(sequence.group.isolation, tokens, first, parts, written_by=plan)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         tail = self._tails[parent]
-        for part in tail.placed:
-            self._cache.use_part(part)
+        self._cache.use_parts(tail.placed)
         tail.may_be_shared = True
         self._tails[child] = WindowTail(tail.first, list(tail.placed), told=tail.first, may_be_shared=True)
         self._changed[child] = None
@@ -236,9 +233,9 @@ class WindowsApart(NoWindows):
         tail = self._tails.pop(sequence, None)
         if tail is None:
             return
-        first_needed = self._pages.first_entry(sequence.published)
-        for entry, part in enumerate(tail.placed, tail.first):
-            self._cache.release_part(part, is_end=entry >= first_needed)
+        passed = max(0, self._pages.first_entry(sequence.published) - tail.first)
+        self._cache.release_parts(tail.placed[:passed], is_end=False)
+        self._cache.release_parts(tail.placed[passed:], is_end=True)
         self._release_spare(tail)
 
     def finish_plan(self, plan: StepPlan) -> None:
@@ -274,8 +271,7 @@ class WindowsApart(NoWindows):
         check(all(part.users >= count for part, count in users.items()), "a part has more users than it knows of")
 
     def _release_spare(self, tail: WindowTail) -> None:
-        for part in tail.spare:
-            self._cache.release_part(part, is_end=True)
+        self._cache.release_parts(tail.spare, is_end=True)
         tail.spare = []
 
 

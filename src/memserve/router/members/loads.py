@@ -211,8 +211,8 @@ class LoadTable:
             check(self.role[number] == ROLE_CODE[role], "instance {} has another role in the arrays", number)
             check(self.is_open[number] == is_open, "instance {} is open: {}", number, not is_open)
         check(not sums, "instances that are gone are charged: {}", sums)
-        strangers = set(np.flatnonzero(self.is_open).tolist()) - members.keys()
-        check(not strangers, "{} are open, and no member has such a number", strangers)
+        unknown_numbers = set(np.flatnonzero(self.is_open).tolist()) - members.keys()
+        check(not unknown_numbers, "{} are open, and no member has such a number", unknown_numbers)
 
     def _name_tables(self) -> None:
         """Views in which a single number is changed ten times as quickly as in an array."""

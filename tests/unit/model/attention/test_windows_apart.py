@@ -3,8 +3,7 @@ model's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine_answers import ask, ask_several, best_beam, own_best_beam, resumable, serving
 from memserve import LLM
 from memserve.base.errors import InvariantError, UserError
 from memserve.base.states import NO_STATE, WindowLayers, windows_apart
@@ -19,11 +19,9 @@ from memserve.base.types import KVGeometry
 from memserve.instance.events import PlaceWindow
 from memserve.model import arena
 from memserve.model.attention.windowed import WindowTables
-from tiny_models import GREEDY, greedy_tokens, prompt, save_folder, tiny_module
+from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
 
-BLOCK = 32
 ANSWER = 40
-WINDOW = 24
 SIZES = {"gemma2": {"num_hidden_layers": 5}, "gpt_oss": {"num_hidden_layers": 4}}
 """Five layers: three read a window, so a part has two blocks and the second is half empty; of four two do."""
 
@@ -38,22 +36,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: save_folder(module_of(family), root / family) for family in SIZES}
 
 
-@contextmanager
-def serving(folder: Path, **options: Any) -> Iterator[LLM]:
-    options = {"dtype": "float32", "kv_memory": "4MiB", "threads": 1, "window_kv": "apart"} | options
-    with LLM(str(folder), **options) as llm:
-        yield llm
-
-
-def ask(llm: LLM, prompts: list[list[int]], count: int = ANSWER) -> list[tuple[list[int], int]]:
-    """Greedy answers and how many tokens of each prompt were cached."""
-    results = llm.generate(prompts, GREEDY, max_tokens=count, ignore_eos=True)
-    return [(list(result.outputs[0].tokens), result.cached_tokens) for result in results]
-
-
-def resumable(tokens: int) -> int:
-    """Of a prompt of so many tokens, all of which are cached: whole blocks, and one token is computed."""
-    return (tokens - 1) // BLOCK * BLOCK
+def serving_apart(folder: Path, **options: Any) -> AbstractContextManager[LLM]:
+    return serving(folder, **{"kv_memory": "4MiB", "window_kv": "apart"} | options)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_step_tokens": 24}], ids=["whole", "chunks"])
@@ -63,15 +47,15 @@ def test_answers_are_the_models_own(family: str, options: dict[str, int], folder
     module = module_of(family)
     prompts = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100, 180))]
     expected = [greedy_tokens(module, prompt(len(tokens), seed), ANSWER) for seed, tokens in enumerate(prompts)]
-    with serving(folders[family], **options) as llm:
-        cold = ask(llm, prompts)
+    with serving_apart(folders[family], **options) as llm:
+        cold = ask(llm, prompts, ANSWER)
         assert [answer for answer, _ in cold] == expected
         assert [cached for _, cached in cold] == [0] * len(prompts)
-        warm = ask(llm, prompts)
+        warm = ask(llm, prompts, ANSWER)
         assert [answer for answer, _ in warm] == expected
         assert [cached for _, cached in warm] == [resumable(len(tokens)) for tokens in prompts]
         for place in reversed(range(len(prompts))):
-            assert ask(llm, prompts[place : place + 1]) == warm[place : place + 1]
+            assert ask(llm, prompts[place : place + 1], ANSWER) == warm[place : place + 1]
         assert llm.stats().instance.window_parts_passed > 0
 
 
@@ -79,11 +63,11 @@ def test_answers_are_the_models_own(family: str, options: dict[str, int], folder
 def test_a_prefix_is_found_wherever_prompts_part(family: str, folders: dict[str, Path]) -> None:
     """As long as memory is there, parts behind the window stay, and with them every place to go on from."""
     module, common = module_of(family), prompt(140, 5)
-    with serving(folders[family]) as llm:
+    with serving_apart(folders[family]) as llm:
         for seed, shared, cached in ((1, 140, 0), (2, 140, 128), (3, 70, 64), (4, 100, 96)):
             tokens = [*common[:shared].tolist(), *prompt(40, seed).tolist()]
             expected = greedy_tokens(module, np.array(tokens, np.int32), ANSWER)
-            assert ask(llm, [tokens]) == [(expected, cached)]
+            assert ask(llm, [tokens], ANSWER) == [(expected, cached)]
 
 
 def test_more_sequences_fit_than_together(folders: dict[str, Path]) -> None:
@@ -94,7 +78,7 @@ def test_more_sequences_fit_than_together(folders: dict[str, Path]) -> None:
     expected = [greedy_tokens(module, prompt(len(tokens), seed), 60) for seed, tokens in enumerate(prompts)]
     steps = {}
     for place in ("together", "apart"):
-        with serving(folders[family], window_kv=place, kv_memory="640KiB", max_step_tokens=64) as llm:
+        with serving_apart(folders[family], window_kv=place, kv_memory="640KiB", max_step_tokens=64) as llm:
             assert [answer for answer, _ in ask(llm, prompts, 60)] == expected
             steps[place] = llm.stats().instance.steps
     assert steps["apart"] < 0.9 * steps["together"]
@@ -105,7 +89,7 @@ def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, 
     module = module_of(family)
     prompts = [prompt(60 + 7 * seed, seed).tolist() for seed in range(8)]
     expected = [greedy_tokens(module, prompt(len(tokens), seed), 90) for seed, tokens in enumerate(prompts)]
-    with serving(folders[family], kv_memory="640KiB", max_step_tokens=64) as llm:
+    with serving_apart(folders[family], kv_memory="640KiB", max_step_tokens=64) as llm:
         assert [answer for answer, _ in ask(llm, prompts, 90)] == expected
         stats = llm.stats().instance
         assert stats.preemptions_recompute > 0 and stats.window_parts_given_up > 0
@@ -115,23 +99,16 @@ def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, 
 def test_sequences_of_one_prompt_part(family: str, folders: dict[str, Path]) -> None:
     module, tokens = module_of(family), prompt(45, 6)
     expected = greedy_tokens(module, tokens, ANSWER)
-    with serving(folders[family]) as llm:
+    with serving_apart(folders[family]) as llm:
         for _ in range(2):
-            result = llm.generate([tokens.tolist()], GREEDY, max_tokens=ANSWER, ignore_eos=True, n=3)[0]
-            assert [list(output.tokens) for output in result.outputs] == [expected] * 3
+            assert ask_several(llm, tokens.tolist(), 3, ANSWER) == [expected] * 3
 
 
 @pytest.mark.parametrize("family", SIZES)
 def test_beams_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
-    module, tokens = module_of(family), prompt(40, 7)
-    module.set_attn_implementation("eager")
-    ids = torch.from_numpy(tokens.astype("int64"))[None]
-    options = {"num_beams": 3, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "early_stopping": False}
-    with torch.inference_mode():
-        own = module.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, **options)
-    with serving(folders[family]) as llm:
-        result = llm.generate([tokens.tolist()], max_tokens=12, ignore_eos=True, beam_width=3)[0]
-    assert list(result.outputs[0].tokens) == own[0, len(tokens) :].tolist()
+    tokens = prompt(40, 7).tolist()
+    with serving_apart(folders[family]) as llm:
+        assert best_beam(llm, tokens, 3, 12) == own_best_beam(module_of(family), tokens, 3, 12)
 
 
 def test_rounded_kv_is_read_alike(folders: dict[str, Path]) -> None:
@@ -139,8 +116,8 @@ def test_rounded_kv_is_read_alike(folders: dict[str, Path]) -> None:
     prompts = [prompt(length, seed).tolist() for seed, length in enumerate((40, 150))]
     answers = []
     for place in ("apart", "together"):
-        with serving(folders["gemma2"], window_kv=place, kv_dtype="int8") as llm:
-            answers += [[answer for answer, _ in ask(llm, prompts)] for _ in range(2)]
+        with serving_apart(folders["gemma2"], window_kv=place, kv_dtype="int8") as llm:
+            answers += [[answer for answer, _ in ask(llm, prompts, ANSWER)] for _ in range(2)]
     assert all(answer == answers[0] for answer in answers)
 
 
@@ -155,14 +132,14 @@ def test_nothing_behind_the_window_is_read(folders: dict[str, Path], monkeypatch
 
     monkeypatch.setattr(arena, "_mapped", without_numbers)
     expected = greedy_tokens(module, tokens, ANSWER)
-    with serving(folders["gemma2"], max_step_tokens=32, kv_memory="2MiB") as llm:
-        assert ask(llm, [tokens.tolist()]) == [(expected, 0)]
+    with serving_apart(folders["gemma2"], max_step_tokens=32, kv_memory="2MiB") as llm:
+        assert ask(llm, [tokens.tolist()], ANSWER) == [(expected, 0)]
 
 
 def test_a_context_has_room_that_it_has_not_together(folders: dict[str, Path]) -> None:
     lengths = {}
     for place in ("apart", "together"):
-        with serving(folders["gemma2"], window_kv=place, kv_memory="256KiB", max_step_tokens=32) as llm:
+        with serving_apart(folders["gemma2"], window_kv=place, kv_memory="256KiB", max_step_tokens=32) as llm:
             lengths[place] = llm.model.max_model_tokens
     assert lengths["apart"] > 1.2 * lengths["together"]
 
@@ -172,7 +149,7 @@ def test_a_context_has_room_that_it_has_not_together(folders: dict[str, Path]) -
     [({"dram_memory": "8MiB"}, "second tier"), ({"draft_tokens": 4}, "drafts"), ({"window_kv": "beside"}, "'beside'")],
 )
 def test_what_cannot_lie_apart_is_refused(options: dict[str, Any], text: str, folders: dict[str, Path]) -> None:
-    with pytest.raises(UserError, match=text), serving(folders["gemma2"], **options):
+    with pytest.raises(UserError, match=text), serving_apart(folders["gemma2"], **options):
         pass
 
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from memserve import LLM
+from engine_answers import ANSWER, BLOCK, ask, ask_several, best_beam, own_best_beam, resumable, serving
 from memserve.base.errors import UserError
-from tiny_models import GREEDY, STATEFUL, greedy_answers, greedy_tokens, prompt, save_folder, tiny_module
+from tiny_models import STATEFUL, greedy_answers, greedy_tokens, prompt, save_folder, tiny_module
 
-BLOCK = 32
-ANSWER = 20
 FEW = ("qwen3_5", "jamba", "mamba2", "lfm2")
 """One of each kind: a delta net, Mamba that goes on by one token, no attention at all, convolutions alone."""
 
@@ -27,24 +23,6 @@ PROMPTS = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("stateful")
     return {family: save_folder(tiny_module(family), root / family) for family in STATEFUL}
-
-
-@contextmanager
-def serving(folder: Path, **options: Any) -> Iterator[LLM]:
-    options = {"dtype": "float32", "kv_memory": "8MiB", "threads": 1} | options
-    with LLM(str(folder), **options) as llm:
-        yield llm
-
-
-def ask(llm: LLM, prompts: list[list[int]], count: int = ANSWER) -> list[tuple[list[int], int]]:
-    """Greedy answers and how many tokens of each prompt were cached."""
-    results = llm.generate(prompts, GREEDY, max_tokens=count, ignore_eos=True)
-    return [(list(result.outputs[0].tokens), result.cached_tokens) for result in results]
-
-
-def resumable(tokens: int) -> int:
-    """Of a prompt of so many tokens, all of which are cached: whole blocks, and one token is computed."""
-    return (tokens - 1) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("options", [{}, {"max_step_tokens": 24}], ids=["whole", "chunks"])
@@ -94,23 +72,14 @@ def test_sequences_of_one_prompt_have_states_of_their_own(family: str, folders: 
     expected = greedy_tokens(module, tokens, ANSWER)
     with serving(folders[family]) as llm:
         for _ in range(2):
-            result = llm.generate([tokens.tolist()], GREEDY, max_tokens=ANSWER, ignore_eos=True, n=3)[0]
-            assert [list(output.tokens) for output in result.outputs] == [expected] * 3
+            assert ask_several(llm, tokens.tolist(), 3) == [expected] * 3
 
 
 @pytest.mark.parametrize("family", FEW)
 def test_beams_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
-    import torch
-
-    module, tokens = tiny_module(family), prompt(40, 7)
-    module.set_attn_implementation("eager")
-    ids = torch.from_numpy(tokens.astype("int64"))[None]
-    options = {"num_beams": 3, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "early_stopping": False}
-    with torch.inference_mode():
-        own = module.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None, **options)
+    tokens = prompt(40, 7).tolist()
     with serving(folders[family]) as llm:
-        result = llm.generate([tokens.tolist()], max_tokens=12, ignore_eos=True, beam_width=3)[0]
-    assert list(result.outputs[0].tokens) == own[0, len(tokens) :].tolist()
+        assert best_beam(llm, tokens, 3, 12) == own_best_beam(tiny_module(family), tokens, 3, 12)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])

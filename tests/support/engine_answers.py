@@ -1,0 +1,57 @@
+"""What one engine in this process answers, and what transformers answers to the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memserve import LLM
+from tiny_models import GREEDY
+
+BLOCK = 32
+ANSWER = 20
+
+
+@contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[LLM]:
+    """An engine of one thread in float32, unless ``options`` say otherwise."""
+    options = {"dtype": "float32", "kv_memory": "8MiB", "threads": 1} | options
+    with LLM(str(folder), **options) as llm:
+        yield llm
+
+
+def ask(llm: LLM, prompts: list[list[int]], count: int = ANSWER) -> list[tuple[list[int], int]]:
+    """Greedy answers, and how many tokens of each prompt were cached."""
+    results = llm.generate(prompts, GREEDY, max_tokens=count, ignore_eos=True)
+    return [(list(result.outputs[0].tokens), result.cached_tokens) for result in results]
+
+
+def ask_several(llm: LLM, tokens: list[int], n: int, count: int = ANSWER) -> list[list[int]]:
+    """The greedy answers of ``n`` sequences of one prompt."""
+    result = llm.generate([tokens], GREEDY, max_tokens=count, ignore_eos=True, n=n)[0]
+    return [list(output.tokens) for output in result.outputs]
+
+
+def best_beam(llm: LLM, tokens: list[int], width: int, count: int) -> list[int]:
+    """Of a beam search."""
+    return list(llm.generate([tokens], max_tokens=count, ignore_eos=True, beam_width=width)[0].outputs[0].tokens)
+
+
+def own_best_beam(module: Any, tokens: list[int], width: int, count: int) -> list[int]:
+    """The same by transformers."""
+    module.set_attn_implementation("eager")
+    ids = torch.tensor([tokens])
+    options = {"num_beams": width, "max_new_tokens": count, "min_new_tokens": count, "early_stopping": False}
+    options |= {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with torch.inference_mode():
+        own = module.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return own[0, len(tokens) :].tolist()
+
+
+def resumable(tokens: int) -> int:
+    """Of a prompt of so many tokens, all of which are cached: whole blocks, and one token is computed."""
+    return (tokens - 1) // BLOCK * BLOCK
