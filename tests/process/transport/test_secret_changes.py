@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from links_owner import GEOMETRY, content, info_of, view
 from memserve import _core
 from memserve.base.types import Tier
 from memserve.kv.identity import identity_key, kv_secret, secrets_in
+from memserve.model.attention import query_server
 from memserve.model.attention.query_server import SegmentServer, ZmqSegmentLines
 from memserve.model.attention.sequence_parallel import Query, SegmentLostError
 from memserve.protocol.messages import AnyMessage, Cancel, Segment
@@ -234,6 +236,52 @@ def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path, mon
     finally:
         lines.close()
         server.close()
+
+
+class ScriptedLine:
+    """A line whose peer takes ``takes[0]`` queries before it turns the key down; the next one ``takes[1]``. None: it
+    answers all."""
+
+    def __init__(self, takes: list[int | None]) -> None:
+        self.limit, self.takes = takes[0], takes[1:]
+        self.socket, self.answers = self, []
+
+    @property
+    def is_rejected(self) -> bool:
+        return self.limit is not None
+
+    def with_next_key(self) -> ScriptedLine:
+        self.close()
+        return ScriptedLine(self.takes)
+
+    def send_multipart(self, frames: list[Any], flags: int) -> None:
+        assert self.answers is not None, "it is closed"
+        if self.limit == len(self.answers):
+            raise zmq.Again
+        number = query_server._decode(frames[0]).number
+        self.answers.append([zmq.Frame(part) for part in (msgspec.msgpack.encode(number), bytes(16), bytes(8))])
+
+    def poll(self, ms: int) -> bool:
+        return self.limit is None and bool(self.answers)
+
+    def recv_multipart(self, copy: bool) -> list[zmq.Frame]:
+        return self.answers.pop(0)
+
+    def close(self) -> None:
+        self.answers = None
+
+
+@pytest.mark.parametrize("takes", [[0, 1, None], [2, 1, 0, 2, None], [3, 3, None]])
+def test_queries_survive_keys_turned_down_half_way(monkeypatch: pytest.MonkeyPatch, takes: list[int | None]) -> None:
+    monkeypatch.setattr(query_server, "Line", lambda *args, **sizes: ScriptedLine(takes))
+    lines = ZmqSegmentLines(OLD)
+    segment = Segment(Peer("i", 1), "tcp://nowhere", 32)
+    numbers = [lines.send_query(segment, Query("x", layer, torch.ones((1, 2, 2)), 1.0, 0.0)) for layer in range(3)]
+    for number in numbers:
+        outputs, statistics = torch.ones((1, 2, 2)), torch.ones((1, 2))
+        lines.receive_answer(number, outputs, statistics)
+        assert not outputs.any()
+    lines.close()
 
 
 def test_pages_are_read_while_the_secret_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,17 +126,19 @@ class ZmqSegmentLines:
         data = query.q.view(-1).view(torch.uint8).numpy().data
         line = self._connection_to(segment)
         self._pending[number] = segment, head, data
-        self._send_frames(line, segment, head, data)
+        if not self._try_send_frames(line, segment, head, data):
+            self._try_next_key(segment)
         return number
 
-    def _send_frames(self, line: Line, segment: Segment, head: bytes, data: memoryview) -> None:
+    def _try_send_frames(self, line: Line, segment: Segment, head: bytes, data: memoryview) -> bool:
+        """False: the peer has another secret than ``line``, and has said so before anything was asked."""
         try:
             line.socket.send_multipart([head, data], zmq.NOBLOCK)
         except zmq.Again:
-            if line.is_rejected:  # while nothing was asked
-                self._try_next_key(segment)
-            else:
-                self._removed_peers.add(segment.peer)  # it reads nothing
+            if line.is_rejected:
+                return False
+            self._removed_peers.add(segment.peer)  # it reads nothing
+        return True
 
     def receive_answer(self, number: int, outputs: Tensor, statistics: Tensor) -> None:
         """See :class:`~memserve.model.attention.sequence_parallel.SegmentLines`."""
@@ -182,11 +184,15 @@ class ZmqSegmentLines:
 
     def _try_next_key(self, segment: Segment) -> Line:
         """The peer has another secret than its line: reconnect, and ask again what it has not answered."""
-        line = self._connections[_connection_key(segment)] = self._connections[_connection_key(segment)].with_next_key()
-        for number, (of, head, data) in self._pending.items():
-            if _connection_key(of) == _connection_key(segment) and number not in self._early:
-                self._send_frames(line, of, head, data)
-        return line
+        key = _connection_key(segment)
+        unanswered = (query for number, query in self._pending.items() if number not in self._early)
+        queries = [query for query in unanswered if _connection_key(query[0]) == key]
+        until_s = time.monotonic() + self._answer_s
+        while True:
+            line = self._connections[key] = self._connections[key].with_next_key()
+            # the next line can be rejected before all is sent: then the one after it sends all again
+            if all(self._try_send_frames(line, *query) for query in queries) or time.monotonic() > until_s:
+                return line
 
     def _disconnect_all(self) -> None:
         for line in self._connections.values():
