@@ -133,6 +133,9 @@ class Eviction:
     def dropped_hbm(self) -> BlockIds: ...
     @property
     def dropped_dram(self) -> BlockIds: ...
+    @property
+    def ended_holds(self) -> list[int]:
+        """Holds on paths that are not whole any more."""
 
 class RadixIndex:
     """Radix tree over whole blocks of tokens, one root a namespace (16 bytes).
@@ -159,10 +162,15 @@ class RadixIndex:
     def unpin(self, pin: int) -> None:
         """End a pin (0 = nothing); its path becomes the most recently used."""
     def hold(self, namespace: bytes, tokens: Ids) -> int:
-        """Keep ``evict`` from the whole blocks of ``tokens``, which count as evictable all the same, until ``unhold``,
-        ``delete`` or ``clear``. 0: not all of them are cached."""
-    def unhold(self, hold: int) -> None:
-        """End a hold. Raises where its path has been deleted or cleared."""
+        """Keep ``evict`` from the whole blocks of ``tokens`` on either tier, until ``unhold``, ``delete`` or ``clear``;
+        they count as evictable all the same. 0: not all of them are cached."""
+    def unhold(self, hold: int, tier: int) -> None:
+        """End a hold on a tier. Raises where its path has been deleted or cleared."""
+    def is_held(self, hold: int, tier: int) -> bool:
+        """Whether this hold stands on the tier."""
+    def set_demotes_held_only(self) -> None:
+        """From now on ``evict`` moves down from HBM only what is held in DRAM, drops the rest, and frees fewer than it
+        was asked for where the former find no room in DRAM."""
     def insert(
         self,
         namespace: bytes,

@@ -20,7 +20,8 @@ import numpy as np
 
 from memserve.base.config import ExchangeConfig, PoolConfig
 from memserve.base.types import KVGeometry, Request, Role, Tier
-from memserve.kv.pool import BlockPool, Lease
+from memserve.kv.pool import BlockPool
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.events import (
     CancelPulls,
     Delivered,

@@ -12,7 +12,8 @@ from memserve import _core
 from memserve.base.config import ExchangeConfig, PoolConfig
 from memserve.base.types import Role, Tier
 from memserve.kv.identity import state_identities
-from memserve.kv.pool import BlockPool, Lease
+from memserve.kv.pool import BlockPool
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.events import CancelPulls, Delivered, PagesPulled, PullPages, SealPages
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived, Send

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from memserve.base.config import PoolConfig
 from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
-from memserve.base.types import Request, SamplingParams, StopParams, TokenArray
+from memserve.base.types import Request, SamplingParams, StopParams, Tier, TokenArray
 from memserve.base.units import NS_PER_S, ceil_div
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.memory import SequenceMemory
@@ -126,18 +126,29 @@ class LruPolicy:
     def on_gone(self, snapshot: StateSnapshot, *, evicted: bool) -> None:
         del self._used[snapshot]
 
-    def choose_victim(self, owner: bytes) -> StateSnapshot | None:
+    def on_moving(self, snapshot: StateSnapshot) -> None:
+        """It is as old there."""
+
+    def on_moved(self, snapshot: StateSnapshot) -> None:
+        """It is as old there."""
+
+    def choose_victim(self, owner: bytes, tier: Tier) -> StateSnapshot | None:
         """The oldest, which the heap has first."""
-        pinned = []
+        passed = []
         victim = None
         while self._line and victim is None:
             entry = heapq.heappop(self._line)
-            if self._used.get(entry[-1]) == entry[:-1]:
-                pinned.append(entry)
-                victim = None if entry[-1].pins else entry[-1]
-        for entry in pinned:
+            snapshot = entry[-1]
+            if self._used.get(snapshot) == entry[:-1]:
+                passed.append(entry)
+                victim = snapshot if snapshot.tier is tier and not snapshot.pins else None
+        for entry in passed:
             heapq.heappush(self._line, entry)
         return victim
+
+    def score_of(self, snapshot: StateSnapshot) -> float:
+        """When it was used."""
+        return self._used[snapshot][-1]
 
     def _touch(self, snapshot: StateSnapshot) -> None:
         self._order += 1
@@ -184,11 +195,22 @@ class MarconiPolicy:
     def on_gone(self, snapshot: StateSnapshot, *, evicted: bool) -> None:
         del self._used[snapshot]
 
-    def choose_victim(self, owner: bytes) -> StateSnapshot | None:
+    def on_moving(self, snapshot: StateSnapshot) -> None:
+        """Its score is the same there."""
+
+    def on_moved(self, snapshot: StateSnapshot) -> None:
+        """Its score is the same there."""
+
+    def score_of(self, snapshot: StateSnapshot) -> float:
+        """Its recency: the paper has one tier, and compares snapshots of that alone."""
+        return self._used[snapshot]
+
+    def choose_victim(self, owner: bytes, tier: Tier) -> StateSnapshot | None:
         """The least score of those with at most one child."""
-        candidates = [s for s in self._used if len(s.children) <= 1 and not s.pins]
+        here = [s for s in self._used if s.tier is tier and not s.pins]
+        candidates = [s for s in here if len(s.children) <= 1]
         if not candidates:
-            return next((s for s in self._used if not s.pins), None)
+            return here[0] if here else None
         ages = np.array([1 + self._clock - self._used[s] for s in candidates], np.float64)
         ends = np.array([s.tokens for s in candidates], np.float64)
         begins = np.array([s.tokens - s.gap_tokens for s in candidates], np.float64)

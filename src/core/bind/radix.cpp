@@ -128,7 +128,8 @@ void bind_results(nb::module_& m) {
       .def_prop_ro("moved_from", [](const Eviction& self) { return pick(self, Eviction::kMoved, false); })
       .def_prop_ro("moved_to", [](const Eviction& self) { return pick(self, Eviction::kMoved, true); })
       .def_prop_ro("dropped_hbm", [](const Eviction& self) { return pick(self, Eviction::kDroppedHbm, false); })
-      .def_prop_ro("dropped_dram", [](const Eviction& self) { return pick(self, Eviction::kDroppedDram, false); });
+      .def_prop_ro("dropped_dram", [](const Eviction& self) { return pick(self, Eviction::kDroppedDram, false); })
+      .def_ro("ended_holds", &Eviction::ended_holds);
 }
 
 }  // namespace
@@ -148,7 +149,12 @@ void bind_radix(nb::module_& m) {
              return self.hold(namespace_of(name), IntSpan(tokens).span());
            },
            nb::arg("namespace"), nb::arg("tokens"))
-      .def("unhold", &RadixIndex::unhold, nb::arg("hold"))
+      .def("unhold", [](RadixIndex& self, uint32_t hold, int tier) { self.unhold(hold, valid_tier(tier)); },
+           nb::arg("hold"), nb::arg("tier"))
+      .def("is_held",
+           [](const RadixIndex& self, uint32_t hold, int tier) { return self.is_held(hold, valid_tier(tier)); },
+           nb::arg("hold"), nb::arg("tier"))
+      .def("set_demotes_held_only", &RadixIndex::set_demotes_held_only)
       .def("insert", &insert, nb::arg("namespace"), nb::arg("tokens"), nb::arg("blocks"),
            nb::arg("hbm_blocks") = -1, nb::arg("pin") = false, nb::arg("owner") = nb::bytes(""))
       .def("promote",

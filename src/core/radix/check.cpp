@@ -12,20 +12,21 @@ void RadixIndex::check_node(const Node& node, size_t (&in)[kTiers], size_t (&loc
   check(node.root_of ? node.size == 0 : node.size > 0, "only roots have an empty edge");
   check(node.hbm <= node.size, "a node's sizes are out of order");
   check(!node.root_of || node.first_child, "a root without children was kept");
-  uint64_t locks = node.pins, holds = node.ends;
+  uint64_t locks = node.pins, holds[kTiers] = {node.ends[kHbm], node.ends[kDram]};
   for (const Node* child = node.first_child; child; child = child->next_sibling) {
     check(child->parent == &node && child->owner == node.owner, "a child has another parent, or owner");
     check(!child->next_sibling || child->next_sibling->prev_sibling == child, "siblings are linked wrongly");
     check(node.hbm == node.size || child->hbm == 0, "an HBM block below a DRAM block");
     check(find_child(&node, child->tokens()) == child, "a child is not found by its first block");
     locks += child->locks;
-    holds += child->holds;
+    for (int tier = 0; tier < kTiers; ++tier) holds[tier] += child->holds[tier];
   }
   check(locks == node.locks, "a node's locks are not the pins below it");
-  check(holds == node.holds, "a node is not held as often as nodes below it");
   for (int tier = 0; tier < kTiers; ++tier) {
     const uint32_t count = node.in_tier(tier);
-    check(node.listed[tier] == (node.locks == 0 && node.holds == 0 && count > 0), "a node is listed wrongly");
+    const bool is_free = node.locks == 0 && node.holds[tier] == 0;
+    check(holds[tier] == node.holds[tier], "a node is not held as often as nodes below it");
+    check(node.listed[tier] == (is_free && count > 0), "a node is listed wrongly");
     in[tier] += count;
     if (node.locks > 0) locked[tier] += count;
     if (!allocator_[tier]) continue;

@@ -1,6 +1,5 @@
 // What leaves the index: eviction by tier, deletion, clearing.
 #include <algorithm>
-#include <limits>
 
 #include "errors.h"
 #include "radix/index.h"
@@ -57,6 +56,7 @@ size_t RadixIndex::drop_tail_dram(Node* node, uint32_t count, Eviction& out) {
   const int32_t* first = node->blocks() + node->size - count;
   for (uint32_t i = 0; i < count; ++i) out.changes.push_back({Eviction::kDroppedDram, first[i], 0});
   const size_t freed = release_one(node->owner, kDram, first, count);
+  end_all_holds(node, out);
   shrink(node, node->size - count);
   if (node->in_tier(kDram) == 0) unlist(kDram, node);
   if (node->size == 0) remove_childless(node);
@@ -92,6 +92,7 @@ void RadixIndex::drop_tail_hbm(Node* node, uint32_t count, Eviction& out) {
   const int32_t* first = node->blocks() + node->hbm - count;
   for (uint32_t i = 0; i < count; ++i) out.changes.push_back({Eviction::kDroppedHbm, first[i], 0});
   out.freed += release_one(node->owner, kHbm, first, count);
+  end_all_holds(node, out);
   node->hbm -= count;
   shrink(node, node->size - count);
   if (node->hbm == 0) unlist(kHbm, node);
@@ -110,13 +111,13 @@ void RadixIndex::demote_tail(Node* node, uint32_t count, Eviction& out) {
   this->count(node->owner, kDram, count);
   node->hbm -= count;
   if (node->hbm == 0) unlist(kHbm, node);
-  unlist(kDram, node);
-  list_before(kDram, node, nullptr);
+  touch_in(kDram, node);
 }
 
 // Frees `count` HBM blocks, the heaviest owner's oldest leaves first, block-exact. Contents move to DRAM if there is
 // room (made by the same rule), else they are dropped. A block with further references leaves the index without
-// becoming free. Returns the number of blocks freed: fewer than `count` only if nothing unpinned is left.
+// becoming free. Returns the number of blocks freed: fewer than `count` only if nothing unpinned is left, or blocks that
+// are held in DRAM find no room there.
 size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
   const size_t before = out.freed;
   while (out.freed - before < count) {
@@ -133,8 +134,12 @@ size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
         allocator_[kDram]->blocks_free() < static_cast<int32_t>(wanted)) {
       wanted = 1;
     }
-    const uint32_t room = reserve_dram(wanted, out);
-    if (room < wanted) {
+    const bool is_dropped = demotes_held_only_ && node->holds[kDram] == 0;
+    const uint32_t room = is_dropped ? 0 : reserve_dram(wanted, out);
+    if (demotes_held_only_ && !is_dropped) {
+      if (room == 0) break;  // a hold in DRAM must end first
+      demote_tail(node, room, out);
+    } else if (room < wanted) {
       drop_unlocked_below(node, out);
       if (node->in_tier(kDram) > 0) drop_tail_dram(node, node->in_tier(kDram), out);
       drop_tail_hbm(node, wanted - room, out);  // the deeper ones: what stays must be a prefix
@@ -187,11 +192,6 @@ void RadixIndex::erase(const NamespaceId& name, std::span<const int32_t> tokens,
 
 // Drops everything that is not pinned, held or not, without demoting.
 void RadixIndex::clear(Eviction& out) {
-  evict_dram(std::numeric_limits<size_t>::max(), out);
-  while (Owner* const owner = next_victim(kHbm).owner) {
-    Node* const node = owner->lists[kHbm].oldest;
-    drop_tail_hbm(node, node->hbm, out);
-  }
   std::vector<Node*> roots;
   for (const auto& [name, root] : roots_) roots.push_back(root);
   for (Node* const root : roots) drop_unlocked_below(root, out);

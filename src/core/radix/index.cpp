@@ -60,19 +60,22 @@ uint32_t RadixIndex::hold(const NamespaceId& name, std::span<const int32_t> toke
   const Position end = walk(name, tokens);
   if (end.depth == 0 || end.depth < tokens.size() / block_tokens_) return 0;
   Node* const last = node_ending_at(end);
-  ++last->ends;
-  for (Node* node = last; node; node = node->parent) {
-    if (node->holds++ > 0) continue;
-    for (int tier = 0; tier < kTiers; ++tier) unlist(tier, node);
+  for (int tier = 0; tier < kTiers; ++tier) {
+    ++last->ends[tier];
+    for (Node* node = last; node; node = node->parent) {
+      if (node->holds[tier]++ == 0) unlist(tier, node);
+    }
   }
   return last->id;
 }
 
-void RadixIndex::unhold(uint32_t hold) {
-  if (hold == 0 || hold > nodes_.size() || nodes_[hold - 1].id == 0 || nodes_[hold - 1].ends == 0) {
-    throw InvariantViolation("hold " + std::to_string(hold) + " is over");
-  }
-  end_holds(&nodes_[hold - 1], 1);
+bool RadixIndex::is_held(uint32_t hold, int tier) const {
+  return hold != 0 && hold <= nodes_.size() && nodes_[hold - 1].id != 0 && nodes_[hold - 1].ends[tier] > 0;
+}
+
+void RadixIndex::unhold(uint32_t hold, int tier) {
+  if (!is_held(hold, tier)) throw InvariantViolation("hold " + std::to_string(hold) + " is over");
+  end_holds(&nodes_[hold - 1], tier, 1);
 }
 
 // Takes over the caller's HBM blocks where the node has the same tokens in DRAM. The node must be locked.

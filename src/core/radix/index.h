@@ -10,10 +10,11 @@
 //   * Along any path from the root the tier never goes up: HBM blocks, then DRAM blocks. So eviction takes leaves of a
 //     tier first, and what is left is always a usable prefix.
 //   * node.locks = pins that end in the node's subtree. Locked nodes are in no LRU list and are never evicted.
-//   * node.holds = holds that end in the node's subtree. A held node is evictable by count, and in no LRU list: it waits
-//     until all holds are over. So what is not held goes first (a path that no recurrent state stands behind).
+//   * node.holds[tier] = holds on that tier that end in the node's subtree. A held node is evictable by count, and not in
+//     the tier's LRU list: it waits until all of them are over. So what is not held goes first (a path that no recurrent
+//     state stands behind). Blocks that are held in DRAM alone leave HBM for DRAM.
 //   * A pin is a use, and the only one: requests, forks, transfers and hand-overs all take blocks by it.
-//   * A node without locks and holds is in the LRU list of its owner for each tier that it has blocks in, and never
+//   * A node without locks, and holds on a tier, is in its owner's LRU list of that tier if it has blocks there, and never
 //     behind (older than) a child of its own in that list: the list's tail is always evictable. Paths are touched
 //     deepest node first to keep it so.
 //   * Each root has one owner (a tenant); its namespaces (one per salt) share lists and counts. Eviction takes the
@@ -80,8 +81,8 @@ struct alignas(64) Node {
   uint32_t locks = 0;  // pins that end in this subtree
 
   uint32_t pins = 0;   // pins that end at this node
-  uint32_t holds = 0;  // holds that end in this subtree
-  uint32_t ends = 0;   // holds that end at this node
+  uint32_t holds[kTiers] = {};  // holds that end in this subtree
+  uint32_t ends[kTiers] = {};   // holds that end at this node
   bool listed[kTiers] = {};
   Node* first_child = nullptr;
   Node* next_sibling = nullptr;
@@ -112,6 +113,7 @@ struct Eviction {
     int32_t from, to;
   };
   std::vector<Change> changes;
+  std::vector<uint32_t> ended_holds;  // their path is not whole any more
   size_t freed = 0;  // blocks of the asked tier that became free
 };
 
@@ -153,10 +155,11 @@ class RadixIndex {
   void retain_hbm(std::span<const int32_t> blocks) { if (allocator_[kHbm]) allocator_[kHbm]->retain(blocks); }
   Node* pinned_node(uint32_t pin) const;
 
-  // Keeps the whole of a cached path out of the LRU lists, at least until `unhold` or until it is erased (which ends the
-  // hold). 0: not all of it is cached.
+  // Keeps the whole of a cached path out of the LRU lists of both tiers, at least until `unhold` or until it is erased
+  // (which ends the hold). 0: not all of it is cached.
   uint32_t hold(const NamespaceId& name, std::span<const int32_t> tokens);
-  void unhold(uint32_t hold);
+  void unhold(uint32_t hold, int tier);
+  bool is_held(uint32_t hold, int tier) const;
 
   // blocks[0, hbm_blocks) lie in HBM, the rest in DRAM. With `keep_pin` the deepest node stays pinned.
   // `owner` is used for a namespace with nothing in the index yet; others keep theirs.
@@ -164,6 +167,9 @@ class RadixIndex {
                    size_t hbm_blocks, bool keep_pin, const NamespaceId& owner = {});
   Promotion promote(uint32_t pin, std::span<const int32_t> hbm_blocks);
   bool evictable(int tier) const { return next_victim(tier).owner; }  // without what is held
+  // From now on only blocks that are held in DRAM go there from HBM; others are dropped. Where the former find no room,
+  // eviction from HBM ends early.
+  void set_demotes_held_only() { demotes_held_only_ = true; }
   size_t evict_hbm(size_t count, Eviction& out);
   size_t evict_dram(size_t count, Eviction& out);
   void erase(const NamespaceId& name, std::span<const int32_t> tokens, Eviction& out);
@@ -207,12 +213,14 @@ class RadixIndex {
   void shrink(Node* node, uint32_t size);
   Node* split(Node* node, uint32_t at);
   void remove_childless(Node* node);
+  void touch_in(int tier, Node* node);
   void list_before(int tier, Node* node, Node* older);
   void unlist(int tier, Node* node);
   void touch(Node* node);
   void lock_path(Node* node);
   void unlock_path(Node* node);
-  void end_holds(Node* node, uint32_t count);
+  void end_holds(Node* node, int tier, uint32_t count);
+  void end_all_holds(Node* node, Eviction& out);
   void set_idle(Node* node, bool idle);
   uint64_t edge_hash(const Node* parent, const int32_t* block) const;
   uint32_t equal_blocks(const Node* node, const int32_t* tokens, size_t blocks, Lookahead& next) const;
@@ -251,6 +259,7 @@ class RadixIndex {
   size_t blocks_in_[kTiers] = {};
   size_t blocks_locked_[kTiers] = {};
   uint64_t entered_ = 0;              // blocks that ever entered
+  bool demotes_held_only_ = false;
   std::list<Owner> owners_;           // by last use, longest ago first
   std::unordered_map<NamespaceId, Owner*, NamespaceHash> owner_of_;
 };

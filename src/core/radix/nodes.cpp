@@ -166,7 +166,7 @@ Node* RadixIndex::split(Node* node, uint32_t at) {
   upper->size = at;
   upper->hbm = std::min(node->hbm, at);
   upper->locks = node->locks;
-  upper->holds = node->holds;
+  std::copy_n(node->holds, size_t{kTiers}, upper->holds);
   upper->owner = node->owner;
   node->hbm -= upper->hbm;
   node->rows = rows_.skip(node->rows, at);
@@ -181,10 +181,9 @@ Node* RadixIndex::split(Node* node, uint32_t at) {
   return upper;
 }
 
-// Removes a node without children and pins from the tree, and its root if that was the last child.
+// Removes a node without children, pins and holds from the tree, and its root if that was the last child.
 void RadixIndex::remove_childless(Node* node) {
   Node* parent = node->parent;
-  if (node->ends > 0) end_holds(node, node->ends);
   for (int tier = 0; tier < kTiers; ++tier) unlist(tier, node);
   detach(node);
   free_node(node);
@@ -211,12 +210,14 @@ void RadixIndex::unlist(int tier, Node* node) {
   node->listed[tier] = false;
 }
 
-// Lists an unlocked node as the newest of each tier that it has blocks in.
+// Lists an unlocked node that is not held on a tier as the newest of it, if it has blocks there.
+void RadixIndex::touch_in(int tier, Node* node) {
+  unlist(tier, node);
+  if (node->holds[tier] == 0 && node->in_tier(tier) > 0) list_before(tier, node, nullptr);
+}
+
 void RadixIndex::touch(Node* node) {
-  for (int tier = 0; tier < kTiers; ++tier) {
-    unlist(tier, node);
-    if (node->in_tier(tier) > 0) list_before(tier, node, nullptr);
-  }
+  for (int tier = 0; tier < kTiers; ++tier) touch_in(tier, node);
 }
 
 void RadixIndex::set_idle(Node* node, bool idle) {
@@ -249,17 +250,25 @@ void RadixIndex::unlock_path(Node* node) {
   for (; node; node = node->parent) {
     if (--node->locks > 0) continue;
     set_idle(node, true);
-    if (node->holds == 0) touch(node);
+    touch(node);
   }
 }
 
-// `count` of the holds that end at `node` are over. As in `unlock_path`, a parent is listed after its child.
-void RadixIndex::end_holds(Node* node, uint32_t count) {
-  node->ends -= count;
+// `count` of the holds on `tier` that end at `node` are over. As in `unlock_path`, a parent is listed after its child.
+void RadixIndex::end_holds(Node* node, int tier, uint32_t count) {
+  if (count == 0) return;
+  node->ends[tier] -= count;
   for (; node; node = node->parent) {
-    node->holds -= count;
-    if (node->holds == 0 && node->locks == 0) touch(node);
+    node->holds[tier] -= count;
+    if (node->locks == 0) touch_in(tier, node);
   }
+}
+
+// The end of the node's edge is to go, and with it all holds on a path to there.
+void RadixIndex::end_all_holds(Node* node, Eviction& out) {
+  if (node->ends[kHbm] + node->ends[kDram] == 0) return;
+  out.ended_holds.push_back(node->id);
+  for (int tier = 0; tier < kTiers; ++tier) end_holds(node, tier, node->ends[tier]);
 }
 
 }  // namespace memserve

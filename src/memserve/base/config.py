@@ -480,8 +480,10 @@ class EngineOptions:
         )
         pages = None
         if states:
-            self.check_states(on_gpu=on_gpu)
-            divided = divide_memory(geometry, states, memory_bytes, scheduler.max_running)
+            self.check_states(states, on_gpu=on_gpu)
+            # what moves between tiers are whole blocks
+            sizes = memory_bytes, scheduler.max_running
+            divided = divide_memory(geometry, states, *sizes, whole_blocks=dram_bytes > 0)
             scheduler = dataclasses.replace(scheduler, max_running=divided.slots)
             first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.digest}"
         else:
@@ -520,7 +522,11 @@ class EngineOptions:
         """Whether KV of layers that read a window lies apart. Raises :class:`UserError` where it shall and cannot."""
         if self.window_kv == "together":
             return False
-        for is_asked, how, hint, param in self._one_tier_only(on_gpu=on_gpu):
+        asked = (
+            (self.dram_memory_bytes > 0, "with a second tier", "no --dram-memory", "dram_memory"),
+            *self._one_worker_only(on_gpu=on_gpu),
+        )
+        for is_asked, how, hint, param in asked:
             if is_asked and self.window_kv == "apart":
                 hint = f"use {hint}, or --window-kv auto"
                 raise UserError(f"KV of windows does not lie apart {how} yet", hint=hint, param=param)
@@ -528,22 +534,24 @@ class EngineOptions:
                 return False
         return True
 
-    def _one_tier_only(self, *, on_gpu: bool) -> tuple[tuple[bool, str, str, str], ...]:
-        """What lies beside plain blocks lies on one tier of one worker of a CPU: whether these options ask for more,
-        what, the hint, and the option."""
+    def _one_worker_only(self, *, on_gpu: bool) -> tuple[tuple[bool, str, str, str], ...]:
+        """What lies beside plain blocks lies at one worker of a CPU, whole: whether these options ask for more, what,
+        the hint, and the option."""
         scheduler = self.scheduler
         return (
             (on_gpu, "on a GPU", "--device cpu", "device"),
-            (self.dram_memory_bytes > 0, "with a second tier", "no --dram-memory", "dram_memory"),
             (scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
             (scheduler.draft_tokens > 0, "with drafts", "no --draft-tokens", "draft_tokens"),
             (self.parallel.worker_count > 1, "by several workers", "--tensor-parallel 1", "tensor"),
         )
 
-    def check_states(self, *, on_gpu: bool = False) -> None:
+    def check_states(self, states: StateGeometry, *, on_gpu: bool = False) -> None:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
+        has_dram = self.dram_memory_bytes > 0
         asked = (
-            *self._one_tier_only(on_gpu=on_gpu),
+            *self._one_worker_only(on_gpu=on_gpu),
+            (has_dram and not states.attends, "and no attention with a second tier", "no --dram-memory", "dram_memory"),
+            (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (bool(self.lora), "with adapters", "no --lora", "lora"),
             (self.kv_dtype != AS_COMPUTED, "with rounded KV", "no --kv-dtype", "kv_dtype"),
         )

@@ -243,14 +243,16 @@ class DividedMemory:
     pages: StatePages
 
 
-def divide_memory(geometry: KVGeometry, states: StateGeometry, kv_bytes: int, slots: int) -> DividedMemory:
-    """What ``kv_bytes`` hold with at most ``slots`` running sequences; nothing beyond ``kv_bytes`` is ever used. Raises
-    :class:`UserError` where that is too little."""
+def divide_memory(
+    geometry: KVGeometry, states: StateGeometry, kv_bytes: int, slots: int, *, whole_blocks: bool = False
+) -> DividedMemory:
+    """What ``kv_bytes`` hold with at most ``slots`` running sequences; nothing beyond ``kv_bytes`` is ever used.
+    ``whole_blocks``: no two snapshots share one. Raises :class:`UserError` where that is too little."""
     state_bytes, block_bytes = states.nbytes, geometry.block_bytes
     slots = min(slots, kv_bytes // _SLOTS_SHARE // state_bytes)
     left = kv_bytes - slots * state_bytes
     if states.attends:
-        in_block = max(1, block_bytes // state_bytes)
+        in_block = 1 if whole_blocks else max(1, block_bytes // state_bytes)
         pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes), per_block=in_block)
         blocks = left // block_bytes
         least = _SLOTS_SHARE * (state_bytes + block_bytes * (pages.pages_each + 2))

@@ -149,6 +149,17 @@ class LoadState:
     pages: list[int] = field(default_factory=list)
     """Of a snapshot. Empty: it is another slot's, or there are no tokens."""
     from_slot: int | None = None
+    tier: Tier = Tier.HBM
+    """Where its pages lie: in DRAM they are blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """``dram_blocks`` get the recurrent state that a slot has, behind ``tokens`` of a sequence that leaves it."""
+
+    slot: int
+    tokens: int
+    dram_blocks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +220,7 @@ class StepPlan:
     late_draws: list[LateDraw] = field(default_factory=list)
     """Draws without a row, behind those of rows without drafts."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
-    states: list[LoadState] = field(default_factory=list)
+    states: list[LoadState | SaveState] = field(default_factory=list)
     """Of models with a recurrent state: a slot has one from its first order here on, open or not."""
     snapshots: list[TakeSnapshot] = field(default_factory=list)
     reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot

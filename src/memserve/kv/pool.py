@@ -12,7 +12,7 @@ that it names. Every other reference belongs to a caller of this class.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import cast
 
 from memserve import _core
 from memserve.base.config import PoolConfig
@@ -22,34 +22,10 @@ from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
 from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id, state_identities
 from memserve.kv.snapshots import SnapshotCache, SnapshotReport
-from memserve.kv.state_snapshot import StateSnapshot
+from memserve.kv.state_snapshot import Lease, StateSnapshot
 from memserve.kv.windows import WindowCache, WindowPart, WindowReport
 
 _EVICTION_STEP = 8  # blocks given up at once where a part of a window may go with any of them
-
-
-@dataclass(slots=True)
-class Lease:
-    """A pinned path of the index."""
-
-    blocks: list[int] = field(default_factory=list)
-    """HBM blocks of the matched prefix, in order, each with one reference for the caller."""
-    tokens: int = 0
-    """``len(blocks) * block_tokens``."""
-    dram_tokens: int = 0
-    """How many of these tokens had to be copied up from DRAM (copies recorded)."""
-    pin: int = 0
-    """The index's handle of the path's end; 0: nothing is pinned."""
-    snapshot: StateSnapshot | None = None
-    """Of the recurrent state behind these tokens, pinned. None: there are none, or the model has no such state."""
-    tail: list[WindowPart] = field(default_factory=list)
-    """Parts of the last window before the end of these tokens, in use. Empty: no layers' KV lies apart."""
-
-
-def _promised(blocks: _core.BlockIds | None) -> _core.BlockIds:
-    if blocks is None:
-        raise InvariantError("the allocator has less room than the count of evictable blocks promised")
-    return blocks
 
 
 class BlockPool:
@@ -73,8 +49,9 @@ class BlockPool:
         #: None: layers keep KV alone
         self.snapshots: SnapshotCache | None = None
         if config.states is not None:
-            check(not config.dram_blocks, "snapshots lie on one tier")
-            self.snapshots = SnapshotCache(config.states, self._hbm, self.release, self._index, self.block_tokens)
+            dram = self._dram if config.dram_blocks else None
+            self.snapshots = SnapshotCache(config.states, (self._hbm, dram), self, self._index, self.block_tokens)
+            self._index.set_demotes_held_only()
         #: None: the KV of all layers lies together
         self.windows: WindowCache | None = None
         if config.windows is not None:
@@ -117,8 +94,8 @@ class BlockPool:
 
     def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
         """Blocks of the cached prefix of ``tokens`` in HBM, and behind them in DRAM. Changes nothing."""
-        if self.snapshots is not None or self.windows is not None:
-            return self.match(tenant, tokens) // self.block_tokens, 0
+        if self._beside is not None:
+            tokens = tokens[: self.match(tenant, tokens)]
         return self.match_kv_blocks(tenant, tokens)
 
     def match_kv_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
@@ -141,19 +118,30 @@ class BlockPool:
         Blocks in DRAM are copied up as far as HBM has room (which may evict unpinned blocks); the prefix is cut behind
         them.
         """
-        snapshot = self._longest_snapshot(tenant, tokens)
         if self.snapshots is not None:
-            tokens = tokens[: snapshot.tokens if snapshot is not None else 0]
+            return self._acquire_behind_snapshot(tenant, tokens)
         if self.windows is not None:
             tokens = tokens[: self._match_windows(tenant, tokens)]
         lease = self.acquire_kv(tenant, tokens)
         if self.windows is not None:
             lease.tail = self.windows.tail_of(lease.blocks)
             self.windows.use_parts(lease.tail, is_new_sequence=True)
-        if snapshot is not None and self.snapshots is not None:
-            self.snapshots.pin(snapshot)
-            lease.snapshot = snapshot
         return lease
+
+    def _acquire_behind_snapshot(self, tenant: str, tokens: TokenArray) -> Lease:
+        snapshots = self._snapshots()
+        while (snapshot := self._longest_snapshot(tenant, tokens)) is not None:
+            snapshots.pin(snapshot)
+            lease = self.acquire_kv(tenant, tokens[: snapshot.tokens])
+            if lease.tokens == snapshot.tokens:
+                lease.snapshot = snapshot
+                return lease
+            # not all of its KV fits into HBM: from the longest one before which it does
+            snapshots.unpin(snapshot)
+            self.unpin(lease)
+            self.release(lease.blocks)
+            tokens = tokens[: min(lease.tokens, snapshot.tokens - 1)]
+        return Lease()
 
     def acquire_kv(self, tenant: str, tokens: TokenArray) -> Lease:
         """As :meth:`acquire`, for KV alone."""
@@ -244,7 +232,7 @@ class BlockPool:
     def demote_blocks(self, count: int) -> int:
         """Move up to ``count`` unpinned cached blocks, in the order of eviction, to DRAM; returns how many moved."""
         room = self._dram.blocks_free + self._dram.blocks_evictable
-        return self._evict_blocks(min(count, self._hbm.blocks_evictable, room))
+        return len(self._evict_blocks(min(count, self._hbm.blocks_evictable, room)).moved_from)
 
     def unpin(self, lease: Lease) -> None:
         """End the lease's protection from eviction. Its blocks are returned separately, by :meth:`release`."""
@@ -285,7 +273,7 @@ class BlockPool:
 
     def copy_part(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy a part's blocks (copy recorded); the references stay as they are."""
-        self._record_copies(Tier.HBM, source, Tier.HBM, target)
+        self.record_copies(Tier.HBM, source, Tier.HBM, target)
 
     def _match_windows(self, tenant: str, tokens: TokenArray) -> int:
         if self.windows is None or not self.config.caching:
@@ -298,13 +286,7 @@ class BlockPool:
     def allocate_snapshot(self, tokens: int) -> StateSnapshot | None:
         """Pages for a snapshot behind ``tokens`` tokens, which the caller has until it is cached or forgotten. None: no
         room. Cached blocks may be evicted for it, and snapshots that a longer one stands for."""
-        snapshots = self.snapshots
-        check(snapshots is not None, "a model without a recurrent state has no snapshots")
-        if snapshots is None:
-            return None
-        if snapshots.shares_blocks and snapshots.pages.lacking_blocks:
-            self._make_room(snapshots.pages.layout.pages_each, for_snapshot=True)
-        return snapshots.allocate(tokens)
+        return self._snapshots().allocate(tokens)
 
     def keep_snapshot(self, tenant: str, tokens: TokenArray, snapshot: StateSnapshot) -> bool:
         """Cache ``snapshot``, which was taken behind ``tokens``. False: there is one, or the index has not all of their
@@ -316,7 +298,7 @@ class BlockPool:
         if len(matched.hbm) * self.block_tokens < len(tokens) or self.snapshots.has(identities):
             return False
         hold = self._index.hold(self._namespace_id(tenant), tokens)
-        self.snapshots.keep(snapshot, identities, tokens, matched.hbm[-1], hold=hold, owner=self._owners[tenant])
+        self.snapshots.keep(snapshot, identities, tokens, hold=hold, owner=self._owners[tenant])
         return True
 
     @property
@@ -333,12 +315,15 @@ class BlockPool:
         windows = self.config.windows
         return self.state_blocks if windows is None else windows.part_blocks * len(windows.entries_behind(tokens))
 
-    def lend_snapshot(self, snapshot: StateSnapshot) -> Lease:
+    def lend_snapshot(self, tenant: str, snapshot: StateSnapshot) -> Lease | None:
         """The snapshot's blocks for a peer: pinned, with a reference on each, which keeps their bytes even where the
-        snapshot is lost meanwhile. Ended by :meth:`unpin` and :meth:`release`."""
-        check(self.state_blocks and self.snapshots is not None, "snapshots here cannot be lent")
-        if self.snapshots is not None:
-            self.snapshots.pin(snapshot)
+        snapshot is lost meanwhile. Ended by :meth:`unpin` and :meth:`release`. None: it lies in DRAM, and HBM has no
+        room for it."""
+        snapshots = self._snapshots()
+        check(self.state_blocks, "snapshots here cannot be lent")
+        if snapshot.tier is Tier.DRAM and not snapshots.move_up(self._namespace_id(tenant), snapshot):
+            return None
+        snapshots.pin(snapshot)
         self.retain(snapshot.pages)
         return Lease(list(snapshot.pages), snapshot.tokens, snapshot=snapshot)
 
@@ -351,14 +336,12 @@ class BlockPool:
             )
             return self.lend_parts(self.windows.tail_of(matched.hbm), matched.tokens) if matched.tokens else None
         snapshot = self._longest_snapshot(tenant, tokens) if blocks and blocks == self.state_blocks else None
-        return None if snapshot is None else self.lend_snapshot(snapshot)
+        return None if snapshot is None else self.lend_snapshot(tenant, snapshot)
 
     def adopt_snapshot(self, tokens: int, blocks: Sequence[int]) -> StateSnapshot:
         """A snapshot behind ``tokens`` tokens that a peer sent, in ``blocks`` whose references the caller gives up; the
         caller has it until it is cached or forgotten."""
-        if self.snapshots is None:
-            raise InvariantError("a model without a recurrent state has no snapshots")
-        return self.snapshots.adopt(tokens, blocks)
+        return self._snapshots().adopt(tokens, blocks)
 
     def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:
         """Cache the snapshot behind ``tokens`` that lies in ``blocks``, with references of its own. False: there is
@@ -371,21 +354,24 @@ class BlockPool:
             return self._match_windows(tenant, tokens) == len(tokens)
         snapshot = self.adopt_snapshot(len(tokens), blocks)
         is_kept = self.keep_snapshot(tenant, tokens, snapshot)
-        if not is_kept and self.snapshots is not None:
-            self.snapshots.forget(snapshot)
+        if not is_kept:
+            self._snapshots().forget(snapshot)
         return is_kept
 
-    def note_state_access(self, pages: Sequence[int], *, writes: bool) -> None:
-        """The next plan reads, or writes, a snapshot in ``pages``."""
-        if self.access is None or self.config.states is None or self.config.states.own_pages:
+    def note_state_access(self, snapshot: StateSnapshot, *, writes: bool) -> None:
+        """The next plan reads a snapshot, before its copies, or writes it, behind its rows."""
+        if writes and self.snapshots is not None:
+            self.snapshots.note_planned(snapshot)
+        tier, pages = snapshot.source
+        if self.access is None or self.config.states is None or self.config.states.own_pages or tier is Tier.DRAM:
             return
         blocks = {page // self.config.states.per_block for page in pages}
         (self.access.on_state_written if writes else self.access.on_state_read)(blocks)
 
     def forget_snapshots(self, tenant: str, tokens: TokenArray) -> None:
         """Give up every snapshot of a prefix of ``tokens``."""
-        while self.snapshots is not None and (snapshot := self._longest_snapshot(tenant, tokens)) is not None:
-            self.snapshots.forget(snapshot)
+        while (snapshot := self._longest_snapshot(tenant, tokens)) is not None:
+            self._snapshots().forget(snapshot)
 
     def use_snapshot(self, lease: Lease) -> None:
         """A sequence goes on from the lease's snapshot, which may go then, as the last of all."""
@@ -398,6 +384,10 @@ class BlockPool:
         if lease.snapshot is not None and self.snapshots is not None:
             self.snapshots.unpin(lease.snapshot)
             lease.snapshot = None
+
+    def _snapshots(self) -> SnapshotCache:
+        check(self.snapshots is not None, "a model without a recurrent state has no snapshots")
+        return cast(SnapshotCache, self.snapshots)
 
     def _longest_snapshot(self, tenant: str, tokens: TokenArray) -> StateSnapshot | None:
         """The longest prefix with both: whole blocks of KV, and behind them a snapshot."""
@@ -423,7 +413,7 @@ class BlockPool:
         if blocks is not None:
             return blocks
         if self._beside is not None:
-            return self._hbm.allocate(count) if count <= self.available() and self._make_room(count) else None
+            return self._hbm.allocate(count) if count <= self.available() and self.make_room(count) else None
         missing_blocks = count - self._hbm.blocks_free
         if missing_blocks > self._hbm.blocks_evictable:
             return None
@@ -432,6 +422,14 @@ class BlockPool:
 
     def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
         """``count`` DRAM blocks with one reference each; cached blocks are evicted to make room. None: no room."""
+        if count > self.available(Tier.DRAM):
+            return None
+        while (blocks := self.allocate_below(count)) is None:
+            check(self.snapshots is not None and self.snapshots.give_up_cached(Tier.DRAM), "DRAM has less than counted")
+        return blocks
+
+    def allocate_below(self, count: int) -> _core.BlockIds | None:
+        """As :meth:`allocate_dram_ids`, without KV that a snapshot stands behind."""
         missing_blocks = count - self._dram.blocks_free
         if missing_blocks > self._dram.blocks_evictable:
             return None
@@ -442,9 +440,7 @@ class BlockPool:
     def available(self, tier: Tier = Tier.HBM) -> int:
         """Blocks of ``tier`` that can be allocated now: free ones and evictable ones."""
         allocator = self._dram if tier is Tier.DRAM else self._hbm
-        beside = self._beside if tier is Tier.HBM else None
-        blocks_beside = beside.blocks_evictable if beside is not None else 0
-        return allocator.blocks_free + allocator.blocks_evictable + blocks_beside
+        return allocator.blocks_free + allocator.blocks_evictable + self._blocks_beside(tier)[1]
 
     @property
     def blocks_free(self) -> int:
@@ -479,7 +475,7 @@ class BlockPool:
         fresh = self.allocate_ids(1)
         if fresh is None:
             return None
-        self._record_copies(Tier.HBM, (block,), Tier.HBM, fresh)
+        self.record_copies(Tier.HBM, (block,), Tier.HBM, fresh)
         return fresh[0]
 
     # -- preemption by swap
@@ -490,7 +486,7 @@ class BlockPool:
         below = self.allocate_dram_ids(len(blocks))
         if below is None:
             return None
-        self._record_copies(Tier.HBM, blocks, Tier.DRAM, below)
+        self.record_copies(Tier.HBM, blocks, Tier.DRAM, below)
         self._hbm.release(blocks)
         return below.tolist()
 
@@ -499,7 +495,7 @@ class BlockPool:
         above = self.allocate_ids(len(dram_blocks))
         if above is None:
             return None
-        self._record_copies(Tier.DRAM, dram_blocks, Tier.HBM, above)
+        self.record_copies(Tier.DRAM, dram_blocks, Tier.HBM, above)
         self._dram.release(dram_blocks)
         return above.tolist()
 
@@ -511,6 +507,8 @@ class BlockPool:
 
     def take_copies(self) -> list[CopyBlocks]:
         """Copies recorded since the last call, in order."""
+        if self.snapshots is not None:
+            self.snapshots.on_plan_made()
         return self._copies.take_copies() if len(self._copies) else []
 
     @property
@@ -540,10 +538,8 @@ class BlockPool:
 
     def _report_of(self, tier: Tier, blocks: _core.BlockAllocator) -> TierReport:
         cached = self._index.blocks(tier), self._index.blocks_pinned(tier), blocks.blocks_evictable
-        beside = self._beside if tier is Tier.HBM else None
-        if beside is not None:
-            used, evictable = beside.blocks_used, beside.blocks_evictable
-            cached = cached[0] + used, cached[1] + used - evictable, cached[2] + evictable
+        used, evictable = self._blocks_beside(tier)
+        cached = cached[0] + used, cached[1] + used - evictable, cached[2] + evictable
         sizes = blocks.blocks_total, blocks.blocks_free, blocks.blocks_used
         return TierReport(tier, *sizes, *cached, blocks.pages_free, blocks.pages_stranded)
 
@@ -566,35 +562,41 @@ class BlockPool:
         self._index.check_invariants()
         if self._beside is not None:
             self._beside.check_invariants()
-        if self.snapshots is not None:
-            for anchor, snapshot in self.snapshots.anchors():
-                check(self._hbm.ref_count(anchor) > 0, "a snapshot behind {} tokens hangs in the air", snapshot.tokens)
 
     # -- inside
 
-    def _make_room(self, count: int, *, for_snapshot: bool = False) -> bool:
+    def make_room(self, count: int, *, for_snapshot: bool = False) -> bool:
         """Free blocks until there are ``count``: first what is of least use beside blocks; then cached blocks that no
         snapshot holds, in the order of eviction; then cached snapshots, each with the blocks that it alone held; then
         the rest beside blocks, but none of that ``for_snapshot``. False: not so many."""
         hbm, beside = self._hbm, self._beside
-        check(beside is not None, "only what lies beside blocks is given up with them")
-        if beside is None:
+        if beside is None:  # blocks alone are evicted one for one
             return False
         while hbm.blocks_free < count and beside.give_up_first():
             pass
         while hbm.blocks_free < count:
             if hbm.blocks_evictable and self._index.evictable(Tier.HBM):
-                self._evict_blocks(min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP))
+                step = min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP)
+                if not self._evict_blocks(step).freed and not beside.give_up_below():
+                    break
             elif not beside.give_up_cached() and (for_snapshot or not beside.give_up_last()):
                 break
         return hbm.blocks_free >= count
+
+    def _blocks_beside(self, tier: Tier) -> tuple[int, int]:
+        """Blocks of what the cache has beside the index, and of them those that can be had."""
+        if tier is Tier.DRAM:
+            return (0, 0) if self.snapshots is None else self.snapshots.dram_blocks()
+        beside = self._beside
+        return (0, 0) if beside is None else (beside.blocks_used, beside.blocks_evictable)
 
     @property
     def _beside(self) -> SnapshotCache | WindowCache | None:
         """What lies in blocks beside those of the index."""
         return self.snapshots if self.snapshots is not None else self.windows
 
-    def _record_copies(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
+    def record_copies(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
+        """The next plan copies ``src[i]`` to ``dst[i]``, behind its loads of states and before its rows."""
         self._copies.record_copies(src_tier, src, dst_tier, dst)
         if self.access is not None:
             self.access.on_copies_recorded(src_tier, src, dst_tier, dst)
@@ -609,20 +611,21 @@ class BlockPool:
             self._owners[tenant] = namespace_id(tenant_of(tenant), self._namespace, self._key)
         return name
 
-    def _evict_blocks(self, count: int) -> int:
-        """Free ``count`` HBM blocks of the cache, down to DRAM where it has room; returns how many went there."""
+    def _evict_blocks(self, count: int) -> _core.Eviction:
+        """Free ``count`` HBM blocks of the cache, down to DRAM where it has room."""
         evicted = self._index.evict(Tier.HBM, count)
-        moved = evicted.moved_from
-        self._record_copies(Tier.HBM, moved, Tier.DRAM, evicted.moved_to)
+        self.record_copies(Tier.HBM, evicted.moved_from, Tier.DRAM, evicted.moved_to)
         self._log_eviction(evicted)
-        return len(moved)
+        return evicted
 
     def _promote_blocks(self, lease: Lease, dram_blocks: int) -> None:
-        above = _promised(self.allocate_ids(min(dram_blocks, self.available())))
+        above = self.allocate_ids(min(dram_blocks, self.available()))
+        if above is None:
+            raise InvariantError("the allocator has less room than the count of evictable blocks promised")
         moved = self._index.promote(lease.pin, above)
         lease.pin = moved.pin
         self._hbm.retain(above)
-        self._record_copies(Tier.DRAM, moved.left_dram, Tier.HBM, above)
+        self.record_copies(Tier.DRAM, moved.left_dram, Tier.HBM, above)
         if self._events.enabled:
             self._events.on_promoted(moved.left_dram, above)
         lease.blocks += above.tolist()
@@ -631,7 +634,7 @@ class BlockPool:
 
     def _log_eviction(self, evicted: _core.Eviction) -> None:
         if self._beside is not None:
-            self._beside.on_blocks_dropped(evicted.dropped_hbm)
+            self._beside.on_evicted(evicted)
         if self._events.enabled:
             self._events.on_evicted(evicted.changes)
 

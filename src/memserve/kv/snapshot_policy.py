@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from memserve.base.types import Tier
 from memserve.kv.state_snapshot import PlannedPrompt, SnapshotKind, StateSnapshot
 
 
@@ -43,8 +44,17 @@ class SnapshotPolicy(Protocol):
     def on_gone(self, snapshot: StateSnapshot, *, evicted: bool) -> None:
         """It is cached no more. ``evicted``: for room; else its KV is gone, or not to be trusted."""
 
-    def choose_victim(self, owner: bytes) -> StateSnapshot | None:
-        """The cached snapshot of ``owner`` that goes next. None: each is pinned, or there is none."""
+    def on_moving(self, snapshot: StateSnapshot) -> None:
+        """It is about to lie on another tier."""
+
+    def on_moved(self, snapshot: StateSnapshot) -> None:
+        """It lies there."""
+
+    def choose_victim(self, owner: bytes, tier: Tier) -> StateSnapshot | None:
+        """The cached snapshot of ``owner`` that leaves ``tier`` next. None: each is pinned, or there is none."""
+
+    def score_of(self, snapshot: StateSnapshot) -> float:
+        """What it is expected to save, for what it takes: the one with the least goes first."""
 
 
 _DECAY_AT = 1024
@@ -169,7 +179,8 @@ class MeasuredPolicy:
         self._prompts = 0
         """The clock: an age is a number of prompts."""
         self._places: dict[StateSnapshot, _Place] = {}
-        self._lines: dict[bytes, dict[LineKey, dict[StateSnapshot, None]]] = {}
+        self._lines: dict[tuple[bytes, Tier], dict[LineKey, dict[StateSnapshot, None]]] = {}
+        """By owner and tier."""
         self._uses: dict[Phase, _Chances] = {}
         self._source: StateSnapshot | None = None
         self._ghosts = _Ghosts()
@@ -274,18 +285,31 @@ class MeasuredPolicy:
         if snapshot.parent is not None and snapshot.parent in self._places:
             self._enter_phase(snapshot.parent)
 
-    def choose_victim(self, owner: bytes) -> StateSnapshot | None:
+    def on_moving(self, snapshot: StateSnapshot) -> None:
+        """It leaves its line."""
+        self._leave_line(snapshot)
+
+    def on_moved(self, snapshot: StateSnapshot) -> None:
+        """It stands in the one of its tier, as the newest there."""
+        self._join_line(snapshot, self._places[snapshot])
+
+    def choose_victim(self, owner: bytes, tier: Tier) -> StateSnapshot | None:
         """The least of the oldest in each line; see the module."""
         victim, least = None, 0.0
-        for (phase, _), line in self._lines.get(owner, {}).items():
+        for line in self._lines.get((owner, tier), {}).values():
             oldest = next((snapshot for snapshot in line if not snapshot.pins), None)
             if oldest is None:
                 continue
-            age = self._age_of(self._places[oldest])
-            score = self._chances_of(phase).at_age(age) / age * self.worth_of(oldest)
+            score = self.score_of(oldest)
             if victim is None or score < least:
                 victim, least = oldest, score
         return victim
+
+    def score_of(self, snapshot: StateSnapshot) -> float:
+        """The chance of a use before its age doubles, over age, times what it saves for each byte."""
+        place = self._places[snapshot]
+        age = self._age_of(place)
+        return self._chances_of(place.key[0]).at_age(age) / age * self.worth_of(snapshot)
 
     def worth_of(self, snapshot: StateSnapshot) -> float:
         """What a use of it saves, for each byte that its loss frees."""
@@ -310,15 +334,16 @@ class MeasuredPolicy:
         self._join_line(snapshot, place)
 
     def _join_line(self, snapshot: StateSnapshot, place: _Place) -> None:
-        self._lines.setdefault(snapshot.owner, {}).setdefault(place.key, {})[snapshot] = None
+        self._lines.setdefault((snapshot.owner, snapshot.tier), {}).setdefault(place.key, {})[snapshot] = None
 
     def _leave_line(self, snapshot: StateSnapshot) -> None:
-        lines, key = self._lines[snapshot.owner], self._places[snapshot].key
+        name, key = (snapshot.owner, snapshot.tier), self._places[snapshot].key
+        lines = self._lines[name]
         del lines[key][snapshot]
         if not lines[key]:
             del lines[key]
         if not lines:
-            del self._lines[snapshot.owner]
+            del self._lines[name]
 
     def _chances_of(self, phase: Phase) -> _Chances:
         chances = self._uses.get(phase)

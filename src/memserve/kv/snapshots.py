@@ -1,8 +1,8 @@
 """Snapshots of recurrent states: what the prefix cache needs beside blocks, where layers keep more than KV.
 
 A prefix can be taken up again at the longest position for which everything is there: whole blocks of KV up to it, and a
-snapshot exactly at it. So each cached snapshot hangs at the block that ends where it was taken, its *anchor*: it is
-found by that block's identity, goes when the index gives the block up, and is therefore never longer than the KV.
+snapshot exactly at it. So each cached snapshot is found by the identity of the block that ends where it was taken,
+holds the KV up to there, goes when the index gives that up, and is therefore never longer than the KV.
 
 ::
 
@@ -14,12 +14,15 @@ Pages: a snapshot takes whole pages, which are blocks of the same arena or parts
 (:class:`~memserve.base.states.StatePages`); a block with snapshots has one reference for all of them. A snapshot is
 *running* (a sequence's last one, overwritten as it goes on), or *cached*; every one that is not pinned can be given up
 at any time, because its tokens can be computed again.
+
+Where there is a second tier, a cached snapshot that must leave HBM goes to DRAM, if it is worth more there than what
+goes for it, and the KV that it holds may follow. A sequence goes on from it where it lies.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,11 +146,37 @@ class SnapshotPages:
 class PathHolds(Protocol):
     """What snapshots need of the prefix index (:class:`memserve._core.RadixIndex`)."""
 
-    def unhold(self, hold: int) -> None:
-        """The KV of a path is not needed by a snapshot any more."""
+    def hold(self, namespace: bytes, tokens: TokenArray) -> int:
+        """Keep the KV of a path on both tiers."""
+
+    def unhold(self, hold: int, tier: int) -> None:
+        """The KV of a path is not needed on a tier any more."""
+
+    def is_held(self, hold: int, tier: int) -> bool:
+        """Whether it is."""
 
     def burden(self, owner: bytes, tier: int, beside: int) -> int:
         """How heavy the blocks of an owner are on a tier, with ``beside`` more."""
+
+
+class SnapshotRoom(Protocol):
+    """What snapshots need of the pool's memory (:class:`~memserve.kv.pool.BlockPool`)."""
+
+    def make_room(self, count: int, *, for_snapshot: bool) -> bool:
+        """Free HBM blocks of the cache until there are so many. False: there are fewer."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give HBM blocks back."""
+
+    def allocate_below(self, count: int) -> Sequence[int] | None:
+        """DRAM blocks with a reference each, perhaps for KV that no snapshot stands behind. None: there are not so
+        many."""
+
+    def release_dram(self, dram_blocks: Sequence[int]) -> None:
+        """Give them back."""
+
+    def record_copies(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
+        """The next plan copies, behind its loads and before its rows."""
 
 
 class SnapshotCache:
@@ -156,13 +185,21 @@ class SnapshotCache:
     def __init__(
         self,
         pages: StatePages,
-        blocks: _core.BlockAllocator,
-        release: Callable[[Sequence[int]], None],
+        blocks: tuple[_core.BlockAllocator, _core.BlockAllocator | None],
+        room: SnapshotRoom,
         index: PathHolds,
         block_tokens: int,
     ) -> None:
-        """``blocks`` of the arena that attention reads, and how they are given back; ``index`` over them."""
-        self.pages = SnapshotPages(pages, blocks, release)
+        """``blocks`` of the arena that attention reads, and of a second tier (None: there is none); ``index`` over
+        them."""
+        hbm, dram = blocks
+        self._room = room
+        self.pages = SnapshotPages(pages, hbm, room.release)
+        self._pages_on = {Tier.HBM: self.pages}
+        if dram is not None:
+            check(pages.whole_blocks, "snapshots that move between tiers have whole blocks")
+            self._pages_on[Tier.DRAM] = SnapshotPages(pages, dram, room.release_dram)
+        self._changed: list[StateSnapshot] = []  # by the plan that is being made: written, or moved
         #: time of computing tokens behind others, as far as it is known: ``(tokens, behind)`` -> ns
         self.compute_ns: Callable[[int, int], int] = PrefillCurve().ns
         # blocks of a model without attention have no KV: what they hold is worth nothing
@@ -172,9 +209,9 @@ class SnapshotCache:
         )
         self._index = index
         self._by_identity: dict[bytes, StateSnapshot] = {}
-        self._by_anchor: dict[int, StateSnapshot] = {}
+        self._by_hold: dict[int, StateSnapshot] = {}
         self._running: dict[StateSnapshot, None] = {}  # in the order in which they were taken
-        self._owners: dict[bytes, int] = {}  # of cached ones -> how many
+        self._owners: dict[Tier, dict[bytes, int]] = {tier: {} for tier in Tier}  # of cached ones -> how many
         self._first: dict[StateSnapshot, None] = {}  # cached ones without a parent
         self._used = self._given_up = 0
 
@@ -190,16 +227,26 @@ class SnapshotCache:
         """Blocks of KV that would be free if all snapshots but pinned ones went."""
         return self.pages.blocks_used - self.pages.blocks_pinned if self.shares_blocks else 0
 
+    def dram_blocks(self) -> tuple[int, int]:
+        """Blocks of DRAM that snapshots lie in, and of them those that would be free if all but pinned ones went."""
+        pages = self._pages_on.get(Tier.DRAM)
+        return (0, 0) if pages is None else (pages.blocks_used, pages.blocks_used - pages.blocks_pinned)
+
     def allocate(self, tokens: int) -> StateSnapshot | None:
-        """A running snapshot with free pages. None: there are not enough."""
-        while not self.shares_blocks and self.pages.lacking_blocks and self.give_up_cached():
-            pass
-        pages = self.pages.allocate()
+        """A running snapshot with free pages. None: there are not enough, and cannot be."""
+        pages = self._allocate_pages()
         if pages is None:
             return None
         snapshot = StateSnapshot(tokens, pages)
         self._running[snapshot] = None
         return snapshot
+
+    def _allocate_pages(self) -> list[int] | None:
+        if self.shares_blocks and self.pages.lacking_blocks:
+            self._room.make_room(self.pages.layout.pages_each, for_snapshot=True)
+        while not self.shares_blocks and self.pages.lacking_blocks and self.give_up_cached():
+            pass
+        return self.pages.allocate()
 
     def adopt(self, tokens: int, blocks: Sequence[int]) -> StateSnapshot:
         """A running snapshot that has come from elsewhere, in ``blocks`` whose references the caller gives up."""
@@ -212,40 +259,97 @@ class SnapshotCache:
         return False
 
     def give_up_last(self) -> bool:
-        """Give up what a sequence would leave in blocks of KV; then KV that only pinned snapshots hold. False: none."""
-        return (self.shares_blocks and self.give_up_running()) or self.end_hold()
+        """Give up what a sequence would leave in blocks of KV; then one that a peer reads, for its KV. False: none."""
+        return (self.shares_blocks and self.give_up_running()) or self.give_up_pinned(Tier.HBM)
 
-    def give_up_cached(self) -> bool:
-        """For room, give up a cached one: of the owner whose blocks weigh most, what its policy says. False: each is
-        pinned, or there is none."""
-        for owner in self._owners_by_weight():
-            snapshot = self.policy.choose_victim(owner)
-            if snapshot is not None:
-                self._give_up(snapshot, evicted=True)
-                return True
-        return False
+    def give_up_cached(self, tier: Tier = Tier.HBM) -> bool:
+        """For room on ``tier``, a cached one goes: of the owner whose blocks weigh most, what its policy says; from HBM
+        to DRAM where it is worth that. False: each is pinned, or there is none."""
+        snapshot = self._choose_victim(tier)
+        if snapshot is None:
+            return False
+        if tier is Tier.DRAM or not self._move_down(snapshot):
+            self._give_up(snapshot, evicted=True)
+        return True
 
-    def _owners_by_weight(self) -> list[bytes]:
-        if len(self._owners) < 2:
-            return list(self._owners)
+    def _choose_victim(self, tier: Tier) -> StateSnapshot | None:
+        victims = (self.policy.choose_victim(owner, tier) for owner in self._owners_by_weight(tier))
+        return next((victim for victim in victims if victim is not None), None)
+
+    def _owners_by_weight(self, tier: Tier) -> list[bytes]:
+        owners = self._owners[tier]
+        if len(owners) < 2:
+            return list(owners)
         each = self.pages.layout.pages_each / self.pages.layout.per_block if self.shares_blocks else 0
-        return sorted(
-            self._owners, key=lambda owner: -self._index.burden(owner, Tier.HBM, round(self._owners[owner] * each))
-        )
+        return sorted(owners, key=lambda owner: -self._index.burden(owner, tier, round(owners[owner] * each)))
+
+    def _move_down(self, snapshot: StateSnapshot) -> bool:
+        """Take a cached one to DRAM, and let the KV that it holds follow. False: it is worth less than what lies there,
+        or not written yet."""
+        if Tier.DRAM not in self._pages_on or snapshot.is_planned:
+            return False
+        while (blocks := self._room.allocate_below(self.pages.layout.pages_each)) is None:
+            other = self._choose_victim(Tier.DRAM)
+            if other is None or self.policy.score_of(other) >= self.policy.score_of(snapshot):
+                return False
+            self._give_up(other, evicted=True)
+        self._move(snapshot, Tier.DRAM, self._pages_on[Tier.DRAM].adopt(blocks))
+        self._index.unhold(snapshot.hold, Tier.HBM)
+        return True
+
+    def move_up(self, namespace: bytes, snapshot: StateSnapshot) -> bool:
+        """Take a cached one, of a path of ``namespace``, from DRAM to HBM. False: there is no room."""
+        self.pin(snapshot)  # it must not go for its own room
+        pages = self._allocate_pages()
+        self.unpin(snapshot)
+        if pages is None or not snapshot.pages:
+            self.pages.release(pages or [])
+            return False
+        self._move(snapshot, Tier.HBM, pages)
+        self._index.hold(namespace, snapshot.prefix)  # on both tiers
+        self._index.unhold(snapshot.hold, Tier.DRAM)
+        return True
+
+    def _move(self, snapshot: StateSnapshot, tier: Tier, pages: list[int]) -> None:
+        self._room.record_copies(snapshot.tier, snapshot.pages, tier, pages)
+        if snapshot.pins:
+            self._pages_on[snapshot.tier].pin(snapshot.pages, -1)
+            self._pages_on[tier].pin(pages, 1)
+        self._pages_on[snapshot.tier].release(snapshot.pages)
+        if snapshot.before_copies is None:
+            snapshot.before_copies = snapshot.tier, snapshot.pages
+            self._changed.append(snapshot)
+        self._count_owner(snapshot, -1)
+        self.policy.on_moving(snapshot)
+        snapshot.tier, snapshot.pages = tier, pages
+        self._count_owner(snapshot, 1)
+        self.policy.on_moved(snapshot)
+
+    def note_planned(self, snapshot: StateSnapshot) -> None:
+        """The plan that is being made writes it behind its rows."""
+        snapshot.is_planned = True
+        self._changed.append(snapshot)
+
+    def on_plan_made(self) -> None:
+        """What is decided from now on is for the next plan."""
+        for snapshot in self._changed:
+            snapshot.is_planned, snapshot.before_copies = False, None
+        self._changed.clear()
+
+    def give_up_below(self) -> bool:
+        """Free some DRAM, where KV that a snapshot there holds cannot leave HBM. False: none lies there."""
+        return self.give_up_cached(Tier.DRAM) or self.give_up_pinned(Tier.DRAM)
 
     def give_up_running(self) -> bool:
         """Give up what a sequence would leave behind. False: there is none."""
         snapshot = next((snapshot for snapshot in self._running if not snapshot.pins), None)
         return snapshot is not None and self.forget(snapshot)
 
-    def end_hold(self) -> bool:
-        """Let KV go that only a pinned snapshot holds: a peer reads that snapshot, and needs no KV. False: there is
-        none."""
-        snapshot = next((snapshot for snapshot in self._by_identity.values() if snapshot.hold), None)
-        if snapshot is not None:
-            self._index.unhold(snapshot.hold)
-            snapshot.hold = 0
-        return snapshot is not None
+    def give_up_pinned(self, tier: Tier) -> bool:
+        """Give up a cached one that is pinned, for the KV that it holds: a peer has references of its own on the pages
+        that it reads, and needs no KV. False: there is none."""
+        snapshot = next((snapshot for snapshot in self._by_hold.values() if snapshot.tier is tier), None)
+        return snapshot is not None and self.forget(snapshot)
 
     def forget(self, snapshot: StateSnapshot) -> bool:
         """Give its pages back, whatever it is; True. What refers to it sees that it has none."""
@@ -258,11 +362,12 @@ class SnapshotCache:
         self._running.pop(snapshot, None)
         if snapshot.is_cached:
             self._leave_cache(snapshot, evicted=evicted)
+        place = self._pages_on[snapshot.tier]
         if snapshot.pins:
-            self.pages.pin(snapshot.pages, -1)
+            place.pin(snapshot.pages, -1)
         pages, snapshot.pages, snapshot.identity = snapshot.pages, [], b""
         snapshot.prefix, snapshot.identities = snapshot.prefix[:0], b""
-        self.pages.release(pages)
+        place.release(pages)
 
     def forget_all(self, *, with_pinned: bool) -> None:
         """Give up all; ``with_pinned``: a step has failed, and what any of them holds is not known."""
@@ -287,20 +392,18 @@ class SnapshotCache:
         snapshot.uses += 1
         self.policy.on_used(snapshot)
 
-    def keep(
-        self, snapshot: StateSnapshot, identities: bytes, prefix: TokenArray, anchor: int, *, hold: int, owner: bytes
-    ) -> None:
-        """Cache a running snapshot: it is of ``prefix``, with blocks of these ``identities``, the last of which is
-        ``anchor``; ``hold`` keeps their KV. There must be none for these tokens (:meth:`has`)."""
+    def keep(self, snapshot: StateSnapshot, identities: bytes, prefix: TokenArray, *, hold: int, owner: bytes) -> None:
+        """Cache a running snapshot: it is of ``prefix``, with blocks of these ``identities``, whose KV ``hold`` keeps.
+        There must be none for these tokens (:meth:`has`)."""
         check(snapshot.tokens == len(prefix), "a snapshot is not of its prefix")
         check(not self.has(identities), "two snapshots of the same tokens")
-        check(anchor not in self._by_anchor, "two snapshots hang behind block {}", anchor)
+        check(hold not in self._by_hold, "two snapshots hold the same KV")
         parent = self.longest_match(identities[:-16], prefix)
         del self._running[snapshot]
-        snapshot.identity, snapshot.prefix, snapshot.anchor = identities[-16:], prefix.copy(), anchor
+        snapshot.identity, snapshot.prefix = identities[-16:], prefix.copy()
         snapshot.identities, snapshot.hold, snapshot.owner = identities, hold, owner
-        self._by_identity[snapshot.identity] = self._by_anchor[anchor] = snapshot
-        self._owners[owner] = self._owners.get(owner, 0) + 1
+        self._by_identity[snapshot.identity] = self._by_hold[hold] = snapshot
+        self._count_owner(snapshot, 1)
         end = len(identities)
         longer = [child for child in self._children_of(parent) if child.identities[end - 16 : end] == snapshot.identity]
         self._set_parent(snapshot, parent)
@@ -321,39 +424,42 @@ class SnapshotCache:
         self._children_of(parent)[snapshot] = None
 
     def _leave_cache(self, snapshot: StateSnapshot, *, evicted: bool) -> None:
-        del self._by_identity[snapshot.identity], self._by_anchor[snapshot.anchor]
+        del self._by_identity[snapshot.identity]
         for child in list(snapshot.children):
             self._set_parent(child, snapshot.parent)
         self._children_of(snapshot.parent).pop(snapshot)
         self.policy.on_gone(snapshot, evicted=evicted)
         snapshot.parent = None
-        self._owners[snapshot.owner] -= 1
-        if not self._owners[snapshot.owner]:
-            del self._owners[snapshot.owner]
-        if snapshot.hold:
-            self._index.unhold(snapshot.hold)
-            snapshot.hold = 0
+        self._count_owner(snapshot, -1)
+        if self._by_hold.pop(snapshot.hold, None) is not None:
+            for tier in (Tier.HBM, Tier.DRAM) if snapshot.tier is Tier.HBM else (Tier.DRAM,):
+                self._index.unhold(snapshot.hold, tier)
+        snapshot.hold = 0
         self._given_up += 1
+
+    def _count_owner(self, snapshot: StateSnapshot, change: int) -> None:
+        owners = self._owners[snapshot.tier]
+        owners[snapshot.owner] = owners.get(snapshot.owner, 0) + change
+        if not owners[snapshot.owner]:
+            del owners[snapshot.owner]
 
     def pin(self, snapshot: StateSnapshot) -> None:
         """Keep it until :meth:`unpin`."""
         if not snapshot.pins:
-            self.pages.pin(snapshot.pages, 1)
+            self._pages_on[snapshot.tier].pin(snapshot.pages, 1)
         snapshot.pins += 1
 
     def unpin(self, snapshot: StateSnapshot) -> None:
         """End one pin; of a snapshot that was lost meanwhile, too."""
         snapshot.pins -= 1
         if not snapshot.pins:
-            self.pages.pin(snapshot.pages, -1)
+            self._pages_on[snapshot.tier].pin(snapshot.pages, -1)
 
-    def on_blocks_dropped(self, blocks: Iterable[int]) -> None:
-        """The index has given up these HBM blocks, with any hold on them: what hangs behind them cannot be reached any
-        more."""
-        for block in blocks:
-            snapshot = self._by_anchor.get(block)
+    def on_evicted(self, evicted: _core.Eviction) -> None:
+        """The index has given up KV, and with it the holds of what cannot be reached any more."""
+        for hold in evicted.ended_holds:
+            snapshot = self._by_hold.pop(hold, None)
             if snapshot is not None:
-                snapshot.hold = 0
                 self.forget(snapshot)
 
     @property
@@ -370,9 +476,9 @@ class SnapshotCache:
         """For the pool's."""
         return SnapshotReport(self.cached, self._used, self._given_up)
 
-    def anchors(self) -> list[tuple[int, StateSnapshot]]:
-        """Each cached snapshot with the block that it hangs behind."""
-        return list(self._by_anchor.items())
+    def list_cached(self) -> list[StateSnapshot]:
+        """All that are cached."""
+        return list(self._by_identity.values())
 
     def __len__(self) -> int:
         return len(self._running) + len(self._by_identity)
@@ -384,12 +490,20 @@ class SnapshotCache:
         check(len(set(lines)) == len(lines), "a snapshot stands in two lines")
         check(all(len(s.pages) == self.pages.layout.pages_each for s in lines), "a snapshot lacks pages")
         per_block = self.pages.layout.per_block
-        pinned = [page // per_block for snapshot in lines if snapshot.pins for page in snapshot.pages]
-        self.pages.check_invariants([page for snapshot in lines for page in snapshot.pages], pinned)
+        for tier, place in self._pages_on.items():
+            here = [snapshot for snapshot in lines if snapshot.tier is tier]
+            pinned = [page // per_block for snapshot in here if snapshot.pins for page in snapshot.pages]
+            place.check_invariants([page for snapshot in here for page in snapshot.pages], pinned)
+            owners = Counter(s.owner for s in here if s.is_cached)
+            check(self._owners[tier] == owners, "owners were counted wrongly")
         check(all(s.is_cached for s in cached), "a snapshot is cached without a name")
         check(not any(s.is_cached or s.hold for s in self._running), "a running snapshot has what a cached one has")
-        check({id(s) for s in cached} == {id(s) for s in self._by_anchor.values()}, "anchors and snapshots disagree")
-        check(self._owners == Counter(s.owner for s in cached), "owners were counted wrongly")
+        check(all(self._by_hold[s.hold] is s for s in cached), "holds and snapshots disagree")
+        check(len(self._by_hold) == len(cached), "a hold is of no snapshot")
+        for snapshot in cached:
+            for tier in (Tier.HBM, Tier.DRAM):
+                is_held = self._index.is_held(snapshot.hold, tier)
+                check(is_held == (snapshot.tier <= tier), "the KV before a snapshot is not held where it lies")
         for snapshot in cached:
             check(len(snapshot.prefix) == snapshot.tokens, "a snapshot does not know its tokens")
             parent = self.longest_match(snapshot.identities[:-16], snapshot.prefix)

@@ -1,4 +1,5 @@
-"""A snapshot of a recurrent state, why it was taken, and the prompt that may leave some: words of the rooms above."""
+"""What callers of the pool hold: a cached path, or a snapshot of a recurrent state; why that was taken, and the prompt
+that may leave some."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memserve.base.types import TokenArray
+from memserve.base.types import Tier, TokenArray
+from memserve.kv.windows import WindowPart
 
 
 class SnapshotKind(enum.Enum):
@@ -27,12 +29,16 @@ class StateSnapshot:
     """Whole blocks of them."""
     pages: list[int]
     """Where it lies. Empty: it was given up."""
+    tier: Tier = Tier.HBM
+    """Of its pages; in DRAM they are blocks."""
+    is_planned: bool = False
+    """The plan that is being made writes it behind its rows."""
+    before_copies: tuple[Tier, list[int]] | None = None
+    """Where it lay before the plan that is being made copies it: there its loads find it. None: where it lies."""
     identity: bytes = b""
-    """Of its anchor. Empty: it is not cached."""
+    """Of the last block before it. Empty: it is not cached."""
     prefix: TokenArray = field(default_factory=lambda: np.empty(0, np.int32), repr=False)
     """Cached: its tokens, which a match compares."""
-    anchor: int = -1
-    """Cached: the HBM block behind which it hangs."""
     pins: int = 0
     """Holders that keep it from being given up."""
     kind: SnapshotKind = SnapshotKind.ANSWER
@@ -41,7 +47,7 @@ class StateSnapshot:
     owner: bytes = b""
     """Cached: whose it is, as the index counts owners."""
     hold: int = 0
-    """Cached: the index's handle of the KV before it, which stays as long as it does. 0: nothing is held."""
+    """Cached: the index's handle of the KV before it, which stays as long as it does."""
     identities: bytes = field(default=b"", repr=False)
     """Cached: of the blocks of ``prefix``."""
     parent: StateSnapshot | None = field(default=None, repr=False)
@@ -55,8 +61,31 @@ class StateSnapshot:
         return self.tokens - (self.parent.tokens if self.parent is not None else 0)
 
     @property
+    def source(self) -> tuple[Tier, list[int]]:
+        """Where loads of the plan that is being made find it."""
+        return self.before_copies or (self.tier, self.pages)
+
+    @property
     def is_cached(self) -> bool:
         return bool(self.identity)
+
+
+@dataclass(slots=True)
+class Lease:
+    """A pinned path of the index."""
+
+    blocks: list[int] = field(default_factory=list)
+    """HBM blocks of the matched prefix, in order, each with one reference for the caller."""
+    tokens: int = 0
+    """``len(blocks) * block_tokens``."""
+    dram_tokens: int = 0
+    """How many of these tokens had to be copied up from DRAM (copies recorded)."""
+    pin: int = 0
+    """The index's handle of the path's end; 0: nothing is pinned."""
+    snapshot: StateSnapshot | None = None
+    """Of the recurrent state behind these tokens, pinned. None: there are none, or the model has no such state."""
+    tail: list[WindowPart] = field(default_factory=list)
+    """Parts of the last window before the end of these tokens, in use. Empty: no layers' KV lies apart."""
 
 
 @dataclass(frozen=True, slots=True)

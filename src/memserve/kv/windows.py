@@ -135,9 +135,9 @@ class WindowCache:
         first = self.pages.first_entry(len(blocks) * self.pages.block_tokens)
         return [self._by_anchor[block] for block in blocks[first:]]
 
-    def on_blocks_dropped(self, blocks: Iterable[int]) -> None:
-        """The index has given up these HBM blocks: what hangs at them cannot be found any more."""
-        for block in blocks:
+    def on_evicted(self, evicted: _core.Eviction) -> None:
+        """The index has given up blocks: what hangs at them cannot be found any more."""
+        for block in evicted.dropped_hbm:
             part = self._by_anchor.pop(block, None)
             if part is not None:
                 self._has_part[block] = False
@@ -163,6 +163,10 @@ class WindowCache:
 
     def give_up_cached(self) -> bool:
         """No part keeps its block from eviction: the two go together."""
+        return False
+
+    def give_up_below(self) -> bool:
+        """There is no lower tier."""
         return False
 
     def give_up_last(self) -> bool:

@@ -105,7 +105,7 @@ class ModelDevice(Device):
         if model.states:
             pages = pages_for(self._arenas.hbm, pool.states, model.states)
             per_block = 1 if pool.states is None else pool.states.per_block
-            self._states = SlotStates(model.states, scheduler.max_running, pages, per_block)
+            self._states = SlotStates(model.states, scheduler.max_running, pages, per_block, self._arenas.dram)
         #: None: the KV of all layers lies together
         self._windows: WindowTables | None = None
         if model.windows is not None:
@@ -209,7 +209,7 @@ class ModelDevice(Device):
         check(self._states is not None or not plan.states, "this model has no states")
         if self._states is not None:
             for change in plan.states:
-                self._states.load_state(change)
+                self._states.apply_order(change)
         for order in plan.copies if self._makes_copies else ():
             self._arenas.copy_blocks(order)
         if plan.copies:

@@ -12,7 +12,7 @@ from memserve.base.states import StatePages
 from memserve.base.types import FinishReason, Tier
 from memserve.base.units import NS_PER_MS
 from memserve.instance.cluster.handoff_sender import HandoffSender
-from memserve.instance.events import RowFailed, TakeSnapshot
+from memserve.instance.events import RowFailed
 from memserve.instance.scheduler.states import RecurrentStates
 from memserve.kv.costs import CostModel, PrefillCurve
 from memserve.kv.identity import state_identities
@@ -274,7 +274,7 @@ def test_what_a_plan_reads_is_written_when_it_has_run():
 
 def _sealed_before_it_is_taken(monkeypatch):
     def announce(self, remote, sequence, end_block, plan):
-        snapshot = self._state.memory.states.take_for_peer(sequence, plan)
+        snapshot = self._state.memory.states.take_for_peer(sequence)
         self._exchange.more_blocks(remote.offer_id, snapshot.pages)
         self._exchange.announce_state(remote.offer_id, end_block, fence=0)
         self._state.memory.states.forget(snapshot)
@@ -283,12 +283,14 @@ def _sealed_before_it_is_taken(monkeypatch):
 
 
 def _of_the_token_before(monkeypatch):
-    def take(self, sequence, plan):
-        snapshot = self._pool.allocate_snapshot(sequence.computed)
-        plan.snapshots.append(TakeSnapshot(sequence.slot, max(1, snapshot.tokens - 1), list(snapshot.pages)))
-        return snapshot
+    take_end = RecurrentStates._take_end
 
-    monkeypatch.setattr(RecurrentStates, "take_for_peer", take)
+    def take_before(self, sequence):
+        take_end(self, sequence)
+        slot, tokens, snapshot = self._taking[-1]
+        self._taking[-1] = slot, max(1, tokens - 1), snapshot
+
+    monkeypatch.setattr(RecurrentStates, "_take_end", take_before)
 
 
 def _behind_other_kv(monkeypatch):

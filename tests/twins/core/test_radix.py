@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -134,7 +136,9 @@ def test_insert_and_delete_equal_their_twin(ops: list[tuple[str, list[int]]]) ->
             assert bool(hold) == bool(path and path[-1] in blocks)
             holds += [(hold, path[-1])] if hold else []
         elif op == "x" and holds:
-            index.unhold(holds.pop(number % len(holds))[0])
+            hold, _ = holds.pop(number % len(holds))
+            for tier in (0, 1):
+                index.unhold(hold, tier)
         elif op == "e":  # all that is neither pinned nor held
             ends = [*(pinned for _, pinned in pins), *(end for _, end in holds)]
             loose = [p for p in blocks if not any(end[: len(p)] == p for end in ends)]
@@ -153,6 +157,86 @@ def test_insert_and_delete_equal_their_twin(ops: list[tuple[str, list[int]]]) ->
         pinned = {prefix for _, path in pins for prefix in whole(list(path))}
         assert index.blocks_pinned(0) == len(pinned)
         index.check_invariants()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_held_paths_stay_and_others_never_go_down(seed: int) -> None:
+    """Two tiers, where only what is held in DRAM goes there: what a hold keeps on a tier, eviction leaves in it or
+    above; holds end just when their path is not whole any more."""
+    random = Random(seed)
+    hbm, dram = BlockAllocator(random.randint(4, 16)), BlockAllocator(random.randint(0, 10))
+    prompts = [[random.randint(0, 1) for _ in range(6 * BLOCK)] for _ in range(4)]
+    moved = 0
+    index = RadixIndex(BLOCK, hbm, dram)
+    index.set_demotes_held_only()
+    holds: dict[int, tuple[tuple[int, ...], set[int]]] = {}  # -> path, tiers
+    pins: list[int] = []
+
+    def blocks_of(tokens: tuple[int, ...]) -> tuple[int, int]:
+        matched = index.match_blocks(A, np.array(tokens, np.int32))
+        return len(matched.hbm), len(matched.dram)
+
+    for _ in range(600):
+        op, count = random.choice("iiiiihhhxxxyeeeeddpuu" + "c" * (random.random() < 0.3)), random.randint(1, 4)
+        tokens = random.choice(prompts)[: random.choice([3, 7, 12])]
+        path = tuple(tokens[: len(tokens) // BLOCK * BLOCK])
+        before = {hold: blocks_of(end) for hold, (end, _) in holds.items()}
+        gone = None
+        if op == "i" and path:
+            have = sum(blocks_of(path))
+            fresh = hbm.allocate(len(path) // BLOCK - have)
+            if fresh is not None:
+                known = index.match_blocks(A, np.array(path, np.int32))
+                ids = [*known.hbm, *known.dram, *fresh]
+                if not len(known.dram):
+                    index.insert(A, path, ids)
+                hbm.release(fresh)
+        elif op == "h" and len(holds) < 4:
+            hold = index.hold(A, path)
+            assert bool(hold) == bool(path and sum(blocks_of(path)) * BLOCK == len(path))
+            if hold in holds:  # a second one of the same path
+                for tier in (0, 1):
+                    index.unhold(hold, tier)
+            elif hold:
+                holds[hold] = path, {0, 1}
+        elif op in "xy" and holds:
+            hold = sorted(holds)[count % len(holds)]
+            tier = "xy".index(op)
+            if tier in holds[hold][1]:
+                index.unhold(hold, tier)
+                holds[hold][1].discard(tier)
+                if not holds[hold][1]:
+                    del holds[hold]
+        elif op == "e":
+            gone = index.evict(0, count)
+            for hold, (end, tiers) in holds.items():
+                if 0 in tiers and hold not in gone.ended_holds:
+                    assert blocks_of(end) == before[hold]
+            moved += len(gone.moved_from)
+            if not any(1 in tiers for _, tiers in holds.values()):
+                assert not len(gone.moved_from), "nothing is held in DRAM"
+            assert not {hold for hold in gone.ended_holds if 1 in holds[hold][1]}, "evicted though it is held"
+        elif op == "d":
+            gone = index.evict(1, count)
+            assert not {hold for hold in gone.ended_holds if 1 in holds[hold][1]}, "evicted though it is held"
+        elif op == "p" and len(pins) < 2:
+            matched = index.acquire(A, tokens)
+            hbm.release(matched.hbm)
+            pins.append(matched.pin)
+        elif op == "u" and pins:
+            index.unpin(pins.pop(count % len(pins)))
+        elif op == "c":
+            gone = index.delete(A, path) if count < 4 else index.clear()
+        for hold in gone.ended_holds if gone is not None else ():
+            end, _ = holds.pop(hold)
+            assert sum(blocks_of(end)) * BLOCK < len(end), "its path is whole"
+        for hold, (end, tiers) in holds.items():
+            assert sum(blocks_of(end)) * BLOCK == len(end), "its path is not whole, and the hold not over"
+            assert [index.is_held(hold, tier) for tier in (0, 1)] == [tier in tiers for tier in (0, 1)]
+        index.check_invariants()
+        hbm.check_invariants()
+        dram.check_invariants()
+    assert moved or not dram.blocks_total
 
 
 def told(index: RadixIndex, blocks: dict, tokens: list[int]) -> None:

@@ -14,10 +14,12 @@ from instance_lives import FAMILIES, SharingLife, live_busily
 from instance_world import World, config, request
 from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
-from memserve.instance.events import LoadState, TakeSnapshot
+from memserve.base.types import Tier
+from memserve.instance.events import LoadState, SaveState, TakeSnapshot
 from memserve.instance.scheduler.batch import BatchBuilder
 from memserve.instance.scheduler.states import RecurrentStates
 from memserve.kv.snapshots import SnapshotCache
+from memserve.kv.state_snapshot import StateSnapshot
 from memserve_lab.experiments.state_hits import IntervalPolicy
 from memserve_lab.sim.reference.oracle import Violation
 
@@ -34,6 +36,8 @@ class StatefulLife(SharingLife):
 
     @initialize(
         hbm=st.integers(4, 24),
+        dram=st.sampled_from([0, 0, 3, 8, 24]),
+        preemption=st.sampled_from(["auto", "swap"]),
         pages=st.sampled_from(sorted(PAGES)),
         caching=st.sampled_from([True, True, True, False]),
         running=st.integers(1, 8),
@@ -43,7 +47,8 @@ class StatefulLife(SharingLife):
         late=st.booleans(),
         interval=st.sampled_from([0, 0, 4, 8]),
     )
-    def begin(self, pages, late, interval, **sizes):
+    def begin(self, pages, late, interval, dram, **sizes):
+        sizes["dram"] = dram if PAGES[pages].whole_blocks else 0
         # at an interval there are several snapshots in a row, and in answers
         policy = partial(IntervalPolicy, interval) if interval else None
         self.world = World(config(context=48, states=PAGES[pages], **sizes), 4, twin=False, snapshot_policy=policy)
@@ -62,11 +67,12 @@ def _outlived_by_snapshots(monkeypatch):
     keep = SnapshotCache.keep
 
     def keep_alone(self, snapshot, *path, hold, owner):
-        self._index.unhold(hold)
-        keep(self, snapshot, *path, hold=0, owner=owner)
+        for tier in (Tier.HBM, Tier.DRAM):
+            self._index.unhold(hold, tier)
+        keep(self, snapshot, *path, hold=hold, owner=owner)
 
     monkeypatch.setattr(SnapshotCache, "keep", keep_alone)
-    monkeypatch.setattr(SnapshotCache, "on_blocks_dropped", lambda self, blocks: None)
+    monkeypatch.setattr(SnapshotCache, "on_evicted", lambda self, evicted: None)
 
 
 def _without_its_state(monkeypatch):
@@ -120,9 +126,40 @@ def _forked_before_its_rows(monkeypatch):
     monkeypatch.setattr(BatchBuilder, "finish_plan", finish_plan)
 
 
-def busy_life(seed):
+def _read_where_it_is_copied_to(monkeypatch):
+    monkeypatch.setattr(StateSnapshot, "source", property(lambda self: (self.tier, self.pages)))
+
+
+def _saved_behind_the_next_load(monkeypatch):
+    swap_out = RecurrentStates.swap_out
+
+    def swap_late(self, sequence, dram_blocks):
+        swap_out(self, sequence, dram_blocks)
+        self._late = [
+            *getattr(self, "_late", []),
+            self._orders.pop(next(place for place, order in enumerate(self._orders) if isinstance(order, SaveState))),
+        ]
+
+    def finish_plan(self, plan):
+        finish(self, plan)
+        plan.states += getattr(self, "_late", [])
+        self._late = []
+
+    finish = RecurrentStates.finish_plan
+    monkeypatch.setattr(RecurrentStates, "_late", [], raising=False)
+    monkeypatch.setattr(RecurrentStates, "swap_out", swap_late)
+    monkeypatch.setattr(RecurrentStates, "finish_plan", finish_plan)
+
+
+def busy_life(seed, **more):
     """On memory for a few of its requests."""
-    return live_busily(World(config(context=48, hbm=12, running=4, states=PAGES["one block"]), 4, twin=False), seed)
+    sizes = {"context": 48, "hbm": 12, "running": 4, "states": PAGES["one block"]} | more
+    return live_busily(World(config(**sizes), 4, twin=False), seed)
+
+
+def swapping_life(seed):
+    """On memory for a few of its requests, and a second tier for the others."""
+    return busy_life(seed, dram=24, hbm=9, preemption="swap")
 
 
 def test_a_busy_life_goes_on_from_snapshots():
@@ -130,6 +167,21 @@ def test_a_busy_life_goes_on_from_snapshots():
     assert all(world.device.states.loaded > 3 for world in worlds)
     assert sum(world.machine.stats().preemptions_recompute for world in worlds) > 0
     assert sum(world.machine.stats().snapshots_given_up for world in worlds) > 0
+
+
+def test_a_life_on_two_tiers_swaps_and_loads_from_dram():
+    worlds = [swapping_life(seed) for seed in range(3)]
+    assert sum(world.machine.stats().preemptions_swap for world in worlds) > 0
+    assert sum(world.machine.stats().dram_tokens_reused for world in worlds) > 0
+    assert sum(world.device.states.loaded for world in worlds) > 10
+
+
+@pytest.mark.parametrize("plant", [_read_where_it_is_copied_to, _saved_behind_the_next_load])
+def test_faults_planted_between_the_tiers_are_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises((Violation, InvariantError, AssertionError, KeyError)):
+        for seed in range(20):
+            swapping_life(seed)
 
 
 @pytest.mark.parametrize(

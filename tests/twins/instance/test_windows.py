@@ -73,7 +73,7 @@ def _resumed_over_holes(monkeypatch):
 
 
 def _outlived_by_parts(monkeypatch):
-    monkeypatch.setattr(WindowCache, "on_blocks_dropped", lambda self, blocks: None)
+    monkeypatch.setattr(WindowCache, "on_evicted", lambda self, evicted: None)
 
 
 def _window_one_short(monkeypatch):

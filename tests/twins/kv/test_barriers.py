@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from memserve.base.config import PoolConfig
 from memserve.base.types import CopyBlocks, Tier
 from memserve.kv.block_access import BlockAccessLog, LastPlans
-from memserve.kv.pool import BlockPool, Lease
+from memserve.kv.pool import BlockPool
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.barriers import Barriers
 from memserve.kv.transfer.context import Place
 

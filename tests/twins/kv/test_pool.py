@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from memserve.base.config import PoolConfig
 from memserve.base.types import Tier, isolation, tenant_of
-from memserve.kv.pool import BlockPool, Lease
+from memserve.kv.pool import BlockPool
+from memserve.kv.state_snapshot import Lease
 
 BLOCK = 2
 Prefix = tuple[str, tuple[int, ...]]

@@ -7,6 +7,7 @@ import pytest
 
 from memserve.base.config import PoolConfig
 from memserve.base.states import StatePages
+from memserve.base.types import Tier
 from memserve.instance.scheduler.states import describe_prompt
 from memserve.kv.costs import CostModel, PreemptionCosts, PreemptionModel, PrefillCurve
 from memserve.kv.pool import BlockPool
@@ -58,7 +59,7 @@ class Cache:
 
     def at(self, *path: int) -> StateSnapshot | None:
         tokens = np.repeat(np.array(path, np.int32), BLOCK)
-        found = [s for _, s in self.snapshots.anchors() if np.array_equal(s.prefix, tokens)]
+        found = [s for s in self.snapshots.list_cached() if np.array_equal(s.prefix, tokens)]
         return found[0] if found else None
 
 
@@ -86,7 +87,7 @@ def test_turns_that_a_longer_one_stands_for_are_found_useless() -> None:
     for chat in range(40):
         for turn in range(1, 4):
             cache.serve(*(100 * chat + part for part in range(turn)))
-    earlier = [snapshot for _, snapshot in cache.snapshots.anchors() if snapshot.prefix[0] != 100 * chat]
+    earlier = [snapshot for snapshot in cache.snapshots.list_cached() if snapshot.prefix[0] != 100 * chat]
     assert len(earlier) > 1 and not any(snapshot.children for snapshot in earlier)
 
 
@@ -96,7 +97,7 @@ def test_of_equals_the_one_goes_that_saves_less_for_its_bytes() -> None:
     cache.serve(1)
     cache.serve(*range(20, 26))
     assert cache.at(1) is not None
-    victim = cache.snapshots.policy.choose_victim(cache.at(1).owner)
+    victim = cache.snapshots.policy.choose_victim(cache.at(1).owner, Tier.HBM)
     assert victim is cache.at(1)
 
 
@@ -105,7 +106,7 @@ def test_what_was_not_used_for_long_goes_before_its_equal() -> None:
     for start in (10, 20, 30):
         cache.serve(start, start + 1, kind=None)
     cache.serve(10, 11, kind=None)
-    victim = cache.snapshots.policy.choose_victim(cache.at(20, 21).owner)
+    victim = cache.snapshots.policy.choose_victim(cache.at(20, 21).owner, Tier.HBM)
     assert victim is cache.at(20, 21)
 
 

@@ -7,14 +7,15 @@ import pytest
 
 from memserve.base.config import PoolConfig
 from memserve.base.states import StatePages
+from memserve.base.types import Tier
 from memserve.kv.pool import BlockPool
 from memserve.kv.state_snapshot import StateSnapshot
 
 BLOCK = 4
 
 
-def new_pool(blocks: int = 12) -> BlockPool:
-    return BlockPool(PoolConfig(blocks, 0, states=StatePages(10, 1)), BLOCK, "test")
+def new_pool(blocks: int = 12, dram: int = 0) -> BlockPool:
+    return BlockPool(PoolConfig(blocks, dram, states=StatePages(10, 1)), BLOCK, "test")
 
 
 def tokens_of(*blocks: int) -> np.ndarray:
@@ -136,7 +137,7 @@ def test_other_tokens_of_one_identity_do_not_match(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pool, "identities", lambda tenant, tokens: bytes(16) * (len(tokens) // BLOCK))
     monkeypatch.setattr(pool, "match_kv", lambda tenant, tokens: len(tokens))
     assert pool.snapshots is not None
-    ((_, snapshot),) = pool.snapshots.anchors()
+    (snapshot,) = pool.snapshots.list_cached()
     pool.snapshots._by_identity = {bytes(16): snapshot}
     assert pool.match("", tokens_of(1)) == BLOCK
     assert pool.match("", tokens_of(2)) == 0
@@ -151,3 +152,115 @@ def test_a_pinned_prefix_keeps_its_snapshot() -> None:
     assert snapshot.pages and pool.match("", tokens_of(1, 2)) == 2 * BLOCK
     pool.unpin(lease)
     assert pool.available() == 4
+
+
+def written(pool: BlockPool, *path: int) -> StateSnapshot:
+    """As :func:`leave`, and the plan is made that computes it."""
+    snapshot = leave(pool, *path)
+    assert not pool.take_copies()
+    return snapshot
+
+
+def taken(pool: BlockPool, count: int) -> list[int]:
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    return blocks
+
+
+def test_a_snapshot_leaves_for_dram_and_its_kv_follows() -> None:
+    pool = new_pool(6, dram=8)
+    snapshot = written(pool, 1, 2)
+    assert pool.allocate(5) is not None
+    [state, *kv] = [(copy.src_tier, copy.dst_tier, len(copy.src)) for copy in pool.take_copies()]
+    assert (snapshot.tier, state, kv) == (Tier.DRAM, (Tier.HBM, Tier.DRAM, 2), []), "with one block of its KV"
+    assert pool.match("", tokens_of(1, 2)) == 2 * BLOCK and pool.match_blocks("", tokens_of(1, 2)) == (1, 1)
+    pool.check_invariants()
+
+
+def test_kv_that_no_snapshot_stands_behind_is_dropped() -> None:
+    """It is of no use on a lower tier either."""
+    pool = new_pool(6, dram=8)
+    written(pool, 1, 2)
+    lease = pool.acquire_kv("", tokens_of(1, 2))
+    more = pool.allocate(1)
+    assert more is not None
+    pool.publish(lease, "", tokens_of(1, 2, 3), [*lease.blocks, *more], written_by=0)
+    pool.release([*lease.blocks, *more])
+    pool.unpin(lease)
+    assert pool.allocate(3) is not None
+    assert not pool.take_copies() and pool.match_kv("", tokens_of(1, 2, 3)) == 2 * BLOCK
+
+
+def test_a_sequence_goes_on_from_dram_before_it_is_copied() -> None:
+    """Loads of a plan come before its copies: a snapshot that moves with this plan is read where it lay."""
+    pool = new_pool(6, dram=8)
+    snapshot = written(pool, 1, 2)
+    pages = list(snapshot.pages)
+    fresh = pool.allocate(4)
+    assert fresh is not None and snapshot.tier is Tier.DRAM and snapshot.source == (Tier.HBM, pages)
+    pool.take_copies()
+    assert snapshot.source == (Tier.DRAM, snapshot.pages)
+    pool.release(fresh)
+    lease = pool.acquire("", tokens_of(1, 2, 3))
+    assert lease.snapshot is snapshot and len(lease.blocks) == 2
+    pool.use_snapshot(lease)
+    pool.release(lease.blocks)
+    pool.unpin(lease)
+    pool.check_invariants()
+
+
+def test_a_snapshot_that_is_not_written_yet_does_not_move() -> None:
+    pool = new_pool(6, dram=8)
+    snapshot = leave(pool, 1, 2)
+    pool.note_state_access(snapshot, writes=True)
+    assert pool.allocate(4) is not None
+    assert not snapshot.pages and not pool.take_copies()
+
+
+def test_the_least_snapshot_leaves_a_full_second_tier() -> None:
+    """What moves down must be worth more than what goes for it; KV in DRAM that none stands behind goes first."""
+    pool = new_pool(6, dram=3)
+    assert pool.snapshots is not None
+    pool.snapshots.compute_ns = lambda tokens, behind: tokens * (tokens + behind)
+    short = written(pool, 1)
+    first = taken(pool, 5)
+    assert short.tier is Tier.DRAM
+    pool.take_copies()
+    pool.release(first)
+    longer = written(pool, 2, 3)
+    second = taken(pool, 6)
+    assert (bool(short.pages), longer.tier) == (False, Tier.DRAM), "it saves more for each byte"
+    assert pool.match("", tokens_of(2, 3)) == 2 * BLOCK and not pool.match("", tokens_of(1))
+    pool.release(second)
+    pool.check_invariants()
+
+
+def test_a_prefix_that_does_not_fit_is_cut_at_a_snapshot() -> None:
+    pool = new_pool(8, dram=12)
+    written(pool, 1)
+    longer = written(pool, 1, 2, 3, 4)
+    fresh = taken(pool, 8)
+    assert longer.tier is Tier.DRAM
+    pool.take_copies()
+    pool.release(fresh[:3])
+    lease = pool.acquire("", tokens_of(1, 2, 3, 4, 5))
+    assert (lease.tokens, len(lease.blocks)) == (BLOCK, 1) and lease.snapshot is not None
+    pool.check_invariants()
+
+
+def test_a_peer_gets_a_snapshot_from_dram_by_way_of_hbm() -> None:
+    pool = new_pool(6, dram=8)
+    snapshot = written(pool, 1, 2)
+    fresh = taken(pool, 6)
+    assert snapshot.tier is Tier.DRAM
+    pool.take_copies()
+    assert pool.lend_state("", tokens_of(1, 2), 1) is None, "there is no room"
+    assert snapshot.tier is Tier.DRAM
+    pool.release(fresh)
+    lent = pool.lend_state("", tokens_of(1, 2), 1)
+    assert lent is not None and snapshot.tier is Tier.HBM and lent.blocks == snapshot.pages
+    [copy] = pool.take_copies()
+    assert (copy.src_tier, copy.dst_tier, copy.dst) == (Tier.DRAM, Tier.HBM, lent.blocks)
+    pool.unpin(lent)
+    pool.release(lent.blocks)
+    pool.check_invariants()

@@ -21,7 +21,7 @@ from memserve.base.types import TokenOutput
 from memserve.instance.cluster.commands import RouterChanges
 from memserve.instance.cluster.routers import Routers
 from memserve.instance.cluster.shards import HeldSegments
-from memserve.instance.events import Before, DropSegment, StepFinished, StepPlan, TakeSnapshot
+from memserve.instance.events import Before, DropSegment, StepFinished, StepPlan
 from memserve.instance.intake import RequestIntake
 from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.scheduler import batch as batch_module
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from memserve._core import Found, Place, SegmentLog
     from memserve.base.types import TokenArray
     from memserve.instance.scheduler.sequence import Sequence
-    from memserve.kv.state_snapshot import StateSnapshot
 
 
 Swap = tuple[Any, str, Any]
@@ -383,16 +382,19 @@ def _stale_ledger() -> list[Swap]:
     return [(RemoteAdmission, "_has_lease", _for_ever), (RemoteAdmission, "on_expelled", _keeps_grants)]
 
 
-def _one_token_early(self: RecurrentStates, sequence: Sequence, plan: StepPlan) -> StateSnapshot | None:
-    snapshot = self._pool.allocate_snapshot(sequence.computed)
-    if snapshot is not None and sequence.slot is not None:
-        plan.snapshots.append(TakeSnapshot(sequence.slot, max(1, snapshot.tokens - 1), list(snapshot.pages)))
-    return snapshot
+def _one_token_early(self: RecurrentStates, sequence: Sequence) -> None:
+    _TAKE_END(self, sequence)
+    if sequence in self._for_peers:
+        slot, tokens, snapshot = self._taking[-1]
+        self._taking[-1] = slot, max(1, tokens - 1), snapshot
+
+
+_TAKE_END = RecurrentStates._take_end
 
 
 def _state_position() -> list[Swap]:
     """What is handed over is the state of the token before."""
-    return [(RecurrentStates, "take_for_peer", _one_token_early)]
+    return [(RecurrentStates, "_take_end", _one_token_early)]
 
 
 def _behind_less(self: BlockPool, tenant: str, tokens: TokenArray, blocks: Items[int]) -> bool:

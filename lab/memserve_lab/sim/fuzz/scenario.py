@@ -233,11 +233,9 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
 
 
 def _put_states(scenario: Scenario) -> None:
-    """Some scenarios have recurrent states, which lie on one tier. Drawn from a stream of its own."""
+    """Some scenarios have recurrent states. Drawn from a stream of its own."""
     if scenario.layered is None and scenario.shared is None:
         scenario.states = draw_states(scenario.seed, scenario.setting)
-    if scenario.states is not None:
-        scenario.dram_blocks = tuple(0 for _ in scenario.dram_blocks)
 
 
 def _put_windows(scenario: Scenario) -> None:

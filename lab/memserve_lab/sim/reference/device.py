@@ -160,11 +160,11 @@ class SymbolicDevice:
         require(self.states is not None or not (plan.states or plan.snapshots), "states where layers have none")
         if self.states is not None:
             for change in plan.states:
-                self.states.load(change)
+                self.states.apply_order(change)
         for copy in plan.copies:
             self.kv.copy_blocks(copy)
-            if self.states is not None and copy.dst_tier is Tier.HBM:
-                self.states.overwrite(copy.dst)
+            if self.states is not None:
+                self.states.copy_blocks(copy)
         for opened in plan.open:
             require(opened.slot not in self.slots, f"slot {opened.slot} opened twice")
             self.slots[opened.slot] = Slot(opened)

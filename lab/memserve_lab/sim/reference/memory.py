@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from memserve.base.types import CopyBlocks, Tier
-from memserve.instance.events import LoadState, MovePages, PlaceByLayer
+from memserve.instance.events import LoadState, MovePages, PlaceByLayer, SaveState
 from memserve_lab.sim.reference.oracle import mix, require
 
 Cells = list[list[int | None]]
@@ -129,6 +129,8 @@ class SymbolicStates:
         """Behind how many tokens, and what it is."""
         self.pages: dict[int, tuple[int, int, int]] = {}
         """The same for each page, and which of its snapshot it is."""
+        self.dram: dict[int, tuple[int, int, int]] = {}
+        """The same for each block of DRAM."""
         self.loaded = 0
         """Snapshots that sequences went on from."""
 
@@ -140,13 +142,22 @@ class SymbolicStates:
             value = mix(value, token)
         return value
 
-    def load(self, order: LoadState) -> None:
+    def apply_order(self, order: LoadState | SaveState) -> None:
         """Before the rows of a plan."""
+        if isinstance(order, SaveState):
+            state = self.of_slots[order.slot]
+            require(state[0] == order.tokens, f"a state behind {state[0]} tokens is saved as one behind {order.tokens}")
+            self.dram.update({block: (*state, place) for place, block in enumerate(order.dram_blocks)})
+            return
+        self._load(order)
+
+    def _load(self, order: LoadState) -> None:
         state = (0, self.behind(()))
         if order.from_slot is not None:
             state = self.of_slots[order.from_slot]
         elif order.pages:
-            parts = [self.pages.get(page) for page in order.pages]
+            home = self.pages if order.tier is Tier.HBM else self.dram
+            parts = [home.get(page) for page in order.pages]
             first = parts[0]
             require(first is not None, f"page {order.pages[0]} holds no snapshot")
             if first is not None:
@@ -191,6 +202,18 @@ class SymbolicStates:
             self.pages[block] = cast("tuple[int, int, int]", tuple(saved))
         else:
             self.pages.pop(block, None)
+
+    def copy_blocks(self, order: CopyBlocks) -> None:
+        """Whole blocks, one after the other: a snapshot goes along with its block, or what was there is gone."""
+        if self._kv is None or Tier.DRAM not in (order.src_tier, order.dst_tier):
+            self.overwrite(order.dst if order.dst_tier is Tier.HBM else ())
+            return
+        homes = {Tier.HBM: self.pages, Tier.DRAM: self.dram}
+        for src, dst in zip(order.src, order.dst, strict=True):
+            saved = homes[order.src_tier].get(src)
+            homes[order.dst_tier].pop(dst, None)
+            if saved is not None:
+                homes[order.dst_tier][dst] = saved
 
     def overwrite(self, blocks: Iterable[int]) -> None:
         """KV is written to blocks."""

@@ -16,7 +16,7 @@ from memserve.base.units import NS_PER_MS
 from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.sequence import Cause, Fact, Group, RemoteState, Sequence
 from memserve.instance.scheduler.state import SchedulerState
-from memserve.kv.pool import Lease
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.events import HandoffArrived, HandoffFailed, HandoffOffered
 from memserve.kv.transfer.exchange import Exchange, OfferedBlocks
 from memserve.protocol.events import RejectRequest

@@ -149,7 +149,7 @@ class HandoffSender:
         """The state behind all known tokens follows their KV, or the request stays."""
         states, offer_id = self._state.memory.states, remote.offer_id or ""
         check(remote.offered_blocks == end_block, "{} offers blocks behind its tokens", sequence)
-        snapshot = states.take_for_peer(sequence, plan)
+        snapshot = states.take_for_peer(sequence)
         if snapshot is None:
             self._exchange.withdraw_offer(offer_id, "no room for the state")
             remote.offer_id = None

@@ -30,7 +30,7 @@ from memserve.base.units import MIB, NS_PER_S, ceil_div
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.sequence import Sequence, SequenceKey
 from memserve.instance.scheduler.state import SchedulerState
-from memserve.kv.pool import Lease
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import Send
 from memserve.protocol.messages import KEEP

@@ -19,13 +19,15 @@ from memserve.base.units import ceil_div
 from memserve.instance.layerwise.placement import WholeBlocks
 from memserve.instance.scheduler.states import states_of
 from memserve.instance.scheduler.windows import windows_of
-from memserve.kv.pool import BlockPool, Lease
+from memserve.kv.pool import BlockPool
+from memserve.kv.state_snapshot import Lease
 
 if TYPE_CHECKING:
     from memserve.base.types import Request, TokenArray
     from memserve.instance.scheduler.sequence import Sequence
     from memserve.kv.costs import PreemptionModel
-    from memserve.kv.pool import BlockPool, Lease
+    from memserve.kv.pool import BlockPool
+    from memserve.kv.state_snapshot import Lease
 
 
 class PublishListener(Protocol):
@@ -340,9 +342,14 @@ class SequenceMemory:
         No further block is published: blocks that the index holds, too, would occupy both tiers.
         """
         has_copy = self.layers.is_in_dram(sequence)
+        state_blocks = self.states.reserve_below(sequence)
+        if state_blocks is None:
+            return False
         dram_blocks = self.layers.to_dram(sequence) if has_copy else self._copy_out(sequence)
         if dram_blocks is None:
+            self.pool.release_dram(state_blocks)
             return False
+        self.states.swap_out(sequence, state_blocks)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None
@@ -372,6 +379,7 @@ class SequenceMemory:
         extra = missing_blocks - len(sequence.blocks)
         if extra > 0:
             self._extend_blocks(sequence, extra)
+        self.states.swap_in(sequence)
         return True
 
 

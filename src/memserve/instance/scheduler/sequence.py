@@ -31,7 +31,7 @@ from memserve.protocol.peers import Holder, Peer
 if TYPE_CHECKING:
     from memserve.instance.layerwise.state import LayeredKV
     from memserve.instance.speculation.drafts import Pace
-    from memserve.kv.pool import Lease
+    from memserve.kv.state_snapshot import Lease
 
 
 @dataclass(slots=True)

@@ -366,7 +366,7 @@ class SchedulerState:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""
         memory, counters = self.memory, self.counters
         self._stop_waiting(sequence)
-        tokens, blocks = sequence.computed, memory.blocks_held(sequence)
+        tokens, blocks = sequence.computed, memory.blocks_held(sequence) + memory.states.blocks_each
         finished_by_count = sequence.phase is Phase.IDLE and sequence.left == 0
         swap = memory.is_swapped_at_no_cost(sequence) or self.costs.prefers_swap(self.preemption, tokens, blocks)
         if swap and not finished_by_count and memory.swap_out(sequence):

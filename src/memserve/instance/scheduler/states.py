@@ -17,18 +17,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from memserve.base.errors import check
-from memserve.base.types import TokenArray
-from memserve.instance.events import LoadState, StepPlan, TakeSnapshot
+from memserve.base.types import Tier, TokenArray
+from memserve.instance.events import LoadState, SaveState, StepPlan, TakeSnapshot
 from memserve.kv.state_snapshot import PlannedPrompt, SnapshotKind
 
 if TYPE_CHECKING:
     from memserve.instance.scheduler.sequence import Sequence
     from memserve.kv.costs import PreemptionModel
-    from memserve.kv.pool import BlockPool, Lease
-    from memserve.kv.state_snapshot import StateSnapshot
+    from memserve.kv.pool import BlockPool
+    from memserve.kv.snapshots import SnapshotCache
+    from memserve.kv.state_snapshot import Lease, StateSnapshot
 
 
 class SnapshotListener(Protocol):
@@ -45,6 +46,11 @@ class NoStates:
     #: None: no store keeps snapshots
     listener: SnapshotListener | None = None
 
+    @property
+    def blocks_each(self) -> int:
+        """Blocks that a state takes where it is swapped out."""
+        return 0
+
     def choose_source(self, sequence: Sequence, lease: Lease) -> None:
         """``sequence`` has got ``lease``, and perhaps goes on behind it."""
 
@@ -55,6 +61,17 @@ class NoStates:
 
     def begin(self, sequence: Sequence) -> None:
         """``sequence`` has got a slot, and goes on behind ``computed`` tokens."""
+
+    def reserve_below(self, sequence: Sequence) -> list[int] | None:
+        """DRAM blocks for the state of a sequence that is to be swapped out, with their references. None: there are too
+        few, or it is not known which state its slot will have."""
+        return []
+
+    def swap_out(self, sequence: Sequence, dram_blocks: list[int]) -> None:
+        """``sequence`` loses its slot: the state of all that it has computed goes to these blocks."""
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """``sequence`` is about to get a slot, and goes on from what was swapped out."""
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """``child`` has a slot, and goes on where ``parent`` is when the plans made so far are over."""
@@ -71,9 +88,9 @@ class NoStates:
     def leave_snapshot(self, sequence: Sequence) -> None:
         """``sequence`` goes, and the index has what it will ever have of it."""
 
-    def take_for_peer(self, sequence: Sequence, plan: StepPlan) -> StateSnapshot | None:
-        """A snapshot, taken by ``plan``, which has just been made, of the state behind all that ``sequence`` has
-        computed then; the caller gives it up (:meth:`forget`). None: there is no room."""
+    def take_for_peer(self, sequence: Sequence) -> StateSnapshot | None:
+        """A snapshot of the state behind all that ``sequence``, which leaves, has computed with the last plan; the
+        caller gives it up (:meth:`forget`). None: there is no room."""
         return None
 
     def forget(self, snapshot: StateSnapshot) -> None:
@@ -105,15 +122,20 @@ class RecurrentStates(NoStates):
     has_states = True
 
     def __init__(self, pool: BlockPool) -> None:
-        self._pool, self._block_tokens = pool, pool.block_tokens
+        check(pool.snapshots is not None, "a pool without snapshots")
+        self._pool, self._snapshots, self._block_tokens = pool, cast("SnapshotCache", pool.snapshots), pool.block_tokens
         #: since the last plan: before its rows, in order
-        self._orders: list[LoadState] = []
+        self._orders: list[LoadState | SaveState] = []
         #: of the plan that is being made: slot, tokens, snapshot
         self._taking: list[tuple[int, int, StateSnapshot]] = []
-        #: of sequences that are being admitted: behind how many tokens they go on, and the pages of that snapshot
-        self._sources: dict[Sequence, tuple[int, list[int]]] = {}
+        #: of sequences that are being admitted: behind how many tokens they go on, and where that snapshot lies
+        self._sources: dict[Sequence, tuple[int, Tier, list[int]]] = {}
         #: of sequences that have come from a peer and have no slot yet: what they go on from; forks share it
         self._adopted: dict[Sequence, StateSnapshot] = {}
+        #: DRAM blocks with the states of sequences that are swapped out
+        self._swapped: dict[Sequence, list[int]] = {}
+        #: of sequences whose prompt ends with the last plan, and that leave
+        self._for_peers: dict[Sequence, StateSnapshot] = {}
         #: the last snapshot of each sequence that has one
         self._last: dict[Sequence, StateSnapshot] = {}
         #: snapshots that go into the cache as soon as the index has the blocks before them
@@ -122,10 +144,13 @@ class RecurrentStates(NoStates):
         self._positions: dict[Sequence, deque[int]] = {}
         self._partings: dict[Sequence, int] = {}
 
+    @property
+    def blocks_each(self) -> int:
+        return self._pool.state_blocks
+
     def choose_source(self, sequence: Sequence, lease: Lease) -> None:
         if lease.snapshot is not None:
-            self._sources[sequence] = lease.tokens, list(lease.snapshot.pages)
-            self._pool.note_state_access(lease.snapshot.pages, writes=False)
+            self._read_snapshot(sequence, lease.snapshot)
             # from now on it may go, even for blocks of this sequence: these are written when it has been read
             self._pool.use_snapshot(lease)
 
@@ -136,18 +161,35 @@ class RecurrentStates(NoStates):
     def begin(self, sequence: Sequence) -> None:
         adopted = self._adopted.get(sequence)
         if adopted is not None:
-            self._sources[sequence] = adopted.tokens, list(adopted.pages)
-            self._pool.note_state_access(adopted.pages, writes=False)
+            self._read_snapshot(sequence, adopted)
             self._end_adopted(sequence)  # as in choose_source: it may go now
-        tokens, pages = self._sources.pop(sequence, (0, []))
+        tokens, tier, pages = self._sources.pop(sequence, (0, Tier.HBM, []))
         check(tokens == sequence.computed, "{} begins where it has no state", sequence)
-        self._order(LoadState(_slot_of(sequence), tokens, pages))
+        self._order(LoadState(_slot_of(sequence), tokens, pages, tier=tier))
         if sequence.lease is None:
             return
-        if self._pool.config.caching and self._pool.snapshots is not None:
+        if self._pool.config.caching:
             prompt = describe_prompt(self._pool, sequence.group.isolation, sequence.known_tokens(), tokens)
-            self._positions[sequence] = deque(self._pool.snapshots.policy.choose_positions(prompt))
+            self._positions[sequence] = deque(self._snapshots.policy.choose_positions(prompt))
             self._partings[sequence] = prompt.parting_tokens
+
+    def reserve_below(self, sequence: Sequence) -> list[int] | None:
+        # a row under way may turn out to have no meaning, where a mask is late: then the slot is behind it
+        if sequence.inflight and sequence.wanted_grammar[1]:
+            return None
+        blocks = self._pool.allocate_dram_ids(self._pool.state_blocks)
+        return None if blocks is None else blocks.tolist()
+
+    def swap_out(self, sequence: Sequence, dram_blocks: list[int]) -> None:
+        self._order(SaveState(_slot_of(sequence), sequence.computed, dram_blocks))
+        self.leave_snapshot(sequence)
+        self.drop_sequence(sequence)
+        self._swapped[sequence] = dram_blocks
+
+    def swap_in(self, sequence: Sequence) -> None:
+        blocks = self._swapped.pop(sequence)
+        self._sources[sequence] = sequence.computed, Tier.DRAM, blocks
+        self._pool.release_dram(blocks)  # whatever is written there comes behind the load
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         if child.lease is not None:
@@ -159,6 +201,8 @@ class RecurrentStates(NoStates):
         self._order(LoadState(_slot_of(child), child.computed, from_slot=_slot_of(parent)))
 
     def note_chunk(self, sequence: Sequence, start: int, end: int) -> None:
+        if end == sequence.known_length and sequence.group.tokens_here is not None:
+            self._take_end(sequence)
         if sequence.lease is None:
             return
         last = min(end, sequence.known_length - 1) // self._block_tokens * self._block_tokens
@@ -196,37 +240,41 @@ class RecurrentStates(NoStates):
         if snapshot is not None:
             self._keep(sequence, snapshot)
 
-    def take_for_peer(self, sequence: Sequence, plan: StepPlan) -> StateSnapshot | None:
-        snapshot = self._pool.allocate_snapshot(sequence.computed)
+    def take_for_peer(self, sequence: Sequence) -> StateSnapshot | None:
+        snapshot = self._for_peers.pop(sequence, None)
         if snapshot is not None:
-            plan.snapshots.append(TakeSnapshot(_slot_of(sequence), snapshot.tokens, list(snapshot.pages)))
+            self._snapshots.unpin(snapshot)
         return snapshot
 
     def forget(self, snapshot: StateSnapshot) -> None:
-        self._forget(snapshot)
+        self._snapshots.forget(snapshot)
 
     def lend_last(self, sequence: Sequence, least_tokens: int) -> Lease | None:
         snapshot = self._last.get(sequence)
         if snapshot is None or not snapshot.pages or not self._pool.state_blocks:
             return None
         is_whole = least_tokens <= snapshot.tokens <= _counted(sequence)
-        return self._pool.lend_snapshot(snapshot) if is_whole else None
+        return self._pool.lend_snapshot(sequence.group.isolation, snapshot) if is_whole else None
 
     def drop_sequence(self, sequence: Sequence) -> None:
         self._end_adopted(sequence)
+        self._drop_end(sequence)
         self._positions.pop(sequence, None)
         self._partings.pop(sequence, None)
         self._sources.pop(sequence, None)
+        self._pool.release_dram(self._swapped.pop(sequence, []))
         snapshots = self._due.pop(sequence, [])
         snapshot = self._last.pop(sequence, None)
         for uncached in (*snapshots, snapshot):
             if uncached is not None and not uncached.is_cached:
-                self._forget(uncached)
+                self._snapshots.forget(uncached)
 
     def discard(self, sequence: Sequence, tokens: TokenArray) -> None:
         self._pool.forget_snapshots(sequence.group.isolation, tokens)
 
     def finish_plan(self, plan: StepPlan) -> None:
+        for sequence in [s for s in self._for_peers if s.scheduled_step != plan.step_id]:
+            self._drop_end(sequence)  # it stays, after all
         plan.states, self._orders = self._orders, []
         # not those that were given up meanwhile: rows of this very plan may write to their pages
         plan.snapshots = [TakeSnapshot(slot, tokens, list(s.pages)) for slot, tokens, s in self._taking if s.pages]
@@ -234,35 +282,54 @@ class RecurrentStates(NoStates):
 
     def forget_orders(self) -> None:
         self._orders, self._taking = [], []
-        if self._pool.snapshots is not None:
-            self._pool.snapshots.forget_all(with_pinned=True)
+        self._snapshots.forget_all(with_pinned=True)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         holders = {sequence for sequence in sequences if sequence.slot is not None}
-        for books in (self._last, self._due, self._positions, self._partings):
+        for books in (self._last, self._due, self._positions, self._partings, self._for_peers):
             check(books.keys() <= holders, "a sequence without a slot has a state")
         waiting = {sequence for sequence in sequences if sequence.slot is None}
         check(self._adopted.keys() <= waiting, "a sequence with a slot has not taken over its state")
+        swapped = {sequence for sequence in waiting if sequence.dram_blocks}
+        check(self._swapped.keys() == swapped, "a state is not where its sequence's KV is")
         check(not self._taking, "snapshots are to be taken, and no plan does")
         check(not self._sources, "a sequence goes on from a snapshot, and no plan says so")
 
     # -- inside
 
     def _share_adopted(self, sequence: Sequence, snapshot: StateSnapshot) -> None:
-        if self._pool.snapshots is not None:
-            self._pool.snapshots.pin(snapshot)
+        self._snapshots.pin(snapshot)
         self._adopted[sequence] = snapshot
 
     def _end_adopted(self, sequence: Sequence) -> None:
         """``sequence`` does not need what it came with; the last of its request gives it up."""
-        snapshot, snapshots = self._adopted.pop(sequence, None), self._pool.snapshots
-        if snapshot is not None and snapshots is not None:
-            snapshots.unpin(snapshot)
+        snapshot = self._adopted.pop(sequence, None)
+        if snapshot is not None:
+            self._snapshots.unpin(snapshot)
             if not snapshot.pins:
-                snapshots.forget(snapshot)
+                self._snapshots.forget(snapshot)
 
-    def _order(self, order: LoadState) -> None:
+    def _read_snapshot(self, sequence: Sequence, snapshot: StateSnapshot) -> None:
+        tier, pages = snapshot.source
+        self._sources[sequence] = snapshot.tokens, tier, list(pages)
+        self._pool.note_state_access(snapshot, writes=False)
+
+    def _order(self, order: LoadState | SaveState) -> None:
         self._orders.append(order)
+
+    def _take_end(self, sequence: Sequence) -> None:
+        """A snapshot for a peer, behind a prompt that is about to end. Now, and not when the plan is made: what must
+        make room for it is copied by this very plan, before its rows."""
+        snapshot = self._pool.allocate_snapshot(sequence.computed)
+        if snapshot is not None:
+            self._snapshots.pin(snapshot)
+            self._take(sequence, snapshot)
+            self._for_peers[sequence] = snapshot
+
+    def _drop_end(self, sequence: Sequence) -> None:
+        snapshot = self.take_for_peer(sequence)
+        if snapshot is not None:
+            self._snapshots.forget(snapshot)
 
     def _take_inside(self, sequence: Sequence, tokens: int) -> None:
         """A snapshot of its own, in the middle of a row or not, that stays in the cache."""
@@ -279,11 +346,11 @@ class RecurrentStates(NoStates):
 
     @property
     def _answer_interval(self) -> int:
-        return 0 if self._pool.snapshots is None else self._pool.snapshots.policy.answer_interval
+        return self._snapshots.policy.answer_interval
 
     def _take(self, sequence: Sequence, snapshot: StateSnapshot) -> None:
         self._taking.append((_slot_of(sequence), snapshot.tokens, snapshot))
-        self._pool.note_state_access(snapshot.pages, writes=True)
+        self._pool.note_state_access(snapshot, writes=True)
 
     def _move_on(self, sequence: Sequence, tokens: int) -> None:
         """The last snapshot of ``sequence`` is one behind ``tokens`` from now on: in the pages of the one before,
@@ -308,11 +375,7 @@ class RecurrentStates(NoStates):
         if is_kept and self.listener is not None:
             self.listener.on_snapshot_kept(isolation, tokens)
         if not is_kept and self._last.get(sequence) is not snapshot:
-            self._forget(snapshot)
-
-    def _forget(self, snapshot: StateSnapshot) -> None:
-        if self._pool.snapshots is not None:
-            self._pool.snapshots.forget(snapshot)
+            self._snapshots.forget(snapshot)
 
 
 def _counted(sequence: Sequence) -> int:

@@ -27,7 +27,8 @@ from memserve.kv.windows import WindowCache, WindowPart
 if TYPE_CHECKING:
     from memserve.base.types import TokenArray
     from memserve.instance.scheduler.sequence import Sequence
-    from memserve.kv.pool import BlockPool, Lease
+    from memserve.kv.pool import BlockPool
+    from memserve.kv.state_snapshot import Lease
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from memserve.base.config import ExchangeConfig
 from memserve.base.states import StatePages
 from memserve.base.types import AS_COMPUTED, KVGeometry, Role, Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
-from memserve.kv.pool import Lease
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.events import CancelPulls, ExchangeCounters, Outcome, PullPages, SealPages
 from memserve.protocol.events import Send
 from memserve.protocol.messages import AnyMessage
@@ -292,7 +292,8 @@ class TransferContext:
         self.actions: list[ExchangeAction] = []
         self.outcomes: list[Outcome] = []
         #: pages of DRAM have a form that no peer knows: all that comes and goes lies in HBM
-        self.hbm_only = pool.config.lower_dtype != AS_COMPUTED
+        # a state that comes with KV lies in HBM
+        self.hbm_only = pool.config.lower_dtype != AS_COMPUTED or pool.config.states is not None
         states = pool.config.states
         #: of the last block of a snapshot: the layers whose pages it fills, where that is known
         self.state_layers = geometry.num_layers if states is None else states.layers_of_last(geometry)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memserve.base.types import Tier, TokenOutput
-from memserve.kv.pool import Lease
+from memserve.kv.state_snapshot import Lease
 from memserve.protocol.messages import Offer
 from memserve.protocol.peers import Peer
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from memserve.base.config import ExchangeConfig
 from memserve.base.errors import check
 from memserve.base.types import KVGeometry, Request, Tier, TokenArray, TokenOutput, TransferMode
-from memserve.kv.pool import Lease
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.barriers import Barriers
 from memserve.kv.transfer.context import (
     Deadlines,

@@ -16,7 +16,7 @@ from memserve.base.errors import check
 from memserve.base.state_table import Transitions
 from memserve.base.types import Tier, TokenArray
 from memserve.base.units import ceil_div
-from memserve.kv.pool import Lease
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.barriers import Barriers
 from memserve.kv.transfer.context import Place, TransferContext
 from memserve.kv.transfer.events import Delivered, FetchEnded, HandoffArrived, HandoffFailed, Inserted

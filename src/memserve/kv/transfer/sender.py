@@ -18,7 +18,7 @@ from functools import partial
 from memserve.base.errors import check
 from memserve.base.state_table import Transitions
 from memserve.base.types import Tier, TokenArray
-from memserve.kv.pool import Lease
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.barriers import Barriers
 from memserve.kv.transfer.context import Deadlines, Place, TransferContext, is_gone, runs
 from memserve.kv.transfer.events import PagesSealed, Released, SealPages

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 
 from memserve import _core
-from memserve.base.errors import check
+from memserve.base.errors import InvariantError, check
 from memserve.base.states import StateGeometry
+from memserve.base.types import Tier
+from memserve.instance.events import SaveState
 from memserve.model.states.layers import LayerCalls, LayerStates, PartKey, StateLayer
 
 if TYPE_CHECKING:
@@ -48,11 +50,14 @@ def parts_of(states: Tensor, geometry: StateGeometry) -> list[Tensor]:
 class SlotStates:
     """The states of all slots. Used from the device's thread."""
 
-    def __init__(self, geometry: StateGeometry, slots: int, pages: Tensor, per_block: int = 1) -> None:
-        """``pages [pages, page_bytes]`` uint8: where snapshots lie. ``per_block``: or so many in each of these."""
+    def __init__(
+        self, geometry: StateGeometry, slots: int, pages: Tensor, per_block: int = 1, dram: Tensor | None = None
+    ) -> None:
+        """``pages [pages, page_bytes]`` uint8: where snapshots lie. ``per_block``: or so many in each of these.
+        ``dram``: blocks of the second tier, of the same size; plans copy snapshots there."""
         self.geometry = geometry
         self._states = state_pages(geometry.nbytes, slots)
-        self._pages, self._per_block = pages, per_block
+        self._pages, self._per_block, self._dram = pages, per_block, dram
         self.parts = parts_of(self._states, geometry)
         #: behind how many tokens the state of each slot is
         self.tokens: Int64s = np.full(slots, UNKNOWN, np.int64)
@@ -61,44 +66,55 @@ class SlotStates:
         """After a failed step no slot has a state."""
         self.tokens[:] = UNKNOWN
 
-    def load_state(self, order: LoadState) -> None:
-        """Give a slot another state, as the plan says."""
+    def apply_order(self, order: LoadState | SaveState) -> None:
+        """Give a slot another state, or save the one that it has, as the plan says."""
+        if isinstance(order, SaveState):
+            have = int(self.tokens[order.slot])
+            check(have == order.tokens, "slot {} is behind {} tokens, not {}", order.slot, have, order.tokens)
+            self._copy_pages(self._states[order.slot], self._home(Tier.DRAM), order.dram_blocks, to_pages=True)
+            return
         if order.from_slot is not None:
             have = int(self.tokens[order.from_slot])
             check(have == order.tokens, "slot {} is behind {} tokens, not {}", order.from_slot, have, order.tokens)
             self._states[order.slot] = self._states[order.from_slot]
         elif order.pages:
-            self._copy_pages(self._states[order.slot], order.pages, to_pages=False)
+            self._copy_pages(self._states[order.slot], self._home(order.tier), order.pages, to_pages=False)
         else:
             check(order.tokens == 0, "there is no state behind {} tokens without a snapshot", order.tokens)
         self.tokens[order.slot] = order.tokens
 
+    def _home(self, tier: Tier) -> Tensor:
+        home = self._pages if tier == Tier.HBM else self._dram
+        if home is None:
+            raise InvariantError("a state lies on a tier that there is not")
+        return home
+
     def write_snapshot(self, pages: Sequence[int], state: Tensor) -> None:
-        """Copy ``state [nbytes]`` uint8 to ``pages``."""
-        self._copy_pages(state, pages, to_pages=True)
+        """Copy ``state [nbytes]`` uint8 to ``pages`` of HBM."""
+        self._copy_pages(state, self._pages, pages, to_pages=True)
 
     def of_slot(self, slot: int) -> Tensor:
         """The state of a slot, ``[nbytes]`` uint8, without a copy."""
         return self._states[slot]
 
-    def _copy_pages(self, state: Tensor, pages: Sequence[int], *, to_pages: bool) -> None:
+    def _copy_pages(self, state: Tensor, home: Tensor, pages: Sequence[int], *, to_pages: bool) -> None:
         if self._per_block > 1:
             block, inside = divmod(pages[0], self._per_block)
-            check(len(pages) == 1 and 0 <= block < len(self._pages), "a snapshot lies in a page that there is not")
-            page = self._pages[block, inside * len(state) : (inside + 1) * len(state)]
+            check(len(pages) == 1 and 0 <= block < len(home), "a snapshot lies in a page that there is not")
+            page = home[block, inside * len(state) : (inside + 1) * len(state)]
             _ = page.copy_(state) if to_pages else state.copy_(page)
             return
-        page_bytes = self._pages.shape[1]
+        page_bytes = home.shape[1]
         whole, rest = divmod(len(state), page_bytes)
         check(len(pages) == whole + (rest > 0), "a snapshot of {} bytes has {} pages", len(state), len(pages))
-        check(min(pages) >= 0 and max(pages) < len(self._pages), "a snapshot lies in pages that there are not")
+        check(min(pages) >= 0 and max(pages) < len(home), "a snapshot lies in pages that there are not")
         ids = torch.tensor(pages[:whole], dtype=torch.int64)
         if to_pages:
-            self._pages.index_copy_(0, ids, state[: whole * page_bytes].view(whole, page_bytes))
-            self._pages[pages[-1], :rest] = state[len(state) - rest :] if rest else state[:0]
+            home.index_copy_(0, ids, state[: whole * page_bytes].view(whole, page_bytes))
+            home[pages[-1], :rest] = state[len(state) - rest :] if rest else state[:0]
         else:
-            torch.index_select(self._pages, 0, ids, out=state[: whole * page_bytes].view(whole, page_bytes))
-            state[len(state) - rest :] = self._pages[pages[-1], :rest] if rest else state[:0]
+            torch.index_select(home, 0, ids, out=state[: whole * page_bytes].view(whole, page_bytes))
+            state[len(state) - rest :] = home[pages[-1], :rest] if rest else state[:0]
 
 
 @dataclass(slots=True)

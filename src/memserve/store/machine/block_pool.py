@@ -12,7 +12,7 @@ from memserve.base.states import StatePages
 from memserve.base.types import AS_COMPUTED, Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
 from memserve.kv.identity import NAMES_MAX, namespace_id, state_identities
-from memserve.kv.pool import Lease
+from memserve.kv.state_snapshot import Lease
 from memserve.protocol.store import KEY_BYTES
 
 if TYPE_CHECKING:

@@ -16,6 +16,11 @@ FEW = ("qwen3_5", "jamba", "mamba2", "lfm2")
 """One of each kind: a delta net, Mamba that goes on by one token, no attention at all, convolutions alone."""
 
 
+SMALL = {"qwen3_5": "224KiB", "falcon_h1": "512KiB"}
+"""Memory for two sequences, or so."""
+FITS_ONE = {"qwen3_5": "192KiB", "qwen3_next": "192KiB", "olmo_hybrid": "96KiB", "lfm2": "96KiB", "jamba": "144KiB"}
+FITS_ONE |= {"falcon_h1": "288KiB", "bamba": "144KiB", "granitemoehybrid": "144KiB"}
+"""Memory for one conversation, of models that attend."""
 PROMPTS = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100))]
 
 
@@ -86,12 +91,42 @@ def test_beams_are_those_of_transformers(family: str, folders: dict[str, Path]) 
 def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, Path]) -> None:
     """Memory for a few of eight sequences: they are preempted again and again, and lose no token."""
     prompts = [prompt(40 + 3 * seed, seed).tolist() for seed in range(8)]
-    geometry_bytes = {"qwen3_5": "224KiB", "falcon_h1": "512KiB"}[family]
-    with serving(folders[family], kv_memory=geometry_bytes) as llm:
+    with serving(folders[family], kv_memory=SMALL[family]) as llm:
         answers = [answer for answer, _ in ask(llm, prompts, 80)]
         assert answers == greedy_answers(tiny_module(family), prompts, 80, answers)
         stats = llm.stats().instance
         assert stats.preemptions_recompute > 0 and not stats.preemptions_swap
+
+
+@pytest.mark.parametrize("family", sorted(FITS_ONE))
+def test_what_leaves_for_dram_is_gone_on_from(family: str, folders: dict[str, Path]) -> None:
+    """Memory for some of several conversations, and a second tier for all: each next turn goes on behind its last
+    answer, and most of what that takes comes from DRAM."""
+    module, sizes = tiny_module(family), {"kv_memory": FITS_ONE[family], "dram_memory": "8MiB"}
+    turns = [prompt(60 + 7 * seed, 30 + seed).tolist() for seed in range(6)]
+    with serving(folders[family], **sizes) as llm:
+        for turn in range(3):
+            for place, tokens in enumerate(turns):
+                [(answer, cached)] = ask(llm, [tokens])
+                assert answer == greedy_tokens(module, np.array(tokens, np.int32), ANSWER, answer)
+                assert cached == ((len(tokens) - 10 - 1) // BLOCK * BLOCK if turn else 0)
+                turns[place] = [*tokens, *answer, *prompt(10, 50 + turn).tolist()]
+        stats = llm.stats().instance
+        assert stats.dram_tokens_reused > 6 * 60
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
+def test_preempted_sequences_come_back_from_dram(family: str, folders: dict[str, Path]) -> None:
+    """Of eight sequences some leave for DRAM with their states, and compute no token twice."""
+    prompts = [prompt(40 + 3 * seed, seed).tolist() for seed in range(8)]
+    sizes = {"kv_memory": SMALL[family], "dram_memory": "8MiB"}
+    with serving(folders[family], preemption="swap", **sizes) as llm:
+        answers = [answer for answer, _ in ask(llm, prompts, 80)]
+        assert answers == greedy_answers(tiny_module(family), prompts, 80, answers)
+        stats = llm.stats().instance
+        assert stats.preemptions_swap > 0 and not stats.preemptions_recompute
+        # the last token of each answer is not computed
+        assert stats.computed_tokens == sum(map(len, prompts)) + 8 * 79
 
 
 @pytest.mark.parametrize("family", FEW)
@@ -115,13 +150,18 @@ def test_no_cache_means_no_snapshots(family: str, folders: dict[str, Path]) -> N
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"dram_memory": "8MiB"}, "second tier"),
+        ({"dram_memory": "8MiB", "kv_lower_dtype": "int8"}, "rounded KV"),
         ({"draft_tokens": 4}, "drafts"),
-        ({"layerwise": "auto", "dram_memory": "8MiB"}, "second tier"),
+        ({"layerwise": "auto", "dram_memory": "8MiB"}, "by layer"),
         ({"kv_dtype": "int8"}, "rounded KV"),
         ({"kv_memory": "16KiB"}, "too little"),
     ],
 )
 def test_what_is_not_there_yet_is_refused(options: dict[str, Any], text: str, folders: dict[str, Path]) -> None:
     with pytest.raises(UserError, match=text), serving(folders["qwen3_5"], **options):
+        pass
+
+
+def test_a_second_tier_is_for_models_that_attend(folders: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match="no attention"), serving(folders["mamba2"], dram_memory="8MiB"):
         pass
