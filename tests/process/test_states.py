@@ -35,8 +35,12 @@ def test_a_server_answers_as_the_model(family: str, instances: int, tmp_path: Pa
         eventually(lambda: server.counter("cached_tokens") > 0 and server.counter("snapshots_used") > 0)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
-def test_prefill_and_decode_answer_as_the_model(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "memory"),
+    [("qwen3_5", []), ("lfm2", ["--kv-memory", "192KiB", "--dram-memory", "8MiB"])],
+    ids=["qwen3_5", "lfm2 on two tiers"],
+)
+def test_prefill_and_decode_answer_as_the_model(family: str, memory: list[str], tmp_path: Path) -> None:
     """Cold, warm, and as turns of a conversation: what the decode instance has computed comes back with its state."""
     folder = save_folder(tiny_module(family), tmp_path / "tiny")
     prompts = growing_prompts()
@@ -47,7 +51,7 @@ def test_prefill_and_decode_answer_as_the_model(family: str, tmp_path: Path) -> 
             said = [int(word[1:]) for word in complete(turns[-1], 34).split()]
             turns.append([*turns[-1], *said, *prompt(9, len(turns)).tolist()])
         answers = [complete(tokens, 34) for tokens in turns]
-    with served(folder, "--prefill", "1", "--decode", "1") as server:
+    with served(folder, "--prefill", "1", "--decode", "1", *memory) as server:
         assert [server.complete(tokens, 40) for tokens in prompts] == expected
         cold_tokens = server.counter("cached_tokens")
         assert [server.complete(tokens, 40) for tokens in prompts] == expected
