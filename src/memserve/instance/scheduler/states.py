@@ -174,8 +174,9 @@ class RecurrentStates(NoStates):
             self._partings[sequence] = prompt.parting_tokens
 
     def reserve_below(self, sequence: Sequence) -> list[int] | None:
-        # a row under way may turn out to have no meaning, where a mask is late: then the slot is behind it
-        if sequence.inflight and sequence.wanted_grammar[1]:
+        # what has come from a peer lies in a snapshot still; and a row under way may turn out to have no meaning, where
+        # a mask is late: then the slot is behind it
+        if sequence.slot is None or (sequence.inflight and sequence.wanted_grammar[1]):
             return None
         blocks = self._pool.allocate_dram_ids(self._pool.state_blocks)
         return None if blocks is None else blocks.tolist()
