@@ -11,7 +11,7 @@ from instance_world import VOCAB
 from memserve import _core
 from memserve.base.config import ExchangeConfig, PoolConfig
 from memserve.base.types import Role, Tier
-from memserve.kv.identity import state_identities
+from memserve.kv.identity import part_identities, state_identities
 from memserve.kv.pool import BlockPool
 from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.events import CancelPulls, Delivered, PagesPulled, PullPages, SealPages
@@ -33,13 +33,14 @@ class FlatPool(BlockPool):
     def names_of(self, offer):
         """Identities of what it offers; of a state, those that follow from its place."""
         names = split(self.identities(offer.tenant, offer.tokens))
-        states = state_identities(names[-1], offer.state_blocks) if offer.state_blocks else []
+        states = names_behind(names, offer.state_blocks, offer.part_blocks) if offer.state_blocks else []
+        assert len(states) == offer.state_blocks
         return [*names, *states][offer.first_block :]
 
-    def lend_state(self, tenant, tokens, blocks):
+    def lend_state(self, tenant, tokens, blocks, part_blocks=0):
         names = split(self.identities(tenant, tokens)) if blocks else []
         for end in range(len(names), 0, -1):
-            state = state_identities(names[end - 1], blocks)
+            state = names_behind(names[:end], blocks, part_blocks)
             if all(name in self.table for name in state):
                 found = [self.table[name] for name in state]
                 self.retain(found)
@@ -54,6 +55,14 @@ class FlatPool(BlockPool):
             found.append(self.table[identity])
         self.retain(found)
         return _core.BlockIds(found), _core.BlockIds()
+
+
+def names_behind(names, blocks, part_blocks):
+    """Of a state behind blocks of these names, or of a window's parts there."""
+    if not part_blocks:
+        return state_identities(names[-1], blocks)
+    parts = [part_identities(name, part_blocks) for name in names[-(blocks // part_blocks) :]]
+    return [name for part in parts for name in part]
 
 
 class StoreMember(Member):

@@ -514,10 +514,6 @@ class EngineOptions:
         """These options, unless they say where KV of windows lies."""
         return dataclasses.replace(self, window_kv="together") if self.window_kv == "auto" else self
 
-    def beside_store(self, has_store: bool) -> EngineOptions:
-        """These options, for instances that a store is for: it knows nothing of KV that lies apart."""
-        return self.keep_windows_together() if has_store else self
-
     def keeps_windows_apart(self, *, on_gpu: bool = False) -> bool:
         """Whether KV of layers that read a window lies apart. Raises :class:`UserError` where it shall and cannot."""
         if self.window_kv == "together":

@@ -62,6 +62,12 @@ def state_identities(identity: bytes, count: int, key: bytes = DEFAULT_KEY) -> l
     return [_core.siphash128(key, identity + place.to_bytes(8, "little") + b"state") for place in range(count)]
 
 
+def part_identities(identity: bytes, count: int, key: bytes = DEFAULT_KEY) -> list[bytes]:
+    """The identities of the ``count`` blocks with the KV of layers that read a window, for the tokens of the block of
+    this ``identity``; as :func:`state_identities`."""
+    return [_core.siphash128(key, identity + place.to_bytes(8, "little") + b"part") for place in range(count)]
+
+
 def block_identities(
     namespace: bytes, tokens: TokenArray, block_tokens: int, key: bytes = DEFAULT_KEY, first: int = 0
 ) -> list[bytes]:

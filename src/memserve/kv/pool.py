@@ -20,7 +20,14 @@ from memserve.base.errors import InvariantError, check
 from memserve.base.types import CopyBlocks, Tier, TokenArray, tenant_of
 from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
-from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id, state_identities
+from memserve.kv.identity import (
+    DEFAULT_KEY,
+    NAMES_MAX,
+    block_identities,
+    namespace_id,
+    part_identities,
+    state_identities,
+)
 from memserve.kv.snapshots import SnapshotCache, SnapshotReport
 from memserve.kv.state_snapshot import Lease, StateSnapshot
 from memserve.kv.windows import WindowCache, WindowPart, WindowReport
@@ -37,7 +44,8 @@ class BlockPool:
         """``namespace`` names model and weights, dtype and layout. ``event_capacity`` 0: no KV events."""
         self.config = config
         self.block_tokens = geometry_block_tokens
-        self._namespace = namespace
+        #: model and weights, dtype and layout
+        self.namespace = namespace
         self._key = config.identity_key or DEFAULT_KEY
         self._names: dict[str, bytes] = {}  # isolation -> namespace id
         self._owners: dict[str, bytes] = {}  # isolation -> namespace id of its tenant
@@ -60,11 +68,6 @@ class BlockPool:
         #: None unless something other than plans touches blocks (see ``kv_transfer/barriers``)
         self.access: BlockAccessLog | None = None
 
-    @property
-    def namespace(self) -> str:
-        """Model and weights, dtype and layout: what was given to the constructor."""
-        return self._namespace
-
     def identity(self, tenant: str, tokens: TokenArray) -> bytes:
         """Identity of the last whole block of ``tokens``, 16 bytes; b"": there is none."""
         return self.identities(tenant, tokens)[-16:]
@@ -74,7 +77,9 @@ class BlockPool:
         return _core.block_identities(self._key, self._namespace_id(tenant), tokens, self.block_tokens)
 
     def state_identities(self, identity: bytes) -> list[bytes]:
-        """Under which stores have the snapshot behind the block of this ``identity``: one for each of its blocks."""
+        """Under which stores have the snapshot behind the block of this ``identity``, or its part; one a block."""
+        if self.part_blocks:
+            return part_identities(identity, self.part_blocks, self._key)
         return state_identities(identity, self.state_blocks, self._key)
 
     # -- prefix cache
@@ -177,8 +182,7 @@ class BlockPool:
 
     def borrow_blocks(self, tenant: str, tokens: TokenArray) -> _core.BlockIds:
         """As :meth:`acquire` without a lease: HBM blocks of the cached prefix, one reference each, nothing pinned.
-
-        Eviction may remove their entries from the index meanwhile; the caller keeps the blocks until ``release``.
+        Eviction may remove their entries meanwhile; the caller keeps the blocks until ``release``.
         """
         if not self.config.caching:
             return _core.BlockIds()
@@ -197,8 +201,7 @@ class BlockPool:
         """Blocks of the cached prefix from ``first_block`` on, where they lie: in HBM, and behind it in DRAM; one
         reference each, nothing pinned.
 
-        Eviction may remove their entries from the index meanwhile; the blocks keep their contents until they are given
-        back by ``release`` and ``release_dram``.
+        Eviction may remove their entries meanwhile; they keep their contents until ``release`` and ``release_dram``.
         """
         if not self.config.caching:
             return _core.BlockIds(), _core.BlockIds()
@@ -238,7 +241,8 @@ class BlockPool:
         """End the lease's protection from eviction. Its blocks are returned separately, by :meth:`release`."""
         self._index.unpin(lease.pin)
         lease.pin = 0
-        self.unpin_snapshot(lease)
+        if self.snapshots is not None:
+            self.snapshots.end_lease(lease)
         self.release_tail(lease)
 
     # -- windows apart
@@ -270,10 +274,6 @@ class BlockPool:
         blocks = [block for part in parts for block in part.blocks]
         self.retain(blocks)
         return Lease(blocks, tokens, tail=list(parts))
-
-    def copy_part(self, source: Sequence[int], target: Sequence[int]) -> None:
-        """Copy a part's blocks (copy recorded); the references stay as they are."""
-        self.record_copies(Tier.HBM, source, Tier.HBM, target)
 
     def _match_windows(self, tenant: str, tokens: TokenArray) -> int:
         if self.windows is None or not self.config.caching:
@@ -327,20 +327,32 @@ class BlockPool:
         self.retain(snapshot.pages)
         return Lease(list(snapshot.pages), snapshot.tokens, snapshot=snapshot)
 
-    def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
+    @property
+    def part_blocks(self) -> int:
+        """Blocks of a part of a window. 0: the KV of all layers lies together."""
+        return 0 if self.windows is None else self.windows.pages.part_blocks
+
+    def lend_cached_parts(self, tenant: str, tokens: TokenArray, first: int, count: int) -> tuple[int, Lease] | None:
+        """The first run of parts that hang at the cached blocks of ``tokens`` from the ``first`` on, up to ``count``;
+        and the block where it begins. None: there is none."""
+        if self.windows is None:
+            return None
+        blocks = self._index.match_blocks(self._namespace_id(tenant), tokens).hbm
+        first, parts = self.windows.find_parts(blocks, first, count)
+        return (first, self.lend_parts(parts, (first + len(parts)) * self.block_tokens)) if parts else None
+
+    def lend_state(self, tenant: str, tokens: TokenArray, blocks: int, part_blocks: int = 0) -> Lease | None:
         """The longest cached snapshot of a prefix of ``tokens``, as :meth:`lend_snapshot` gives it. None: there is none
         of that many ``blocks``. Where windows lie apart: the parts behind the longest prefix that has them."""
         if self.windows is not None:
-            matched = self._index.match_blocks(
-                self._namespace_id(tenant), tokens[: self._match_windows(tenant, tokens)]
-            )
-            return self.lend_parts(self.windows.tail_of(matched.hbm), matched.tokens) if matched.tokens else None
+            tokens = tokens[: self._match_windows(tenant, tokens)]
+            blocks_hbm = self._index.match_blocks(self._namespace_id(tenant), tokens).hbm
+            return self.lend_parts(self.windows.tail_of(blocks_hbm), len(tokens)) if len(tokens) else None
         snapshot = self._longest_snapshot(tenant, tokens) if blocks and blocks == self.state_blocks else None
         return None if snapshot is None else self.lend_snapshot(tenant, snapshot)
 
     def adopt_snapshot(self, tokens: int, blocks: Sequence[int]) -> StateSnapshot:
-        """A snapshot behind ``tokens`` tokens that a peer sent, in ``blocks`` whose references the caller gives up; the
-        caller has it until it is cached or forgotten."""
+        """What a peer sent, in ``blocks`` whose references the caller gives up; as :meth:`allocate_snapshot`."""
         return self._snapshots().adopt(tokens, blocks)
 
     def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:
@@ -372,18 +384,6 @@ class BlockPool:
         """Give up every snapshot of a prefix of ``tokens``."""
         while (snapshot := self._longest_snapshot(tenant, tokens)) is not None:
             self._snapshots().forget(snapshot)
-
-    def use_snapshot(self, lease: Lease) -> None:
-        """A sequence goes on from the lease's snapshot, which may go then, as the last of all."""
-        if lease.snapshot is not None and self.snapshots is not None:
-            self.snapshots.use(lease.snapshot)
-            self.unpin_snapshot(lease)
-
-    def unpin_snapshot(self, lease: Lease) -> None:
-        """The lease's snapshot is not wanted: it may go."""
-        if lease.snapshot is not None and self.snapshots is not None:
-            self.snapshots.unpin(lease.snapshot)
-            lease.snapshot = None
 
     def _snapshots(self) -> SnapshotCache:
         check(self.snapshots is not None, "a model without a recurrent state has no snapshots")
@@ -607,8 +607,8 @@ class BlockPool:
             if len(self._names) >= NAMES_MAX:  # salts come and go; names are quick to recompute
                 self._names.clear()
                 self._owners.clear()
-            name = self._names[tenant] = namespace_id(tenant, self._namespace, self._key)
-            self._owners[tenant] = namespace_id(tenant_of(tenant), self._namespace, self._key)
+            name = self._names[tenant] = namespace_id(tenant, self.namespace, self._key)
+            self._owners[tenant] = namespace_id(tenant_of(tenant), self.namespace, self._key)
         return name
 
     def _evict_blocks(self, count: int) -> _core.Eviction:

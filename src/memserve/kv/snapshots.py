@@ -34,7 +34,7 @@ from memserve.base.states import StatePages
 from memserve.base.types import Tier, TokenArray
 from memserve.kv.costs import PrefillCurve
 from memserve.kv.snapshot_policy import MeasuredPolicy, SnapshotPolicy
-from memserve.kv.state_snapshot import StateSnapshot
+from memserve.kv.state_snapshot import Lease, StateSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,6 +391,18 @@ class SnapshotCache:
         self._used += 1
         snapshot.uses += 1
         self.policy.on_used(snapshot)
+
+    def use_lease(self, lease: Lease) -> None:
+        """A sequence goes on from the lease's snapshot, which may go then, as the last of all."""
+        if lease.snapshot is not None:
+            self.use(lease.snapshot)
+            self.end_lease(lease)
+
+    def end_lease(self, lease: Lease) -> None:
+        """The lease's snapshot is not wanted: it may go."""
+        if lease.snapshot is not None:
+            self.unpin(lease.snapshot)
+            lease.snapshot = None
 
     def keep(self, snapshot: StateSnapshot, identities: bytes, prefix: TokenArray, *, hold: int, owner: bytes) -> None:
         """Cache a running snapshot: it is of ``prefix``, with blocks of these ``identities``, whose KV ``hold`` keeps.

@@ -135,6 +135,18 @@ class WindowCache:
         first = self.pages.first_entry(len(blocks) * self.pages.block_tokens)
         return [self._by_anchor[block] for block in blocks[first:]]
 
+    def find_parts(self, blocks: _core.BlockIds, first: int, count: int) -> tuple[int, list[WindowPart]]:
+        """Of those that hang at ``blocks`` from the ``first`` on, the first run, up to ``count``, and its begin."""
+        while first < len(blocks) and not self._has_part[blocks[first]]:
+            first += 1
+        parts = []
+        for block in blocks[first : first + count]:
+            part = self._by_anchor.get(block)
+            if part is None:
+                break
+            parts.append(part)
+        return first, parts
+
     def on_evicted(self, evicted: _core.Eviction) -> None:
         """The index has given up blocks: what hangs at them cannot be found any more."""
         for block in evicted.dropped_hbm:

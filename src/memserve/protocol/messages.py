@@ -346,6 +346,8 @@ class Offer(Message, frozen=True, tag=True):
     state_blocks: Natural = 0
     """So many blocks follow those of ``tokens``: the recurrent state behind them, where layers keep one. Of a handoff
     they come with ``MoreBlocks``."""
+    part_blocks: Natural = 0
+    """N: these are parts of windows, N blocks each, of the last blocks of ``tokens``. 0: a store is not told."""
 
 
 class MoreBlocks(Message, frozen=True, tag=True):
@@ -413,6 +415,9 @@ class Fetch(Message, frozen=True, tag=True):
     deadline_in_ns: Natural = 0  # for how long the sender waits; 0: not said
     state_blocks: Natural = 0
     """Offer only what a recurrent state in so many blocks stands behind, and that as well. 0: KV alone is wanted."""
+    part_blocks: Natural = 0
+    """N: these are parts of a window, N blocks each, of the last blocks; a shorter prefix has no more parts than
+    blocks."""
 
 
 # -- remote memory: MemServe's Table 1 with an instance id

@@ -77,7 +77,7 @@ def fetch(world: StoreWorld, node: Node, tokens: list[int] = PROMPT) -> int:
 def names_of_state(world: StoreWorld) -> list[bytes]:
     """Identities of the two blocks of the state behind the whole prompt."""
     last = world.store.identities("t", PROMPT)[-1]
-    return world.store.machine.kv._pool.state_identities(last, 2)
+    return world.store.machine.kv._pool.names_behind([last], 2, 0)
 
 
 def lose(world: StoreWorld, identity: bytes) -> None:

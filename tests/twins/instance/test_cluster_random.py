@@ -292,17 +292,21 @@ STATES = (StatePages(10, 1), StatePages(300, 2), StatePages(350, 3))
 
 
 class StateLife(Life):
-    """Layers have recurrent states as well, which lie on one tier."""
+    """Layers have recurrent states as well."""
 
     def __init__(self, seed):
-        super().__init__(seed, dram=0, states=STATES[seed % len(STATES)])
+        super().__init__(seed, states=STATES[seed % len(STATES)])
 
 
 class StoredStateLife(StoreLife):
     """The same beside a store."""
 
     def __init__(self, seed):
-        super().__init__(seed, dram=0, states=STATES[seed % len(STATES)])
+        super().__init__(seed, states=STATES[seed % len(STATES)])
+
+
+def window_pages(seed):
+    return WindowPages(Random(seed).randint(1, 14), seed % 3 + 1, BLOCK, 12)
 
 
 class WindowLife(Life):
@@ -311,13 +315,21 @@ class WindowLife(Life):
     hbm = 44, 75
 
     def __init__(self, seed):
-        pages = WindowPages(Random(seed).randint(1, 14), seed % 3 + 1, BLOCK, 12)
-        super().__init__(seed, dram=0, windows=pages)
+        super().__init__(seed, dram=0, windows=window_pages(seed))
+
+
+class StoredWindowLife(StoreLife):
+    """The same beside a store."""
+
+    hbm = 44, 75
+
+    def __init__(self, seed):
+        super().__init__(seed, dram=0, windows=window_pages(seed))
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_random_lives_with_windows_apart(part):
-    live_all(WindowLife, part, 2)
+    live_all(lambda seed: (StoredWindowLife if seed % 3 else WindowLife)(seed), part, 2)
 
 
 @pytest.mark.parametrize("part", range(2))

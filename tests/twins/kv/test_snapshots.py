@@ -74,7 +74,7 @@ class SnapshotLife(RuleBasedStateMachine):
     def release(self, which, early):
         lease = self.leases.pop(which % len(self.leases))
         if early:
-            self.pool.unpin_snapshot(lease)
+            self.pool.snapshots.end_lease(lease)
         self.pool.unpin(lease)
         self.pool.release(lease.blocks)
 

@@ -87,8 +87,6 @@ def test_kv_of_windows_lies_alike_in_all_instances() -> None:
     options = EngineOptions(parallel=Parallel(prefill_tensor=2))
     assert [options.for_role(role).keeps_windows_apart() for role in (Role.PREFILL, Role.DECODE)] == [False, False]
     assert EngineOptions().for_role(Role.DECODE).keeps_windows_apart()
-    assert not EngineOptions().beside_store(True).keeps_windows_apart()
-    assert EngineOptions(window_kv="apart").beside_store(True).keeps_windows_apart()
     assert not EngineOptions().keeps_windows_apart(on_gpu=True)
     with pytest.raises(UserError, match="several workers"):
         EngineOptions(window_kv="apart", parallel=Parallel(tensor=2)).keeps_windows_apart()

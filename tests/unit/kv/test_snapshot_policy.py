@@ -31,7 +31,7 @@ class Cache:
         prompt = np.append(tokens, np.int32(99))
         lease = self.pool.acquire("", tokens)
         start_tokens = lease.tokens
-        self.pool.use_snapshot(lease)
+        self.pool.snapshots.use_lease(lease)
         prefill = describe_prompt(self.pool, "", prompt, start_tokens)
         positions = list(self.snapshots.policy.choose_positions(prefill))
         fresh = self.pool.allocate(len(path) - len(lease.blocks))

@@ -27,7 +27,8 @@ def leave(pool: BlockPool, *path: int, tenant: str = "") -> StateSnapshot:
     """What a sequence leaves that has computed ``path``: KV of all its blocks, and a snapshot behind the last one."""
     tokens = tokens_of(*path)
     lease = pool.acquire(tenant, tokens)
-    pool.use_snapshot(lease)
+    assert pool.snapshots is not None
+    pool.snapshots.use_lease(lease)
     fresh = pool.allocate(len(path) - len(lease.blocks))
     assert fresh is not None
     pool.publish(lease, tenant, tokens, lease.blocks + fresh, written_by=0)
@@ -203,7 +204,8 @@ def test_a_sequence_goes_on_from_dram_before_it_is_copied() -> None:
     pool.release(fresh)
     lease = pool.acquire("", tokens_of(1, 2, 3))
     assert lease.snapshot is snapshot and len(lease.blocks) == 2
-    pool.use_snapshot(lease)
+    assert pool.snapshots is not None
+    pool.snapshots.use_lease(lease)
     pool.release(lease.blocks)
     pool.unpin(lease)
     pool.check_invariants()

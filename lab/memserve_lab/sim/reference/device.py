@@ -501,7 +501,7 @@ class OracleDevice(SymbolicDevice, PageMemory):
 
     def page_cells(self, tier: Tier, block: int, layer: int) -> list[int | None]:
         if self.states is not None and not layer:
-            saved = self.states.page_cells(block, self.block_tokens)
+            saved = self.states.page_cells(tier, block, self.block_tokens)
             if saved is not None:
                 return saved
         cells = self.kv.tiers[tier][block * self.layers + layer]
@@ -511,7 +511,7 @@ class OracleDevice(SymbolicDevice, PageMemory):
 
     def set_page(self, tier: Tier, block: int, layer: int, cells: Sequence[int | None]) -> None:
         if self.states is not None and not layer:
-            self.states.take_cells(block, cells)
+            self.states.take_cells(tier, block, cells)
         self.kv.tiers[tier][block * self.layers + layer] = list(cells)
         if self.behind and tier is Tier.HBM:
             self.behind -= {(block, inside) for inside in range(len(cells))}

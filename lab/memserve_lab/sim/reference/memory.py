@@ -131,6 +131,7 @@ class SymbolicStates:
         """The same for each page, and which of its snapshot it is."""
         self.dram: dict[int, tuple[int, int, int]] = {}
         """The same for each block of DRAM."""
+        self._homes = {Tier.HBM: self.pages, Tier.DRAM: self.dram}
         self.loaded = 0
         """Snapshots that sequences went on from."""
 
@@ -156,8 +157,7 @@ class SymbolicStates:
         if order.from_slot is not None:
             state = self.of_slots[order.from_slot]
         elif order.pages:
-            home = self.pages if order.tier is Tier.HBM else self.dram
-            parts = [home.get(page) for page in order.pages]
+            parts = [self._homes[order.tier].get(page) for page in order.pages]
             first = parts[0]
             require(first is not None, f"page {order.pages[0]} holds no snapshot")
             if first is not None:
@@ -185,9 +185,9 @@ class SymbolicStates:
                 ]
             self.pages[page] = len(tokens), self.behind(tokens), place
 
-    def page_cells(self, block: int, size: int) -> list[int | None] | None:
+    def page_cells(self, tier: Tier, block: int, size: int) -> list[int | None] | None:
         """What peers see of a snapshot in the first page of its block, ``size`` cells. None: there is none."""
-        saved = self.pages.get(block)
+        saved = self._homes[tier].get(block)
         return None if saved is None else self.cells_of(saved, size)
 
     @staticmethod
@@ -195,25 +195,24 @@ class SymbolicStates:
         """Of a snapshot: behind how many tokens, what it is, and which of its blocks; ``size`` cells."""
         return [_SNAPSHOT, *saved, *[None] * (size - 4)]
 
-    def take_cells(self, block: int, cells: Sequence[int | None]) -> None:
+    def take_cells(self, tier: Tier, block: int, cells: Sequence[int | None]) -> None:
         """These came from a peer: a snapshot, or something else."""
         mark, *saved = cells[:4]
         if mark == _SNAPSHOT:
-            self.pages[block] = cast("tuple[int, int, int]", tuple(saved))
+            self._homes[tier][block] = cast("tuple[int, int, int]", tuple(saved))
         else:
-            self.pages.pop(block, None)
+            self._homes[tier].pop(block, None)
 
     def copy_blocks(self, order: CopyBlocks) -> None:
         """Whole blocks, one after the other: a snapshot goes along with its block, or what was there is gone."""
         if self._kv is None or Tier.DRAM not in (order.src_tier, order.dst_tier):
             self.overwrite(order.dst if order.dst_tier is Tier.HBM else ())
             return
-        homes = {Tier.HBM: self.pages, Tier.DRAM: self.dram}
         for src, dst in zip(order.src, order.dst, strict=True):
-            saved = homes[order.src_tier].get(src)
-            homes[order.dst_tier].pop(dst, None)
+            saved = self._homes[order.src_tier].get(src)
+            self._homes[order.dst_tier].pop(dst, None)
             if saved is not None:
-                homes[order.dst_tier][dst] = saved
+                self._homes[order.dst_tier][dst] = saved
 
     def overwrite(self, blocks: Iterable[int]) -> None:
         """KV is written to blocks."""

@@ -172,7 +172,6 @@ def running_cluster(
     from memserve.model.loading.card import early_tokenizer, import_tokenizers
     from memserve.model.loading.sources import resolve_source
 
-    engine_options = engine_options.beside_store(options.store.is_used)
     named_store, most = _find_store(options, print_line), options.at_most if elsewhere is None else options
     with progress_bar("preparing the model"):  # reads a GGUF file once, before several processes need it
         folder = resolve_source(engine_options.model, "float32", keep_file=engine_options.may_keep_file)

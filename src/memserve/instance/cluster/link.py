@@ -210,6 +210,7 @@ class ClusterLink:
         parked = len(state.parked) if state.memory.layers.parks else None
         self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
         self._apply_outcomes(self.exchange.advance_transfers(now_ns), now_ns)
+        self.writer.offer_states(now_ns)
 
     def on_plan_made(self, plan: StepPlan, now_ns: int) -> None:
         """``plan`` has been made, with all copies recorded so far."""

@@ -184,18 +184,19 @@ class StoreOffers:
         else:
             self._exchange.announce_computed(offer_id, run.first_block, run.end_block, fence=run.written_by)
 
-    def offer_state(self, kept: KeptState, loan: Lease, identity: bytes, to: Peer, now_ns: int) -> None:
-        """Offer the snapshot that is lent by ``loan``, under the ``identity`` of its first block, behind KV that is
-        offered on its own."""
+    def offer_state(self, kept: KeptState, loan: Lease, identities: bytes, to: Peer, now_ns: int) -> None:
+        """Offer what is lent by ``loan``, behind KV that is offered on its own: a snapshot, under the identity of its
+        first block, or parts of windows, under that of each one's first block."""
         end = len(kept.tokens) // self._geometry.block_tokens
         offered = OfferedBlocks(kept.isolation, kept.tokens, (), first_block=end, state=loan)
         terms = OfferTerms(private=KEEP if kept.keep else b"", lease_ns=LEASE_NS)
         fence = self._exchange.fence_of_cached([(Tier.HBM, block) for block in loan.blocks])
         offer_id = self._exchange.offer_blocks(to, offered, now_ns, terms)
-        self._open[offer_id] = _Open(IN_CACHE, len(loan.blocks), identity)
+        self._open[offer_id] = _Open(IN_CACHE, len(loan.blocks), identities)
         self.exported += len(loan.blocks)
         self.counters.offered += len(loan.blocks)
-        remember(self._offered_ns, identity, now_ns)
+        for index in range(len(identities) // IDENTITY_BYTES):
+            remember(self._offered_ns, identity_at(identities, index), now_ns)
         # all pages: a store keeps whole blocks
         self._exchange.announce_state(offer_id, end, fence, whole=True)
 
@@ -322,6 +323,7 @@ class StoreWriter:
         self._pending: list[BlockRun] = []  # a reference on each block
         self._later: dict[bytes | SequenceKey, _Later] = {}  # by a named prefix's last identity, or by sequence
         self._kept_states: dict[bytes, KeptState] = {}  # by the identity of their first block
+        self._parts: dict[bytes | SequenceKey, _Later] = {}  # of windows, to be offered; as ``_later``
         self._named_ns: dict[bytes, int] = {}  # last identity of a named prefix -> when it was offered as such
         self._messages: list[Send] = []
 
@@ -354,9 +356,7 @@ class StoreWriter:
         near = [info for info in self._stores.values() if self.host_id and info.host_id == self.host_id]
         stores = sorted(near or self._stores.values(), key=lambda info: info.peer.name)
         caches = self._exchange.shares_kv and self._state.memory.pool.config.caching
-        # a store knows whole blocks and snapshots, and no parts of windows
-        takes = caches and not self._state.memory.windows.has_windows
-        target = stores[0].peer if stores and takes else None
+        target = stores[0].peer if stores and caches else None
         if target != self.target:
             self.target = target
             self.offers.store_changed()
@@ -372,12 +372,14 @@ class StoreWriter:
         final bytes once the plan has finished in which the sequence was scheduled last."""
         isolation, end = sequence.group.isolation, len(tokens) // self._block_tokens
         pool, owner = self._state.memory.pool, sequence.key
+        if pool.part_blocks:
+            self._put_off(self._parts, owner, _Later(isolation, tokens, first_block))
         identities = pool.identities(isolation, tokens)
         while first_block < end and self.offers.was_offered(identity_at(identities, first_block)):
             first_block += 1
-        room = max(0, self.offers.room_blocks - sum(len(run.blocks) for run in self._pending))
+        room = max(0, self._room_blocks)
         if end - first_block > room:
-            self._put_off(owner, _Later(isolation, tokens, first_block + room))
+            self._put_off(self._later, owner, _Later(isolation, tokens, first_block + room))
             end = first_block + room
         if first_block >= end:
             return
@@ -389,6 +391,11 @@ class StoreWriter:
         pool.retain(blocks)
         self._pending.append(BlockRun(owner, isolation, tokens, first_block, blocks, identities, written_by))
 
+    @property
+    def _room_blocks(self) -> int:
+        """Blocks that may be lent beside those that are, and those that the next plan lends."""
+        return self.offers.room_blocks - sum(len(run.blocks) for run in self._pending)
+
     def on_left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The cache has got ``tokens`` of ``sequence`` out of DRAM: they are offered out of the cache."""
         isolation, first, end = sequence.group.isolation, 0, len(tokens) // self._block_tokens
@@ -396,12 +403,12 @@ class StoreWriter:
         while first < end and self.offers.was_offered(identity_at(identities, first)):
             first += 1
         if first < end:
-            self._put_off(sequence.key, _Later(isolation, tokens, first))
+            self._put_off(self._later, sequence.key, _Later(isolation, tokens, first))
 
     def on_snapshot_kept(self, isolation: str, tokens: TokenArray, *, keep: bool = False) -> None:
         """The cache has got a snapshot behind ``tokens`` (``SnapshotListener``)."""
         pool = self._state.memory.pool
-        names = pool.state_identities(pool.identity(isolation, tokens))
+        names = pool.state_identities(pool.identity(isolation, tokens)) if not pool.part_blocks else []
         if names and (keep or not self.offers.was_offered(names[0])):
             self._kept_states.pop(names[0], None)
             self._kept_states[names[0]] = KeptState(isolation, tokens, keep)
@@ -417,6 +424,7 @@ class StoreWriter:
         for run in own_runs:
             self._state.memory.pool.release(run.blocks)
         self._later.pop(owner, None)
+        self._parts.pop(owner, None)
         self.offers.withdraw_offers("its KV is not to be trusted", owner)
         identities = self._state.memory.pool.identities(sequence.group.isolation, tokens)
         pool = self._state.memory.pool
@@ -437,17 +445,21 @@ class StoreWriter:
         last = self._state.memory.pool.identity(isolation, tokens)
         if now_ns - self._named_ns.get(last, -AGAIN_NS) >= AGAIN_NS:
             remember(self._named_ns, last, now_ns)
-            self._put_off(last, _Later(isolation, tokens, 0, keep=True))
+            self._put_off(self._later, last, _Later(isolation, tokens, 0, keep=True))
             self.on_snapshot_kept(isolation, tokens, keep=True)
+            windows = self._state.memory.pool.config.windows
+            if windows is not None:
+                later = _Later(isolation, tokens, windows.first_entry(len(tokens)), keep=True)
+                self._put_off(self._parts, last, later)
 
-    def _put_off(self, key: bytes | SequenceKey, later: _Later) -> None:
+    def _put_off(self, waiting: dict[bytes | SequenceKey, _Later], key: bytes | SequenceKey, later: _Later) -> None:
         """Offer it when less is lent. An order with this key is replaced, and begins where that one did."""
-        earlier = self._later.pop(key, None)
+        earlier = waiting.pop(key, None)
         if earlier is not None:
             later.first_block = min(later.first_block, earlier.first_block)
-        self._later[key] = later
-        if len(self._later) > LATER_MAX:
-            self._count_dropped(self._later.pop(next(iter(self._later))))
+        waiting[key] = later
+        if len(waiting) > LATER_MAX:
+            self._count_dropped(waiting.pop(next(iter(waiting))))
 
     def _count_dropped(self, later: _Later) -> None:
         self.offers.counters.dropped += max(0, len(later.tokens) // self._block_tokens - later.first_block)
@@ -477,10 +489,11 @@ class StoreWriter:
             pool.release(hbm)
             pool.release_dram(dram)
 
-    def _offer_states(self, target: Peer, now_ns: int) -> None:
-        """Offer the snapshots that were cached, as far as they still are and there is room."""
-        pool, offers = self._state.memory.pool, self.offers
-        while self._kept_states and offers.room_blocks >= pool.state_blocks:
+    def offer_states(self, now_ns: int) -> None:
+        """Offer the snapshots that were cached, as far as they still are and there is room. Before plans are made: the
+        next one brings those up that lie in DRAM."""
+        pool, offers, target = self._state.memory.pool, self.offers, self.target
+        while target is not None and self._kept_states and self._room_blocks >= pool.state_blocks:
             identity, kept = next(iter(self._kept_states.items()))
             del self._kept_states[identity]
             loan = pool.lend_state(kept.isolation, kept.tokens, pool.state_blocks)
@@ -492,12 +505,38 @@ class StoreWriter:
                 pool.unpin(loan)
                 pool.release(loan.blocks)
 
+    def _offer_parts(self, target: Peer, now_ns: int) -> None:
+        """Offer parts of windows that hang at cached blocks, as far as there is room; those that are gone are left
+        out. KV behind a window goes soon: a store that has it can go on from there all the same."""
+        pool, offers, size = self._state.memory.pool, self.offers, self._block_tokens
+        while self._parts and (room := offers.room_blocks // pool.part_blocks):
+            key, later = next(iter(self._parts.items()))
+            found = pool.lend_cached_parts(later.isolation, later.tokens, later.first_block, room)
+            if found is None:
+                self._count_dropped(self._parts.pop(key))
+                continue
+            first, loan = found
+            tokens = later.tokens[: loan.tokens]
+            identities = _between(pool.identities(later.isolation, tokens), first, loan.tokens // size)
+            firsts = [pool.state_identities(identity_at(identities, i))[0] for i in range(len(identities) // 16)]
+            later.first_block = loan.tokens // size
+            if later.first_block * size >= len(later.tokens):
+                del self._parts[key]
+            if not later.keep and all(offers.was_offered(name) for name in firsts):
+                pool.unpin(loan)
+                pool.release(loan.blocks)
+                continue
+            kept = KeptState(later.isolation, tokens, later.keep)
+            offers.offer_state(kept, loan, b"".join(firsts), target, now_ns)
+
     # -- offering
 
     def on_plan_made(self, plan: StepPlan, now_ns: int) -> None:
         """``plan`` has been made: offer what it computes."""
         if self._pending:
             self._offer_pending(now_ns, plan)
+        if self._parts and self.target is not None:
+            self._offer_parts(self.target, now_ns)
 
     def offer_waiting(self, now_ns: int) -> None:
         """Offer what has become known since the last plan, and what was put off."""
@@ -505,8 +544,8 @@ class StoreWriter:
             self._offer_pending(now_ns, None)
         if self._later and self.target is not None:
             self._offer_later(self.target, now_ns)
-        if self._kept_states and self.target is not None:
-            self._offer_states(self.target, now_ns)
+        if self._parts and self.target is not None:
+            self._offer_parts(self.target, now_ns)
         self.offers.expire_offered(now_ns)
 
     def _offer_pending(self, now_ns: int, plan: StepPlan | None) -> None:
@@ -556,9 +595,10 @@ class StoreWriter:
         self.set_members(())
 
     def _drop_later(self) -> None:
-        for later in self._later.values():
-            self._count_dropped(later)
-        self._later.clear()
+        for waiting in (self._later, self._parts):
+            for later in waiting.values():
+                self._count_dropped(later)
+            waiting.clear()
         self.offers.counters.dropped += len(self._kept_states) * self._state.memory.pool.state_blocks
         self._kept_states.clear()
 
@@ -577,7 +617,7 @@ class StoreWriter:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when blocks are neither offered nor given back."""
         check(not self._pending, f"{len(self._pending)} runs of blocks are neither offered nor given back")
-        check(len(self._later) <= LATER_MAX, f"{len(self._later)} runs wait")
+        check(max(len(self._later), len(self._parts)) <= LATER_MAX, f"{len(self._later)} runs wait")
         listens = self._state.memory.listener is self
         check(listens == (self.target is not None), "there is a store and no listener, or the reverse")
         self.offers.check_invariants()

@@ -152,7 +152,7 @@ class RecurrentStates(NoStates):
         if lease.snapshot is not None:
             self._read_snapshot(sequence, lease.snapshot)
             # from now on it may go, even for blocks of this sequence: these are written when it has been read
-            self._pool.use_snapshot(lease)
+            self._snapshots.use_lease(lease)
 
     def adopt_state(self, sequence: Sequence, tokens: int, blocks: Items[int]) -> None:
         check(blocks, "KV came without the state behind it")
@@ -174,9 +174,9 @@ class RecurrentStates(NoStates):
             self._partings[sequence] = prompt.parting_tokens
 
     def reserve_below(self, sequence: Sequence) -> list[int] | None:
-        # what has come from a peer lies in a snapshot still; and a row under way may turn out to have no meaning, where
-        # a mask is late: then the slot is behind it
-        if sequence.slot is None or (sequence.inflight and sequence.wanted_grammar[1]):
+        # what has come from a peer lies in a snapshot still; and where a mask is late, a row has had no meaning, or is
+        # computed again for its logits: then the slot has another state
+        if sequence.slot is None or sequence.wanted_grammar[1]:
             return None
         blocks = self._pool.allocate_dram_ids(self._pool.state_blocks)
         return None if blocks is None else blocks.tolist()
@@ -194,7 +194,7 @@ class RecurrentStates(NoStates):
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         if child.lease is not None:
-            self._pool.unpin_snapshot(child.lease)
+            self._snapshots.end_lease(child.lease)
         adopted = self._adopted.get(parent)
         if adopted is not None:
             self._share_adopted(child, adopted)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memserve.base.errors import check
+from memserve.base.types import Tier
 from memserve.base.units import ceil_div
 from memserve.instance.events import PlaceWindow, StepPlan
 from memserve.kv.windows import WindowCache, WindowPart
@@ -207,7 +208,7 @@ class WindowsApart(NoWindows):
         tail.may_be_shared = False
         for part in self._cache.build_parts(blocks):
             shared = tail.placed[entry - tail.first]
-            self._pool.copy_part(shared.blocks, part.blocks)
+            self._pool.record_copies(Tier.HBM, shared.blocks, Tier.HBM, part.blocks)
             tail.placed[entry - tail.first] = part
             self._cache.release_parts((shared,), is_end=False)
             tail.told = min(tail.told, entry)

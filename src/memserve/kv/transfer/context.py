@@ -100,12 +100,16 @@ class TransferPool(Protocol):
     def state_blocks(self) -> int:
         """Blocks of one snapshot; 0: layers keep KV alone, or what they keep is not known here."""
 
+    @property
+    def part_blocks(self) -> int:
+        """Of each part of a window, where those are what comes behind KV. 0: they are not, or it is not known here."""
+
     def blocks_behind(self, tokens: int) -> int:
         """Blocks that come behind the KV of a prefix of so many tokens: of a snapshot, or of a window's parts."""
 
-    def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
+    def lend_state(self, tenant: str, tokens: TokenArray, blocks: int, part_blocks: int = 0) -> Lease | None:
         """Of the snapshots of so many ``blocks``, the one of the longest prefix of ``tokens``: where it lies, pinned,
-        one reference a block. None: there is none."""
+        one reference a block; or the parts of a window, of ``part_blocks`` each. None: there is none."""
 
     def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:
         """Cache the snapshot behind ``tokens``, with references of its own."""

@@ -158,6 +158,7 @@ class Exchange:
             dram_blocks=tuple(dram_blocks),
             router=terms.router,
             state_blocks=state_blocks if terms.request is None else context.pool.blocks_behind(len(tokens)),
+            part_blocks=context.pool.part_blocks if loan is not None else 0,
         )
         context.retain(Tier.DRAM, dram_blocks)
         places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]

@@ -42,7 +42,8 @@ class PendingFetches:
         self.open[fetching.transfer_id] = fetching
         self._deadlines.add(fetching)
         context.counters.fetches += 1
-        fetch = Fetch(fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now_ns, state_blocks)
+        part_blocks = context.pool.part_blocks if state_blocks else 0
+        fetch = Fetch(fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now_ns, state_blocks, part_blocks)
         context.send(holder, fetch)
         return fetching.transfer_id
 

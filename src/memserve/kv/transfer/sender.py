@@ -239,7 +239,7 @@ class Sender:
         pool, tokens = context.pool, fetch.tokens[: fetch.end_block * context.pool.block_tokens]
         if not fetch.state_blocks:
             return self._export_kv(fetch, tokens), None
-        loan = pool.lend_state(fetch.tenant, tokens, fetch.state_blocks)
+        loan = pool.lend_state(fetch.tenant, tokens, fetch.state_blocks, fetch.part_blocks)
         if loan is None:
             return [], None
         end_block = loan.tokens // pool.block_tokens

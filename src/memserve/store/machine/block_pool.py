@@ -11,7 +11,7 @@ from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
 from memserve.base.types import AS_COMPUTED, Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
-from memserve.kv.identity import NAMES_MAX, namespace_id, state_identities
+from memserve.kv.identity import NAMES_MAX, namespace_id, part_identities, state_identities
 from memserve.kv.state_snapshot import Lease
 from memserve.protocol.store import KEY_BYTES
 
@@ -125,25 +125,32 @@ class StorePool:
         """Instances say how many blocks their snapshots have."""
         return 0
 
+    part_blocks = state_blocks
+
     def blocks_behind(self, tokens: int) -> int:
         """As :attr:`state_blocks`."""
         return 0
 
-    def state_identities(self, identity: bytes, blocks: int) -> list[bytes]:
-        """Of the ``blocks`` of a snapshot behind the block of this ``identity``."""
-        return state_identities(identity, blocks, self._key)
+    def names_behind(self, identities: Sequence[bytes], blocks: int, part_blocks: int) -> list[bytes]:
+        """What comes behind the KV of blocks of these ``identities``: a snapshot in ``blocks``, or the parts of a
+        window, of ``part_blocks`` each, in as many blocks at most."""
+        if not part_blocks:
+            return state_identities(identities[-1], blocks, self._key)
+        own = identities[max(0, len(identities) - blocks // part_blocks) :]
+        return [name for identity in own for name in part_identities(identity, part_blocks, self._key)]
 
-    def lend_state(self, tenant: str, tokens: TokenArray, blocks: int) -> Lease | None:
+    def lend_state(self, tenant: str, tokens: TokenArray, blocks: int, part_blocks: int = 0) -> Lease | None:
         """As far as it is in memory, all of it."""
         identities = self.block_identities(tenant, tokens) if blocks <= self._sizes.dram_blocks else []
         for end in range(len(identities), 0, -1):
             extents: list[int] = []
-            for identity in self.state_identities(identities[end - 1], blocks):
+            names = self.names_behind(identities[:end], blocks, part_blocks)
+            for identity in names:
                 extent = self.hold_block(identity, counts=False)
                 if extent is None:
                     break
                 extents.append(extent)
-            if len(extents) == blocks:
+            if len(extents) == len(names):
                 return Lease([extent // self.block_bytes for extent in extents], end * self.block_tokens)
             for extent in extents:
                 self._tier.release(extent)

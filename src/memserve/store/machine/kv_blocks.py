@@ -139,11 +139,13 @@ class KvBlocks:
         self._perform_outcomes(self.exchange.handle(MessageArrived(sender, _raw(offer, first, whole)), now_ns), now_ns)
 
     def _identities_of(self, offer: Offer) -> list[bytes]:
-        """Of the blocks of its tokens, from the first one, and behind them of those of a state, if it brings all."""
-        identities = self._pool.block_identities(offer.tenant, offer.tokens)
+        """Of the blocks of its tokens, from the first one, and behind them of those of a state, or of parts, if it
+        brings all."""
+        identities, count = self._pool.block_identities(offer.tenant, offer.tokens), offer.state_blocks
         named_end = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
-        if offer.state_blocks and identities and named_end == len(identities) + offer.state_blocks:
-            identities += self._pool.state_identities(identities[-1], offer.state_blocks)
+        if count and identities and named_end == len(identities) + count:
+            names = self._pool.names_behind(identities, count, offer.part_blocks)
+            identities += names if len(names) == count else []
         return identities
 
     def _on_delivered(self, outcome: Delivered) -> None:
@@ -216,14 +218,19 @@ class KvBlocks:
         count, pool, end = fetch.state_blocks, self._pool, fetch.first_block
         if not count:
             return fetch, identities[fetch.first_block :]
-        if count > pool.config.dram_blocks:  # no such state can be here; and what a peer says is not worth much work
+        # no such state can be here; and what a peer says is not worth much work
+        if count > pool.config.dram_blocks or (fetch.part_blocks and count % fetch.part_blocks):
             return fetch, []
         while end < len(identities) and identities[end] in self._values:
             end += 1
         for last in range(end, fetch.first_block, -1):
-            if pool.state_identities(identities[last - 1], 1)[0] not in self._values:
+            # the last name first: where a state was never stored, one is looked for
+            least = pool.names_behind(
+                identities[last - 1 : last], min(count, fetch.part_blocks or 1), fetch.part_blocks
+            )
+            if least[0] not in self._values:
                 continue
-            state = pool.state_identities(identities[last - 1], count)
+            state = pool.names_behind(identities[:last], count, fetch.part_blocks)
             if all(identity in self._values for identity in state):
                 return replace(fetch, tokens=fetch.tokens[: last * size], end_block=last), [
                     *identities[fetch.first_block : last], *state,
