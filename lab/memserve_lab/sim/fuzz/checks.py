@@ -143,12 +143,12 @@ def check_contents(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) 
 def _state_truths(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[bytes, bytes]]:
     """Identity of every block of a state behind what clients have asked and were answered, and its first page."""
     size = store.host.geometry.block_tokens
-    for tokens, identities in _token_runs(pool, referee):
+    for tokens, identities in _token_runs(pool, referee) if not pool.part_blocks else ():
         for end in range(size, len(tokens) + 1, size):
             behind = SymbolicStates.behind(tokens[:end])
             for place, identity in enumerate(pool.state_identities(identities[end // size - 1])):
                 cells = SymbolicStates.cells_of((end, behind, place), size)
-                yield identity, _block([cell for cell in cells if cell is not None], 1)
+                yield identity, _block([cell for cell in cells if cell is not None], range(1))
 
 
 def _token_runs(pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[list[int], list[bytes]]]:
@@ -162,15 +162,18 @@ def _token_runs(pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[list[
 
 
 def _truths(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[bytes, bytes]]:
-    """Identity and bytes of every block of what clients have asked and were answered."""
-    geometry, seen_identities = store.host.geometry, set[bytes]()
-    size = geometry.block_tokens
+    """Identity and bytes of every block of what clients have asked and were answered, and of its part of a window."""
+    layers, seen_identities = store.host.geometry.num_layers, set[bytes]()
+    size = store.host.geometry.block_tokens
     for tokens, identities in _token_runs(pool, referee):
         cells = _cells(tokens)
         for index, identity in enumerate(identities):
             if identity not in seen_identities:
                 seen_identities.add(identity)
-                yield identity, _block(cells[index * size : (index + 1) * size], geometry.num_layers)
+                own_cells = cells[index * size : (index + 1) * size]
+                yield identity, _block(own_cells, range(layers))
+                for place, name in enumerate(pool.state_identities(identity) if pool.part_blocks else (), 1):
+                    yield name, _block(own_cells, range(place * layers, (place + 1) * layers))
 
 
 def _cells(tokens: list[int]) -> list[int]:
@@ -181,9 +184,9 @@ def _cells(tokens: list[int]) -> list[int]:
     return cells
 
 
-def _block(cells: list[int], layers: int) -> bytes:
+def _block(cells: list[int], layers: range) -> bytes:
     """As :class:`StoreMemory` has it: one layer after the other."""
-    values = (in_layer(value, layer) for layer in range(layers) for value in cells)
+    values = (in_layer(value, layer) for layer in layers for value in cells)
     return b"".join(value.to_bytes(8, "little") for value in values)
 
 
