@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
@@ -28,12 +26,6 @@ GREEDY = SamplingParams(temperature=0)
 
 def kv_flags(tokens: int, dram_tokens: int = 0) -> dict[str, str]:
     return {"kv_memory": f"{tokens * TOKEN_BYTES}B", "dram_memory": f"{dram_tokens * TOKEN_BYTES}B"}
-
-
-def gauge(server: Server, name: str) -> float:
-    """``memserve_<name>``, summed."""
-    page = httpx.get(server.url.removesuffix("/v1") + "/metrics", timeout=60).text
-    return sum(float(value) for value in re.findall(rf"^memserve_{name}(?:{{.*}})? (.+)$", page, re.M))
 
 
 @pytest.mark.parametrize("family", LATENT)
@@ -101,9 +93,9 @@ def ask_once(server: Server, tokens: np.ndarray, expected: str, cached_tokens: i
     """A cluster that has so many of ``tokens`` from its start on, and at its end three blocks in its store."""
     try:
         if cached_tokens:
-            eventually(lambda: gauge(server, "store_tree_blocks") >= 3)
+            eventually(lambda: server.gauge("store_tree_blocks") >= 3)
         assert server.complete(tokens.tolist(), 8) == expected
-        eventually(lambda: gauge(server, "store_disk_values") >= 3)
+        eventually(lambda: server.gauge("store_disk_values") >= 3)
         eventually(lambda: server.counter("cached_tokens") >= cached_tokens)
         assert server.counter("checksum_mismatches") == server.counter("transfers_failed") == 0
     finally:

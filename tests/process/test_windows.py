@@ -29,6 +29,13 @@ def shown(tokens: list[int]) -> str:
     return " ".join(f"w{token}" for token in tokens if token)
 
 
+def make_computing_slow(folder: Path) -> None:
+    """By this process's cache folder: whatever can be fetched is worth it."""
+    loaded = load_model(str(folder), "float32", "cpu", block_tokens=32, threads=1).keep_windows_apart()
+    slow = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), machine="slow")
+    save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": slow.to_dict()})
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_prefill_and_decode_answer_as_the_model(family: str, tmp_path: Path) -> None:
     """Cold, warm, and as turns of a conversation: what the decode instance has computed comes back with its window."""
@@ -58,18 +65,30 @@ def test_a_busy_instance_lends_kv_with_its_window(tmp_path: Path, monkeypatch: p
     module = tiny_module("gemma2", num_hidden_layers=LAYERS)
     folder = save_folder(module, tmp_path / "tiny")
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
-    loaded = load_model(str(folder), "float32", "cpu", block_tokens=32, threads=1).keep_windows_apart()
-    slow = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), machine="slow")  # whatever can be fetched is worth it
-    save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": slow.to_dict()})
+    make_computing_slow(folder)
     with served(folder, "--colocated", "2", "--policy", "least-load") as server:
         assert ask_until_fetched(server, lambda tokens, count: shown(answer_of(module, tokens, count))) == 96
 
 
-def test_beside_a_store_windows_lie_together(tmp_path: Path) -> None:
-    """A store keeps whole blocks: it has the KV after a restart of the instance."""
+def test_a_store_keeps_windows_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and their parts. A second cluster begins with them, also where another prompt leaves the first one."""
     module = tiny_module("gemma2", num_hidden_layers=LAYERS)
     folder, tokens = save_folder(module, tmp_path / "tiny"), prompt(140, 1).tolist()
-    with served(folder, "--ssd", f"{tmp_path}/ssd=64MiB", "--store-dram", "16MiB") as server:
-        assert server.complete(tokens, 40) == shown(answer_of(module, tokens, 40))
-        eventually(lambda: server.counter("store_blocks_taken") > 0)
-        assert not server.counter("window_parts_passed")
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    make_computing_slow(folder)
+    flags = ["--prefill", "1", "--decode", "1", "--metadata", str(tmp_path / "state")]
+    flags += ["--ssd", f"{tmp_path}/ssd=64MiB", "--store-dram", "16MiB", "--ssd-sync", "none"]
+    with served(folder, *flags) as server:
+        assert server.complete(tokens, 8) == shown(answer_of(module, tokens, 8))
+        eventually(lambda: server.gauge("store_disk_values") >= 8)  # four blocks, and a part of each
+        assert server.counter("window_parts_passed")
+    with served(folder, *flags) as server:
+        eventually(lambda: server.gauge("store_tree_blocks") >= 8)
+        for begin in (64, 128):
+            other = [*tokens[:begin], *prompt(40, begin).tolist()]
+            known_tokens = server.counter("cached_tokens")
+            assert server.complete(other, 8) == shown(answer_of(module, other, 8))
+            eventually(
+                lambda known_tokens=known_tokens, begin=begin: server.counter("cached_tokens") >= known_tokens + begin
+            )
+        assert server.counter("checksum_mismatches") == server.counter("transfers_failed") == 0

@@ -103,10 +103,20 @@ class Node:
     """One process: pool, exchange, device, host."""
 
     def __init__(
-        self, world: World, peer: Peer, hbm: int, dram: int, caching: bool, namespace: str, states=None, **config
+        self,
+        world: World,
+        peer: Peer,
+        hbm: int,
+        dram: int,
+        caching: bool,
+        namespace: str,
+        states=None,
+        windows=None,
+        **config,
     ) -> None:
         self.world, self.peer, self.namespace, self.caching = world, peer, namespace, caching
-        self.pool = BlockPool(PoolConfig(hbm, dram, caching, states=states), BLOCK, namespace, event_capacity=64)
+        sizes = PoolConfig(hbm, dram, caching, states=states, windows=windows)
+        self.pool = BlockPool(sizes, BLOCK, namespace, event_capacity=64)
         self.exchange = Exchange(self.pool, GEOMETRY, ExchangeConfig(lease_ns=LEASE_NS, **config), peer)
         self.arena = {
             Tier.HBM: np.zeros((hbm, LAYERS, 16), np.uint8),

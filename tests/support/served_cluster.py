@@ -75,6 +75,11 @@ class Server:
         samples = re.findall(rf"^memserve_instance_{name}_total{{.*}} (.+)$", self.fresh_metrics(), re.M)
         return sum(int(float(value)) for value in samples)
 
+    def gauge(self, name: str) -> float:
+        """``memserve_<name>``, summed."""
+        page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+        return sum(float(value) for value in re.findall(rf"^memserve_{name}(?:{{.*}})? (.+)$", page, re.M))
+
     def instances(self) -> set[str]:
         """Those of the children that are no routers and no stores."""
         return {name for name in self.children() if re.fullmatch(r"[cdp]\d+", name)}

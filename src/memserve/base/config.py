@@ -407,7 +407,7 @@ class EngineOptions:
     window_kv: str = option("auto")
     """Where KV of layers lies that read a window of the last tokens, beside layers that read everything. ``apart``: it
     goes as soon as no sequence reads it, and prefixes are reused where their last window is there. ``together``: it
-    stays as long as that of the other layers. ``auto``: apart on CPUs, without a store, ``--dram-memory``, drafts and
+    stays as long as that of the other layers. ``auto``: apart on CPUs, without ``--dram-memory``, drafts and
     several workers."""
     gpu_memory_share: float | None = option(None, least=0.01, most=1.0, vllm="gpu_memory_utilization")
     """Share of the GPU's memory for this instance: weights, steps, and what is left of it KV, instead of

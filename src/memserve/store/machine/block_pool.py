@@ -131,6 +131,10 @@ class StorePool:
         """As :attr:`state_blocks`."""
         return 0
 
+    def may_lend(self, blocks: int, part_blocks: int) -> bool:
+        """Whether so many ``blocks`` can be what comes behind KV: a peer may say any number."""
+        return blocks <= self._sizes.dram_blocks and not (part_blocks and blocks % part_blocks)
+
     def names_behind(self, identities: Sequence[bytes], blocks: int, part_blocks: int) -> list[bytes]:
         """What comes behind the KV of blocks of these ``identities``: a snapshot in ``blocks``, or the parts of a
         window, of ``part_blocks`` each, in as many blocks at most."""
@@ -141,7 +145,7 @@ class StorePool:
 
     def lend_state(self, tenant: str, tokens: TokenArray, blocks: int, part_blocks: int = 0) -> Lease | None:
         """As far as it is in memory, all of it."""
-        identities = self.block_identities(tenant, tokens) if blocks <= self._sizes.dram_blocks else []
+        identities = self.block_identities(tenant, tokens) if self.may_lend(blocks, part_blocks) else []
         for end in range(len(identities), 0, -1):
             extents: list[int] = []
             names = self.names_behind(identities[:end], blocks, part_blocks)

@@ -218,8 +218,7 @@ class KvBlocks:
         count, pool, end = fetch.state_blocks, self._pool, fetch.first_block
         if not count:
             return fetch, identities[fetch.first_block :]
-        # no such state can be here; and what a peer says is not worth much work
-        if count > pool.config.dram_blocks or (fetch.part_blocks and count % fetch.part_blocks):
+        if not pool.may_lend(count, fetch.part_blocks):  # what a peer says is not worth much work
             return fetch, []
         while end < len(identities) and identities[end] in self._values:
             end += 1
