@@ -84,7 +84,7 @@ def test_a_store_keeps_windows_over_a_restart(tmp_path: Path, monkeypatch: pytes
         assert server.counter("window_parts_passed")
     with served(folder, *flags) as server:
         eventually(lambda: server.gauge("store_tree_blocks") >= 8)
-        for begin in (64, 128):
+        for begin in (128, 64):
             other = [*tokens[:begin], *prompt(40, begin).tolist()]
             known_tokens = server.counter("cached_tokens")
             assert server.complete(other, 8) == shown(answer_of(module, other, 8))

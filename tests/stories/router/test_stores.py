@@ -62,6 +62,17 @@ def test_a_store_is_given_no_request(make_cluster):
     assert world.clients["r"].reasons[0] is not None
 
 
+@pytest.mark.parametrize("state_blocks", [0, 2])
+def test_a_store_may_have_the_state_of_what_is_there(make_cluster, state_blocks):
+    """An instance that has all of the KV asks for it only where it may lack a state, or a window."""
+    world = make_cluster(policy="least-load")
+    world.add("c", C, state_blocks=state_blocks)
+    world.add("s", S, state_blocks=0)
+    cached(world, "c", PROMPT)
+    cached(world, "s", PROMPT, Tier.DRAM)
+    assert holders_of(world) == ([("s", 20, Tier.DRAM, 0)] if state_blocks else [])
+
+
 def test_a_store_is_a_holder_with_two_tiers(make_cluster):
     """What lies in its memory, then also what lies on its disks, and what has moved up or is gone."""
     world = make_cluster(("c", C), ("s", S), policy="least-load")

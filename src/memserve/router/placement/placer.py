@@ -259,10 +259,12 @@ class Placer:
     def _fetch_holders(self, ask: Ask, first: Candidate, most: list[Most]) -> tuple[Holder, ...]:
         """Instances and stores that have more of the prompt than ``first``: most of it first, of equal ones HBM before
         DRAM before a store's DRAM before its disks."""
+        # where more is needed than KV, one with as much may have the state or the window that ``first`` has given up
+        least_tokens = first.matched_tokens + (0 if ask.state_blocks else 1)
         return tuple(
             self._make_holder(number, blocks * ask.block_tokens, lower * ask.block_tokens)
             for number, blocks, lower in most
-            if blocks * ask.block_tokens > first.matched_tokens
+            if blocks * ask.block_tokens >= least_tokens and number != first.number
         )
 
     def _make_holder(self, number: int, tokens: int, lower_tokens: int) -> Holder:
