@@ -138,10 +138,10 @@ class BlockPool:
         while (snapshot := self._longest_snapshot(tenant, tokens)) is not None:
             snapshots.pin(snapshot)
             lease = self.acquire_kv(tenant, tokens[: snapshot.tokens])
-            if lease.tokens == snapshot.tokens:
+            if lease.tokens == snapshot.tokens and snapshot.pages:
                 lease.snapshot = snapshot
                 return lease
-            # not all of its KV fits into HBM: from the longest one before which it does
+            # not all of its KV fits into HBM, or only without it: from the longest one before which it does
             snapshots.unpin(snapshot)
             self.unpin(lease)
             self.release(lease.blocks)
@@ -425,7 +425,7 @@ class BlockPool:
         if count > self.available(Tier.DRAM):
             return None
         while (blocks := self.allocate_below(count)) is None:
-            check(self.snapshots is not None and self.snapshots.give_up_cached(Tier.DRAM), "DRAM has less than counted")
+            check(self.snapshots is not None and self.snapshots.give_up_below(), "DRAM has less than it counts")
         return blocks
 
     def allocate_below(self, count: int) -> _core.BlockIds | None:

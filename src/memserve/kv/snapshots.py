@@ -262,13 +262,13 @@ class SnapshotCache:
         """Give up what a sequence would leave in blocks of KV; then one that a peer reads, for its KV. False: none."""
         return (self.shares_blocks and self.give_up_running()) or self.give_up_pinned(Tier.HBM)
 
-    def give_up_cached(self, tier: Tier = Tier.HBM) -> bool:
-        """For room on ``tier``, a cached one goes: of the owner whose blocks weigh most, what its policy says; from HBM
-        to DRAM where it is worth that. False: each is pinned, or there is none."""
-        snapshot = self._choose_victim(tier)
+    def give_up_cached(self) -> bool:
+        """For room in HBM, a cached one goes: of the owner whose blocks weigh most, what its policy says; to DRAM where
+        it is worth that. False: each is pinned, or there is none."""
+        snapshot = self._choose_victim(Tier.HBM)
         if snapshot is None:
             return False
-        if tier is Tier.DRAM or not self._move_down(snapshot):
+        if not self._move_down(snapshot):
             self._give_up(snapshot, evicted=True)
         return True
 
@@ -337,8 +337,14 @@ class SnapshotCache:
         self._changed.clear()
 
     def give_up_below(self) -> bool:
-        """Free some DRAM, where KV that a snapshot there holds cannot leave HBM. False: none lies there."""
-        return self.give_up_cached(Tier.DRAM) or self.give_up_pinned(Tier.DRAM)
+        """Let KV in DRAM go that snapshots hold: of those there first, then of those that have gone up without it.
+        False: none is held."""
+        for tier in (Tier.DRAM, Tier.HBM):
+            snapshot = self._choose_victim(tier)
+            if snapshot is not None:
+                self._give_up(snapshot, evicted=True)
+                return True
+        return self.give_up_pinned(Tier.DRAM) or self.give_up_pinned(Tier.HBM)
 
     def give_up_running(self) -> bool:
         """Give up what a sequence would leave behind. False: there is none."""

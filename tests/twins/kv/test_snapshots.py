@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memserve.base.config import PoolConfig
 from memserve.base.states import StatePages
+from memserve.base.types import Tier
 from memserve.kv.pool import BlockPool
 
 BLOCK = 4
@@ -18,11 +19,16 @@ TENANTS = ("", "other")
 class SnapshotLife(RuleBasedStateMachine):
     """Blocks and snapshots come, are used, pinned and evicted."""
 
-    @initialize(hbm=st.integers(3, 20), pages=st.sampled_from([(10, 1, 0), (10, 3, 0), (10, 1, 3), (10, 1, 0, 4)]))
-    def begin(self, hbm, pages):
+    @initialize(
+        hbm=st.integers(3, 20),
+        dram=st.sampled_from([0, 0, 2, 5, 12]),
+        pages=st.sampled_from([(10, 1, 0), (10, 3, 0), (10, 1, 3), (10, 1, 0, 4)]),
+    )
+    def begin(self, hbm, dram, pages):
         self.pages = StatePages(*pages)
-        self.pool = BlockPool(PoolConfig(hbm, 0, states=self.pages), BLOCK, "test")
-        self.hbm = hbm
+        self.hbm, self.dram = hbm, dram if self.pages.whole_blocks else 0
+        self.pool = BlockPool(PoolConfig(hbm, self.dram, states=self.pages), BLOCK, "test")
+        self.below = []
         self.snapshots = []  # (tenant, tokens, snapshot): all that were ever cached
         self.leases, self.running, self.blocks = [], [], []
 
@@ -63,11 +69,43 @@ class SnapshotLife(RuleBasedStateMachine):
         tokens = np.array(tokens, np.int32)
         expected = self._brute_match(tenant, tokens)
         assert self.pool.match(tenant, tokens) == expected
-        assert self.pool.match_blocks(tenant, tokens) == (expected // BLOCK, 0)
+        above, below = self.pool.match_blocks(tenant, tokens)
+        assert above + below == expected // BLOCK
+        room = self.pool.available() - above
         lease = self.pool.acquire(tenant, tokens)
-        assert lease.tokens == expected and (lease.snapshot is not None) == (expected > 0)
-        assert lease.snapshot is None or (lease.snapshot.tokens == expected and lease.snapshot.pages)
+        # what lies in DRAM is cut where HBM has no room for it, at a shorter snapshot
+        assert lease.tokens == expected if below <= room else lease.tokens < expected
+        assert (lease.snapshot is not None) == (lease.tokens > 0)
+        assert lease.snapshot is None or (lease.snapshot.tokens == lease.tokens and lease.snapshot.pages)
         self.leases.append(lease)
+
+    @rule()
+    def make_plan(self):
+        self.pool.take_copies()
+
+    @rule(count=st.integers(0, 6))
+    def allocate_below(self, count):
+        before = self.pool.available(Tier.DRAM)
+        blocks = self.pool.allocate_dram_ids(count)
+        assert (blocks is not None) == (count <= before)
+        self.below += blocks or []
+
+    @rule(tier=st.sampled_from([Tier.HBM, Tier.DRAM]))
+    def squeeze(self, tier):
+        """All that can be had of a tier is wanted, for a moment."""
+        if tier is Tier.HBM:
+            blocks = self.pool.allocate(self.pool.available())
+            assert blocks is not None
+            self.pool.release(blocks)
+        else:
+            blocks = self.pool.allocate_dram_ids(self.pool.available(Tier.DRAM))
+            assert blocks is not None
+            self.pool.release_dram(blocks)
+
+    @rule()
+    def release_below(self):
+        self.pool.release_dram(self.below)
+        self.below = []
 
     @precondition(lambda self: self.leases)
     @rule(which=st.integers(0, 9), early=st.booleans())
@@ -107,7 +145,7 @@ class SnapshotLife(RuleBasedStateMachine):
         tokens = np.array(tokens, np.int32)
         expected = self._brute_match(tenant, tokens)
         loan = self.pool.lend_state(tenant, tokens, self.pages.pages_each)
-        assert (loan.tokens if loan is not None else 0) == expected
+        assert loan.tokens == expected if loan is not None else not expected or self.dram
         assert self.pool.lend_state(tenant, tokens, self.pages.pages_each + 1) is None
         if loan is not None:
             assert len(loan.blocks) == self.pages.pages_each
@@ -121,7 +159,8 @@ class SnapshotLife(RuleBasedStateMachine):
         blocks = self.pool.allocate(self.pages.pages_each)
         if blocks is None:
             return
-        is_new = self._kv_tokens(tenant, tokens) == len(tokens) != self._brute_match(tenant, tokens)
+        has_kv = self.pool.match_kv_blocks(tenant, tokens)[0] * BLOCK == len(tokens)
+        is_new = has_kv and len(tokens) != self._brute_match(tenant, tokens)
         assert self.pool.insert_state(tenant, tokens, blocks) == is_new
         self.pool.release(blocks)
         if is_new:
@@ -176,12 +215,13 @@ class SnapshotLife(RuleBasedStateMachine):
                 self.pool.unpin(lease)
                 self.pool.release(lease.blocks)
             self.pool.release(self.blocks)
-            assert self.pool.available() == self.hbm
+            self.pool.release_dram(self.below)
+            assert (self.pool.available(), self.pool.available(Tier.DRAM)) == (self.hbm, self.dram)
             self.pool.clear_cache()
             assert all(tier.blocks_free == tier.blocks_total for tier in self.pool.report().tiers)
 
 
 SnapshotLife.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSnapshotLife = SnapshotLife.TestCase

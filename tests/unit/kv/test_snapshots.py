@@ -266,3 +266,23 @@ def test_a_peer_gets_a_snapshot_from_dram_by_way_of_hbm() -> None:
     pool.unpin(lent)
     pool.release(lent.blocks)
     pool.check_invariants()
+
+
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_dram_is_free_of_kv_that_a_snapshot_above_holds(is_lent: bool) -> None:
+    """A snapshot that has gone up for a peer, and whose KV has stayed below."""
+    pool = new_pool(6, dram=4)
+    snapshot = written(pool, 1, 2)
+    fresh = taken(pool, 6)
+    pool.take_copies()
+    pool.release(fresh)
+    lent = pool.lend_state("", tokens_of(1, 2), 1)
+    assert lent is not None and snapshot.tier is Tier.HBM and pool.match_kv_blocks("", tokens_of(1, 2)) == (0, 2)
+    if not is_lent:
+        pool.unpin(lent)
+        pool.release(lent.blocks)
+    assert pool.available(Tier.DRAM) == 4
+    below = pool.allocate_dram_ids(4)
+    assert below is not None and pool.match_kv("", tokens_of(1, 2)) == 0
+    pool.release_dram(below)
+    pool.check_invariants()
