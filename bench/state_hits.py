@@ -17,6 +17,9 @@ for 10 agents.
   prompt has a name of its own, so no prompt goes on where the one before it ended. Without a snapshot at every block,
   which takes hours to replay. *Mooncake's agents*: 27 s of its trace of tools and agents.
 
+``--dram-gb N`` asks another question, with memserve's policy alone: what a second tier of so many GB adds to each size
+of memory.
+
 A workload whose data is not there is left out.
 """
 
@@ -44,6 +47,7 @@ from memserve_lab.experiments.state_hits import (
     Point,
     arrivals,
     measure_point,
+    replay,
     unlimited,
 )
 
@@ -77,6 +81,12 @@ COLUMNS = {
 }  # fmt: skip
 
 
+TIER_COLUMNS = {
+    "workload": "{workload}", "model": "{model}", "GB": "{memory_gb:g}", "unlimited": "{unlimited:.3f}",
+    "one tier": "{one_tier:.3f}",
+}  # fmt: skip
+
+
 def requests_of(load: Load, args: Any) -> list[Asked]:
     """In order of arrival."""
     recipe = Recipe(load.kind, data=args.data, sessions=load.sessions, seed=args.seed, turns_min=load.turns_min)
@@ -101,6 +111,23 @@ def measure(loads: dict[str, Load], args: Any) -> list[Point]:
                 points.append(point)
                 print(f"  {model}, {memory_gb:g} GB: {points[-1].hits[OURS].rate:.3f}", flush=True)
     return points
+
+
+def measure_tiers(loads: dict[str, Load], args: Any) -> list[dict[str, Any]]:
+    """Rows of the table of two tiers."""
+    rows = []
+    for name, load in loads.items():
+        requests = requests_of(load, args)
+        ceiling = unlimited(requests)
+        for model, sizes in load.memory_gb.items():
+            for memory_gb in sizes:
+                rates = [
+                    replay(MODELS[model], requests, int(memory_gb * 1e9), None, int(dram_gb * 1e9)).rate
+                    for dram_gb in (0, args.dram_gb)
+                ]
+                row = {"workload": name, "model": model, "memory_gb": memory_gb, "unlimited": ceiling}
+                rows.append(row | {"one_tier": rates[0], "two_tiers": rates[1]})
+    return rows
 
 
 def row_of(point: Point) -> dict[str, Any]:
@@ -156,8 +183,15 @@ def main() -> None:
     args = options(
         __doc__, data=Path, only=Commas(*LOADS), sessions_per_s=(1.0, "sessions that begin in a second"),
         think_s=(10.0, "seconds between the turns of a session, in the mean"), seed=1, plot=Path, quick={},
+        dram_gb=(0.0, "of a second tier"),
     )  # fmt: skip
-    points = measure(SHORT if args.quick else parts_of(args.only, LOADS), args)
+    loads = SHORT if args.quick else parts_of(args.only, LOADS)
+    if args.dram_gb:
+        rows = measure_tiers(loads, args)
+        show(rows, TIER_COLUMNS | {f"and {args.dram_gb:g} GB of DRAM": "{two_tiers:.3f}"})
+        save(args, rows)
+        return
+    points = measure(loads, args)
     show([row_of(point) for point in points], COLUMNS)
     if args.plot is not None and points:
         plot(points, args.plot)

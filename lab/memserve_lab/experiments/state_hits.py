@@ -277,10 +277,14 @@ class Hits:
         return self.cached_tokens / max(1, self.prompt_tokens)
 
 
-def replay(model: Hybrid, requests: Sequence[Asked], memory_bytes: int, policy: SnapshotPolicy | None) -> Hits:
-    """Through the production machines. ``policy`` None: the product's own, as an instance has it."""
-    blocks = memory_bytes // (BLOCK_TOKENS * model.token_bytes)
-    pool = BlockPool(PoolConfig(blocks, 0, states=model.pages()), BLOCK_TOKENS, "state-hits")
+def replay(
+    model: Hybrid, requests: Sequence[Asked], memory_bytes: int, policy: SnapshotPolicy | None, dram_bytes: int = 0
+) -> Hits:
+    """Through the production machines. ``policy`` None: the product's own, as an instance has it. ``dram_bytes``: of a
+    second tier."""
+    block_bytes = BLOCK_TOKENS * model.token_bytes
+    sizes = PoolConfig(memory_bytes // block_bytes, dram_bytes // block_bytes, states=model.pages())
+    pool = BlockPool(sizes, BLOCK_TOKENS, "state-hits")
     costs = PreemptionModel(PreemptionCosts(BLOCK_TOKENS * model.token_bytes, profile=model.costs))
     memory, snapshots = SequenceMemory(pool, BLOCK_TOKENS, costs), pool.snapshots
     if snapshots is None:
@@ -315,7 +319,7 @@ def _serve(memory: SequenceMemory, number: int, asked: Asked) -> int | None:
         sequence.computed = end
         states.note_chunk(sequence, start, end)
         memory.publish(sequence)
-        states.finish_plan(StepPlan(number))
+        _finish_plan(memory, number)
     sequence.out = asked.answer.tolist()
     length = sequence.known_length
     for end in range(ceil_div(len(asked.prompt), BLOCK_TOKENS) * BLOCK_TOKENS, length, BLOCK_TOKENS):
@@ -328,11 +332,16 @@ def _serve(memory: SequenceMemory, number: int, asked: Asked) -> int | None:
             sequence.computed = end
             states.note_decodes([sequence])
             memory.publish(sequence)
-            states.finish_plan(StepPlan(number))
+            _finish_plan(memory, number)
     sequence.computed = max(sequence.computed, min(length - 1, len(sequence.blocks) * BLOCK_TOKENS))
     memory.detach(sequence)
-    states.finish_plan(StepPlan(number))
+    _finish_plan(memory, number)
     return hit
+
+
+def _finish_plan(memory: SequenceMemory, number: int) -> None:
+    memory.states.finish_plan(StepPlan(number))
+    memory.pool.take_copies()
 
 
 def unlimited(requests: Sequence[Asked]) -> float:
