@@ -184,7 +184,7 @@ def attend_dense(
     if heads % kv_heads:  # queries of a worker that reads some KV heads of others: any of its own stand in for them
         read = torch.arange(heads, device=q.device) * kv_heads // heads
         k, v, kv_heads = k[read], v[read], heads
-    grouped = q.to(exact).reshape(kv_heads, heads // kv_heads * count, -1)
+    grouped = q.to(exact).reshape(kv_heads, heads // kv_heads * count, q.shape[2])
     scores = (grouped @ k.to(exact).transpose(1, 2) * scale).view(heads, count, context)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -193,5 +193,5 @@ def attend_dense(
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(exact).view(heads, 1, 1).expand(heads, count, 1)], dim=-1)
-    weights = scores.softmax(-1)[..., :context].reshape(kv_heads, -1, context)
-    return (weights @ v.to(exact)).view(heads, count, -1).to(q.dtype)
+    weights = scores.softmax(-1)[..., :context].reshape(kv_heads, heads // kv_heads * count, context)
+    return (weights @ v.to(exact)).view(heads, count, v.shape[2]).to(q.dtype)
