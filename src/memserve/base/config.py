@@ -407,8 +407,7 @@ class EngineOptions:
     window_kv: str = option("auto")
     """Where KV of layers lies that read a window of the last tokens, beside layers that read everything. ``apart``: it
     goes as soon as no sequence reads it, and prefixes are reused where their last window is there. ``together``: it
-    stays as long as that of the other layers. ``auto``: apart on CPUs, without ``--dram-memory``, drafts and
-    several workers."""
+    stays as long as that of the other layers. ``auto``: apart on CPUs, without ``--dram-memory`` and drafts."""
     gpu_memory_share: float | None = option(None, least=0.01, most=1.0, vllm="gpu_memory_utilization")
     """Share of the GPU's memory for this instance: weights, steps, and what is left of it KV, instead of
     ``--kv-memory``. None: KV gets ``--kv-memory``, and where that is not set either, the instances that
@@ -456,12 +455,14 @@ class EngineOptions:
         on_gpu: bool = False,
         kv_bytes: int | None = None,
         states: StateGeometry = NO_STATE,
+        slot_bytes: int = 0,
         windows: WindowLayers | None = None,
     ) -> InstanceConfig:
         """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU. KV that may be
         rounded has a namespace of its own, and so has KV that no other engine shares. ``kv_bytes``: memory for KV,
-        where that is not ``kv_memory_bytes``. ``states``: the recurrent state beside it. ``windows``: layers whose KV
-        lies apart; ``geometry`` is that of the others.
+        where that is not ``kv_memory_bytes``. ``states``: the recurrent state beside it, and ``slot_bytes`` what
+        all workers together have of one; 0: as much as one worker. ``windows``: layers whose KV lies apart;
+        ``geometry`` is that of the others.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
@@ -482,7 +483,7 @@ class EngineOptions:
         if states:
             self.check_states(states, on_gpu=on_gpu)
             # what moves between tiers are whole blocks
-            sizes = memory_bytes, scheduler.max_running
+            sizes = memory_bytes, scheduler.max_running, slot_bytes
             divided = divide_memory(geometry, states, *sizes, whole_blocks=dram_bytes > 0)
             scheduler = dataclasses.replace(scheduler, max_running=divided.slots)
             first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.digest}"
@@ -504,11 +505,8 @@ class EngineOptions:
         )
 
     def for_role(self, role: Role) -> EngineOptions:
-        """These options, of an instance with ``role``. Where those of any role have several workers, KV of windows lies
-        together in all: instances exchange KV that lies alike."""
-        most = max(self.parallel.for_role(other).worker_count for other in Role)
-        options = dataclasses.replace(self, parallel=self.parallel.for_role(role))
-        return options.keep_windows_together() if most > 1 else options
+        """These options, of an instance with ``role``."""
+        return dataclasses.replace(self, parallel=self.parallel.for_role(role))
 
     def keep_windows_together(self) -> EngineOptions:
         """These options, unless they say where KV of windows lies."""
@@ -520,7 +518,7 @@ class EngineOptions:
             return False
         asked = (
             (self.dram_memory_bytes > 0, "with a second tier", "no --dram-memory", "dram_memory"),
-            *self._one_worker_only(on_gpu=on_gpu),
+            *self._plain_only(on_gpu=on_gpu),
         )
         for is_asked, how, hint, param in asked:
             if is_asked and self.window_kv == "apart":
@@ -530,22 +528,20 @@ class EngineOptions:
                 return False
         return True
 
-    def _one_worker_only(self, *, on_gpu: bool) -> tuple[tuple[bool, str, str, str], ...]:
-        """What lies beside plain blocks lies at one worker of a CPU, whole: whether these options ask for more, what,
-        the hint, and the option."""
+    def _plain_only(self, *, on_gpu: bool) -> tuple[tuple[bool, str, str, str], ...]:
+        """What goes with plain blocks alone: whether these options ask for it, what, the hint, and the option."""
         scheduler = self.scheduler
         return (
             (on_gpu, "on a GPU", "--device cpu", "device"),
             (scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
             (scheduler.draft_tokens > 0, "with drafts", "no --draft-tokens", "draft_tokens"),
-            (self.parallel.worker_count > 1, "by several workers", "--tensor-parallel 1", "tensor"),
         )
 
     def check_states(self, states: StateGeometry, *, on_gpu: bool = False) -> None:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
         has_dram = self.dram_memory_bytes > 0
         asked = (
-            *self._one_worker_only(on_gpu=on_gpu),
+            *self._plain_only(on_gpu=on_gpu),
             (has_dram and not states.attends, "and no attention with a second tier", "no --dram-memory", "dram_memory"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (bool(self.lora), "with adapters", "no --lora", "lora"),

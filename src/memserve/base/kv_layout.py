@@ -138,6 +138,10 @@ class Share:
     """Layers of each stage."""
     queries: tuple[int, ...] = ()
     """Query heads of each part. Empty: those of its KV heads."""
+    whole_heads: bool = False
+    """Every part has all KV heads: they are latents, which the queries of all parts read, or attention is not divided.
+    On a CPU all workers map one arena, so a page still is there once, as with one worker: each writes the same bytes to
+    it, and waits for no other."""
 
     @property
     def rank(self) -> int:
@@ -152,7 +156,7 @@ class Share:
     @property
     def first_head(self) -> int:
         """The first KV head of this part."""
-        return sum(self.heads[: self.part])
+        return 0 if self.whole_heads else sum(self.heads[: self.part])
 
     @property
     def shares_heads(self) -> bool:
@@ -203,25 +207,27 @@ class HeadRange:
     """Whether all queries of these heads are the part's."""
 
 
-def shares(parallel: Parallel, geometry: KVGeometry, query_heads: int = 0) -> list[Share]:
-    """One for each worker, by rank. ``query_heads`` of the model; 0: each part has those of its KV heads. Raises
+def shares(
+    parallel: Parallel, geometry: KVGeometry, query_heads: int = 0, *, whole_heads: bool = False, layers: int = 0
+) -> list[Share]:
+    """One for each worker, by rank. ``query_heads`` of the model; 0: each part has those of its KV heads.
+    ``whole_heads``: attention is not divided. ``layers``: of the model; 0: all of them attend. Raises
     :class:`UserError` for a model with too few heads or layers."""
-    if parallel.tensor > 1 and geometry.latent:
-        hint = "use --tensor-parallel 1; more workers by --pipeline-parallel"
-        raise UserError("workers cannot share layers that keep latents: all heads read them", hint=hint, param="tensor")
-    if parallel.tensor > geometry.num_kv_heads:
+    layers = layers or geometry.num_layers
+    whole_heads |= geometry.latent
+    if parallel.tensor > geometry.num_kv_heads and not whole_heads:
         hint = f"use --tensor-parallel 1 to {geometry.num_kv_heads}; more workers by --pipeline-parallel"
         text = f"{parallel.tensor} workers cannot share the {geometry.num_kv_heads} KV heads of this model"
         raise UserError(text, hint=hint, param="tensor")
-    if parallel.pipeline > geometry.num_layers:
-        hint = f"use --pipeline-parallel 1 to {geometry.num_layers}"
-        text = f"{parallel.pipeline} stages cannot share the {geometry.num_layers} layers of this model"
+    if parallel.pipeline > layers:
+        hint = f"use --pipeline-parallel 1 to {layers}"
+        text = f"{parallel.pipeline} stages cannot share the {layers} layers of this model"
         raise UserError(text, hint=hint, param="pipeline")
-    heads = even(geometry.num_kv_heads, parallel.tensor)
-    layers = even(geometry.num_layers, parallel.pipeline)
-    sizes, queries = (parallel.tensor, parallel.pipeline), query_parts(heads, query_heads)
+    whole = (geometry.num_kv_heads,) * parallel.tensor
+    heads = whole if whole_heads else even(geometry.num_kv_heads, parallel.tensor)
+    sizes, queries = (parallel.tensor, parallel.pipeline), () if whole_heads else query_parts(heads, query_heads)
     return [
-        Share(part, sizes[0], stage, sizes[1], heads, layers, queries)
+        Share(part, sizes[0], stage, sizes[1], heads, even(layers, parallel.pipeline), queries, whole_heads)
         for stage in range(sizes[1])
         for part in range(sizes[0])
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -75,6 +75,61 @@ class StateGeometry:
     def digest(self) -> str:
         """Names the layout: states of two models with different digests are never exchanged."""
         return hashlib.blake2b(f"{_FORMAT}{self.parts!r}".encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """Bytes of a state that one of several workers has, one after the other in both."""
+
+    own: int
+    """Where they begin in the worker's part."""
+    whole: int
+    """And in the state."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StateShare:
+    """What one of several workers has of a state. A snapshot has the bytes of all of them in the layout of one worker,
+    each once, so that instances of any degree read one another's."""
+
+    held: StateGeometry
+    """As many parts as the whole has; those of other workers alone are empty."""
+    runs: tuple[StateRun, ...]
+    """What it has, in order."""
+    written: tuple[StateRun, ...]
+    """Of these, what it writes to snapshots: of what several workers have, one writes it."""
+    whole_bytes: int
+    attending_before: int = 0
+    """How many layers attend before those of this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRange:
+    """Rows of a part, along its first dimension, that one worker has."""
+
+    first: int
+    count: int
+    is_written: bool
+    """It writes them to snapshots: of what several workers have, one does."""
+
+
+def share_state(states: StateGeometry, ranges: Sequence[Sequence[StateRange]]) -> StateShare:
+    """The share of a worker that has these ``ranges`` of each part."""
+    parts = tuple(
+        replace(part, shape=(sum(one.count for one in own), *part.shape[1:]))
+        for part, own in zip(states.parts, ranges, strict=True)
+    )
+    held = replace(states, parts=parts)
+    runs, written = list[StateRun](), list[StateRun]()
+    for number, (part, own) in enumerate(zip(states.parts, ranges, strict=True)):
+        row_bytes, place = part.nbytes // part.shape[0], held.offsets[number]
+        for one in own:
+            run = StateRun(place, states.offsets[number] + one.first * row_bytes, one.count * row_bytes)
+            runs.append(run)
+            written += [run] * one.is_written
+            place += run.nbytes
+    return StateShare(held, tuple(runs), tuple(written), states.nbytes)
 
 
 NO_STATE = StateGeometry()
@@ -244,22 +299,30 @@ class DividedMemory:
 
 
 def divide_memory(
-    geometry: KVGeometry, states: StateGeometry, kv_bytes: int, slots: int, *, whole_blocks: bool = False
+    geometry: KVGeometry,
+    states: StateGeometry,
+    kv_bytes: int,
+    slots: int,
+    slot_bytes: int = 0,
+    *,
+    whole_blocks: bool = False,
 ) -> DividedMemory:
     """What ``kv_bytes`` hold with at most ``slots`` running sequences; nothing beyond ``kv_bytes`` is ever used.
-    ``whole_blocks``: no two snapshots share one. Raises :class:`UserError` where that is too little."""
+    ``slot_bytes``: what all workers together have of the state of one; 0: one state. ``whole_blocks``: no two snapshots
+    share one. Raises :class:`UserError` where that is too little."""
     state_bytes, block_bytes = states.nbytes, geometry.block_bytes
-    slots = min(slots, kv_bytes // _SLOTS_SHARE // state_bytes)
-    left = kv_bytes - slots * state_bytes
+    slot_bytes = slot_bytes or state_bytes
+    slots = min(slots, kv_bytes // _SLOTS_SHARE // slot_bytes)
+    left = kv_bytes - slots * slot_bytes
     if states.attends:
         in_block = 1 if whole_blocks else max(1, block_bytes // state_bytes)
         pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes), per_block=in_block)
         blocks = left // block_bytes
-        least = _SLOTS_SHARE * (state_bytes + block_bytes * (pages.pages_each + 2))
+        least = _SLOTS_SHARE * (slot_bytes + block_bytes * (pages.pages_each + 2))
     else:
         blocks = left // _IDS_SHARE // block_bytes
         pages = StatePages(state_bytes, 1, (left - blocks * block_bytes) // state_bytes)
-        least = _SLOTS_SHARE * 2 * max(state_bytes, _IDS_SHARE * block_bytes)
+        least = _SLOTS_SHARE * 2 * max(slot_bytes, _IDS_SHARE * block_bytes)
     if kv_bytes < least:
         raise UserError(
             f"kv memory of {human_bytes(kv_bytes)} is too little for a model whose state takes "

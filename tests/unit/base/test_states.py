@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memserve.base.config import EngineOptions
+from memserve.base.config import EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import Parallel
 from memserve.base.states import NO_STATE, StateGeometry, StatePages, StatePart, cache_groups, divide_memory
@@ -82,11 +82,11 @@ def test_too_little_memory_says_how_much_would_do(states: StateGeometry, geometr
     assert divide_memory(geometry, states, advised, 8).slots >= 1
 
 
-def test_kv_of_windows_lies_alike_in_all_instances() -> None:
-    """Prefill and decode instances exchange KV: where one has several workers, none keeps it apart."""
+def test_where_kv_of_windows_lies_does_not_depend_on_degrees() -> None:
+    """Prefill and decode instances exchange KV, whose bytes are those of one worker."""
     options = EngineOptions(parallel=Parallel(prefill_tensor=2))
-    assert [options.for_role(role).keeps_windows_apart() for role in (Role.PREFILL, Role.DECODE)] == [False, False]
+    assert [options.for_role(role).keeps_windows_apart() for role in (Role.PREFILL, Role.DECODE)] == [True, True]
     assert EngineOptions().for_role(Role.DECODE).keeps_windows_apart()
     assert not EngineOptions().keeps_windows_apart(on_gpu=True)
-    with pytest.raises(UserError, match="several workers"):
-        EngineOptions(window_kv="apart", parallel=Parallel(tensor=2)).keeps_windows_apart()
+    with pytest.raises(UserError, match="with drafts"):
+        EngineOptions(window_kv="apart", scheduler=SchedulerConfig(draft_tokens=2)).keeps_windows_apart()
