@@ -44,15 +44,18 @@ class LateGrammar:
         """Nothing runs."""
 
 
-def check_late_draws(driver: Driver | Any) -> bool:
+def check_late_draws(driver: Driver | Any, family: str = "llama", **first: Any) -> bool:
     """A slot whose masks are late beside one without a grammar: both draw what they would have drawn without that, in a
-    plan with other rows and in one without any."""
-    module = tiny_module("llama")
+    plan with other rows and in one without any. ``first``: what else is in the first plan."""
+    module = tiny_module(family)
     ruled, plain = prompt(40, 7), prompt(33, 8)
     expected = greedy_tokens(module, ruled, 6), greedy_tokens(module, plain, 5)
     grammar = driver.device._slots.grammars = driver.device.grammars = LateGrammar()
     opened = [sequence(2, ruled, [4, 5], SamplingParams(temperature=0, grammar="any")), sequence(5, plain, [6, 7])]
-    assert driver.step([(2, 0, 40, (2,)), (5, 0, 33, (5,))], open=opened).tokens == [expected[0][0], expected[1][0]]
+    assert driver.step([(2, 0, 40, (2,)), (5, 0, 33, (5,))], open=opened, **first).tokens == [
+        expected[0][0],
+        expected[1][0],
+    ]
     grammar.late = {2}
     for behind in range(2):  # the second plan was made before it was known that the first one's draw is late
         late = driver.step([(2, 40 + behind, 1, (2,)), (5, 33 + behind, 1, (5,))])

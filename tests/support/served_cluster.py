@@ -26,6 +26,9 @@ HELD = (
 READ_AT = "memserve_instance_read_timestamp_seconds"
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
+WORKER = "memserve.model.workers.processes"
+"""What a worker of an instance runs."""
+
 
 class Server:
     """A ``memserve serve`` and its children."""
@@ -122,6 +125,19 @@ def processes_below(pid: int) -> list[int]:
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():
             found += processes_below(int(child))
+    return found
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes of workers that ``pid`` leads."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            try:
+                if WORKER in Path(f"/proc/{child}/cmdline").read_text():
+                    found.append(child)
+            except OSError:
+                continue
     return found
 
 

@@ -88,6 +88,7 @@ def _assemble_parts(
     from memserve.kv.costs import PreemptionCosts
     from memserve.model.gpu.setup import kv_bytes_here, shares_gpu_kv
     from memserve.model.loading.loader import model_sizes
+    from memserve.model.workers.processes import slot_bytes
     from memserve.system.memory import check_host_memory, memory_bound, resident_bytes
 
     on_gpu = gpu is not None
@@ -101,7 +102,7 @@ def _assemble_parts(
     kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
     config = options.instance_config(
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes,
-        states=model.states, windows=model.windows,
+        states=model.states, slot_bytes=slot_bytes(options.parallel, model), windows=model.windows,
     )  # fmt: skip
     if config.pool.states is not None and self_peer is not None:
         config = dataclasses.replace(config, pool=config.pool.with_whole_snapshots())

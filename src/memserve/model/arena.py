@@ -58,10 +58,11 @@ class KvArenas:
         shared: bool = False,
         lower: _core.LowerPages | None = None,
         hbm: _core.SharedArena | None = None,
+        dram: _core.SharedArena | None = None,
         worker: tuple[int, int] = (0, 1),
     ) -> None:
-        """``hbm``: memory that the workers of an instance share, for the tier of that name. None: its own. ``worker``:
-        this worker's number and how many there are, each of which prepares its part of that memory."""
+        """``hbm``, ``dram``: memory that the workers of an instance share, for the tiers of these names. None: its own.
+        ``worker``: this worker's number and how many there are, each of which prepares its part of that memory."""
         self.block_bytes = block_bytes = sizes.block_bytes
         hbm_blocks, dram_blocks = sizes.hbm_blocks, sizes.dram_blocks
         self._copied_ns = 0
@@ -78,11 +79,13 @@ class KvArenas:
             self._hbm_arena = self.shared[Tier.HBM]
             # peers know of one kind of page: with ``lower`` nothing of DRAM is offered to them
             self.dram = (
-                self._create_shared(Tier.DRAM, dram_blocks) if lower is None else _mapped(dram_blocks, lower_bytes)
+                self._create_shared(Tier.DRAM, dram_blocks, dram)
+                if lower is None
+                else _mapped(dram_blocks, lower_bytes)
             )
         else:
-            self.hbm = _mapped(hbm_blocks, block_bytes) if hbm is None else _blocks(hbm, hbm_blocks, block_bytes)
-            self.dram = _mapped(dram_blocks, lower_bytes)
+            self.hbm = _mapped(hbm_blocks, block_bytes) if hbm is None else blocks_of(hbm, block_bytes)
+            self.dram = _mapped(dram_blocks, lower_bytes) if dram is None else blocks_of(dram, lower_bytes)
 
     @property
     def hbm_address(self) -> int:
@@ -143,7 +146,7 @@ class KvArenas:
         if blocks == 0:
             return _mapped(0, self.block_bytes)
         self.shared[tier] = arena or _core.SharedArena(blocks * self.block_bytes)
-        return _blocks(self.shared[tier], blocks, self.block_bytes)
+        return blocks_of(self.shared[tier], self.block_bytes)
 
     def _arena_of(self, tier: Tier) -> Tensor:
         return self.hbm if tier is Tier.HBM else self.dram
@@ -162,8 +165,9 @@ class KvArenas:
 def _mapped(blocks: int, block_bytes: int) -> Tensor:
     if blocks == 0:
         return torch.empty((0, block_bytes), dtype=torch.uint8)
-    return _blocks(_core.Arena(blocks * block_bytes), blocks, block_bytes)
+    return torch.frombuffer(_core.Arena(blocks * block_bytes), dtype=torch.uint8).view(blocks, block_bytes)
 
 
-def _blocks(arena: _core.Arena | _core.SharedArena, blocks: int, block_bytes: int) -> Tensor:
-    return torch.frombuffer(arena, dtype=torch.uint8).view(blocks, block_bytes)  # keeps the arena alive
+def blocks_of(arena: _core.SharedArena, block_bytes: int) -> Tensor:
+    """All that it has, ``[blocks, block_bytes]`` uint8; keeps the arena alive."""
+    return torch.frombuffer(arena, dtype=torch.uint8).view(-1, block_bytes)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from memserve import _core
-from memserve.base.config import InstanceConfig
+from memserve.base.config import InstanceConfig, PoolConfig
 from memserve.base.errors import check
 from memserve.base.types import Tier, TokenLogprobs
-from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFinished, StepPlan
-from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
+from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, SaveState, StepFinished, StepPlan
+from memserve.model.arena import ArenaSizes, KvArenas, blocks_of, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention
 from memserve.model.attention.context import (
     EXPANSION_ATTRIBUTE,
@@ -42,9 +42,9 @@ from memserve.model.loading.loader import LoadedModel
 from memserve.model.lora import StepAdapters, lora_adapters
 from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotModel, SlotTable, isolate_row
-from memserve.model.states.layers import step_states
-from memserve.model.states.memory import RaggedStates, SlotStates, pages_for
-from memserve.model.workers.group import WorkerGroup, collectives
+from memserve.model.states.layers import states_of, step_states
+from memserve.model.states.memory import RaggedStates, SlotStates, open_states
+from memserve.model.workers.group import GroupMemory, WorkerGroup, collectives
 from memserve.system.memory import trim_heap
 from memserve.transport.ports import Arenas, Device
 
@@ -101,11 +101,9 @@ class ModelDevice(Device):
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
         self._copier = self._make_copier(scheduler.link_bytes_s)
         #: None: layers keep KV alone
-        self._states: SlotStates | None = None
-        if model.states:
-            pages = pages_for(self._arenas.hbm, pool.states, model.states)
-            per_block = 1 if pool.states is None else pool.states.per_block
-            self._states = SlotStates(model.states, scheduler.max_running, pages, per_block, self._arenas.dram)
+        self._states = self._open_states(model, pool, scheduler.max_running) if model.states else None
+        #: of a worker that follows: slots with late draws, as the one that leads knows them
+        self._late_elsewhere: frozenset[int] = frozenset()
         #: None: the KV of all layers lies together
         self._windows: WindowTables | None = None
         if model.windows is not None:
@@ -129,8 +127,15 @@ class ModelDevice(Device):
         lower: _core.LowerPages | None,
     ) -> Any:
         worker = (0, 1) if self._crew is None else (self._crew.share.rank, self._crew.share.ranks)
-        hbm = self._crew.hbm if isinstance(self._crew, WorkerGroup) else None
-        return KvArenas(sizes, shared=shared, lower=lower, hbm=hbm, worker=worker)
+        memory = self._crew.memory if isinstance(self._crew, WorkerGroup) else GroupMemory()
+        dram = memory.dram if self._is_leader else None
+        return KvArenas(sizes, shared=shared, lower=lower, hbm=memory.hbm, dram=dram, worker=worker)
+
+    def _open_states(self, model: LoadedModel, pool: PoolConfig, slots: int) -> SlotStates:
+        memory = self._crew.memory if isinstance(self._crew, WorkerGroup) else GroupMemory()
+        dram = self._arenas.dram if memory.dram is None else blocks_of(memory.dram, self._geometry.block_bytes)
+        tiers, share = (self._arenas.hbm, dram), states_of(model.module).share
+        return open_states(model.states, pool.states, slots, tiers, share, memory.snapshots)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
         """``link_bytes_s``: emulate a link of this rate for KV that lies by layer."""
@@ -179,11 +184,18 @@ class ModelDevice(Device):
         sampled, self._sampled = self._sampled, []
         return sampled
 
-    def follow_step(self, sampled: Drawing, plan: StepPlan) -> None:
+    @property
+    def late_slots(self) -> frozenset[int]:
+        """Slots whose draws were late: of rows behind them no state is kept."""
+        return frozenset(self._slots.late)
+
+    def follow_step(self, sampled: Drawing, late: frozenset[int], plan: StepPlan) -> None:
         """This worker's part of a step that another one leads, and what that one has ``sampled`` since the last
-        step."""
+        step; ``late``: its :attr:`late_slots` before this one."""
         for slots, tokens in sampled:
             self._slots.append_tokens(slots, tokens)
+        is_over = {*plan.close, *(draw.slot for draw in plan.late_draws)}
+        self._late_elsewhere = frozenset() if plan.reset_slots else late - is_over
         self._apply_plan(plan)
         if plan.slots:
             with torch.inference_mode():
@@ -210,6 +222,8 @@ class ModelDevice(Device):
         if self._states is not None:
             for change in plan.states:
                 self._states.apply_order(change)
+            if any(isinstance(change, SaveState) or change.pages for change in plan.states):
+                self._barrier()  # what comes next may write to what another worker still reads, or read what it writes
         for order in plan.copies if self._makes_copies else ():
             self._arenas.copy_blocks(order)
         if plan.copies:
@@ -303,8 +317,9 @@ class ModelDevice(Device):
         adapters = self._adapters_of(slots, counts)
         seen_attention, states = self._reporting_attention(plan, attention), None
         if self._states is not None:
-            states = RaggedStates(self._states, plan, (slots, starts, counts), self._slots.late)
-            seen_attention = OrderedAttention(seen_attention)
+            late = self._slots.late if self._is_leader else self._late_elsewhere
+            states = RaggedStates(self._states, plan, (slots, starts, counts), late)
+            seen_attention = OrderedAttention(seen_attention, self._states.attending_before)
         with (
             step_attention(seen_attention),
             step_states(states),
@@ -319,6 +334,8 @@ class ModelDevice(Device):
             attention.wait_for_copies()
         if states is not None:
             states.finish()
+            if plan.snapshots:
+                self._barrier()  # a snapshot is there when all workers have written what they have of it
         if self._crew is not None:
             logits = self._crew.gather_logits(logits)
         return logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size], drawing

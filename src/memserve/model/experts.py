@@ -85,6 +85,29 @@ class _Stacks:
         alike = all(isinstance(stack, Tensor) and stack.dim() == 3 for stack in stacks)
         return alike and len(self.up) == len(self.down) and not self._module._is_expert_parallel
 
+    @property
+    def inner_dim(self) -> int:
+        """Elements between a layer up and a layer down."""
+        return int(self.down.shape[1 if self._turned else 2])
+
+    def cut(self, first: int, count: int, *, keeps_bias: bool) -> None:
+        """Leave ``count`` of the inner elements, from ``first`` on, of all experts."""
+        module, name = self._module, "gate_up_proj" if self._module.has_gate else "up_proj"
+        columns = torch.arange(first, first + count)
+        if module.has_gate:  # of both, which lie one behind the other, or by turns
+            gate, up = (columns, columns + self.inner_dim) if module.is_concatenated else (2 * columns, 2 * columns + 1)
+            columns = torch.cat((gate, up)) if module.is_concatenated else torch.stack((gate, up), 1).reshape(-1)
+        rows, turned = slice(first, first + count), self._turned
+        self._replace(name, self.up[:, :, columns] if turned else self.up[:, columns])
+        self._replace("down_proj", self.down[:, rows] if turned else self.down[:, :, rows])
+        if module.has_bias:
+            self._replace(f"{name}_bias", getattr(module, f"{name}_bias")[:, columns])
+            if not keeps_bias:
+                self._replace("down_proj_bias", torch.zeros_like(module.down_proj_bias))
+
+    def _replace(self, name: str, values: Tensor) -> None:
+        setattr(self._module, name, torch.nn.Parameter(values.detach().clone(), requires_grad=False))
+
     def matrix(self, stack: Tensor, expert: int) -> Tensor:
         """``[n, k]``"""
         weight = stack[expert]
@@ -97,6 +120,22 @@ class _Stacks:
         full = "down_proj_bias" if name == "down" else "gate_up_proj_bias" if self._module.has_gate else "up_proj_bias"
         bias: Tensor = getattr(self._module, full)[expert]
         return bias
+
+
+def can_cut_experts(module: Any) -> bool:
+    """Whether workers may have some columns of each of the experts of ``module``, and sum their results."""
+    return _Stacks(module).has_known_shape and not module.has_post_expert_norm
+
+
+def inner_dim_of(module: Any) -> int:
+    """Of the experts of ``module``: elements between a layer up and a layer down."""
+    return _Stacks(module).inner_dim
+
+
+def cut_experts(module: Any, first: int, count: int, *, keeps_bias: bool) -> None:
+    """Leave of each expert of ``module`` so many of its inner elements. ``keeps_bias``: of results, which one worker
+    adds."""
+    _Stacks(module).cut(first, count, keeps_bias=keeps_bias)
 
 
 class PackedExperts:

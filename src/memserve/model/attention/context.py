@@ -140,9 +140,10 @@ class OrderedAttention:
     """A step's attention for a model in which not every layer attends, or one module does in several: the first call
     is layer 0's, the next one layer 1's."""
 
-    def __init__(self, attention: StepAttention) -> None:
+    def __init__(self, attention: StepAttention, first: int = 0) -> None:
+        """``first``: the number of the first layer that attends here; those before are another worker's."""
         self._attention = attention
-        self._layers = 0
+        self._layers = first
 
     def run_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """See :meth:`StepAttention.run_attention`; ``layer`` says nothing."""

@@ -52,6 +52,10 @@ class Expansion:
         key, value = whole.split_with_sizes([self.key_dim, self.value_dim], dim=1)
         return key, value
 
+    def of_heads(self, linear: nn.Linear, heads: int) -> Expansion:
+        """The same of some heads alone, whose weights ``linear`` has."""
+        return Expansion(linear, heads, self.key_dim, self.latent_dim)
+
     def is_of(self, linear: nn.Module) -> bool:
         """Whether ``linear`` has the weights."""
         return linear is self._linear

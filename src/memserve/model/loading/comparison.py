@@ -91,7 +91,7 @@ class _CarriedAttention:
         return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
 
 
-class _Carried:
+class Carried:
     """What goes from one piece of a sequence to the next: keys and values, and states where layers have them. Between
     two pieces a state is copied, as when a sequence goes on from a snapshot."""
 
@@ -155,16 +155,16 @@ def _compare_in(module: Any, layers: list[ProbedLayer], dtype: str, longest: int
             expected = _logits(module, ids, None, positions)
         finally:
             module.set_attn_implementation(ATTENTION_NAME)
-        carried = _Carried(states.geometry, dtype)
+        carried = Carried(states.geometry, dtype)
         with carried.passed_on():
             whole = _logits(module, ids, 0, positions)
-        piece_logits, carried = [], _Carried(states.geometry, dtype)
+        piece_logits, carried = [], Carried(states.geometry, dtype)
         for begin, end in itertools.pairwise(pieces):
             if begin < end:
                 compared = [position for position in positions if begin <= position < end]
                 with carried.passed_on():
                     piece_logits.append(_logits(module, ids[begin:end], begin, compared))
-    errors, rounding = (_errors(logits, expected) for logits in (torch.cat(piece_logits), whole))
+    errors, rounding = (position_errors(logits, expected) for logits in (torch.cat(piece_logits), whole))
     right, wrong_from = TOLERANCE[dtype]
     if not float(rounding.median()) <= wrong_from:
         raise UserError(
@@ -258,7 +258,7 @@ class _Widened:
         self._originals = []
 
 
-def _errors(logits: Tensor, expected: Tensor) -> Tensor:
+def position_errors(logits: Tensor, expected: Tensor) -> Tensor:
     """Of each position, as a share of its logits' spread."""
     return (logits - expected).square().mean(-1).sqrt() / expected.std(-1)
 

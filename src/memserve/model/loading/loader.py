@@ -101,6 +101,11 @@ class LoadedModel:
         """How KV lies in the first tier (:data:`memserve.base.types.KV_DTYPES`)."""
         return self.geometry.kv_dtype
 
+    @property
+    def whole_geometry(self) -> KVGeometry:
+        """With the layers whose KV lies apart."""
+        return self.geometry if self.windows is None else replace(self.geometry, num_layers=len(self.windows.windowed))
+
     def keep_kv_as(self, kv_dtype: str) -> LoadedModel:
         """This model, whose KV is to lie so."""
         return replace(self, geometry=replace(self.geometry, kv_dtype=kv_dtype))

@@ -119,7 +119,8 @@ def probe_model(
         with step_attention(DenseAttention()):
             _check_logits(_last_logits(module, ids, family), expected, limit, family)
     if states:
-        install_states(module, replace(states, geometry=replace(states.geometry, attends=bool(layers))))
+        geometry, attending = replace(states.geometry, attends=bool(layers)), [seen.layer for seen in attention.layers]
+        install_states(module, replace(states, geometry=geometry, attending=tuple(attending)))
     return _geometry_of(layers, dtype, block_tokens), layers
 
 

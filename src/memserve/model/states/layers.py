@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from memserve.base.states import NO_STATE, StateGeometry
+from memserve.base.states import NO_STATE, StateGeometry, StateShare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,12 @@ class StateLayers:
     layers: tuple[StateLayer, ...] = ()
     weights_alone: frozenset[int] = field(default_factory=frozenset)
     """Ids of linears that no layer calls: their weights are used as they are, and must stay so."""
+    returning: dict[str, int] = field(default_factory=dict)
+    """How many values modules return, by name; those that return one are left out."""
+    attending: tuple[int | None, ...] = ()
+    """The numbers by which layers attend, in order; a module that does in several of them may have none."""
+    share: StateShare | None = None
+    """Of one of several workers: ``geometry`` is what it has, as the layers know it. None: it is the whole."""
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -64,6 +70,11 @@ def states_of(module: Any) -> StateLayers:
     """The layers of ``module`` with a state, as :func:`install_states` was told."""
     layers = getattr(module, _ATTRIBUTE, _NONE)
     return layers if isinstance(layers, StateLayers) else _NONE
+
+
+def keep_share(module: Any, layers: StateLayers) -> None:
+    """``layers``: what a worker has of those that are installed."""
+    setattr(module, _ATTRIBUTE, layers)
 
 
 def install_states(module: Any, layers: StateLayers) -> None:

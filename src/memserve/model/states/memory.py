@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from memserve import _core
 from memserve.base.errors import InvariantError, check
-from memserve.base.states import StateGeometry
+from memserve.base.states import StateGeometry, StatePages, StateShare
 from memserve.base.types import Tier
+from memserve.base.units import ceil_div
 from memserve.instance.events import SaveState
 from memserve.model.states.layers import LayerCalls, LayerStates, PartKey, StateLayer
 
@@ -51,11 +52,20 @@ class SlotStates:
     """The states of all slots. Used from the device's thread."""
 
     def __init__(
-        self, geometry: StateGeometry, slots: int, pages: Tensor, per_block: int = 1, dram: Tensor | None = None
+        self,
+        geometry: StateGeometry,
+        slots: int,
+        pages: Tensor,
+        per_block: int = 1,
+        dram: Tensor | None = None,
+        share: StateShare | None = None,
     ) -> None:
         """``pages [pages, page_bytes]`` uint8: where snapshots lie. ``per_block``: or so many in each of these.
-        ``dram``: blocks of the second tier, of the same size; plans copy snapshots there."""
-        self.geometry = geometry
+        ``dram``: blocks of the second tier, of the same size; plans copy snapshots there. ``share``: of one of several
+        workers, which all have these pages and blocks; ``geometry`` is what it has."""
+        self.geometry, self._share = geometry, share
+        #: how many layers attend before those of this worker
+        self.attending_before = 0 if share is None else share.attending_before
         self._states = state_pages(geometry.nbytes, slots)
         self._pages, self._per_block, self._dram = pages, per_block, dram
         self.parts = parts_of(self._states, geometry)
@@ -98,6 +108,9 @@ class SlotStates:
         return self._states[slot]
 
     def _copy_pages(self, state: Tensor, home: Tensor, pages: Sequence[int], *, to_pages: bool) -> None:
+        if self._share is not None:
+            self._copy_runs(self._share, state, home, pages, to_pages=to_pages)
+            return
         if self._per_block > 1:
             block, inside = divmod(pages[0], self._per_block)
             check(len(pages) == 1 and 0 <= block < len(home), "a snapshot lies in a page that there is not")
@@ -115,6 +128,28 @@ class SlotStates:
         else:
             torch.index_select(home, 0, ids, out=state[: whole * page_bytes].view(whole, page_bytes))
             state[len(state) - rest :] = home[pages[-1], :rest] if rest else state[:0]
+
+    def _copy_runs(
+        self, share: StateShare, state: Tensor, home: Tensor, pages: Sequence[int], *, to_pages: bool
+    ) -> None:
+        """As :meth:`_copy_pages`, of what this worker has; another one may have the bytes beside it."""
+        size, own, whole = home.shape[1], state.numpy(), home.numpy()
+        if self._per_block > 1:
+            block, inside = divmod(pages[0], self._per_block)
+            pages, start, needed = [block], inside * share.whole_bytes, 1
+        else:
+            start, needed = 0, ceil_div(share.whole_bytes, size)
+        check(len(pages) == needed, "a snapshot of {} bytes has {} pages", share.whole_bytes, len(pages))
+        check(min(pages) >= 0 and max(pages) < len(whole), "a snapshot lies in pages that there are not")
+        for run in share.written if to_pages else share.runs:
+            place, done = start + run.whole, 0
+            while done < run.nbytes:  # a run may go on in the next page
+                page, offset = divmod(place + done, size)
+                count = min(run.nbytes - done, size - offset)
+                there, here = whole[pages[page], offset : offset + count], own[run.own + done : run.own + done + count]
+                target, source = (there, here) if to_pages else (here, there)
+                target[:] = source
+                done += count
 
 
 @dataclass(slots=True)
@@ -236,7 +271,21 @@ class RaggedStates:
         return rows, pieces
 
 
-def pages_for(arena: Tensor, states: Any, geometry: StateGeometry) -> Tensor:
-    """Where snapshots lie: in blocks of ``arena [blocks, block_bytes]``, or in pages of their own
-    (:class:`~memserve.base.states.StatePages`)."""
-    return state_pages(geometry.nbytes, states.own_pages) if states.own_pages else arena
+def open_states(
+    states: StateGeometry,
+    lying: StatePages | None,
+    slots: int,
+    tiers: tuple[Tensor, Tensor],
+    share: StateShare | None = None,
+    shared: _core.SharedArena | None = None,
+) -> SlotStates:
+    """The states of a device. ``lying``: how snapshots of ``states`` do: in blocks of the ``tiers``, each
+    ``[blocks, block_bytes]``, or in pages of their own, of several workers in memory that they all map, ``shared``.
+    ``share``: of one of them."""
+    arena, dram = tiers
+    pages, per_block = arena, 1 if lying is None else lying.per_block
+    if lying is not None and lying.own_pages and shared is not None:
+        pages = torch.frombuffer(shared, dtype=torch.uint8).view(lying.own_pages, states.nbytes)
+    elif lying is not None and lying.own_pages:
+        pages = state_pages(states.nbytes, lying.own_pages)
+    return SlotStates(states if share is None else share.held, slots, pages, per_block, dram, share)

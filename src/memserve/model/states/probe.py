@@ -50,6 +50,7 @@ class _Watch:
     carriers: dict[int, _Call] = field(default_factory=dict)  # by the module's id, in order
     parts: dict[int, dict[PartKey, int]] = field(default_factory=dict)  # written: by module's id, key -> layer
     called: set[int] = field(default_factory=set)  # ids of all modules
+    returning: dict[str, int] = field(default_factory=dict)  # by a module's name, if it returns several values
 
     def on_call(self, name: str, original: Any, *args: Any, **options: Any) -> Any:
         """Of the cache, by a layer."""
@@ -71,10 +72,15 @@ class _Watch:
             self.called.add(id(part))
             self.running.append(_Call(part, args, options))
 
+        def leave(name: str, part: Any, args: Any, output: Any) -> None:
+            self.running.pop()
+            if isinstance(output, tuple):
+                self.returning[name] = len(output)
+
         handles = []
-        for part in module.modules():
+        for name, part in module.named_modules():
             handles.append(part.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(part.register_forward_hook(lambda *_: self.running.pop() and None, always_call=True))
+            handles.append(part.register_forward_hook(partial(leave, name), always_call=True))
         try:
             yield
         finally:
@@ -119,7 +125,7 @@ def find_states(module: Any, ids: Tensor) -> StateLayers:
             layers[place] = replace(layer, one_by_one=manners[kind])
     inside = [part for layer in layers for part in layer.module.modules() if isinstance(part, nn.Linear)]
     alone = frozenset(id(linear) for linear in inside if id(linear) not in watch.called)
-    return StateLayers(StateGeometry(tuple(parts)), tuple(layers), alone)
+    return StateLayers(StateGeometry(tuple(parts)), tuple(layers), alone, watch.returning)
 
 
 def _new_cache(module: Any) -> tuple[Any, str]:

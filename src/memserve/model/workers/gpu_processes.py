@@ -32,6 +32,7 @@ from memserve.base.units import MIB
 from memserve.model.gpu.setup import check_pages, device_with_graphs, kv_bytes_here
 from memserve.model.workers.gpu_group import GpuWorkerGroup, Ranks, TorchCommunicator
 from memserve.model.workers.gpu_steps import DividedGpu, follow_leader
+from memserve.model.workers.plans import plan_division, refuse_division
 from memserve.model.workers.processes import (
     LOAD_S,
     STEP_S,
@@ -118,6 +119,9 @@ class GpuWorkers(Processes):
         #: why other processes cannot read the KV; empty: they can
         self.why_unshared = "" if shared else "it is not asked for"
         refuse_stages_by_layer(options.parallel, options.scheduler.layerwise)
+        only_stages = options.parallel.tensor == 1
+        if not plan_division(model.module, model.geometry, only_stages=only_stages).is_planned:
+            raise refuse_division(model.module, "GPUs have whole heads, columns and rows alone, as its plan says")
         worker_shares = shares(options.parallel, model.geometry)
         check_pages(shard_of(worker_shares[0], model.geometry).run_bytes)
         self._options, self._model, self._gpu, self._share = options, model, gpu, worker_shares[0]

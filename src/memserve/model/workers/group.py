@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -73,6 +74,24 @@ def _stand_in(x: Tensor) -> Tensor:
     return ((places % 17 - 8).float() / 64).to(x.dtype)[None]
 
 
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """What all workers of an instance map."""
+
+    hbm: _core.SharedArena | None = None
+    """KV of the first tier."""
+    dram: _core.SharedArena | None = None
+    """The second tier, where all of them copy there: that of recurrent states. Of KV the one that leads copies all."""
+    snapshots: _core.SharedArena | None = None
+    """Of recurrent states that lie apart from KV."""
+
+    def seal(self) -> None:
+        """No other process maps it from now on."""
+        for arena in (self.hbm, self.dram, self.snapshots):
+            if arena is not None:
+                arena.seal()
+
+
 class WorkerGroup:
     """One worker's connection to the others, on a CPU: see :class:`memserve.model.workers.gpu_group.GpuWorkerGroup` for
     GPUs."""
@@ -83,11 +102,11 @@ class WorkerGroup:
         stage: _kernels.Collective,
         whole: _kernels.Collective,
         vocabularies: tuple[int, ...],
-        hbm: _core.SharedArena | None = None,
+        memory: GroupMemory | None = None,
     ) -> None:
         """``stage``: the workers of its stage; ``whole``: all. ``vocabularies``: tokens whose logits each part has.
-        ``hbm``: memory of all workers, with the KV of the first tier."""
-        self.share, self.hbm = share, hbm
+        ``memory``: of all workers; None: each has its own."""
+        self.share, self.memory = share, memory or GroupMemory()
         self.stage, self.whole = stage, whole
         before = [0] * (share.ranks - share.parts)
         self._widths = [*before, *(4 * count for count in vocabularies)]
@@ -148,8 +167,8 @@ class WorkerGroup:
         if self.is_leader:
             whole = torch.empty((len(logits), self._vocab_size), dtype=torch.float32)
         if not len(logits):
-            if self.share.stages > 1:
-                self.whole.meet()  # a later stage may still be writing KV
+            if self.share.stages > 1 or self.share.whole_heads:
+                self.whole.meet()  # a later stage may still be writing KV, a part with all heads reading it
         else:
             self.whole.gather(logits.data_ptr(), len(logits), self._widths, whole.data_ptr())
         return whole

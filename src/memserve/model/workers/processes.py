@@ -28,7 +28,6 @@ from memserve import _core, _kernels
 from memserve.base.config import EngineOptions, InstanceConfig
 from memserve.base.errors import UserError, check
 from memserve.base.kv_layout import Parallel, Share, shares
-from memserve.base.types import KVGeometry
 from memserve.base.units import MIB
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.capture.forward import best_forward
@@ -36,8 +35,10 @@ from memserve.model.device import ModelDevice
 from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.workers.gpu_group import GpuWorkerGroup
-from memserve.model.workers.group import WorkerGroup
-from memserve.model.workers.sharding import shard
+from memserve.model.workers.group import GroupMemory, WorkerGroup
+from memserve.model.workers.plans import Division, plan_division
+from memserve.model.workers.sharding import shard, share_states
+from memserve.model.workers.trial import Trial, follow_trial
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, usable_cores
 from memserve.system.process import die_with, ignore_terminal, module_command, set_thread_environment
@@ -70,8 +71,8 @@ class _Order:
     config: InstanceConfig
     threads: int
     parent_pid: int
-    hbm: tuple[int, int]
-    """Descriptor and bytes of the memory of KV."""
+    memory: tuple[tuple[int, int] | None, ...]
+    """Descriptors and bytes, as :class:`~memserve.model.workers.group.GroupMemory` has them."""
     regions: tuple[tuple[int, int], ...]
     """Of the collective of each stage, then of all workers."""
 
@@ -164,33 +165,39 @@ def disconnect(line: Connection) -> None:
 class Workers(Processes):
     """The processes beside the leader, on a CPU."""
 
-    def __init__(self, options: EngineOptions, config: InstanceConfig, geometry: KVGeometry, query_heads: int) -> None:
+    def __init__(self, options: EngineOptions, config: InstanceConfig, model: LoadedModel, division: Division) -> None:
         """Start them; they load their parts meanwhile. Raises :class:`UserError` for a model that cannot be divided."""
         super().__init__()
-        self.shares = shares(options.parallel, geometry, query_heads)
+        geometry = model.geometry
+        self.shares = shares_of(options.parallel, model, division)
         refuse_stages_by_layer(options.parallel, config.scheduler.layerwise)
-        self.hbm = _core.SharedArena(config.pool.hbm_blocks * geometry.block_bytes, sealed=False)
+        own_pages = 0 if config.pool.states is None else config.pool.states.own_pages
+        dram_blocks = config.pool.dram_blocks if model.states else 0
+        sizes = [config.pool.hbm_blocks * geometry.block_bytes, dram_blocks * geometry.block_bytes]
+        sizes += [own_pages * model.states.nbytes]
+        arenas = [_core.SharedArena(size, sealed=False) if size else None for size in sizes]
+        self.memory = GroupMemory(*arenas)
         first = self.shares[0]
-        sizes = [*[first.parts] * first.stages, first.ranks]
-        bytes_each = [_kernels.Collective.region_bytes(size, SLOT_BYTES) for size in sizes]
+        counts = [*[first.parts] * first.stages, first.ranks]
+        bytes_each = [_kernels.Collective.region_bytes(size, SLOT_BYTES) for size in counts]
         self._regions = [_core.SharedArena(nbytes, sealed=False) for nbytes in bytes_each]
         described = tuple((region.fd, region.nbytes) for region in self._regions)
-        hbm = self.hbm.fd, self.hbm.nbytes
+        memory = tuple(None if arena is None else (arena.fd, arena.nbytes) for arena in arenas)
         threads = options.parallel.threads_each(options.threads or usable_cores())
         for share in self.shares[1:]:
-            order = _Order(share, options, config, threads, os.getpid(), hbm, described)
-            inherited = [hbm[0], *(fd for fd, _ in described)]
+            order = _Order(share, options, config, threads, os.getpid(), memory, described)
+            inherited = [fd for fd, _ in (*described, *filter(None, memory))]
             self._start_process("memserve.model.workers.processes", order, inherited, {"OMP_NUM_THREADS": str(threads)})
 
     def wait_loaded(self) -> None:
         """Return when all have loaded their parts. Raises :class:`UserError` with what went wrong in one of them."""
         self.receive_all()
-        self.hbm.seal()
+        self.memory.seal()
 
     def connect_group(self, vocabularies: tuple[int, ...]) -> WorkerGroup:
         """The leader's connection to them."""
         stage, whole = self._regions[0], self._regions[-1]
-        return _connect_group(self.shares[0], stage, whole, vocabularies, self.hbm)
+        return _connect_group(self.shares[0], (stage, whole), vocabularies, self.memory)
 
 
 class Divided(Device):
@@ -225,7 +232,7 @@ class Divided(Device):
         if self._crew.broken:
             raise WorkersBroken(self._crew.broken)
         try:
-            self._workers.send_all(self._leader.take_sampled(), plan)
+            self._workers.send_all(self._leader.take_sampled(), self._leader.late_slots, plan)
             return self._leader.execute(plan)
         except BaseException as error:
             raise self._mark_broken(error) from error
@@ -271,11 +278,15 @@ def refuse_stages_by_layer(parallel: Parallel, layerwise: str) -> None:
 
 def build_divided(model: LoadedModel, options: EngineOptions, config: InstanceConfig, *, shared: bool) -> Divided:
     """A device of several workers on a CPU. Raises :class:`UserError` for what cannot be divided."""
-    workers = Workers(options, config, model.geometry, model.query_heads)
+    division = plan_division(model.module, model.whole_geometry, only_stages=options.parallel.tensor == 1)
+    workers = Workers(options, config, model, division)
     try:
-        vocabularies = shard(model.module, workers.shares[0], model.geometry, model.adapters)
+        trial = None if division.is_planned else Trial(model.module, model.geometry.dtype)
+        vocabularies = shard(model.module, workers.shares[0], model.whole_geometry, model.adapters)
         workers.wait_loaded()
         crew = workers.connect_group(vocabularies)
+        if trial is not None:
+            trial.compare_together(crew)
         forward = best_forward(model.module, crew)
         leader = ModelDevice(model, config, forward, shared=shared, crew=crew)
     except BaseException:
@@ -284,19 +295,38 @@ def build_divided(model: LoadedModel, options: EngineOptions, config: InstanceCo
     return Divided(leader, workers, crew)
 
 
+def shares_of(parallel: Parallel, model: LoadedModel, division: Division) -> list[Share]:
+    """What each worker has of ``model``. Raises :class:`UserError`."""
+    # what is compared by the workers is compared without lent heads, which only the kernel has
+    query_heads = model.query_heads if division.is_planned else 0
+    whole_heads, layers = not division.divides_heads, len(division.layers)
+    return shares(parallel, model.geometry, query_heads, whole_heads=whole_heads, layers=layers)
+
+
+def slot_bytes(parallel: Parallel, model: LoadedModel) -> int:
+    """What all workers together have of the recurrent state of one sequence, ``model`` being whole. Raises
+    :class:`UserError` for a model that cannot be divided."""
+    if not model.states or parallel.worker_count == 1:
+        return model.states.nbytes
+    division = plan_division(model.module, model.whole_geometry, only_stages=parallel.tensor == 1)
+    found = shares_of(parallel, model, division)
+    return sum(share_states(model.module, division.layers, share).held.nbytes for share in found)
+
+
 def _connect_group(
     share: Share,
-    stage: _core.SharedArena,
-    whole: _core.SharedArena,
+    regions: tuple[_core.SharedArena, _core.SharedArena],
     vocabularies: tuple[int, ...],
-    hbm: _core.SharedArena | None,
+    memory: GroupMemory,
 ) -> WorkerGroup:
+    """``regions``: of the collectives of its stage, and of all workers."""
+    stage, whole = regions
     return WorkerGroup(
         share,
         _kernels.Collective(stage.address, share.part, share.parts, SLOT_BYTES, STEP_S),
         _kernels.Collective(whole.address, share.rank, share.ranks, SLOT_BYTES, STEP_S),
         vocabularies,
-        hbm,
+        memory,
     )
 
 
@@ -333,10 +363,10 @@ def main(descriptor: int) -> None:
         return
     while True:
         try:
-            sampled, plan = pickle.loads(line.recv_bytes())
+            command = pickle.loads(line.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)  # to destroy torch's objects takes half a second, and frees nothing
-        device.follow_step(sampled, plan)
+        device.follow_step(*command)
 
 
 def _load(order: _Order, line: Connection) -> ModelDevice:
@@ -344,16 +374,22 @@ def _load(order: _Order, line: Connection) -> ModelDevice:
     tokens, threads = options.block_tokens, order.threads
     model = load_model(options.model, options.dtype, "cpu", block_tokens=tokens, threads=threads, lora=options.lora)
     model = model.keep_kv_as(options.kv_dtype)
-    vocabularies = shard(model.module, share, model.geometry, model.adapters)
+    if order.config.pool.windows is not None:
+        model = model.keep_windows_apart()
+    is_planned = plan_division(model.module, model.whole_geometry, only_stages=share.parts == 1).is_planned
+    vocabularies = shard(model.module, share, model.whole_geometry, model.adapters)
     stage, whole = (_core.SharedArena.attach(*order.regions[index]) for index in (share.stage, -1))
-    hbm = _core.SharedArena.attach(*order.hbm)
-    check(hbm.nbytes == order.config.pool.hbm_blocks * model.geometry.block_bytes, "the arena has another size")
+    memory = GroupMemory(*(None if part is None else _core.SharedArena.attach(*part) for part in order.memory))
+    size = 0 if memory.hbm is None else memory.hbm.nbytes
+    check(size == order.config.pool.hbm_blocks * model.geometry.block_bytes, "the arena has another size")
     line.send("")
-    crew = _connect_group(share, stage, whole, vocabularies, hbm)
+    crew = _connect_group(share, (stage, whole), vocabularies, memory)
+    if not is_planned:
+        follow_trial(model.module, model.geometry.dtype, crew)
     forward = best_forward(model.module, crew)
     config = replace(order.config, pool=replace(order.config.pool, dram_blocks=0))
     device = ModelDevice(model, config, forward, crew=crew)
-    _mapped_memory.append((stage, whole, hbm))
+    _mapped_memory.append((stage, whole, memory))
     return device
 
 

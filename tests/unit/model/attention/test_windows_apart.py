@@ -40,14 +40,20 @@ def serving_apart(folder: Path, **options: Any) -> AbstractContextManager[LLM]:
     return serving(folder, **{"kv_memory": "4MiB", "window_kv": "apart"} | options)
 
 
+WORKERS = {"gemma2": {"pipeline_parallel": 2}, "gpt_oss": {"tensor_parallel": 2}}
+
+
+@pytest.mark.parametrize("workers", [False, True], ids=["one", "workers"])
 @pytest.mark.parametrize("options", [{}, {"max_step_tokens": 24}], ids=["whole", "chunks"])
 @pytest.mark.parametrize("family", SIZES)
-def test_answers_are_the_models_own(family: str, options: dict[str, int], folders: dict[str, Path]) -> None:
+def test_answers_are_the_models_own(
+    family: str, options: dict[str, int], workers: bool, folders: dict[str, Path]
+) -> None:
     """Together and alone, cold and with the cache, past the window in prompt and answer."""
     module = module_of(family)
     prompts = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100, 180))]
     expected = [greedy_tokens(module, prompt(len(tokens), seed), ANSWER) for seed, tokens in enumerate(prompts)]
-    with serving_apart(folders[family], **options) as llm:
+    with serving_apart(folders[family], **options, **(WORKERS[family] if workers else {})) as llm:
         cold = ask(llm, prompts, ANSWER)
         assert [answer for answer, _ in cold] == expected
         assert [cached for _, cached in cold] == [0] * len(prompts)
