@@ -75,8 +75,10 @@ def test_drafts_are_checked_exactly(tmp_path: Path) -> None:
     assert list(result.outputs[0].tokens) == greedy_tokens(module, np.array(tokens, np.int32), 40)
 
 
-def test_a_store_keeps_latents_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill and decode instances of DeepSeek V3's KV, and a disk; a second cluster begins with what it holds."""
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_store_keeps_latents_over_a_restart(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill and decode instances of DeepSeek V3's KV, and a disk; a second cluster begins with what it holds. One
+    worker prefills, and two decode."""
     shape = SHAPES["latents"]
     module, tokens = shape.module(), prompt(100, 1)
     expected = " ".join(f"w{token}" for token in greedy_tokens(module, tokens, 8) if token != 2)  # the end has no text
@@ -84,6 +86,7 @@ def test_a_store_keeps_latents_over_a_restart(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
     save_slow_costs(folder, shape.kv.block_tokens)
     flags = ("--prefill", "1", "--decode", "1", *shape.memory_flags(512), "--metadata", str(tmp_path / "state"))
+    flags += ("--decode-tensor-parallel", str(workers))
     flags += ("--ssd", f"{tmp_path}/ssd=512MiB", "--store-dram", "64MiB", "--ssd-sync", "none")
     for cached_tokens in (0, 96):
         ask_once(Server(folder, *flags), tokens, expected, cached_tokens)
@@ -103,17 +106,10 @@ def ask_once(server: Server, tokens: np.ndarray, expected: str, cached_tokens: i
         server.process.wait(60)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"kv_dtype": "int8"}, "latents that attention reads are kept as they are computed"),
-        ({"tensor_parallel": 2}, "all heads read them"),
-    ],
-)
-def test_what_latents_do_not_allow_is_refused(options: dict[str, object], why: str, tmp_path: Path) -> None:
+def test_what_latents_do_not_allow_is_refused(tmp_path: Path) -> None:
     folder = str(save_folder(tiny_module("deepseek_v2"), tmp_path / "tiny"))
-    with pytest.raises(UserError, match=why):
-        LLM(folder, dtype="float32", threads=1, **({"kv_memory": "4MiB"} | options))
+    with pytest.raises(UserError, match="latents that attention reads are kept as they are computed"):
+        LLM(folder, dtype="float32", threads=1, kv_memory="4MiB", kv_dtype="int8")
 
 
 def test_doctor_says_where_the_bytes_of_a_token_come_from(tmp_path: Path) -> None:

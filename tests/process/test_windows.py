@@ -36,14 +36,18 @@ def make_computing_slow(folder: Path) -> None:
     save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": slow.to_dict()})
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_prefill_and_decode_answer_as_the_model(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [("gemma2", ()), ("gpt_oss", ()), ("gemma2", ("--decode-tensor-parallel", "2"))],
+    ids=["gemma2", "gpt_oss", "gemma2, two workers decode"],
+)
+def test_prefill_and_decode_answer_as_the_model(family: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     """Cold, warm, and as turns of a conversation: what the decode instance has computed comes back with its window."""
     module = tiny_module(family, num_hidden_layers=LAYERS)
     folder = save_folder(module, tmp_path / "tiny")
     prompts = [prompt(length, seed).tolist() for seed, length in enumerate((5, 40, 70, 140))]
     expected = [shown(answer_of(module, tokens, 40)) for tokens in prompts]
-    with served(folder, "--prefill", "1", "--decode", "1") as server:
+    with served(folder, "--prefill", "1", "--decode", "1", *flags) as server:
         assert [server.complete(tokens, 40) for tokens in prompts] == expected
         cold_tokens = server.counter("cached_tokens")
         assert [server.complete(tokens, 40) for tokens in prompts] == expected

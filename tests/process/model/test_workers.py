@@ -16,9 +16,8 @@ from memserve import LLM
 from memserve.base.errors import UserError
 from memserve.base.types import SamplingParams
 from memserve.instance.speculation import speculation
-from memserve.model.workers import processes as workers
 from memserve_lab.sim.fuzz.scenario_features import Always
-from served_cluster import Server, eventually
+from served_cluster import Server, eventually, workers_of
 from tiny_models import greedy_answers, prompt, save_folder, tiny_module
 
 OPTIONS = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB"}
@@ -29,19 +28,6 @@ KINDS = {"TP 2": (2, 1), "PP 2": (1, 2), "TP 2 x PP 3": (2, 3)}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
-
-
-def workers_of(pid: int) -> list[int]:
-    """The processes of workers that ``pid`` leads."""
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            try:
-                if workers.__name__ in Path(f"/proc/{child}/cmdline").read_text():
-                    found.append(child)
-            except OSError:
-                continue
-    return found
 
 
 def answers(llm: LLM) -> list[tuple[int, ...]]:
