@@ -1,12 +1,13 @@
 """Every causal family that the installed transformers can build small: served exactly, or refused with the reason?
 
-    python scripts/families.py [NAME ...] [--json FILE] [--docs FILE] [--jobs 2] [--limit-s 120]
+    python scripts/families.py [NAME ...] [--json FILE] [--docs FILE] [--jobs 2] [--limit-s 120] [--workers N]
 
 A family's own configuration is made small (4 layers, hidden size 64, windows and switches of 24 to 64 tokens) and gets
 random weights in float32. What the model itself answers greedily, without a cache, is compared with memserve's answers
 to prompts that end within a block, beyond one, and beyond every window: cold, and again with the cache filled; in steps
 as they come, and in chunks of 24 tokens. Each family is a process of its own, with a limit of time and of memory. Ends
-with 1 if any answer is wrong. ``--docs`` writes docs/reference/FAMILIES.md.
+with 1 if any answer is wrong. ``--docs`` writes docs/reference/FAMILIES.md. ``--workers``: each by so many
+(``--tensor-parallel``); no table is written of that.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def own_answers(module: Any, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def judge(name: str, folder: Path) -> tuple[str, str]:
+def judge(name: str, folder: Path, workers: int) -> tuple[str, str]:
     """One of the words above, and why."""
     import torch
 
@@ -154,7 +155,8 @@ def judge(name: str, folder: Path) -> tuple[str, str]:
     wrong, total, longest = 0, 0, ""
     for more in ({}, {"max_step_tokens": CHUNK_TOKENS}):
         try:
-            llm = LLM(str(folder), dtype="float32", kv_memory="64MiB", threads=1, **more)
+            options = {"dtype": "float32", "kv_memory": "64MiB", "threads": workers, "tensor_parallel": workers}
+            llm = LLM(str(folder), **options, **more)
         except UserError as error:
             return REFUSED, error.message
         with llm:
@@ -177,7 +179,7 @@ def _in_a_line(error: BaseException) -> str:
     return f"{kind}: {' '.join(str(error).split())}"[:200]
 
 
-def _child(name: str, answers: Any) -> None:
+def _child(name: str, workers: int, answers: Any) -> None:
     os.setpgid(0, 0)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     sink = os.open(os.devnull, os.O_WRONLY)
@@ -185,7 +187,7 @@ def _child(name: str, answers: Any) -> None:
     with tempfile.TemporaryDirectory(prefix="family-") as folder:
         os.environ["MEMSERVE_CACHE_DIR"] = f"{folder}/cache"
         try:
-            outcome = judge(name, Path(folder) / name)
+            outcome = judge(name, Path(folder) / name, workers)
         except BaseException as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             outcome = BROKE, f"{_in_a_line(error)} ({Path(frame.filename).name}:{frame.lineno})"
@@ -193,11 +195,11 @@ def _child(name: str, answers: Any) -> None:
     os._exit(0)
 
 
-def tried(name: str, limit_s: float) -> dict[str, Any]:
+def tried(name: str, limit_s: float, workers: int) -> dict[str, Any]:
     """What has become of a family, in a process of its own."""
     began = time.monotonic()
     ours, far_end = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, far_end))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, workers, far_end))
     process.start()
     far_end.close()
     outcome = BROKE, f"no answer within {limit_s:.0f} s"
@@ -244,7 +246,10 @@ def main() -> int:
     parser.add_argument("--docs", type=Path)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit-s", type=float, default=120.0)
+    parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
+    if options.docs is not None and options.workers > 1:
+        parser.error("--docs is about one worker")
     warnings.filterwarnings("ignore")
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -254,7 +259,7 @@ def main() -> int:
     names = options.names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for row in pool.map(lambda name: tried(name, options.limit_s), names):
+        for row in pool.map(lambda name: tried(name, options.limit_s, options.workers), names):
             rows.append(row)
             print(f"{row['family']:28} {row['outcome']:10} {row['why'][:150]} ({row['seconds']} s)", flush=True)
     if options.json is not None:
