@@ -508,10 +508,6 @@ class EngineOptions:
         """These options, of an instance with ``role``."""
         return dataclasses.replace(self, parallel=self.parallel.for_role(role))
 
-    def keep_windows_together(self) -> EngineOptions:
-        """These options, unless they say where KV of windows lies."""
-        return dataclasses.replace(self, window_kv="together") if self.window_kv == "auto" else self
-
     def keeps_windows_apart(self, *, on_gpu: bool = False) -> bool:
         """Whether KV of layers that read a window lies apart. Raises :class:`UserError` where it shall and cannot."""
         if self.window_kv == "together":
