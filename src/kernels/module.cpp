@@ -16,6 +16,7 @@ void bind_attention(nb::module_& m);
 void bind_fused(nb::module_& m);
 void bind_collective(nb::module_& m);
 void bind_quantised(nb::module_& m);
+void bind_recurrent(nb::module_& m);
 void bind_sampling(nb::module_& m);
 
 namespace {
@@ -45,5 +46,6 @@ NB_MODULE(_kernels, m) {
   bind_fused(m);
   bind_collective(m);
   bind_quantised(m);
+  bind_recurrent(m);
   bind_sampling(m);
 }

@@ -163,6 +163,32 @@ def low_rank(x: int, y: int, rows: int, count: int, k: int, n: int, dtype: int) 
     ``[count, 4]``: the row, the addresses of its ``a [rank, k]`` and ``b [rank, n]`` (0: nothing is added), the rank. A
     row comes out the same whatever the others are."""
 
+# Recurrent layers: see src/kernels/recurrent.h. Addresses are trusted: `memserve.model.states.recurrence` is the
+# checked face. ``pieces``: int64 ``[count, 5]``; an operation finds its part ``offset`` bytes behind each state.
+
+TAPS_MAX: int
+"""Over how many tokens :func:`convolve` reaches at most."""
+
+def convolve(
+    x: int, stride_x: int, weight: int, bias: int, y: int, channels: int, taps: int, kept: int, silu: bool,
+    pieces: int, count: int, offset: int, dtype: int,
+) -> None:  # fmt: skip
+    """A causal convolution of each channel; ``weight [taps, channels]``, ``bias`` float32. ValueError: taps."""
+
+def delta_rule(
+    q: int, stride_q: int, k: int, stride_k: int, v: int, stride_v: int, decay: int, stride_decay: int, beta: int,
+    stride_beta: int, y: int, key_heads: int, value_heads: int, key_dim: int, value_dim: int, normalises: bool,
+    pieces: int, count: int, offset: int, dtype: int,
+) -> None:  # fmt: skip
+    """The gated delta rule; ``decay`` float32, as a logarithm."""
+
+def scan(
+    x: int, stride_x: int, dt: int, stride_dt: int, b: int, stride_b: int, c: int, stride_c: int, a: int, skip: int,
+    dt_bias: int, y: int, heads: int, groups: int, head_dim: int, state_size: int, softplus: bool, least: float,
+    most: float, pieces: int, count: int, offset: int, dtype: int,
+) -> None:  # fmt: skip
+    """Mamba-2's scan; ``y``, ``a``, ``skip`` and ``dt_bias`` are float32."""
+
 # Quantised weights: see src/kernels/quantised.h. Addresses are trusted: `memserve.model.quantised` is the checked face.
 
 QUANTISED_STRIP: int

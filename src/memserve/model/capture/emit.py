@@ -27,6 +27,7 @@ from memserve.model.capture.passes import Node
 from memserve.model.capture.record import attend
 from memserve.model.capture.storage import TOKENS, Buffer, External, StoragePlace, Workspace
 from memserve.model.lora import adapt
+from memserve.model.states.recurrence import run_operation
 
 _LITERALS = (int, float, bool, str, type(None))
 _ALWAYS = 1 << 60  # a value that torch may keep a view of: its room is never reused
@@ -92,6 +93,8 @@ def call_text(node: fx.Node, names: Names) -> str:
     if node.target is fused.linear:
         return f"{names.name_of(node.args[1], 'linear')}({value_text(node.args[0], names)})"
     positional = [value_text(arg, names) for arg in node.args]
+    if node.target is run_operation:
+        return f"{positional[0]}({', '.join(positional[1:])})"
     keywords = [f"{key}={value_text(arg, names)}" for key, arg in node.kwargs.items()]
     return f"{names.name_of(node.target, 'op')}({', '.join(positional + keywords)})"
 
@@ -157,7 +160,8 @@ def _find_lifetimes(lowered: Lowered) -> None:
             continue  # a view reads nothing by itself
         else:
             places = [lowered.places[i] for i in node.all_input_nodes if i in lowered.places]
-            last = now if node.target in (attend, adapt) else _ALWAYS  # these two keep no view of what they read
+            # these keep no view of what they read
+            last = now if node.target in (attend, adapt, run_operation) else _ALWAYS
         for place in places:
             if isinstance(place.buffer, Buffer):
                 place.buffer.last_read = max(place.buffer.last_read, last)

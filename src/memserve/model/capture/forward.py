@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 from torch.nn.functional import pad
 
-from memserve.model.attention.context import step_attention
+from memserve.base.states import NO_STATE, StateGeometry
+from memserve.model.attention.context import OrderedAttention, step_attention
 from memserve.model.attention.expansions import copy_expansions, own_expansions
 from memserve.model.capture import operations as fused
 from memserve.model.capture.emit import NativeStep, emit
@@ -41,12 +44,15 @@ from memserve.model.experts import run_experts
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.loading.cache import read_record, record_name, write_record
+from memserve.model.loading.comparison import CarriedAttention
 from memserve.model.loading.pages import NO_PAGES, WeightPages, pages_of
 from memserve.model.loading.probe import DenseAttention
 from memserve.model.loading.stored import NOT_STORED, StoredWeights, stored_of
 from memserve.model.lora import RowsOf, has_lora_rows, lora_adapters
 from memserve.model.quantised import QuantisedLinear, is_quantised
-from memserve.model.states.layers import states_of
+from memserve.model.states.layers import StateLayers, states_of
+from memserve.model.states.memory import LoneSlot
+from memserve.model.states.recurrence import RecordedStates
 from memserve.model.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -71,9 +77,15 @@ makes 1 and more."""
 class CapturedForward:
     """A :class:`memserve.model.forward.Forward` that runs the rewritten graph of one module."""
 
-    def __init__(self, graph: fx.Graph, dtype: torch.dtype, adapted: CapturedForward | None = None) -> None:
-        """``adapted``: the same forward for steps with rows that have adapters."""
-        self._adapted = adapted
+    def __init__(
+        self,
+        graph: fx.Graph,
+        dtype: torch.dtype,
+        adapted: CapturedForward | None = None,
+        states: StateGeometry = NO_STATE,
+    ) -> None:
+        """``adapted``: the same forward for steps with rows that have adapters. ``states``: that layers keep."""
+        self._adapted, self._states = adapted, states
         program = emit(graph)
         self._run = program.run
         self.source = program.source
@@ -106,15 +118,30 @@ class CapturedForward:
         if stored := [layer for layer in (*self._linears, *self._experts) if isinstance(layer, QuantisedLinear)]:
             for layer in stored:
                 layer.exact = True
-            _compare(_logits(self._run_operations, trial), logits, limit)
+            _compare(_logits(self._run_operations, trial, self._states), logits, limit)
             for layer in stored:
                 layer.exact = False
-            expected = _logits(self._run_operations, trial)
+            expected = _logits(self._run_operations, trial, self._states)
             limit = max(limit, _TOLERANCE[torch.bfloat16])  # a last digit decides between two integers
-        _compare(_logits(self, trial), expected, limit)
+        _compare(_logits(self, trial, self._states), expected, limit)
+        if self._states:
+            _compare(self._logits_in_pieces(trial), expected, limit)
         if self._adapted is not None:
             with lora_adapters(RowsOf()):
                 self._adapted.compare(trial, logits, limit)
+
+    def _logits_in_pieces(self, trial: Inputs) -> Tensor:
+        """Of the same tokens, which come in two pieces with single ones between them."""
+        tokens, logits = len(trial["input_ids"]), []
+        borders = sorted({0, tokens // 2, min(tokens, tokens // 2 + 1), min(tokens, tokens // 2 + 2), tokens})
+        slot, attention = LoneSlot(self._states), CarriedAttention()
+        for begin, end in pairwise(borders):
+            rows = trial["logits_rows"]
+            inputs = {name: trial[name][begin:end] for name in ("input_ids", "positions")}
+            inputs["logits_rows"] = rows[(begin <= rows) & (rows < end)] - begin
+            with step_attention(OrderedAttention(attention)), slot.passed_on(end - begin):
+                logits.append(self(**inputs))
+        return torch.cat(logits)
 
     def use_worker_group(self, crew: WorkerGroup) -> None:
         """Take sums over the workers of ``crew`` from now on."""
@@ -150,8 +177,7 @@ def best_forward(
 
     ``crew``: the workers of the instance, all of which must compute the same rows, padding included. ``fingerprint``:
     of the model, see :func:`capture_forward`."""
-    # states are no inputs of a captured forward
-    captured = None if states_of(module) else capture_forward(module, fingerprint)
+    captured = capture_forward(module, fingerprint)
     agreed = crew is None or crew.all_agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)
@@ -178,11 +204,11 @@ def capture_forward(module: Any, fingerprint: str | None = None) -> CapturedForw
         is_known = known is not None and read_record(known).get("computes_alike") is True
         trials = [_inputs(*sizes, vocab, device, first_position=3) for sizes in (() if is_known else _TRIALS)]
         with pages.one_layer_at_a_time(module):
-            graph = _record_graph(forward, vocab, device)  # its values do not matter
+            graph = _record_graph(forward, vocab, device, states_of(module))  # its values do not matter
             with stored_of(module).computing_as_stored():
                 expected = _expected(forward, trials)
         copy_expansions(module, stored_of(module))
-        captured = _captured(graph, module.dtype, pages, stored_of(module))
+        captured = _captured(graph, module.dtype, pages, stored_of(module), states_of(module).geometry)
         for trial, logits in zip(trials, expected, strict=True):
             times = _QUANTISED_TIMES * (_FEW_ROWS_TIMES if len(logits) <= _FEW_ROWS else 1.0)
             limit = _TOLERANCE[module.dtype] * (times if is_quantised(module) else 1.0)
@@ -199,7 +225,11 @@ def capture_forward(module: Any, fingerprint: str | None = None) -> CapturedForw
 
 
 def _captured(
-    graph: fx.Graph, dtype: torch.dtype, pages: WeightPages, stored: StoredWeights = NOT_STORED
+    graph: fx.Graph,
+    dtype: torch.dtype,
+    pages: WeightPages,
+    stored: StoredWeights = NOT_STORED,
+    states: StateGeometry = NO_STATE,
 ) -> CapturedForward:
     """What runs ``graph``, a recording; where it has adapters in it, with a graph without them for steps without them.
     Both have the same weights. ``pages``: of the module's weights, which are dropped."""
@@ -212,9 +242,9 @@ def _captured(
         optimise(variant, packs, pages, stored)
     for variant in graphs:
         _own_constants(variant, owned, pages)
-    captured = CapturedForward(graph, dtype)
+    captured = CapturedForward(graph, dtype, states=states)
     if plain is not None:
-        captured = CapturedForward(plain, dtype, captured)
+        captured = CapturedForward(plain, dtype, captured, states)
     _forget_values(recorded)
     return captured
 
@@ -295,8 +325,9 @@ def _inputs(tokens: int, rows: int, vocab: int, device: torch.device | None = No
     }
 
 
-def _record_graph(forward: Callable[..., Tensor], vocab: int, device: torch.device) -> fx.Graph:
-    traces = [record(forward, _inputs(tokens, rows, vocab, device)) for tokens, rows in _SIZES]
+def _record_graph(forward: Callable[..., Tensor], vocab: int, device: torch.device, layers: StateLayers) -> fx.Graph:
+    states = RecordedStates(layers) if layers else None
+    traces = [record(forward, _inputs(tokens, rows, vocab, device), states) for tokens, rows in _SIZES]
     (tokens, rows), (other_tokens, other_rows) = _SIZES
     ids, _, row_ids = traces[0].inputs
     graph = generalise(traces[0], traces[1], {(tokens, other_tokens): (ids, 0), (rows, other_rows): (row_ids, 0)})
@@ -310,8 +341,9 @@ def _forget_values(nodes: Iterable[fx.Node]) -> None:
         node.meta.clear()
 
 
-def _logits(forward: Callable[..., Tensor], inputs: Inputs) -> Tensor:
-    with step_attention(DenseAttention()):
+def _logits(forward: Callable[..., Tensor], inputs: Inputs, states: StateGeometry = NO_STATE) -> Tensor:
+    slot = LoneSlot(states).passed_on(len(inputs["input_ids"])) if states else nullcontext()
+    with step_attention(DenseAttention()), slot:
         return forward(**inputs)
 
 

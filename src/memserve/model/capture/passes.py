@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx
 
 from memserve.model.capture import operations as fused
-from memserve.model.capture.record import attend, size_of
+from memserve.model.capture.record import attend, item_of, size_of, times
 from memserve.model.experts import Layer as ExpertLayer
 from memserve.model.experts import PackedExperts, pack_experts, run_experts
 from memserve.model.linears import JoinedLinear, PackedLinear
 from memserve.model.loading.pages import NO_PAGES, WeightPages
 from memserve.model.loading.stored import NOT_STORED, StoredWeights
 from memserve.model.quantised import QuantisedEmbedding, QuantisedLinear
+from memserve.model.states.recurrence import run_operation
 
 aten = torch.ops.aten
 
@@ -41,8 +42,8 @@ def nodes_of(graph: fx.Graph) -> list[Node]:
 
 
 def is_pure(node: Node) -> bool:
-    """True when the node may be shared, moved or dropped: no mutation, no randomness, no attention."""
-    if node.op != "call_function" or node.target is attend:
+    """True when the node may be shared, moved or dropped: no mutation, no randomness, no attention, no state."""
+    if node.op != "call_function" or node.target in (attend, run_operation):
         return node.op in ("get_attr", "placeholder")
     schema = getattr(node.target, "_schema", None)
     tags = getattr(node.target, "tags", ())
@@ -94,6 +95,8 @@ def _is_identity(node: Node) -> bool:
     if node.target in _ALWAYS_IDENTITY:
         return True
     source = node.args[0] if node.args else None
+    if calls(node, aten.slice.Tensor) and _takes_all_tokens(node):
+        return True
     if node.target not in _IDENTITY_IF_SAME or not isinstance(source, fx.Node):
         return False
     a, b = value_of(source), value_of(node)
@@ -101,6 +104,36 @@ def _is_identity(node: Node) -> bool:
         return False
     same_layout = a.shape == b.shape and a.stride() == b.stride()
     return same_layout and a.dtype == b.dtype and a.device == b.device
+
+
+def _takes_all_tokens(node: Node) -> bool:
+    """``x[..., -T:]`` of a dimension of T, as layers with a state cut off what came before their tokens."""
+    start, end = (*node.args[2:], None, None)[:2]
+    if not calls(start, times) or start.args[1] != -1 or not calls(start.args[0], size_of):
+        return False
+    is_rest = end is None or (type(end) is int and end >= 1 << 31)
+    return is_rest and value_of(node).shape == value_of(node.args[0]).shape
+
+
+def cancel_transposes(graph: fx.Graph) -> None:
+    """Two that swap the same dimensions, one behind the other, are none."""
+    for node in nodes_of(graph):
+        inner: Node = node.args[0] if calls(node, aten.transpose.int) else None
+        if calls(inner, aten.transpose.int):
+            dims = value_of(node).dim()
+            if {dim % dims for dim in node.args[1:3]} == {dim % dims for dim in inner.args[1:3]}:
+                node.replace_all_uses_with(inner.args[0])
+
+
+def split_into_columns(graph: fx.Graph) -> None:
+    """Parts of the last dimension become :func:`fused.columns`, views that a native program knows."""
+    for node in nodes_of(graph):
+        if calls(node, item_of) and calls(node.args[0], aten.split_with_sizes.default, aten.split.Tensor):
+            parts, index = node.args[0], node.args[1]
+            dim, dims = (*parts.args[2:], 0)[0], value_of(node).dim()
+            if dim % dims == dims - 1:
+                start = sum(part.shape[-1] for part in value_of(parts)[:index])
+                replace(graph, node, fused.columns, (parts.args[0], start, value_of(node).shape[-1]))
 
 
 def share_equal_work(graph: fx.Graph) -> None:
@@ -125,6 +158,8 @@ def drop_dead(graph: fx.Graph) -> None:
 def simplify(graph: fx.Graph) -> None:
     """All of the above, for a graph without mutation."""
     drop_identities(graph)
+    cancel_transposes(graph)
+    split_into_columns(graph)
     fold_constants(graph)
     share_equal_work(graph)
     drop_dead(graph)

@@ -12,6 +12,7 @@ is one opaque node: the recording is short (53 operations per Llama layer) and c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memserve.model import lora as adapting
 from memserve.model.attention.context import current_attention, step_attention
 from memserve.model.experts import recorded_experts, run_experts
+from memserve.model.states.layers import step_states
+from memserve.model.states.recurrence import RecordedStates, StateOperation, run_operation
 from memserve.model.workers import group as crew
 
 aten = torch.ops.aten
@@ -65,7 +68,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self.inputs = tuple(self._remember_value(self.graph.placeholder(name), value) for name, value in inputs.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.linear.default and not self._is_fixed(args[0]):
+        if func is aten.linear.default and not self.is_fixed(args[0]):
             result = self._fake_linear(*args)
         else:
             result = func(*args, **(kwargs or {}))
@@ -80,7 +83,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def _random_like(self, shape: Sequence[int], x: Tensor) -> Tensor:
         return torch.randn(shape, generator=self._random, device=x.device).to(x.dtype)
 
-    def _is_fixed(self, value: Tensor) -> bool:
+    def is_fixed(self, value: Tensor) -> bool:
         node = self._nodes.get(id(value))
         return node is None or node.op == "get_attr" or node in self._fixed
 
@@ -100,6 +103,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         result = self._random_like(x.shape, x)
         self._paused = False
         self._record_call(run_experts, (x, index, weights, module), {}, result)
+        return result
+
+    def record_operation(self, operation: StateOperation, inputs: tuple[Tensor, ...], shape: Any, dtype: Any) -> Tensor:
+        """Stands in for a function over states, as for a product: one node, and random numbers."""
+        self._paused = True
+        result = self._random_like(shape, inputs[0]).to(dtype)
+        self._paused = False
+        self._record_call(run_operation, (operation, *inputs), {}, result)
         return result
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -152,7 +163,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
             self._remember_value(node, result)
         elif isinstance(result, tuple | list) and all(isinstance(part, Tensor) for part in result):
             for index, part in enumerate(result):
-                self._remember_value(self._add_call(_item, (node, index), {}), part)
+                self._remember_value(self._add_call(item_of, (node, index), {}), part)
             self._alive.append(result)
         elif result is not None:
             raise CaptureRefused(f"{func} turns tensor values into Python values, and what follows may depend on them")
@@ -164,15 +175,18 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return node
 
 
-def _item(values: tuple[Tensor, ...], index: int) -> Tensor:
+def item_of(values: tuple[Tensor, ...], index: int) -> Tensor:
+    """One of the results of an operation that returns several."""
     return values[index]
 
 
-def record(forward: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Trace:
-    """Run ``forward(**inputs)`` and record it. Raises :class:`CaptureRefused`."""
+def record(forward: Callable[..., Tensor], inputs: dict[str, Tensor], states: RecordedStates | None = None) -> Trace:
+    """Run ``forward(**inputs)`` and record it; ``states``: of layers that have some. Raises :class:`CaptureRefused`."""
     with torch.inference_mode():
         recorder = _Recorder(inputs)
         with (
+            step_states(states),
+            nullcontext() if states is None else states.recorded_by(recorder),
             step_attention(recorder),
             crew.collectives(recorder),
             adapting.lora_adapters(recorder),
@@ -250,7 +264,7 @@ class _Merge:
         if factor == 1:
             return carrier
         with self._graph.inserting_before(self._node):
-            return self._graph.call_function(_times, (carrier, factor))
+            return self._graph.call_function(times, (carrier, factor))
 
 
 def without_adapters(graph: fx.Graph) -> fx.Graph | None:
@@ -267,5 +281,6 @@ def without_adapters(graph: fx.Graph) -> fx.Graph | None:
     return plain
 
 
-def _times(size: int, factor: int) -> int:
+def times(size: int, factor: int) -> int:
+    """A size that is a multiple of another one."""
     return size * factor

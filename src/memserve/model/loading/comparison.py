@@ -68,7 +68,7 @@ DIFFERING_BEHIND = 0.5
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-class _CarriedAttention:
+class CarriedAttention:
     """A ``StepAttention`` for one sequence that comes in pieces: keys and values are all that it keeps."""
 
     def __init__(self) -> None:
@@ -79,8 +79,8 @@ class _CarriedAttention:
         sinks: Tensor | None = None, expansion: Expansion | None = None,
     ) -> Tensor:  # fmt: skip
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
-        if layer in self._carried:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(self._carried[layer], (k, v), strict=True))
+        pairs = zip(self._carried.get(layer, (k[:, :, :0], v[:, :, :0])), (k, v), strict=True)
+        k, v = (torch.cat(pair, dim=2) for pair in pairs)  # copies: what a step computed is overwritten by the next one
         self._carried[layer] = k, v
         if expansion is not None and q.shape[2] == 1:  # single tokens as they are served, absorbed
             q = expansion.absorb_queries(q)
@@ -96,7 +96,7 @@ class Carried:
     two pieces a state is copied, as when a sequence goes on from a snapshot."""
 
     def __init__(self, geometry: StateGeometry, dtype: str) -> None:
-        self._attention = _CarriedAttention()
+        self._attention = CarriedAttention()
         self._has_states = bool(geometry)
         self._states = LoneStates(geometry, torch.float32 if dtype == "float32" else None)
 

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
 import torch
 
+from memserve.base.errors import InvariantError
 from memserve.base.states import NO_STATE, StateGeometry, StateShare
 
 if TYPE_CHECKING:
@@ -127,11 +129,38 @@ class LayerStates:
         return False
 
 
+class StatePieces:
+    """Which tokens of a step belong to which state, for operations that compute over states where they lie."""
+
+    __slots__ = ("_alive", "_table", "address", "count", "tokens")
+
+    def __init__(self, rows: list[tuple[int, int, int, int, bool]], tokens: int, alive: Any = None) -> None:
+        """``rows``: tokens ``[begin, end)`` of the step, addresses of the state before them (0: none) and of the one
+        behind them, and whether several tokens come at once: see ``src/kernels/recurrent.h``. ``tokens``: of all;
+        ``alive``: what owns the memory."""
+        self._table, self._alive = np.array(rows, np.int64).reshape(-1, 5), alive
+        self.address, self.count, self.tokens = self._table.ctypes.data, len(rows), tokens
+
+    def without_surplus(self, y: Tensor) -> Tensor:
+        """``y [1, T, ...]``, in which tokens that no piece has are zeros from here on."""
+        if y.shape[1] > self.tokens:
+            y[:, self.tokens :].zero_()
+        return y
+
+
 class StepStates(Protocol):
     """One step's states, seen by one layer after the other in model order."""
 
     def run_layer(self, layer: StateLayer, hidden: Tensor, calls: LayerCalls) -> Tensor:
         """``hidden [1, T, size]`` -> the same shape, and the states behind the step's tokens."""
+
+
+class PiecedStates(StepStates, Protocol):
+    """One step's states, for layers that are operations of a captured forward."""
+
+    @property
+    def pieces(self) -> StatePieces:
+        """Of the whole step."""
 
 
 class _Context(threading.local):
@@ -150,6 +179,14 @@ def step_states(states: StepStates | None) -> Iterator[None]:
         yield
     finally:
         _context.states = outer
+
+
+def current_states() -> PiecedStates:
+    """The running step's states. Raises :class:`InvariantError` outside a step."""
+    states = _context.states
+    if states is None:
+        raise InvariantError("a layer with a state computes outside a step")
+    return cast("PiecedStates", states)
 
 
 class LayerCalls:
@@ -176,6 +213,12 @@ class LayerCalls:
             for place in range(begin, end)
         ]
         return torch.cat(outputs, dim=1)
+
+    def call_whole(self, hidden: Tensor, states: Any) -> Tensor:
+        """All tokens of the step as one sequence. ``states``: what the layer gets as its cache."""
+        options = self._options | {self._layer.argument: states}
+        output: Tensor = self._forward(hidden, *self._args, **options)
+        return output
 
     def _call(self, hidden: Tensor, states: LayerStates, cut: Callable[[Any], Any]) -> Tensor:
         options = {name: cut(value) for name, value in self._options.items()}

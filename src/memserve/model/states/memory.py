@@ -7,7 +7,8 @@ never a wrong token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,14 @@ from memserve.base.errors import InvariantError, check
 from memserve.base.states import StateGeometry, StatePages, StateShare
 from memserve.base.types import Tier
 from memserve.base.units import ceil_div
-from memserve.instance.events import SaveState
-from memserve.model.states.layers import LayerCalls, LayerStates, PartKey, StateLayer
+from memserve.instance.events import SaveState, StepPlan
+from memserve.model.states.layers import LayerCalls, LayerStates, PartKey, StateLayer, StatePieces, step_states
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from memserve.instance.events import LoadState, StepPlan, TakeSnapshot
+    from memserve.instance.events import LoadState, TakeSnapshot
 
     Int64s = NDArray[np.int64]
 
@@ -168,6 +169,7 @@ class _Rows:
     """Rows of a single token, computed in one call."""
 
     tokens: Tensor | None = None  # [rows] int64: in the step; None: all that it has
+    places: list[int] = field(default_factory=list)  # the same
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     kept: Tensor | None = None  # [kept] int64: rows whose new state counts; None: all
 
@@ -197,6 +199,14 @@ class RaggedStates:
             if order.tokens < ends[order.slot]:
                 inside.setdefault(order.slot, []).append(order)
         self._rows, self._pieces = self._divide(slots.tolist(), starts.tolist(), self._counts.tolist(), inside)
+        self._table: StatePieces | None = None
+
+    @property
+    def pieces(self) -> StatePieces:
+        """See :class:`~memserve.model.states.layers.PiecedStates`."""
+        if self._table is None:
+            self._table = self._make_table()
+        return self._table
 
     def run_layer(self, layer: StateLayer, hidden: Tensor, calls: LayerCalls) -> Tensor:
         """See :class:`~memserve.model.states.layers.StepStates`."""
@@ -220,6 +230,25 @@ class RaggedStates:
                 for key, part in layer.parts.items():
                     piece.taken[part].copy_(own[key])
         return output
+
+    def _make_table(self) -> StatePieces:
+        """A state goes from where it lies to where it lies; by way of the snapshot that is taken between two pieces,
+        and to a copy that is dropped behind a late draw."""
+        memory, late = self._memory, sorted(self._late)
+        dropped = torch.empty((len(late), memory.geometry.nbytes), dtype=torch.uint8)
+        places = {slot: memory.of_slot(slot).data_ptr() for slot in self._slots.tolist()}
+        ends = places | {slot: dropped[number].data_ptr() for number, slot in enumerate(late)}
+        rows = []
+        if self._rows is not None:
+            for token, slot in zip(self._rows.places, self._rows.slots.tolist(), strict=True):
+                rows.append((token, token + 1, places[slot], ends[slot], False))
+        for piece in self._pieces:
+            before = 0 if piece.is_fresh else places[piece.slot]
+            behind = ends[piece.slot] if piece.taken is None else piece.taken[0].data_ptr()
+            is_bounded = piece.is_fresh or piece.end - piece.begin > 1
+            rows.append((piece.begin, piece.end, before, behind, is_bounded))
+            places[piece.slot] = behind
+        return StatePieces(rows, int(self._counts.sum()), dropped)
 
     def finish(self) -> None:
         """The step is computed: slots are behind its tokens, and snapshots are written."""
@@ -265,10 +294,28 @@ class RaggedStates:
             begin += count
         if not single:
             return None, pieces
-        rows = _Rows(torch.tensor([token for token, _ in single]), torch.tensor([slot for _, slot in single]))
+        tokens = [token for token, _ in single]
+        rows = _Rows(torch.tensor(tokens), tokens, torch.tensor([slot for _, slot in single]))
         if self._late:
             rows.kept = torch.tensor([row for row, (_, slot) in enumerate(single) if slot not in self._late])
         return rows, pieces
+
+
+class LoneSlot:
+    """The state of one sequence that comes in pieces, for a captured forward that is tried."""
+
+    def __init__(self, geometry: StateGeometry) -> None:
+        self._memory = SlotStates(geometry, 1, torch.empty((0, 1), dtype=torch.uint8))
+        self._memory.tokens[:] = 0
+
+    @contextmanager
+    def passed_on(self, count: int) -> Iterator[None]:
+        """Around the next ``count`` tokens."""
+        rows = np.zeros(1, np.int64), self._memory.tokens.copy(), np.array([count], np.int64)
+        states = RaggedStates(self._memory, StepPlan(0), rows, ())
+        with step_states(states):
+            yield
+        states.finish()
 
 
 def open_states(

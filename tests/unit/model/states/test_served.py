@@ -131,8 +131,9 @@ def test_preempted_sequences_come_back_from_dram(family: str, folders: dict[str,
 
 @pytest.mark.parametrize("family", FEW)
 def test_16_bits_are_kept_as_transformers_keeps_them(family: str, folders: dict[str, Path]) -> None:
-    """States may be wider than activations. What is cached changes no answer, and the first tokens are the model's."""
-    module, tokens = tiny_module(family), prompt(70, 9)
+    """States may be wider than activations. What is cached changes no answer, and the first tokens are the model's:
+    behind this prompt no two come near each other."""
+    module, tokens = tiny_module(family), prompt(70, 10)
     with serving(folders[family], dtype="bfloat16") as llm:
         cold, warm = (ask(llm, [tokens.tolist()])[0] for _ in range(2))
     assert (cold[1], warm[1]) == (0, 64)
