@@ -23,6 +23,7 @@ from memserve.model.attention.context import OrderedAttention, step_attention
 from memserve.model.attention.expansions import copy_expansions, own_expansions
 from memserve.model.capture import operations as fused
 from memserve.model.capture.emit import NativeStep, emit
+from memserve.model.capture.functional import drop_writes
 from memserve.model.capture.lower import Lowering
 from memserve.model.capture.passes import (
     Packs,
@@ -253,6 +254,7 @@ def optimise(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES, store
     """Run all graph passes, in order. In a graph that mutates values, only linears are packed; ``packs``: those of
     other graphs of the module; ``pages``: of its weights, which are dropped as they are packed;
     ``stored``: those that stay quantised."""
+    drop_writes(graph)
     if not has_mutation(graph):
         simplify(graph)
         match_rms_norms(graph)

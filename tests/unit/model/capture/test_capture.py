@@ -184,9 +184,63 @@ def test_models_that_do_not_fit_one_graph_run_as_they_are(
     assert len(lines) == 1 and reason in lines[0]
 
 
-def test_in_place_operations_are_left_in_their_order() -> None:
-    """A graph that writes into its values is not rewritten, only its linears are packed."""
-    wrapped = _Wrapped(tiny("llama"), lambda logits, ids: logits.clone().mul_(2.0).add_(logits))
+def _scatter(logits: torch.Tensor, ids: Any) -> torch.Tensor:
+    """As routers of experts do: into a mask, and by a sum in place."""
+    mask = torch.zeros_like(logits)
+    mask.scatter_(-1, logits.topk(3, dim=-1).indices, 1.0)
+    chosen = logits.gather(-1, mask.topk(3, dim=-1).indices)
+    chosen /= chosen.abs().sum(-1, keepdim=True) + 1e-3
+    return logits * mask + chosen.sum(-1, keepdim=True)
+
+
+def _write_through_views(logits: torch.Tensor, ids: Any) -> torch.Tensor:
+    """As rotary embeddings with several axes do; what was read before, and through another view, is what it was."""
+    axes = torch.stack([logits, logits * 2, logits * 3])
+    before, first = axes.sum(0), axes[0]
+    later = axes[..., 1:9]
+    first[..., 1:90:3] = axes[1][..., 1:90:3]
+    between = later * 1.0
+    axes[0][..., 2:90:3] = axes[2, ..., 2:90:3]
+    later.mul_(0.5).add_(1.0)
+    copied = torch.empty_like(between).copy_(between)
+    between *= 2
+    return (
+        axes.sum(0)
+        + before * 3
+        + first
+        + torch.nn.functional.pad(between.sum(0) + later[1] + copied[2], (0, VOCAB - 8))
+    )
+
+
+@pytest.mark.parametrize(
+    "aside", [lambda logits, ids: logits.clone().mul_(2.0).add_(logits), _scatter, _write_through_views]
+)
+def test_writes_in_place_become_values(aside: Any) -> None:
+    """And the graph is rewritten like any other."""
+    wrapped = _Wrapped(tiny("llama"), aside)
+    captured = capture_forward(wrapped)
+    assert captured is not None and captured.native is not None
+    for sizes in ((6, 2), (150, 7)):
+        inputs = capture._inputs(*sizes, VOCAB)
+        expected = capture._logits(EagerForward(wrapped, pack=False), inputs)
+        torch.testing.assert_close(capture._logits(captured, inputs), expected, rtol=1e-4, atol=1e-4)
+
+
+_BUFFER = torch.zeros(VOCAB)
+
+
+@pytest.mark.parametrize(
+    "aside",
+    [
+        lambda logits, ids: (copy := logits.clone(), copy.split(100, -1)[0].mul_(2.0))[0] + 1.0,
+        lambda logits, ids: logits + _BUFFER.copy_(torch.ones(VOCAB)),
+        lambda logits, ids: logits.clone().copy_(logits[..., :1]),
+    ],
+    ids=["parts", "constant", "broadcast"],
+)
+def test_in_place_operations_are_left_in_their_order(aside: Any) -> None:
+    """A graph with writes that are not understood is not rewritten, only its linears are packed."""
+    wrapped = _Wrapped(tiny("llama"), aside)
     captured = capture_forward(wrapped)
     assert captured is not None and captured.native is None
     inputs = capture._inputs(6, 2, VOCAB)
