@@ -3,8 +3,8 @@
 //
 // Tokens of one sequence are a piece; pieces come in the order in which they must be computed. A piece reads the state
 // before it at `from` (null: there is none, zeros) and writes the one behind it to `to`, which may be the same memory:
-// so a snapshot inside a row is where one piece ends and the next one begins. States are read into the nearest cache
-// once for a piece, whatever its length, and written once: a token costs its arithmetic.
+// so a snapshot inside a row is where one piece ends and the next one begins. A state is read from memory once for a
+// piece, whatever its length, and written once: a token costs its arithmetic.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -26,7 +26,7 @@ struct Pieces {
 };
 
 // y[t, c] = act(bias[c] + sum_j weight[j, c] * x[t - taps + 1 + j, c]), rounded before the activation. The state is the
-// last `kept` inputs, [channels, kept], of the dtype of x. y is dense.
+// last `kept` inputs, [channels, kept], of the dtype of x: as many as there are taps, or one less. y is dense.
 struct Convolution {
   static constexpr std::ptrdiff_t kTapsMax = 4;
   const void* x;
@@ -75,7 +75,7 @@ struct Kernels {  // ranges: of the units below
 // Units that threads share: all pieces of one are computed by one thread, in order.
 constexpr std::ptrdiff_t kChannels = 64;  // of a convolution
 constexpr std::ptrdiff_t kColumns = 64;   // of a delta rule's head: a block of its state stays in the nearest cache
-constexpr std::ptrdiff_t kRows = 16;      // of a scan's head
+constexpr std::ptrdiff_t kRows = 64;      // of a scan's head: all of most
 
 void run(const Convolution& op, Dtype dtype);
 void run(const DeltaRule& op, Dtype dtype);

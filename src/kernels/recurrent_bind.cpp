@@ -23,7 +23,8 @@ Pieces pieces_at(Address pieces, Size count, Size offset) {
 
 void convolve(Address x, Size stride_x, Address weight, Address bias, Address y, Size channels, Size taps, Size kept,
               bool silu, Address pieces, Size count, Size offset, int dtype) {
-  if (taps < 2 || taps > Convolution::kTapsMax || kept < taps - 1) throw nb::value_error("a convolution of other taps");
+  if (taps < 2 || taps > Convolution::kTapsMax || (kept != taps && kept != taps - 1))
+    throw nb::value_error("no convolution over so many tokens");
   nb::gil_scoped_release release;
   run(Convolution{in(x), out(y), floats(weight), floats(bias), channels, taps, kept, stride_x, silu,
                   pieces_at(pieces, count, offset)},

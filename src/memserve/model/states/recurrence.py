@@ -59,7 +59,7 @@ class Convolution(StateOperation):
             raise NotRecognised(f"a convolution with {activation}")
         self._weight = weight.detach().float().t().contiguous().clone()
         self._bias = None if bias is None else bias.detach().float().clone()
-        self._has_silu = activation is not None
+        self._has_silu, self.taps = activation is not None, weight.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [1, T, channels]`` -> the same shape."""
@@ -267,6 +267,8 @@ class _RecordedLayer:
             part = geometry.parts[number]
             if part.dtype not in (("float32",) if key[0] == "recurrent" else model_dtypes):
                 raise NotRecognised(f"a state of {part.dtype}")
+            if isinstance(operation, Convolution) and part.shape[-1] - operation.taps not in (-1, 0):
+                raise NotRecognised(f"a convolution that keeps {part.shape[-1]} inputs")
             operation.bind_part(part.shape, geometry.offsets[number])
 
     def _operation(self, operation: StateOperation) -> StateOperation:
