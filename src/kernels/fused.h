@@ -11,7 +11,8 @@
 
 namespace memserve::fused {
 
-enum class Gate : int { silu = 0, gelu_tanh = 1 };
+// The activation is rounded to the dtype before the product, but for `silu_wide`; `product` has none.
+enum class Gate : int { silu = 0, gelu_tanh = 1, sigmoid = 2, product = 3, silu_wide = 4 };
 
 // y = norm(x [+ residual]) * weight over the last dimension. Rows lie in two levels (tokens, heads), each with its own
 // stride in elements; outputs are dense. `sum` receives x + residual, rounded to the dtype, before it is normalised.

@@ -58,12 +58,20 @@ static void rms_norm_rows(const RmsNorm& op, std::ptrdiff_t begin, std::ptrdiff_
 }
 
 static inline Floats activate(Floats x, Gate kind) {
-  if (kind == Gate::silu) return x / (1.0f + exp_of(-x));
+  if (kind == Gate::silu || kind == Gate::silu_wide) return x / (1.0f + exp_of(-x));
+  if (kind == Gate::sigmoid) return 1.0f / (1.0f + exp_of(-x));
+  if (kind == Gate::product) return x;
   const Floats inner = (x + x * x * x * 0.044715f) * 0.7978845608028654f;
   return x / (1.0f + exp_of(inner * -2.0f));  // 0.5 (1 + tanh u) = 1 / (1 + exp(-2u))
 }
 
-// The activation is rounded to the dtype before the product, as in the two operations that this one replaces.
+// Rounded as the operations are that this one replaces.
+template <class T>
+static inline Floats gated_values(Floats gate, Floats up, Gate kind, const T* y) {
+  const Floats active = activate(gate, kind);
+  return (kind == Gate::silu_wide ? active : round_to(active, y)) * up;
+}
+
 template <class T>
 static void gated_rows(const Gated& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
   for (std::ptrdiff_t row = begin; row < end; ++row) {
@@ -71,10 +79,8 @@ static void gated_rows(const Gated& op, std::ptrdiff_t begin, std::ptrdiff_t end
     const T* up = static_cast<const T*>(op.up) + row * op.stride_up;
     T* y = static_cast<T*>(op.y) + row * op.width;
     sweep(op.width,
-          [&](std::ptrdiff_t i) { store(y + i, round_to(activate(load(gate + i), op.kind), y) * load(up + i)); },
-          [&](std::ptrdiff_t i) {
-            store_one(y + i, round_to(activate(load_one(gate + i), op.kind), y) * load_one(up + i));
-          });
+          [&](std::ptrdiff_t i) { store(y + i, gated_values(load(gate + i), load(up + i), op.kind, y)); },
+          [&](std::ptrdiff_t i) { store_one(y + i, gated_values(load_one(gate + i), load_one(up + i), op.kind, y)); });
   }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -65,14 +66,17 @@ def test_add_rms_norm_rounds_the_sum_before_it_norms(isa: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", fused.CPU_GATE_CODES)
 def test_gated_reads_both_halves_of_one_tensor(isa: str, dtype: torch.dtype, kind: str) -> None:
     """Over the whole range of the activation, the far negative end included, where nothing may become a NaN."""
     both = random(1, 6, 150, dtype=dtype) * 4
     both[0, 0, :4] = torch.tensor([-200.0, 200.0, -88.0, 0.0], dtype=dtype)
     gate, up = both[..., :75], both[..., 75:]
-    act = torch.nn.functional.silu if kind == "silu" else lambda x: torch.nn.functional.gelu(x, approximate="tanh")
-    close(fused.gated(gate, up, kind), act(gate.double()) * up.double(), 3)
+    activations = {"gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"), "sigmoid": torch.sigmoid}
+    activations |= {"product": lambda x: x}
+    activated = activations.get(kind, torch.nn.functional.silu)(gate.double())
+    rounded = activated if kind == "silu_wide" else activated.to(dtype).double()
+    close(fused.gated(gate, up, kind), rounded * up.double(), 1 if kind == "silu_wide" else 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -30,6 +30,7 @@ from memserve.model.capture.passes import (
     has_mutation,
     keep_stored_embeddings,
     match_gates,
+    match_products,
     match_residuals,
     match_rms_norms,
     match_rotary,
@@ -41,6 +42,7 @@ from memserve.model.capture.passes import (
     widen_logits,
 )
 from memserve.model.capture.record import CaptureRefused, generalise, record, without_adapters
+from memserve.model.capture.shapes import move_views, unflatten_rows
 from memserve.model.experts import run_experts
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
@@ -140,6 +142,7 @@ class CapturedForward:
             rows = trial["logits_rows"]
             inputs = {name: trial[name][begin:end] for name in ("input_ids", "positions")}
             inputs["logits_rows"] = rows[(begin <= rows) & (rows < end)] - begin
+            attention.tokens = end - begin
             with step_attention(OrderedAttention(attention)), slot.passed_on(end - begin):
                 logits.append(self(**inputs))
         return torch.cat(logits)
@@ -257,9 +260,13 @@ def optimise(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES, store
     drop_writes(graph)
     if not has_mutation(graph):
         simplify(graph)
+        move_views(graph)
         match_rms_norms(graph)
         match_rotary(graph)
         match_gates(graph)
+        if not _is_on_gpu(graph):
+            match_products(graph)
+            unflatten_rows(graph)
         match_residuals(graph)
     normalise_linears(graph)
     widen_logits(graph)

@@ -203,7 +203,7 @@ class Lowering:
             program.gated(
                 address_of(gate), gate_rows[0].stride, address_of(up), up_rows[0].stride, address_of(y),
                 gate_rows[1].size,
-                fused.GATE_CODES[kind], code, gate.count,
+                fused.CPU_GATE_CODES[kind], code, gate.count,
             )  # fmt: skip
 
         return NativeOp(node, [gate, up], [y], add)

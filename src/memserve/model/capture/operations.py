@@ -15,6 +15,7 @@ from memserve.model.quantised import QuantisedEmbedding, QuantisedLinear
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GATE_CODES = {"silu": 0, "gelu_tanh": 1}
+CPU_GATE_CODES = {**GATE_CODES, "sigmoid": 2, "product": 3, "silu_wide": 4}
 
 
 def item(values: tuple[Tensor, ...], index: int) -> Tensor:
@@ -93,14 +94,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_
 
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """``act(gate) * up``, the activation rounded to the dtype before the product; ``kind``: silu or gelu_tanh."""
+    """``act(gate) * up``, the activation rounded to the dtype before the product; ``kind``: of :data:`CPU_GATE_CODES`.
+    ``silu_wide`` is not rounded; ``product`` has no activation."""
     width = gate.shape[-1]
     gate, _, rows, _, stride_gate = one_level(gate)
     up, _, _, _, stride_up = one_level(up)
     y = torch.empty(gate.shape, dtype=gate.dtype)
     _kernels.gated(
         gate.data_ptr(), stride_gate, up.data_ptr(), stride_up, y.data_ptr(), rows, width,
-        GATE_CODES[kind], DTYPE_CODES[gate.dtype],
+        CPU_GATE_CODES[kind], DTYPE_CODES[gate.dtype],
     )  # fmt: skip
     return y
 

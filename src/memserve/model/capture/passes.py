@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from memserve.model.capture import operations as fused
-from memserve.model.capture.record import attend, item_of, size_of, times
+from memserve.model.capture.record import attend, size_of, times
 from memserve.model.experts import Layer as ExpertLayer
 from memserve.model.experts import PackedExperts, pack_experts, run_experts
 from memserve.model.linears import JoinedLinear, PackedLinear
@@ -97,6 +97,8 @@ def _is_identity(node: Node) -> bool:
     source = node.args[0] if node.args else None
     if calls(node, aten.slice.Tensor) and _takes_all_tokens(node):
         return True
+    if calls(node, aten.mul.Tensor) and node.args[1] == 1.0 and type(node.args[1]) in (int, float):
+        return same_kind(node, node.args[0])
     if node.target not in _IDENTITY_IF_SAME or not isinstance(source, fx.Node):
         return False
     a, b = value_of(source), value_of(node)
@@ -113,27 +115,6 @@ def _takes_all_tokens(node: Node) -> bool:
         return False
     is_rest = end is None or (type(end) is int and end >= 1 << 31)
     return is_rest and value_of(node).shape == value_of(node.args[0]).shape
-
-
-def cancel_transposes(graph: fx.Graph) -> None:
-    """Two that swap the same dimensions, one behind the other, are none."""
-    for node in nodes_of(graph):
-        inner: Node = node.args[0] if calls(node, aten.transpose.int) else None
-        if calls(inner, aten.transpose.int):
-            dims = value_of(node).dim()
-            if {dim % dims for dim in node.args[1:3]} == {dim % dims for dim in inner.args[1:3]}:
-                node.replace_all_uses_with(inner.args[0])
-
-
-def split_into_columns(graph: fx.Graph) -> None:
-    """Parts of the last dimension become :func:`fused.columns`, views that a native program knows."""
-    for node in nodes_of(graph):
-        if calls(node, item_of) and calls(node.args[0], aten.split_with_sizes.default, aten.split.Tensor):
-            parts, index = node.args[0], node.args[1]
-            dim, dims = (*parts.args[2:], 0)[0], value_of(node).dim()
-            if dim % dims == dims - 1:
-                start = sum(part.shape[-1] for part in value_of(parts)[:index])
-                replace(graph, node, fused.columns, (parts.args[0], start, value_of(node).shape[-1]))
 
 
 def share_equal_work(graph: fx.Graph) -> None:
@@ -158,8 +139,6 @@ def drop_dead(graph: fx.Graph) -> None:
 def simplify(graph: fx.Graph) -> None:
     """All of the above, for a graph without mutation."""
     drop_identities(graph)
-    cancel_transposes(graph)
-    split_into_columns(graph)
     fold_constants(graph)
     share_equal_work(graph)
     drop_dead(graph)
@@ -167,6 +146,7 @@ def simplify(graph: fx.Graph) -> None:
 
 _KEEPS_NUMBERS = (aten.select.int, aten.view.default, aten.reshape.default, aten.slice.Tensor, aten.unsqueeze.default,
                   aten.index.Tensor, aten.squeeze.dim)  # fmt: skip
+_RESHAPES = (aten.view.default, aten.reshape.default)
 _POINTWISE = (aten.mul.Tensor, aten.div.Tensor, aten.tanh.default)
 _CASTS = {aten.to.dtype, aten.type_as.default, aten._to_copy.default, aten.to.other}
 
@@ -224,7 +204,11 @@ def _match_rms_norm(graph: fx.Graph, rsqrt: Node) -> None:
     if wide is None or not calls(normed, aten.mul.Tensor) or _other_factor(normed, rsqrt) is not wide:
         return
     x = wide.args[0] if calls(wide, *_CASTS) else wide
-    last, weight, round_first = _scaled(normed)
+    last, weight, round_first = _scaled(normed, value_of(x).dtype)
+    if value_of(x).shape != value_of(last).shape and calls(x, *_RESHAPES):
+        x = x.args[0]
+    if value_of(x).shape != value_of(last).shape:
+        return
     if weight is not None and value_of(last).dtype == value_of(x).dtype and value_of(wide).dtype == torch.float32:
         _emit_rms_norm(graph, last, x, weight, shifted.args[1], round_first)
 
@@ -237,10 +221,13 @@ def _squared(node: Any) -> Node | None:
     return node.args[0] if calls(node, aten.square.default) else None
 
 
-def _scaled(normed: Node) -> tuple[Node, Node | None, bool]:
-    """What follows the normalised value: (last node of the pattern, weight or None, cast before the weight?)."""
+def _scaled(normed: Node, dtype: torch.dtype) -> tuple[Node, Node | None, bool]:
+    """What follows the normalised value: (last node of the pattern, weight or None, cast before the weight?).
+    ``dtype``: of the value before."""
     round_first, last = False, normed
-    user = _only_user(last)
+    user: Node = _only_user(last)
+    if calls(user, *_RESHAPES) and value_of(user).shape[-1] == value_of(normed).shape[-1]:
+        last, user = user, _only_user(user)  # of groups, of which there is a single one
     if calls(user, *_CASTS):
         round_first, last, user = True, user, _only_user(user)
     if not calls(user, aten.mul.Tensor):
@@ -249,7 +236,7 @@ def _scaled(normed: Node) -> tuple[Node, Node | None, bool]:
     if constant_of(weight) is None or weight.meta["value"].shape != value_of(last).shape[-1:]:
         return last, None, round_first
     last, after = user, _only_user(user)
-    if not round_first and calls(after, *_CASTS):
+    if not round_first and calls(after, *_CASTS) and value_of(after).dtype == dtype:
         last = after
     return last, weight, round_first
 
@@ -324,6 +311,28 @@ def match_gates(graph: fx.Graph) -> None:
             if isinstance(up, fx.Node) and same_kind(gate, up):
                 kind = "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else _GATES[node.target]
                 replace(graph, product, fused.gated, (gate, up, kind))
+    drop_dead(graph)
+
+
+def match_products(graph: fx.Graph) -> None:
+    """What only the CPU's kernel knows becomes :func:`fused.gated` as well: ``sigmoid(gate) * up``, a plain product of
+    two values, and a SiLU in float32 that multiplies a 16-bit value before it is rounded."""
+    for node in nodes_of(graph):
+        if not calls(node, aten.mul.Tensor) or not all(isinstance(factor, fx.Node) for factor in node.args):
+            continue
+        a, b = node.args
+        for gate, up in ((a, b), (b, a)):
+            if calls(gate, aten.sigmoid.default) and same_kind(gate.args[0], up) and same_kind(up, node):
+                replace(graph, node, fused.gated, (gate.args[0], up, "sigmoid"))
+                break
+            end: Node = _only_user(node)
+            wide: Node = gate.args[0] if calls(gate, aten.silu.default) else None
+            if calls(wide, *_CASTS) and calls(end, *_CASTS) and same_kind(wide.args[0], up) and same_kind(up, end):
+                replace(graph, end, fused.gated, (wide.args[0], up, "silu_wide"))
+                break
+        else:
+            if same_kind(a, b) and same_kind(b, node) and {a.op, b.op} == {"call_function"} and value_of(a).dim() == 3:
+                replace(graph, node, fused.gated, (a, b, "product"))
     drop_dead(graph)
 
 

@@ -72,6 +72,8 @@ class CarriedAttention:
     """A ``StepAttention`` for one sequence that comes in pieces: keys and values are all that it keeps."""
 
     def __init__(self) -> None:
+        #: of the piece that runs; None: all that attention gets
+        self.tokens: int | None = None
         self._carried: dict[int, tuple[Tensor, Tensor]] = {}
 
     def run_attention(
@@ -79,6 +81,12 @@ class CarriedAttention:
         sinks: Tensor | None = None, expansion: Expansion | None = None,
     ) -> Tensor:  # fmt: skip
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
+        surplus = 0 if self.tokens is None else q.shape[2] - self.tokens
+        if surplus:
+            q, k, v = (x[:, :, : self.tokens] for x in (q, k, v))
+            options: Any = {"window": window, "softcap": softcap, "sinks": sinks, "expansion": expansion}
+            mixed = self.run_attention(layer, q, k, v, scale=scale, **options)
+            return torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, surplus))
         pairs = zip(self._carried.get(layer, (k[:, :, :0], v[:, :, :0])), (k, v), strict=True)
         k, v = (torch.cat(pair, dim=2) for pair in pairs)  # copies: what a step computed is overwritten by the next one
         self._carried[layer] = k, v
