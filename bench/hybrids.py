@@ -6,8 +6,10 @@ Four layers each: *delta* has the layers of Qwen3.5 0.8B (three gated delta nets
 Granite 4.0 H 1B (three of Mamba-2, one of attention), *conv* those of LFM2 1.2B (three short convolutions, one of
 attention), *latents* those of DeepSeek V3 with the widths of V2-Lite (a dense layer, then experts). Vocabularies are
 small. Ours is the forward that an instance would run, with pages and states of slots; transformers is the same module
-with SDPA and its own cache, in the same dtype. *Eager* is ours as transformers' modules. Contenders take turns;
-figures are medians of the CPU time of one thread (``OMP_NUM_THREADS=1``), with the median of the rounds' ratios.
+with SDPA and its own cache, in the same dtype. *Linears* is what the products with our weights take alone, without
+experts', and how fast that is: GB of weights read, or billions of products, in a second. *Eager* is ours as
+transformers' modules. Contenders take turns; figures are medians of the CPU time of one thread
+(``OMP_NUM_THREADS=1``), with the median of the rounds' ratios.
 ``--profile`` prints where a step of ours spends its time instead.
 """
 
@@ -27,9 +29,10 @@ from torch import Tensor
 from memserve.instance.events import StepPlan
 from memserve.model.attention.context import OrderedAttention, StepRows, step_attention
 from memserve.model.attention.latents import choose_attention
-from memserve.model.capture.forward import best_forward
+from memserve.model.capture.forward import CapturedForward, best_forward
 from memserve.model.experts import use_our_experts
 from memserve.model.forward import EagerForward
+from memserve.model.linears import PackedLinear
 from memserve.model.loading.probe import probe_model
 from memserve.model.states.layers import states_of, step_states
 from memserve.model.states.memory import RaggedStates, SlotStates
@@ -117,6 +120,32 @@ class Ours:
         return step
 
 
+class Linears:
+    """The products with the weights of one of ours, one after the other."""
+
+    def __init__(self, forward: CapturedForward, dtype: str) -> None:
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.layers = [layer for layer in forward._linears if isinstance(layer, PackedLinear)]
+
+    def rows_of(self, layer: PackedLinear, sequences: int, count: int) -> int:
+        """The head computes one row of each sequence."""
+        return sequences if layer.n == COMMON["vocab_size"] else sequences * count
+
+    def prepare(self, sequences: int, count: int, context: int) -> Callable[[], object]:
+        """With numbers that mean nothing."""
+        inputs = [torch.randn(self.rows_of(layer, sequences, count), layer.k) for layer in self.layers]
+        pairs = [(layer, x.to(self.dtype)) for layer, x in zip(self.layers, inputs, strict=True)]
+        return lambda: [layer(x) for layer, x in pairs]
+
+    def speed(self, shape: tuple[int, int, int], ms: float) -> str:
+        """Of steps that took ``ms``: bytes read where there are few rows, products where there are many."""
+        if shape[1] == 1:
+            size = sum(layer.n * layer.k * self.dtype.itemsize for layer in self.layers)
+            return f"{size / ms / 1e6:.0f} GB/s"
+        products = sum(layer.n * layer.k * self.rows_of(layer, *shape[:2]) for layer in self.layers)
+        return f"{products / ms / 1e6:.0f} G/s"
+
+
 class Transformers:
     """The module itself, with SDPA and its own cache."""
 
@@ -176,7 +205,7 @@ def main() -> None:
     torch.set_num_threads(1)
     table = Table({
         "model": "{model}", "step": "{step}", "ms": "{ours:.2f}", "tokens/s": "{speed:,.0f}",
-        "transformers": "{transformers:.2f}", "times": "{times:.2f}",
+        "transformers": "{transformers:.2f}", "times": "{times:.2f}", "linears": "{linears:.2f}", "at": "{at}",
         **({"eager": "{eager:.2f}", "times eager": "{eager_times:.2f}"} if args.eager else {}),
     })  # fmt: skip
     records = []
@@ -184,10 +213,11 @@ def main() -> None:
         if args.profile:
             show_profile(model, args.dtype, args.rounds)
             continue
-        contenders: dict[str, Any] = {
-            "ours": Ours(random_model(model, args.dtype), args.dtype),
-            "transformers": Transformers(random_model(model, args.dtype)),
-        }
+        ours = Ours(random_model(model, args.dtype), args.dtype)
+        if not isinstance(ours.forward, CapturedForward):
+            raise SystemExit(f"{model} is not captured")
+        linears, own = Linears(ours.forward, args.dtype), Transformers(random_model(model, args.dtype))
+        contenders: dict[str, Any] = {"ours": ours, "transformers": own, "linears": linears}
         if args.eager:
             contenders["eager"] = Ours(random_model(model, args.dtype), args.dtype, eager=True)
         for case, shape in CASES.items():
@@ -199,6 +229,7 @@ def main() -> None:
             row: dict[str, Any] = {"model": model, "dtype": args.dtype, "step": case}
             row |= {name: times.median(name) for name in steps}
             row |= {"speed": 1e3 * shape[0] * shape[1] / row["ours"], "times": times.ratio("transformers", "ours")}
+            row["at"] = linears.speed(shape, row["linears"])
             row["eager_times"] = times.ratio("eager", "ours") if args.eager else 0.0
             records.append(row)
             table.show(row)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -90,6 +90,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=1, m
 @settings(max_examples=15, deadline=None)
 @given(rows=ROWS, costs=st.sampled_from([ABSORBED, EXPANDED, BY_LENGTH]), block_tokens=st.sampled_from([16, 32]),
        softcap=st.sampled_from([0.0, 2.0]), scratch=st.sampled_from([1, 1 << 25]))  # fmt: skip
+@example(rows=[(0, 0), (0, 1)], costs=ABSORBED, block_tokens=16, softcap=0.0, scratch=1)
 def test_both_ways_give_what_plain_products_give(
     shape: str, rows: list[tuple[int, int]], costs: LatentCosts, block_tokens: int, softcap: float, scratch: int
 ) -> None:
