@@ -294,4 +294,5 @@ def test_experts_stay_quantised(inner: int, monkeypatch: pytest.MonkeyPatch, tmp
         if isinstance(layer, QuantisedLinear):
             layer.exact = True
     got, expected = (logits(each, 50, 50) for each in (forward._run_operations, numbers))
-    assert float((got - expected).square().mean().sqrt() / expected.std()) < 0.1  # bfloat16
+    errors = (got - expected).square().mean(-1).sqrt() / expected.std()  # bfloat16: it sends a few to other experts
+    assert float(errors.median()) < 0.02 and float((errors < 0.1).float().mean()) > 0.9
