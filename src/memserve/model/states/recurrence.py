@@ -12,6 +12,7 @@ is refused, and the model's layers run as they are.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -303,6 +304,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """By their names in transformers' modules; arguments have the names that they have there."""
 
+_recording = threading.Lock()
+"""One recording at a time changes what a class's functions are."""
 _recorded: ContextVar[_RecordedLayer | None] = ContextVar("recorded_layer", default=None)
 
 
@@ -310,14 +313,15 @@ _recorded: ContextVar[_RecordedLayer | None] = ContextVar("recorded_layer", defa
 def _stand_ins(module: Any, recorded: _RecordedLayer) -> Iterator[None]:
     """Inside, the functions that the forward of ``module`` finds are those of ``recorded``; in this thread alone."""
     names = inspect.unwrap(type(module).forward).__globals__
-    originals = {name: names[name] for name in _FUNCTIONS if name in names}
-    token = _recorded.set(recorded)
-    names.update({name: partial(_call_recorded, name, original) for name, original in originals.items()})
-    try:
-        yield
-    finally:
-        names.update(originals)
-        _recorded.reset(token)
+    with _recording:
+        originals = {name: names[name] for name in _FUNCTIONS if name in names}
+        token = _recorded.set(recorded)
+        names.update({name: partial(_call_recorded, name, original) for name, original in originals.items()})
+        try:
+            yield
+        finally:
+            names.update(originals)
+            _recorded.reset(token)
 
 
 def _call_recorded(name: str, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
