@@ -1,10 +1,12 @@
 // The linear for few rows over oneDNN's packed weights, compiled once per instruction set.
 //
 // A step that decodes a few sequences reads every weight once and computes little: it is bound by memory. A tile of up
-// to kTileRows rows and 64 columns keeps its sums in registers while the weights stream through, once; later
-// tiles of rows find them in the cache. The weights stay where oneDNN packed them for large products, so both paths
-// share one copy.
+// to kTileRows rows and 64 columns keeps its sums in registers while the weights stream through, once; later tiles of
+// rows find them in the cache, a slice at a time. The weights stay where oneDNN packed them for large products, so both
+// paths share one copy.
 #pragma once
+#include <vector>
+
 #include "fused.h"
 #include "fused_linear_matrix.h"
 #include "fused_vector.h"
@@ -41,8 +43,19 @@ struct Weights {
   }
 };
 
-// Where rows have a second tile, its weights are in the cache, and memory would be idle: a line of the next columns'
-// weights is fetched with each step. More would keep the cache from answering.
+// Some inputs of some columns: no more than the second cache holds. Sums lie in `partial` between slices, and are added
+// in the same order.
+struct Slice {
+  std::ptrdiff_t begin, end;
+  float* partial;
+  bool is_first, is_last;
+  const char* later;  // weights to fetch meanwhile; null: none
+};
+
+constexpr std::ptrdiff_t kSliceBytes = 262144;  // of weights
+
+// Where rows have a second tile, its weights are in the cache, and memory would be idle: a line of the next slice is
+// fetched with each step. More would keep the cache from answering.
 static inline void fetch_line(const char* later, std::ptrdiff_t number) {
   if (later) __builtin_prefetch(later + number * 64, 0, 2);
 }
@@ -112,14 +125,20 @@ static inline void accumulate(Sums<R, C>& sums, const Bf16* x, std::ptrdiff_t st
 
 // T: dtype of the inputs, Y: of the results.
 template <class T, class Y, int R, int C>
-static void tile(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column, const char* later) {
+static void tile(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column, const Slice& slice) {
   constexpr std::ptrdiff_t pack = sizeof(T) == 2 ? 2 : 1;
-  const T* x = static_cast<const T*>(op.x) + row * op.stride_x;
+  const T* x = static_cast<const T*>(op.x) + row * op.stride_x + slice.begin;
   const std::ptrdiff_t jump = op.block == kHalf ? kHalf * op.k_padded : kHalf * pack;
   const T* first = static_cast<const T*>(op.w) + column / op.block * (op.block * op.k_padded) + column % op.block * pack;
-  const Weights<T> w{first, jump, op.block * pack};
+  const Weights<T> w{first + slice.begin * op.block, jump, op.block * pack};
+  float* partial = slice.partial + row * C * kLanes;
   Sums<R, C> sums{};
-  accumulate(sums, x, op.stride_x, w, op.k, later);
+  for (int i = 0; !slice.is_first && i < R * C; ++i) sums.v[i / C][i % C] = load(partial + i * kLanes);
+  accumulate(sums, x, op.stride_x, w, slice.end - slice.begin, slice.later);
+  if (!slice.is_last) {
+    for (int i = 0; i < R * C; ++i) store(partial + i * kLanes, sums.v[i / C][i % C]);
+    return;
+  }
   for (int r = 0; r < R; ++r) {
     Y* y = static_cast<Y*>(op.y) + (row + r) * op.stride_y + column;
     for (int c = 0; c < C; ++c) {
@@ -136,42 +155,57 @@ static void tile(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column, co
 }
 
 template <class T, class Y, int C, int R = kTileRows>
-static void tile_of(int rows, const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column, const char* later) {
+static void tile_of(int rows, const Linear& op, std::ptrdiff_t row, std::ptrdiff_t column, const Slice& slice) {
   if constexpr (R == 1) {
-    tile<T, Y, 1, C>(op, row, column, later);
+    tile<T, Y, 1, C>(op, row, column, slice);
   } else if (rows == R) {
-    tile<T, Y, R, C>(op, row, column, later);
+    tile<T, Y, R, C>(op, row, column, slice);
   } else {
-    tile_of<T, Y, C, R - 1>(rows, op, row, column, later);
+    tile_of<T, Y, C, R - 1>(rows, op, row, column, slice);
   }
 }
 
-// All rows of some columns, in tiles of about equal height.
+// One slice of all rows, in tiles of about equal height.
 template <class T, class Y, int C>
-static void all_rows(const Linear& op, std::ptrdiff_t column) {
+static void slice_of_rows(const Linear& op, std::ptrdiff_t column, Slice slice) {
   constexpr std::ptrdiff_t pack = sizeof(T) == 2 ? 2 : 1;
-  const std::ptrdiff_t weights = C * kLanes * op.k_padded * static_cast<std::ptrdiff_t>(sizeof(T));
-  const char* next = static_cast<const char*>(op.w) + column / (C * kLanes) * weights + weights;
-  const char *later = nullptr, *last = next + weights;
-  std::ptrdiff_t tiles = (op.rows + kTileRows - 1) / kTileRows, row = 0;
-  for (; tiles > 0; --tiles) {
+  const std::ptrdiff_t steps = (slice.end - slice.begin) / pack, lines = steps * pack * C * kLanes * sizeof(T) / 64;
+  const bool is_run = C * kLanes == op.block;  // of weights that lie one behind the other
+  const char* next = static_cast<const char*>(op.w) + (column * op.k_padded + slice.end * op.block) * sizeof(T);
+  std::ptrdiff_t tiles = (op.rows + kTileRows - 1) / kTileRows, row = 0, fetched = 0;
+  for (bool is_near = false; tiles > 0; --tiles, is_near = true) {
     const std::ptrdiff_t height = (op.rows - row + tiles - 1) / tiles;
-    tile_of<T, Y, C>(static_cast<int>(height), op, row, column, later);
+    const bool fetches = is_near && is_run && fetched + steps <= lines;
+    slice.later = fetches ? next + fetched * 64 : nullptr;
+    tile_of<T, Y, C>(static_cast<int>(height), op, row, column, slice);
     row += height;
-    later = later ? later + op.k / pack * 64 : next;
-    if (later >= last) later = nullptr, next = nullptr;
+    fetched += fetches ? steps : 0;
+  }
+}
+
+template <class T, class Y, int C>
+static void all_rows(const Linear& op, std::ptrdiff_t column, float* partial) {
+  constexpr std::ptrdiff_t most = kSliceBytes / (C * kLanes * static_cast<std::ptrdiff_t>(sizeof(T)));  // even
+  const std::ptrdiff_t length = op.rows <= kTileRows ? op.k : most;
+  for (std::ptrdiff_t begin = 0; begin == 0 || begin < op.k; begin += length) {
+    const std::ptrdiff_t end = begin + length < op.k ? begin + length : op.k;
+    slice_of_rows<T, Y, C>(op, column, Slice{begin, end, partial, begin == 0, end == op.k, nullptr});
   }
 }
 
 template <class T, class Y>
 static void linear_columns(const Linear& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
   constexpr std::ptrdiff_t wide = kTileVectors * kLanes, narrow = kHalf < wide ? kHalf : wide;
+  static thread_local std::vector<float> memory;
+  const std::size_t size = op.rows > kTileRows ? static_cast<std::size_t>(op.rows * wide) : 0;
+  if (memory.size() < size) memory.resize(size);
+  float* partial = memory.data();
   for (std::ptrdiff_t column = begin; column < end;) {
     if (column % (2 * kHalf) % wide == 0 && column + wide <= end) {
-      all_rows<T, Y, wide / kLanes>(op, column);
+      all_rows<T, Y, wide / kLanes>(op, column, partial);
       column += wide;
     } else {
-      all_rows<T, Y, narrow / kLanes>(op, column);
+      all_rows<T, Y, narrow / kLanes>(op, column, partial);
       column += narrow;
     }
   }
