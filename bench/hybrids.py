@@ -37,7 +37,7 @@ from memserve.model.loading.probe import probe_model
 from memserve.model.states.layers import states_of, step_states
 from memserve.model.states.memory import RaggedStates, SlotStates
 
-COMMON = {"vocab_size": 1024, "max_position_embeddings": 8192, "num_hidden_layers": 4, "tie_word_embeddings": False}
+COMMON = {"vocab_size": 1056, "max_position_embeddings": 8192, "num_hidden_layers": 4, "tie_word_embeddings": False}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta": ("Qwen3_5TextConfig", {
         "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -62,6 +62,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 CASES = {"decode 1": (1, 1, 512), "decode 8": (8, 1, 512), "prompt of 512": (1, 512, 512)}
 """Sequences, new tokens of each, context behind them."""
+DTYPES = {0: torch.float32, 1: torch.bfloat16}
+"""Of weights, by the code of their layer: routers' are wider than the model."""
 
 
 def random_model(name: str, dtype: str) -> Any:
@@ -123,8 +125,7 @@ class Ours:
 class Linears:
     """The products with the weights of one of ours, one after the other."""
 
-    def __init__(self, forward: CapturedForward, dtype: str) -> None:
-        self.dtype: torch.dtype = getattr(torch, dtype)
+    def __init__(self, forward: CapturedForward) -> None:
         self.layers = [layer for layer in forward._linears if isinstance(layer, PackedLinear)]
 
     def rows_of(self, layer: PackedLinear, sequences: int, count: int) -> int:
@@ -134,13 +135,13 @@ class Linears:
     def prepare(self, sequences: int, count: int, context: int) -> Callable[[], object]:
         """With numbers that mean nothing."""
         inputs = [torch.randn(self.rows_of(layer, sequences, count), layer.k) for layer in self.layers]
-        pairs = [(layer, x.to(self.dtype)) for layer, x in zip(self.layers, inputs, strict=True)]
+        pairs = [(layer, x.to(DTYPES[layer.code])) for layer, x in zip(self.layers, inputs, strict=True)]
         return lambda: [layer(x) for layer, x in pairs]
 
     def speed(self, shape: tuple[int, int, int], ms: float) -> str:
         """Of steps that took ``ms``: bytes read where there are few rows, products where there are many."""
         if shape[1] == 1:
-            size = sum(layer.n * layer.k * self.dtype.itemsize for layer in self.layers)
+            size = sum(layer.n * layer.k * DTYPES[layer.code].itemsize for layer in self.layers)
             return f"{size / ms / 1e6:.0f} GB/s"
         products = sum(layer.n * layer.k * self.rows_of(layer, *shape[:2]) for layer in self.layers)
         return f"{products / ms / 1e6:.0f} G/s"
@@ -216,7 +217,7 @@ def main() -> None:
         ours = Ours(random_model(model, args.dtype), args.dtype)
         if not isinstance(ours.forward, CapturedForward):
             raise SystemExit(f"{model} is not captured")
-        linears, own = Linears(ours.forward, args.dtype), Transformers(random_model(model, args.dtype))
+        linears, own = Linears(ours.forward), Transformers(random_model(model, args.dtype))
         contenders: dict[str, Any] = {"ours": ours, "transformers": own, "linears": linears}
         if args.eager:
             contenders["eager"] = Ours(random_model(model, args.dtype), args.dtype, eager=True)

@@ -168,8 +168,6 @@ class ReferenceAttention:
         out = torch.zeros((1, q.shape[2], q.shape[1], v.shape[3]), dtype=q.dtype, device=q.device)
         for row, (table, context) in enumerate(zip(self._tables, self._contexts, strict=True)):
             first, last = self._starts[row], self._starts[row + 1]
-            if first == last:
-                continue
             keys, values = self._pages.read_kv(layer, table, context)
             mixed = attend_dense(q[0, :, first:last], keys, values, scale, window, softcap, sinks)
             out[0, first:last] = mixed.transpose(0, 1)

@@ -194,7 +194,9 @@ def best_forward(
 
     ``crew``: the workers of the instance, all of which must compute the same rows, padding included. ``fingerprint``:
     of the model, see :func:`capture_forward`."""
-    captured = capture_forward(module, fingerprint)
+    # operations over states know whole layers, and workers have parts
+    is_divided = crew is not None and bool(states_of(module))
+    captured = None if is_divided else capture_forward(module, fingerprint)
     agreed = crew is None or crew.all_agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)
