@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memserve.base.units import NS_PER_S
-from memserve.host.profile_file import profile_path, save_profile
-from memserve.kv.costs import CostModel, PrefillCurve
-from memserve.model.loading.loader import load_model
 from served_cluster import ask_until_fetched, eventually, served
+from slow_costs import save_slow_costs
 from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
 
 LAYERS = 4
@@ -27,13 +24,6 @@ def answer_of(module: Any, tokens: list[int], count: int) -> list[int]:
 def shown(tokens: list[int]) -> str:
     """As text, which has no special token: 0 is one."""
     return " ".join(f"w{token}" for token in tokens if token)
-
-
-def make_computing_slow(folder: Path) -> None:
-    """By this process's cache folder: whatever can be fetched is worth it."""
-    loaded = load_model(str(folder), "float32", "cpu", block_tokens=32, threads=1).keep_windows_apart()
-    slow = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), machine="slow")
-    save_profile(profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1), {"costs": slow.to_dict()})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +59,7 @@ def test_a_busy_instance_lends_kv_with_its_window(tmp_path: Path, monkeypatch: p
     module = tiny_module("gemma2", num_hidden_layers=LAYERS)
     folder = save_folder(module, tmp_path / "tiny")
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
-    make_computing_slow(folder)
+    save_slow_costs(folder, windows_apart=True)
     with served(folder, "--colocated", "2", "--policy", "least-load") as server:
         assert ask_until_fetched(server, lambda tokens, count: shown(answer_of(module, tokens, count))) == 96
 
@@ -79,7 +69,7 @@ def test_a_store_keeps_windows_over_a_restart(tmp_path: Path, monkeypatch: pytes
     module = tiny_module("gemma2", num_hidden_layers=LAYERS)
     folder, tokens = save_folder(module, tmp_path / "tiny"), prompt(140, 1).tolist()
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
-    make_computing_slow(folder)
+    save_slow_costs(folder, windows_apart=True)
     flags = ["--prefill", "1", "--decode", "1", "--metadata", str(tmp_path / "state")]
     flags += ["--ssd", f"{tmp_path}/ssd=64MiB", "--store-dram", "16MiB", "--ssd-sync", "none"]
     with served(folder, *flags) as server:

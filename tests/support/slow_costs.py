@@ -18,9 +18,12 @@ from memserve.model.loading.loader import load_model
 SLOW = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), same_host=CopyCurve(2.0 * NS_PER_S, 0.0, 0.0), machine="slow")
 
 
-def save_slow_costs(folder: Path, block_tokens: int = 32, kv_dtypes: tuple[str, ...] = (AS_COMPUTED,)) -> None:
+def save_slow_costs(
+    folder: Path, block_tokens: int = 32, kv_dtypes: tuple[str, ...] = (AS_COMPUTED,), *, windows_apart: bool = False
+) -> None:
     """For instances of the model in ``folder``, in float32 with one thread, and this process's cache folder."""
     loaded = load_model(str(folder), "float32", "cpu", block_tokens=block_tokens, threads=1)
+    loaded = loaded.keep_windows_apart() if windows_apart else loaded
     for kv_dtype in kv_dtypes:
         geometry = replace(loaded.geometry, kv_dtype=kv_dtype)
         save_profile(profile_path(loaded.fingerprint, geometry, "cpu", 1), {"costs": SLOW.to_dict()})
