@@ -83,18 +83,28 @@ def load_meta_shapes() -> bool:
     return True
 
 
-class _Present(importlib.abc.Loader):
-    """Of modules that were imported while they were looked for."""
+class _LaterLoader(importlib.abc.Loader):
+    """Of modules that need what was put off. That mostly imports them in turn: the inner import is the one that runs
+    them."""
+
+    def __init__(self, load: Callable[[], object]) -> None:
+        """``load``: what was put off."""
+        self._load = load
+        self._specs: dict[str, importlib.machinery.ModuleSpec | None] = {}
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """The one that is there."""
-        return sys.modules[spec.name]
+        """Not in ``find_spec``: a module that is there when that returns would be run once more."""
+        self._load()
+        module = importlib.import_module(spec.name)
+        self._specs[spec.name] = module.__spec__
+        return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """It has run."""
+        """It has run, under a specification of its own."""
+        module.__spec__ = self._specs.pop(module.__name__)
 
 
-_PRESENT = _Present()
+_SHAPES_LOADER = _LaterLoader(load_meta_shapes)
 
 
 class _LaterShapes(types.ModuleType):
@@ -111,12 +121,7 @@ class _ShapesFirst(importlib.abc.MetaPathFinder):
     """Is asked for what the compiler and its like take, and which needs those shapes."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name not in _NEED_SHAPES:
-            return None
-        load_meta_shapes()  # and mostly with them what was asked for
-        if name in sys.modules:
-            return importlib.machinery.ModuleSpec(name, _PRESENT)
-        return importlib.machinery.PathFinder.find_spec(name, path)
+        return importlib.machinery.ModuleSpec(name, _SHAPES_LOADER) if name in _NEED_SHAPES else None
 
 
 _SHAPES_FIRST = _ShapesFirst()
@@ -238,15 +243,10 @@ class _LaterMode:
 
 
 class _Parts(importlib.abc.MetaPathFinder):
-    """Is asked for modules of the compiler while its stand-in is there: the compiler comes first, maybe with them."""
+    """Is asked for modules of the compiler while its stand-in is there: the compiler comes first, mostly with them."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if not name.startswith(f"{_COMPILER}."):
-            return None
-        real = _compiler()
-        if name in sys.modules:
-            return importlib.machinery.ModuleSpec(name, _PRESENT)
-        return importlib.machinery.PathFinder.find_spec(name, real.__path__)
+        return importlib.machinery.ModuleSpec(name, _PARTS_LOADER) if name.startswith(f"{_COMPILER}.") else None
 
 
 _PARTS = _Parts()
@@ -261,3 +261,6 @@ def _compiler() -> types.ModuleType:
         sys.meta_path.remove(_PARTS)
         sys.modules["torch"].__dict__.pop("_dynamo", None)
     return importlib.import_module(_COMPILER)
+
+
+_PARTS_LOADER = _LaterLoader(_compiler)

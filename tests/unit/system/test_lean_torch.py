@@ -74,6 +74,17 @@ def test_shapes_that_torch_knows_in_python_come_on_demand(family: list[str]) -> 
     assert family[2:] == ["[]", "aten::_cdist_forwar", "([3, 3], [0, 1, 2]) True"]
 
 
+@pytest.mark.parametrize("name", ["torch._prims.rng_prims", "torch._refs", "torch.utils._content_store"])
+def test_what_needs_the_shapes_runs_once(name: str) -> None:
+    """Torch itself refuses to define an operation twice."""
+    said = said_by(f"""
+import importlib
+module = importlib.import_module("{name}")
+print(module.__spec__.name, "torch._decomp" in sys.modules, torch._refs.__spec__.parent)
+""")
+    assert said == f"{name} True torch._refs"
+
+
 NAMES = """
 import builtins, marshal, os, sys
 opened, really = [], builtins.open
