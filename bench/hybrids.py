@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from harness.flags import Commas, options, parts_of, save
 from harness.rounds import Samples, turns
+from harness.steps import BLOCK_TOKENS, paged_step, random_module, some_ids
 from harness.tables import Table
 from torch import Tensor
 
 from memserve.instance.events import StepPlan
-from memserve.model.attention.context import OrderedAttention, StepRows, step_attention
-from memserve.model.attention.latents import choose_attention
+from memserve.model.attention.context import OrderedAttention, step_attention
 from memserve.model.capture.forward import CapturedForward, best_forward
 from memserve.model.experts import use_our_experts
 from memserve.model.forward import EagerForward
@@ -71,14 +71,7 @@ def random_model(name: str, dtype: str) -> Any:
     import transformers
 
     kind, sizes = MODELS[name]
-    config = getattr(transformers, kind)(**COMMON, **sizes)
-    torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return module.eval().requires_grad_(False)
+    return random_module(getattr(transformers, kind)(**COMMON, **sizes), dtype)
 
 
 class Ours:
@@ -86,35 +79,24 @@ class Ours:
 
     def __init__(self, module: Any, dtype: str, *, eager: bool = False) -> None:
         use_our_experts(module)
-        self.geometry, _ = probe_model(module, dtype, 32)
+        self.geometry, _ = probe_model(module, dtype, BLOCK_TOKENS)
         self.states = states_of(module).geometry
         self.forward = EagerForward(module) if eager else best_forward(module)
-        self._arenas = list[Tensor]()
 
     def prepare(self, sequences: int, count: int, context: int) -> Callable[[], Tensor]:
         """A step over zeros."""
-        blocks = -(-context // 32)
-        arena = torch.zeros(sequences * blocks * self.geometry.block_bytes, dtype=torch.uint8)
-        self._arenas.append(arena)  # kernels know addresses
-        factory = choose_attention(arena, self.geometry)
-        tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
-        starts = (np.arange(sequences + 1) * count).astype(np.int32)
-        rows = StepRows(tables, np.arange(sequences, dtype=np.int32), starts, np.full(sequences, context, np.int32))
-        vocab = COMMON["vocab_size"]
-        ids = torch.arange(sequences * count) * 7919 % vocab
-        positions = torch.arange(context - count, context).repeat(sequences)
-        last = torch.as_tensor(starts[1:] - 1).long()
+        paged = paged_step(self.geometry, COMMON["vocab_size"], sequences, count, context)
         slots = SlotStates(self.states, sequences, torch.empty((0, 1), dtype=torch.uint8)) if self.states else None
         state_rows = tuple(np.full(sequences, number, np.int64) for number in (0, context - count, count))
         state_rows[0][:] = np.arange(sequences)
 
         def step() -> Tensor:
-            attention, states = factory(rows), None
+            attention, states = paged.attention(), None
             if slots is not None:
                 slots.tokens[:] = context - count
                 states, attention = RaggedStates(slots, StepPlan(0), state_rows, ()), OrderedAttention(attention)
             with step_attention(attention), step_states(states):
-                logits = self.forward(ids, positions, last)
+                logits = self.forward(paged.ids, paged.positions, paged.last)
             if states is not None:
                 states.finish()
             return logits
@@ -159,7 +141,7 @@ class Transformers:
         from transformers import DynamicCache
 
         def run(cache: Any, begin: int, end: int) -> Tensor:
-            ids = (torch.arange(sequences * (end - begin)) * 7919 % COMMON["vocab_size"]).view(sequences, -1)
+            ids = some_ids(sequences * (end - begin), COMMON["vocab_size"]).view(sequences, -1)
             positions = torch.arange(begin, end).repeat(sequences, 1)
             with torch.inference_mode():
                 out = self._module(

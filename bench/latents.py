@@ -16,16 +16,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from harness.flags import options, save
 from harness.rounds import Samples, turns
+from harness.steps import BLOCK_TOKENS, paged_step, random_module, some_ids
 from harness.tables import show
 from torch import Tensor
 
 from memserve.base.types import KVGeometry
-from memserve.model.attention.context import StepRows, step_attention
-from memserve.model.attention.latents import choose_attention
+from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.loading.probe import probe_model
 from memserve.system.memory import geometry_from_config
@@ -70,42 +69,27 @@ def random_model(shape: str, layers: int, dtype: str) -> Any:
     latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
     sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     config = transformers.DeepseekV2Config(vocab_size=VOCAB, max_position_embeddings=CONTEXT_MAX, **sizes, **latents)
-    torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, dtype))
-    try:
-        module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return module.eval().requires_grad_(False)
+    return random_module(config, dtype)
 
 
 class Ours:
     """A captured forward over an arena of its own."""
 
     def __init__(self, module: Any, dtype: str, *, keep_latents: bool) -> None:
-        self.geometry, _ = probe_model(module, dtype, 32, keep_latents=keep_latents)
+        self.geometry, _ = probe_model(module, dtype, BLOCK_TOKENS, keep_latents=keep_latents)
         forward = capture_forward(module)
         if forward is None:
             raise SystemExit("this model cannot be captured")
         release_weights(module)
-        self._forward, self._arenas = forward, list[Tensor]()
+        self._forward = forward
 
     def prepare(self, sequences: int, count: int, context: int) -> Callable[[], Tensor]:
         """A step over zeros."""
-        blocks = -(-context // 32)
-        arena = torch.zeros(sequences * blocks * self.geometry.block_bytes, dtype=torch.uint8)
-        self._arenas.append(arena)  # kernels know addresses
-        factory = choose_attention(arena, self.geometry)
-        tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
-        starts = (np.arange(sequences + 1) * count).astype(np.int32)
-        rows = StepRows(tables, np.arange(sequences, dtype=np.int32), starts, np.full(sequences, context, np.int32))
-        ids = torch.arange(sequences * count) * 7919 % VOCAB
-        positions = torch.arange(context - count, context).repeat(sequences)
-        last = torch.as_tensor(starts[1:] - 1).long()
+        paged = paged_step(self.geometry, VOCAB, sequences, count, context)
 
         def step() -> Tensor:
-            with step_attention(factory(rows)):
-                return self._forward(ids, positions, last)
+            with step_attention(paged.attention()):
+                return self._forward(paged.ids, paged.positions, paged.last)
 
         return step
 
@@ -130,7 +114,7 @@ class Transformers:
                     for dim in (config.kv_lora_rank, config.qk_rope_head_dim)
                 )
                 cache.update(latents, rotary, layer)
-        ids = (torch.arange(sequences * count) * 7919 % VOCAB).view(sequences, count)
+        ids = some_ids(sequences * count, VOCAB).view(sequences, count)
         positions = torch.arange(before, context).repeat(sequences, 1)
 
         def step() -> Tensor:

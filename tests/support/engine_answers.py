@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memserve import LLM
-from tiny_models import GREEDY
+from tiny_models import GREEDY, greedy_answers
 
 BLOCK = 32
 ANSWER = 20
@@ -28,6 +28,19 @@ def ask(llm: LLM, prompts: list[list[int]], count: int = ANSWER) -> list[tuple[l
     """Greedy answers, and how many tokens of each prompt were cached."""
     results = llm.generate(prompts, GREEDY, max_tokens=count, ignore_eos=True)
     return [(list(result.outputs[0].tokens), result.cached_tokens) for result in results]
+
+
+def check_cold_and_warm(llm: LLM, module: Any, prompts: list[list[int]], cached: list[int]) -> None:
+    """Greedy answers are those of ``module``, together and alone, cold and with the cache, which then has ``cached``
+    tokens of each prompt."""
+    cold = ask(llm, prompts)
+    expected = [answer for answer, _ in cold]
+    assert expected == greedy_answers(module, prompts, ANSWER, expected)
+    assert [count for _, count in cold] == [0] * len(prompts)
+    warm = list(zip(expected, cached, strict=True))
+    assert ask(llm, prompts) == warm
+    for place in reversed(range(len(prompts))):
+        assert ask(llm, prompts[place : place + 1]) == warm[place : place + 1]
 
 
 def ask_several(llm: LLM, tokens: list[int], n: int, count: int = ANSWER) -> list[list[int]]:

@@ -13,6 +13,19 @@ from memserve.protocol.events import PrefixPinned, PrefixUnpinned, RequestCancel
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
 """Beginnings of prompts."""
+ARRIVALS = {
+    "family": st.integers(0, 2),
+    "shared": st.integers(0, 30),
+    "own": st.lists(st.integers(0, VOCAB - 1), max_size=6),
+    "max_tokens": st.integers(0, 14),
+    "shape": st.sampled_from([(1, 0), (1, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 3)]),
+    "priority": st.integers(0, 2),
+    "stops": st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True),
+    "use_cache": st.sampled_from([True, True, True, False]),
+    "tenant": st.sampled_from(["", "", "other"]),
+    "prompt_logprobs": st.sampled_from([False, False, False, True]),
+}
+"""What the requests of a life are drawn from. ``shape``: sequences, and the width of a beam search."""
 
 
 class AnyLife(RuleBasedStateMachine):
@@ -74,19 +87,7 @@ class SharingLife(AnyLife):
         moments = iter(range(1 << 30))
         self.world.device.mask_is_late = lambda opened: late and next(moments) % 3 == 0
 
-    @rule(
-        family=st.integers(0, 2),
-        shared=st.integers(0, 30),
-        own=st.lists(st.integers(0, VOCAB - 1), max_size=6),
-        max_tokens=st.integers(0, 14),
-        shape=st.sampled_from([(1, 0), (1, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 3)]),
-        priority=st.integers(0, 2),
-        stops=st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True),
-        use_cache=st.sampled_from([True, True, True, False]),
-        tenant=st.sampled_from(["", "", "other"]),
-        prompt_logprobs=st.sampled_from([False, False, False, True]),
-        grammar=st.sampled_from(["", "", "one"]),
-    )
+    @rule(**ARRIVALS, grammar=st.sampled_from(["", "", "one"]))
     def arrive(self, family, shared, own, shape, max_tokens, **rest):
         self.count += 1
         n, beam_width = shape

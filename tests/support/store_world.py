@@ -21,7 +21,9 @@ from memserve import _core
 from memserve.base.config import ExchangeConfig, MemberConfig
 from memserve.base.types import ClockTicked, Role, Tier
 from memserve.kv.identity import DEFAULT_KEY
+from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.kv.transfer.exchange import OfferedBlocks
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member import MemberMachine
 from memserve.protocol.member_events import ChangeGeneration, DrainRequested, GenerationChanged, LogWarning
@@ -508,6 +510,18 @@ def push(world: StoreWorld, node: Node, tenant: str, tokens, private: bytes = b"
     node.exchange.announce_computed(offer_id, 0, whole)
     node.take([])
     node.end(seq)
+    return offer_id
+
+
+def offer_loan(world: StoreWorld, node: Node, tenant: str, tokens, loan: Lease) -> str:
+    """A peer of the store offers what comes behind the KV of ``tokens``, whole blocks: a state, or parts of windows."""
+    end = len(tokens) // BLOCK
+    offered = OfferedBlocks(tenant, array(tokens), (), first_block=end, state=loan)
+    offer_id = node.exchange.offer_blocks(world.store.peer, offered, world.now)
+    node.offers[offer_id] = True
+    node.exchange.announce_state(offer_id, end, whole=True)
+    node.take([])
+    world.run()
     return offer_id
 
 

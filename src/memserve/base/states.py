@@ -117,17 +117,17 @@ class StateRange:
 def share_state(states: StateGeometry, ranges: Sequence[Sequence[StateRange]]) -> StateShare:
     """The share of a worker that has these ``ranges`` of each part."""
     parts = tuple(
-        replace(part, shape=(sum(one.count for one in own), *part.shape[1:]))
+        replace(part, shape=(sum(rows.count for rows in own), *part.shape[1:]))
         for part, own in zip(states.parts, ranges, strict=True)
     )
     held = replace(states, parts=parts)
     runs, written = list[StateRun](), list[StateRun]()
     for number, (part, own) in enumerate(zip(states.parts, ranges, strict=True)):
         row_bytes, place = part.nbytes // part.shape[0], held.offsets[number]
-        for one in own:
-            run = StateRun(place, states.offsets[number] + one.first * row_bytes, one.count * row_bytes)
+        for rows in own:
+            run = StateRun(place, states.offsets[number] + rows.first * row_bytes, rows.count * row_bytes)
             runs.append(run)
-            written += [run] * one.is_written
+            written += [run] * rows.is_written
             place += run.nbytes
     return StateShare(held, tuple(runs), tuple(written), states.nbytes)
 

@@ -12,7 +12,17 @@ import httpx
 import numpy as np
 import pytest
 
-from engine_answers import ANSWER, BLOCK, ask, ask_several, best_beam, own_best_beam, resumable, serving
+from engine_answers import (
+    ANSWER,
+    BLOCK,
+    ask,
+    ask_several,
+    best_beam,
+    check_cold_and_warm,
+    own_best_beam,
+    resumable,
+    serving,
+)
 from served_cluster import Server, eventually, served, workers_of
 from tiny_models import LATENT, STATEFUL, greedy_answers, greedy_tokens, one_engine, prompt, save_folder, tiny_module
 
@@ -40,21 +50,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_workers_answer_as_the_model(
     family: str, kind: dict[str, int], options: dict[str, int], folders: dict[str, Path]
 ) -> None:
-    """Together and alone, cold and with the cache, which then has each prompt but for what must be computed."""
+    """The cache has each prompt but for what must be computed."""
     with serving(folders[family], **kind, **options) as llm:
         assert len(workers_of(os.getpid())) == (3 if len(kind) > 1 else 1)
-        cold = ask(llm, PROMPTS)
-        expected = [answer for answer, _ in cold]
-        assert expected == greedy_answers(tiny_module(family), PROMPTS, ANSWER, expected)
-        assert [cached for _, cached in cold] == [0] * len(PROMPTS)
-        warm = ask(llm, PROMPTS)
-        assert [answer for answer, _ in warm] == expected
         lengths = [len(tokens) for tokens in PROMPTS]
         kv_alone = [min(length // BLOCK * BLOCK, length - 1) for length in lengths]  # blocks are copied
         expected_cached = [resumable(length) for length in lengths] if family in STATEFUL else kv_alone
-        assert [cached for _, cached in warm] == expected_cached
-        for place in reversed(range(len(PROMPTS))):
-            assert ask(llm, PROMPTS[place : place + 1]) == warm[place : place + 1]
+        check_cold_and_warm(llm, tiny_module(family), PROMPTS, expected_cached)
     assert not workers_of(os.getpid())
 
 

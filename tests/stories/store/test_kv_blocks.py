@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from disks_world import split
@@ -27,15 +25,9 @@ from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.store import ForgetKv
 from memserve.router.follower import NO_KV
 from memserve.store.disks.events import DisksConfig
-from store_world import BLOCK_BYTES, ROUTER_PEER, Client, StoreWorld, finished_world, push
+from store_world import BLOCK_BYTES, ROUTER_PEER, Client, StoreWorld, push
 
 PROMPT = list(range(100, 100 + 4 * BLOCK + 1))  # four whole blocks and a token
-
-
-@pytest.fixture
-def world() -> Iterator[StoreWorld]:
-    with finished_world() as world:
-        yield world
 
 
 def fetch(

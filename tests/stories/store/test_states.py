@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from msgspec import structs
@@ -12,20 +10,13 @@ from exchange_world import BLOCK, LAYERS, LEASE_NS, Node, array
 from memserve.base.states import StatePages
 from memserve.base.types import Tier
 from memserve.kv.transfer.events import FetchEnded, Released
-from memserve.kv.transfer.exchange import OfferedBlocks
 from memserve.protocol.messages import Fetch
-from store_world import StoreWorld, finished_world, push
+from store_world import StoreWorld, offer_loan, push
 
 STATES = StatePages(3 * 64 + 8, 2)
 """A whole block, and of another one a page."""
 PROMPT = list(range(100, 100 + 4 * BLOCK))
 EDGES = (4 * BLOCK, 2 * BLOCK)
-
-
-@pytest.fixture
-def world() -> Iterator[StoreWorld]:
-    with finished_world() as world:
-        yield world
 
 
 def instance(world: StoreWorld, name: str) -> Node:
@@ -48,15 +39,7 @@ def offer_state(world: StoreWorld, node: Node, tokens: list[int]) -> str:
 
 
 def offer_cached_state(world: StoreWorld, node: Node, tokens: list[int]) -> str:
-    prefix = array(tokens)
-    end, loan = len(tokens) // BLOCK, node.pool.lend_state("t", prefix, 2)
-    offered = OfferedBlocks("t", prefix, (), first_block=end, state=loan)
-    offer_id = node.exchange.offer_blocks(world.store.peer, offered, world.now)
-    node.offers[offer_id] = True
-    node.exchange.announce_state(offer_id, end, whole=True)
-    node.take([])
-    world.run()
-    return offer_id
+    return offer_loan(world, node, "t", tokens, node.pool.lend_state("t", array(tokens), 2))
 
 
 def fetch(world: StoreWorld, node: Node, tokens: list[int] = PROMPT) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from msgspec import structs
@@ -14,18 +12,12 @@ from memserve.base.types import Tier
 from memserve.kv.identity import part_identities
 from memserve.kv.transfer.exchange import OfferedBlocks
 from memserve.protocol.messages import Fetch, Offer
-from store_world import StoreWorld, finished_world, push
+from store_world import StoreWorld, offer_loan, push
 
 PART_BLOCKS = 2
 WINDOWS = WindowPages(BLOCK + 2, PART_BLOCKS, BLOCK, 2 * BLOCK)
 """Behind whole blocks it reaches over two of them."""
 PROMPT = list(range(100, 100 + 5 * BLOCK))
-
-
-@pytest.fixture
-def world() -> Iterator[StoreWorld]:
-    with finished_world() as world:
-        yield world
 
 
 def instance(world: StoreWorld, name: str) -> Node:
@@ -49,14 +41,8 @@ def compute_parts(node: Node, tokens: list[int] = PROMPT) -> None:
 
 
 def offer_parts(world: StoreWorld, node: Node, first: int = 0, count: int = 5) -> None:
-    first, loan = node.pool.lend_cached_parts("t", array(PROMPT), first, count)
-    prefix, end = array(PROMPT)[: loan.tokens], loan.tokens // BLOCK
-    offered = OfferedBlocks("t", prefix, (), first_block=end, state=loan)
-    offer_id = node.exchange.offer_blocks(world.store.peer, offered, world.now)
-    node.offers[offer_id] = True
-    node.exchange.announce_state(offer_id, end, whole=True)
-    node.take([])
-    world.run()
+    _, loan = node.pool.lend_cached_parts("t", array(PROMPT), first, count)
+    offer_loan(world, node, "t", PROMPT[: loan.tokens], loan)
 
 
 def fill(world: StoreWorld, disks: int = 0) -> None:

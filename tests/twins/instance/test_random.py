@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from instance_lives import FAMILIES, AnyLife
+from instance_lives import ARRIVALS, FAMILIES, AnyLife
 from instance_world import VOCAB, World, config, request
 from memserve.instance.scheduler.grammar_waits import MASK_NS
 from memserve.kv.costs import PreemptionCosts
@@ -42,18 +42,9 @@ class InstanceLife(AnyLife):
         self.count = 0
 
     @rule(
-        family=st.integers(0, 2),
-        shared=st.integers(0, 30),
-        own=st.lists(st.integers(0, VOCAB - 1), max_size=6),
-        max_tokens=st.integers(0, 14),
-        shape=st.sampled_from([(1, 0), (1, 0), (1, 0), (2, 0), (3, 0), (1, 2), (2, 3)]),
-        priority=st.integers(0, 2),
-        stops=st.lists(st.integers(0, VOCAB - 1), max_size=2, unique=True),
+        **ARRIVALS,
         min_tokens=st.integers(0, 3),
         lifetime=st.sampled_from([None, None, None, 3, 12]),
-        use_cache=st.sampled_from([True, True, True, False]),
-        tenant=st.sampled_from(["", "", "other"]),
-        prompt_logprobs=st.sampled_from([False, False, False, True]),
         penalty=st.sampled_from([0.0, 1.0]),
         grammar=st.sampled_from(["", "", "one", "another"]),
     )

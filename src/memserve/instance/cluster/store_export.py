@@ -467,7 +467,7 @@ class StoreWriter:
     def _offer_later(self, target: Peer, now_ns: int) -> None:
         """Offer what was put off, as far as it is still cached and there is room."""
         pool, offers = self._state.memory.pool, self.offers
-        while self._later and offers.room_blocks:
+        while self._later and offers.room_blocks > 0:
             key, later = next(iter(self._later.items()))
             first = later.first_block
             hbm, dram = pool.export_blocks(later.isolation, later.tokens, first)
@@ -509,7 +509,7 @@ class StoreWriter:
         """Offer parts of windows that hang at cached blocks, as far as there is room; those that are gone are left
         out. KV behind a window goes soon: a store that has it can go on from there all the same."""
         pool, offers, size = self._state.memory.pool, self.offers, self._block_tokens
-        while self._parts and (room := offers.room_blocks // pool.part_blocks):
+        while self._parts and (room := offers.room_blocks // pool.part_blocks) > 0:
             key, later = next(iter(self._parts.items()))
             found = pool.lend_cached_parts(later.isolation, later.tokens, later.first_block, room)
             if found is None:

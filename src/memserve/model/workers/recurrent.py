@@ -207,20 +207,20 @@ def _cover_all(module: Any, shapes: dict[PartKey, tuple[int, ...]], cuts: Sequen
     if any(cut.states.keys() != shapes.keys() for cut in cuts):
         return False
     for key, shape in shapes.items():
-        ranges = [one for cut in cuts for one in cut.states[key]]
-        written = [(one.first, one.count) for one in ranges if one.is_written]
-        if not _covers(shape[0], [(one.first, one.count) for one in ranges]) or _size_of(written) != shape[0]:
+        ranges = [rows for cut in cuts for rows in cut.states[key]]
+        written = [(rows.first, rows.count) for rows in ranges if rows.is_written]
+        if not _covers(shape[0], [(rows.first, rows.count) for rows in ranges]) or _size_of(written) != shape[0]:
             return False
     sizes: dict[str, int] = {name: module.get_submodule(name).in_features for name in cuts[0].columns}
     for name in cuts[0].rows:
         owner, _, attribute = name.rpartition(".")
         value = getattr(module.get_submodule(owner), attribute)
         weights = [value] if isinstance(value, Tensor) else list(value.parameters(recurse=False))
-        if len(rows := {weight.shape[_row_dim(weight)] for weight in weights}) != 1:
+        if len(lengths := {weight.shape[_row_dim(weight)] for weight in weights}) != 1:
             return False
-        sizes[name] = rows.pop()
+        sizes[name] = lengths.pop()
     return all(
-        _covers(size, [one for cut in cuts for one in (cut.rows | cut.columns)[name]]) for name, size in sizes.items()
+        _covers(size, [rows for cut in cuts for rows in (cut.rows | cut.columns)[name]]) for name, size in sizes.items()
     )
 
 

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine_answers import ANSWER, BLOCK, ask, ask_several, best_beam, own_best_beam, resumable, serving
+from engine_answers import (
+    ANSWER,
+    BLOCK,
+    ask,
+    ask_several,
+    best_beam,
+    check_cold_and_warm,
+    own_best_beam,
+    resumable,
+    serving,
+)
 from memserve.base.errors import UserError
 from tiny_models import STATEFUL, greedy_answers, greedy_tokens, prompt, save_folder, tiny_module
 
@@ -33,18 +43,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("options", [{}, {"max_step_tokens": 24}], ids=["whole", "chunks"])
 @pytest.mark.parametrize("family", STATEFUL)
 def test_answers_are_the_models_own(family: str, options: dict[str, int], folders: dict[str, Path]) -> None:
-    """Together and alone, cold and with the cache, which then has all but the last block of each prompt."""
-    prompts = PROMPTS
+    """The cache has all but the last block of each prompt."""
     with serving(folders[family], **options) as llm:
-        cold = ask(llm, prompts)
-        expected = [answer for answer, _ in cold]
-        assert expected == greedy_answers(tiny_module(family), prompts, ANSWER, expected)
-        assert [cached for _, cached in cold] == [0] * len(prompts)
-        warm = ask(llm, prompts)
-        assert [answer for answer, _ in warm] == expected
-        assert [cached for _, cached in warm] == [resumable(len(tokens)) for tokens in prompts]
-        for place in reversed(range(len(prompts))):
-            assert ask(llm, prompts[place : place + 1]) == warm[place : place + 1]
+        check_cold_and_warm(llm, tiny_module(family), PROMPTS, [resumable(len(tokens)) for tokens in PROMPTS])
 
 
 @pytest.mark.parametrize("family", FEW)
