@@ -26,7 +26,8 @@ from harness.flags import options, save
 from harness.tables import show
 
 from memserve import LLM
-from memserve.base.states import NO_STATE, WindowPages, windows_apart
+from memserve.base.layer_kv import WindowPages
+from memserve.base.states import NO_STATE, windows_apart
 from memserve.base.types import KVGeometry, SamplingParams
 from memserve.base.units import GIB, ceil_div
 

@@ -19,12 +19,23 @@ struct Strided {
   int64_t token_stride, head_stride;
 };
 
+// Which tokens a query reads, up to its own: all, the last `window`, or those of its chunk of `chunk` tokens.
+struct Reach {
+  int window = 0, chunk = 0;  // 0: none
+
+  int oldest(int position) const {
+    const int first = window > 0 ? std::max(0, position + 1 - window) : 0;
+    return chunk > 0 ? std::max(first, position / chunk * chunk) : first;
+  }
+  bool operator==(const Reach&) const = default;
+};
+
 // The arguments common to one call of attend().
 struct AttendArgs {
   int layer, heads;
   Strided q, k, v, out;
   float scale, softcap;
-  int window;          // 0 = unlimited
+  Reach reach;
   const float* sinks;  // [heads] or nullptr
   bool write;
   // [token, head] or nullptr: log2 of each softmax's denominator, for a merge with other parts of the context. Then
@@ -63,16 +74,18 @@ struct Merge {
   int32_t first_partial, parts;
 };
 
-// The tiles of a batch for one (heads, window, threads). Equal for all such layers, so it is kept with the batch.
+// The tiles of a batch for one (heads, reach, threads). Equal for all such layers, so it is kept with the batch.
 struct Plan {
-  int heads, window, threads_max, threads;
+  int heads;
+  Reach reach;
+  int threads_max, threads;
   int tile_rows_max = 0, partials = 0;  // a partial slot holds partial_floats(tile_rows_max)
   std::vector<Tile> tiles;
   std::vector<Merge> merges;
   std::vector<int32_t> rows_written_first;  // several tiles share their new tokens: stored by all before any attends
 };
 
-Plan make_plan(const Batch& batch, int heads, int window, int threads_max);
+Plan make_plan(const Batch& batch, int heads, Reach reach, int threads_max);
 
 // Everything that a kernel needs for one tile; the scratch belongs to the calling thread.
 struct TileJob {

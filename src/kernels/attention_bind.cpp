@@ -62,7 +62,8 @@ memserve::Scheme parse_scheme(const std::string& name) {
   return memserve::Scheme::as_computed;
 }
 
-PageLayout parse_layout(uintptr_t base, const Geometry& geometry, std::optional<int> page_heads, bool latent) {
+PageLayout parse_layout(uintptr_t base, const Geometry& geometry, std::optional<int> page_heads, bool latent,
+                        size_t block_stride) {
   const auto& [layers, kv_heads, dim_k, dim_v, block_tokens, dtype, kv_dtype] = geometry;
   require(layers > 0, "num_layers is ", layers, ", must be positive");
   require(kv_heads > 0, "num_kv_heads is ", kv_heads, ", must be positive");
@@ -79,8 +80,11 @@ PageLayout parse_layout(uintptr_t base, const Geometry& geometry, std::optional<
           " elements is too large for KV as ", kv_dtype);
   require(!latent || (kv_heads == 1 && dim_v <= dim_k && scheme == memserve::Scheme::as_computed),
           "latents are of one kv head, as computed, and their values part of their keys");
-  return {reinterpret_cast<char*>(base), layers, kv_heads, dim_k, dim_v, block_tokens, parse_dtype(dtype),
-          page_heads.value_or(kv_heads), scheme, latent};
+  const PageLayout layout{reinterpret_cast<char*>(base), layers, kv_heads, dim_k, dim_v, block_tokens, parse_dtype(dtype),
+                          page_heads.value_or(kv_heads), scheme, latent, block_stride};
+  require(block_stride == 0 || block_stride >= layout.page_bytes() * layers, "block_stride is ", block_stride,
+          ", less than the pages of a block");
+  return layout;
 }
 
 // One row of the batch: its counts are checked, its block ids copied.
@@ -120,10 +124,10 @@ bool shares_writes(const Batch& batch) {
 
 Batch parse_batch(uintptr_t base, const Geometry& geometry, const Table& tables, const Ints& table_rows,
                   const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks,
-                  std::optional<int> page_heads, bool behind, bool latent) {
+                  std::optional<int> page_heads, bool behind, bool latent, size_t block_stride) {
   Batch batch;
   batch.behind = behind;
-  batch.layout = parse_layout(base, geometry, page_heads, latent);
+  batch.layout = parse_layout(base, geometry, page_heads, latent, block_stride);
   const size_t rows = contexts.shape(0);
   require(table_rows.shape(0) == rows, "table_rows has ", table_rows.shape(0), " entries, contexts has ", rows);
   require(q_starts.shape(0) == rows + 1, "q_starts has ", q_starts.shape(0), " entries, contexts + 1 is ", rows + 1);
@@ -151,12 +155,12 @@ class PagedBatch {
   const Batch& batch() const { return batch_; }
   int tokens() const { return batch_.q_starts.back(); }
 
-  // Layers with the same heads and window share a plan; a model has at most a few kinds of layers.
-  const Plan& plan(int heads, int window) {
+  // Layers with the same heads and reach share a plan; a model has at most a few kinds of layers.
+  const Plan& plan(int heads, memserve::Reach reach) {
     const int threads = threads_max();
     for (const Plan& plan : plans_)
-      if (plan.heads == heads && plan.window == window && plan.threads_max == threads) return plan;
-    plans_.push_back(memserve::make_plan(batch_, heads, window, threads));
+      if (plan.heads == heads && plan.reach == reach && plan.threads_max == threads) return plan;
+    plans_.push_back(memserve::make_plan(batch_, heads, reach, threads));
     return plans_.back();
   }
 
@@ -174,16 +178,17 @@ Strided strided(const char* name, const Address& address, size_t element_bytes) 
 
 void attend(PagedBatch& batch, int layer, int heads, const Address& q, const Address& k, const Address& v,
             const Address& out, float scale, int window, float softcap, const std::optional<Floats>& sinks,
-            bool write, const std::optional<Statistics>& statistics) {
+            bool write, const std::optional<Statistics>& statistics, int chunk) {
   const PageLayout& layout = batch.batch().layout;
   require(layer >= 0 && layer < layout.num_layers, "layer is ", layer, ", must be in 0..", layout.num_layers - 1);
   require(heads > 0 && heads % layout.num_kv_heads == 0, "heads is ", heads, ", must be a positive multiple of the ",
           layout.num_kv_heads, " kv heads");
   require(std::isfinite(scale) && scale > 0, "scale is ", scale, ", must be positive");
   require(window >= 0, "window is ", window, ", must be 0 (unlimited) or positive");
+  require(chunk >= 0, "chunk is ", chunk, ", must be 0 (unlimited) or positive");
   require(std::isfinite(softcap) && softcap >= 0, "softcap is ", softcap, ", must be 0 (off) or positive");
   if (sinks) require(sinks->shape(0) == size_t(heads), "sinks has ", sinks->shape(0), " entries for ", heads, " heads");
-  if (batch.batch().behind) require(!write && window == 0, "queries behind the context are not written, and see all of it");
+  if (batch.batch().behind) require(!write && window == 0 && chunk == 0, "queries behind the context are not written, and see all of it");
   if (statistics) {
     require(statistics->shape(0) >= size_t(batch.tokens()) && statistics->shape(1) == size_t(heads),
             "statistics is not [tokens, heads]");
@@ -192,12 +197,12 @@ void attend(PagedBatch& batch, int layer, int heads, const Address& q, const Add
   if (batch.tokens() == 0) return;
   const size_t bytes = layout.element_bytes();
   AttendArgs args{layer, heads, strided("q", q, bytes), {}, {}, strided("out", out, statistics ? 4 : bytes), scale,
-                  softcap, window, sinks ? sinks->data() : nullptr, write, statistics ? statistics->data() : nullptr};
+                  softcap, {window, chunk}, sinks ? sinks->data() : nullptr, write, statistics ? statistics->data() : nullptr};
   if (write) {
     args.k = strided("k", k, bytes);
     args.v = strided("v", v, bytes);
   }
-  const Plan& plan = batch.plan(heads, window);
+  const Plan& plan = batch.plan(heads, {window, chunk});
   nb::gil_scoped_release unlocked;
   memserve::attend(batch.batch(), plan, args);
 }
@@ -218,19 +223,20 @@ void bind_attention(nb::module_& m) {
       .def("__init__",
            [](PagedBatch* self, uintptr_t base, const Geometry& geometry, const Table& tables, const Ints& table_rows,
               const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks,
-              std::optional<int> page_heads, bool behind, bool latent) {
+              std::optional<int> page_heads, bool behind, bool latent, size_t block_stride) {
              new (self) PagedBatch(parse_batch(base, geometry, tables, table_rows, q_starts, contexts, num_blocks,
-                                               page_heads, behind, latent));
+                                               page_heads, behind, latent, block_stride));
            },
            nb::arg("base"), nb::arg("geometry"), nb::arg("tables").noconvert(), nb::arg("table_rows").noconvert(),
            nb::arg("q_starts").noconvert(), nb::arg("contexts").noconvert(), nb::arg("num_blocks").none() = nb::none(),
-           nb::arg("page_heads").none() = nb::none(), nb::arg("behind") = false, nb::arg("latent") = false)
+           nb::arg("page_heads").none() = nb::none(), nb::arg("behind") = false, nb::arg("latent") = false,
+           nb::arg("block_stride") = 0)
       .def_prop_ro("tokens", &PagedBatch::tokens)
       .def_prop_ro("rows", [](const PagedBatch& self) { return self.batch().rows(); });
   m.def("attend", &attend, nb::arg("batch"), nb::arg("layer"), nb::arg("heads"), nb::arg("q"), nb::arg("k"),
         nb::arg("v"), nb::arg("out"), nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0f,
         nb::arg("sinks").noconvert().none() = nb::none(), nb::arg("write") = true,
-        nb::arg("statistics").noconvert().none() = nb::none());
+        nb::arg("statistics").noconvert().none() = nb::none(), nb::arg("chunk") = 0);
   m.def("merge_parts", &merge_parts, nb::arg("outputs").noconvert(), nb::arg("statistics").noconvert(),
         nb::arg("out").noconvert());
 }

@@ -47,7 +47,7 @@ class CodedPages {
       : head_(batch.layout.coded_head()), blocks_(batch.row_blocks(row)) {
     const PageLayout& layout = batch.layout;  // its sizes take divisions: not for every panel
     first_ = layout.head(0, args.layer, kv_head);
-    block_bytes_ = layout.page_bytes() * layout.num_layers;
+    block_bytes_ = layout.block_bytes();
     maxima_ = head_.maxima();
     value_maxima_ = head_.value_maximum(0, 0);
     values_ = head_.values();

@@ -271,7 +271,7 @@ class DecodeKernel {
   }
 
   void sum_round(int first, int end) {
-    const int lowest = args_.window > 0 ? std::max(0, first_position_ + 1 - args_.window) : 0;  // older may be gone
+    const int lowest = args_.reach.oldest(first_position_);  // older may be gone
     const float ones[kDecodeRowsMax] = {1, 1, 1, 1, 1, 1, 1, 1};
     for (int token = first; token < end; token += kPanelTokens) {
       const int skipped = std::clamp(lowest - token, 0, kPanelTokens);

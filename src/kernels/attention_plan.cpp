@@ -16,12 +16,11 @@ int64_t cost(const Tile& t, int group) {
 }
 
 // All queries of a row for one kv head, `queries_max` at a time.
-void add_tiles(std::vector<Tile>& tiles, const Batch& batch, int row, int kv_head, int queries_max, int window) {
+void add_tiles(std::vector<Tile>& tiles, const Batch& batch, int row, int kv_head, int queries_max, Reach reach) {
   for (int first = 0; first < batch.count(row); first += queries_max) {
     const int queries = std::min(queries_max, batch.count(row) - first);
     const int position = batch.first_position(row) + first;
-    const int oldest = window > 0 ? std::max(0, position + 1 - window) : 0;
-    tiles.push_back({row, kv_head, first, queries, oldest / kPanelTokens * kPanelTokens,
+    tiles.push_back({row, kv_head, first, queries, reach.oldest(position) / kPanelTokens * kPanelTokens,
                      std::min(position + queries, batch.contexts[row]), -1, -1,
                      batch.count(row) <= queries_max && !batch.shares_writes});
   }
@@ -48,14 +47,14 @@ void split_tile(Plan& plan, const Tile& whole, int64_t cost_max, int group) {
 
 }  // namespace
 
-Plan make_plan(const Batch& batch, int heads, int window, int threads_max) {
-  Plan plan{heads, window, threads_max, threads_max};
+Plan make_plan(const Batch& batch, int heads, Reach reach, int threads_max) {
+  Plan plan{heads, reach, threads_max, threads_max};
   const int kv_heads = batch.layout.num_kv_heads, group = heads / kv_heads;
   const int queries_max = std::max(1, kTileRows / group);
   std::vector<Tile> wholes;
   for (int row = 0; row < batch.rows(); ++row) {
     if (batch.count(row) > queries_max || batch.shares_writes) plan.rows_written_first.push_back(row);
-    for (int kv_head = 0; kv_head < kv_heads; ++kv_head) add_tiles(wholes, batch, row, kv_head, queries_max, window);
+    for (int kv_head = 0; kv_head < kv_heads; ++kv_head) add_tiles(wholes, batch, row, kv_head, queries_max, reach);
   }
   int64_t total = 0;
   for (const Tile& tile : wholes) {

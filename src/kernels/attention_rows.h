@@ -41,7 +41,7 @@ inline float largest_visible(const AttendArgs& args, float* scores, int position
   const int tokens = padded(end - first, kPanelTokens);
   if (args.softcap > 0) cap_scores(args, scores, tokens);
   const int visible_end = (position + 1 < end ? position + 1 : end) - first;
-  const int visible_first = args.window > 0 ? position + 1 - args.window - first : 0;
+  const int visible_first = args.reach.oldest(position) - first;
   if (visible_end < tokens || visible_first > 0) mask_scores(scores, tokens, visible_first, visible_end);
   VecF best = load(scores);
   for (int t = kLanes; t < tokens; t += kLanes) best = larger(best, load(scores + t));

@@ -150,7 +150,7 @@ class TileKernel {
   void sum_chunk(int first, int end) {
     const Unit* panels[kChunkPanels];
     int count = 0;
-    const int lowest = args_.window > 0 ? first_position_ + 1 - args_.window : 0;  // blocks of older tokens may be gone
+    const int lowest = args_.reach.oldest(first_position_);  // blocks of older tokens may be gone
     for (int token = first; token < end; token += kPanelTokens, ++count) {
       const int units = count * (kPanelTokens / Format::kUnitTokens) * dim_v_padded_;
       panels[count] = panels_.values(token, lowest, end, reinterpret_cast<Unit*>(values_) + units, dim_v_padded_);

@@ -5,7 +5,8 @@
 //   | l=0 | l=1 |...|       | kv 0 | kv 1 |     | K [head_dim_k, block] | V [block, head_dim_v] |
 //   +-----+-----+---+       +------+------+     +----------------------+----------------------+
 //
-// A worker that has some of the heads sees the arena from its first head on (`base`), with whole pages as strides.
+// A worker that has some of the heads sees the arena from its first head on (`base`), with whole pages as strides. Where
+// layers differ, those of one shape see it from the first of their pages on, with whole blocks as strides.
 // K lies transposed: a step of the dot product over head_dim_k then reads neighbouring tokens with one vector load.
 // That is KV as it was computed; kv_codes.h has the inside of a head whose values are codes. Of latents a page has K
 // alone, of one head: a value is the first head_dim_v elements of its key.
@@ -27,6 +28,7 @@ struct PageLayout {
   int page_heads;  // of a whole page: more than num_kv_heads where other workers have the rest
   Scheme scheme = Scheme::as_computed;
   bool latent = false;
+  size_t block_stride = 0;  // bytes; 0: blocks have these pages alone
 
   size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }
   CodedHead coded_head() const { return CodedHead::make(scheme, head_dim_k, head_dim_v, block_tokens); }
@@ -36,8 +38,10 @@ struct PageLayout {
   }
   size_t page_bytes() const { return head_bytes() * page_heads; }
 
-  // The only place that maps blocks to pages. Layer-wise placement would replace `block * num_layers + layer`.
-  char* page(int32_t block, int layer) const { return base + (size_t(block) * num_layers + layer) * page_bytes(); }
+  size_t block_bytes() const { return block_stride ? block_stride : page_bytes() * num_layers; }
+
+  // The only place that maps blocks to pages.
+  char* page(int32_t block, int layer) const { return base + block * block_bytes() + layer * page_bytes(); }
 
   char* head(int32_t block, int layer, int kv_head) const { return page(block, layer) + kv_head * head_bytes(); }
 

@@ -52,6 +52,22 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
         case "gpt_oss":  # attention sinks, windows, experts
             gated |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "head_dim": 16}
             return t.GptOssConfig(**(gated | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | sizes))
+        case "gemma3n":  # half of the layers read the KV of others, some through a window
+            layers = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+            layers |= {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "sliding_window": 24, "head_dim": 16}
+            layers |= {"hidden_size_per_layer_input": 16, "laurel_rank": 8, "altup_num_inputs": 2}
+            layers |= {"vocab_size_per_layer_input": VOCAB, "activation_sparsity_pattern": [0.0] * 6}
+            return t.Gemma3nTextConfig(**(gated | layers | sizes))
+        case "gemma4":  # fewer and wider heads where all is read; keys that are values as well
+            layers = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+            layers |= {"num_hidden_layers": 6, "sliding_window": 24, "head_dim": 16, "global_head_dim": 32}
+            layers |= {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+            layers |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB}
+            return t.Gemma4TextConfig(**(gated | layers | sizes))
+        case "llama4":  # chunks, and layers without positions that read everything; experts
+            layers = {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "attention_chunk_size": 48, "head_dim": 16}
+            layers |= {"num_local_experts": 4, "intermediate_size_mlp": 48, "floor_scale": 40}
+            return t.Llama4TextConfig(**(gated | layers | sizes))
         case "mixtral":  # experts
             return t.MixtralConfig(**(gated | {"num_local_experts": 4, "num_experts_per_tok": 2} | sizes))
         case "phi3":  # q, k, v in one linear, gate and up in another

@@ -19,6 +19,7 @@ from memserve.base.kv_layout import (
     hbm_blocks,
     lower_block_bytes,
 )
+from memserve.base.layer_kv import LayerLayout, WindowPages
 from memserve.base.options import (
     GBIT_S,
     GIBIBYTES,
@@ -32,7 +33,7 @@ from memserve.base.options import (
     check_ranges,
     option,
 )
-from memserve.base.states import NO_STATE, StateGeometry, StatePages, WindowLayers, WindowPages, divide_memory
+from memserve.base.states import NO_STATE, StateGeometry, StatePages, divide_memory
 from memserve.base.types import (
     AS_COMPUTED,
     VOCAB_MAX,
@@ -95,6 +96,8 @@ class PoolConfig:
     """How snapshots of recurrent states lie. None: the model has no such state."""
     windows: WindowPages | None = None
     """How KV of layers that read a window lies. None: with that of all others."""
+    page_is_layer: bool = True
+    """Page N of a block is that of layer N. Else pages are moved in whole blocks alone."""
 
     def tokens_in(self, block_tokens: int) -> int:
         """Tokens of the longest sequence that all blocks hold."""
@@ -456,13 +459,13 @@ class EngineOptions:
         kv_bytes: int | None = None,
         states: StateGeometry = NO_STATE,
         slot_bytes: int = 0,
-        windows: WindowLayers | None = None,
+        layout: LayerLayout | None = None,
     ) -> InstanceConfig:
         """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU. KV that may be
         rounded has a namespace of its own, and so has KV that no other engine shares. ``kv_bytes``: memory for KV,
         where that is not ``kv_memory_bytes``. ``states``: the recurrent state beside it, and ``slot_bytes`` what
-        all workers together have of one; 0: as much as one worker. ``windows``: layers whose KV lies apart;
-        ``geometry`` is that of the others.
+        all workers together have of one; 0: as much as one worker. ``layout``: where the KV of layers lies that do not
+        all keep the same.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
@@ -490,15 +493,24 @@ class EngineOptions:
         else:
             first_blocks = hbm_blocks(geometry, memory_bytes)
         parts = None
-        if windows is not None:
-            parts = WindowPages(windows.window, windows.part_blocks, geometry.block_tokens, scheduler.chunk_tokens)
-            rounded += f"|windows {windows.digest}"
+        if layout is not None:
+            self.check_layout(layout, on_gpu=on_gpu)
+            rounded += f"|layers {layout.digest}"
+            if layout.is_apart:
+                sizes_in_tokens = geometry.block_tokens, scheduler.chunk_tokens, layout.chunk
+                parts = WindowPages(layout.window, layout.part_blocks, *sizes_in_tokens)
         blocks = first_blocks, dram_bytes // block_bytes[1]
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
             namespace=namespace + rounded + "|own" * (not self.foreign_kv),
             pool=PoolConfig(
-                *blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes, states=pages, windows=parts
+                *blocks,
+                self.caching,
+                lower_dtype=lower,
+                block_bytes_by_tier=block_bytes,
+                states=pages,
+                windows=parts,
+                page_is_layer=layout is None,
             ),
             scheduler=scheduler,
             vocab_size=vocab_size,
@@ -532,6 +544,25 @@ class EngineOptions:
             (scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
             (scheduler.draft_tokens > 0, "with drafts", "no --draft-tokens", "draft_tokens"),
         )
+
+    def shares_layers_kv(self, *, on_gpu: bool = False) -> bool:
+        """Whether layers that read the KV of another one keep none. Else each has what it reads."""
+        return not (on_gpu or self.scheduler.layerwise != "off" or self.parallel.worker_count > 1)
+
+    def check_layout(self, layout: LayerLayout, *, on_gpu: bool = False) -> None:
+        """Raises :class:`UserError` for options that a model whose layers keep KV of several shapes cannot be served
+        with: not yet."""
+        asked = (
+            (on_gpu, "on a GPU", "--device cpu", "device"),
+            (self.scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
+            (self.parallel.tensor > 1, "by several workers", "--tensor-parallel 1", "tensor"),
+            (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
+            (self.kv_dtype != AS_COMPUTED, "with rounded KV", "no --kv-dtype", "kv_dtype"),
+        )
+        for is_asked, how, hint, param in asked:
+            if is_asked and not layout.has_one_shape:
+                message = f"a model whose layers keep KV of several shapes is not served {how} yet"
+                raise UserError(message, hint=f"use {hint} for this model", param=param)
 
     def check_states(self, states: StateGeometry, *, on_gpu: bool = False) -> None:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""

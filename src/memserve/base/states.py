@@ -10,13 +10,15 @@ is a *snapshot*. Nothing here is known of families: the probe fills this in from
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from math import prod
+from math import gcd, prod
 
 from memserve.base.errors import UserError
+from memserve.base.layer_kv import LayerKv
 from memserve.base.types import KVGeometry
 from memserve.base.units import ceil_div, flag_bytes, human_bytes
 
@@ -141,126 +143,42 @@ class CacheGroup:
     """Layers that keep the same kind of thing."""
 
     kind: str
-    """``full``, ``window`` or ``state``."""
+    """``full``, ``window``, ``chunk``, ``shared`` or ``state``."""
     layers: int
     token_bytes: int
     """For each token; 0: none."""
     sequence_bytes: int
     """For each sequence, whatever its length; 0: none."""
-    window: int = 0
-    """How many tokens a layer of kind ``window`` reads."""
+    reach: int = 0
+    """How many tokens a layer of kind ``window`` or ``chunk`` reads at most."""
 
     def __str__(self) -> str:
+        if self.kind == "shared":
+            return f"{self.layers} layers that read the KV of others"
         size = f"{human_bytes(self.token_bytes)} a token" if self.token_bytes else human_bytes(self.sequence_bytes)
-        kind = f"window of {self.window}" if self.window else self.kind
+        kind = f"{self.kind} of {self.reach}" if self.reach else self.kind
         return f"{self.layers} layers of kind {kind}: {size}"
 
 
-def cache_groups(geometry: KVGeometry, windows: Sequence[int], states: StateGeometry) -> list[CacheGroup]:
-    """The groups of a model. ``windows``: of each layer that attends, in order; 0: it reads everything."""
+def cache_groups(geometry: KVGeometry, layers: Sequence[LayerKv], states: StateGeometry) -> list[CacheGroup]:
+    """The groups of a model with these ``layers`` that attend, in order. ``geometry``: of its pages."""
     page = geometry.page_bytes // geometry.block_tokens
-    groups = []
-    for window in sorted(set(windows)):
-        layers = list(windows).count(window)
-        groups.append(CacheGroup("window" if window else "full", layers, page * layers, 0, window))
+    page_elements = gcd(*(layer.elements for layer in layers)) if layers else 1
+    kept = Counter(
+        ("window" if layer.window else "chunk" if layer.chunk else "full", layer.window or layer.chunk, layer.elements)
+        for layer in layers
+        if layer.owner is None
+    )
+    groups = [
+        CacheGroup(kind, count, page * (elements // page_elements) * count, 0, reach)
+        for (kind, reach, elements), count in sorted(kept.items(), key=lambda group: group[0][1:])
+    ]
+    if sharing := sum(layer.owner is not None for layer in layers):
+        groups.append(CacheGroup("shared", sharing, 0, 0))
     if states:
-        layers = len({part.layer for part in states.parts})
-        groups.append(CacheGroup("state", layers, 0, states.nbytes))
+        state_layers = len({part.layer for part in states.parts})
+        groups.append(CacheGroup("state", state_layers, 0, states.nbytes))
     return groups
-
-
-@dataclass(frozen=True)
-class WindowLayers:
-    """Layers that read a window, of a model that has others as well: their KV lies apart, where it can go as soon as it
-    is behind the window. All pages have one size.
-
-    A block has the pages of the layers that read everything, for some tokens; the other layers' pages for the same
-    tokens fill further blocks, a *part*. So there is one memory, and either kind may have all of it.
-    """
-
-    window: int
-    """How many tokens a layer reads, its own included; of several windows the longest."""
-    windowed: tuple[bool, ...]
-    """Of each layer that attends, in order, whether it reads a window."""
-
-    @property
-    def full_layers(self) -> int:
-        """Layers that read everything."""
-        return len(self.windowed) - sum(self.windowed)
-
-    @property
-    def part_blocks(self) -> int:
-        """Blocks of a part."""
-        return ceil_div(sum(self.windowed), self.full_layers)
-
-    @cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """For each layer where its pages lie: the block's number (0: with the layers that read everything; N: the Nth
-        of the part), and the page in that."""
-        places, counts = [], [0, 0]
-        for is_windowed in self.windowed:
-            number = counts[is_windowed]
-            counts[is_windowed] += 1
-            block, page = divmod(number, self.full_layers) if is_windowed else (-1, number)
-            places.append((block + 1, page))
-        return tuple(places)
-
-    @property
-    def digest(self) -> str:
-        """Names the layout: KV of two layouts is never exchanged."""
-        return hashlib.blake2b(f"{_FORMAT}{self!r}".encode(), digest_size=8).hexdigest()
-
-
-def windows_apart(windows: Sequence[int], geometry: KVGeometry, states: StateGeometry) -> WindowLayers | None:
-    """The layers that read a window, where their KV is worth lying apart. ``windows``: of each layer that attends, in
-    order; 0: it reads everything. None: all layers' KV lies together."""
-    windowed = tuple(window > 0 for window in windows)
-    full_layers = len(windowed) - sum(windowed)
-    # with fewer layers of windows than others a part would be mostly empty
-    if states or geometry.latent or not full_layers or sum(windowed) < full_layers:
-        return None
-    return WindowLayers(max(windows), windowed)
-
-
-@dataclass(frozen=True, slots=True)
-class WindowPages:
-    """How KV of layers that read a window lies in the pool; an *entry* is the place of a block's tokens in a
-    sequence."""
-
-    window: int
-    part_blocks: int
-    """Blocks of an entry's part."""
-    block_tokens: int
-    step_tokens: int
-    """Of one sequence in one step, at most."""
-
-    def first_entry(self, tokens: int) -> int:
-        """The first entry that a row reads which begins behind ``tokens`` tokens."""
-        return max(0, tokens - self.window + 1) // self.block_tokens
-
-    def entries_behind(self, tokens: int) -> range:
-        """The entries whose parts a sequence needs that goes on behind ``tokens`` tokens, not only whole blocks."""
-        return range(self.first_entry(tokens), ceil_div(tokens, self.block_tokens))
-
-    def kept_from(self, tokens: int) -> int:
-        """The first entry that a running sequence keeps, which has computed ``tokens``: a block more, since a row may
-        be computed again that ran ahead of a late draw."""
-        return self.first_entry(max(0, tokens - self.block_tokens))
-
-    @property
-    def parts_max(self) -> int:
-        """Parts that a running sequence has at most, and one that begins has at once."""
-        return ceil_div(self.window + self.step_tokens, self.block_tokens) + 2
-
-    def blocks_for(self, entries: int, parts_held: int = 0) -> int:
-        """Blocks of so many new entries, parts included, of a sequence that has ``parts_held`` already, and passes
-        those behind its window."""
-        return entries + self.part_blocks * min(entries, max(0, self.parts_max - parts_held))
-
-    def entries_in(self, blocks: int) -> int:
-        """Entries of the longest sequence that fits into ``blocks``."""
-        entries = blocks // (1 + self.part_blocks)
-        return entries if entries < self.parts_max else blocks - self.part_blocks * self.parts_max
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,17 +92,18 @@ def _assemble_parts(
     from memserve.system.memory import check_host_memory, memory_bound, resident_bytes
 
     on_gpu = gpu is not None
-    if options.keeps_windows_apart(on_gpu=on_gpu):
-        model = model.keep_windows_apart()
-    if model.windows is not None:
-        groups = cache_groups(model.geometry, model.layer_windows, model.states)
-        log.info("KV lies apart: %s", ", ".join(map(str, groups)))
+    model = model.lay_out_kv(
+        windows_apart=options.keeps_windows_apart(on_gpu=on_gpu), shares_kv=options.shares_layers_kv(on_gpu=on_gpu)
+    )
+    if (layout := model.layout) is not None:
+        groups = ", ".join(map(str, cache_groups(model.geometry, layout.layers, model.states)))
+        log.info("KV lies %s: %s", "apart" if layout.is_apart else "together", groups)
     geometry = model.geometry
     sizes = model_sizes(model)  # with its weights
     kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
     config = options.instance_config(
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes,
-        states=model.states, slot_bytes=slot_bytes(options.parallel, model), windows=model.windows,
+        states=model.states, slot_bytes=slot_bytes(options.parallel, model), layout=model.layout,
     )  # fmt: skip
     if config.pool.states is not None and self_peer is not None:
         config = dataclasses.replace(config, pool=config.pool.with_whole_snapshots())

@@ -23,7 +23,7 @@ import numpy as np
 
 from memserve import _core
 from memserve.base.errors import check
-from memserve.base.states import WindowPages
+from memserve.base.layer_kv import WindowPages
 
 _NO_BLOCK = -1
 
@@ -126,7 +126,7 @@ class WindowCache:
         entries = np.arange(count)
         last_holes = np.maximum.accumulate(np.where(has_part, -1, entries))  # before each end
         ends = (entries + 1) * pages.block_tokens
-        firsts = np.maximum(0, ends - pages.window + 1) // pages.block_tokens
+        firsts = pages.first_entries(ends)
         whole = np.flatnonzero(last_holes < firsts)
         return int(whole[-1]) + 1 if len(whole) else 0
 

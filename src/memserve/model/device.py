@@ -33,8 +33,8 @@ from memserve.model.attention.context import (
 from memserve.model.attention.expansions import expanding_layers
 from memserve.model.attention.latents import choose_attention, find_costs
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
+from memserve.model.attention.layouts import LayoutPages, PartTables
 from memserve.model.attention.sequence_parallel import HeldKv, SegmentLines, SpannedAttention, SpannedRow
-from memserve.model.attention.windowed import WindowedAttention, WindowTables
 from memserve.model.copier import Copy, PageCopier
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.grammar.masks import Grammars, OnBuilt
@@ -90,9 +90,9 @@ class ModelDevice(Device):
         known = SlotModel(model.vocab_size, config.adapters, model.position_regimes)
         self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, known, self.grammars)
         self._forward = forward or EagerForward(model.module)
-        if attention is None and model.states and not model.states.attends:
-            attention = AbsentAttention
-        self._attention = attention or choose_attention(self._arenas.hbm, geometry, crew)
+        part_blocks = 0 if model.layout is None else model.layout.part_blocks
+        self._parts = PartTables(part_blocks, *self._slots.tables.shape)
+        self._attention = attention or self._choose_attention(model)
         if geometry.latent and (layers := expanding_layers(model.module)):
             find_costs(geometry, getattr(layers[0], EXPANSION_ATTRIBUTE))  # not in the first request's time
         #: of pages, as blocks of a model with one layer
@@ -104,14 +104,10 @@ class ModelDevice(Device):
         self._states = self._open_states(model, pool, scheduler.max_running) if model.states else None
         #: of a worker that follows: slots with late draws, as the one that leads knows them
         self._late_elsewhere: frozenset[int] = frozenset()
-        #: None: the KV of all layers lies together
-        self._windows: WindowTables | None = None
-        if model.windows is not None:
-            self._windows = WindowTables(model.windows, *self._slots.tables.shape)
         #: the segments of longer sequences that are kept here; None: none can be
         self.held_kv: HeldKv | None = None
         is_kernel = isinstance(self._attention, partial) and self._attention.func is KernelAttention
-        if is_kernel and crew is None and model.windows is None:
+        if is_kernel and crew is None:
             self.held_kv = HeldKv(self._arenas.hbm_address, geometry)
         #: the way to the other segments
         self.segment_lines: SegmentLines | None = None
@@ -130,6 +126,13 @@ class ModelDevice(Device):
         memory = self._crew.memory if isinstance(self._crew, WorkerGroup) else GroupMemory()
         dram = memory.dram if self._is_leader else None
         return KvArenas(sizes, shared=shared, lower=lower, hbm=memory.hbm, dram=dram, worker=worker)
+
+    def _choose_attention(self, model: LoadedModel) -> AttentionFactory:
+        if model.states and not model.states.attends:
+            return AbsentAttention
+        if model.layout is not None:
+            return LayoutPages(self._arenas.hbm, model.layout, self._geometry, self._parts, self._crew).attention_of
+        return choose_attention(self._arenas.hbm, self._geometry, self._crew)
 
     def _open_states(self, model: LoadedModel, pool: PoolConfig, slots: int) -> SlotStates:
         memory = self._crew.memory if isinstance(self._crew, WorkerGroup) else GroupMemory()
@@ -236,12 +239,9 @@ class ModelDevice(Device):
             self._slots.append_blocks(slot, blocks)
         for slot, position, block in plan.replace:
             self._slots.replace_block(slot, position, block)
-        windows = self._windows
-        check(windows is not None or not plan.windows, "this model has no windows apart")
-        if windows is not None:
-            for window in plan.windows:
-                self._will_use(window.blocks)
-                windows.place_window(window)
+        for window in plan.windows:
+            self._will_use(window.blocks)
+            self._parts.place_window(window)
         for placement in plan.place:
             self._place_by_layer(placement)
         self._slots.drop_late_tokens(plan.late_draws)
@@ -374,8 +374,6 @@ class ModelDevice(Device):
     def _attention_of_rows(self, slots: Int64s, q_starts: Int32s, contexts: Int32s) -> StepAttention:
         """Where all KV lies in whole blocks."""
         rows = StepRows(self._block_tables, slots.astype(np.int32), q_starts, contexts)
-        if self._windows is not None:
-            return WindowedAttention(self._attention, self._windows, rows)
         return self._attention(rows)
 
     def _spanned_attention(self, slots: Int64s, q_starts: Int32s, attention: StepAttention) -> StepAttention:

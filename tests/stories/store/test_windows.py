@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from exchange_world import BLOCK, LAYERS, LEASE_NS, Node, array
-from memserve.base.states import WindowPages
+from memserve.base.layer_kv import WindowPages
 from memserve.base.types import Tier
 from memserve.kv.identity import part_identities
 from memserve.kv.transfer.exchange import OfferedBlocks

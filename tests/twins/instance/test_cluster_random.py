@@ -20,7 +20,8 @@ from fleet_world import BLOCK, GEOMETRY, ROUTER_PEER, Fleet, TransferMode, fleet
 from geometries import SHAPES
 from instance_world import VOCAB, request
 from memserve.base.config import ExchangeConfig
-from memserve.base.states import StatePages, WindowPages
+from memserve.base.layer_kv import WindowPages
+from memserve.base.states import StatePages
 from memserve.base.types import FinishReason, Tier
 from memserve.base.units import NS_PER_S
 from memserve.instance.cluster import store_export as store_offers

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize
 from instance_lives import SharingLife, live_busily
 from instance_world import World, config
 from memserve.base.errors import InvariantError
-from memserve.base.states import WindowPages
+from memserve.base.layer_kv import WindowPages
 from memserve.instance.scheduler.windows import WindowsApart
 from memserve.kv.windows import WindowCache
 from memserve_lab.sim.reference.oracle import Violation

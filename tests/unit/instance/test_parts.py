@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from instance_world import VOCAB, World, config, lone_beams, request
 from memserve.base.config import PoolConfig
 from memserve.base.errors import InvariantError
-from memserve.base.states import WindowPages
+from memserve.base.layer_kv import WindowPages
 from memserve.base.types import FinishReason
 from memserve.instance.scheduler.beam import BeamSearch, BeamState
 from memserve.instance.scheduler.capacity import chunk_tokens, context_tokens, headroom_blocks

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memserve import _core
 from memserve.base.config import PoolConfig
 from memserve.base.errors import InvariantError
-from memserve.base.states import WindowPages
+from memserve.base.layer_kv import WindowPages
 from memserve.kv.pool import BlockPool
 from memserve.kv.windows import WindowCache
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace as replace_struct
 
 from memserve.base.errors import UserError
-from memserve.base.states import WindowPages
+from memserve.base.layer_kv import WindowPages
 from memserve.base.types import TokenOutput
 from memserve.instance.cluster.commands import RouterChanges
 from memserve.instance.cluster.routers import Routers

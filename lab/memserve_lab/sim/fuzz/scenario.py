@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from memserve.base.config import AdmissionConfig
-from memserve.base.states import StatePages, WindowPages
+from memserve.base.layer_kv import WindowPages
+from memserve.base.states import StatePages
 from memserve.base.types import Admission, Caching, Role, TransferMode
 from memserve_lab.sim.fuzz.admission_judge import draw_gate, draw_kept_ns
 from memserve_lab.sim.fuzz.clients import VOCAB, Conversation, Turn, flood

@@ -21,7 +21,8 @@ from random import Random
 from typing import Any, Protocol
 
 from memserve.base.config import AdmissionConfig
-from memserve.base.states import StatePages, WindowPages
+from memserve.base.layer_kv import WindowPages
+from memserve.base.states import StatePages
 from memserve.base.types import Admission
 from memserve.base.units import NS_PER_MS
 from memserve.instance.machine import Instance

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from memserve.base.states import WindowPages
+from memserve.base.layer_kv import WindowPages
 from memserve.base.types import Tier, TokenLogprobs
 from memserve.base.units import ceil_div
 from memserve.instance.events import (
@@ -314,8 +314,7 @@ class SymbolicDevice:
         if self.windows is None:
             return
         size, end = self.block_tokens, len(context_cells)
-        oldest = max(0, end - self.windows.window + 1)  # that the first token of the row reads
-        for entry in range(oldest // size, ceil_div(end, size)):
+        for entry in range(self.windows.first_entry(end), ceil_div(end, size)):
             own_cells = context_cells[entry * size : (entry + 1) * size]
             require(entry in slot.parts, f"entry {entry} of a window has no part")
             for place, block in enumerate(slot.parts[entry], 1):

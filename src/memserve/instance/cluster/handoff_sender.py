@@ -134,7 +134,7 @@ class HandoffSender:
         if end_block <= remote.named_blocks:
             return
         memory = self._state.memory
-        if remote.mode is TransferMode.BY_LAYER and sequence.layered is None and not memory.windows.has_windows:
+        if remote.mode is TransferMode.BY_LAYER and sequence.layered is None and memory.pool.config.page_is_layer:
             plan.report_layers = 1
             self._layers.setdefault(plan.step_id, []).append(_Layers(offer_id, remote.named_blocks, end_block))
         else:

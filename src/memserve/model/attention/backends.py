@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,14 @@ AttentionFactory = Callable[[StepRows], StepAttention]
 """Called once per step."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """Where in a block the pages of some layers lie, which are not all that it has."""
+
+    first_byte: int
+    block_bytes: int
+
+
 class KernelAttention:
     """The CPU kernel of ``memserve._kernels`` over one step's batch."""
 
@@ -42,15 +50,18 @@ class KernelAttention:
         rows: StepRows,
         *,
         behind: bool = False,
+        block_stride: int = 0,
     ) -> None:
         """``base``: address of the arena, from the first head of ``geometry`` on; whole pages have ``page_heads``.
-        ``behind``: the new tokens follow the contexts, and are only queries."""
+        ``behind``: the new tokens follow the contexts, and are only queries. ``block_stride``: bytes from one block to
+        the next; 0: blocks have the pages of ``geometry`` alone."""
         kernels = _kernels()
         g = geometry
         shape = (g.num_layers, g.num_kv_heads, g.head_dim_k, g.head_dim_v, g.block_tokens, g.dtype, g.kv_dtype)
         self.batch = kernels.PagedBatch(
-            base, shape, rows.tables, rows.table_rows, rows.q_starts, rows.contexts, None, page_heads, behind, g.latent
-        )
+            base, shape, rows.tables, rows.table_rows, rows.q_starts, rows.contexts, None, page_heads, behind, g.latent,
+            block_stride,
+        )  # fmt: skip
         self._attend = kernels.attend
         self._head_dims = g.head_dim_k, g.head_dim_v
 
@@ -65,11 +76,12 @@ class KernelAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         _, heads, tokens, _ = q.shape
-        out = q.new_empty((1, tokens, heads, self._head_dims[1]))
-        self.run_attention_into(out, layer, q, (k, v), scale=scale, window=window, softcap=softcap, sinks=sinks)
+        out, reach = q.new_empty((1, tokens, heads, self._head_dims[1])), {"window": window, "chunk": chunk}
+        self.run_attention_into(out, layer, q, (k, v), scale=scale, softcap=softcap, sinks=sinks, **reach)
         return out
 
     def run_attention_into(
@@ -83,6 +95,7 @@ class KernelAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = 0,
     ) -> None:
         """As :meth:`run_attention`, with the results in ``out [1, T, H, Dv]``, any strides with a dense last dimension.
         ``kv`` None: nothing is written."""
@@ -103,6 +116,8 @@ class KernelAttention:
             softcap,
             None if sinks is None else sinks.detach().float().numpy(),
             kv is not None,
+            None,
+            chunk,
         )
 
     def run_attention_part(
@@ -132,8 +147,10 @@ class LentHeads:
     What others read is computed first, and announced; what others compute is read last. So no worker waits, as a rule.
     """
 
-    def __init__(self, base: int, geometry: KVGeometry, crew: WorkerGroup, rows: StepRows) -> None:
-        """``base``: address of the arena; ``geometry``: of whole pages."""
+    def __init__(
+        self, base: int, geometry: KVGeometry, crew: WorkerGroup, rows: StepRows, *, block_stride: int = 0
+    ) -> None:
+        """``base``: address of the arena; ``geometry``: of whole pages; ``block_stride``: as of one kernel."""
         whole, stage = geometry.num_kv_heads, crew.stage
         of_a_head = geometry.page_bytes // whole
         self._part, self._first = crew.share.part, crew.share.first_head
@@ -142,7 +159,11 @@ class LentHeads:
             (
                 head_range,
                 KernelAttention(
-                    base + head_range.first * of_a_head, replace(geometry, num_kv_heads=head_range.heads), whole, rows
+                    base + head_range.first * of_a_head,
+                    replace(geometry, num_kv_heads=head_range.heads),
+                    whole,
+                    rows,
+                    block_stride=block_stride,
                 ),
             )
             for head_range in crew.share.head_ranges()
@@ -226,31 +247,39 @@ class TritonAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         out = q.new_empty((q.shape[2], q.shape[1], v.shape[3]))
         sinks = None if sinks is None else sinks.float()
-        batch_layer = self.batch, layer - self._first_layer
-        self._attend(*batch_layer, _by_token(q), _by_token(k), _by_token(v), out, scale, window, softcap, sinks)
+        batch_layer, rows = (self.batch, layer - self._first_layer), (_by_token(q), _by_token(k), _by_token(v))
+        self._attend(*batch_layer, *rows, out, scale, window, softcap, sinks, chunk=chunk)
         return out[None]
 
 
 def choose_backend(
-    arena: Tensor, geometry: KVGeometry, crew: WorkerGroup | GpuWorkerGroup | None = None
+    arena: Tensor,
+    geometry: KVGeometry,
+    crew: WorkerGroup | GpuWorkerGroup | None = None,
+    span: BlockSpan | None = None,
 ) -> AttentionFactory:
     """The fastest attention for the device of ``arena`` (uint8, blocks) and for the geometry; to latents as to one KV
     head.
 
     ``crew``: only the heads of one worker. On a CPU the others of every page are other workers'; on a GPU ``geometry``
-    has this worker's alone. Raises :class:`UserError` where only whole pages can be attended."""
+    has this worker's alone. ``span``: blocks have more than the pages of ``geometry``. Raises :class:`UserError` where
+    only whole pages can be attended."""
     flat, share = arena.view(-1), None if crew is None else crew.share
+    span = span or BlockSpan(0, geometry.block_bytes)
     if flat.device.type == "cpu" and has_kernel(geometry):
         whole = geometry.num_kv_heads
         first, heads = (0, whole) if share is None else (share.first_head, share.heads[share.part])
         if isinstance(crew, WorkerGroup) and crew.share.shares_heads:
-            return partial(LentHeads, flat.data_ptr(), geometry, crew)
-        base = flat.data_ptr() + first * (geometry.page_bytes // whole)
-        return partial(KernelAttention, base, replace(geometry, num_kv_heads=heads), whole)
+            base = flat.data_ptr() + span.first_byte
+            return partial(LentHeads, base, geometry, crew, block_stride=span.block_bytes)
+        base = flat.data_ptr() + span.first_byte + first * (geometry.page_bytes // whole)
+        geometry = replace(geometry, num_kv_heads=heads)
+        return partial(KernelAttention, base, geometry, whole, block_stride=span.block_bytes)
     is_coded = geometry.kv_dtype != AS_COMPUTED
     if flat.device.type == "cuda" and not is_coded and importlib.util.find_spec("triton") is not None:
         first_layer = 0 if share is None else share.own_layers.start
@@ -259,7 +288,8 @@ def choose_backend(
         hint = "use --tensor-parallel 1; --pipeline-parallel works"
         raise UserError(f"no kernel attends to some heads of a page of {geometry}", hint=hint, param="tensor")
     log.warning("attention runs in plain torch: no kernel for device %s and %s", flat.device.type, geometry)
-    return partial(ReferenceAttention, (CodedReferencePages if is_coded else ReferencePages)(flat, geometry))
+    pages = arena.view(-1, span.block_bytes)[:, span.first_byte : span.first_byte + geometry.block_bytes]
+    return partial(ReferenceAttention, (CodedReferencePages if is_coded else ReferencePages)(pages, geometry))
 
 
 def has_kernel(geometry: KVGeometry) -> bool:

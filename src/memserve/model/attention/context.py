@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "memserve"
 """Give this as ``attn_implementation`` to ``from_pretrained``."""
+CHUNK_ATTRIBUTE = "memserve_chunk"
+"""Of a layer that reads the tokens of its chunk alone: how many one has."""
 EXPANSION_ATTRIBUTE = "memserve_expansion"
 """Of a layer that keeps latents: its :class:`~memserve.model.attention.expansions.Expansion`."""
 
@@ -63,14 +65,16 @@ class StepAttention(Protocol):
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """Write this step's ``k, v`` into the pages of ``layer``, then attend causally over the paged context.
 
         Shapes: ``q [1, H, T, Dk]``, ``k [1, Hkv, T, Dk]``, ``v [1, Hkv, T, Dv]``, any strides with a dense last
         dimension, dtype of the KV cache; ``sinks`` ``[H]``, any float dtype. Returns ``[1, T, H, Dv]``, contiguous.
         ``T`` may be more than the batch has tokens: the surplus is not written, and its results are zeros.
-        ``window`` > 0: attend only to the last ``window`` positions, its own included. ``softcap`` > 0:
-        ``s = softcap * tanh(s / softcap)``. ``sinks``: one extra logit per head, in the softmax's denominator only.
+        ``window`` > 0: attend only to the last ``window`` positions, its own included. ``chunk`` > 0: only to positions
+        of its own chunk of so many. ``softcap`` > 0: ``s = softcap * tanh(s / softcap)``. ``sinks``: one more logit per
+        head, in the softmax's denominator only.
 
         Layers that keep latents pass an ``expansion`` as well, of
         :mod:`memserve.model.attention.expansions`, which a step for their pages takes. Then ``k [1, 1, T, Dl + Dr]``
@@ -187,6 +191,8 @@ def memserve_attention(
         key = expansion.join_latents(latents, value)
         value = key[..., : latents.shape[3]]
         options["expansion"] = expansion
+    if chunk := getattr(module, CHUNK_ATTRIBUTE, 0):
+        options["chunk"] = chunk
     mixed = current_attention().run_attention(
         module.layer_idx,
         query,

@@ -200,7 +200,7 @@ class LatentAttention:
         check(expansion is not None, "layer {} keeps no latents, and its pages do", layer)
         assert expansion is not None  # for types
         if self._expanded is None:
-            is_plain = not options.get("window") and options.get("sinks") is None
+            is_plain = not options.get("window") and not options.get("chunk") and options.get("sinks") is None
             self._expanded = self._choose_rows(expansion) if is_plain else []
             self._absorbed = self._attend_others()
         if not self._expanded and self._absorbed is not None:

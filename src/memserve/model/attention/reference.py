@@ -20,15 +20,18 @@ class ReferencePages:
     """An arena of bytes seen as ``k [blocks, layers, Hkv, Dk, block]`` and ``v [blocks, layers, Hkv, block, Dv]``."""
 
     def __init__(self, arena: Tensor, geometry: KVGeometry) -> None:
-        """``arena``: uint8 ``[blocks * block_bytes]``, any device; both views share its memory."""
+        """``arena``: uint8 ``[blocks, block_bytes]``, any strides between blocks, or all in a row; on any device; both
+        views share its memory."""
         g = geometry
-        dtype = getattr(torch, g.dtype)
-        heads = arena.view(dtype).view(-1, g.num_layers, g.num_kv_heads, g.block_tokens * sum(g.kept_dims))
+        blocks: Any = arena.view(-1, g.block_bytes) if arena.dim() == 1 else arena
+        shape = g.num_layers, g.num_kv_heads, g.block_tokens * sum(g.kept_dims)
+        heads = blocks.view(getattr(torch, g.dtype)).unflatten(-1, shape)
         split = g.head_dim_k * g.block_tokens
         self.geometry = geometry
-        self.k = heads[..., :split].view(*heads.shape[:3], g.head_dim_k, g.block_tokens)
+        self.k: Tensor = heads[..., :split].unflatten(-1, (g.head_dim_k, g.block_tokens))
         latents = self.k[..., : g.head_dim_v, :].transpose(-1, -2)
-        self.v = latents if g.latent else heads[..., split:].view(*heads.shape[:3], g.block_tokens, g.head_dim_v)
+        values = None if g.latent else heads[..., split:].unflatten(-1, (g.block_tokens, g.head_dim_v))
+        self.v: Tensor = latents if values is None else values
 
     def write_kv(self, layer: int, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k [T, Hkv, Dk]`` and ``v [T, Hkv, Dv]`` at ``offsets [T]`` inside ``blocks [T]``."""
@@ -85,7 +88,8 @@ class CodedReferencePages:
 
     def __init__(self, arena: Tensor, geometry: KVGeometry) -> None:
         self.geometry = g = geometry
-        heads: Any = arena.view(-1, g.num_layers, g.num_kv_heads, g.head_bytes)
+        blocks: Any = arena.view(-1, g.block_bytes) if arena.dim() == 1 else arena
+        heads = blocks.unflatten(-1, (g.num_layers, g.num_kv_heads, g.head_bytes))
         depth, tokens, dims = g.code_depth, g.block_tokens, (g.head_dim_k, g.head_dim_v)
         shapes = (-(-dims[0] // depth), tokens, 4), (-(-tokens // depth), dims[1], 4)
         groups = [(g.code_groups(dim), tokens) for dim in dims]
@@ -161,6 +165,7 @@ class ReferenceAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         new = slice(self._starts[-1])
@@ -169,13 +174,13 @@ class ReferenceAttention:
         for row, (table, context) in enumerate(zip(self._tables, self._contexts, strict=True)):
             first, last = self._starts[row], self._starts[row + 1]
             keys, values = self._pages.read_kv(layer, table, context)
-            mixed = attend_dense(q[0, :, first:last], keys, values, scale, window, softcap, sinks)
+            mixed = attend_dense(q[0, :, first:last], keys, values, scale, window, softcap, sinks, chunk)
             out[0, first:last] = mixed.transpose(0, 1)
         return out
 
 
 def attend_dense(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, chunk: int = 0
 ) -> Tensor:
     """``q [H, n, Dk]``: the last ``n`` positions of ``k [Hkv, context, Dk], v [Hkv, context, Dv]``. ``[H, n, Dv]``."""
     heads, count, _ = q.shape
@@ -188,8 +193,11 @@ def attend_dense(
     scores = (grouped @ k.to(exact).transpose(1, 2) * scale).view(heads, count, context)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    ages = torch.arange(context - count, context, device=q.device)[:, None] - torch.arange(context, device=q.device)
-    hidden = (ages < 0) | (ages >= window) if window else ages < 0
+    positions, keys = (torch.arange(first, context, device=q.device) for first in (context - count, 0))
+    positions = positions[:, None]
+    hidden = (keys > positions) | (keys <= positions - window) if window else keys > positions
+    if chunk:
+        hidden |= keys < positions // chunk * chunk
     scores = scores.masked_fill(hidden, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(exact).view(heads, 1, 1).expand(heads, count, 1)], dim=-1)

@@ -134,9 +134,10 @@ class SpannedAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
-        if window or sinks is not None:
+        if window or chunk or sinks is not None:
             raise UserError("a model with windows or sinks does not run in parts", hint="use --sequence-parallel off")
         query_numbers = {row.slot: self._send_queries(row, layer, q, scale, softcap) for row in self._rows}
         outputs, statistics = self._attention.run_attention_part(layer, q, (k, v), scale=scale, softcap=softcap)

@@ -150,7 +150,7 @@ class TritonBatch:
         """The compile-time constants of this geometry."""
         g = self.geometry
         return {
-            "LAYERS": g.num_layers, "KV_HEADS": g.num_kv_heads, "DK": g.head_dim_k, "DV": g.head_dim_v,
+            "STRIDE": g.block_bytes // g.itemsize, "KV_HEADS": g.num_kv_heads, "DK": g.head_dim_k, "DV": g.head_dim_v,
             "BLOCK": g.block_tokens,
             "DK_PAD": _power_of_two(16, g.head_dim_k), "DV_PAD": _power_of_two(16, g.head_dim_v),
         }  # fmt: skip
@@ -168,13 +168,15 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     write: bool = True,
+    chunk: int = 0,
 ) -> None:
     """Write this step's K and V into the pages, then attend causally over the paged context.
 
     ``q`` ``[T, H, Dk]``, ``k`` ``[T, Hkv, Dk]``, ``v`` ``[T, Hkv, Dv]``, ``out`` ``[T, H, Dv]``: of the KV's dtype, any
     strides but a contiguous last dimension. Query ``i`` of a row sits at position ``context - count + i``; head ``h``
-    reads KV head ``h // (H / Hkv)``. ``window`` > 0: only the last ``window`` positions, its own included. ``softcap``
-    > 0: ``s = cap * tanh(s / cap)``. ``sinks``: float32 ``[H]``, one more logit per head, in the denominator only.
+    reads KV head ``h // (H / Hkv)``. ``window`` > 0: only the last ``window`` positions, its own included; ``chunk``
+    > 0: only those of its chunk of so many. ``softcap`` > 0: ``s = cap * tanh(s / cap)``. ``sinks``: float32 ``[H]``,
+    one more logit per head, in the denominator only.
     Sums are float32.
     """
     kernels = _kernels()
@@ -201,9 +203,9 @@ def attend(
     kernels.attend_tile[(tiles, g.num_kv_heads, splits)](
         *batch.kernel_arguments(), tile_rows, tile_firsts, q, q.stride(0), q.stride(1),
         out, out.stride(0), out.stride(1), pieces, stats,
-        out if sinks is None else sinks, layer, scale, window, softcap, **shape,
+        out if sinks is None else sinks, layer, scale, window, chunk, softcap, **shape,
         BLOCK_PAD=block_pad, BLOCKS=blocks, GROUP=heads // g.num_kv_heads, M=m, SPLITS=splits,
-        WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None,
+        WINDOW=window > 0, CHUNK=chunk > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None,
         WIDE=q.device.type == "cpu", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:

@@ -12,21 +12,22 @@ import triton.language as tl
 
 NEVER = tl.constexpr(-1.0e30)  # the running maximum before any key was seen; finite, so that differences are not NaN
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2_E)
-VARYING = ("table_stride", "layer", "window")  # one compilation serves all values of these
+VARYING = ("table_stride", "layer", "window", "chunk")  # one compilation serves all values of these
 
 
 @triton.jit
-def page_of_head(table, index, layer, kv_head, LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr):
-    """Element offset of one head in the page of ``table[index]`` and ``layer``: only this function knows the arena."""
+def page_of_head(table, index, layer, kv_head, STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr):
+    """Element offset of one head in the page of ``table[index]`` and ``layer``: only this function knows the arena.
+    ``STRIDE``: elements from one block to the next."""
     block = tl.load(table + index).to(tl.int64)
-    return ((block * LAYERS + layer) * KV_HEADS + kv_head) * HEAD
+    return block * STRIDE + (layer * KV_HEADS + kv_head) * HEAD
 
 
 @triton.jit(do_not_specialize=VARYING)
 def write_kv(
     arena, tables, table_stride, table_rows, q_starts, contexts, token_rows,
     k, k_token, k_head, v, v_token, v_head, layer,
-    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head): K goes into column ``t`` of ``[DK, BLOCK]``, V into row ``t`` of ``[BLOCK, DV]``."""
@@ -35,7 +36,7 @@ def write_kv(
     row = tl.load(token_rows + token)
     position = tl.load(contexts + row) - tl.load(q_starts + row + 1) + token
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-    head = arena + page_of_head(table, position // BLOCK, layer, kv_head, LAYERS, KV_HEADS, BLOCK * (DK + DV))
+    head = arena + page_of_head(table, position // BLOCK, layer, kv_head, STRIDE, KV_HEADS, BLOCK * (DK + DV))
     t = position % BLOCK
     dk = tl.arange(0, DK_PAD)
     dv = tl.arange(0, DV_PAD)
@@ -57,12 +58,15 @@ def tile_queries(places, live, DK: tl.constexpr, DK_PAD: tl.constexpr, WIDE: tl.
 
 @triton.jit
 def run_of_blocks(
-    first, last, window, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr
+    first, last, window, chunk, split,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Blocks ``[begin, stop)`` of one split, for queries at positions ``[first, last]``."""
     begin = 0
     if WINDOW:
         begin = tl.maximum(first - window + 1, 0) // BLOCK
+    if CHUNK:
+        begin = tl.maximum(begin, first // chunk * chunk // BLOCK)
     blocks = last // BLOCK + 1
     share = (blocks - begin + SPLITS - 1) // SPLITS
     begin += split * share
@@ -72,20 +76,20 @@ def run_of_blocks(
 @triton.jit
 def pages_from(
     table, index, stop, layer, kv_head,
-    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr,
+    STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Of ``BLOCKS`` blocks from ``index`` on, key by key: where the head's page begins, and which entry it is. Entries
     from ``stop`` on have the last one's page: they are masked."""
     number = index + tl.arange(0, BLOCKS * BLOCK_PAD) // BLOCK_PAD
-    page = page_of_head(table, tl.minimum(number, stop - 1), layer, kv_head, LAYERS, KV_HEADS, HEAD)
+    page = page_of_head(table, tl.minimum(number, stop - 1), layer, kv_head, STRIDE, KV_HEADS, HEAD)
     return tl.max_constancy(page, [BLOCK_PAD]), number  # else the compiler loads each key by itself
 
 
 @triton.jit
 def block_scores(
-    queries, places, keys, inside, positions, live, scale, window, softcap,
+    queries, places, keys, inside, positions, live, scale, window, chunk, softcap,
     DK: tl.constexpr, BLOCK: tl.constexpr, DK_PAD: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Scores ``[M, KEYS]`` of a tile's queries against some blocks, in units of log2, and which of them count.
     ``places`` ``[KEYS]``: where each key's first element lies; ``inside``: which places are keys at all."""
@@ -99,6 +103,8 @@ def block_scores(
     visible = live[:, None] & (keys[None, :] <= positions[:, None]) & inside[None, :]
     if WINDOW:
         visible = visible & (keys[None, :] > positions[:, None] - window)
+    if CHUNK:
+        visible = visible & (keys[None, :] >= (positions // chunk * chunk)[:, None])
     return tl.where(visible, score * LOG2_E, NEVER), visible
 
 
@@ -117,11 +123,11 @@ def block_values(places, written, DV: tl.constexpr, DV_PAD: tl.constexpr, WIDE: 
 def attend_tile(
     arena, tables, table_stride, table_rows, q_starts, contexts, tile_rows, tile_firsts,
     q, q_token, q_head, out, out_token, out_head, pieces, piece_stats, sinks,
-    layer, scale, window, softcap,
-    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    layer, scale, window, chunk, softcap,
+    STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head, split). A tile is ``M // GROUP`` tokens of one row times the ``GROUP`` heads that share
     a KV head; a split is a run of that row's blocks. Keys are taken ``BLOCKS`` blocks at a time, each contiguous: one
@@ -148,15 +154,15 @@ def attend_tile(
         total = tl.where(split == 0, total + 1.0, total)
     acc = tl.zeros([M, DV_PAD], tl.float32)
 
-    begin, stop = run_of_blocks(first + shift, last, window, split, BLOCK, SPLITS, WINDOW)
+    begin, stop = run_of_blocks(first + shift, last, window, chunk, split, BLOCK, SPLITS, WINDOW, CHUNK)
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     t = tl.arange(0, BLOCKS * BLOCK_PAD) % BLOCK_PAD
     for index in range(begin, stop, BLOCKS):
-        page, number = pages_from(table, index, stop, layer, kv_head, LAYERS, KV_HEADS, BLOCK * (DK + DV),
+        page, number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, BLOCK * (DK + DV),
                                   BLOCK_PAD, BLOCKS)  # fmt: skip
         inside, keys = (number < stop) & (t < BLOCK), number * BLOCK + t
-        score, visible = block_scores(queries, arena + page + t, keys, inside, positions, live, scale, window, softcap,
-                                   DK, BLOCK, DK_PAD, WINDOW, SOFTCAP, WIDE)  # fmt: skip
+        score, visible = block_scores(queries, arena + page + t, keys, inside, positions, live, scale, window, chunk,
+                                      softcap, DK, BLOCK, DK_PAD, WINDOW, CHUNK, SOFTCAP, WIDE)  # fmt: skip
         higher = tl.maximum(top, tl.max(score, 1))
         weight = tl.where(visible, tl.exp2(score - higher[:, None]), 0.0)
         fade = tl.exp2(top - higher)

@@ -78,13 +78,15 @@ class CarriedAttention:
 
     def run_attention(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0,
-        sinks: Tensor | None = None, expansion: Expansion | None = None,
+        sinks: Tensor | None = None, chunk: int = 0, expansion: Expansion | None = None,
     ) -> Tensor:  # fmt: skip
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
         surplus = 0 if self.tokens is None else q.shape[2] - self.tokens
         if surplus:
             q, k, v = (x[:, :, : self.tokens] for x in (q, k, v))
-            options: Any = {"window": window, "softcap": softcap, "sinks": sinks, "expansion": expansion}
+            options: Any = {
+                "window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk, "expansion": expansion,
+            }  # fmt: skip
             mixed = self.run_attention(layer, q, k, v, scale=scale, **options)
             return torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, surplus))
         pairs = zip(self._carried.get(layer, (k[:, :, :0], v[:, :, :0])), (k, v), strict=True)
@@ -92,11 +94,11 @@ class CarriedAttention:
         self._carried[layer] = k, v
         if expansion is not None and q.shape[2] == 1:  # single tokens as they are served, absorbed
             q = expansion.absorb_queries(q)
-            latents = attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None]
+            latents = attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks, chunk).transpose(0, 1)[None]
             return expansion.values_of(latents)
         if expansion is not None:
             k, v = expansion.expand(k)
-        return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
+        return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks, chunk).transpose(0, 1)[None].contiguous()
 
 
 class Carried:
@@ -275,7 +277,8 @@ def _tokens(module: Any, layers: list[ProbedLayer], longest: int | None) -> int:
     """How many to try: past every window, as far as that is affordable."""
     weights = sum(parameter.numel() for parameter in module.parameters())
     affordable = int(OPERATIONS_MAX / max(1, 2 * weights))
-    window_tokens = max([TOKENS_USUAL, *(layer.window + BEYOND_WINDOW_TOKENS for layer in layers if layer.window)])
+    reaches = [max(layer.window, layer.chunk) for layer in layers]
+    window_tokens = max([TOKENS_USUAL, *(reach + BEYOND_WINDOW_TOKENS for reach in reaches if reach)])
     limits = [window_tokens, max(TOKENS_LEAST, affordable)]
     text = module.config.get_text_config()
     limits += [size for size in (longest, getattr(text, "max_position_embeddings", None)) if size]

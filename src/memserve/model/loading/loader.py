@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
 from memserve.base.errors import UserError
-from memserve.base.states import NO_STATE, StateGeometry, WindowLayers, cache_groups, windows_apart
+from memserve.base.layer_kv import LayerKv, LayerLayout, keep_every_layer, lay_out
+from memserve.base.states import NO_STATE, StateGeometry, cache_groups
 from memserve.base.types import AS_COMPUTED, COARSE_BITS, NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import load_module, text_weights
@@ -93,8 +94,8 @@ class LoadedModel:
     position_regimes: PositionRegimes = NO_REGIMES  # what decides how positions are computed
     query_heads: int = 0  # of every layer; 0: not known, or not alike
     states: StateGeometry = NO_STATE  # what layers carry beside KV
-    layer_windows: tuple[int, ...] = ()  # of each layer that attends; 0: it reads everything
-    windows: WindowLayers | None = None  # the layers whose KV lies apart; ``geometry`` is that of the others then
+    layers: tuple[LayerKv, ...] = ()  # what each layer that attends keeps
+    layout: LayerLayout | None = None  # where, if not all keep the same in one block; ``geometry`` is that of a block
 
     @property
     def kv_dtype(self) -> str:
@@ -103,19 +104,22 @@ class LoadedModel:
 
     @property
     def whole_geometry(self) -> KVGeometry:
-        """With the layers whose KV lies apart."""
-        return self.geometry if self.windows is None else replace(self.geometry, num_layers=len(self.windows.windowed))
+        """With the pages of all layers."""
+        return self.geometry if self.layout is None else replace(self.geometry, num_layers=len(self.layers))
 
     def keep_kv_as(self, kv_dtype: str) -> LoadedModel:
         """This model, whose KV is to lie so."""
         return replace(self, geometry=replace(self.geometry, kv_dtype=kv_dtype))
 
-    def keep_windows_apart(self) -> LoadedModel:
-        """This model, the KV of whose layers that read a window is to lie apart, where that is worth it."""
-        windows = windows_apart(self.layer_windows, self.geometry, self.states)
-        if windows is None:
+    def lay_out_kv(self, *, windows_apart: bool = False, shares_kv: bool = True) -> LoadedModel:
+        """This model, with places for the KV of its layers. ``windows_apart``: that of layers which read a window is to
+        lie apart where that is worth it; ``shares_kv``: layers that read the KV of another one keep none."""
+        if self.geometry.latent or not self.layers:
             return self
-        return replace(self, windows=windows, geometry=replace(self.geometry, num_layers=windows.full_layers))
+        layers = self.layers if shares_kv else keep_every_layer(self.layers)
+        layout = lay_out(layers, is_apart=windows_apart and not self.states)
+        block = (layout or LayerLayout(layers)).block_geometry(self.geometry.dtype, self.geometry.block_tokens)
+        return replace(self, layout=layout, geometry=replace(block, kv_dtype=self.kv_dtype))
 
 
 def model_sizes(model: LoadedModel) -> ModelSizes:
@@ -195,14 +199,14 @@ def load_model(
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
         states=_states(module, geometry, layers, folder.name),
-        layer_windows=tuple(layer.window for layer in layers),
-    )
+        layers=tuple(layer.kept for layer in layers),
+    ).lay_out_kv(shares_kv=False)
 
 
 def _attends_plainly(module: Any, layers: list[ProbedLayer]) -> bool:
     from memserve.model.states.layers import states_of
 
-    return not states_of(module) and not any(layer.window or layer.sinks for layer in layers)
+    return not states_of(module) and not any(layer.kept.is_local or layer.sinks for layer in layers)
 
 
 def _states(module: Any, geometry: KVGeometry, layers: list[ProbedLayer], name: str) -> StateGeometry:
@@ -211,7 +215,7 @@ def _states(module: Any, geometry: KVGeometry, layers: list[ProbedLayer], name: 
 
     states = states_of(module).geometry
     if states:
-        groups = cache_groups(geometry, [layer.window for layer in layers], states)
+        groups = cache_groups(geometry, [layer.kept for layer in layers], states)
         log.info("%s has %s", name, ", ".join(map(str, groups)))
     return states
 
@@ -470,7 +474,7 @@ def _max_model_tokens(
         kinds = [kind for kind in kinds if kind in _ATTENDING]
     for layer, kind in zip(layers, kinds, strict=False):
         size = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
-        if size and not layer.window and getattr(text, size, None):
+        if size and not layer.kept.is_local and getattr(text, size, None):
             limits.append(int(getattr(text, size)))
     if min(limits) < limits[0]:
         log.warning("this model's local attention is served as full attention, up to %d tokens", min(limits))

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memserve.base.errors import UserError, check
+from memserve.base.errors import UserError
+from memserve.base.layer_kv import LayerKv, LayerLayout, keep_every_layer
 from memserve.base.types import KVGeometry
-from memserve.model.attention.context import ATTENTION_NAME, register_attention, step_attention
+from memserve.model.attention.context import ATTENTION_NAME, CHUNK_ATTRIBUTE, register_attention, step_attention
 from memserve.model.attention.expansions import Expansion, install_expansion
 from memserve.model.attention.reference import attend_dense
 from memserve.model.experts import use_our_experts
@@ -55,6 +56,17 @@ class ProbedLayer:
     rotary_dim: int = 0
     linear: str = ""
     """The name in the layer's module of what expands them."""
+    chunk: int = 0
+    owner: int | None = None
+    """The layer whose keys and values it got."""
+
+    @property
+    def kept(self) -> LayerKv:
+        """What it keeps."""
+        if self.latent_dim:
+            return LayerKv(1, self.latent_dim + self.rotary_dim, 0, self.window, self.chunk)
+        sizes = self.kv_heads, self.head_dim_k, self.head_dim_v
+        return LayerKv(*sizes, self.window, self.chunk, self.owner)
 
 
 class DenseAttention:
@@ -62,6 +74,8 @@ class DenseAttention:
 
     def __init__(self) -> None:
         self.layers: list[ProbedLayer] = []
+        #: what the layers got
+        self._keys_and_values: list[tuple[Tensor, Tensor]] = []
 
     def run_attention(
         self,
@@ -74,14 +88,20 @@ class DenseAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        chunk: int = 0,
         expansion: Expansion | None = None,
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
+        pairs = enumerate(self._keys_and_values)
+        owner = next((number for number, (keys, values) in pairs if keys is k and values is v), None)
+        self._keys_and_values.append((k, v))
         if expansion is not None:
             k, v = expansion.expand(k)
         sizes = k.shape[1], k.shape[3], v.shape[3]
-        self.layers.append(ProbedLayer(layer, *sizes, window, sinks is not None, q.shape[1]))
-        return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
+        found = ProbedLayer(layer, *sizes, window, sinks is not None, q.shape[1], chunk=chunk, owner=owner)
+        self.layers.append(found)
+        mixed = attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks, chunk)
+        return mixed.transpose(0, 1)[None].contiguous()
 
 
 def probe_model(
@@ -164,18 +184,29 @@ def _watching_linears(module: Any) -> Iterator[list[str]]:
 def _use_our_attention(module: Any) -> None:
     register_attention()
     module.set_attn_implementation(ATTENTION_NAME)
+    _install_chunks(module)
     use_our_experts(module)
+
+
+def _install_chunks(module: Any) -> None:
+    """Tell layers of their chunks: transformers says them to no attention function, but in the mask that it gets."""
+    text = module.config.get_text_config()
+    kinds, size = getattr(text, "layer_types", None) or [], getattr(text, "attention_chunk_size", None)
+    for part in module.modules() if size and "chunked_attention" in kinds else ():
+        number = getattr(part, "layer_idx", None)
+        if isinstance(number, int) and kinds[number : number + 1] == ["chunked_attention"]:
+            setattr(part, CHUNK_ATTRIBUTE, int(size))
 
 
 def _geometry_of(layers: list[ProbedLayer], dtype: str, block_tokens: int) -> KVGeometry:
     """Without layers that attend: as small as can be."""
-    first = layers[0] if layers else ProbedLayer(0, 1, 1, 1, 0)
-    sizes = first.kv_heads, first.head_dim_k, first.head_dim_v
-    if is_latent := first.latent_dim > 0:
+    if not layers:
+        return KVGeometry(1, 1, 1, 1, dtype, block_tokens)
+    first = layers[0]
+    if first.latent_dim:
         sizes = 1, first.latent_dim + first.rotary_dim, first.latent_dim
-    geometry = KVGeometry(max(1, len(layers)), *sizes, dtype, block_tokens, latent=is_latent)
-    check(geometry.page_bytes > 0, "a page must hold something")
-    return geometry
+        return KVGeometry(len(layers), *sizes, dtype, block_tokens, latent=True)
+    return LayerLayout(keep_every_layer([layer.kept for layer in layers])).block_geometry(dtype, block_tokens)
 
 
 # -- layers that keep latents
@@ -295,12 +326,6 @@ def _check_layers(layers: list[ProbedLayer], expected: int, family: str, *, besi
             else f"its layers attend in order {layer_numbers}"
         )
         raise UserError(f"a {family} model cannot be served: {story}", hint=HINT)
-    shapes = sorted({(layer.kv_heads, layer.head_dim_k, layer.head_dim_v) for layer in layers})
-    if len(shapes) > 1:
-        raise UserError(
-            f"a {family} model cannot be served: its layers differ in KV shape (heads, K size, V size): {shapes}",
-            hint=HINT,
-        )
 
 
 def _check_logits(logits: Tensor, expected: Tensor, limit: float, family: str) -> None:

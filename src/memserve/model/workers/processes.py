@@ -374,8 +374,7 @@ def _load(order: _Order, line: Connection) -> ModelDevice:
     tokens, threads = options.block_tokens, order.threads
     model = load_model(options.model, options.dtype, "cpu", block_tokens=tokens, threads=threads, lora=options.lora)
     model = model.keep_kv_as(options.kv_dtype)
-    if order.config.pool.windows is not None:
-        model = model.keep_windows_apart()
+    model = model.lay_out_kv(windows_apart=order.config.pool.windows is not None, shares_kv=False)
     is_planned = plan_division(model.module, model.whole_geometry, only_stages=share.parts == 1).is_planned
     vocabularies = shard(model.module, share, model.whole_geometry, model.adapters)
     stage, whole = (_core.SharedArena.attach(*order.regions[index]) for index in (share.stage, -1))

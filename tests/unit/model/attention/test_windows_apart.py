@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from memserve.model.attention.windowed import WindowTables
 
 from engine_answers import ask, ask_several, best_beam, own_best_beam, resumable, serving
 from memserve import LLM
@@ -18,7 +19,6 @@ from memserve.base.states import NO_STATE, WindowLayers, windows_apart
 from memserve.base.types import KVGeometry
 from memserve.instance.events import PlaceWindow
 from memserve.model import arena
-from memserve.model.attention.windowed import WindowTables
 from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
 
 ANSWER = 40

@@ -1,0 +1,246 @@
+"""What each layer that attends keeps of a token, and where in a block it lies.
+
+In most models all layers keep the same, and a block has one page of each, in order: :class:`KVGeometry` says it all. In
+others some layers read a *window* of the last tokens or the *chunk* of tokens that they are in, heads are fewer and
+wider in some layers (Gemma 4), or layers read the KV of another one (Gemma 3n). A :class:`LayerLayout` has places for
+these::
+
+    layer           0    1    2    3    4    5     3 and 5 read everything, the others a window; pages of these are
+    block                          p0        p1    twice as large as those of 3 and 5
+    part            p0   p2   p4        p6         in one block of the part: pages 0 and 1, 2 and 3, ...
+
+Pages of a model have one size all the same: the largest that all its layers' KV are whole numbers of. So tiers,
+transfers and stores move blocks of equal pages, nothing is padded, and there is one memory for all kinds of layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve.base.types import AS_COMPUTED, KVGeometry
+from memserve.base.units import ceil_div
+
+_FORMAT = 2
+"""Of how layers' KV lies: another one for any change of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """What one layer keeps of a token."""
+
+    heads: int
+    head_dim_k: int
+    head_dim_v: int
+    window: int = 0
+    """How many tokens it reads, its own included; 0: not the last ones alone."""
+    chunk: int = 0
+    """It reads the tokens of its own chunk, of so many, up to itself; 0: there are none."""
+    owner: int | None = None
+    """The layer whose KV it reads; it keeps none. None: its own."""
+
+    @property
+    def elements(self) -> int:
+        """Of K and V of one token."""
+        return self.heads * (self.head_dim_k + self.head_dim_v)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Heads, and elements of a head's K and V."""
+        return self.heads, self.head_dim_k, self.head_dim_v
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it reads no more than some of the last tokens."""
+        return self.window > 0 or self.chunk > 0
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Layers of one shape, whose pages follow each other in a block."""
+
+    table: int
+    """0: the block; N: the Nth of its part."""
+    first_page: int
+    pages_each: int
+    """Pages of a layer."""
+    layers: tuple[int, ...]
+    shape: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Where the KV of all layers lies, in a model whose layers do not all keep the same."""
+
+    layers: tuple[LayerKv, ...]
+    """All that attend, in order."""
+    is_apart: bool = False
+    """The pages of layers that read a window or a chunk fill further blocks, a *part*, which can go as soon as it is
+    behind. Else all lie in one block."""
+
+    @cached_property
+    def page_elements(self) -> int:
+        """Elements of one token in a page."""
+        return gcd(*(layer.elements for layer in self.layers if layer.owner is None))
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Whether all pages are of one kind."""
+        return len({layer.shape for layer in self.layers}) == 1
+
+    @cached_property
+    def block_pages(self) -> int:
+        """Pages of a block."""
+        return sum(self._pages_of(number) for number in self._kept(is_local=False))
+
+    @cached_property
+    def runs(self) -> tuple[PageRun, ...]:
+        """All pages there are. Those of the block come first."""
+        runs = self._fill_blocks(self._kept(is_local=False), 0)
+        return (*runs, *self._fill_blocks(self._kept(is_local=True), 1)) if self.is_apart else tuple(runs)
+
+    @property
+    def part_blocks(self) -> int:
+        """Blocks of a part; 0: nothing lies apart."""
+        return self.runs[-1].table
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each layer the number of its run, or of its owner's, and its place in that."""
+        own = {layer: (number, place) for number, run in enumerate(self.runs) for place, layer in enumerate(run.layers)}
+        return tuple(own[number if layer.owner is None else layer.owner] for number, layer in enumerate(self.layers))
+
+    @property
+    def window(self) -> int:
+        """The most of the last tokens that a layer with a window reads; 0: none has one."""
+        return max(layer.window for layer in self.layers)
+
+    @property
+    def chunk(self) -> int:
+        """The size of the chunks that layers read; 0: none does."""
+        return max(layer.chunk for layer in self.layers)
+
+    @property
+    def digest(self) -> str:
+        """Names the layout: KV of two layouts is never exchanged."""
+        return hashlib.blake2b(f"{_FORMAT}{self!r}".encode(), digest_size=8).hexdigest()
+
+    def block_geometry(self, dtype: str, block_tokens: int, kv_dtype: str = AS_COMPUTED) -> KVGeometry:
+        """Of a block: of its pages, which are those of no layer where shapes differ."""
+        if self.has_one_shape:
+            return KVGeometry(self.block_pages, *self.layers[0].shape, dtype, block_tokens, kv_dtype)
+        half = self.page_elements // 2
+        return KVGeometry(self.block_pages, 1, half, self.page_elements - half, dtype, block_tokens, kv_dtype)
+
+    def __str__(self) -> str:
+        kept = Counter(layer.shape for layer in self.layers if layer.owner is None)
+        parts = [f"{count} layers x {shape[0]} heads x ({shape[1]} K + {shape[2]} V)" for shape, count in kept.items()]
+        sharing = sum(layer.owner is not None for layer in self.layers)
+        return " + ".join(parts) + f", which {sharing} more layers read" * (sharing > 0)
+
+    def _kept(self, *, is_local: bool) -> list[int]:
+        """Layers with KV of their own in the block, or (``is_local``) in its part."""
+        layers = [number for number, layer in enumerate(self.layers) if layer.owner is None]
+        return [number for number in layers if (self.is_apart and self.layers[number].is_local) == is_local]
+
+    def _pages_of(self, layer: int) -> int:
+        return self.layers[layer].elements // self.page_elements
+
+    def _fill_blocks(self, layers: Sequence[int], table: int) -> list[PageRun]:
+        """Runs of ``layers``, in blocks from ``table`` on: those of one shape together, and no page over an end."""
+        runs, used, room = list[PageRun](), 0, self.block_pages
+        for shape in dict.fromkeys(self.layers[layer].shape for layer in layers):
+            left = [layer for layer in layers if self.layers[layer].shape == shape]
+            pages = self._pages_of(left[0])
+            while left:
+                count = min(len(left), (room - used) // pages)
+                if count:
+                    runs.append(PageRun(table, used, pages, tuple(left[:count]), shape))
+                    used, left = used + count * pages, left[count:]
+                if left:
+                    table, used = table + 1, 0
+        return runs
+
+
+def lay_out(layers: Sequence[LayerKv], *, is_apart: bool = False) -> LayerLayout | None:
+    """The layout of a model with these layers. ``is_apart``: windows' and chunks' KV lies apart where that is worth it.
+    None: all layers keep the same, in one block."""
+    layout = LayerLayout(tuple(layers), is_apart and _is_worth_a_part(layers))
+    has_owners = any(layer.owner is not None for layer in layers)
+    return layout if layout.is_apart or has_owners or not layout.has_one_shape else None
+
+
+def keep_every_layer(layers: Sequence[LayerKv]) -> tuple[LayerKv, ...]:
+    """``layers``, each of which keeps what it reads."""
+    return tuple(replace(layer, owner=None) for layer in layers)
+
+
+def _is_worth_a_part(layers: Sequence[LayerKv]) -> bool:
+    """Whether layers that read everything have enough KV for a block, and others enough to fill one."""
+    local, others = (
+        [layer.elements for layer in layers if layer.owner is None and layer.is_local == is_local]
+        for is_local in (True, False)
+    )
+    return bool(local and others) and max(local) <= sum(others) <= sum(local)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPages:
+    """How KV of layers that read a window or a chunk lies in the pool; an *entry* is the place of a block's tokens in a
+    sequence."""
+
+    window: int
+    """0: there are chunks alone."""
+    part_blocks: int
+    """Blocks of an entry's part."""
+    block_tokens: int
+    step_tokens: int
+    """Of one sequence in one step, at most."""
+    chunk: int = 0
+    """0: there are windows alone."""
+
+    def first_token(self, tokens: int) -> int:
+        """The first token that a row reads which begins behind ``tokens`` tokens."""
+        first = max(0, tokens - self.window + 1) if self.window else tokens
+        return min(first, tokens // self.chunk * self.chunk) if self.chunk else first
+
+    def first_entry(self, tokens: int) -> int:
+        """The first entry that such a row reads."""
+        return self.first_token(tokens) // self.block_tokens
+
+    def first_entries(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """:meth:`first_entry` of each."""
+        first = np.maximum(0, tokens - self.window + 1) if self.window else tokens
+        first = np.minimum(first, tokens // self.chunk * self.chunk) if self.chunk else first
+        return first // self.block_tokens
+
+    def entries_behind(self, tokens: int) -> range:
+        """The entries whose parts a sequence needs that goes on behind ``tokens`` tokens, not only whole blocks."""
+        return range(self.first_entry(tokens), ceil_div(tokens, self.block_tokens))
+
+    def kept_from(self, tokens: int) -> int:
+        """The first entry that a running sequence keeps, which has computed ``tokens``: a block more, since a row may
+        be computed again that ran ahead of a late draw."""
+        return self.first_entry(max(0, tokens - self.block_tokens))
+
+    @property
+    def parts_max(self) -> int:
+        """Parts that a running sequence has at most, and one that begins has at once."""
+        return ceil_div(max(self.window, self.chunk) + self.step_tokens, self.block_tokens) + 2
+
+    def blocks_for(self, entries: int, parts_held: int = 0) -> int:
+        """Blocks of so many new entries, parts included, of a sequence that has ``parts_held`` already, and passes
+        those behind its window."""
+        return entries + self.part_blocks * min(entries, max(0, self.parts_max - parts_held))
+
+    def entries_in(self, blocks: int) -> int:
+        """Entries of the longest sequence that fits into ``blocks``."""
+        entries = blocks // (1 + self.part_blocks)
+        return entries if entries < self.parts_max else blocks - self.part_blocks * self.parts_max
