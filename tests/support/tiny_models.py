@@ -62,7 +62,7 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
             layers = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
             layers |= {"num_hidden_layers": 6, "sliding_window": 24, "head_dim": 16, "global_head_dim": 32}
             layers |= {"num_key_value_heads": 4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
-            layers |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB}
+            layers |= {"hidden_size_per_layer_input": 0}
             return t.Gemma4TextConfig(**(gated | layers | sizes))
         case "llama4":  # chunks, and layers without positions that read everything; experts
             layers = {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "attention_chunk_size": 48, "head_dim": 16}

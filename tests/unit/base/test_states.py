@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memserve.base.config import EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import Parallel
+from memserve.base.layer_kv import LayerKv
 from memserve.base.states import NO_STATE, StateGeometry, StatePages, StatePart, cache_groups, divide_memory
 from memserve.base.types import KVGeometry, Role
 from memserve.base.units import KIB, MIB, parse_bytes
@@ -37,8 +40,10 @@ def test_parts_lie_one_behind_the_other() -> None:
 
 
 def test_groups_say_what_a_token_and_a_sequence_take() -> None:
-    groups = cache_groups(QWEN3_NEXT_KV, [0] * 10 + [64, 64], QWEN3_NEXT)
-    assert [(group.kind, group.layers, group.window) for group in groups] == [
+    whole = LayerKv(QWEN3_NEXT_KV.num_kv_heads, QWEN3_NEXT_KV.head_dim_k, QWEN3_NEXT_KV.head_dim_v)
+    layers = [whole] * 10 + [replace(whole, window=64)] * 2
+    groups = cache_groups(QWEN3_NEXT_KV, layers, QWEN3_NEXT)
+    assert [(group.kind, group.layers, group.reach) for group in groups] == [
         ("full", 10, 0),
         ("window", 2, 64),
         ("state", 36, 0),
@@ -46,7 +51,7 @@ def test_groups_say_what_a_token_and_a_sequence_take() -> None:
     assert [group.token_bytes for group in groups] == [10 * 2048, 2 * 2048, 0]
     assert groups[2].sequence_bytes == 36 * (8192 * 4 * 2 + 32 * 128 * 128 * 4)
     assert "2 layers of kind window of 64" in str(groups[1])
-    assert [group.kind for group in cache_groups(LFM2_KV, [0] * 6, NO_STATE)] == ["full"]
+    assert [group.kind for group in cache_groups(LFM2_KV, [LayerKv(8, 64, 64)] * 6, NO_STATE)] == ["full"]
 
 
 @pytest.mark.parametrize(("states", "geometry"), [(QWEN3_NEXT, QWEN3_NEXT_KV), (LFM2, LFM2_KV), (MAMBA, NO_KV)])

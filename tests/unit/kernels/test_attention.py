@@ -48,6 +48,9 @@ class Case:
     threads: int = 2
     seed: int = 0
     latent: bool = False
+    chunk: int = 0
+    beside: int = 0
+    """Bytes of other layers' pages behind those of each block."""
 
     @property
     def contexts(self) -> list[int]:
@@ -83,9 +86,11 @@ class World:
             self.tables[row + 1, :count] = ids[start : start + count]
         if c.kv_dtype == "auto":
             head = c.block_tokens * (c.dim_k + c.dim_v * (not c.latent))
-            self.arena = torch.full((self.blocks, LAYERS, c.kv_heads, head), torch.nan, dtype=self.kind)
+            size = LAYERS * c.kv_heads * head + c.beside // self.kind.itemsize
+            self.arena = torch.full((self.blocks, size), torch.nan, dtype=self.kind)
         else:
-            self.arena = torch.full((self.blocks * c.geometry.block_bytes,), 0xFF, dtype=torch.uint8)  # maxima: NaN
+            size = self.blocks * (c.geometry.block_bytes + c.beside)
+            self.arena = torch.full((size,), 0xFF, dtype=torch.uint8)  # maxima: NaN
 
     def step(self, layer: int, first: list[int], end: list[int], write: bool = True) -> list[Tensor]:
         """Tokens [first, end) of every sequence in one call; returns each sequence's outputs."""
@@ -101,6 +106,7 @@ class World:
             np.array(end, np.int32),
             num_blocks=self.blocks,
             latent=c.latent,
+            block_stride=self.arena.nbytes // self.blocks if c.beside else 0,
         )
 
         def gather(parts: list[Tensor]) -> Tensor:
@@ -111,7 +117,18 @@ class World:
         out = torch.full((q.shape[0], q.shape[1], c.dim_v), torch.nan, dtype=self.kind)
         addresses = [(t.data_ptr(), t.stride(0), t.stride(1)) for t in (q, k, v, out)]
         sinks = None if self.sinks is None else self.sinks.numpy()
-        _kernels.attend(batch, layer, q.shape[1], *addresses, self.scale, c.window, c.softcap, sinks=sinks, write=write)
+        _kernels.attend(
+            batch,
+            layer,
+            q.shape[1],
+            *addresses,
+            self.scale,
+            c.window,
+            c.softcap,
+            sinks=sinks,
+            write=write,
+            chunk=c.chunk,
+        )
         return list(out.split(counts))
 
     def truth(self, row: int, first: int = 0) -> Tensor:
@@ -128,6 +145,8 @@ class World:
         n = scores.shape[-1]
         age = torch.arange(first, n)[:, None] - torch.arange(n)
         hidden = (age < 0) | (age >= c.window) if c.window else age < 0
+        if c.chunk:
+            hidden |= torch.arange(n) < (torch.arange(first, n) // c.chunk * c.chunk)[:, None]
         scores = scores.masked_fill(hidden, -torch.inf)
         if self.sinks is not None:
             scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, n - first, 1)], -1)
@@ -170,6 +189,8 @@ CASES = st.builds(
     isa=st.sampled_from(_kernels.supported_isas()),
     threads=st.sampled_from([1, 2]),
     seed=st.integers(0, 2**31),
+    chunk=st.sampled_from([0, 0, 0, 5, 48, 100]),
+    beside=st.sampled_from([0, 0, 4096]),
 )
 
 
@@ -203,6 +224,7 @@ def test_long_decode_split_over_threads_beside_short_ones(isa: str, dtype: str) 
     """The long context is cut into parts that are merged at last; the parts of the wider tile set the slot size."""
     run(Case((999, 60, 0), (1, 40, 3), 2, 3, 64, 64, 32, dtype, isa=isa, sinks=True))
     run(Case((1100,), (1,), 1, 4, 64, 128, 32, dtype, window=700, isa=isa))
+    run(Case((1100, 1024), (1, 3), 1, 4, 64, 128, 32, dtype, chunk=512, isa=isa, beside=8192))
 
 
 @pytest.mark.parametrize("isa", _kernels.supported_isas())
@@ -279,7 +301,8 @@ def test_writes_only_the_slots_of_new_tokens(isa: str, dtype: str) -> None:
     world = run(Case((5, 0, 64), (9, 70, 1), 2, 2, 32, 16, 32, dtype, isa=isa))
     c = world.case
     expected = torch.full_like(world.arena, torch.nan)
-    k, v = (part for part in expected.split([c.dim_k * 32, c.dim_v * 32], dim=-1))
+    heads = expected.unflatten(-1, (LAYERS, c.kv_heads, -1))
+    k, v = heads.split([c.dim_k * 32, c.dim_v * 32], dim=-1)
     k, v = k.unflatten(-1, (c.dim_k, 32)), v.unflatten(-1, (32, c.dim_v))
     for row, context in enumerate(c.contexts):
         for token in range(context):

@@ -66,6 +66,7 @@ class LayoutPages:
     ) -> None:
         """``arena``: uint8, blocks with ``geometry``; ``parts``: where those of the slots lie."""
         self._parts, self._places = parts, layout.places
+        divided = crew if layout.has_one_shape else None  # else workers have layers of their own, and no heads
         self._factories: list[tuple[int, AttentionFactory]] = []
         for run in layout.runs:
             heads, head_dim_k, head_dim_v = run.shape
@@ -74,7 +75,7 @@ class LayoutPages:
             )
             check(own.page_bytes == run.pages_each * geometry.page_bytes, "layers {} have other pages", run.layers)
             span = BlockSpan(run.first_page * geometry.page_bytes, geometry.block_bytes)
-            self._factories.append((run.table, choose_backend(arena, own, crew, span)))
+            self._factories.append((run.table, choose_backend(arena, own, divided, span)))
 
     def attention_of(self, rows: StepRows) -> LayoutAttention:
         """Of one step; ``rows``: with the table of blocks."""

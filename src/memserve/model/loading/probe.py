@@ -22,6 +22,7 @@ from memserve.base.types import KVGeometry
 from memserve.model.attention.context import ATTENTION_NAME, CHUNK_ATTRIBUTE, register_attention, step_attention
 from memserve.model.attention.expansions import Expansion, install_expansion
 from memserve.model.attention.reference import attend_dense
+from memserve.model.counts import find_counting, install_counting, is_counting
 from memserve.model.experts import use_our_experts
 from memserve.model.forward import remember_weights_alone, weights_alone
 from memserve.model.loading.cache import read_record, record_name, write_record
@@ -138,6 +139,8 @@ def probe_model(
         _install_latents(module, layers)
         with step_attention(DenseAttention()):
             _check_logits(_last_logits(module, ids, family), expected, limit, family)
+    if not states and _counts_tokens(module, ids):
+        install_counting(module)
     if states:
         geometry, attending = replace(states.geometry, attends=bool(layers)), [seen.layer for seen in attention.layers]
         install_states(module, replace(states, geometry=geometry, attending=tuple(attending)))
@@ -154,11 +157,14 @@ def probe_once(
     if known is None:
         geometry, layers = probe_model(module, dtype, block_tokens, keep_latents=keep_latents)
         if not states_of(module):  # else modules are to be found, and not only numbers
-            write_record(name, {"layers": [asdict(layer) for layer in layers], "alone": weights_alone(module)})
+            found = {"layers": [asdict(layer) for layer in layers], "alone": weights_alone(module)}
+            write_record(name, found | {"counts": is_counting(module)})
         return geometry, layers
     _use_our_attention(module)
     layers = [ProbedLayer(**layer) for layer in known]
     remember_weights_alone(module, record.get("alone", ()))
+    if record.get("counts"):
+        install_counting(module)
     _install_latents(module, layers)
     return _geometry_of(layers, dtype, block_tokens), layers
 
@@ -301,6 +307,12 @@ def _find_states(module: Any, ids: Tensor, family: str) -> StateLayers:
     failure = f"a {family} model cannot be served: its forward refused a plain step with a cache"
     with errors_named(failure, HINT), stored_of(module).computing_as_stored():
         return find_states(module, ids)
+
+
+def _counts_tokens(module: Any, ids: Tensor) -> bool:
+    computing = stored_of(module).computing_as_stored()
+    with step_attention(DenseAttention()), torch.inference_mode(), computing:
+        return find_counting(module, ids)
 
 
 def _last_logits(module: Any, ids: Tensor, family: str) -> Tensor:

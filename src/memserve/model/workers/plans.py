@@ -84,7 +84,7 @@ def plan_division(module: Any, geometry: KVGeometry, *, only_stages: bool = Fals
     """How ``module``, which keeps KV of ``geometry``, is divided. ``only_stages``: its layers are not. Raises
     :class:`UserError` for a model whose plan asks for more than can be cut."""
     layers = _layers_of(module)
-    is_usual = not states_of(module) and not geometry.latent
+    is_usual = not states_of(module) and not geometry.latent and not _feeds_layers(module, layers)
     if only_stages:
         return Division(layers, tuple(LayerPlan() for _ in layers), not geometry.latent, is_usual)
     styles = _styles_of(module, layers)
@@ -108,6 +108,13 @@ def plan_division(module: Any, geometry: KVGeometry, *, only_stages: bool = Fals
         is_plain &= linears_of(layer).keys() == plan.styles.keys()
         is_plain &= all(f"{name}.k_proj" in plan.styles for name in names)
     return Division(layers, plans, divides_heads, is_plain)
+
+
+def _feeds_layers(module: Any, layers: nn.ModuleList) -> bool:
+    """Whether linears beside the layers compute more for these than the hidden states which stages hand on (Gemma 3n's
+    inputs of each layer). Then workers are compared."""
+    inside = {id(part) for part in (*layers.modules(), module.get_output_embeddings())}
+    return any(isinstance(part, AnyLinear) and id(part) not in inside for part in module.modules())
 
 
 def refuse_division(module: Any, why: str) -> UserError:

@@ -18,6 +18,8 @@ CASES = {
     "decode": ("float32", 2, 3, 1, 16, 16, 16, [1, 1, 1], [1, 17, 40], {}),
     "prefill and decode mixed": ("float32", 2, 4, 2, 16, 16, 32, [33, 1, 5], [33, 40, 70], {}),
     "window": ("float32", 1, 2, 1, 16, 16, 16, [1, 20], [50, 60], {"window": 9}),
+    "chunk": ("float32", 1, 2, 1, 16, 16, 16, [1, 20, 5], [50, 60, 49], {"chunk": 24}),
+    "split rows in a chunk": ("float32", 1, 2, 1, 16, 16, 16, [1], [100], {"splits": 3, "chunk": 72}),
     "softcap": ("float32", 1, 2, 2, 16, 16, 16, [3], [20], {"softcap": 2.5}),
     "sinks": ("float32", 1, 4, 2, 16, 16, 16, [1, 3], [20, 3], {"sinks": True}),
     "values narrower than keys": ("float32", 1, 2, 1, 24, 12, 16, [2], [19], {}),
@@ -30,7 +32,7 @@ CASES = {
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
-def reference(q, keys, values, scale, window, softcap, sinks):
+def reference(q, keys, values, scale, window, softcap, chunk, sinks):
     """Causal attention of one row in float64: q ``[n, H, Dk]``, keys ``[c, Hkv, Dk]``, values ``[c, Hkv, Dv]``."""
     n, heads, _ = q.shape
     context, kv_heads, _ = keys.shape
@@ -38,6 +40,7 @@ def reference(q, keys, values, scale, window, softcap, sinks):
     for i in range(n):
         position = context - n + i
         first = max(0, position - window + 1) if window else 0
+        first = max(first, position // chunk * chunk) if chunk else first
         for h in range(heads):
             kv = h // (heads // kv_heads)
             s = keys[first : position + 1, kv] @ q[i, h] * scale
@@ -82,6 +85,7 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
     layer = layers - 1
     on = {"layer": layer, "scale": scale}
     extra = {"window": options.get("window", 0), "softcap": options.get("softcap", 0.0)}
+    extra["chunk"] = options.get("chunk", 0)
 
     def step(pieces: list[tuple[int, int, int]], queries: list[torch.Tensor]) -> torch.Tensor:
         """Compute tokens ``[start, stop)`` of each ``(row, start, stop)``."""
@@ -119,13 +123,14 @@ def compile_kernels() -> None:
     from memserve.model.attention import triton_kernels
     from memserve.system import triton_bytes
 
-    shape = {"LAYERS": 30, "KV_HEADS": 3, "DK": 64, "DV": 64, "BLOCK": 32, "DK_PAD": 64, "DV_PAD": 64}
+    shape = {"STRIDE": 30 * 3 * 32 * 128, "KV_HEADS": 3, "DK": 64, "DV": 64, "BLOCK": 32, "DK_PAD": 64, "DV_PAD": 64}
     tile = {
         "BLOCK_PAD": 32,
         "BLOCKS": 4,
         "GROUP": 3,
         "M": 64,
         "WINDOW": True,
+        "CHUNK": True,
         "SOFTCAP": True,
         "SINKS": True,
         "WIDE": False,
@@ -142,7 +147,7 @@ def compile_kernels() -> None:
         kernel, signature = getattr(triton_kernels, name, None) or getattr(triton_bytes, name), {}
         for arg in kernel.arg_names:
             pointer = "*bf16" if arg in bf16 else "*fp32" if arg in fp32 else "*i64" if arg in wide else "*i32"
-            plain = arg in ("layer", "window", "table_stride", "words") or arg.endswith(("_token", "_head"))
+            plain = arg in ("layer", "window", "chunk", "table_stride", "words") or arg.endswith(("_token", "_head"))
             number = "fp32" if arg in scalars else "i64" if arg == "golden" else "i32" if plain else pointer
             signature[arg] = "constexpr" if arg in constants else number
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}

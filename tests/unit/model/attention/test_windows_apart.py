@@ -10,20 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memserve.model.attention.windowed import WindowTables
 
 from engine_answers import ask, ask_several, best_beam, own_best_beam, resumable, serving
 from memserve import LLM
 from memserve.base.errors import InvariantError, UserError
-from memserve.base.states import NO_STATE, WindowLayers, windows_apart
-from memserve.base.types import KVGeometry
 from memserve.instance.events import PlaceWindow
 from memserve.model import arena
+from memserve.model.attention.layouts import PartTables
 from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
 
 ANSWER = 40
-SIZES = {"gemma2": {"num_hidden_layers": 5}, "gpt_oss": {"num_hidden_layers": 4}}
-"""Five layers: three read a window, so a part has two blocks and the second is half empty; of four two do."""
+SIZES = {
+    "gemma2": {"num_hidden_layers": 5}, "gpt_oss": {"num_hidden_layers": 4}, "gemma3n": {}, "gemma4": {},
+    "llama4": {},
+}  # fmt: skip
+"""Five layers: three read a window, so a part has two blocks and the second is half empty; of four two do. Layers that
+read others' KV; layers of two shapes; chunks of 48 tokens, which end within blocks."""
 
 
 def module_of(family: str) -> Any:
@@ -40,20 +42,24 @@ def serving_apart(folder: Path, **options: Any) -> AbstractContextManager[LLM]:
     return serving(folder, **{"kv_memory": "4MiB", "window_kv": "apart"} | options)
 
 
-WORKERS = {"gemma2": {"pipeline_parallel": 2}, "gpt_oss": {"tensor_parallel": 2}}
+FORKED = ("gemma2", "gpt_oss", "gemma4")
+STEPS = {"whole": {}, "chunks": {"max_step_tokens": 24}}
+WORKERS = {"gemma2": {"pipeline_parallel": 2}, "gpt_oss": {"tensor_parallel": 2}, "gemma4": {"pipeline_parallel": 2}}
 
 
-@pytest.mark.parametrize("workers", [False, True], ids=["one", "workers"])
-@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 24}], ids=["whole", "chunks"])
-@pytest.mark.parametrize("family", SIZES)
-def test_answers_are_the_models_own(
-    family: str, options: dict[str, int], workers: bool, folders: dict[str, Path]
-) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *(pytest.param(family, STEPS[steps], id=f"{family}-{steps}") for family in SIZES for steps in STEPS),
+        *(pytest.param(family, STEPS["chunks"] | many, id=f"{family}-workers") for family, many in WORKERS.items()),
+    ],
+)
+def test_answers_are_the_models_own(family: str, options: dict[str, int], folders: dict[str, Path]) -> None:
     """Together and alone, cold and with the cache, past the window in prompt and answer."""
     module = module_of(family)
     prompts = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100, 180))]
     expected = [greedy_tokens(module, prompt(len(tokens), seed), ANSWER) for seed, tokens in enumerate(prompts)]
-    with serving_apart(folders[family], **options, **(WORKERS[family] if workers else {})) as llm:
+    with serving_apart(folders[family], **options) as llm:
         cold = ask(llm, prompts, ANSWER)
         assert [answer for answer, _ in cold] == expected
         assert [cached for _, cached in cold] == [0] * len(prompts)
@@ -95,13 +101,14 @@ def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, 
     module = module_of(family)
     prompts = [prompt(60 + 7 * seed, seed).tolist() for seed in range(8)]
     expected = [greedy_tokens(module, prompt(len(tokens), seed), 90) for seed, tokens in enumerate(prompts)]
-    with serving_apart(folders[family], kv_memory="640KiB", max_step_tokens=64) as llm:
+    memory = {"gemma4": "480KiB"}.get(family, "640KiB")
+    with serving_apart(folders[family], kv_memory=memory, max_step_tokens=64) as llm:
         assert [answer for answer, _ in ask(llm, prompts, 90)] == expected
         stats = llm.stats().instance
         assert stats.preemptions_recompute > 0 and stats.window_parts_given_up > 0
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", FORKED)
 def test_sequences_of_one_prompt_part(family: str, folders: dict[str, Path]) -> None:
     module, tokens = module_of(family), prompt(45, 6)
     expected = greedy_tokens(module, tokens, ANSWER)
@@ -110,7 +117,7 @@ def test_sequences_of_one_prompt_part(family: str, folders: dict[str, Path]) -> 
             assert ask_several(llm, tokens.tolist(), 3, ANSWER) == [expected] * 3
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", FORKED)
 def test_beams_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
     tokens = prompt(40, 7).tolist()
     with serving_apart(folders[family]) as llm:
@@ -159,16 +166,40 @@ def test_what_cannot_lie_apart_is_refused(options: dict[str, Any], text: str, fo
         pass
 
 
-def test_layers_find_their_pages() -> None:
-    layers = windows_apart((8, 8, 0, 8, 8, 0, 8), KVGeometry(7, 1, 8, 8, "float32", 16), NO_STATE)
-    assert layers == WindowLayers(8, (True, True, False, True, True, False, True))
-    assert (layers.full_layers, layers.part_blocks) == (2, 3)
-    assert layers.places == ((1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0))
-    assert windows_apart((0, 0, 8), KVGeometry(3, 1, 8, 8, "float32", 16), NO_STATE) is None  # mostly empty parts
-    assert windows_apart((8, 8), KVGeometry(2, 1, 8, 8, "float32", 16), NO_STATE) is None
-    tables = WindowTables(layers, 2, 4)
-    tables.place_window(PlaceWindow(1, 2, [7, 8, 9, 4, 5, 6]))
-    assert tables.tables[:, 1].tolist() == [[0, 0, 7, 4], [0, 0, 8, 5], [0, 0, 9, 6]]
+@pytest.mark.parametrize(
+    ("family", "options", "text"),
+    [
+        ("gemma3n", {"pipeline_parallel": 2}, "divided among workers"),  # each layer has inputs from the embedding
+        ("gemma4", {"tensor_parallel": 2}, "several shapes is not served by several workers"),
+        ("gemma4", {"kv_dtype": "int8"}, "several shapes is not served with rounded KV"),
+        ("gemma4", {"dram_memory": "8MiB", "kv_lower_dtype": "int8"}, "several shapes is not served with rounded KV"),
+        ("gemma4", {"dram_memory": "8MiB", "layerwise": "auto"}, "several shapes is not served by layer"),
+    ],
+)
+def test_what_unequal_layers_are_not_served_with(
+    family: str, options: dict[str, Any], text: str, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(UserError, match=text), serving_apart(folders[family], **({"window_kv": "auto"} | options)):
+        pass
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_unequal_layers_lie_together_over_two_tiers(family: str, folders: dict[str, Path]) -> None:
+    """Memory for half of the prompts, and DRAM for all: KV moves between the tiers in pages of one size."""
+    module = module_of(family)
+    prompts = [prompt(100 + seed, seed).tolist() for seed in range(8)]
+    expected = [greedy_tokens(module, prompt(len(tokens), seed), 20) for seed, tokens in enumerate(prompts)]
+    options = {"window_kv": "auto", "kv_memory": "1MiB", "dram_memory": "8MiB"}
+    with serving_apart(folders[family], **options) as llm:
+        for cached in (0, 96):
+            assert ask(llm, prompts, 20) == [(answer, cached) for answer in expected]
+        assert llm.stats().instance.window_parts_passed == 0
+
+
+def test_parts_are_placed_whole_and_within_the_table() -> None:
+    parts = PartTables(3, 2, 4)
+    parts.place_window(PlaceWindow(1, 2, [7, 8, 9, 4, 5, 6]))
+    assert parts.tables[:, 1].tolist() == [[0, 0, 7, 4], [0, 0, 8, 5], [0, 0, 9, 6]]
     for wrong in (PlaceWindow(1, 2, [7, 8]), PlaceWindow(1, 4, [7, 8, 9])):
         with pytest.raises(InvariantError):
-            tables.place_window(wrong)
+            parts.place_window(wrong)
