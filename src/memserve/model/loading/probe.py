@@ -198,7 +198,9 @@ def _install_chunks(module: Any) -> None:
     """Tell layers of their chunks: transformers says them to no attention function, but in the mask that it gets."""
     text = module.config.get_text_config()
     kinds, size = getattr(text, "layer_types", None) or [], getattr(text, "attention_chunk_size", None)
-    for part in module.modules() if size and "chunked_attention" in kinds else ():
+    if not size or "chunked_attention" not in kinds:
+        return
+    for part in module.modules():
         number = getattr(part, "layer_idx", None)
         if isinstance(number, int) and kinds[number : number + 1] == ["chunked_attention"]:
             setattr(part, CHUNK_ATTRIBUTE, int(size))

@@ -101,7 +101,7 @@ def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, 
     module = module_of(family)
     prompts = [prompt(60 + 7 * seed, seed).tolist() for seed in range(8)]
     expected = [greedy_tokens(module, prompt(len(tokens), seed), 90) for seed, tokens in enumerate(prompts)]
-    memory = {"gemma4": "480KiB"}.get(family, "640KiB")
+    memory = {"gemma4": "832KiB"}.get(family, "640KiB")
     with serving_apart(folders[family], kv_memory=memory, max_step_tokens=64) as llm:
         assert [answer for answer, _ in ask(llm, prompts, 90)] == expected
         stats = llm.stats().instance
