@@ -4,7 +4,7 @@
 
 The first table is of published configurations, in bfloat16: what one sequence of so many tokens holds while it decodes
 (`WindowPages`, the rule of the scheduler), beside KV of all layers kept for all tokens, and beside the formula: every
-layer that reads everything for each token, every other layer for its window. ``--vllm``: what vLLM's own functions
+layer that reads everything for each token, every other layer for its window or, at most, chunk. ``--vllm``: what vLLM's own functions
 (`get_kv_cache_groups`, `max_memory_usage_bytes`) say that such a request takes at most, with as many tokens in a step.
 
 The second is of ``--model``, measured in one process each, in turns: the blocks that are held while it decodes behind
@@ -17,7 +17,7 @@ import json
 import subprocess
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -26,9 +26,8 @@ from harness.flags import options, save
 from harness.tables import show
 
 from memserve import LLM
-from memserve.base.layer_kv import WindowPages
-from memserve.base.states import NO_STATE, windows_apart
-from memserve.base.types import KVGeometry, SamplingParams
+from memserve.base.layer_kv import LayerKv, LayerLayout, WindowPages, keep_every_layer, lay_out
+from memserve.base.types import SamplingParams
 from memserve.base.units import GIB, ceil_div
 
 STEP_TOKENS = 512
@@ -45,10 +44,22 @@ class Configuration:
     head_dim: int
     window: int
     period: int
+    whole: tuple[int, int] | None = None
+    """Heads and their size of layers that read everything; None: as of the others."""
+    sharing: int = 0
+    """So many layers, the last ones, read the KV of the last one of their kind before them."""
+    chunk: int = 0
+    """In place of a window."""
 
     @property
-    def windows(self) -> tuple[int, ...]:
-        return tuple(0 if (layer + 1) % self.period == 0 else self.window for layer in range(self.layers))
+    def kept(self) -> list[LayerKv]:
+        """What the layers keep."""
+        heads, dim = self.whole or (self.kv_heads, self.head_dim)
+        local = LayerKv(self.kv_heads, self.head_dim, self.head_dim, self.window, self.chunk)
+        kinds = [LayerKv(heads, dim, dim) if (layer + 1) % self.period == 0 else local for layer in range(self.layers)]
+        own = self.layers - self.sharing
+        owners = {kind: own - 1 - kinds[:own][::-1].index(kind) for kind in set(kinds)}
+        return kinds[:own] + [replace(kind, owner=owners[kind]) for kind in kinds[own:]]
 
 
 CONFIGURATIONS = (
@@ -57,6 +68,11 @@ CONFIGURATIONS = (
     Configuration("Gemma 3 12B", 48, 8, 256, 1024, 6),
     Configuration("Gemma 3 27B", 62, 16, 128, 1024, 6),
     Configuration("Gemma 2 9B", 42, 8, 256, 4096, 2),
+    Configuration("Gemma 4 E2B", 35, 1, 256, 512, 5, (1, 512), 20),
+    Configuration("Gemma 4 E4B", 42, 2, 256, 512, 6, (2, 512), 18),
+    Configuration("Gemma 4 26B-A4B", 30, 8, 256, 1024, 6, (2, 512)),
+    Configuration("Gemma 4 31B", 60, 16, 256, 1024, 6, (4, 512)),
+    Configuration("Llama 4 Scout", 48, 8, 128, 0, 4, chunk=8192),
     Configuration("gpt-oss-20b", 24, 8, 64, 128, 2),
     Configuration("gpt-oss-120b", 36, 8, 64, 128, 2),
     Configuration("OLMo 3 32B", 64, 8, 128, 4096, 4),
@@ -66,16 +82,23 @@ VLLM = """
 import json, sys, types, torch
 from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils as utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 rows = []
 for shape in json.loads(sys.stdin.read()):
     config = VllmConfig()
     config.scheduler_config.max_num_batched_tokens = shape["step"]
     config.cache_config.kv_cache_layout = "NHD"
     config.model_config = types.SimpleNamespace(max_model_len=shape["tokens"])
-    common = dict(block_size=16, num_kv_heads=shape["kv_heads"], head_size=shape["head_dim"], dtype=torch.bfloat16)
-    full, window = FullAttentionSpec(**common), SlidingWindowSpec(sliding_window=max(shape["windows"]), **common)
-    specs = {f"layers.{layer}": window if reach else full for layer, reach in enumerate(shape["windows"])}
+    specs = {}
+    for layer, (heads, dim, window, chunk, keeps) in enumerate(shape["layers"]):
+        common = dict(block_size=16, num_kv_heads=heads, head_size=dim, dtype=torch.bfloat16)
+        kind, reach = FullAttentionSpec, {}
+        if window:
+            kind, reach = SlidingWindowSpec, {"sliding_window": window}
+        if chunk:
+            kind, reach = ChunkedLocalAttentionSpec, {"attention_chunk_size": chunk}
+        if keeps:
+            specs[f"layers.{layer}"] = kind(**reach, **common)
     groups = utils.get_kv_cache_groups(config, specs)
     rows.append(utils._max_memory_usage_bytes_from_groups(config, groups))
 print(json.dumps(rows))
@@ -84,18 +107,17 @@ print(json.dumps(rows))
 
 def sequence_bytes(shape: Configuration, tokens: int) -> dict[str, Any]:
     """Of one sequence that decodes behind so many tokens."""
-    together = KVGeometry(shape.layers, shape.kv_heads, shape.head_dim, shape.head_dim, "bfloat16", 32)
-    layers = windows_apart(shape.windows, together, NO_STATE)
-    if layers is None:
+    kept = shape.kept
+    layout, together = lay_out(kept, is_apart=True), LayerLayout(tuple(keep_every_layer(kept)))
+    if layout is None or not layout.is_apart:
         raise SystemExit(f"the layers of {shape.name} do not lie apart")
-    pages = WindowPages(layers.window, layers.part_blocks, 32, STEP_TOKENS)
+    pages = WindowPages(layout.window, layout.part_blocks, 32, STEP_TOKENS, layout.chunk)
     entries = ceil_div(tokens, 32)
     parts = entries - pages.kept_from(tokens)
-    block_bytes = together.page_bytes * layers.full_layers
-    page = together.page_bytes // 32
-    formula = page * (layers.full_layers * tokens + sum(layers.windowed) * min(tokens, shape.window))
-    held = block_bytes * (entries + layers.part_blocks * parts)
-    whole = together.block_bytes * entries
+    reads = [min(tokens, layer.window or layer.chunk or tokens) for layer in kept]
+    formula = 2 * sum(layer.elements * count for layer, count in zip(kept, reads, strict=True) if layer.owner is None)
+    held = layout.block_geometry("bfloat16", 32).block_bytes * (entries + layout.part_blocks * parts)
+    whole = together.block_geometry("bfloat16", 32).block_bytes * entries
     return {
         "model": shape.name, "tokens": tokens, "formula": formula / tokens, "apart": held / tokens,
         "together": whole / tokens, "over": held / formula, "saves": whole / held, "fit": int(40 * GIB // held),
@@ -107,8 +129,8 @@ def ask_vllm(python: str, rows: list[dict[str, Any]]) -> None:
     """Add what vLLM counts for each row."""
     by_name = {shape.name: shape for shape in CONFIGURATIONS}
     shapes = [
-        {"kv_heads": by_name[row["model"]].kv_heads, "head_dim": by_name[row["model"]].head_dim,
-         "windows": by_name[row["model"]].windows, "tokens": row["tokens"], "step": STEP_TOKENS}
+        {"layers": [(layer.heads, layer.head_dim_k, layer.window, layer.chunk, layer.owner is None)
+                    for layer in by_name[row["model"]].kept], "tokens": row["tokens"], "step": STEP_TOKENS}
         for row in rows
     ]  # fmt: skip
     command = [python, "-c", VLLM]

@@ -23,7 +23,7 @@ def save_slow_costs(
 ) -> None:
     """For instances of the model in ``folder``, in float32 with one thread, and this process's cache folder."""
     loaded = load_model(str(folder), "float32", "cpu", block_tokens=block_tokens, threads=1)
-    loaded = loaded.keep_windows_apart() if windows_apart else loaded
+    loaded = loaded.lay_out_kv(windows_apart=windows_apart)
     for kv_dtype in kv_dtypes:
         geometry = replace(loaded.geometry, kv_dtype=kv_dtype)
         save_profile(profile_path(loaded.fingerprint, geometry, "cpu", 1), {"costs": SLOW.to_dict()})

@@ -206,6 +206,11 @@ class WindowPages:
     chunk: int = 0
     """0: there are windows alone."""
 
+    @property
+    def reach(self) -> int:
+        """The most tokens that a row reads."""
+        return max(self.window, self.chunk)
+
     def first_token(self, tokens: int) -> int:
         """The first token that a row reads which begins behind ``tokens`` tokens."""
         first = max(0, tokens - self.window + 1) if self.window else tokens
@@ -233,7 +238,7 @@ class WindowPages:
     @property
     def parts_max(self) -> int:
         """Parts that a running sequence has at most, and one that begins has at once."""
-        return ceil_div(max(self.window, self.chunk) + self.step_tokens, self.block_tokens) + 2
+        return ceil_div(self.reach + self.step_tokens, self.block_tokens) + 2
 
     def blocks_for(self, entries: int, parts_held: int = 0) -> int:
         """Blocks of so many new entries, parts included, of a sequence that has ``parts_held`` already, and passes

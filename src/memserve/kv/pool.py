@@ -307,7 +307,7 @@ class BlockPool:
         snapshots do not lie in blocks of their own."""
         states, windows = self.config.states, self.config.windows
         if windows is not None:
-            return self.blocks_behind(2 * windows.window * self.block_tokens)
+            return self.blocks_behind(2 * windows.reach * self.block_tokens - 1)  # at the end of a chunk: the most
         return states.pages_each if states is not None and states.whole_blocks else 0
 
     def blocks_behind(self, tokens: int) -> int:

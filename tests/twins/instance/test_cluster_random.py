@@ -307,7 +307,9 @@ class StoredStateLife(StoreLife):
 
 
 def window_pages(seed):
-    return WindowPages(Random(seed).randint(1, 14), seed % 3 + 1, BLOCK, 12)
+    random = Random(seed)
+    window, chunk = random.randint(1, 14), random.choice((0, random.randint(2, 14)))
+    return WindowPages(random.choice((0, window)) if chunk else window, seed % 3 + 1, BLOCK, 12, chunk)
 
 
 class WindowLife(Life):

@@ -20,9 +20,9 @@ from memserve_lab.sim.reference.oracle import Violation
 BLOCK = 4
 
 
-def windowed(window, part_blocks, *, step_tokens=16, chunk=8, **sizes):
-    """An instance with parts of so many blocks."""
-    pages = WindowPages(window, part_blocks, BLOCK, min(step_tokens, chunk))
+def windowed(window, part_blocks, *, step_tokens=16, chunk=8, reads_chunk=0, **sizes):
+    """An instance with parts of so many blocks; ``reads_chunk``: of layers that read one, which need no window."""
+    pages = WindowPages(window, part_blocks, BLOCK, min(step_tokens, chunk), reads_chunk)
     return config(context=48, step_tokens=step_tokens, chunk=chunk, windows=pages, **sizes)
 
 
@@ -31,7 +31,7 @@ class WindowedLife(SharingLife):
 
     @initialize(
         hbm=st.integers(12, 60),
-        window=st.integers(1, 21),
+        reach=st.tuples(st.integers(1, 21), st.just(0)) | st.tuples(st.sampled_from([0, 0, 3, 9]), st.integers(1, 21)),
         part_blocks=st.integers(1, 3),
         caching=st.sampled_from([True, True, True, False]),
         running=st.integers(1, 8),
@@ -40,8 +40,8 @@ class WindowedLife(SharingLife):
         depth=st.integers(1, 3),
         late=st.booleans(),
     )
-    def begin(self, window, part_blocks, late, **sizes):
-        self.world = World(windowed(window, part_blocks, **sizes), BLOCK, twin=False)
+    def begin(self, reach, part_blocks, late, **sizes):
+        self.world = World(windowed(reach[0], part_blocks, reads_chunk=reach[1], **sizes), BLOCK, twin=False)
         self.start_late_masks(late)
 
 
@@ -52,13 +52,13 @@ WindowedLife.TestCase.settings = settings(
 TestWindowedLife = WindowedLife.TestCase
 
 
-def busy_life(seed, *, hbm=40):
+def busy_life(seed, *, hbm=40, window=9, chunk=0):
     """On memory for a few of its requests."""
-    return live_busily(World(windowed(9, 2, hbm=hbm, running=4), BLOCK, twin=False), seed)
+    return live_busily(World(windowed(window, 2, reads_chunk=chunk, hbm=hbm, running=4), BLOCK, twin=False), seed)
 
 
 def test_a_busy_life_passes_and_shares_parts():
-    worlds = [busy_life(seed) for seed in range(3)]
+    worlds = [busy_life(seed) for seed in range(3)] + [busy_life(seed, window=0, chunk=10) for seed in range(3)]
     reports = [world.machine.pool.report().windows for world in worlds]
     assert all(report.passed > 50 and report.given_up > 10 for report in reports)
     assert all(world.machine.stats().cached_tokens > 100 for world in worlds)

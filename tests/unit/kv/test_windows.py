@@ -50,12 +50,13 @@ class Publisher:
 
 
 @given(
-    window=st.integers(1, 30),
+    window=st.integers(0, 30),
+    chunk=st.integers(0, 30),
     has_part=st.lists(st.booleans(), max_size=24),
 )
-def test_a_prefix_is_resumable_where_its_window_is_whole(window: int, has_part: list[bool]) -> None:
-    """As trying each end says."""
-    pages, blocks = WindowPages(window, 1, BLOCK, 8), _core.BlockAllocator(64)
+def test_a_prefix_is_resumable_where_its_window_is_whole(window: int, chunk: int, has_part: list[bool]) -> None:
+    """As trying each end says; or where its chunk is."""
+    pages, blocks = WindowPages(window, 1, BLOCK, 8, chunk), _core.BlockAllocator(64)
     cache = WindowCache(pages, blocks, blocks.release)
     anchors = blocks.allocate(len(has_part))
     assert anchors is not None
@@ -69,8 +70,9 @@ def test_a_prefix_is_resumable_where_its_window_is_whole(window: int, has_part: 
     cache.check_invariants()
 
     def is_whole(count: int) -> bool:
-        oldest = max(0, count * BLOCK - window + 1)  # the first token that the next one reads
-        return all(has_part[position // BLOCK] for position in range(oldest, count * BLOCK))
+        end = count * BLOCK  # the position of the next token
+        read = [*range(max(0, end - window + 1), end), *(range(end - end % chunk, end) if chunk else ())]
+        return all(has_part[position // BLOCK] for position in read)
 
     counts = [count for count in range(len(has_part) + 1) if is_whole(count)]
     assert cache.count_resumable(anchors) == max(counts)

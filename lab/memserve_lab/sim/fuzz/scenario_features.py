@@ -216,7 +216,10 @@ def draw_windows(seed: int, setting: object, block_tokens: int, step_tokens: int
     random = Random(f"{seed}/{setting}/{WINDOWS_STREAM}")
     if random.random() >= WINDOWS_SHARE:
         return None
-    return WindowPages(random.randint(1, 6 * block_tokens), random.randint(1, 3), block_tokens, step_tokens)
+    window, part_blocks = random.randint(1, 6 * block_tokens), random.randint(1, 3)
+    chunk = random.choice((0, 0, random.randint(1, 6 * block_tokens)))
+    window = random.choice((0, window)) if chunk else window
+    return WindowPages(window, part_blocks, block_tokens, step_tokens, chunk)
 
 
 SHARED_SHARE = 0.08

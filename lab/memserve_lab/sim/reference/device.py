@@ -314,7 +314,10 @@ class SymbolicDevice:
         if self.windows is None:
             return
         size, end = self.block_tokens, len(context_cells)
-        for entry in range(self.windows.first_entry(end), ceil_div(end, size)):
+        window, chunk = self.windows.window, self.windows.chunk
+        oldest = max(0, end - window + 1) if window else end  # that the first token of the row reads
+        oldest = min(oldest, end - end % chunk) if chunk else oldest
+        for entry in range(oldest // size, ceil_div(end, size)):
             own_cells = context_cells[entry * size : (entry + 1) * size]
             require(entry in slot.parts, f"entry {entry} of a window has no part")
             for place, block in enumerate(slot.parts[entry], 1):
