@@ -134,7 +134,7 @@ def ask_vllm(python: str, rows: list[dict[str, Any]]) -> None:
         for row in rows
     ]  # fmt: skip
     command = [python, "-c", VLLM]
-    done = subprocess.run(command, input=json.dumps(shapes), capture_output=True, text=True, check=True)
+    done = subprocess.run(command, input=json.dumps(shapes), stdout=subprocess.PIPE, text=True, check=True)
     for row, nbytes in zip(rows, json.loads(done.stdout.splitlines()[-1]), strict=True):
         row["vllm"] = nbytes / row["tokens"]
 

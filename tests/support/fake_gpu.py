@@ -217,14 +217,17 @@ def _by_reference(
 ) -> None:
     """What the kernels are to compute out of the same batch, by their oracle. As for them, the memory does not end with
     the arena: padding of graphs is written behind it."""
-    scale, window, softcap, sinks = how
+    scale, window, softcap, sinks, _, chunk = how
     arena = batch.arena.view(torch.uint8)
     memory = torch.empty(0, dtype=torch.uint8).set_(arena.untyped_storage())[arena.storage_offset() :]
-    pages = ReferencePages(memory, batch.geometry)
+    stride, size = batch.shape_constants()["STRIDE"] * batch.geometry.itemsize, batch.geometry.block_bytes
+    blocks = memory.as_strided(((len(memory) - size) // stride + 1, size), (stride, 1), memory.storage_offset())
+    pages = ReferencePages(blocks, batch.geometry)
     rows = StepRows(*(part.numpy() for part in (batch.tables, batch.table_rows, batch.q_starts, batch.contexts)))
     by_head = (x.transpose(0, 1)[None] for x in (q, k, v))
     attention = ReferenceAttention(pages, rows)
-    out.copy_(attention.run_attention(layer, *by_head, scale=scale, window=window, softcap=softcap, sinks=sinks)[0])
+    reach = {"window": window, "chunk": chunk}
+    out.copy_(attention.run_attention(layer, *by_head, scale=scale, softcap=softcap, sinks=sinks, **reach)[0])
 
 
 def attend_with_kernels(interpreted: bool) -> None:

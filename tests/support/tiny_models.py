@@ -190,7 +190,7 @@ def tiny_module(family: str, seed: int = 0, **sizes: int) -> Any:
 
 def loaded(module: Any, dtype: str = "float32", block_tokens: int = 32, kv_dtype: str = "auto") -> LoadedModel:
     """``module`` as the loader would give it, without a tokenizer. The module is switched to our attention."""
-    geometry, _ = probe_model(module, dtype, block_tokens)
+    geometry, layers = probe_model(module, dtype, block_tokens)
     return LoadedModel(
         module=module,
         tokenizer=None,
@@ -204,7 +204,8 @@ def loaded(module: Any, dtype: str = "float32", block_tokens: int = 32, kv_dtype
         device=torch.device("cpu"),
         dtype=getattr(torch, dtype),
         states=states_of(module).geometry,
-    )
+        layers=tuple(layer.kept for layer in layers),
+    ).lay_out_kv()
 
 
 def save_folder(module: Any, folder: Path) -> Path:

@@ -545,17 +545,18 @@ class EngineOptions:
             (scheduler.draft_tokens > 0, "with drafts", "no --draft-tokens", "draft_tokens"),
         )
 
-    def shares_layers_kv(self, *, on_gpu: bool = False) -> bool:
+    @property
+    def shares_layers_kv(self) -> bool:
         """Whether layers that read the KV of another one keep none. Else each has what it reads."""
-        return not (on_gpu or self.scheduler.layerwise != "off" or self.parallel.worker_count > 1)
+        return self.scheduler.layerwise == "off" and self.parallel.worker_count == 1
 
-    def check_layout(self, layout: LayerLayout, *, on_gpu: bool = False) -> None:
+    def check_layout(self, layout: LayerLayout, *, on_gpu: bool) -> None:
         """Raises :class:`UserError` for options that a model whose layers keep KV of several shapes cannot be served
         with: not yet."""
         asked = (
-            (on_gpu, "on a GPU", "--device cpu", "device"),
             (self.scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
             (self.parallel.tensor > 1, "by several workers", "--tensor-parallel 1", "tensor"),
+            (on_gpu and self.parallel.pipeline > 1, "by several GPUs", "--pipeline-parallel 1", "pipeline"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (self.kv_dtype != AS_COMPUTED, "with rounded KV", "no --kv-dtype", "kv_dtype"),
         )

@@ -93,7 +93,7 @@ def _assemble_parts(
 
     on_gpu = gpu is not None
     model = model.lay_out_kv(
-        windows_apart=options.keeps_windows_apart(on_gpu=on_gpu), shares_kv=options.shares_layers_kv(on_gpu=on_gpu)
+        windows_apart=options.keeps_windows_apart(on_gpu=on_gpu), shares_kv=options.shares_layers_kv
     )
     if (layout := model.layout) is not None:
         groups = ", ".join(map(str, cache_groups(model.geometry, layout.layers, model.states)))

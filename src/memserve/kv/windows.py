@@ -1,9 +1,10 @@
 """KV of layers that read a window, where it lies apart: what the prefix cache has of it, and what goes first.
 
 A block of the pool has the pages of the layers that read everything. For the same tokens the others have a *part*, some
-blocks more (:class:`~memserve.base.layer_kv.LayerLayout`). A sequence lets go of parts that are behind its window; those
-whose tokens are cached stay as long as there is memory, and go before anything else does. So a prefix can be taken up
-again at the longest position for which everything is there: all blocks up to it, and the parts of its last window.
+blocks more (:class:`~memserve.base.layer_kv.LayerLayout`). A sequence lets go of parts that are behind its window;
+those whose tokens are cached stay as long as there is memory, and go before anything else does. So a prefix can be
+taken up again at the longest position for which everything is there: all blocks up to it, and the parts of its last
+window.
 
 ::
 

@@ -92,6 +92,8 @@ class ModelDevice(Device):
         self._forward = forward or EagerForward(model.module)
         part_blocks = 0 if model.layout is None else model.layout.part_blocks
         self._parts = PartTables(part_blocks, *self._slots.tables.shape)
+        #: None: all layers keep the same
+        self._layout: LayoutPages | None = None
         self._attention = attention or self._choose_attention(model)
         if geometry.latent and (layers := expanding_layers(model.module)):
             find_costs(geometry, getattr(layers[0], EXPANSION_ATTRIBUTE))  # not in the first request's time
@@ -131,7 +133,9 @@ class ModelDevice(Device):
         if model.states and not model.states.attends:
             return AbsentAttention
         if model.layout is not None:
-            return LayoutPages(self._arenas.hbm, model.layout, self._geometry, self._parts, self._crew).attention_of
+            layout = LayoutPages(self._arenas.hbm, model.layout, self._geometry, self._parts, self._crew)
+            self._layout = layout
+            return layout.attention_of
         return choose_attention(self._arenas.hbm, self._geometry, self._crew)
 
     def _open_states(self, model: LoadedModel, pool: PoolConfig, slots: int) -> SlotStates:

@@ -31,33 +31,35 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     from tiny_models import CONTEXT_TOKENS, Driver, loaded, tiny_module
 
     model, gpu = loaded(tiny_module(family)), options.pop("gpu", None) or FakeGpu()
-    page_bytes, layers = model.geometry.page_bytes, model.geometry.num_layers
+    layers = model.geometry.num_layers
 
     class Watched(TritonAttention):
         def run_attention(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
             batch, bytes_of = self.batch, self.batch.arena.view(__import__("torch").uint8)
-            blocks = batch.geometry.num_layers
+            block_bytes = batch.shape_constants()["STRIDE"] * batch.geometry.itemsize
+            page_bytes = batch.geometry.page_bytes
             contexts, starts = batch.contexts.tolist(), batch.q_starts.tolist()
             for row, context in enumerate(contexts):
                 count = starts[row + 1] - starts[row]
                 for entry in range(-(-context // batch.geometry.block_tokens)):
-                    page = int(batch.tables[int(batch.table_rows[row]), entry]) * blocks + layer
+                    block = int(batch.tables[int(batch.table_rows[row]), entry])
                     written = (entry + 1) * batch.geometry.block_tokens > context - count
-                    memory = bytes_of[page * page_bytes : (page + 1) * page_bytes]
+                    begin = block * block_bytes + layer * page_bytes
+                    memory = bytes_of[begin : begin + page_bytes]
                     gpu.access(gpu.compute, memory, writes=written)
             return super().run_attention(layer, q, k, v, **more)
 
-    def choose(arena: Any, geometry: Any, share: Any = None) -> Any:
-        return partial(Watched, arena.view(-1), geometry)
+    def choose(arena: Any, geometry: Any, share: Any = None, span: Any = None) -> Any:
+        return partial(Watched, arena.view(-1), geometry, span=span)
 
     class OnGpu(GpuDevice):
         @property
         def _is_triton(self) -> bool:
             return True
 
-    module = sys.modules["memserve.model.device"]
-    device_choose = module.choose_attention
-    module.choose_attention = choose
+    module, layouts = (sys.modules[f"memserve.model.{name}"] for name in ("device", "attention.layouts"))
+    device_choose, layouts_choose = module.choose_attention, layouts.choose_backend
+    module.choose_attention = layouts.choose_backend = choose
     try:
         driver = Driver.__new__(Driver)
         scheduler, pool = SchedulerConfig(max_running=8), PoolConfig(options.pop("blocks", 64), 8)
@@ -67,7 +69,7 @@ def _driver(family: str = "llama", **options: Any) -> Any:
             driver.device._arenas.hbm, __import__("dataclasses").replace(model.geometry, num_layers=1)
         )
     finally:
-        module.choose_attention = device_choose
+        module.choose_attention, layouts.choose_backend = device_choose, layouts_choose
     driver.gpu, driver.layers = gpu, layers
     return driver
 
@@ -438,6 +440,8 @@ SCENARIOS = {
     "chunks and decodes": chunks_and_decodes,
     "graphs": lambda: chunks_and_decodes(graphs=True),
     "graphs with windows and caps": lambda: chunks_and_decodes(graphs=True, family="gemma2"),
+    "graphs with layers of two shapes": lambda: chunks_and_decodes(graphs=True, family="gemma4"),
+    "chunks of layers that share KV": lambda: chunks_and_decodes(family="gemma3n"),
     "two plans in flight": two_plans_in_flight,
     "draws like a CPU": draws_like_a_cpu,
     "rows fail alone": rows_fail_alone,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memserve.base.errors import UserError
 from memserve.base.types import AS_COMPUTED, KVGeometry
-from memserve.model.attention.context import StepAttention, StepRows
+from memserve.model.attention.context import BlockSpan, StepAttention, StepRows
 from memserve.model.attention.reference import CodedReferencePages, ReferenceAttention, ReferencePages
 from memserve.model.workers.group import WorkerGroup
 
@@ -29,14 +29,6 @@ Int32s = NDArray[np.int32]
 
 AttentionFactory = Callable[[StepRows], StepAttention]
 """Called once per step."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSpan:
-    """Where in a block the pages of some layers lie, which are not all that it has."""
-
-    first_byte: int
-    block_bytes: int
 
 
 class KernelAttention:
@@ -206,15 +198,17 @@ class TritonAttention:
         rows: StepRows,
         *,
         first_layer: int = 0,
+        span: BlockSpan | None = None,
     ) -> None:
-        """``arena``: uint8 ``[bytes]`` on the device, its layers from ``first_layer`` on."""
+        """``arena``: uint8 ``[bytes]`` on the device, its layers from ``first_layer`` on. ``span``: None: a block has
+        the pages of ``geometry`` alone."""
         from memserve.model.attention import triton_attention
 
         if not isinstance(rows.tables, Tensor):  # copy only the rows of this step to the device
             entries = -(-int(rows.contexts.max()) // geometry.block_tokens)
             own = np.ascontiguousarray(rows.tables[rows.table_rows, :entries])
             rows = replace(rows, tables=own, table_rows=np.arange(len(rows.table_rows), dtype=np.int32))
-        self.batch = triton_attention.TritonBatch(arena, geometry, rows)
+        self.batch = triton_attention.TritonBatch(arena, geometry, rows, span=span)
         self._attend, self._first_layer = triton_attention.attend, first_layer
 
     @classmethod
@@ -227,12 +221,14 @@ class TritonAttention:
         contexts: Tensor,
         context_max: int,
         first_layer: int = 0,
+        span: BlockSpan | None = None,
     ) -> TritonAttention:
         """One token of each of ``slots``, known to the device alone: see :meth:`TritonBatch.of_decodes`."""
         from memserve.model.attention import triton_attention
 
         attention = cls.__new__(cls)
-        attention.batch = triton_attention.TritonBatch.of_decodes(arena, geometry, tables, slots, contexts, context_max)
+        rows = tables, slots, contexts
+        attention.batch = triton_attention.TritonBatch.of_decodes(arena, geometry, *rows, context_max, span=span)
         attention._attend, attention._first_layer = triton_attention.attend, first_layer
         return attention
 
@@ -253,7 +249,7 @@ class TritonAttention:
         out = q.new_empty((q.shape[2], q.shape[1], v.shape[3]))
         sinks = None if sinks is None else sinks.float()
         batch_layer, rows = (self.batch, layer - self._first_layer), (_by_token(q), _by_token(k), _by_token(v))
-        self._attend(*batch_layer, *rows, out, scale, window, softcap, sinks, chunk=chunk)
+        self._attend(*batch_layer, *rows, out, scale, window, softcap, sinks, True, chunk)
         return out[None]
 
 
@@ -283,7 +279,7 @@ def choose_backend(
     is_coded = geometry.kv_dtype != AS_COMPUTED
     if flat.device.type == "cuda" and not is_coded and importlib.util.find_spec("triton") is not None:
         first_layer = 0 if share is None else share.own_layers.start
-        return partial(TritonAttention, flat, geometry, first_layer=first_layer)
+        return partial(TritonAttention, flat, geometry, first_layer=first_layer, span=span)
     if share is not None and (share.parts > 1 or flat.device.type == "cuda"):
         hint = "use --tensor-parallel 1; --pipeline-parallel works"
         raise UserError(f"no kernel attends to some heads of a page of {geometry}", hint=hint, param="tensor")

@@ -46,6 +46,14 @@ class StepRows:
     """``[rows]``: tokens of each sequence after this step."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """Where in a block the pages of some layers lie, which are not all that it has."""
+
+    first_byte: int
+    block_bytes: int
+
+
 class StepAttention(Protocol):
     """One step's ragged batch, seen by one layer after the other in model order.
 

@@ -14,6 +14,7 @@ with fewer layers have, and each table belongs to blocks of its own.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +25,8 @@ from memserve.base.errors import check
 from memserve.base.layer_kv import LayerLayout
 from memserve.base.types import KVGeometry
 from memserve.instance.events import PlaceWindow
-from memserve.model.attention.backends import AttentionFactory, BlockSpan, choose_backend
-from memserve.model.attention.context import StepRows
+from memserve.model.attention.backends import AttentionFactory, TritonAttention, choose_backend
+from memserve.model.attention.context import BlockSpan, StepRows
 
 if TYPE_CHECKING:
     from memserve.model.workers.gpu_group import GpuWorkerGroup
@@ -68,6 +69,9 @@ class LayoutPages:
         self._parts, self._places = parts, layout.places
         divided = crew if layout.has_one_shape else None  # else workers have layers of their own, and no heads
         self._factories: list[tuple[int, AttentionFactory]] = []
+        #: of each run: geometry of its pages, and where they are
+        self._spans: list[tuple[KVGeometry, BlockSpan]] = []
+        self._arena = arena.view(-1)
         for run in layout.runs:
             heads, head_dim_k, head_dim_v = run.shape
             own = replace(
@@ -76,11 +80,26 @@ class LayoutPages:
             check(own.page_bytes == run.pages_each * geometry.page_bytes, "layers {} have other pages", run.layers)
             span = BlockSpan(run.first_page * geometry.page_bytes, geometry.block_bytes)
             self._factories.append((run.table, choose_backend(arena, own, divided, span)))
+            self._spans.append((own, span))
 
     def attention_of(self, rows: StepRows) -> LayoutAttention:
         """Of one step; ``rows``: with the table of blocks."""
         tables = (rows, *(replace(rows, tables=table) for table in self._parts.tables))
         return LayoutAttention(self._places, [make(tables[table]) for table, make in self._factories])
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a graph of a GPU can hold decode steps: where all that they read lies in the table of blocks."""
+        kinds = [isinstance(make, partial) and make.func is TritonAttention for _, make in self._factories]
+        return all(kinds) and not len(self._parts.tables)
+
+    def attention_of_decodes(
+        self, tables: Tensor, context_max: int, slots: Tensor, contexts: Tensor
+    ) -> LayoutAttention:
+        """Of one token of each of ``slots``, known to a GPU alone: see :meth:`TritonAttention.of_decodes`."""
+        decodes = tables, slots, contexts, context_max
+        of_runs = [TritonAttention.of_decodes(self._arena, own, *decodes, span=span) for own, span in self._spans]
+        return LayoutAttention(self._places, of_runs)
 
 
 class LayoutAttention:

@@ -19,7 +19,7 @@ from torch import Tensor
 from memserve.base.errors import UserError, check
 from memserve.base.types import KVGeometry
 from memserve.base.units import ceil_div
-from memserve.model.attention.context import StepRows
+from memserve.model.attention.context import BlockSpan, StepRows
 
 _DECODE_ROWS = 16  # query rows of a tile: the least that a tensor core takes
 _PREFILL_ROWS = 64
@@ -69,13 +69,14 @@ class TritonBatch:
         geometry: KVGeometry,
         rows: StepRows,
         splits: int | None = None,
+        *,
+        span: BlockSpan | None = None,
     ) -> None:
         tables, table_rows, q_starts, contexts = rows.tables, rows.table_rows, rows.q_starts, rows.contexts
         check(arena.dtype == torch.uint8 and arena.dim() == 1, "the arena is a flat uint8 tensor")
         counts = np.diff(q_starts)
         check(bool((counts >= 1).all() and (counts <= contexts).all()), "every row computes 1 to `context` tokens")
-        self.geometry = geometry
-        self.arena = arena.view(getattr(torch, geometry.dtype))
+        self._see_pages(arena, geometry, span)
         self.device = arena.device
         self.tables = tables if isinstance(tables, Tensor) else torch.from_numpy(tables).to(self.device)
         self.tokens = int(q_starts[-1])
@@ -92,13 +93,21 @@ class TritonBatch:
 
     @classmethod
     def of_decodes(
-        cls, arena: Tensor, geometry: KVGeometry, tables: Tensor, table_rows: Tensor, contexts: Tensor, context_max: int
+        cls,
+        arena: Tensor,
+        geometry: KVGeometry,
+        tables: Tensor,
+        table_rows: Tensor,
+        contexts: Tensor,
+        context_max: int,
+        *,
+        span: BlockSpan | None = None,
     ) -> TritonBatch:
         """One token of each row, all of it known to the device alone, so that a graph can hold it: ``table_rows`` and
         ``contexts`` int32 ``[rows]``. ``context_max``: the most that a row may come to have."""
         rows = len(table_rows)
         batch = cls.__new__(cls)
-        batch.geometry, batch.arena = geometry, arena.view(getattr(torch, geometry.dtype))
+        batch._see_pages(arena, geometry, span)
         batch.device, batch.tables, batch.tokens = arena.device, tables, rows
         batch._q_starts, batch._counts = np.arange(rows + 1, dtype=np.int32), np.ones(rows, np.int64)
         batch._context_max, batch._splits, batch._tiles = context_max, None, {}
@@ -107,6 +116,12 @@ class TritonBatch:
         batch.q_starts, batch.token_rows = numbers, numbers[:rows]
         batch._decodes = numbers[:rows]
         return batch
+
+    def _see_pages(self, arena: Tensor, geometry: KVGeometry, span: BlockSpan | None) -> None:
+        """``span``: where in a block they lie; None: it has no others."""
+        span = span or BlockSpan(0, geometry.block_bytes)
+        self.geometry, self._stride = geometry, span.block_bytes // geometry.itemsize
+        self.arena = arena[span.first_byte :].view(getattr(torch, geometry.dtype))
 
     def _upload_arrays(self, *arrays: NDArray[np.int32]) -> tuple[Tensor, ...]:
         """The arrays on the device, sent as one copy: a launch is cheaper than a transfer."""
@@ -150,7 +165,7 @@ class TritonBatch:
         """The compile-time constants of this geometry."""
         g = self.geometry
         return {
-            "STRIDE": g.block_bytes // g.itemsize, "KV_HEADS": g.num_kv_heads, "DK": g.head_dim_k, "DV": g.head_dim_v,
+            "STRIDE": self._stride, "KV_HEADS": g.num_kv_heads, "DK": g.head_dim_k, "DV": g.head_dim_v,
             "BLOCK": g.block_tokens,
             "DK_PAD": _power_of_two(16, g.head_dim_k), "DV_PAD": _power_of_two(16, g.head_dim_v),
         }  # fmt: skip

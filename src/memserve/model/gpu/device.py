@@ -198,15 +198,20 @@ class GpuDevice(ModelDevice):
         gpu.compute.wait()
         self._lives: Int64s = np.zeros(len(self._slots.opened), np.int64)  # how often each slot was opened
         self._graphs: DecodeGraphs | None = None
-        if self._is_triton:
+        if self._layout is not None:
+            decodes: Decodes = partial(self._layout.attention_of_decodes, self._mirror.tables, config.max_model_tokens)
+        else:
             sizes = self._arenas.hbm.view(-1), model.geometry, self._mirror.tables
             first_layer = 0 if crew is None else crew.share.own_layers.start
             decodes = partial(_decodes, *sizes, config.max_model_tokens, first_layer)
+        if self._is_triton:
             self._graphs = DecodeGraphs(gpu, self._forward, self._mirror, decodes, crew)
         self._layers = _LayerWatch(lambda step_id, layer: self.on_layer and self.on_layer(step_id, layer))
 
     @property
     def _is_triton(self) -> bool:
+        if self._layout is not None:
+            return self._layout.has_graphs
         return isinstance(self._attention, partial) and self._attention.func is TritonAttention
 
     def capture_graphs(self, progress: Callable[[int, int], None] = lambda captured_count, of: None) -> None:

@@ -26,6 +26,7 @@ CASES = {
     "split rows": ("float32", 1, 3, 1, 16, 16, 16, [1, 1], [100, 5], {"splits": 3, "sinks": True}),
     "split rows in a window": ("float32", 1, 2, 1, 16, 16, 16, [1], [100], {"splits": 4, "window": 40}),
     "block of 48": ("float32", 1, 2, 1, 16, 16, 48, [2], [60], {}),
+    "pages within larger blocks": ("float32", 2, 2, 1, 16, 16, 16, [1, 6], [40, 6], {"span": (640, 6400)}),
     "bfloat16": ("bfloat16", 1, 4, 2, 16, 16, 32, [1, 6], [40, 6], {}),
     "float16": ("float16", 1, 4, 2, 16, 16, 32, [1, 6], [40, 6], {}),
 }
@@ -58,7 +59,7 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
     import torch
 
     from memserve.base.types import KVGeometry
-    from memserve.model.attention.context import StepRows
+    from memserve.model.attention.context import BlockSpan, StepRows
     from memserve.model.attention.triton_attention import TritonBatch, attend
 
     dtype_name, layers, heads, kv_heads, dk, dv, block, counts, contexts, options = CASES[name]
@@ -71,7 +72,8 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
     geometry = KVGeometry(layers, kv_heads, dk, dv, dtype_name, block)
     needed = [-(-c // block) for c in contexts]
     order = rng.permutation(sum(needed) + 3).astype(np.int32)
-    arena = torch.full(((sum(needed) + 3) * geometry.block_bytes,), 0xFF, dtype=torch.uint8, device=device)  # NaN
+    span = BlockSpan(*options.get("span", (0, geometry.block_bytes)))
+    arena = torch.full(((sum(needed) + 3) * span.block_bytes,), 0xFF, dtype=torch.uint8, device=device)  # NaN
     tables = np.full((len(counts) + 2, max(needed) + 1), -1, np.int32)
     table_rows = rng.permutation(len(counts) + 2)[: len(counts)].astype(np.int32)
     taken = 0
@@ -92,7 +94,8 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
         rows = [r for r, _, _ in pieces]
         starts = np.cumsum([0] + [stop - start for _, start, stop in pieces]).astype(np.int32)
         ends = np.array([stop for _, _, stop in pieces], np.int32)
-        batch = TritonBatch(arena, geometry, StepRows(tables, table_rows[rows], starts, ends), options.get("splits"))
+        step_rows, splits = StepRows(tables, table_rows[rows], starts, ends), options.get("splits")
+        batch = TritonBatch(arena, geometry, step_rows, splits, span=span)
         # Storage is [H, T, D], handed over as [T, H, D]: the strides that a model's attention layer gives.
         k = torch.cat([context_kv[r][0][a:b] for r, a, b in pieces]).transpose(0, 1).contiguous().to(device)
         v = torch.cat([context_kv[r][1][a:b] for r, a, b in pieces]).transpose(0, 1).contiguous().to(device)
