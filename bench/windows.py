@@ -4,8 +4,9 @@
 
 The first table is of published configurations, in bfloat16: what one sequence of so many tokens holds while it decodes
 (`WindowPages`, the rule of the scheduler), beside KV of all layers kept for all tokens, and beside the formula: every
-layer that reads everything for each token, every other layer for its window or, at most, chunk. ``--vllm``: what vLLM's own functions
-(`get_kv_cache_groups`, `max_memory_usage_bytes`) say that such a request takes at most, with as many tokens in a step.
+layer that reads everything for each token, every other layer for its window or, at most, its chunk. ``--vllm``: what
+vLLM's own functions (`get_kv_cache_groups`, `max_memory_usage_bytes`) say that such a request takes at most, with as
+many tokens in a step.
 
 The second is of ``--model``, measured in one process each, in turns: the blocks that are held while it decodes behind
 a prompt of so many tokens, without a cache, and the time of a token and of the prompt (medians).

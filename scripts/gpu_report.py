@@ -29,7 +29,7 @@ NO_DEVICE = "no CUDA device"
 KINDS: dict[str, tuple[str, dict[str, int]]] = {
     "mqa": ("llama", {"num_key_value_heads": 1}), "qwen3": ("qwen3", {}), "gemma2": ("gemma2", {}),
     "gpt_oss": ("gpt_oss", {}), "mixtral": ("mixtral", {}), "phi3": ("phi3", {}), "opt": ("opt", {}),
-    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox": ("gpt_neox", {}), "gemma4": ("gemma4", {}), "llama4": ("llama4", {}), "qwen3_5": ("qwen3_5", {}),
 }  # fmt: skip
 """Kinds of models beside Llama's: the family, and sizes that differ from its tiny model's."""
 

@@ -492,26 +492,19 @@ class EngineOptions:
             first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.digest}"
         else:
             first_blocks = hbm_blocks(geometry, memory_bytes)
-        parts = None
         if layout is not None:
             self.check_layout(layout, on_gpu=on_gpu)
             rounded += f"|layers {layout.digest}"
-            if layout.is_apart:
-                sizes_in_tokens = geometry.block_tokens, scheduler.chunk_tokens, layout.chunk
-                parts = WindowPages(layout.window, layout.part_blocks, *sizes_in_tokens)
+        parts = None if layout is None else layout.window_pages(geometry.block_tokens, scheduler.chunk_tokens)
         blocks = first_blocks, dram_bytes // block_bytes[1]
+        pool = PoolConfig(
+            *blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes, states=pages, windows=parts,
+            page_is_layer=layout is None,
+        )  # fmt: skip
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
             namespace=namespace + rounded + "|own" * (not self.foreign_kv),
-            pool=PoolConfig(
-                *blocks,
-                self.caching,
-                lower_dtype=lower,
-                block_bytes_by_tier=block_bytes,
-                states=pages,
-                windows=parts,
-                page_is_layer=layout is None,
-            ),
+            pool=pool,
             scheduler=scheduler,
             vocab_size=vocab_size,
         )
@@ -569,7 +562,9 @@ class EngineOptions:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
         has_dram = self.dram_memory_bytes > 0
         asked = (
-            *self._plain_only(on_gpu=on_gpu),
+            *self._plain_only(on_gpu=False),
+            (on_gpu and self.parallel.worker_count > 1, "by several GPUs", "one GPU", "tensor"),
+            (on_gpu and has_dram, "on a GPU with a second tier", "no --dram-memory", "dram_memory"),
             (has_dram and not states.attends, "and no attention with a second tier", "no --dram-memory", "dram_memory"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (bool(self.lora), "with adapters", "no --lora", "lora"),

@@ -139,6 +139,12 @@ class LayerLayout:
         half = self.page_elements // 2
         return KVGeometry(self.block_pages, 1, half, self.page_elements - half, dtype, block_tokens, kv_dtype)
 
+    def window_pages(self, block_tokens: int, step_tokens: int) -> WindowPages | None:
+        """How parts lie in the pool, with so many tokens of a sequence in a step. None: there are none."""
+        if not self.is_apart:
+            return None
+        return WindowPages(self.window, self.part_blocks, block_tokens, step_tokens, self.chunk)
+
     def __str__(self) -> str:
         kept = Counter(layer.shape for layer in self.layers if layer.owner is None)
         parts = [f"{count} layers x {shape[0]} heads x ({shape[1]} K + {shape[2]} V)" for shape, count in kept.items()]

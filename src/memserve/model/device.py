@@ -43,7 +43,7 @@ from memserve.model.lora import StepAdapters, lora_adapters
 from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotModel, SlotTable, isolate_row
 from memserve.model.states.layers import states_of, step_states
-from memserve.model.states.memory import RaggedStates, SlotStates, open_states
+from memserve.model.states.memory import RaggedStates, SlotStates, open_states, state_pages
 from memserve.model.workers.group import GroupMemory, WorkerGroup, collectives
 from memserve.system.memory import trim_heap
 from memserve.transport.ports import Arenas, Device
@@ -142,7 +142,11 @@ class ModelDevice(Device):
         memory = self._crew.memory if isinstance(self._crew, WorkerGroup) else GroupMemory()
         dram = self._arenas.dram if memory.dram is None else blocks_of(memory.dram, self._geometry.block_bytes)
         tiers, share = (self._arenas.hbm, dram), states_of(model.module).share
-        return open_states(model.states, pool.states, slots, tiers, share, memory.snapshots)
+        return open_states(model.states, pool.states, slots, tiers, share, memory.snapshots, self._make_pages)
+
+    def _make_pages(self, page_bytes: int, pages: int) -> Tensor:
+        """Memory ``[pages, page_bytes]`` uint8 for states, where the first tier is."""
+        return state_pages(page_bytes, pages)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
         """``link_bytes_s``: emulate a link of this rate for KV that lies by layer."""

@@ -62,7 +62,9 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     module.choose_attention = layouts.choose_backend = choose
     try:
         driver = Driver.__new__(Driver)
-        scheduler, pool = SchedulerConfig(max_running=8), PoolConfig(options.pop("blocks", 64), 8)
+        states = options.pop("states", None)
+        dram = 0 if states is not None else 8
+        scheduler, pool = SchedulerConfig(max_running=8), PoolConfig(options.pop("blocks", 64), dram, states=states)
         config = InstanceConfig(CONTEXT_TOKENS, pool=pool, scheduler=scheduler)
         driver.device, driver.steps = OnGpu(model, config, gpu, **options), 0
         driver.device._page_attention = lambda: choose(
@@ -97,6 +99,41 @@ def chunks_and_decodes(graphs: bool = False, family: str = "llama") -> bool:
     if graphs:
         assert sum(graph.replays for graph in driver.gpu.graphs) == 5
     return True
+
+
+def states_and_their_snapshots(family: str = "qwen3_5") -> bool:
+    """Prompts in pieces beside decodes, each with its state; a snapshot inside of a row, from which another slot goes
+    on, with plans in flight; the host's books say where each state is."""
+    from memserve.base.errors import InvariantError
+    from memserve.base.states import StatePages
+    from memserve.base.units import ceil_div
+    from memserve.instance.events import LoadState, StepPlan, TakeSnapshot
+    from tiny_models import greedy_tokens, loaded, prompt, sequence, tiny_module
+
+    module, first = tiny_module(family), prompt(75, 1)
+    second = np.concatenate([first[:64], prompt(9, 2)])
+    expected = greedy_tokens(module, first, 5), greedy_tokens(module, second, 3)
+    model = loaded(tiny_module(family))
+    count = ceil_div(model.states.nbytes, model.geometry.block_bytes)
+    driver = _driver(family, states=StatePages(model.states.nbytes, count))
+    driver.device.capture_graphs()
+    assert not driver.device.graph_sizes
+    fresh, pages = [LoadState(3, 0)], [*range(30, 30 + count)]
+    driver.step([(3, 0, 50, ())], open=[sequence(3, first, [9, 2, 33])], states=fresh)
+    got_first = driver.step([(3, 50, 25, (3,))], snapshots=[TakeSnapshot(3, 64, pages)]).tokens
+    begun = driver.device.begin_step(StepPlan(9, slots=[3], starts=[75], counts=[1], sample_slots=[(3,)]))
+    opened = {"open": [sequence(6, second, [9, 2, 7])], "states": [LoadState(6, 64, pages)]}
+    mixed = driver.step([(6, 64, 9, (6,)), (3, 76, 1, (3,))], **opened).tokens
+    got_first, got_second = [*got_first, *begun().tokens, mixed[1]], mixed[:1]
+    for offset in range(2):
+        tokens = driver.step([(3, 77 + offset, 1, (3,)), (6, 73 + offset, 1, (6,))]).tokens
+        got_first, got_second = [*got_first, tokens[0]], [*got_second, tokens[1]]
+    assert (got_first, got_second) == expected
+    try:
+        driver.step([(3, 80, 1, (3,))])
+    except InvariantError:
+        return True
+    raise AssertionError("a row begins where its state is not")
 
 
 def two_plans_in_flight() -> bool:
@@ -442,6 +479,8 @@ SCENARIOS = {
     "graphs with windows and caps": lambda: chunks_and_decodes(graphs=True, family="gemma2"),
     "graphs with layers of two shapes": lambda: chunks_and_decodes(graphs=True, family="gemma4"),
     "chunks of layers that share KV": lambda: chunks_and_decodes(family="gemma3n"),
+    "states and their snapshots": states_and_their_snapshots,
+    "states of scans": lambda: states_and_their_snapshots("falcon_h1"),
     "two plans in flight": two_plans_in_flight,
     "draws like a CPU": draws_like_a_cpu,
     "rows fail alone": rows_fail_alone,

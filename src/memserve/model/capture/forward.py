@@ -194,9 +194,10 @@ def best_forward(
 
     ``crew``: the workers of the instance, all of which must compute the same rows, padding included. ``fingerprint``:
     of the model, see :func:`capture_forward`."""
-    # operations over states know whole layers, and workers have parts
-    is_divided = crew is not None and bool(states_of(module))
-    captured = None if is_divided else capture_forward(module, fingerprint)
+    # operations over states are a CPU's and know whole layers, and workers have parts
+    is_on_gpu = next(module.parameters()).device.type != "cpu"
+    is_as_it_is = bool(states_of(module)) and (crew is not None or is_on_gpu)
+    captured = None if is_as_it_is else capture_forward(module, fingerprint)
     agreed = crew is None or crew.all_agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)

@@ -204,7 +204,7 @@ class GpuDevice(ModelDevice):
             sizes = self._arenas.hbm.view(-1), model.geometry, self._mirror.tables
             first_layer = 0 if crew is None else crew.share.own_layers.start
             decodes = partial(_decodes, *sizes, config.max_model_tokens, first_layer)
-        if self._is_triton:
+        if self._is_triton and self._states is None:  # pieces of rows are called one by one
             self._graphs = DecodeGraphs(gpu, self._forward, self._mirror, decodes, crew)
         self._layers = _LayerWatch(lambda step_id, layer: self.on_layer and self.on_layer(step_id, layer))
 
@@ -234,6 +234,9 @@ class GpuDevice(ModelDevice):
     ) -> Any:
         check(lower is None, "on a GPU KV lies as it was computed, in one process")
         return GpuArenas(self._gpu, sizes, shared=shared)
+
+    def _make_pages(self, page_bytes: int, pages: int) -> Tensor:
+        return self._gpu.zeros(pages, page_bytes, dtype=torch.uint8)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
         return StreamCopier(self._gpu, self._arenas, self._page_bytes)

@@ -7,7 +7,7 @@ never a wrong token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,8 +34,12 @@ if TYPE_CHECKING:
 UNKNOWN = -1
 
 
+MakePages = Callable[[int, int], torch.Tensor]
+"""``(page_bytes, pages)`` -> memory ``[pages, page_bytes]`` uint8."""
+
+
 def state_pages(page_bytes: int, pages: int) -> Tensor:
-    """``[pages, page_bytes]`` uint8 for snapshots alone; the kernel gives the memory when it is first touched."""
+    """:data:`MakePages` of the host; the kernel gives the memory when it is first touched."""
     return torch.frombuffer(_core.Arena(pages * page_bytes), dtype=torch.uint8).view(pages, page_bytes)
 
 
@@ -60,18 +64,25 @@ class SlotStates:
         per_block: int = 1,
         dram: Tensor | None = None,
         share: StateShare | None = None,
+        make_pages: MakePages = state_pages,
     ) -> None:
         """``pages [pages, page_bytes]`` uint8: where snapshots lie. ``per_block``: or so many in each of these.
         ``dram``: blocks of the second tier, of the same size; plans copy snapshots there. ``share``: of one of several
-        workers, which all have these pages and blocks; ``geometry`` is what it has."""
+        workers, which all have these pages and blocks; ``geometry`` is what it has. ``make_pages``: memory where
+        ``pages`` are."""
         self.geometry, self._share = geometry, share
         #: how many layers attend before those of this worker
         self.attending_before = 0 if share is None else share.attending_before
-        self._states = state_pages(geometry.nbytes, slots)
+        self._states = make_pages(geometry.nbytes, slots)
         self._pages, self._per_block, self._dram = pages, per_block, dram
         self.parts = parts_of(self._states, geometry)
         #: behind how many tokens the state of each slot is
         self.tokens: Int64s = np.full(slots, UNKNOWN, np.int64)
+
+    @property
+    def device(self) -> torch.device:
+        """Where states are."""
+        return self._states.device
 
     def forget_all(self) -> None:
         """After a failed step no slot has a state."""
@@ -122,7 +133,7 @@ class SlotStates:
         whole, rest = divmod(len(state), page_bytes)
         check(len(pages) == whole + (rest > 0), "a snapshot of {} bytes has {} pages", len(state), len(pages))
         check(min(pages) >= 0 and max(pages) < len(home), "a snapshot lies in pages that there are not")
-        ids = torch.tensor(pages[:whole], dtype=torch.int64)
+        ids = torch.tensor(pages[:whole], dtype=torch.int64).to(home.device)
         if to_pages:
             home.index_copy_(0, ids, state[: whole * page_bytes].view(whole, page_bytes))
             home[pages[-1], :rest] = state[len(state) - rest :] if rest else state[:0]
@@ -285,7 +296,9 @@ class RaggedStates:
             else:
                 first, place = begin - start, begin
                 for order in sorted(inside.get(slot, ()), key=lambda order: order.tokens):
-                    state = torch.empty((1, self._memory.geometry.nbytes), dtype=torch.uint8)
+                    state = torch.empty(
+                        (1, self._memory.geometry.nbytes), dtype=torch.uint8, device=self._memory.device
+                    )
                     self._taken.append((order, state[0]))
                     taken = parts_of(state, self._memory.geometry)
                     pieces.append(_Piece(place, first + order.tokens, slot, not start and place == begin, taken))
@@ -295,9 +308,11 @@ class RaggedStates:
         if not single:
             return None, pieces
         tokens = [token for token, _ in single]
-        rows = _Rows(torch.tensor(tokens), tokens, torch.tensor([slot for _, slot in single]))
+        device = self._memory.device
+        rows = _Rows(torch.tensor(tokens).to(device), tokens, torch.tensor([slot for _, slot in single]).to(device))
         if self._late:
-            rows.kept = torch.tensor([row for row, (_, slot) in enumerate(single) if slot not in self._late])
+            kept = [row for row, (_, slot) in enumerate(single) if slot not in self._late]
+            rows.kept = torch.tensor(kept, dtype=torch.int64).to(device)
         return rows, pieces
 
 
@@ -325,14 +340,16 @@ def open_states(
     tiers: tuple[Tensor, Tensor],
     share: StateShare | None = None,
     shared: _core.SharedArena | None = None,
+    make_pages: MakePages = state_pages,
 ) -> SlotStates:
     """The states of a device. ``lying``: how snapshots of ``states`` do: in blocks of the ``tiers``, each
     ``[blocks, block_bytes]``, or in pages of their own, of several workers in memory that they all map, ``shared``.
-    ``share``: of one of them."""
+    ``share``: of one of them. ``make_pages``: memory where the first tier is."""
     arena, dram = tiers
     pages, per_block = arena, 1 if lying is None else lying.per_block
     if lying is not None and lying.own_pages and shared is not None:
         pages = torch.frombuffer(shared, dtype=torch.uint8).view(lying.own_pages, states.nbytes)
     elif lying is not None and lying.own_pages:
-        pages = state_pages(states.nbytes, lying.own_pages)
-    return SlotStates(states if share is None else share.held, slots, pages, per_block, dram, share)
+        pages = make_pages(states.nbytes, lying.own_pages)
+    held = states if share is None else share.held
+    return SlotStates(held, slots, pages, per_block, dram, share, make_pages)
