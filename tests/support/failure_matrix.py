@@ -2,7 +2,7 @@
 
     python tests/support/failure_matrix.py [--roles prefill,decode] [--faults kill,stop] [--phases decoding]
                                            [--links shm] [--pause-s 30] [--sample N --seed S] [--table FILE]
-                                           [--geometry llama3] [--kv-dtype int8]
+                                           [--geometry llama3 | states] [--kv-dtype int8]
 
 For each role and link a router and healthy instances are started, once; for each case one more instance of that role,
 which fails by itself at the chosen moment (``faulty_instance.py``), while a crowd of clients streams. Every answer must
@@ -34,7 +34,7 @@ from typing import Any
 
 import httpx
 
-from geometries import SHAPES, TINY, Shape
+from geometries import GROUPED_SHAPES, SHAPES, TINY, GroupedShape, Shape
 from memserve.base.types import KV_DTYPES
 from ports import free_port
 
@@ -255,7 +255,8 @@ class Fleet:
 
     def __init__(self, model: Path, shape: Shape, folder: Path, roles: list[str], link: str, truth: Truth) -> None:
         self.model, self.folder, self.link, self.truth = model, folder, link, truth
-        dram_tokens = 0 if shape.family == "gemma2" else DRAM_TOKENS  # else KV of windows would not lie apart
+        lies_apart = shape.family == "gemma2" or (isinstance(shape, GroupedShape) and shape.lies_apart)
+        dram_tokens = 0 if lies_apart else DRAM_TOKENS
         self.engine = (*ENGINE, *shape.memory_flags(KV_TOKENS, dram_tokens))
         first = free_port() // 2  # below the ports that servers of tests are given
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -501,7 +502,8 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=0, help="only so many cells, drawn from --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--geometry", choices=SHAPES, help="of the model's KV; without it, tiny")
+    shapes = {**SHAPES, **GROUPED_SHAPES}
+    parser.add_argument("--geometry", choices=shapes, help="of the model's KV; without it, tiny")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="how that KV is kept")
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
@@ -510,7 +512,7 @@ def main() -> int:
     if args.sample:
         chosen = random.Random(args.seed).sample(chosen, min(args.sample, len(chosen)))
     results = []
-    shape = (SHAPES[args.geometry] if args.geometry else TINY).with_codes(args.kv_dtype)
+    shape = (shapes[args.geometry] if args.geometry else TINY).with_codes(args.kv_dtype)
     for result in run_matrix(chosen, args.pause_s, args.clients, args.seed, shape):
         results.append(result)
         print(result.line(), flush=True)

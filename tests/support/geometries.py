@@ -68,6 +68,20 @@ class Shape:
         return tiny_module(self.family, seed, **self.sizes)
 
 
+@dataclass(frozen=True)
+class GroupedShape(Shape):
+    """A small model whose layers keep several kinds of things; ``kv`` is as much a token as all of them together take
+    behind prompts of some hundred tokens."""
+
+    lies_apart: bool = False
+    """KV of windows or chunks does, on one tier."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The family's own."""
+        return {}
+
+
 TINY = Shape("no model", KVGeometry(3, 2, 8, 8, "bfloat16", 32), "llama", 4)
 """What tests take whose subject is not KV: blocks of 6 KiB."""
 SHAPES: Mapping[str, Shape] = {
@@ -81,6 +95,12 @@ SHAPES: Mapping[str, Shape] = {
 }
 """The axis ``geometry``. Blocks have 720 KiB, 4 MiB, 576 KiB, 8 MiB, 3 MiB, 3.25 MiB and 2.1 MiB; ``windows`` has a
 sliding window in every other layer, ``latents`` one row a token and layer, without V."""
+GROUPED_SHAPES: Mapping[str, GroupedShape] = {
+    "states": GroupedShape("no model", KVGeometry(3, 2, 16, 16, "bfloat16", 32), "qwen3_5", 4),
+    "unequal": GroupedShape("no model", KVGeometry(10, 1, 32, 32, "bfloat16", 32), "gemma4", 4, lies_apart=True),
+    "chunks": GroupedShape("no model", KVGeometry(4, 2, 16, 16, "bfloat16", 32), "llama4", 4, lies_apart=True),
+}
+"""Recurrent states beside KV, layers of two shapes with windows, chunks of 48 tokens."""
 CODED_SHAPES = tuple(name for name, shape in SHAPES.items() if not shape.kv.latent)
 """Those whose KV may be rounded."""
 
