@@ -422,11 +422,11 @@ def pack_linears(
         if calls(node, aten.linear.default) and all(constant_of(arg) is not None for arg in _parameters(node)):
             readers[node.args[0], len(_parameters(node)) == 2, "wide" in node.meta].append(node)
     uses = _uses(graph)
-    for (x, _, _), group in sorted(readers.items(), key=lambda reader: -_values_of(reader[1])):
+    for group in sorted(readers.values(), key=lambda group: -_values_of(group)):
         weights = [value_of(node.args[1]) for node in group]
         first = 0
         for count in stored.parts(weights):
-            _pack_group(graph, x, group[first : first + count], packs, stored)
+            _pack_group(graph, group[first : first + count], packs, stored)
             first += count
         spare = [weight for weight in weights if pages.is_mapped(weight) or uses[weight.data_ptr()] == 1]
         if len(spare) < len(weights):
@@ -506,7 +506,8 @@ def _parameters(node: Node) -> list[Node]:
     return [arg for arg in node.args[1:] if arg is not None]
 
 
-def _pack_group(graph: fx.Graph, x: Node, group: list[Node], packs: Packs, stored: StoredWeights) -> None:
+def _pack_group(graph: fx.Graph, group: list[Node], packs: Packs, stored: StoredWeights) -> None:
+    x = group[0].args[0]  # which may be a linear that was packed meanwhile
     weights: list[Tensor] = [value_of(node.args[1]) for node in group]
     biases = [value_of(node.args[2]) for node in group] if len(_parameters(group[0])) == 2 else None
     sources, wide = [*weights, *(biases or ())], "wide" in group[0].meta

@@ -227,6 +227,8 @@ def test_writes_in_place_become_values(aside: Any) -> None:
 
 
 _BUFFER = torch.zeros(VOCAB)
+_FIRST = torch.randn((96, VOCAB), generator=torch.Generator().manual_seed(1))
+_SECOND = torch.randn((VOCAB, 96), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize(
@@ -247,6 +249,22 @@ def test_in_place_operations_are_left_in_their_order(aside: Any) -> None:
     torch.testing.assert_close(
         capture._logits(captured, inputs), capture._logits(EagerForward(wrapped, pack=False), inputs)
     )
+
+
+def test_a_linear_may_read_another_one_whose_weight_is_read_again() -> None:
+    """The first is packed first, and goes before the second is looked at."""
+
+    def aside(logits: Any, ids: Any) -> Any:
+        firsts = (torch.nn.functional.linear(value, _FIRST) for value in (logits, logits.tanh()))
+        seconds = [torch.nn.functional.linear(first, _SECOND) for first in firsts]
+        return seconds[0] + seconds[1]
+
+    wrapped = _Wrapped(tiny("llama"), aside)
+    captured = capture_forward(wrapped)
+    assert captured is not None
+    inputs = capture._inputs(6, 2, VOCAB)
+    expected = capture._logits(EagerForward(wrapped, pack=False), inputs)
+    torch.testing.assert_close(capture._logits(captured, inputs), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_wrong_rewrites_are_caught(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
