@@ -71,6 +71,17 @@ def policies_installed() -> list[str]:
     return sorted({entry.name for entry in entry_points(group=POLICY_GROUP)} - set(POLICIES))
 
 
+Asked = tuple[tuple[bool, str, str, str], ...]
+"""Of options that do not go together with something: whether they are set, what that means, the hint, and a name."""
+
+
+def _refuse_asked(what: str, asked: Asked) -> None:
+    """Raise :class:`UserError` for the first of ``asked`` that is set: ``what`` is not served so."""
+    for is_asked, how, hint, param in asked:
+        if is_asked:
+            raise UserError(f"{what} is not served {how} yet", hint=f"use {hint} for this model", param=param)
+
+
 def _positive(name: str, value: int, hint: str) -> None:
     if value < 1:
         raise UserError(f"{name} must be at least 1, got {value}", hint=hint, param=name)
@@ -529,7 +540,7 @@ class EngineOptions:
                 return False
         return True
 
-    def _plain_only(self, *, on_gpu: bool) -> tuple[tuple[bool, str, str, str], ...]:
+    def _plain_only(self, *, on_gpu: bool) -> Asked:
         """What goes with plain blocks alone: whether these options ask for it, what, the hint, and the option."""
         scheduler = self.scheduler
         return (
@@ -553,10 +564,7 @@ class EngineOptions:
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (self.kv_dtype != AS_COMPUTED, "with rounded KV", "no --kv-dtype", "kv_dtype"),
         )
-        for is_asked, how, hint, param in asked:
-            if is_asked and not layout.has_one_shape:
-                message = f"a model whose layers keep KV of several shapes is not served {how} yet"
-                raise UserError(message, hint=f"use {hint} for this model", param=param)
+        _refuse_asked("a model whose layers keep KV of several shapes", asked if not layout.has_one_shape else ())
 
     def check_states(self, states: StateGeometry, *, on_gpu: bool = False) -> None:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
@@ -568,9 +576,5 @@ class EngineOptions:
             (has_dram and not states.attends, "and no attention with a second tier", "no --dram-memory", "dram_memory"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (bool(self.lora), "with adapters", "no --lora", "lora"),
-            (self.kv_dtype != AS_COMPUTED, "with rounded KV", "no --kv-dtype", "kv_dtype"),
         )
-        for is_asked, how, hint, param in asked:
-            if is_asked:
-                message = f"a model with a recurrent state is not served {how} yet"
-                raise UserError(message, hint=f"use {hint} for this model", param=param)
+        _refuse_asked("a model with a recurrent state", asked)

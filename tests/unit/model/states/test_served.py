@@ -141,6 +141,20 @@ def test_16_bits_are_kept_as_transformers_keeps_them(family: str, folders: dict[
     assert [cold[0][:1], warm[0][:1]] == [greedy_tokens(module, tokens, 1)] * 2
 
 
+@pytest.mark.parametrize("family", SMALL)
+def test_states_beside_kv_in_codes_are_kept(family: str, folders: dict[str, Path]) -> None:
+    """The same tokens cold and from the cache, whole and in pieces, on one tier and from DRAM."""
+    prompts = [prompt(length, seed).tolist() for seed, length in enumerate((40, 100, 75))]
+    ways: list[dict[str, Any]] = [{}, {"max_step_tokens": 24}, {"kv_memory": SMALL[family], "dram_memory": "8MiB"}]
+    answers = []
+    for way in ways:
+        with serving(folders[family], kv_dtype="int8", **way) as llm:
+            cold, warm = ask(llm, prompts), ask(llm, prompts)
+        assert [count for _, count in warm] == [resumable(len(tokens)) for tokens in prompts]
+        answers += [[answer for answer, _ in turn] for turn in (cold, warm)]
+    assert all(answer == answers[0] for answer in answers)
+
+
 @pytest.mark.parametrize("family", FEW)
 def test_no_cache_means_no_snapshots(family: str, folders: dict[str, Path]) -> None:
     module, tokens = tiny_module(family), prompt(70, 8)
@@ -155,7 +169,6 @@ def test_no_cache_means_no_snapshots(family: str, folders: dict[str, Path]) -> N
         ({"dram_memory": "8MiB", "kv_lower_dtype": "int8"}, "rounded KV"),
         ({"draft_tokens": 4}, "drafts"),
         ({"layerwise": "auto", "dram_memory": "8MiB"}, "by layer"),
-        ({"kv_dtype": "int8"}, "rounded KV"),
         ({"kv_memory": "16KiB"}, "too little"),
     ],
 )
