@@ -5,9 +5,9 @@ others some layers read a *window* of the last tokens or the *chunk* of tokens t
 wider in some layers (Gemma 4), or layers read the KV of another one (Gemma 3n). A :class:`LayerLayout` has places for
 these::
 
-    layer           0    1    2    3    4    5     3 and 5 read everything, the others a window; pages of these are
-    block                          p0        p1    twice as large as those of 3 and 5
-    part            p0   p2   p4        p6         in one block of the part: pages 0 and 1, 2 and 3, ...
+    layer     0      1      2      3      4      5      3 and 5 read everything; the others a window, and keep twice
+    block                          p0            p1     as much of a token: two pages each
+    part      p0-p1  p0-p1  p0-p1         p0-p1         each in a block of its own here, as a block has two pages
 
 Pages of a model have one size all the same: the largest that all its layers' KV are whole numbers of. So tiers,
 transfers and stores move blocks of equal pages, nothing is padded, and there is one memory for all kinds of layers.
@@ -194,7 +194,8 @@ def _is_worth_a_part(layers: Sequence[LayerKv]) -> bool:
         [layer.elements for layer in layers if layer.owner is None and layer.is_local == is_local]
         for is_local in (True, False)
     )
-    return bool(local and others) and max(local) <= sum(others) <= sum(local)
+    has_one_chunk = len({layer.chunk for layer in layers if layer.chunk}) <= 1  # borders of several would not meet
+    return bool(local and others) and max(local) <= sum(others) <= sum(local) and has_one_chunk
 
 
 @dataclass(frozen=True, slots=True)

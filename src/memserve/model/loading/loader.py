@@ -229,7 +229,10 @@ def _probe(
 
     with pages_of(module).one_layer_at_a_time(module):
         geometry, layers = probe_once(module, dtype, block_tokens, identity, keep_latents=keep_latents)
-    log.info("KV of a token: %d bytes = %s", geometry.token_bytes, geometry.token_formula)
+    formula, layout = geometry.token_formula, LayerLayout(keep_every_layer([layer.kept for layer in layers]))
+    if layers and not layout.has_one_shape:
+        formula = f"({layout}) elements x {geometry.itemsize} bytes"
+    log.info("KV of a token: %d bytes = %s", geometry.token_bytes, formula)
     return geometry, layers
 
 
