@@ -459,12 +459,18 @@ def run_matrix(
     cases: list[Case], pause_s: float, clients: int = 10, seed: int = 0, shape: Shape = TINY
 ) -> Iterator[Result]:
     """Run ``cases``, those of one role and link on one fleet."""
+    from slow_costs import save_slow_costs
     from tiny_models import save_folder
 
     with ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memserve-tiny-")))
         module = shape.module()
         save_folder(module, model)
+        if isinstance(shape, GroupedShape):  # so small that computing would be quicker than most fetches
+            os.environ["MEMSERVE_CACHE_DIR"] = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="memserve-costs-")
+            )
+            save_slow_costs(model, windows_apart=shape.lies_apart)
         truth = Truth(model, shape)
         stack.callback(truth.close)
         if truth.is_exact:
