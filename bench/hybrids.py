@@ -1,6 +1,7 @@
 """Hybrids and latents beside transformers: decode steps and prompts of random models with layers of real sizes.
 
-    python bench/hybrids.py [--models delta,mamba2,conv,latents] [--dtype bfloat16] [--rounds 9] [--profile]
+    python bench/hybrids.py [--models delta,mamba2,conv,latents] [--dtype bfloat16] [--rounds 9] [--stored Q4_0]
+        [--profile]
 
 Four layers each: *delta* has the layers of Qwen3.5 0.8B (three gated delta nets, one of attention), *mamba2* those of
 Granite 4.0 H 1B (three of Mamba-2, one of attention), *conv* those of LFM2 1.2B (three short convolutions, one of
@@ -8,8 +9,9 @@ attention), *latents* those of DeepSeek V3 with the widths of V2-Lite (a dense l
 small. Ours is the forward that an instance would run, with pages and states of slots; transformers is the same module
 with SDPA and its own cache, in the same dtype. *Linears* is what the products with our weights take alone, without
 experts', and how fast that is: GB of weights read, or billions of products, in a second. *Eager* is ours as
-transformers' modules. Contenders take turns; figures are medians of the CPU time of one thread
-(``OMP_NUM_THREADS=1``), with the median of the rounds' ratios.
+transformers' modules; with ``--stored`` ours is measured with its linears' weights in a format of GGUF files, too.
+Contenders take turns; figures are medians of the CPU time of one thread (``OMP_NUM_THREADS=1``), with the median of the
+rounds' ratios.
 ``--profile`` prints where a step of ours spends its time instead.
 """
 
@@ -34,6 +36,7 @@ from memserve.model.experts import use_our_experts
 from memserve.model.forward import EagerForward
 from memserve.model.linears import PackedLinear
 from memserve.model.loading.probe import probe_model
+from memserve.model.loading.stored import StoredWeight, StoredWeights, remember_stored
 from memserve.model.states.layers import states_of, step_states
 from memserve.model.states.memory import RaggedStates, SlotStates
 
@@ -74,10 +77,26 @@ def random_model(name: str, dtype: str) -> Any:
     return random_module(getattr(transformers, kind)(**COMMON, **sizes), dtype)
 
 
+def keep_stored(module: Any, kind: str) -> None:
+    """Let the linears of ``module`` compute with weights that are rounded to ``kind``, a format of GGUF files."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    weights = [part.weight for part in module.modules() if isinstance(part, torch.nn.Linear)]
+    pairs = []
+    for weight in weights:
+        if weight.shape[1] % 32 == 0:
+            blocks = torch.from_numpy(quantize(weight.detach().float().numpy(), GGMLQuantizationType[kind]))
+            pairs.append((weight.detach(), StoredWeight(kind, weight.shape[1], blocks)))
+    remember_stored(module, StoredWeights(pairs))
+
+
 class Ours:
     """A forward over pages and slots of its own."""
 
-    def __init__(self, module: Any, dtype: str, *, eager: bool = False) -> None:
+    def __init__(self, module: Any, dtype: str, *, eager: bool = False, stored: str = "") -> None:
+        if stored:
+            keep_stored(module, stored)
         use_our_experts(module)
         self.geometry, _ = probe_model(module, dtype, BLOCK_TOKENS)
         self.states = states_of(module).geometry
@@ -183,13 +202,16 @@ def show_profile(model: str, dtype: str, steps: int) -> None:
 def main() -> None:
     args = options(
         __doc__, models=Commas(*MODELS), dtype=("bfloat16", "of all", ("bfloat16", "float32")), rounds=9,
-        eager=(False, "measure ours as transformers' modules, too"), profile=(False, "print where the time goes"),
+        eager=(False, "measure ours as transformers' modules, too"),
+        stored=("", "measure ours with weights in this format, too, such as Q4_0"),
+        profile=(False, "print where the time goes"),
     )  # fmt: skip
     torch.set_num_threads(1)
     table = Table({
         "model": "{model}", "step": "{step}", "ms": "{ours:.2f}", "tokens/s": "{speed:,.0f}",
         "transformers": "{transformers:.2f}", "times": "{times:.2f}", "linears": "{linears:.2f}", "at": "{at}",
         **({"eager": "{eager:.2f}", "times eager": "{eager_times:.2f}"} if args.eager else {}),
+        **({args.stored: "{stored:.2f}", "times as fast": "{stored_times:.2f}"} if args.stored else {}),
     })  # fmt: skip
     records = []
     for model in parts_of(args.models, MODELS):
@@ -203,6 +225,8 @@ def main() -> None:
         contenders: dict[str, Any] = {"ours": ours, "transformers": own, "linears": linears}
         if args.eager:
             contenders["eager"] = Ours(random_model(model, args.dtype), args.dtype, eager=True)
+        if args.stored:
+            contenders["stored"] = Ours(random_model(model, args.dtype), args.dtype, stored=args.stored)
         for case, shape in CASES.items():
             times = Samples()
             steps = {name: contender.prepare(*shape) for name, contender in contenders.items()}
@@ -213,6 +237,7 @@ def main() -> None:
             row |= {name: times.median(name) for name in steps}
             row |= {"speed": 1e3 * shape[0] * shape[1] / row["ours"], "times": times.ratio("transformers", "ours")}
             row["at"] = linears.speed(shape, row["linears"])
+            row["stored_times"] = times.ratio("ours", "stored") if args.stored else 0.0
             row["eager_times"] = times.ratio("eager", "ours") if args.eager else 0.0
             records.append(row)
             table.show(row)

@@ -10,23 +10,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-
-NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate.": "ffn_gate_inp.", "mlp.experts.down_proj": "ffn_down_exps.weight",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-    "lm_head": "output",
-}  # fmt: skip
-"""Of transformers' tensors -> of GGUF's."""
 
 
 def write_gguf(module: Any, path: Path, *, with_head: bool = False) -> Path:
-    """A GGUF file of a tiny Llama, or Qwen3 with experts: quantised matrices (Q8_0), everything else float32. Without
-    its output head: that is tied to the embedding."""
+    """A GGUF file of a tiny Llama, LFM2, Mamba, or Qwen3 with experts: quantised matrices (Q8_0), everything else
+    float32. Without its output head: that is tied to the embedding."""
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
@@ -44,7 +34,13 @@ def write_gguf(module: Any, path: Path, *, with_head: bool = False) -> Path:
 
 
 def _parts(name: str, array: Any) -> list[tuple[str, Any]]:
-    """Gates and ups of experts are tensors of their own."""
+    """Gates and ups of experts are tensors of their own; convolutions have a channel each."""
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
+        return [(name, array[:, 0])]
+    if name.endswith("experts.down_proj"):
+        return [(f"{name}.weight", array)]
+    if name.endswith("A_log"):
+        return [(name, -np.exp(array))]
     head, is_joined, _ = name.partition("mlp.experts.gate_up_proj")
     if not is_joined:
         return [(name, array)]
@@ -55,36 +51,59 @@ def _parts(name: str, array: Any) -> list[tuple[str, Any]]:
 def write_tensors(config: Any, tensors: Iterable[tuple[str, Any, Any]], path: Path) -> Path:
     """A GGUF file of a Llama, or of another model of transformers whose name llama.cpp writes alike, with these tensors
     (name, array, kind of its bytes), and a vocabulary of as many words."""
-    from gguf import GGUFWriter
+    from gguf import MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
 
-    writer = GGUFWriter(path, config.model_type.replace("_", ""))
+    kind = config.model_type.replace("_", "")
+    table = get_tensor_name_map(next(k for k, name in MODEL_ARCH_NAMES.items() if name == kind), 99)
+    writer = GGUFWriter(path, kind)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_key_length(config.head_dim)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    if kind == "mamba":
+        writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+        writer.add_ssm_conv_kernel(config.conv_kernel)
+        writer.add_ssm_inner_size(config.intermediate_size)
+        writer.add_ssm_state_size(config.state_size)
+        writer.add_ssm_time_step_rank(config.time_step_rank)
+    else:
+        _add_attention(writer, config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(["w", "1", *(f"w{i}" for i in range(2, config.vocab_size - 1)), "w1"])
     writer.add_token_merges(["w 1"])
     writer.add_eos_token_id(2)
     for name, array, kind in tensors:
-        for ours, theirs in NAMES.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name, array, raw_dtype=kind)
+        stem, dot, end = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
+        stem = table.get_name(stem) or stem.replace("model.layers.", "blk.")
+        writer.add_tensor(stem + dot + end, array, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_attention(writer: Any, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(_kv_heads(config))
+    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
+    if hasattr(config, "conv_L_cache"):
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_rope_freq_base(10000.0)
+
+
+def _kv_heads(config: Any) -> int | list[int]:
+    """By layer, where some layers do not attend."""
+    kinds = getattr(config, "layer_types", None) or []
+    if "conv" not in kinds:
+        return int(config.num_key_value_heads)
+    return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
 
 
 def convert_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,12 +147,6 @@ def _check_states(model: LoadedModel, options: EngineOptions, config: InstanceCo
             hint="serve it with colocated instances: --colocated N",
             param="prefill",
         )
-    if model.quantization != "none":
-        raise UserError(
-            "a model with a recurrent state is not served with weights as they are stored yet",
-            hint="use --quantization none for this model",
-            param="quantization",
-        )
     slots = config.scheduler.max_running
     if slots < options.scheduler.max_running:
         size, memory = human_bytes(model.states.nbytes), human_bytes(options.kv_memory_bytes)

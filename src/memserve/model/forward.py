@@ -78,7 +78,7 @@ def weights_alone(module: Any) -> tuple[str, ...]:
     return names
 
 
-def _linears_alone(module: Any) -> set[int]:
+def linears_alone(module: Any) -> set[int]:
     """The ids of linears that are never called."""
     parts = dict(module.named_modules())
     return {id(parts[name]) for name in weights_alone(module) if name in parts} | states_of(module).weights_alone
@@ -107,7 +107,7 @@ def pack_linears(module: nn.Module) -> int:
 
     Nothing is replaced on other devices, for other dtypes, or where the packed result would differ.
     """
-    pages, stored, alone = pages_of(module), stored_of(module), _linears_alone(module)
+    pages, stored, alone = pages_of(module), stored_of(module), linears_alone(module)
     places = [(parent, name) for parent in module.modules() for name, child in parent.named_children()
               if type(child) is nn.Linear and _is_packable(child) and not stored.of(child.weight.detach())
               and id(child) not in alone]  # fmt: skip

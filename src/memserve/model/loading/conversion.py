@@ -116,7 +116,7 @@ _NO_WAITING_READS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 _PLAIN = ("TensorProcessor", "LlamaTensorProcessor", "NemotronTensorProcessor", "BloomTensorProcessor",
-          "Gemma2TensorProcessor")  # fmt: skip
+          "Gemma2TensorProcessor", "Lfm2TensorProcessor", "MambaTensorProcessor")  # fmt: skip
 """What transformers calls its conversions of a tensor that keep its name and need no other tensor."""
 _STACKED = ("Qwen2MoeTensorProcessor",)
 """And those that do so but for experts: their gates and their ups become one stack ``[experts, 2 n, k]``."""
@@ -253,8 +253,9 @@ def _write_stored(module: Any, parsed: dict[str, Any], path: Path, folder: Path)
                 stacks[name] = stack
                 writer.leave_hole(name, state[name].shape, torch.bfloat16)
                 continue
-            order = late[name].row_order() if late[name].shape == tuple(state[name].shape) else None
-            if order is not None and late[name].is_quantised():
+            is_matrix = late[name].is_quantised() and late[name].shape == tuple(state[name].shape)
+            order = late[name].row_order() if is_matrix else None
+            if order is not None:
                 late[name].check_finite(name)
                 is_same = order == list(range(len(order)))
                 if not is_same and order not in orders:

@@ -285,11 +285,13 @@ def _load_and_probe(
     on a GPU, where no kernel reads them yet."""
     import torch
 
+    from memserve.model.forward import linears_alone
+    from memserve.model.loading.stored import number_weights
+
     module = _load(folder, getattr(torch, dtype), may_keep=may_keep).to(place)
     identity = _fingerprint(module, folder)
     geometry, layers = _probe(module, dtype, block_tokens, identity, keep_latents=keep_latents)
-    if _must_have_numbers(module, folder):
-        return _load_and_probe(folder, dtype, place, block_tokens, may_keep=False, keep_latents=keep_latents)
+    number_weights(module, linears_alone(module))
     return module, identity, geometry, layers
 
 
@@ -337,14 +339,6 @@ def _as_stored(identity: str) -> str:
     return hashlib.blake2b(f"{identity} as stored".encode(), digest_size=16).hexdigest()
 
 
-def _must_have_numbers(module: Any, folder: ModelFolder) -> bool:
-    """Whether weights of ``module`` stay quantised although its layers run as transformers' modules, on numbers."""
-    from memserve.model.loading.stored import stored_of
-    from memserve.model.states.layers import states_of
-
-    return bool(states_of(module)) and len(stored_of(module)) > 0 and not folder.keeps_file
-
-
 def _compare(
     module: Any, layers: list[ProbedLayer], folder: ModelFolder, dtype: str, identity: tuple[str, int]
 ) -> None:
@@ -362,13 +356,14 @@ def _compare(
 def _keep_file(module: Any, folder: ModelFolder, identity: str) -> str:
     """Remember which weights of ``module``, loaded from a conversion of a GGUF file, stay quantised as there; its
     fingerprint: see :func:`_fingerprint`."""
-    from memserve.model.loading.stored import stored_in_file
-    from memserve.model.states.layers import states_of
+    from memserve.model.forward import linears_alone
+    from memserve.model.loading.stored import number_weights, stored_in_file
 
-    if folder.gguf is None or folder.keeps_file or states_of(module):
+    if folder.gguf is None or folder.keeps_file:
         return identity
     stored = stored_in_file(module, folder.gguf)
     _remember_stored(module, stored, folder)
+    number_weights(module, linears_alone(module))
     return _as_stored(identity) if len(stored) else identity
 
 

@@ -175,6 +175,13 @@ class StoredWeights:
         """The stored forms of ``value``, a stack of weights; none: it has none."""
         return self._stacks.get(value.data_ptr(), ()) if value.dim() == 3 and value.device.type == "cpu" else ()
 
+    def forget(self, value: Tensor) -> StoredForm | None:
+        """From now on ``value``, a weight of the module, is computed with as it is; what its stored form was."""
+        form = self.of(value)
+        if form is not None:
+            del self._weights[value.data_ptr()]
+        return form
+
     def has(self, value: Tensor) -> bool:
         """Whether ``value``, a parameter of the module, is stored otherwise."""
         return self.of(value) is not None or bool(self.stack(value))
@@ -248,6 +255,20 @@ def stored_of(module: Any) -> StoredWeights:
     """The stored weights of ``module``."""
     stored = getattr(module, _ATTRIBUTE, NOT_STORED)
     return stored if isinstance(stored, StoredWeights) else NOT_STORED
+
+
+def number_weights(module: Any, linears: Collection[int]) -> None:
+    """Give the ``linears`` of ``module``, by their ids, the numbers of their weights: layers that use a weight without
+    calling its linear need numbers, and would make them anew in each step."""
+    stored, names = stored_of(module), []
+    for name, part in module.named_modules():
+        form = stored.forget(part.weight.detach()) if id(part) in linears else None
+        if form is not None:
+            part.weight.data = QuantisedLinear([form.packed()]).dequantised(part.weight.dtype)
+            form.forget_packed()
+            names.append(name)
+    if names:
+        log.info("%d weights are computed with as numbers, which their layers need (%s)", len(names), names[0])
 
 
 def reserve_stored(module: Any, folder: Path, path: Path) -> StoredWeights:

@@ -14,100 +14,30 @@ from torch import Tensor
 
 from lora_files import save_adapter
 from memserve import LLM
-from memserve.model.attention.context import step_attention
-from memserve.model.capture.forward import CapturedForward, capture_forward
 from memserve.model.forward import EagerForward
 from memserve.model.linears import PackedLinear
 from memserve.model.loading.checkpoint import text_weights
 from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint, quantised_checkpoint
 from memserve.model.loading.formats.weights import GroupedTensor, Mxfp4Tensor
-from memserve.model.loading.loader import LoadedModel, load_model
-from memserve.model.loading.probe import DenseAttention
+from memserve.model.loading.loader import load_model
 from memserve.model.loading.sources import weight_bytes
 from memserve.model.loading.stored import stored_of
 from memserve.model.quantised import QuantisedLinear
 from packages_weights import FILE, decoded
-from quantised_folders import (
-    Quantise,
-    awq,
-    awq_parts,
-    compressed,
-    fp8,
-    gptq,
-    gptq_parts,
-    mxfp4_folder,
-    quantised_folder,
+from quantised_folders import awq_parts, gptq_parts, mxfp4_folder, quantised_folder
+from quantised_formats import (
+    AS_NUMBERS,
+    FAMILIES,
+    FORMATS,
+    SIZES,
+    captured,
+    error,
+    expected_logits,
+    folders_of,
+    load,
+    logits,
 )
 from tiny_models import VOCAB, tiny_module
-
-SIZES = {"hidden_size": 64, "intermediate_size": 128}
-BY_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
-FLOAT8, FLOAT4 = {"type": "float", "num_bits": 8}, {"type": "float", "num_bits": 4, "scale_dtype": torch.uint8}
-GROUPS = {"num_bits": 4, "group_size": 32, "strategy": "group"}
-CHANNELS = {"num_bits": 8, "strategy": "channel"}
-FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
-    "gptq4": gptq(),
-    "gptq4_groups_of_64": gptq(size=64),
-    "gptq4_order": gptq(order=True),
-    "gptq8_v2": gptq(8, version="gptq_v2"),
-    "gptq3_order": gptq(3, order=True),
-    "gptq2": gptq(2),
-    "awq4": awq(),
-    "awq8": awq(8),
-    "w4a16": compressed(GROUPS),
-    "w4a16_asymmetric": compressed(GROUPS | {"symmetric": False}),
-    "w8a16": compressed(CHANNELS),
-    "w8a8": compressed(CHANNELS, BY_TOKEN),
-    "w8a8_asymmetric": compressed(CHANNELS | {"symmetric": False}, BY_TOKEN),
-    "w8a8_tensor": compressed({"num_bits": 8, "strategy": "tensor"}, BY_TOKEN),
-    "mxfp4": compressed(FLOAT4 | {"strategy": "group", "group_size": 32}),
-    "fp8_tensor": compressed(FLOAT8 | {"strategy": "tensor"}, FLOAT8 | {"strategy": "tensor", "dynamic": True}),
-    "fp8_channel": compressed(FLOAT8 | {"strategy": "channel"}, FLOAT8 | {"strategy": "token", "dynamic": True}),
-    "fp8_block": compressed(
-        FLOAT8 | {"strategy": "block", "block_structure": [32, 32]},
-        FLOAT8 | {"strategy": "group", "group_size": 32, "dynamic": True},
-    ),
-    "fp8_scale_inv": fp8(),
-    "fp8_one_scale": fp8(None, "weight_scale"),
-}
-AS_NUMBERS = {name for name in FORMATS if name.startswith("fp8")}
-FAMILIES = ("llama", "qwen3", "gemma2", "qwen3_moe", "phi3")
-
-
-def folders_of(family: str, kind: str, folder: Path, **sizes: int) -> tuple[Path, Path]:
-    experts = {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
-    return quantised_folder(tiny_module(family, **(SIZES | experts | sizes)), folder, *FORMATS[kind])
-
-
-def load(folder: Path, dtype: str = "float32", quantization: str = "none") -> LoadedModel:
-    return load_model(str(folder), dtype, "cpu", quantization=quantization)
-
-
-def captured(model: LoadedModel) -> CapturedForward:
-    forward = capture_forward(model.module)
-    assert forward is not None
-    return forward
-
-
-def logits(forward: Any, tokens: int = 40, rows: int = 8) -> Tensor:
-    ids = (torch.arange(tokens) + 1) * 7919 % VOCAB
-    with step_attention(DenseAttention()), torch.inference_mode():
-        return torch.as_tensor(forward(ids, torch.arange(tokens), torch.arange(tokens - rows, tokens))).float()
-
-
-def expected_logits(plain: Path, tokens: int = 40, rows: int = 8) -> Tensor:
-    """Of transformers, in float32, with the dequantised values."""
-    from transformers import AutoModelForCausalLM
-
-    module = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
-    ids = (torch.arange(tokens) + 1) * 7919 % VOCAB
-    with torch.inference_mode():
-        return module(input_ids=ids[None], use_cache=False).logits[0, -rows:]
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    """Root mean square, as a share of the logits' spread."""
-    return float((got - want).square().mean().sqrt() / want.std())
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -236,14 +166,6 @@ def test_weights_in_another_order_become_numbers(which: str, tmp_path: Path, mon
     model = load(quantised, "bfloat16", "auto")
     assert not len(stored_of(model.module)) and model.quantization == "none"
     assert error(logits(captured(model)), expected_logits(plain)) < 0.2
-
-
-def test_layers_with_states_have_numbers(tmp_path: Path) -> None:
-    quantised, plain = folders_of("lfm2", "w8a16", tmp_path)
-    model, numbers = load(quantised, "bfloat16", "auto"), load(plain, "bfloat16")
-    assert not len(stored_of(model.module)) and model.quantization == "none" and model.states
-    values = dict(numbers.module.named_parameters())
-    assert all(torch.equal(value, values[name]) for name, value in model.module.named_parameters())
 
 
 def test_memory_is_asked_for_as_the_weights_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
