@@ -38,6 +38,10 @@ Contender = Callable[[Tensor], object]
 
 def random_weight(kind: str, n: int, k: int) -> QuantisedWeight:
     """A packed weight of random bits: finite scales are not needed to take time."""
+    if kind.startswith("FP8"):
+        codes = torch.from_numpy(np.resize(np.random.default_rng(0).integers(0, 127, 64 * k, dtype=np.uint8), (n, k)))
+        scales = torch.ones(n, k // int(kind.rpartition("_")[2]))
+        return QuantisedWeight.of_floats(kind, codes.view(torch.float8_e4m3fn), scales)
     size = _kernels.quantised_file_bytes(kind, 1, k)
     pattern = np.random.default_rng(0).integers(0, 32, (min(n, 64), size), dtype=np.uint8)  # exponents stay small
     blocks = torch.from_numpy(np.resize(pattern, (n, size)))

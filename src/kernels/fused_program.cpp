@@ -88,6 +88,14 @@ quantised::Activations Program::integers(const Step& step, const QuantisedLinear
 
 void Program::run_quantised(const Step& step, const QuantisedLinear& linear, bool first, Range range) {
   const quantised::Kernels& kernels = quantised::kernels_in_use();
+  if (is_float(quantised::layout_of(linear.then.format))) {  // its activations stay as they are
+    if (first) return;
+    const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
+    return quantised::multiply_numbers({resolve(step.places[0]), linear.then.w, linear.then.bias,
+                                        resolve(step.places[1]), rows, linear.then.k, linear.then.n, linear.first.stride,
+                                        linear.then.stride_y, linear.then.format, false},
+                                       step.dtype, step.dtype, range.begin, range.end);
+  }
   if (first) {
     quantised::Quantise op = linear.first;
     op.x = resolve(step.places[0]), op.to = integers(step, linear);

@@ -65,6 +65,17 @@ void narrow(const float* from, void* to, std::ptrdiff_t count, Dtype dtype) {
   }
 }
 
+const FloatKernels& float_kernels_in_use() {
+#if defined(MEMSERVE_X86_ISAS)
+  static const bool has_tables = best_isa() >= Isa::avx512_bf16 && __builtin_cpu_supports("avx512vbmi");
+  const Isa isa = current_isa();
+  if (isa >= Isa::avx512_bf16 && has_tables) return avx512_bf16_vbmi::float8_kernels;
+  if (isa >= Isa::avx512) return avx512::float8_kernels;
+  if (isa == Isa::avx2) return avx2::float8_kernels;
+#endif
+  return portable::float8_kernels;
+}
+
 void fill_and_multiply(const Linear& op, Dtype of_x, bool wide, Part strips) {
   const auto fill = kernels_in_use().fill;
   const auto multiply = fused::kernels_in_use().linear;
@@ -121,8 +132,16 @@ const Kernels& kernels_in_use() {
   return portable::quantised_kernels;
 }
 
+void multiply_numbers(const Linear& op, Dtype of_x, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  if (begin >= end) return;
+  if (is_float(layout_of(op.format)) && op.rows <= kRowsOfFloats)
+    return float_kernels_in_use().multiply(op, of_x, of_y, begin, end);
+  fill_and_multiply(op, of_x, of_y == Dtype::float32 && of_x != Dtype::float32, {begin, end});
+}
+
 void run(const Linear& op, Dtype of_x, Dtype of_y) {
   const Kernels& kernels = kernels_in_use();
+  if (is_float(layout_of(op.format))) return run_exact(op, of_x, of_y);
   if (op.rows <= 0) return;
   const Lines memory = lines(activation_bytes(op.rows, op.k, op.fine));
   const Activations x = activations_in(memory.get(), op.rows, op.k, op.fine);
@@ -147,7 +166,6 @@ void run(const Linear& op, Dtype of_x, Dtype of_y) {
 }
 
 void run_exact(const Linear& op, Dtype of_x, Dtype of_y) {
-  const bool wide = of_y == Dtype::float32 && of_x != Dtype::float32;
   const std::ptrdiff_t panels = (strips_of(op.n) + kPanelStrips - 1) / kPanelStrips;
   if (op.rows <= 0) return;
 #if defined(_OPENMP)
@@ -155,8 +173,7 @@ void run_exact(const Linear& op, Dtype of_x, Dtype of_y) {
 #endif
   {
     const Part part = part_of(panels);
-    const Part strips{part.begin * kPanelStrips, std::min(part.end * kPanelStrips, strips_of(op.n))};
-    if (strips.begin < strips.end) fill_and_multiply(op, of_x, wide, strips);
+    multiply_numbers(op, of_x, of_y, part.begin * kPanelStrips, std::min(part.end * kPanelStrips, strips_of(op.n)));
   }
 }
 

@@ -9,7 +9,8 @@
 // With fewer than 8 bits several lines share one (see quantised_values.h). Integers are never rounded again: they are
 // stored without a sign, `zero` above their value, and scales are the file's own.
 //
-// A few rows and many are computed alike: activations become integers of one byte, or of two where a model needs them
+// Numbers of 8 bits (FP8) are multiplied as such (float8_kernels.cpp). Of integers, a few rows and many are computed
+// alike: activations become integers of one byte, or of two where a model needs them
 // (15 bits), with a scale for 32 of them, and are multiplied as integers (quantised_body.h). The exact product dequantises panels of the weight and multiplies those as any other
 // (fused_linear_body.h). The bodies start no threads: quantised.cpp distributes strips and rows.
 #pragma once
@@ -20,25 +21,27 @@
 
 namespace memserve::quantised {
 
-// The formats of GGUF files, and grouped integers with zero points (AWQ, GPTQ) for groups of 32 and of 128 inputs.
+// The formats of GGUF files, grouped integers with zero points (AWQ, GPTQ) for groups of 32 and of 128 inputs, and
+// numbers of 8 bits (e4m3) with a float for as many.
 enum class Format : int {
   q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4,
-  int4_32, int4_128, int8_32, int8_128
+  int4_32, int4_128, int8_32, int8_128, fp8_32, fp8_128
 };
-inline constexpr int kFormats = 17;
+inline constexpr int kFormats = 19;
 inline constexpr const char* kFormatNames[kFormats] = {"Q4_0", "Q4_1", "Q5_0",   "Q5_1",   "Q8_0",  "Q2_K",
                                                        "Q3_K", "Q4_K", "Q5_K",   "Q6_K",   "IQ4_NL", "IQ4_XS",
-                                                       "MXFP4", "INT4_32", "INT4_128", "INT8_32", "INT8_128"};
+                                                       "MXFP4", "INT4_32", "INT4_128", "INT8_32", "INT8_128",
+                                                       "FP8_32", "FP8_128"};
 
 inline constexpr std::ptrdiff_t kStrip = 32, kHalfStrip = 16;  // outputs
 inline constexpr std::ptrdiff_t kGroup = 32, kSteps = 8;       // inputs with one scale of activations; steps of 4 in it
 inline constexpr std::ptrdiff_t kLine = 64;                    // bytes
 
-// half, bfloat: a number a block. levels: a half a block, times a small integer for each of its groups.
-enum class Scale { half, bfloat, levels };
+// half, bfloat, single: a number a block. levels: a half a block, times a small integer for each of its groups.
+enum class Scale { half, bfloat, levels, single };
 // half, levels: as scales; zero: a half a block that the scale multiplies.
 enum class Minimum { none, half, levels, zero };
-enum class Table { none, nonlinear, float4 };  // what four bits mean
+enum class Table { none, nonlinear, float4, float8 };  // what four bits mean, or eight
 
 // weight = (value - zero) * scale - minimum
 struct Layout {
@@ -70,12 +73,18 @@ constexpr Layout layout_of(Format format) {
     case Format::int4_128: return {4, Scale::half, Minimum::zero, 0, 4};
     case Format::int8_32: return {8, Scale::half, Minimum::zero};
     case Format::int8_128: return {8, Scale::half, Minimum::zero, 0, 4};
+    case Format::fp8_32: return {8, Scale::single, Minimum::none, 0, 1, 1, Table::float8};
+    case Format::fp8_128: return {8, Scale::single, Minimum::none, 0, 4, 1, Table::float8};
   }
   return {};
 }
 
 // Bytes of a block of one strip: its numbers first (scale, minimum), then the small scales and minima of its groups.
-constexpr std::ptrdiff_t number_bytes(const Layout& of) { return kStrip * 2 * (of.minimum == Minimum::none ? 1 : 2); }
+constexpr std::ptrdiff_t number_bytes(const Layout& of) {
+  return kStrip * 2 * (of.minimum == Minimum::none && of.scale != Scale::single ? 1 : 2);
+}
+// Whether weights are no integers: activations stay numbers then.
+constexpr bool is_float(const Layout& of) { return of.table == Table::float8; }
 constexpr std::ptrdiff_t level_bytes(const Layout& of) {
   return of.scale == Scale::levels ? kStrip * of.groups * of.parts : 0;
 }
@@ -178,6 +187,15 @@ struct Linear {
   bool fine;
 };
 
+// Rows times numbers of 8 bits as they are, which become no panel: up to so many rows.
+inline constexpr std::ptrdiff_t kRowsOfFloats = 128;
+struct FloatKernels {
+  void (*multiply)(const Linear&, Dtype of_x, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end);  // strips
+};
+
+// Some strips of a product with the weights as numbers, by one thread: float32 or bfloat16.
+void multiply_numbers(const Linear& op, Dtype of_x, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end);
+
 // Several threads share rows and strips; no Python state is touched.
 void run(const Linear& op, Dtype of_x, Dtype of_y);
 void run_exact(const Linear& op, Dtype of_x, Dtype of_y);  // float32 or bfloat16: arithmetic on the weights as numbers
@@ -189,20 +207,40 @@ struct Source {
   const std::uint8_t* blocks;
   const std::int64_t* order;
   const std::uint16_t *scales, *zeros;  // of grouped integers, else null
+  const float* singles;                 // of numbers of 8 bits, else null
   std::ptrdiff_t n, k;
   Format format;
 };
 void pack(const Source& source, std::uint8_t* to);
-std::ptrdiff_t file_block_bytes(Format format);  // of a GGUF file; 0: grouped integers
+std::ptrdiff_t file_block_bytes(Format format);  // of a GGUF file; 0: of no such file
+
+// Some outputs and blocks of inputs of a packed weight [.., k], packed: outputs[i] is row i, blocks[j] block j.
+struct Cut {
+  const std::uint8_t* from;
+  const std::int64_t *outputs, *blocks;
+  std::ptrdiff_t k, n, block_count;
+  Format format;
+};
+void cut(const Cut& op, std::uint8_t* to);
 
 }  // namespace memserve::quantised
 
 namespace memserve {
-namespace portable { extern const quantised::Kernels quantised_kernels; }
+namespace portable {
+extern const quantised::Kernels quantised_kernels;
+extern const quantised::FloatKernels float8_kernels;
+}
 #if defined(MEMSERVE_X86_ISAS)
-namespace avx2 { extern const quantised::Kernels quantised_kernels; }
+namespace avx2 {
+extern const quantised::Kernels quantised_kernels;
+extern const quantised::FloatKernels float8_kernels;
+}
+namespace avx512_bf16_vbmi { extern const quantised::FloatKernels float8_kernels; }
 namespace avx2_vnni { extern const quantised::Kernels quantised_kernels; }
-namespace avx512 { extern const quantised::Kernels quantised_kernels; }
+namespace avx512 {
+extern const quantised::Kernels quantised_kernels;
+extern const quantised::FloatKernels float8_kernels;
+}
 namespace avx512_vnni { extern const quantised::Kernels quantised_kernels; }
 #endif
 }  // namespace memserve

@@ -53,17 +53,30 @@ void pack_blocks(const std::string& name, Address blocks, Address order, Size n,
   check_sizes(name, n, k);
   if (file_block_bytes(format_of(name)) == 0) refuse(name + " is no format of a GGUF file: use quantised_pack_groups");
   nb::gil_scoped_release release;
-  pack({in(blocks), order ? in<std::int64_t>(order) : nullptr, nullptr, nullptr, n, k, format_of(name)},
+  pack({in(blocks), order ? in<std::int64_t>(order) : nullptr, nullptr, nullptr, nullptr, n, k, format_of(name)},
        static_cast<std::uint8_t*>(out(to)));
 }
 
 void pack_groups(const std::string& name, Address values, Address scales, Address zeros, Size n, Size k, Address to) {
   check_sizes(name, n, k);
   if (file_block_bytes(format_of(name)) != 0) refuse(name + " is a format of a GGUF file: use quantised_pack");
+  const bool singles = layout_of(format_of(name)).scale == Scale::single;
+  if (singles == (zeros != 0)) refuse(name + (singles ? " has no zero points" : " has zero points"));
   nb::gil_scoped_release release;
-  pack({in(values), nullptr, in<std::uint16_t>(scales), in<std::uint16_t>(zeros), n, k, format_of(name)},
+  pack({in(values), nullptr, singles ? nullptr : in<std::uint16_t>(scales), in<std::uint16_t>(zeros),
+        singles ? in<float>(scales) : nullptr, n, k, format_of(name)},
        static_cast<std::uint8_t*>(out(to)));
 }
+
+void cut_out(const std::string& name, Address from, Address outputs, Address blocks, Size k, Size n, Size count,
+             Address to) {
+  check_sizes(name, n, k);
+  nb::gil_scoped_release release;
+  cut({in(from), in<std::int64_t>(outputs), in<std::int64_t>(blocks), k, n, count, format_of(name)},
+      static_cast<std::uint8_t*>(out(to)));
+}
+
+Size inputs_of_block(const std::string& name) { return block_inputs(layout_of(format_of(name))); }
 
 void linear(Address x, Size stride_x, Address w, Address bias, Address y, Size stride_y, Size rows, Size k, Size n,
             int format, int dtype_x, int dtype_y, int bits) {
@@ -102,6 +115,8 @@ void bind_quantised(nb::module_& m) {
   m.def("quantised_file_bytes", &file_bytes);
   m.def("quantised_pack", &pack_blocks);
   m.def("quantised_pack_groups", &pack_groups);
+  m.def("quantised_cut", &cut_out);
+  m.def("quantised_block_inputs", &inputs_of_block);
   m.def("quantised_linear", &linear);
   m.def("quantised_gather", &gather);
   m.def("quantised_set", [] { return std::string(kSetNames[set_in_use()]); });

@@ -107,9 +107,18 @@ static void quantise(const q::Quantise& op, Dtype dtype, std::ptrdiff_t begin, s
 template <q::Format kFormat>
 static inline Floats numbers_of(Words values, int byte, Floats scale, Floats minimum) {
   constexpr Layout of = q::layout_of(kFormat);
+  if constexpr (q::is_float(of)) return floats_of_float8((values >> (8 * byte)) & 255u) * scale;
   const Floats integers = floats_of((Ints)((values >> (8 * byte)) & 255u) - of.zero);
   if constexpr (of.minimum == q::Minimum::none) return integers * scale;
   return integers * scale - minimum;
+}
+
+// Of one value, without a scale.
+template <q::Format kFormat>
+static inline float number_of(std::uint8_t value) {
+  constexpr Layout of = q::layout_of(kFormat);
+  if constexpr (q::is_float(of)) return floats_of_float8(Words{} + value)[0];
+  return static_cast<float>(value - of.zero);
 }
 
 static inline void put_four(float* to, const Floats* numbers) {
@@ -175,7 +184,7 @@ static void gather_rows(const q::Gather& op, std::ptrdiff_t begin, std::ptrdiff_
         const std::ptrdiff_t group = i / q::kGroup, within = i % q::kGroup;
         const std::uint8_t value = chunk.lines(group, output)[within / 4 * q::kLine + within % 4];
         const std::ptrdiff_t numbers = (group * of.parts + within * of.parts / q::kGroup) * q::kStrip + output;
-        const float product = static_cast<float>(value - of.zero) * chunk.scales[numbers];
+        const float product = number_of<kFormat>(value) * chunk.scales[numbers];
         put(y + first * q::kGroup + i, of.minimum == q::Minimum::none ? product : product - chunk.minima[numbers]);
       }
     }

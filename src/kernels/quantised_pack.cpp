@@ -15,6 +15,7 @@ constexpr std::ptrdiff_t kBlockMax = 256;  // inputs
 struct Decoded {
   std::uint8_t values[kBlockMax];
   std::uint16_t scale = 0, minimum = 0;
+  float single = 0;
   std::int8_t scales[16] = {}, minima[16] = {};  // small ones, of each part of each group
 };
 
@@ -138,8 +139,10 @@ void decode(Format format, const std::uint8_t* from, Decoded& to) {
 void read_block(const Source& source, std::ptrdiff_t row, std::ptrdiff_t block, Decoded& to) {
   const std::ptrdiff_t inputs = block_inputs(layout_of(source.format)), blocks = source.k / inputs;
   const std::ptrdiff_t at = (source.order ? source.order[row] : row) * blocks + block;
-  if (source.scales == nullptr) return decode(source.format, source.blocks + at * file_block_bytes(source.format), to);
+  if (source.scales == nullptr && source.singles == nullptr)
+    return decode(source.format, source.blocks + at * file_block_bytes(source.format), to);
   std::memcpy(to.values, source.blocks + at * inputs, inputs);
+  if (source.singles) return static_cast<void>(to.single = source.singles[at]);
   to.scale = source.scales[at], to.minimum = source.zeros[at];
 }
 
@@ -168,7 +171,8 @@ void pack_block(const Source& source, std::ptrdiff_t strip, std::ptrdiff_t block
   Decoded decoded;
   for (std::ptrdiff_t output = 0; output < outputs; ++output) {
     read_block(source, strip * kStrip + output, block, decoded);
-    numbers[0][output] = decoded.scale, numbers[1][output] = decoded.minimum;
+    if (of.scale == Scale::single) std::memcpy(numbers[0] + 2 * output, &decoded.single, sizeof decoded.single);
+    else numbers[0][output] = decoded.scale, numbers[1][output] = decoded.minimum;
     for (std::ptrdiff_t i = 0; i < levels; ++i)
       small[0][i][output] = decoded.scales[i], small[1][i][output] = decoded.minima[i];
     std::uint8_t* place = bytes + output / kHalfStrip * (kSteps * kLine) + output % kHalfStrip * 4;
@@ -182,6 +186,24 @@ void pack_block(const Source& source, std::ptrdiff_t strip, std::ptrdiff_t block
   to += header_bytes(of);
   for (std::ptrdiff_t half = 0; half < of.groups * 2; ++half)
     write_lines(of, bytes + half * kSteps * kLine, to + half * half_bytes(of));
+}
+
+// Bytes of output `i` of a block, those of output `j` of another one: all that a block has of an output lies apart.
+void copy_output(const Layout& of, const std::uint8_t* from, std::ptrdiff_t j, std::uint8_t* to, std::ptrdiff_t i) {
+  const auto copy = [&](std::ptrdiff_t begin, std::ptrdiff_t end, std::ptrdiff_t size) {  // arrays of the strip's outputs
+    for (std::ptrdiff_t at = begin; at < end; at += kStrip * size)
+      std::memcpy(to + at + i * size, from + at + j * size, static_cast<std::size_t>(size));
+  };
+  copy(0, number_bytes(of), of.scale == Scale::single ? 4 : 2);
+  copy(number_bytes(of), header_bytes(of), 1);
+  const std::ptrdiff_t i_half = i / kHalfStrip * half_bytes(of), j_half = j / kHalfStrip * half_bytes(of);
+  to += header_bytes(of) + i_half + i % kHalfStrip * 4;
+  from += header_bytes(of) + j_half + j % kHalfStrip * 4;
+  for (std::ptrdiff_t group = 0; group < of.groups; ++group)
+    for (std::ptrdiff_t line = 0; line < of.bits; ++line) {
+      const std::ptrdiff_t at = group * 2 * half_bytes(of) + line * kLine;
+      std::memcpy(to + at, from + at, 4);
+    }
 }
 
 }  // namespace
@@ -201,6 +223,25 @@ void pack(const Source& source, std::uint8_t* to) {
   for (std::ptrdiff_t strip = 0; strip < strips; ++strip)
     for (std::ptrdiff_t block = 0; block < blocks; ++block)
       pack_block(source, strip, block, to + (strip * blocks + block) * block_bytes(of));
+}
+
+void cut(const Cut& op, std::uint8_t* to) {
+  const Layout of = layout_of(op.format);
+  const std::ptrdiff_t strips = strips_of(op.n), blocks = op.k / block_inputs(of), bytes = block_bytes(of);
+#if defined(_OPENMP)
+#pragma omp parallel for schedule(dynamic, 1)
+#endif
+  for (std::ptrdiff_t strip = 0; strip < strips; ++strip) {
+    for (std::ptrdiff_t block = 0; block < op.block_count; ++block) {
+      std::uint8_t* place = to + (strip * op.block_count + block) * bytes;
+      std::memset(place, 0, static_cast<std::size_t>(bytes));
+      for (std::ptrdiff_t i = 0; i < std::min(kStrip, op.n - strip * kStrip); ++i) {
+        const std::ptrdiff_t row = op.outputs[strip * kStrip + i];
+        const std::uint8_t* from = op.from + (row / kStrip * blocks + op.blocks[block]) * bytes;
+        copy_output(of, from, row % kStrip, place, i);
+      }
+    }
+  }
 }
 
 }  // namespace memserve::quantised

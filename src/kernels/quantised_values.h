@@ -122,6 +122,14 @@ static inline Ints dot(Ints sums, Words weights, std::int32_t activations) {
 #endif
 }
 
+// Of numbers of 8 bits (e4m3), in the low byte of each lane: as float16 they are 2^-8 of themselves, small ones too.
+static inline Floats floats_of_float8(Words v) {
+  const Halves bits = __builtin_convertvector((v & 0x80u) << 8 | (v & 0x7fu) << 7, Halves);
+  Fp16 halves[kLanes];
+  std::memcpy(halves, &bits, sizeof bits);
+  return load(halves) * 256.0f;
+}
+
 static inline Floats floats_of(Ints v) { return __builtin_convertvector(v, Floats); }
 
 static inline Floats load_small(const std::int8_t* p) {
@@ -145,6 +153,7 @@ struct Header {
   // Of part `part` of group `group`.
   Floats scale(std::ptrdiff_t group, int part, std::ptrdiff_t output) const {
     if constexpr (of.scale == q::Scale::bfloat) return load(reinterpret_cast<const Bf16*>(at) + output);
+    if constexpr (of.scale == q::Scale::single) return load(reinterpret_cast<const float*>(at) + output);
     const Floats number = load(reinterpret_cast<const Fp16*>(at) + output);
     if constexpr (of.scale == q::Scale::levels) return number * load_small(level(0, group, part) + output);
     return number;

@@ -2,6 +2,7 @@
 set(MEMSERVE_ISA_SOURCES
   src/kernels/attention_codes_kernels.cpp
   src/kernels/attention_kernels.cpp
+  src/kernels/float8_kernels.cpp
   src/kernels/fused_kernels.cpp
   src/kernels/quantised_kernels.cpp
   src/kernels/recurrent_kernels.cpp
@@ -49,12 +50,13 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$" AND MEMSERVE_HAS_AVX512BF16
   set(MEMSERVE_AVX512 ${MEMSERVE_AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
   memserve_add_isa(avx2 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX2})
   memserve_add_isa(avx512 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512})
-  list(REMOVE_ITEM MEMSERVE_ISA_SOURCES src/kernels/attention_codes_kernels.cpp src/kernels/quantised_kernels.cpp
-       src/kernels/recurrent_kernels.cpp)
+  list(REMOVE_ITEM MEMSERVE_ISA_SOURCES src/kernels/attention_codes_kernels.cpp src/kernels/float8_kernels.cpp
+       src/kernels/quantised_kernels.cpp src/kernels/recurrent_kernels.cpp)
   memserve_add_isa(avx512_bf16 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512} -mavx512bf16)
   # Dot products of bytes (VNNI) came in other years than bfloat16: kernels that need them are sets of their own.
   memserve_add_isa(avx2_vnni src/kernels/quantised_kernels.cpp ${MEMSERVE_AVX2} -mavxvnni)
   memserve_add_isa(avx512_vnni src/kernels/quantised_kernels.cpp ${MEMSERVE_AVX512} -mavx512vnni)
+  memserve_add_isa(avx512_bf16_vbmi src/kernels/float8_kernels.cpp ${MEMSERVE_AVX512} -mavx512bf16 -mavx512vbmi)
   memserve_add_isa(avx512_bf16_vnni src/kernels/attention_codes_kernels.cpp ${MEMSERVE_AVX512} -mavx512bf16
                    -mavx512vnni)
   target_compile_definitions(_kernels PRIVATE MEMSERVE_X86_ISAS)

@@ -208,8 +208,17 @@ def quantised_pack(format: str, blocks: int, order: int, n: int, k: int, to: int
     row that each output is (0: the same). ValueError: as above, and for a format of no file."""
 
 def quantised_pack_groups(format: str, values: int, scales: int, zeros: int, n: int, k: int, to: int) -> None:
-    """Pack uint8 ``values [n, k]`` with float16 ``scales`` and ``zeros`` ``[n, k / group]``. ValueError: as above, and
-    for a format of GGUF files."""
+    """Pack uint8 ``values [n, k]`` with float16 ``scales`` and ``zeros`` ``[n, k / group]``; numbers of 8 bits with
+    float32 ``scales``, and without ``zeros`` (0). ValueError: as above, and for a format of GGUF files."""
+
+def quantised_block_inputs(format: str) -> int:
+    """Inputs of a block: a packed weight is cut at multiples of them. ValueError: an unknown format."""
+
+def quantised_cut(
+    format: str, weight: int, outputs: int, blocks: int, k: int, n: int, count: int, to: int
+) -> None:  # fmt: skip
+    """Pack ``outputs``, int64 ``[n]``, and ``blocks`` of inputs, int64 ``[count]``, of a packed weight with ``k``
+    inputs. ValueError: as above."""
 
 def quantised_linear(
     x: int,
@@ -228,7 +237,8 @@ def quantised_linear(
 ) -> None:
     """``y = x @ weight.T + bias`` over a packed weight; ``bias`` float32 or 0. Rows of ``x`` are rounded to integers of
     ``bits`` (8 or 15), with a scale for 32 of them. 0: they are not; the weight becomes numbers of ``dtype_x``
-    (float32, bfloat16), and ``dtype_y`` is the same or float32."""
+    (float32, bfloat16), and ``dtype_y`` is the same or float32. So with any ``bits`` for numbers of 8 bits,
+    which up to 128 rows meet as they are."""
 
 def quantised_gather(weight: int, ids: int, count: int, y: int, k: int, format: int, dtype: int) -> None:
     """``y[i]`` = the weights of output ``ids[i]``, int64, as numbers: dense ``y [count, k]``."""

@@ -4,6 +4,7 @@ A step of few rows is bound by reading the weights, and these are a quarter to a
 kernels (``_kernels.quantised_linear``) multiply integers: activations are rounded to int8 with a scale for 32 of them,
 as llama.cpp does, or to 15 bits where a model's answers need them: as quick where few rows are multiplied, as quick as
 bfloat16 where many are. An exact layer computes with the weights as numbers instead, in the dtype of the activations.
+Numbers of 8 bits (FP8) are multiplied as they are, with activations as they are.
 
 Two-dimensional tensors of GGUF files are packed as they lie in the file; integers of AWQ and GPTQ checkpoints, with a
 scale and a zero point a group, once they are apart (:meth:`QuantisedWeight.of_groups`).
@@ -25,12 +26,20 @@ from memserve.base.types import COARSE_BITS
 from memserve.model.linears import ROWS_NATIVE_MAX
 
 FORMATS = tuple(_kernels.QUANTISED_FORMATS)
-"""GGUF's names; ``INT4_32``, ``INT4_128``, ``INT8_32``, ``INT8_128``: integers in groups of so many inputs."""
+"""GGUF's names; ``INT4_32``, ``INT4_128``, ``INT8_32``, ``INT8_128``: integers in groups of so many inputs; ``FP8_32``,
+``FP8_128``: numbers of 8 bits (e4m3) with a float for so many."""
 
 _GROUPS = {name: int(name.rpartition("_")[2]) for name in FORMATS if name.startswith("INT")}
+_BLOCKS_OF_FLOATS = {name: int(name.rpartition("_")[2]) for name in FORMATS if name.startswith("FP8")}
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EXACT = (torch.float32, torch.bfloat16)
+_NAN = 0x7F  # of e4m3, whatever its sign
 _MARK = "memserve_is_quantised"
+
+
+def rounds_activations(format: str) -> bool:
+    """Whether activations become integers before they meet weights of ``format``."""
+    return format not in _BLOCKS_OF_FLOATS
 
 
 def mark_quantised(module: Any) -> None:
@@ -130,6 +139,39 @@ class QuantisedWeight:
             raise UserError(f"an order of {k} inputs has each of them once")
         return QuantisedWeight(format, n, k, packed, inputs)
 
+    @staticmethod
+    def of_floats(format: str, values: Tensor, scales: Tensor) -> QuantisedWeight:
+        """Pack numbers of 8 bits: ``weight = values * scales``, of each block of inputs.
+
+        ``values`` float8_e4m3fn ``[n, k]``, ``scales`` float32 ``[n, k / block]``. Raises :class:`UserError` for an
+        unknown format, for other shapes, and for a number that is NaN."""
+        (n, k), block = values.shape, _BLOCKS_OF_FLOATS.get(format, 0)
+        if not block or values.dtype != torch.float8_e4m3fn:
+            raise UserError(f"{format} is no format of {values.dtype}", hint=f"one of {', '.join(_BLOCKS_OF_FLOATS)}")
+        packed, codes, scales = _room(format, n, k), values.contiguous().view(torch.uint8), scales.float().contiguous()
+        if scales.shape != (n, k // block):
+            raise UserError(f"a {format} weight of {n} x {k} has {n} x {k // block} scales")
+        if bool((codes & _NAN == _NAN).any()):
+            raise UserError("a weight has numbers that are not finite (NaN)", hint="download all of it again")
+        _kernels.quantised_pack_groups(format, codes.data_ptr(), scales.data_ptr(), 0, n, k, packed.data_ptr())
+        return QuantisedWeight(format, n, k, packed)
+
+    def cut(self, outputs: Tensor, blocks: Tensor | None = None) -> QuantisedWeight:
+        """Some ``outputs``, and some blocks of inputs (None: all), int64 both and in any order, as a weight of its own.
+
+        Raises :class:`UserError` for places beyond the weight, and for blocks of inputs in an order of their own."""
+        size = _kernels.quantised_block_inputs(self.format)
+        count = self.k // size
+        own = torch.arange(count) if blocks is None else blocks.contiguous()
+        is_kept = blocks is None or self.inputs is None
+        if not (is_kept and _is_within(outputs, self.n) and _is_within(own, count) and len(outputs) and len(own)):
+            raise UserError(f"a {self.format} weight of {self.n} x {self.k} has no such part")
+        n, k, outputs = len(outputs), len(own) * size, outputs.contiguous()
+        packed = _room(self.format, n, k)
+        addresses = self.packed.data_ptr(), outputs.data_ptr(), own.data_ptr()
+        _kernels.quantised_cut(self.format, *addresses, self.k, n, len(own), packed.data_ptr())
+        return QuantisedWeight(self.format, n, k, packed, self.inputs)
+
 
 class QuantisedLinear:
     """``y = x @ weight.T + bias`` with a quantised ``weight [n, k]``, possibly several weights stacked.
@@ -197,7 +239,7 @@ class QuantisedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """``x [..., k]`` float32, bfloat16 or float16 -> ``[..., n]``, of its dtype, or float32 if ``wide``."""
         dtype = torch.float32 if self.wide else x.dtype
-        if self.exact and x.dtype not in _EXACT:
+        if (self.exact or not rounds_activations(self.format)) and x.dtype not in _EXACT:
             return self(x.float()).to(dtype)
         x = x.contiguous() if self.inputs is None else x.index_select(-1, self.inputs)
         y = torch.empty((*x.shape[:-1], self.n), dtype=dtype)
