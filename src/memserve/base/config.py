@@ -457,7 +457,7 @@ class EngineOptions:
     @property
     def may_keep_file(self) -> bool:
         """Whether the weights of a ``.gguf`` file may stay in it, as they are."""
-        return self.quantization == "auto" and self.dtype in ("auto", "bfloat16") and self.parallel.worker_count == 1
+        return self.quantization == "auto" and self.dtype in ("auto", "bfloat16")
 
     def instance_config(
         self,

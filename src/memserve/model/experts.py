@@ -90,23 +90,23 @@ class _Stacks:
         """Elements between a layer up and a layer down."""
         return int(self.down.shape[1 if self._turned else 2])
 
-    def cut(self, first: int, count: int, *, keeps_bias: bool) -> None:
+    def cut(self, first: int, count: int, *, keeps_bias: bool, take: Take) -> None:
         """Leave ``count`` of the inner elements, from ``first`` on, of all experts."""
         module, name = self._module, "gate_up_proj" if self._module.has_gate else "up_proj"
         columns = torch.arange(first, first + count)
         if module.has_gate:  # of both, which lie one behind the other, or by turns
             gate, up = (columns, columns + self.inner_dim) if module.is_concatenated else (2 * columns, 2 * columns + 1)
             columns = torch.cat((gate, up)) if module.is_concatenated else torch.stack((gate, up), 1).reshape(-1)
-        rows, turned = slice(first, first + count), self._turned
-        self._replace(name, self.up[:, :, columns] if turned else self.up[:, columns])
-        self._replace("down_proj", self.down[:, rows] if turned else self.down[:, :, rows])
+        rows, up, down = torch.arange(first, first + count), self.up.detach(), self.down.detach()
+        self._replace(name, take(up, 2 if self._turned else 1, columns))
+        self._replace("down_proj", take(down, 1 if self._turned else 2, rows))
         if module.has_bias:
-            self._replace(f"{name}_bias", getattr(module, f"{name}_bias")[:, columns])
+            self._replace(f"{name}_bias", getattr(module, f"{name}_bias").detach()[:, columns])
             if not keeps_bias:
                 self._replace("down_proj_bias", torch.zeros_like(module.down_proj_bias))
 
     def _replace(self, name: str, values: Tensor) -> None:
-        setattr(self._module, name, torch.nn.Parameter(values.detach().clone(), requires_grad=False))
+        setattr(self._module, name, torch.nn.Parameter(values, requires_grad=False))
 
     def matrix(self, stack: Tensor, expert: int) -> Tensor:
         """``[n, k]``"""
@@ -132,10 +132,14 @@ def inner_dim_of(module: Any) -> int:
     return _Stacks(module).inner_dim
 
 
-def cut_experts(module: Any, first: int, count: int, *, keeps_bias: bool) -> None:
-    """Leave of each expert of ``module`` so many of its inner elements. ``keeps_bias``: of results, which one worker
-    adds."""
-    _Stacks(module).cut(first, count, keeps_bias=keeps_bias)
+Take = Callable[[Tensor, int, Tensor], Tensor]
+"""``(stack, dimension, places, int64)`` -> these places of the stack, in memory of their own."""
+
+
+def cut_experts(module: Any, first: int, count: int, *, keeps_bias: bool, take: Take = Tensor.index_select) -> None:
+    """Leave of each expert of ``module`` so many of its inner elements, as ``take`` cuts stacks. ``keeps_bias``: of
+    results, which one worker adds."""
+    _Stacks(module).cut(first, count, keeps_bias=keeps_bias, take=take)
 
 
 class PackedExperts:

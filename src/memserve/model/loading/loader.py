@@ -31,6 +31,7 @@ from memserve.system.memory import ModelSizes, check_model_memory
 if TYPE_CHECKING:
     import torch
 
+    from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint
     from memserve.model.loading.probe import ProbedLayer
     from memserve.model.loading.stored import StoredWeights
     from memserve.model.lora import Adapters
@@ -165,14 +166,15 @@ def load_model(
     adapters = read_adapters(lora)
     import torch
 
-    may_keep = quantization != "none" and _takes_stored(dtype, place, on_host=on_host)
-    folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None, keep_file=may_keep)
+    may_keep = quantization != "none" and _takes_stored(dtype, place)
+    kv_bytes = kv_bytes if place.type == "cpu" else None
+    folder, checkpoint = _resolve_and_check(source, dtype_name, kv_bytes, keep_file=may_keep)
     folder = _rounded(folder, quantization)
     if threads is not None:
         torch.set_num_threads(threads)
     loaded_on, on_cpu = torch.device("cpu") if on_host else place, place.type == "cpu"
     module, identity, geometry, layers = _load_and_probe(
-        folder, dtype_name, loaded_on, block_tokens, may_keep=may_keep, keep_latents=on_cpu
+        folder, dtype_name, loaded_on, block_tokens, checkpoint, may_keep=may_keep, keep_latents=on_cpu
     )
     tokenizer, original = load_tokenizer(folder), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
@@ -194,7 +196,7 @@ def load_model(
         generation_defaults=_generation_defaults(folder),
         attends_plainly=not original and _attends_plainly(module, layers),
         position_regimes=regimes or NO_REGIMES,
-        quantization=quantization if activation_bits else "none",
+        quantization=quantization if _keeps_weights(module) else "none",
         activation_bits=activation_bits,
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
@@ -236,10 +238,10 @@ def _probe(
     return geometry, layers
 
 
-def _takes_stored(dtype: str, place: torch.device, *, on_host: bool) -> bool:
+def _takes_stored(dtype: str, place: torch.device) -> bool:
     """Whether weights may be computed with as they are stored: to ask for float32 is to ask for the arithmetic of the
-    numbers; no kernel of a GPU, nor a cut for workers, takes stored weights."""
-    return dtype in ("auto", "bfloat16") and place.type == "cpu" and not on_host
+    numbers; no kernel of a GPU takes stored weights."""
+    return dtype in ("auto", "bfloat16") and place.type == "cpu"
 
 
 def _rounded(folder: ModelFolder, kind: str) -> ModelFolder:
@@ -252,14 +254,17 @@ def _rounded(folder: ModelFolder, kind: str) -> ModelFolder:
     return rounded_folder(folder, kind)
 
 
-def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_file: bool) -> ModelFolder:
-    """The folder of ``source``, unless the machine cannot hold it with ``kv_bytes`` of KV; None: without a look."""
+def _resolve_and_check(
+    source: str, dtype: str, kv_bytes: int | None, *, keep_file: bool
+) -> tuple[ModelFolder, QuantisedCheckpoint | None]:
+    """The folder of ``source``, unless the machine cannot hold it with ``kv_bytes`` of KV; None: without a look. And
+    its quantised weights, if they were looked at: to know what the kernels can have takes their scales."""
     import torch
 
     from memserve.model.loading.formats.checkpoint import quantised_checkpoint
 
     if kv_bytes is None:
-        return resolve_source(source, dtype, keep_file=keep_file)
+        return resolve_source(source, dtype, keep_file=keep_file), None
     value_bytes = getattr(torch, dtype).itemsize
 
     def check(name: str, values: int, largest: int) -> None:
@@ -269,18 +274,19 @@ def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None, *, keep_fi
     if folder.keeps_file and folder.gguf is not None:  # packed from the file, and a layer of numbers at a time
         largest = value_bytes * text_weights(folder.path)[1]
         check_model_memory(folder.name, folder.gguf.stat().st_size, largest, kv_bytes)
-        return folder
+        return folder, None
     checkpoint = quantised_checkpoint(folder.path, folder.name) if keep_file and folder.gguf is None else None
     if checkpoint is not None:
         check_model_memory(folder.name, *checkpoint.resident_bytes(value_bytes), kv_bytes)
     else:
         check(folder.name, *text_weights(folder.path))
-    return folder
+    return folder, checkpoint
 
 
 def _load_and_probe(
-    folder: ModelFolder, dtype: str, place: torch.device, block_tokens: int, *, may_keep: bool, keep_latents: bool
-) -> tuple[Any, str, KVGeometry, list[ProbedLayer]]:
+    folder: ModelFolder, dtype: str, place: torch.device, block_tokens: int, checkpoint: QuantisedCheckpoint | None,
+    *, may_keep: bool, keep_latents: bool,
+) -> tuple[Any, str, KVGeometry, list[ProbedLayer]]:  # fmt: skip
     """The module (see :func:`_load`), its fingerprint, its geometry, and its layers that attend. ``keep_latents``: not
     on a GPU, where no kernel reads them yet."""
     import torch
@@ -288,21 +294,24 @@ def _load_and_probe(
     from memserve.model.forward import linears_alone
     from memserve.model.loading.stored import number_weights
 
-    module = _load(folder, getattr(torch, dtype), may_keep=may_keep).to(place)
+    module = _load(folder, getattr(torch, dtype), checkpoint, may_keep=may_keep).to(place)
     identity = _fingerprint(module, folder)
     geometry, layers = _probe(module, dtype, block_tokens, identity, keep_latents=keep_latents)
     number_weights(module, linears_alone(module))
     return module, identity, geometry, layers
 
 
-def _load(folder: ModelFolder, dtype: torch.dtype, *, may_keep: bool) -> Any:
+def _load(
+    folder: ModelFolder, dtype: torch.dtype, checkpoint: QuantisedCheckpoint | None = None, *, may_keep: bool
+) -> Any:
     """The module, which has no numbers in the place of weights that stay quantised (``may_keep``: there may be such) as
-    in a GGUF file whose description ``folder`` is, or as in a quantised checkpoint."""
+    in a GGUF file whose description ``folder`` is, or as in a quantised ``checkpoint`` (None: it is to be read)."""
     from memserve.model.loading.formats.checkpoint import quantised_checkpoint
     from memserve.model.loading.stored import NOT_STORED, reserve_stored, stored_in_checkpoint
 
     described = folder.gguf if folder.keeps_file else None
-    checkpoint = quantised_checkpoint(folder.path, folder.name) if may_keep and folder.gguf is None else None
+    if checkpoint is None and may_keep and folder.gguf is None:
+        checkpoint = quantised_checkpoint(folder.path, folder.name)
     if checkpoint is not None:
         checkpoint.put_off()
     module = load_module(folder.path, folder.name, dtype, checkpoint=checkpoint)
@@ -367,13 +376,19 @@ def _keep_file(module: Any, folder: ModelFolder, identity: str) -> str:
     return _as_stored(identity) if len(stored) else identity
 
 
+def _keeps_weights(module: Any) -> bool:
+    from memserve.model.loading.stored import stored_of
+
+    return len(stored_of(module)) > 0
+
+
 def _choose_bits(module: Any, tokenizer: Any, identity: str) -> tuple[str, int]:
     """The fingerprint of a model, and how many bits activations have that meet its stored weights; 0: it has none."""
     from memserve.model.loading.precision import choose_activation_bits
     from memserve.model.loading.stored import stored_of
 
     stored = stored_of(module)
-    if not len(stored):
+    if not stored.rounds_activations:
         return identity, 0
     stored.activation_bits = bits = choose_activation_bits(module, stored, tokenizer, identity)
     if bits == COARSE_BITS:

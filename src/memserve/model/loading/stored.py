@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -31,7 +31,14 @@ from memserve.model.loading.formats.checkpoint import EXPERT, QuantisedCheckpoin
 from memserve.model.loading.formats.samples import has_sample
 from memserve.model.loading.formats.weights import StoredForm
 from memserve.model.loading.pages import drop_file_pages, reserve_weight
-from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight, can_follow, mark_quantised
+from memserve.model.quantised import (
+    FORMATS,
+    QuantisedLinear,
+    QuantisedWeight,
+    can_follow,
+    mark_quantised,
+    rounds_activations,
+)
 
 log = logging.getLogger(__name__)
 
@@ -147,11 +154,15 @@ class StoredWeights:
     ) -> None:
         """Each weight ``[n, k]`` as the module has it, and as its file has it; each stack of them ``[experts, n, k]``,
         contiguous; and stacks that the module has ``turned``, ``[experts, k, n]``."""
-        self._weights = {value.data_ptr(): weight for value, weight in weights}
-        experts = {stack[i].data_ptr(): form for stack, forms in [*stacks, *turned] for i, form in enumerate(forms)}
-        self._weights |= experts
-        self._stacks = {stack.data_ptr(): tuple(forms) for stack, forms in [*stacks, *turned]}
-        self._turned = {stack[i].data_ptr() for stack, forms in turned for i in range(len(forms))}
+        self._weights: dict[int, StoredForm] = {}
+        self._stacks: dict[int, tuple[StoredForm, ...]] = {}
+        self._turned: set[int] = set()
+        for value, weight in weights:
+            self.add(value, weight)
+        for stack, forms in stacks:
+            self.add_stack(stack, forms)
+        for stack, forms in turned:
+            self.add_stack(stack, forms, is_turned=True)
         #: of layers that round activations: see :mod:`memserve.model.loading.precision`
         self.activation_bits = FINE_BITS
 
@@ -175,12 +186,44 @@ class StoredWeights:
         """The stored forms of ``value``, a stack of weights; none: it has none."""
         return self._stacks.get(value.data_ptr(), ()) if value.dim() == 3 and value.device.type == "cpu" else ()
 
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether activations become integers before they meet some of these weights."""
+        return any(rounds_activations(form.format) for form in self.forms())
+
+    def forms(self) -> Iterator[StoredForm]:
+        """Of all weights."""
+        yield from self._weights.values()
+
+    def add(self, value: Tensor, form: StoredForm) -> None:
+        """``value`` is a weight of the module that is stored so."""
+        self._weights[value.data_ptr()] = form
+
+    def add_stack(self, stack: Tensor, forms: Sequence[StoredForm], *, is_turned: bool = False) -> None:
+        """``stack`` are weights of the module that are stored so."""
+        self._stacks[stack.data_ptr()] = tuple(forms)
+        for value, form in zip(stack, forms, strict=True):
+            self.add(value, form)
+            if is_turned:
+                self._turned.add(value.data_ptr())
+
     def forget(self, value: Tensor) -> StoredForm | None:
-        """From now on ``value``, a weight of the module, is computed with as it is; what its stored form was."""
+        """From now on ``value``, a weight of the module, or a stack of them, is computed with as it is; what the stored
+        form of a weight was."""
+        parts = value if self.stack(value) else (value,)
+        self._stacks.pop(value.data_ptr(), None)
         form = self.of(value)
-        if form is not None:
-            del self._weights[value.data_ptr()]
+        for part in parts:
+            self._weights.pop(part.data_ptr(), None)
+            self._turned.discard(part.data_ptr())
         return form
+
+    def keep_only(self, values: Iterable[Tensor]) -> None:
+        """Forget all but ``values``, weights of the module and stacks of them."""
+        places = {part.data_ptr() for value in values for part in (value if self.stack(value) else (value,))}
+        self._weights = {place: form for place, form in self._weights.items() if place in places}
+        self._stacks = {place: forms for place, forms in self._stacks.items() if place in places}
+        self._turned &= places
 
     def has(self, value: Tensor) -> bool:
         """Whether ``value``, a parameter of the module, is stored otherwise."""
@@ -458,14 +501,20 @@ def _joined_stacks(
             forms = [form for form in all_forms if not isinstance(form, str)]
             if parameter is None or len(forms) < len(of_parts):
                 continue
-            whole = [joined(forms[i : i + len(parts)]) for i in range(0, len(forms), len(parts))]
+            each = [forms[i : i + len(parts)] for i in range(0, len(forms), len(parts))]
+            whole = [joined(of_expert) for of_expert in each]
             values = parameter.detach()
-            if len(values) == len(whole) and all(
-                form is not None and has_sample(form, value) for form, value in zip(whole, values, strict=True)
-            ):
-                stacks.append((values, [form for form in whole if form is not None]))
+            if len(values) == len(whole) and None not in whole and all(map(_has_samples, each, values)):
+                is_put_off = checkpoint.put_off_names.issuperset(of_parts)
+                stacks.append((_values_of(parameter, is_put_off), [form for form in whole if form is not None]))
                 names.update(of_parts)
     return stacks, names
+
+
+def _has_samples(parts: Sequence[StoredForm], value: Tensor) -> bool:
+    """Whether the rows of ``value`` are those of ``parts``, one behind the other."""
+    sizes = [part.n for part in parts]
+    return sum(sizes) == len(value) and all(map(has_sample, parts, value.split_with_sizes(sizes)))
 
 
 def name_in_module(parameters: Collection[str], name: str) -> str:

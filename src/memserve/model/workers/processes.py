@@ -28,12 +28,14 @@ from memserve import _core, _kernels
 from memserve.base.config import EngineOptions, InstanceConfig
 from memserve.base.errors import UserError, check
 from memserve.base.kv_layout import Parallel, Share, shares
+from memserve.base.types import FINE_BITS
 from memserve.base.units import MIB
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.capture.forward import best_forward
 from memserve.model.device import ModelDevice
 from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel, load_model
+from memserve.model.loading.stored import stored_of
 from memserve.model.workers.gpu_group import GpuWorkerGroup
 from memserve.model.workers.group import GroupMemory, WorkerGroup
 from memserve.model.workers.plans import Division, plan_division
@@ -70,6 +72,8 @@ class _Order:
     options: EngineOptions
     config: InstanceConfig
     threads: int
+    activation_bits: int
+    """The leader's (:class:`~memserve.model.loading.loader.LoadedModel`)."""
     parent_pid: int
     memory: tuple[tuple[int, int] | None, ...]
     """Descriptors and bytes, as :class:`~memserve.model.workers.group.GroupMemory` has them."""
@@ -185,7 +189,9 @@ class Workers(Processes):
         memory = tuple(None if arena is None else (arena.fd, arena.nbytes) for arena in arenas)
         threads = options.parallel.threads_each(options.threads or usable_cores())
         for share in self.shares[1:]:
-            order = _Order(share, options, config, threads, os.getpid(), memory, described)
+            order = _Order(
+                share, options, config, threads, model.activation_bits, os.getpid(), memory, described
+            )  # fmt: skip
             inherited = [fd for fd, _ in (*described, *filter(None, memory))]
             self._start_process("memserve.model.workers.processes", order, inherited, {"OMP_NUM_THREADS": str(threads)})
 
@@ -372,7 +378,11 @@ def main(descriptor: int) -> None:
 def _load(order: _Order, line: Connection) -> ModelDevice:
     options, share = order.options, order.share
     tokens, threads = options.block_tokens, order.threads
-    model = load_model(options.model, options.dtype, "cpu", block_tokens=tokens, threads=threads, lora=options.lora)
+    model = load_model(
+        options.model, options.dtype, "cpu", block_tokens=tokens, threads=threads, lora=options.lora,
+        quantization=options.quantization,
+    )  # fmt: skip
+    stored_of(model.module).activation_bits = order.activation_bits or FINE_BITS
     model = model.keep_kv_as(options.kv_dtype)
     model = model.lay_out_kv(windows_apart=order.config.pool.windows is not None, shares_kv=False)
     is_planned = plan_division(model.module, model.whole_geometry, only_stages=share.parts == 1).is_planned

@@ -22,6 +22,7 @@ from memserve.base.kv_layout import even
 from memserve.base.states import StatePart, StateRange
 from memserve.model.states.layers import PartKey, StateLayer
 from memserve.model.workers import group as crew
+from memserve.model.workers.cuts import WeightCuts
 
 Rows = list[tuple[int, int]]
 """Ranges of a dimension: first and count."""
@@ -55,20 +56,20 @@ def plan_cut(layer: StateLayer, parts: Sequence[StatePart], part: int, count: in
     return None
 
 
-def apply_cut(module: Any, cut: LayerCut, part: int) -> None:
-    """Leave of ``module`` what ``cut`` says; the first worker adds what is added to sums."""
+def apply_cut(module: Any, cut: LayerCut, part: int, cuts: WeightCuts) -> None:
+    """Leave of ``module`` what ``cut`` says, cut by ``cuts``; the first worker adds what is added to sums."""
     for name, rows in cut.rows.items():
         owner, _, attribute = name.rpartition(".")
         value = getattr(module.get_submodule(owner), attribute)
         if isinstance(value, nn.Module):
             for own, _ in list(value.named_parameters(recurse=False)):
-                _keep_rows(value, own, rows)
+                _keep_rows(value, own, rows, cuts)
             _tell_sizes(value, _size_of(rows))
         else:
-            _keep_rows(module.get_submodule(owner), attribute, rows)
+            _keep_rows(module.get_submodule(owner), attribute, rows, cuts)
     for name, columns in cut.columns.items():
         linear = module.get_submodule(name)
-        _replace(linear, "weight", torch.cat([linear.weight[:, first : first + size] for first, size in columns], 1))
+        _replace(linear, "weight", cuts.take(linear.weight.detach(), 1, _places_of(columns)))
         linear.in_features = _size_of(columns)
         if part and linear.bias is not None:
             linear.bias = None
@@ -272,17 +273,20 @@ def _row_dim(weight: Tensor) -> int:
     return next((dim for dim, size in enumerate(weight.shape) if size > 1), 0)
 
 
-def _keep_rows(owner: Any, name: str, rows: Rows) -> None:
+def _keep_rows(owner: Any, name: str, rows: Rows, cuts: WeightCuts) -> None:
     value = getattr(owner, name).detach()
-    dim = _row_dim(value)
-    _replace(owner, name, torch.cat([value.narrow(dim, first, count) for first, count in rows], dim))
+    _replace(owner, name, cuts.take(value, _row_dim(value), _places_of(rows)))
+
+
+def _places_of(rows: Rows) -> Tensor:
+    return torch.cat([torch.arange(first, first + count) for first, count in rows])
 
 
 def _replace(owner: Any, name: str, value: Tensor) -> None:
     if name in owner._buffers:
-        owner._buffers[name] = value.clone()
+        owner._buffers[name] = value
     else:
-        setattr(owner, name, nn.Parameter(value.detach().clone(), requires_grad=False))
+        setattr(owner, name, nn.Parameter(value, requires_grad=False))
 
 
 def _tell_sizes(part: nn.Module, size: int) -> None:

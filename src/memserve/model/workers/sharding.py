@@ -25,6 +25,7 @@ from memserve.model.experts import cut_experts, inner_dim_of
 from memserve.model.lora import AdaptedLinear, Adapters
 from memserve.model.states.layers import StateLayer, StateLayers, keep_share, states_of
 from memserve.model.workers import group as crew
+from memserve.model.workers.cuts import WeightCuts
 from memserve.model.workers.plans import (
     COLUMNS,
     HEAD_WEIGHTS,
@@ -52,32 +53,36 @@ def shard(module: Any, share: Share, geometry: KVGeometry, adapters: Adapters | 
     Raises :class:`UserError` for a model whose plan asks for more than can be cut.
     """
     division = plan_division(module, geometry, only_stages=share.parts == 1)
-    layers = division.layers
-    vocabularies = _cut_vocabulary(module, share)
+    layers, cuts = division.layers, WeightCuts(module)
+    vocabularies = _cut_vocabulary(module, share, cuts)
     if states_of(module):
-        _cut_states(module, layers, share)
+        _cut_states(module, layers, share, cuts)
     for index in share.own_layers:
-        _cut_layer(layers[index], division.plans[index], share, geometry, adapters)
+        _cut_layer(layers[index], division.plans[index], share, geometry, adapters, cuts)
     if share.stages > 1:
         _leave_out(module, layers, share)
         if not share.is_last_stage:
             module.set_output_embeddings(_NoLogits(module.get_output_embeddings()))
     if adapters is not None:
         adapters.keep_sites({part.site for part in module.modules() if isinstance(part, AdaptedLinear)})
+    cuts.finish(module)
     return vocabularies
 
 
 # -- columns and rows
 
 
-def _cut_layer(layer: Any, plan: LayerPlan, share: Share, geometry: KVGeometry, adapters: Adapters | None) -> None:
+def _cut_layer(
+    layer: Any, plan: LayerPlan, share: Share, geometry: KVGeometry, adapters: Adapters | None, cuts: WeightCuts
+) -> None:
     linears, expanding = linears_of(layer), _expanding_linears(layer, plan)
     for name, style in plan.styles.items():
         linear = linears[name]
         base = linear.linear if isinstance(linear, AdaptedLinear) else linear
         parent, _, attribute = name.rpartition(".")
-        first, count = _range_of(layer.get_submodule(parent), attribute, base, style, share, geometry)
-        plain = _cut_linear(base, style, first, count, keeps_bias=share.part == 0)
+        unit = cuts.column_unit
+        first, count = _range_of(layer.get_submodule(parent), attribute, base, style, share, geometry, unit)
+        plain = _cut_linear(base, style, first, count, cuts, keeps_bias=share.part == 0)
         cut: nn.Module = plain
         if isinstance(linear, AdaptedLinear) and adapters is not None:
             check(style != PACKED, "an adapter of two halves in one linear is not divided")
@@ -91,12 +96,16 @@ def _cut_layer(layer: Any, plan: LayerPlan, share: Share, geometry: KVGeometry, 
     for name in plan.experts:
         parent, _, attribute = name.rpartition(".")
         experts = layer.get_submodule(name)
-        cut_experts(experts, *_columns_of(inner_dim_of(experts), share), keeps_bias=share.part == 0)
+        columns = _columns_of(inner_dim_of(experts), share, cuts.column_unit)
+        cut_experts(experts, *columns, keeps_bias=share.part == 0, take=cuts.take)
         setattr(layer.get_submodule(parent), attribute, _SummedExperts(experts))
 
 
-def _range_of(parent: Any, name: str, linear: nn.Linear, style: str, share: Share, g: KVGeometry) -> tuple[int, int]:
-    """Which columns (or rows, of a ``rowwise`` linear) this worker has: first and count."""
+def _range_of(
+    parent: Any, name: str, linear: nn.Linear, style: str, share: Share, g: KVGeometry, unit: int
+) -> tuple[int, int]:
+    """Which columns (or rows, of a ``rowwise`` linear) this worker has: first and count. ``unit``: see
+    :func:`_columns_of`."""
     size = linear.in_features if style not in (COLUMNS, PACKED) else linear.out_features
     kind = _HEADS_OF.get(name, "all" if is_attending(parent) else None)  # one linear for all three has heads outermost
     expansion: Expansion | None = getattr(parent, EXPANSION_ATTRIBUTE, None)
@@ -110,7 +119,7 @@ def _range_of(parent: Any, name: str, linear: nn.Linear, style: str, share: Shar
     if kind is not None:
         of_a_head = size // g.num_kv_heads
         return share.first_head * of_a_head, share.heads[share.part] * of_a_head
-    return _columns_of(size // 2 if style == PACKED else size, share)
+    return _columns_of(size // 2 if style == PACKED else size, share, unit)
 
 
 def _cut_head_weights(part: Any, share: Share) -> None:
@@ -122,8 +131,10 @@ def _cut_head_weights(part: Any, share: Share) -> None:
         setattr(part, HEAD_WEIGHTS, nn.Parameter(weights.detach()[first : first + count].clone(), requires_grad=False))
 
 
-def _columns_of(size: int, share: Share) -> tuple[int, int]:
-    columns = even(size, share.parts, COLUMN_UNIT if size >= 4 * share.parts * COLUMN_UNIT else 1)
+def _columns_of(size: int, share: Share, unit: int) -> tuple[int, int]:
+    """First and count, at multiples of ``unit`` where there are enough of them."""
+    units = (size_of_unit for size_of_unit in (unit, COLUMN_UNIT) if size >= 4 * share.parts * size_of_unit)
+    columns = even(size, share.parts, next(units, 1))
     return sum(columns[: share.part]), columns[share.part]
 
 
@@ -153,25 +164,28 @@ def _cut_expansion(parent: str, name: str, layer: Any, share: Share) -> None:
     setattr(part, EXPANSION_ATTRIBUTE, expansion.of_heads(part.get_submodule(name), heads))
 
 
-def _cut_linear(linear: nn.Linear, style: str, first: int, count: int, *, keeps_bias: bool) -> nn.Linear:
+def _cut_linear(
+    linear: nn.Linear, style: str, first: int, count: int, cuts: WeightCuts, *, keeps_bias: bool
+) -> nn.Linear:
     weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
     if style == COLUMNS:
-        return _columns(linear, first, count)
+        return _columns(linear, first, count, cuts)
     if style == PACKED:
         half = linear.out_features // 2
         columns = torch.cat([torch.arange(begin, begin + count) for begin in (first, half + first)])
-        return _linear(weight[columns], None if bias is None else bias[columns])
-    return _linear(weight[:, first : first + count], bias if keeps_bias else None)
+        return _linear(cuts.take(weight, 0, columns), None if bias is None else bias[columns])
+    return _linear(cuts.take_columns(weight, first, count), bias if keeps_bias else None)
 
 
-def _columns(linear: nn.Linear, first: int, count: int) -> nn.Linear:
+def _columns(linear: nn.Linear, first: int, count: int, cuts: WeightCuts) -> nn.Linear:
     bias = None if linear.bias is None else linear.bias.detach()[first : first + count]
-    return _linear(linear.weight.detach()[first : first + count], bias)
+    return _linear(cuts.take_rows(linear.weight.detach(), first, count), bias)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """``weight`` is the linear's own from here on."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
-    linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias.clone(), requires_grad=False)
     return linear
@@ -215,18 +229,18 @@ def _share_layers(
     return share_state(states.geometry, ranges), cuts
 
 
-def _cut_states(module: Any, layers: nn.ModuleList, share: Share) -> None:
+def _cut_states(module: Any, layers: nn.ModuleList, share: Share, cuts: WeightCuts) -> None:
     states = states_of(module)
-    held, cuts = _share_layers(states, layers, share)
+    held, plans = _share_layers(states, layers, share)
     numbers: list[int] = []  # of layers that attend; they matter to stages alone
     if share.stages > 1:
         numbers = sorted({number for number in states.attending if number is not None})
         if numbers != list(states.attending):
             raise refuse_division(module, "one module attends in several of its layers")
-    for layer, cut in cuts:
+    for layer, cut in plans:
         if cut is not None:
-            apply_cut(layer.module, cut, share.part)
-    carriers, first = tuple(layer for layer, _ in cuts), sum(number < share.own_layers.start for number in numbers)
+            apply_cut(layer.module, cut, share.part, cuts)
+    carriers, first = tuple(layer for layer, _ in plans), sum(number < share.own_layers.start for number in numbers)
     held = replace(held, attending_before=first)
     keep_share(module, replace(states, geometry=held.held, layers=carriers, share=held))
 
@@ -234,17 +248,17 @@ def _cut_states(module: Any, layers: nn.ModuleList, share: Share) -> None:
 # -- the vocabulary
 
 
-def _cut_vocabulary(module: Any, share: Share) -> tuple[int, ...]:
+def _cut_vocabulary(module: Any, share: Share, cuts: WeightCuts) -> tuple[int, ...]:
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
         raise refuse_division(module, "its embedding or its head is of an unknown kind")
     counts = even(head.out_features, share.parts, COLUMN_UNIT)
     if share.parts > 1:
         first, count = sum(counts[: share.part]), counts[share.part]
-        cut_head = _columns(head, first, count)
         is_tied = embedding.weight.data_ptr() == head.weight.data_ptr()
+        cut_head = _columns(head, first, count, cuts)
         rows = cut_head.weight if is_tied else nn.Parameter(
-            embedding.weight.detach()[first : first + count].clone(), requires_grad=False
+            cuts.take_rows(embedding.weight.detach(), first, count), requires_grad=False
         )  # fmt: skip
         embedding.weight, embedding.padding_idx = rows, None
         module.set_output_embeddings(cut_head)

@@ -98,7 +98,8 @@ def _run_pieces(module: Any, dtype: str, crew: WorkerGroup) -> Tensor:
     carried = Carried(states_of(module).geometry, dtype)
     for begin, end in itertools.pairwise(_PIECES):
         positions = torch.arange(begin, end)[None]
-        with carried.passed_on(), collectives(crew), torch.inference_mode():
+        numbers = stored_of(module).computing_as_stored()
+        with carried.passed_on(), collectives(crew), torch.inference_mode(), numbers:
             with step_attention(_SharedHeads(current_attention(), crew.share.heads[crew.share.part])):
                 out = module(input_ids=ids[None, begin:end], position_ids=positions, use_cache=False)
             parts.append(crew.gather_logits(out.logits[0].float()))
