@@ -47,7 +47,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "fp8_scale_inv": fp8(),
     "fp8_one_scale": fp8(None, "weight_scale"),
 }
-AS_NUMBERS = {name for name in FORMATS if name.startswith("fp8")}
+NO_INTEGERS = {name for name in FORMATS if name.startswith("fp8")}
+"""Activations meet them as they are."""
 FAMILIES = ("llama", "qwen3", "gemma2", "qwen3_moe", "phi3")
 _HEADS = {"mamba_n_heads": 8}
 _SIZES_OF: dict[str, dict[str, int]] = {

@@ -307,7 +307,8 @@ def serve_until_signal(
             text.append(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
         if model.quantization != "none":
             how = "as they are stored" if model.quantization == "auto" else f"rounded to {model.quantization}"
-            text.append(f"weights: {how}; activations are rounded to {model.activation_bits} bits")
+            rounded = f"; activations are rounded to {model.activation_bits} bits" if model.activation_bits else ""
+            text.append(f"weights: {how}{rounded}")
         print_lines(*text, result=True)
 
     ends = {"on_ready": on_ready, "on_end": served.on_end}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,11 +123,35 @@ def _read_and_dropped(dtype: torch.dtype, quantised: QuantisedCheckpoint | None)
             return
         place.safe_open = lambda file, *args, **how: _Opened(opens(file, *args, **how), Path(file), dtype, quantised)
         try:
-            yield
+            with nullcontext() if quantised is None else _stacks_without_zeros(quantised):
+                yield
         finally:
             place.safe_open = opens
             if quantised is not None:
                 quantised.check()
+
+
+@contextmanager
+def _stacks_without_zeros(quantised: QuantisedCheckpoint) -> Iterator[None]:
+    """Inside, a stack that transformers puts into a module gives back the memory of what was put off: one layer's
+    experts have it at a time."""
+    from transformers import core_model_loading
+
+    place: Any = core_model_loading
+    put = getattr(place, "set_param_for_module", None)
+    if put is None:
+        yield
+        return
+
+    def put_sparsely(module: Any, name: str, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        sparse = quantised.without_zeros(value)
+        return put(module, name, value if sparse is None else sparse, *rest, **options)
+
+    place.set_param_for_module = put_sparsely
+    try:
+        yield
+    finally:
+        place.set_param_for_module = put
 
 
 class _Opened:

@@ -16,14 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memserve import _kernels
 from memserve.base.errors import UserError
 from memserve.model.loading.formats.compressed import compressed_tensors
 from memserve.model.loading.formats.files import BYTES, FLOATS, TensorFiles
 from memserve.model.loading.formats.floats import fp8_tensors, mxfp4_tensors, torchao_tensors
 from memserve.model.loading.formats.headers import errors_named, is_beside, quantisation_of
 from memserve.model.loading.formats.integers import awq_tensors, gptq_tensors, unserved
-from memserve.model.loading.formats.samples import has_sample, sampled_stack, sampled_weight, stack_has_sample
+from memserve.model.loading.formats.samples import (
+    ROWS_OF_PARTS,
+    has_sample,
+    sampled_stack,
+    sampled_weight,
+    stack_has_sample,
+)
 from memserve.model.loading.formats.weights import CheckpointTensor, Mxfp4Tensor, StoredForm, values_of
+from memserve.model.loading.pages import reserve_weight
 
 Reader = Callable[[dict[str, Any], TensorFiles], list[CheckpointTensor]]
 
@@ -114,8 +122,8 @@ class QuantisedCheckpoint:
 
     def put_off(self) -> None:
         """From now on weights that the kernels can compute with as they are stored have zeros for numbers, but for a
-        sample of their rows, and take no memory (:mod:`memserve.model.loading.formats.samples`). Not experts of which a
-        module has one stack: it would be made of zeros."""
+        sample of their rows, and take no memory (:mod:`memserve.model.loading.formats.samples`); stacks that a module
+        makes of such experts take some until :meth:`without_zeros`."""
         self._puts_off = True
 
     def is_the_same(self, name: str, value: Tensor) -> bool:
@@ -141,7 +149,23 @@ class QuantisedCheckpoint:
         return total, largest
 
     def _may_put_off(self, name: str) -> bool:
-        return bool(self.stack(name)) or not (EXPERT.fullmatch(name) or isinstance(self.form(name), str))
+        if self.stack(name):
+            return True
+        form, expert = self.form(name), EXPERT.fullmatch(name)
+        # of an expert what comes first is joined with what comes next
+        return not isinstance(form, str) and (expert is None or form.n % _kernels.QUANTISED_STRIP == 0)
+
+    def without_zeros(self, value: Tensor) -> Tensor | None:
+        """A stack ``value`` of weights once more, whose zeros take no memory; None: it is no stack, or has numbers in
+        more rows than weights that were put off have."""
+        if not self.put_off_names or value.dim() != 3 or value.device.type != "cpu":
+            return None
+        rows = torch.stack([matrix.any(-1) for matrix in value])
+        if int(rows.sum(-1).max()) > ROWS_OF_PARTS:
+            return None
+        sparse = reserve_weight(value.shape, value.dtype)
+        sparse[rows] = value[rows]
+        return sparse
 
     def numbers(self, name: str, dtype: torch.dtype) -> Tensor:
         """The weight ``name``, dequantised; one at a time. An error is kept for :meth:`check`: transformers, which

@@ -17,6 +17,8 @@ from memserve.model.loading.formats.weights import StoredForm
 from memserve.model.loading.pages import reserve_weight
 
 _ROWS = 24
+ROWS_OF_PARTS = 2 * _ROWS
+"""Of a weight that is joined of two."""
 
 
 def sampled_weight(form: StoredForm, dtype: torch.dtype) -> Tensor:

@@ -222,9 +222,67 @@ class ScaledTensor:
         drop_file_pages(read)
         return result
 
-    def form(self) -> str:
+    def form(self) -> StoredForm | str:
         """See :class:`CheckpointTensor`."""
-        return "numbers of 8 bits with a floating point have no integer form"
+        if len(self.shape) != 2:
+            return "it is a stack of experts"
+        if self.values().dtype != torch.float8_e4m3fn:
+            return "numbers of 8 bits with 5 of them for the exponent (e5m2) have no kernel"
+        k, inputs = self.shape[1], min(self.block[1], self.shape[1])
+        if k % _BLOCK or inputs % _BLOCK:
+            return f"it has scales for {inputs} of {k} inputs, no multiples of {_BLOCK}"
+        _finite(self.name, self.scales().float())
+        size = next(size for size in _GROUPS if k % size == 0 and inputs % size == 0)
+        return _ScaledForm(f"FP8_{size}", self)
+
+
+@dataclass(frozen=True, slots=True)
+class _ScaledForm:
+    """A :class:`ScaledTensor` in the kernels' form."""
+
+    format: str
+    tensor: ScaledTensor
+    inputs: Tensor | None = None
+    _packs: list[QuantisedWeight] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def n(self) -> int:
+        """Outputs."""
+        return self.tensor.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Inputs."""
+        return self.tensor.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(n, k)``"""
+        return self.n, self.k
+
+    def packed(self) -> QuantisedWeight:
+        """See :class:`StoredForm`."""
+        if not self._packs:
+            self._packs.append(self._of(torch.arange(self.n)))
+        return self._packs[0]
+
+    def forget_packed(self) -> None:
+        """See :class:`StoredForm`."""
+        self._packs.clear()
+
+    def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """See :class:`StoredForm`."""
+        return QuantisedLinear([self._of(outputs)]).dequantised(dtype)
+
+    def _of(self, outputs: Tensor) -> QuantisedWeight:
+        read, (rows_of_block, inputs_of_block) = self.tensor.values(), self.tensor.block
+        codes = read.view(torch.uint8)
+        codes = codes if len(outputs) == self.n else codes[outputs]
+        places = torch.arange(0, self.k, int(self.format.rpartition("_")[2])) // inputs_of_block
+        scales = self.tensor.scales().float()[outputs // rows_of_block][:, places]
+        weight = QuantisedWeight.of_floats(self.format, codes.view(read.dtype), scales)
+        drop_file_pages(read)
+        return weight
 
 
 @dataclass(frozen=True, slots=True)

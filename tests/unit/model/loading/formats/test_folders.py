@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lora_files import save_adapter
 from memserve import LLM
+from memserve.model.experts import experts_of
 from memserve.model.forward import EagerForward
-from memserve.model.linears import PackedLinear
 from memserve.model.loading.checkpoint import text_weights
 from memserve.model.loading.formats.checkpoint import QuantisedCheckpoint, quantised_checkpoint
-from memserve.model.loading.formats.weights import GroupedTensor, Mxfp4Tensor
+from memserve.model.loading.formats.weights import GroupedTensor, Mxfp4Tensor, ScaledTensor
 from memserve.model.loading.loader import load_model
 from memserve.model.loading.sources import weight_bytes
 from memserve.model.loading.stored import stored_of
@@ -26,9 +26,9 @@ from memserve.model.quantised import QuantisedLinear
 from packages_weights import FILE, decoded
 from quantised_folders import awq_parts, gptq_parts, mxfp4_folder, quantised_folder
 from quantised_formats import (
-    AS_NUMBERS,
     FAMILIES,
     FORMATS,
+    NO_INTEGERS,
     SIZES,
     captured,
     error,
@@ -56,17 +56,14 @@ def test_other_families_are_those_of_the_dequantised_values(family: str, kind: s
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_auto_computes_with_integers_as_stored(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_computes_with_weights_as_stored(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     quantised, plain = folders_of("llama", kind, tmp_path)
     with caplog.at_level(logging.INFO, "memserve"):
         model, numbers = load(quantised, "bfloat16", "auto"), load(quantised, "bfloat16")
     stored = stored_of(model.module)
-    assert len(stored) == (0 if kind in AS_NUMBERS else 21)
-    if kind in AS_NUMBERS:
-        assert "21 weights are computed with as numbers (21: numbers of 8 bits" in caplog.text
-        assert model.fingerprint == numbers.fingerprint
-        return
+    assert len(stored) == 21 and "21 weights stay quantised" in caplog.text
     assert model.fingerprint != numbers.fingerprint and model.quantization == "auto"
+    assert (model.activation_bits == 0) == (kind in NO_INTEGERS)
     values = dict(numbers.module.named_parameters())
     for name, value in model.module.named_parameters():
         weight = stored.of(value)
@@ -87,16 +84,17 @@ def test_weights_of_one_input_are_stacked_in_auto(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["w4a16", "gptq4_order", "awq4", "fp8_scale_inv"])
-def test_experts_are_integers_in_auto(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each expert's gate and up are one layer; experts of FP8 stay numbers."""
+def test_experts_stay_as_stored_in_auto(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each expert's gate and up are one layer. No expert is ever made numbers, and stacks of them take no memory."""
     quantised, plain = folders_of("qwen3_moe", kind, tmp_path)
     with caplog.at_level(logging.INFO, "memserve"):
         model = load(quantised, "bfloat16", "auto")
-    assert len(stored_of(model.module)) == (0 if kind in AS_NUMBERS else 12 + 3 * 4 * 2)
+    assert len(stored_of(model.module)) == 12 + 3 * 4 * 2
+    experts = experts_of(model.module)
+    assert len(experts) == 3 and not any(part.gate_up_proj.any() or part.down_proj.any() for part in experts)
     forward = captured(model)
-    layers = {type(layer) for layer in forward._experts}
-    assert layers == {PackedLinear if kind in AS_NUMBERS else QuantisedLinear}
-    assert ("computed with as numbers" in caplog.text) == (kind in AS_NUMBERS)
+    assert {type(layer) for layer in forward._experts} == {QuantisedLinear}
+    assert "computed with as numbers" not in caplog.text
     assert error(logits(forward), expected_logits(plain)) < 0.2
 
 
@@ -111,7 +109,7 @@ def test_latents_are_expanded_by_dequantised_weights(kind: str, tmp_path: Path) 
     assert error(logits(captured(load(quantised))), want) < 1e-5
     for make in (captured, lambda model: EagerForward(model.module)):
         model = load(quantised, "bfloat16", "auto")
-        assert bool(len(stored_of(model.module))) == (kind not in AS_NUMBERS)
+        assert len(stored_of(model.module))
         assert 0 < error(logits(make(model)), want) < 0.2
 
 
@@ -141,16 +139,20 @@ def test_experts_in_one_tensor_of_mxfp4(inner: int, tmp_path: Path) -> None:
     assert error(logits(forward), want) < 0.2
 
 
-@pytest.mark.parametrize("kind", ["gptq4_order", "w8a8", "mxfp4"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "gptq4_order"), ("llama", "w8a8"), ("llama", "mxfp4"), ("llama", "fp8_block"), ("qwen3_moe", "w4a16"),
+     ("qwen3_moe", "fp8_scale_inv")],
+)  # fmt: skip
 def test_no_weight_becomes_numbers_that_stays_quantised(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantised, plain = folders_of("llama", kind, tmp_path)
+    quantised, plain = folders_of(family, kind, tmp_path)
 
     def numbers(*_: object) -> Tensor:
         raise AssertionError("a weight was made numbers")
 
-    for tensor in (GroupedTensor, Mxfp4Tensor):
+    for tensor in (GroupedTensor, Mxfp4Tensor, ScaledTensor):
         monkeypatch.setattr(tensor, "numbers", numbers)
     assert error(logits(captured(load(quantised, "bfloat16", "auto"))), expected_logits(plain)) < 0.2
 
