@@ -166,13 +166,12 @@ def load_model(
     adapters = read_adapters(lora)
     import torch
 
-    may_keep = quantization != "none" and _takes_stored(dtype, place)
-    kv_bytes = kv_bytes if place.type == "cpu" else None
-    folder, checkpoint = _resolve_and_check(source, dtype_name, kv_bytes, keep_file=may_keep)
+    may_keep, on_cpu = quantization != "none" and _takes_stored(dtype, place), place.type == "cpu"
+    folder, checkpoint = _resolve_and_check(source, dtype_name, kv_bytes if on_cpu else None, keep_file=may_keep)
     folder = _rounded(folder, quantization)
     if threads is not None:
         torch.set_num_threads(threads)
-    loaded_on, on_cpu = torch.device("cpu") if on_host else place, place.type == "cpu"
+    loaded_on = torch.device("cpu") if on_host else place
     module, identity, geometry, layers = _load_and_probe(
         folder, dtype_name, loaded_on, block_tokens, checkpoint, may_keep=may_keep, keep_latents=on_cpu
     )
