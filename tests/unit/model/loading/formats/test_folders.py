@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,42 @@ def test_no_weight_becomes_numbers_that_stays_quantised(
     for tensor in (GroupedTensor, Mxfp4Tensor, ScaledTensor):
         monkeypatch.setattr(tensor, "numbers", numbers)
     assert error(logits(captured(load(quantised, "bfloat16", "auto"))), expected_logits(plain)) < 0.2
+
+
+def test_scales_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To know what fits into memory, and to load it."""
+    quantised, _ = folders_of("llama", "gptq4", tmp_path)
+    looks, form = Counter[str](), GroupedTensor.form
+    monkeypatch.setattr(GroupedTensor, "form", lambda tensor: looks.update([tensor.name]) or form(tensor))
+    model = load_model(str(quantised), "bfloat16", "cpu", kv_bytes=1 << 20, quantization="auto")
+    assert len(stored_of(model.module)) == 21 == len(looks) and set(looks.values()) == {1}
+
+
+def test_one_layer_has_memory_for_zeros_of_experts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers joins what was put off; the module gets stacks without memory, one by one."""
+    quantised, plain = folders_of("qwen3_moe", "w4a16", tmp_path)
+    stacks: list[Tensor] = []
+    take = QuantisedCheckpoint.without_zeros
+
+    def watch(checkpoint: QuantisedCheckpoint, value: Tensor) -> Tensor | None:
+        sparse = take(checkpoint, value)
+        if sparse is not None:
+            assert torch.equal(sparse, value) and 0 < int(value.any(-1).sum()) < value[..., 0].numel()
+            stacks.append(sparse)
+        return sparse
+
+    monkeypatch.setattr(QuantisedCheckpoint, "without_zeros", watch)
+    model = load(quantised, "bfloat16", "auto")
+    assert len(stacks) == 2 * 3 and error(logits(captured(model)), expected_logits(plain)) < 0.2
+
+
+def test_experts_that_cannot_be_joined_are_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Gates that end within a strip of the kernels."""
+    quantised, plain = folders_of("qwen3_moe", "w8a16", tmp_path, moe_intermediate_size=48)
+    with caplog.at_level(logging.INFO, "memserve"):
+        model = load(quantised, "bfloat16", "auto")
+    assert len(stored_of(model.module)) == 12 and "weights are computed with as numbers" in caplog.text
+    assert error(logits(captured(model)), expected_logits(plain)) < 0.2
 
 
 @pytest.mark.parametrize("which", ["weights", "stacks"])
