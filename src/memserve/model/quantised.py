@@ -179,7 +179,7 @@ class QuantisedLinear:
     As :class:`memserve.model.linears.PackedLinear`, for any number of rows."""
 
     __slots__ = (
-        "_bias_address", "_format", "_places", "activation_bits", "bias", "exact", "format", "inputs", "k", "n",
+        "_bias_address", "_format", "activation_bits", "bias", "exact", "format", "inputs", "k", "n",
         "source", "weight", "wide",
     )  # fmt: skip
 
@@ -213,7 +213,6 @@ class QuantisedLinear:
         self.exact = exact
         self.activation_bits = activation_bits
         self.inputs = weights[0].inputs
-        self._places = None if self.inputs is None else self.inputs.argsort()
         self._format = FORMATS.index(self.format)
         self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
 
@@ -261,7 +260,7 @@ class QuantisedLinear:
         _kernels.quantised_gather(
             self.weight.data_ptr(), ids.data_ptr(), ids.numel(), y.data_ptr(), self.k, self._format, _CODES[dtype]
         )
-        return y if self._places is None else y.index_select(-1, self._places)
+        return y if self.inputs is None else y.index_select(-1, self.inputs.argsort())
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The whole weight ``[n, k]`` as numbers."""

@@ -93,6 +93,7 @@ class JoinedWeight:
     before."""
 
     parts: tuple[StoredForm, ...]
+    _packs: list[QuantisedWeight] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def inputs(self) -> Tensor | None:
@@ -121,13 +122,16 @@ class JoinedWeight:
 
     def packed(self) -> QuantisedWeight:
         """The weight in the layout of the kernels."""
-        packed = torch.cat([part.packed().packed for part in self.parts])
-        return QuantisedWeight(self.format, self.n, self.k, packed, self.inputs)
+        if not self._packs:
+            packed = torch.cat([part.packed().packed for part in self.parts])
+            self._packs.append(QuantisedWeight(self.format, self.n, self.k, packed, self.inputs))
+            for part in self.parts:
+                part.forget_packed()
+        return self._packs[0]
 
     def forget_packed(self) -> None:
         """See :meth:`StoredWeight.forget_packed`."""
-        for part in self.parts:
-            part.forget_packed()
+        self._packs.clear()
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights of some outputs as numbers."""

@@ -28,7 +28,6 @@ from memserve import _core, _kernels
 from memserve.base.config import EngineOptions, InstanceConfig
 from memserve.base.errors import UserError, check
 from memserve.base.kv_layout import Parallel, Share, shares
-from memserve.base.types import FINE_BITS
 from memserve.base.units import MIB
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.capture.forward import best_forward
@@ -382,7 +381,8 @@ def _load(order: _Order, line: Connection) -> ModelDevice:
         options.model, options.dtype, "cpu", block_tokens=tokens, threads=threads, lora=options.lora,
         quantization=options.quantization,
     )  # fmt: skip
-    stored_of(model.module).activation_bits = order.activation_bits or FINE_BITS
+    if order.activation_bits:
+        stored_of(model.module).activation_bits = order.activation_bits
     model = model.keep_kv_as(options.kv_dtype)
     model = model.lay_out_kv(windows_apart=order.config.pool.windows is not None, shares_kv=False)
     is_planned = plan_division(model.module, model.whole_geometry, only_stages=share.parts == 1).is_planned

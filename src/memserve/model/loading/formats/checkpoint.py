@@ -143,7 +143,7 @@ class QuantisedCheckpoint:
             is_stored = name in self.tensors and self._may_put_off(name)
             parts = self.tensors[name].parts if is_stored else ()
             entries = [self._files.entries[part] for part in parts]
-            stored = sum(values_of(entry.shape) * BYTES.get(entry.dtype, value_bytes) for entry in entries)
+            stored = sum(values_of(entry.shape) * BYTES.get(entry.dtype, 1) for entry in entries)
             total += stored if is_stored else size * value_bytes
             largest = max(largest, 0 if is_stored else size * value_bytes)
         return total, largest

@@ -207,13 +207,16 @@ def test_weights_in_another_order_become_numbers(which: str, tmp_path: Path, mon
     assert error(logits(captured(model)), expected_logits(plain)) < 0.2
 
 
-def test_memory_is_asked_for_as_the_weights_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quantised, _ = folders_of("llama", "gptq4", tmp_path, vocab_size=256, hidden_size=256, intermediate_size=1024)
+@pytest.mark.parametrize(("kind", "share"), [("gptq4", 0.4), ("fp8_block", 0.6), ("w8a16", 0.6)])
+def test_memory_is_asked_for_as_the_weights_are_stored(
+    kind: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised, _ = folders_of("llama", kind, tmp_path, vocab_size=256, hidden_size=256, intermediate_size=1024)
     checkpoint = quantised_checkpoint(quantised, "tiny")
     assert checkpoint is not None
     stored, largest = checkpoint.resident_bytes(2)
     numbers, _ = text_weights(quantised)
-    assert 0.3 * 2 * numbers < stored < 0.5 * 2 * numbers and largest == 2 * 256 * 256
+    assert (share - 0.1) * 2 * numbers < stored < (share + 0.1) * 2 * numbers and largest == 2 * 256 * 256
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(
         "memserve.model.loading.loader.check_model_memory", lambda name, total, most, kv: asked.append((total, most))
