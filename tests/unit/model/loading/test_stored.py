@@ -13,9 +13,7 @@ from gguf_files import convert_here, write_gguf
 from memserve import LLM
 from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
-from memserve.base.kv_layout import Parallel
 from memserve.base.types import COARSE_BITS, FINE_BITS
-from memserve.host.build import build_parts
 from memserve.model.attention.context import step_attention
 from memserve.model.capture import forward as capture
 from memserve.model.capture.forward import CapturedForward, capture_forward
@@ -113,14 +111,6 @@ def test_processor_without_bfloat16_keeps_weights_too(path: Path, monkeypatch: p
 def test_quantization_that_is_not_served_is_refused(path: Path) -> None:
     with pytest.raises(UserError, match="unknown quantization 'int3'"):
         EngineOptions(quantization="int3")
-
-
-def test_several_workers_compute_with_numbers(path: Path) -> None:
-    parts = build_parts(
-        EngineOptions(str(path), dtype="bfloat16", quantization="auto", parallel=Parallel(2), kv_memory_bytes=4 << 20)
-    )
-    parts.device.close()
-    assert parts.model.quantization == "none"
 
 
 def test_another_files_weights_are_not_taken(path: Path, tmp_path: Path) -> None:
