@@ -251,7 +251,7 @@ def test_in_place_operations_are_left_in_their_order(aside: Any) -> None:
     )
 
 
-def test_a_linear_may_read_another_one_whose_weight_is_read_again() -> None:
+def test_a_linear_may_read_one_whose_weight_is_read_again() -> None:
     """The first is packed first, and goes before the second is looked at."""
 
     def aside(logits: Any, ids: Any) -> Any:
