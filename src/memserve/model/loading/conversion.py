@@ -31,6 +31,7 @@ from memserve import _kernels
 from memserve.base.errors import UserError, check
 from memserve.model.loading.cache import STORED, whole_digest
 from memserve.model.loading.checkpoint import is_finite, load_module
+from memserve.model.loading.formats.headers import gguf_reader
 from memserve.model.loading.skeleton import build_skeleton
 from memserve.model.loading.sources import EXACT, ROUNDED
 from memserve.model.quantised import FORMATS, QuantisedLinear, QuantisedWeight
@@ -170,14 +171,14 @@ def convert(path: Path, folder: Path) -> None:
     exact, rounded = folder / EXACT, folder / ROUNDED
     exact.mkdir()
     rounded.mkdir()
-    with ExitStack() as stack:
+    with ExitStack() as stack, _read_once():
         folders = _Folders(folder, stack)
         with _each_weight(folders.take_weight), _read_late():
             model = load_module(path.parent, path.name, torch.float32, path.name)
         folders.take_rest(model)
         if folders.odd:
             raise UserError(f"{path.name} has weights that are not finite (NaN or infinite): {folders.odd}")
-    _write_beside(exact, model, path)
+        _write_beside(exact, model, path)
     shutil.copytree(exact, rounded, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     _write_config(exact, model, EXACT)
     _write_config(rounded, model, ROUNDED)
@@ -303,7 +304,7 @@ def _read_once() -> Iterator[None]:
 
     place: Any = gguf
     reader = place.GGUFReader
-    parse = lru_cache(reader)
+    parse = lru_cache(gguf_reader())
     place.GGUFReader = lambda path, mode="r": parse(str(path), mode)
     try:
         yield

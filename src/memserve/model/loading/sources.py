@@ -22,7 +22,7 @@ from pathlib import Path
 
 from memserve.base.errors import UserError
 from memserve.model.loading.cache import STORED, cached_folder, whole_digest
-from memserve.model.loading.formats.headers import errors_named, quantisation_of
+from memserve.model.loading.formats.headers import errors_named, gguf_reader, quantisation_of
 from memserve.system.process import module_command
 
 log = logging.getLogger(__name__)
@@ -227,10 +227,8 @@ def _cache_key(path: Path) -> str:
 
 def gguf_weights(path: Path) -> tuple[int, int]:
     """How many values the tensors of a GGUF file have: all, and the largest. Raises :class:`UserError`."""
-    from gguf import GGUFReader
-
     with errors_named(f"cannot convert {path.name}", _CONVERT_HINT):
-        sizes = [int(tensor.n_elements) for tensor in GGUFReader(path).tensors]
+        sizes = [int(tensor.n_elements) for tensor in gguf_reader()(path).tensors]
     return sum(sizes), max(sizes, default=0)
 
 

@@ -28,6 +28,7 @@ from memserve.base.types import FINE_BITS
 from memserve.model.loading.cache import STORED
 from memserve.model.loading.conversion import tensor_names
 from memserve.model.loading.formats.checkpoint import EXPERT, QuantisedCheckpoint
+from memserve.model.loading.formats.headers import gguf_reader
 from memserve.model.loading.formats.samples import has_sample
 from memserve.model.loading.formats.weights import StoredForm
 from memserve.model.loading.pages import drop_file_pages, reserve_weight
@@ -530,9 +531,7 @@ def name_in_module(parameters: Collection[str], name: str) -> str:
 
 def _tensors(module: Any, path: Path) -> Iterator[tuple[str, StoredWeight]]:
     """Quantised matrices of the file, with the names of the module's parameters."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(path, "c")  # mapped, and writable for torch, which warns otherwise
+    reader = gguf_reader()(path, "c")  # mapped, and writable for torch, which warns otherwise
     names, _ = tensor_names(reader, module, module.config.to_dict())
     known = {name for name, _ in module.named_parameters()}
     for tensor in reader.tensors:

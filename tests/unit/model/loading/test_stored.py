@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from memserve.model.experts import experts_of
 from memserve.model.forward import EagerForward
 from memserve.model.linears import PackedLinear
 from memserve.model.loading import cache, comparison, precision, probe
+from memserve.model.loading.formats.headers import gguf_reader
 from memserve.model.loading.loader import LoadedModel, load_model, model_sizes
 from memserve.model.loading.probe import DenseAttention
 from memserve.model.loading.stored import StoredWeight, StoredWeights, reserve_stored, stored_in_file, stored_of
@@ -286,3 +289,33 @@ def test_experts_stay_quantised(inner: int, monkeypatch: pytest.MonkeyPatch, tmp
     got, expected = (logits(each, 50, 50) for each in (forward._run_operations, numbers))
     errors = (got - expected).square().mean(-1).sqrt() / expected.std()  # bfloat16: it sends a few to other experts
     assert float(errors.median()) < 0.02 and float((errors < 0.1).float().mean()) > 0.9
+
+
+@pytest.mark.parametrize("order", ["LITTLE", "BIG"])
+def test_mapped_reader_reads_what_gguf_s_own_does(tmp_path: Path, order: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama", endianess=gguf.GGUFEndian[order])
+    writer.add_array("tokens", ["", "a", "\u00e9t\u00e9", "x" * 300])
+    writer.add_array("scores", [0.5, -1.0])
+    writer.add_uint64("wide", 1 << 40)
+    writer.add_bool("yes", True)
+    writer.add_tensor("plain", np.arange(12, dtype=np.float32).reshape(3, 4))
+    blocks = gguf.quantize(np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32), gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("blocks", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    own, mapped = (reader(tmp_path / "odd.gguf") for reader in (gguf.GGUFReader, gguf_reader()))
+    assert list(own.fields) == list(mapped.fields) and len(own.fields) == 8
+    for name, field in own.fields.items():
+        other = mapped.fields[name]
+        assert (field.offset, field.data, field.types) == (other.offset, other.data, other.types)
+        assert [(part.dtype, part.tobytes()) for part in field.parts] == [
+            (part.dtype, part.tobytes()) for part in other.parts
+        ]
+        assert field.contents() == other.contents()
+    assert mapped.fields["tokens"].contents() == ["", "a", "\u00e9t\u00e9", "x" * 300]
+    for tensor, other in zip(own.tensors, mapped.tensors, strict=True):
+        assert (tensor.name, tensor.data_offset, tensor.tensor_type) == (
+            other.name, other.data_offset, other.tensor_type,
+        )  # fmt: skip
+        assert np.array_equal(tensor.data, other.data) and tensor.data.dtype == other.data.dtype

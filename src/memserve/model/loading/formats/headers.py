@@ -1,4 +1,4 @@
-"""What the files of a model folder say before any weight is read: a config, and the headers of safetensors.
+"""What the files of a model say before any weight is read: a config, and the headers of safetensors and GGUF files.
 
 Files are untrusted, and so is what libraries make of them: whatever they raise becomes a :class:`UserError`.
 """
@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from struct import unpack
 from typing import Any
@@ -85,3 +86,24 @@ def tensor_sizes(file: Path) -> dict[str, int]:
     header = read_header(file)
     with errors_named(f"{file} is damaged", COMPLETE_HINT):
         return {key: math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
+
+
+@cache
+def gguf_reader() -> Any:
+    """gguf's class that reads the header of a file, four times as quick: for each token of a vocabulary it makes slices
+    of the mapped file, and to make one of ``numpy.memmap`` takes ten times as long as one of an array. Opened as its
+    base is: ``(path, mode)``."""
+    import numpy as np
+    from gguf import GGUFReader
+
+    base: Any = GGUFReader
+
+    class MappedReader(base):  # type: ignore[misc]  # of a package without types
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            plain = self.__dict__.get("plain")
+            if plain is None:
+                plain = self.plain = self.data.view(np.ndarray)
+            kind = np.dtype(dtype).newbyteorder(override_order or self.byte_order)
+            return plain[offset : offset + kind.itemsize * int(count)].view(kind)
+
+    return MappedReader
