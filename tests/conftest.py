@@ -125,6 +125,7 @@ def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- several workers (pytest-xdist, `make test`): a file is one's
 
 LONG = (
+    "process/model/test_divided",
     "process/test_load_memory",
     "process/transport/test_net_hosts",
     "unit/api/test_model_answers",
@@ -136,6 +137,7 @@ LONG = (
     "process/test_keyed_answers",
     "stories/lab/sim/fuzz/test_fuzz",
     "process/test_failure_matrix",
+    "process/test_cluster_families",
     "process/test_scaling",
     "process/test_secret_changes",
     "process/lab/bench/test_endings",
@@ -163,7 +165,8 @@ LONG = (
     "stories/lab/sim/test_gate_pins",
     "process/test_store_kills",
     "process/lab/bench/test_serve",
-    "process/test_cluster_families",
+    "process/transport/test_block_sizes",
+    "process/test_latents",
     "unit/system/test_lean_torch",
     "process/integrations/test_vllm_sharing",
     "process/test_openai_clients",
