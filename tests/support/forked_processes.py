@@ -48,7 +48,7 @@ _REQUEST_BYTES = 1 << 17
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _LIBC = ctypes.CDLL(None)
 
-_start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_start = subprocess.Popen._execute_child
 _names = list(signature(_start).parameters)[1:]
 
 
@@ -115,7 +115,7 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+class ForkingPopen(subprocess.Popen):
     """As its base, which executes what is not forked."""
 
     def _execute_child(self, *arguments: Any) -> None:
@@ -128,10 +128,15 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
         standard = {at: pipe if pipe >= 0 else at for at, pipe in enumerate(pipes)}
         wanted = {at: fd for at, fd in standard.items() if _is_open(fd)} | {fd: fd for fd in given["pass_fds"]}
         request["targets"] = list(wanted)
-        self.pid = _current().fork_process(request, list(wanted.values()))
-        self._child_created = True
+        template = _current()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)  # else an answer would be taken for that of the next
+        try:
+            self.pid = template.fork_process(request, list(wanted.values()))
+            self._child_created = True
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         own = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in own))  # type: ignore[attr-defined]
+        self._close_pipe_fds(*(given[name] for name in own))
 
 
 def _is_open(fd: int) -> bool:
@@ -167,7 +172,7 @@ def fork_processes() -> None:
         return Template(ours)
 
     _begin = begin
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    subprocess.Popen = ForkingPopen
 
 
 @contextlib.contextmanager
@@ -295,7 +300,7 @@ def _end(program: Callable[[], object]) -> None:
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     if not isinstance(status, int | None):
         print(status, file=sys.stderr)
@@ -340,9 +345,13 @@ def _fork_own_template() -> None:
             signal.signal(sig, signal.SIG_IGN)
         _run(*_next_process(theirs))
     theirs.close()
-    _template = Template(ours)
-    _begin = lambda: _template  # noqa: E731
-    subprocess.Popen = ForkingPopen  # type: ignore[misc]
+    own = _template = Template(ours)
+
+    def begin() -> Template:
+        return own
+
+    _begin = begin
+    subprocess.Popen = ForkingPopen
 
 
 def _show_words(words: list[str]) -> None:
