@@ -48,7 +48,7 @@ _REQUEST_BYTES = 1 << 17
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _LIBC = ctypes.CDLL(None)
 
-_start = subprocess.Popen._execute_child
+_start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _names = list(signature(_start).parameters)[1:]
 
 
@@ -115,7 +115,7 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-class ForkingPopen(subprocess.Popen):
+class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     """As its base, which executes what is not forked."""
 
     def _execute_child(self, *arguments: Any) -> None:
@@ -128,15 +128,10 @@ class ForkingPopen(subprocess.Popen):
         standard = {at: pipe if pipe >= 0 else at for at, pipe in enumerate(pipes)}
         wanted = {at: fd for at, fd in standard.items() if _is_open(fd)} | {fd: fd for fd in given["pass_fds"]}
         request["targets"] = list(wanted)
-        template = _current()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)  # else an answer would be taken for that of the next
-        try:
-            self.pid = template.fork_process(request, list(wanted.values()))
-            self._child_created = True
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.pid = _current().fork_process(request, list(wanted.values()))
+        self._child_created = True
         own = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in own))
+        self._close_pipe_fds(*(given[name] for name in own))  # type: ignore[attr-defined]
 
 
 def _is_open(fd: int) -> bool:
@@ -172,7 +167,7 @@ def fork_processes() -> None:
         return Template(ours)
 
     _begin = begin
-    subprocess.Popen = ForkingPopen
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -300,7 +295,7 @@ def _end(program: Callable[[], object]) -> None:
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if not isinstance(status, int | None):
         print(status, file=sys.stderr)
@@ -345,13 +340,9 @@ def _fork_own_template() -> None:
             signal.signal(sig, signal.SIG_IGN)
         _run(*_next_process(theirs))
     theirs.close()
-    own = _template = Template(ours)
-
-    def begin() -> Template:
-        return own
-
-    _begin = begin
-    subprocess.Popen = ForkingPopen
+    _template = Template(ours)
+    _begin = lambda: _template  # noqa: E731
+    subprocess.Popen = ForkingPopen  # type: ignore[misc]
 
 
 def _show_words(words: list[str]) -> None:
