@@ -18,8 +18,6 @@ from memserve.cli.main import run
 from served_cluster import Server, processes_below
 from tiny_models import save_folder, tiny_module
 
-pytestmark = pytest.mark.usefixtures("executed_processes")
-
 KEYS = ("in-a-file-0123456789", "in-a-variable-0123456789")
 
 

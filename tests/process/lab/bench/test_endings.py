@@ -25,8 +25,6 @@ from memserve_lab.workloads.arrivals import Constant, by_session
 from memserve_lab.workloads.sessions import uniform_workload
 from tiny_models import VOCAB, save_folder, tiny_module
 
-pytestmark = pytest.mark.usefixtures("executed_processes")
-
 WAIT_S = 60.0
 
 
