@@ -19,11 +19,14 @@ SLOW = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), same_host=CopyCurve(2.0 
 
 
 def save_slow_costs(
-    folder: Path, block_tokens: int = 32, kv_dtypes: tuple[str, ...] = (AS_COMPUTED,), *, windows_apart: bool = False
-) -> None:
-    """For instances of the model in ``folder``, in float32 with one thread, and this process's cache folder."""
+    folder: Path, block_tokens: int = 32, kv_dtypes: tuple[str, ...] = (AS_COMPUTED,), *, windows_apart: bool = False,
+    workers: tuple[str, ...] = ("",),
+) -> None:  # fmt: skip
+    """For instances of the model in ``folder``, in float32 with one thread, and this process's cache folder.
+    ``workers``: of each kind of instance, as :attr:`memserve.base.kv_layout.Parallel.text` says it."""
     loaded = load_model(str(folder), "float32", "cpu", block_tokens=block_tokens, threads=1)
     loaded = loaded.lay_out_kv(windows_apart=windows_apart)
     for kv_dtype in kv_dtypes:
         geometry = replace(loaded.geometry, kv_dtype=kv_dtype)
-        save_profile(profile_path(loaded.fingerprint, geometry, "cpu", 1), {"costs": SLOW.to_dict()})
+        for text in workers:
+            save_profile(profile_path(loaded.fingerprint, geometry, f"cpu{text}", 1), {"costs": SLOW.to_dict()})

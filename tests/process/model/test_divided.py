@@ -23,7 +23,9 @@ from engine_answers import (
     resumable,
     serving,
 )
+from memserve.base.kv_layout import Parallel
 from served_cluster import Server, eventually, served, workers_of
+from slow_costs import save_slow_costs
 from tiny_models import LATENT, STATEFUL, greedy_answers, greedy_tokens, one_engine, prompt, save_folder, tiny_module
 
 PROMPTS = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100))]
@@ -168,11 +170,15 @@ def gauge(server: Server, name: str) -> float:
     return sum(float(value) for value in re.findall(rf"^memserve_{name}(?:{{.*}})? (.+)$", page, re.M))
 
 
-def test_a_store_lends_what_one_worker_kept_to_two(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_store_lends_what_one_worker_kept_to_two(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A prompt is computed by one worker, and the store's disk outlives it; then two workers go on from there."""
     tokens = prompt(100, 1).tolist()
     with one_engine(folders["qwen3_5"]) as complete:
         expected = complete(tokens, 8)
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    save_slow_costs(folders["qwen3_5"], workers=("", Parallel(tensor=2).text))
     store = ("--ssd", f"{tmp_path}/ssd=256MiB", "--store-dram", "64MiB", "--ssd-sync", "none")
     for tensor, cached_tokens in ((1, 0), (2, 96)):
         flags = ("--tensor-parallel", str(tensor), "--metadata", str(tmp_path / "state"))
