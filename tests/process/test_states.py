@@ -13,6 +13,7 @@ from memserve.host.profile_file import profile_path, save_profile
 from memserve.kv.costs import CostModel, PrefillCurve
 from memserve.model.loading.loader import load_model
 from served_cluster import ask_until_fetched, eventually, served
+from slow_costs import save_slow_costs
 from tiny_models import one_engine, prompt, save_folder, tiny_module
 
 
@@ -40,7 +41,9 @@ def test_a_server_answers_as_the_model(family: str, instances: int, tmp_path: Pa
     [("qwen3_5", []), ("lfm2", ["--kv-memory", "192KiB", "--dram-memory", "8MiB"])],
     ids=["qwen3_5", "lfm2 on two tiers"],
 )
-def test_prefill_and_decode_answer_as_the_model(family: str, memory: list[str], tmp_path: Path) -> None:
+def test_prefill_and_decode_answer_as_the_model(
+    family: str, memory: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cold, warm, and as turns of a conversation: what the decode instance has computed comes back with its state."""
     folder = save_folder(tiny_module(family), tmp_path / "tiny")
     prompts = growing_prompts()
@@ -51,6 +54,8 @@ def test_prefill_and_decode_answer_as_the_model(family: str, memory: list[str], 
             said = [int(word[1:]) for word in complete(turns[-1], 34).split()]
             turns.append([*turns[-1], *said, *prompt(9, len(turns)).tolist()])
         answers = [complete(tokens, 34) for tokens in turns]
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    save_slow_costs(folder)
     with served(folder, "--prefill", "1", "--decode", "1", *memory) as server:
         assert [server.complete(tokens, 40) for tokens in prompts] == expected
         cold_tokens = server.counter("cached_tokens")

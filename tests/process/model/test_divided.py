@@ -121,7 +121,7 @@ def test_what_leaves_for_dram_is_gone_on_from(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("family", ["qwen3_5", "bamba", "deepseek_v2"])
 def test_instances_of_other_degrees_exchange_what_they_keep(
-    family: str, prefill: int, decode: int, folders: dict[str, Path]
+    family: str, prefill: int, decode: int, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handed over, sent back and taken up again: a block and a snapshot of two workers are those of one."""
     prompts = [prompt(length, seed).tolist() for seed, length in enumerate((5, 40, 70))]
@@ -131,6 +131,8 @@ def test_instances_of_other_degrees_exchange_what_they_keep(
             said = [int(word[1:]) for word in complete(turns[-1], 34).split()]
             turns.append([*turns[-1], *said, *prompt(9, len(turns)).tolist()])
         expected = [complete(tokens, 34) for tokens in [*prompts, *turns]]
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    save_slow_costs(folders[family], workers=("", Parallel(tensor=2).text))
     flags = ["--prefill-tensor-parallel", str(prefill), "--decode-tensor-parallel", str(decode)]
     with served(folders[family], "--prefill", "1", "--decode", "1", *flags) as server:
         assert len(workers_of(server.children()["d1"])) == decode - 1
