@@ -107,8 +107,13 @@ class PoolConfig:
     """How snapshots of recurrent states lie. None: the model has no such state."""
     windows: WindowPages | None = None
     """How KV of layers that read a window lies. None: with that of all others."""
-    page_is_layer: bool = True
-    """Page N of a block is that of layer N. Else pages are moved in whole blocks alone."""
+    layers_alike: bool = True
+    """Whether all layers keep the same."""
+
+    @property
+    def page_is_layer(self) -> bool:
+        """Whether page N of a block is that of layer N. Else pages are moved in whole blocks alone."""
+        return self.layers_alike and self.windows is None
 
     def tokens_in(self, block_tokens: int) -> int:
         """Tokens of the longest sequence that all blocks hold."""
@@ -510,7 +515,7 @@ class EngineOptions:
         blocks = first_blocks, dram_bytes // block_bytes[1]
         pool = PoolConfig(
             *blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes, states=pages, windows=parts,
-            page_is_layer=layout is None,
+            layers_alike=layout is None,
         )  # fmt: skip
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),

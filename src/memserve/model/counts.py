@@ -7,11 +7,15 @@ answers with a number for each token of the step: its position less its place.
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 _ARGUMENT = "past_key_values"
 _ATTRIBUTE = "memserve_counts"
@@ -39,15 +43,23 @@ class CountingCache:
 
 
 def find_counting(module: Any, ids: Tensor) -> bool:
-    """Whether layers of ``module`` count by the cache; ``ids [tokens]``: some tokens, which are computed."""
-    if not hasattr(module.config.get_text_config(), "num_hidden_layers"):
+    """Whether layers of ``module`` count by the cache; ``ids [tokens]``: some tokens, which are computed if there are
+    layers that may."""
+    if not any(map(_may_count, module.modules())):
         return False
     cache = CountingCache(torch.arange(len(ids), device=ids.device)[None])
     try:
         _forward_counting(module.forward, cache, input_ids=ids[None], position_ids=cache._positions, use_cache=False)
-    except (AttributeError, TypeError):  # it asks its cache for more, or takes none
+    except Exception as error:  # it asks its cache for more, in whatever way: then the comparison in pieces decides
+        log.info("layers that ask their cache for its length do not take ours: %s", error)
         return False
     return bool(cache.asked)
+
+
+def _may_count(part: Any) -> bool:
+    """Whether a layer's forward, and not only the model's, names what answers."""
+    code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
+    return hasattr(part, "layer_idx") and code is not None and CountingCache.get_seq_length.__name__ in code.co_names
 
 
 def install_counting(module: Any) -> None:

@@ -30,7 +30,7 @@ from memserve.model.loading.conversion import tensor_names
 from memserve.model.loading.formats.checkpoint import EXPERT, QuantisedCheckpoint
 from memserve.model.loading.formats.headers import gguf_reader
 from memserve.model.loading.formats.samples import has_sample
-from memserve.model.loading.formats.weights import StoredForm
+from memserve.model.loading.formats.weights import PackedOnce, StoredForm
 from memserve.model.loading.pages import drop_file_pages, reserve_weight
 from memserve.model.quantised import (
     FORMATS,
@@ -47,7 +47,7 @@ _ATTRIBUTE = "memserve_stored"
 
 
 @dataclass(frozen=True, slots=True)
-class StoredWeight:
+class StoredWeight(PackedOnce):
     """A tensor of a GGUF file: ``blocks`` uint8 ``[n, bytes of a row]``, mapped; ``order``: see
     :meth:`QuantisedWeight.of_blocks`."""
 
@@ -65,22 +65,12 @@ class StoredWeight:
         """Outputs."""
         return len(self.blocks)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(n, k)``"""
-        return self.n, self.k
-
-    def packed(self) -> QuantisedWeight:
-        """The weight in the layout of the kernels. It is packed once, until :meth:`forget_packed`."""
-        if not self._packs:
-            self._packs.append(QuantisedWeight.of_blocks(self.format, self.blocks, self.k, self.order))
-            if self.is_mapped:
-                drop_file_pages(self.blocks)
-        return self._packs[0]
-
-    def forget_packed(self) -> None:
-        """The packed weight is part of a layer now."""
-        self._packs.clear()
+    def pack_weight(self) -> QuantisedWeight:
+        """See :class:`PackedOnce`."""
+        weight = QuantisedWeight.of_blocks(self.format, self.blocks, self.k, self.order)
+        if self.is_mapped:
+            drop_file_pages(self.blocks)
+        return weight
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights of some outputs as numbers."""
@@ -89,7 +79,7 @@ class StoredWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedWeight:
+class JoinedWeight(PackedOnce):
     """Weights that the module has as one, ``parts`` one behind the other, each of which :func:`can_follow` the one
     before."""
 
@@ -116,23 +106,12 @@ class JoinedWeight:
         """Inputs."""
         return self.parts[0].k
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(n, k)``"""
-        return self.n, self.k
-
-    def packed(self) -> QuantisedWeight:
-        """The weight in the layout of the kernels."""
-        if not self._packs:
-            packed = torch.cat([part.packed().packed for part in self.parts])
-            self._packs.append(QuantisedWeight(self.format, self.n, self.k, packed, self.inputs))
-            for part in self.parts:
-                part.forget_packed()
-        return self._packs[0]
-
-    def forget_packed(self) -> None:
-        """See :meth:`StoredWeight.forget_packed`."""
-        self._packs.clear()
+    def pack_weight(self) -> QuantisedWeight:
+        """See :class:`PackedOnce`."""
+        packed = torch.cat([part.packed().packed for part in self.parts])
+        for part in self.parts:
+            part.forget_packed()
+        return QuantisedWeight(self.format, self.n, self.k, packed, self.inputs)
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights of some outputs as numbers."""

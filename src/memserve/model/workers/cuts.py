@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memserve import _kernels
 from memserve.base.kv_layout import COLUMN_UNIT
-from memserve.model.loading.formats.weights import StoredForm
+from memserve.model.loading.formats.weights import PackedOnce, StoredForm
 from memserve.model.loading.pages import reserve_weight
 from memserve.model.loading.stored import StoredWeights, stored_of
 from memserve.model.quantised import QuantisedLinear, QuantisedWeight
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class CutWeight:
+class CutWeight(PackedOnce):
     """Some ``outputs``, and some blocks of inputs, of a weight that is stored ``whole``; both int64."""
 
     whole: StoredForm
@@ -57,20 +57,9 @@ class CutWeight:
         """Inputs."""
         return self.whole.k if self.blocks is None else len(self.blocks) * _kernels.quantised_block_inputs(self.format)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(n, k)``"""
-        return self.n, self.k
-
-    def packed(self) -> QuantisedWeight:
-        """See :class:`StoredForm`. The whole is packed meanwhile."""
-        if not self._packs:
-            self._packs.append(self._cut_out(self.outputs))
-        return self._packs[0]
-
-    def forget_packed(self) -> None:
-        """See :class:`StoredForm`."""
-        self._packs.clear()
+    def pack_weight(self) -> QuantisedWeight:
+        """See :class:`PackedOnce`. The whole is packed meanwhile."""
+        return self._cut_out(self.outputs)
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """See :class:`StoredForm`."""

@@ -9,6 +9,7 @@ that is asked for; a package that multiplies in 16 bits rounds there.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -44,6 +45,32 @@ class StoredForm(Stacked, Protocol):
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights of some outputs as numbers."""
+
+
+class PackedOnce(ABC):
+    """A :class:`StoredForm` that keeps what it has packed until that is in its layer."""
+
+    __slots__ = ()
+    _packs: list[QuantisedWeight]
+
+    @abstractmethod
+    def pack_weight(self) -> QuantisedWeight:
+        """The weight in the layout of the kernels."""
+
+    @property
+    def shape(self: Stacked) -> tuple[int, int]:
+        """``(n, k)``"""
+        return self.n, self.k
+
+    def packed(self) -> QuantisedWeight:
+        """See :class:`StoredForm`."""
+        if not self._packs:
+            self._packs.append(self.pack_weight())
+        return self._packs[0]
+
+    def forget_packed(self) -> None:
+        """See :class:`StoredForm`."""
+        self._packs.clear()
 
 
 class CheckpointTensor(Protocol):
@@ -144,7 +171,7 @@ class GroupedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupedForm:
+class _GroupedForm(PackedOnce):
     """A :class:`GroupedTensor` in the kernels' form; ``places``: which of its groups each of the form's is."""
 
     format: str
@@ -163,20 +190,9 @@ class _GroupedForm:
         """Inputs."""
         return self.tensor.k
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(n, k)``"""
-        return self.tensor.shape
-
-    def packed(self) -> QuantisedWeight:
-        """See :class:`StoredForm`."""
-        if not self._packs:
-            self._packs.append(self._of(row_chunks(self.shape), slice(None)))
-        return self._packs[0]
-
-    def forget_packed(self) -> None:
-        """See :class:`StoredForm`."""
-        self._packs.clear()
+    def pack_weight(self) -> QuantisedWeight:
+        """See :class:`PackedOnce`."""
+        return self._of(row_chunks(self.shape), slice(None))
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """See :class:`StoredForm`."""
@@ -237,7 +253,7 @@ class ScaledTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _ScaledForm:
+class _ScaledForm(PackedOnce):
     """A :class:`ScaledTensor` in the kernels' form."""
 
     format: str
@@ -255,20 +271,9 @@ class _ScaledForm:
         """Inputs."""
         return self.tensor.shape[1]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(n, k)``"""
-        return self.n, self.k
-
-    def packed(self) -> QuantisedWeight:
-        """See :class:`StoredForm`."""
-        if not self._packs:
-            self._packs.append(self._of(torch.arange(self.n)))
-        return self._packs[0]
-
-    def forget_packed(self) -> None:
-        """See :class:`StoredForm`."""
-        self._packs.clear()
+    def pack_weight(self) -> QuantisedWeight:
+        """See :class:`PackedOnce`."""
+        return self._of(torch.arange(self.n))
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """See :class:`StoredForm`."""
@@ -323,7 +328,7 @@ class Mxfp4Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mxfp4Form:
+class _Mxfp4Form(PackedOnce):
     """An :class:`Mxfp4Tensor`, or one ``expert`` of it, in the blocks of a GGUF file: an exponent, then the first half
     of 32 values in the low four bits of bytes and the second half in the high ones."""
 
@@ -343,20 +348,9 @@ class _Mxfp4Form:
         """Inputs."""
         return self.tensor.shape[-2 if self.tensor.turned else -1]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """``(n, k)``"""
-        return self.n, self.k
-
-    def packed(self) -> QuantisedWeight:
-        """See :class:`StoredForm`."""
-        if not self._packs:
-            self._packs.append(self._of(slice(None)))
-        return self._packs[0]
-
-    def forget_packed(self) -> None:
-        """See :class:`StoredForm`."""
-        self._packs.clear()
+    def pack_weight(self) -> QuantisedWeight:
+        """See :class:`PackedOnce`."""
+        return self._of(slice(None))
 
     def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
         """See :class:`StoredForm`."""
