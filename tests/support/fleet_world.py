@@ -34,6 +34,8 @@ from memserve.protocol.messages import (
     Expelled,
     HandedOver,
     JoinAccepted,
+    Migrate,
+    MigrationRefused,
     PeerGone,
     RequestRefused,
     Tokens,
@@ -220,6 +222,7 @@ class Fleet:
         self.jobs = {}
         self.handed_over = []
         self.refused = []
+        self.stayed = []
         self.lose = lambda sender, to, message: False
         for name, cfg in configs.items():
             self.join(name, cfg)
@@ -335,6 +338,14 @@ class Fleet:
 
     # -- router
 
+    def migrate(self, job, target, **terms):
+        """Ask the instance that has ``job`` to let ``target`` go on with it."""
+        present = [name for name in job.involved if name in self.members]
+        holding = [name for name in present if job.attempt_id in self.members[name].machine.state.groups]
+        for name in (holding or present)[:1]:
+            job.involved = tuple(dict.fromkeys((*job.involved, target)))
+            self.send(ROUTER_PEER, self.members[name].peer, Migrate(job.attempt_id, self.members[target].peer, **terms))
+
     def submit(self, req, first, decode_at=None, **orders):
         """Send a request to ``first``, perhaps to be decoded elsewhere."""
         job = Job(req, {"first": first, "decode_at": decode_at, **orders})
@@ -372,6 +383,8 @@ class Fleet:
     def _hear(self, sender, message):
         if isinstance(message, HandedOver):
             self.handed_over.append(message.request_id)
+        elif isinstance(message, MigrationRefused):
+            self.stayed.append((message.request_id, message.reason))
         elif isinstance(message, RequestRefused):
             self.refused.append(message)
             job = self._job(message.request_id)

@@ -95,6 +95,7 @@ class InstanceStats:
     handed_over: int = counter(
         "instance_handed_over", "Requests handed over to another instance after their first token"
     )
+    migrated: int = counter("instance_migrated", "Of those handed over: requests that had been decoded here")
     taken_over: int = counter(
         "instance_taken_over", "Requests decoded by {whose} after another one computed the prompt"
     )
@@ -216,6 +217,7 @@ def _with_cluster(stats: InstanceStats, link: ClusterLink) -> InstanceStats:
         stats,
         layers=replace(stats.layers, handed_over=link.sender.by_layer, taken_over=link.receiver.parked),
         handed_over=link.sender.handed_over,
+        migrated=link.sender.migrated,
         taken_over=link.receiver.taken_over,
         takeovers_failed=link.receiver.failed,
         fetched_tokens=link.fetches.fetched_tokens,

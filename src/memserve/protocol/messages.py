@@ -20,6 +20,15 @@ that have another holder by then.
     pulls, inserts                          <--  Offer(insert), Ready            generated KV goes home (PD-Caching-3)
     Release                                 -->
 
+A request that migrates takes the same way, behind a copy of what is complete::
+
+    router: Migrate                         -->  S
+    S (source)                                   T (target)
+    Offer(insert), Ready                    -->  pulls, inserts         while S decodes on; again, if it took long
+                                            <--  Release
+    Offer(handoff), Ready, Handoff          -->  the rest, and all tokens so far
+                                                 HandedOver --> router
+
 What an instance tells its router about its index, beside ``memserve.protocol.messages``.
 
 Sequences larger than an instance: their parts, and what is said about them, beside ``memserve.protocol.messages``.
@@ -272,6 +281,22 @@ class HandedOver(Message, frozen=True, tag=True):
     request_id: str
 
 
+class Migrate(Message, frozen=True, tag=True):
+    """Let another instance go on with this request, and give it the KV: ``HandedOver`` comes from there."""
+
+    request_id: str
+    to: Peer
+    copies_ahead: bool = True
+    """The other instance caches KV: what is complete goes there while the request runs on."""
+
+
+class MigrationRefused(Message, frozen=True, tag=True):
+    """The request goes on where it is."""
+
+    request_id: str
+    reason: str
+
+
 class RequestRefused(Message, frozen=True, tag=True):
     """The instance will not run the request. ``retry_after_s`` None: it can never run there."""
 
@@ -348,6 +373,8 @@ class Offer(Message, frozen=True, tag=True):
     they come with ``MoreBlocks``."""
     part_blocks: Natural = 0
     """N: these are parts of windows, N blocks each, of the last blocks of ``tokens``. 0: a store is not told."""
+    migrates: bool = False
+    """A handoff of a request that has decoded at the owner."""
 
 
 class MoreBlocks(Message, frozen=True, tag=True):
@@ -448,6 +475,7 @@ class Free(Message, frozen=True, tag=True):
 AnyMessage: TypeAlias = (
     Join | JoinAccepted | RejoinRequest | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
     | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | QueryAttempts | AttemptsUnknown | HandedOver
+    | Migrate | MigrationRefused
     | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | QueryKvEvents | Offer | MoreBlocks | Wanted |
     Ready
     | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | SegmentHeld | JoinRequest | StoreMessage

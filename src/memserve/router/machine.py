@@ -36,6 +36,7 @@ from memserve.protocol.messages import (
     KvEvents,
     KvSnapshot,
     Leave,
+    MigrationRefused,
     Pinned,
     Refused,
     RequestRefused,
@@ -127,7 +128,7 @@ class Cluster:
             RequestArrived: lambda event, now_ns: self._on_request(event.request, now_ns),
             RequestCancelled: lambda event, now_ns: self._cancel_request(event.request_id, now_ns),
             SequenceStopped: lambda event, now_ns: self._stop_sequence(event.request_id, event.index, now_ns),
-            InstanceDrained: lambda event, _: self._drain_instance(event.name),
+            InstanceDrained: lambda event, now_ns: self._drain_instance(event.name, now_ns),
             InstanceDied: self._on_instance_died,
             PrefixPinned: self._named_prefixes.pin_prefix,
             PrefixUnpinned: lambda event, _: self._named_prefixes.unpin_prefix(event),
@@ -146,6 +147,7 @@ class Cluster:
             KvEvents: self._apply_kv_update,
             KvSnapshot: self._apply_kv_update,
             HandedOver: lambda member, message, now_ns: lifecycle.on_handed_over(message.request_id, member, now_ns),
+            MigrationRefused: lifecycle.migrations.on_refused,
             RequestRefused: self._on_refused,
             AnswersHeld: self.answers.on_answers_held,
             AnswerTaken: lambda member, message, now_ns: self._on_answer_taken(member, message.request_id, now_ns),
@@ -153,7 +155,7 @@ class Cluster:
             SegmentHeld: lambda member, message, now_ns: lifecycle.on_segment_held(message.request_id, member, now_ns),
             AdmissionRequests: lifecycle.remote_requests.on_requests,
             Pinned: self._named_prefixes.on_pinned,
-            Drain: lambda member, _message, _now_ns: membership.drain_member(member),
+            Drain: lambda member, _message, now_ns: membership.drain_member(member, now_ns),
             Leave: lambda member, _message, now_ns: membership.remove_member(member, "it left", now_ns, died=False),
         }
 
@@ -192,9 +194,9 @@ class Cluster:
 
     # -- processes of this host
 
-    def _drain_instance(self, name: str) -> None:
+    def _drain_instance(self, name: str, now_ns: int) -> None:
         if (member := self._registry.member_by_name(name)) is not None:
-            self._membership.drain_member(member)
+            self._membership.drain_member(member, now_ns)
 
     def _on_instance_died(self, event: InstanceDied, now_ns: int) -> None:
         if (member := self._registry.member_by_name(event.name)) is not None:
@@ -389,6 +391,7 @@ class Cluster:
         requests = self._lifecycle.requests
         requests.check_invariants(self._registry)
         self._lifecycle.remote_requests.check_invariants()
+        self._lifecycle.migrations.check_invariants()
         self._lifecycle.admission.check_invariants(requests.by_id | self._lifecycle.remote_requests.by_id)
         self.answers.check_invariants(requests.by_id)
         self._lifecycle.request_counters.ceiling.check_invariants()

@@ -31,6 +31,12 @@ class Counters:
     attempts_failed: dict[str, int] = field(default_factory=dict)
     """Attempts that failed, by cause: ``gone``, ``refused``, ``stalled``, ``lost``, ``contradiction``, ``gap``,
     ``error``."""
+    recomputed_tokens: int = counter(
+        "router_recomputed_tokens",
+        "Tokens of prompts and answers that a failed attempt had computed and the next one computes again",
+    )
+    migrations: int = counter("router_migrations", "Running requests that instances were asked to hand to another one")
+    migrated: int = counter("router_migrated", "Running requests that went on at another instance with their KV")
     sequences_split: int = counter("router_sequences_split", "Attempts with a sequence that several instances share")
     """Because it fits none of them."""
     outputs_late: int = counter(

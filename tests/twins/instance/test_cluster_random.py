@@ -66,6 +66,7 @@ class Life:
         faulty = random.random() < 0.7
         self.rules = [self.submit] * 6 + [self.go_on] * 10 + [self.run_dry, self.cancel, self.pin, self.stop]
         self.rules += [self.try_elsewhere, self.pass_time, self.stand_still]
+        self.rules += [self.migrate] * 3
         self.rules += [self.fail_step, self.corrupt, self.kill, self.restart, self.expel, self.drain] if faulty else []
         self.count = 0
 
@@ -171,6 +172,14 @@ class Life:
         """The router takes a request to be stalled."""
         if job := self._job():
             self.fleet.attempt(job)
+
+    def migrate(self):
+        """Something is to go on elsewhere: mostly what can."""
+        jobs = [job for job in self.fleet.jobs.values() if not job.done]
+        able = [job for job in jobs if job.got and job.request.n == 1 and not job.request.beam_width]
+        for job in self.random.sample(able or jobs, min(2, len(able or jobs))):
+            self.fleet.migrate(job, self._member().peer.name, copies_ahead=self.random.random() < 0.6)
+        self.go_on()
 
     def cancel(self):
         """The client goes away: silence, at once or a little later."""

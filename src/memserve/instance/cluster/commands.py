@@ -19,6 +19,7 @@ from msgspec import structs
 
 from memserve.instance.cluster.handoff_sender import HandoffSender
 from memserve.instance.cluster.idempotency import ReplayBuffer
+from memserve.instance.cluster.migration import Migrations
 from memserve.instance.cluster.prefix_fetch import Fetches
 from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
@@ -35,6 +36,7 @@ from memserve.protocol.messages import (
     AttemptsUnknown,
     Cancel,
     Dispatch,
+    Migrate,
     QueryAttempts,
     QueryKvEvents,
     RequestRefused,
@@ -64,6 +66,7 @@ class LinkParts:
     sender: HandoffSender
     fetches: Fetches
     exchange: Exchange
+    migrations: Migrations
 
 
 class RouterChanges:
@@ -74,6 +77,7 @@ class RouterChanges:
         self.self_peer = self_peer
         self._state, self._replay_buffer, self._routers = parts.instance.state, parts.kept, parts.routers
         self._sender, self._fetches, self._exchange = parts.sender, parts.fetches, parts.exchange
+        self._migrations = parts.migrations
         self._answers: list[Send] = []
 
     # -- a router is gone
@@ -183,6 +187,7 @@ class RouterChanges:
         if remote.offer_id is not None:
             self._exchange.withdraw_offer(remote.offer_id, why)
             remote.offer_id = None
+        self._migrations.end_copies(group, why)
         if group.tokens_here is not None:
             self._sender.continue_here(group, why)
         return True
@@ -211,12 +216,13 @@ class RouterCommands:
             parts.fetches,
             segments,
         )
+        self._migrations = parts.migrations
         self._router_updates, self._outbox = news, outbox
         self._load, self._step_tokens = instance.load, step_tokens
         self._handlers: dict[type, Callable[[Any, Peer, int], None]] = {
             Dispatch: self._on_dispatch, Cancel: self._on_cancel, StopSequence: self._on_stop,
             QueryKvEvents: self._on_query_events,
-            QueryAttempts: self._on_query_attempts, QueryAnswers: self._on_query_answers,
+            QueryAttempts: self._on_query_attempts, QueryAnswers: self._on_query_answers, Migrate: self._on_migrate,
         }  # fmt: skip
 
     def __contains__(self, message: AnyMessage) -> bool:
@@ -304,6 +310,10 @@ class RouterCommands:
     def _on_stop(self, message: StopSequence, sender: Peer, now_ns: int) -> None:
         if self._routers.is_of(message.request_id, sender):
             self._intake.stop_sequence(message.request_id, message.index)
+
+    def _on_migrate(self, message: Migrate, sender: Peer, now_ns: int) -> None:
+        if self._routers.is_of(message.request_id, sender):
+            self.reject_attempt(self._migrations.start_migration(message, now_ns))
 
     def _on_query_events(self, message: QueryKvEvents, sender: Peer, now_ns: int) -> None:
         self.send_changes(message.first, sender)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 
 from memserve.base.types import FinishReason, Tier, TokenArray
 from memserve.base.units import NS_PER_MS
@@ -63,7 +64,10 @@ class HandoffReceiver:
         if existing is not None and existing.remote is not None and existing.remote.import_id is not None:
             self._replace_import(existing, existing.remote, outcome)  # the sender was interrupted, and begins anew
             return None
-        refusal = self._intake.rejection_of(request, now_ns)
+        # where it migrates, its client has tokens: the first one's objective is no matter here
+        refusal = self._intake.rejection_of(
+            structs.replace(request, slo_ttft_ns=None) if offer.migrates else request, now_ns
+        )
         if refusal is not None:
             self._exchange.give_up(outcome.transfer_id, refusal.reason)
             return refusal

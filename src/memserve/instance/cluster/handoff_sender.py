@@ -1,10 +1,12 @@
-"""Handing requests over to another instance after their prefill: the prefill side.
+"""Handing requests over to another instance after their prefill, or when they migrate: the side that they leave.
 
 ::
 
     admitted     offer(blocks)                    as soon as its first row is in a plan
     each plan    computed(blocks of the row)      named now, sealed when the plan (or the layer of it) has finished
     last token   hand_off(tokens drawn)           the sequences leave; the offer holds their blocks until ``Release``
+
+One that decodes is offered with its last row, or behind it where tokens were under way that the offer must name.
 
 When an offer fails before that, the request decodes here. When the request is preempted, or a step fails, the offer is
 withdrawn, and a new one made when the request is admitted again.
@@ -15,15 +17,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memserve.base.errors import check
-from memserve.base.types import Tier, TransferMode
-from memserve.base.units import ceil_div
+from memserve.base.types import Tier, TokenArray, TransferMode
+from memserve.base.units import NS_PER_S, ceil_div
 from memserve.instance.cluster.idempotency import ReplayBuffer
 from memserve.instance.cluster.routers import Routers
 from memserve.instance.events import StepPlan
 from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.transfer.context import Place
 from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
+from memserve.protocol.peers import Peer
+
+_ARRIVAL_NS = 2 * NS_PER_S
+"""A request that migrates runs nowhere until it has arrived: after this long it is tried again from its tokens."""
 
 
 @dataclass(slots=True)
@@ -58,9 +65,13 @@ class HandoffSender:
         self.departed: dict[str, str] = {}
         #: plan -> what it computes for offers by layer
         self._layers: dict[int, list[_Layers]] = {}
+        #: requests that were to migrate and go on here, and why, since :meth:`take_stayed`
+        self._stayed: list[tuple[str, str]] = []
         self.handed_over = 0
         #: of them: computed by layer
         self.by_layer = 0
+        #: of them: requests that had been decoded here
+        self.migrated = 0
 
     # -- coming
 
@@ -81,6 +92,17 @@ class HandoffSender:
         self.leaving[group.request.request_id] = group
         group.facts += [("decode_at", remote.decode_at.name), ("handoff_mode", remote.mode.value)]
 
+    def let_migrate(self, group: Group, to: Peer) -> None:
+        """Let ``group``, of one sequence, go on at ``to`` after the next token that it draws here."""
+        remote, sequence = group.remote, next(iter(group.sequences.values()))
+        if remote is None:
+            return
+        remote.decode_at, remote.mode, remote.return_kv, remote.migrates = to, TransferMode.BY_REQUEST_AGG, False, True
+        group.tokens_here = len(sequence.out) + sequence.inflight + 1
+        sequence.left = sequence.draws_left
+        self.leaving[group.request.request_id] = group
+        group.facts.append(("migrates_to", to.name))
+
     # -- while it is computed
 
     def on_plan_made(self, plan: StepPlan, now_ns: int) -> None:
@@ -91,17 +113,23 @@ class HandoffSender:
                 continue  # it stays, or is kept here for others
             if sequence.scheduled_step != plan.step_id:
                 continue
+            if sequence.computed > sequence.known_length:
+                continue  # it has a row for a token that is under way: it is offered when that is known
             if sequence is next(iter(group.sequences.values())):  # it computes the prompt for all
                 start = plan.starts[plan.slots.index(sequence.slot)]  # type: ignore[arg-type]  # a sequence with a row has a slot
                 if remote.offer_id is None:
-                    self._offer_group(group, remote, sequence, start, now_ns)
+                    self._offer_group(group, remote, sequence, sequence.known_tokens(), now_ns)
+                    self._announce_earlier(remote, sequence, start // self._state.memory.block_tokens, plan)
                 self._announce_blocks(remote, sequence, plan)
 
-    def _offer_group(self, group: Group, remote: RemoteState, sequence: Sequence, start: int, now_ns: int) -> None:
-        request = remote.original or group.request
+    def _offer_group(
+        self, group: Group, remote: RemoteState, sequence: Sequence, tokens: TokenArray, now_ns: int
+    ) -> None:
+        """Offer the KV of ``tokens``, the first of ``sequence``."""
+        request, end_block = remote.original or group.request, ceil_div(len(tokens), self._state.memory.block_tokens)
         by_layer = sequence.layered
-        blocks = sequence.blocks if by_layer is None else sequence.blocks[: by_layer.first]
-        dram_blocks = [] if by_layer is None else by_layer.dram_blocks
+        blocks = sequence.blocks[: end_block if by_layer is None else min(end_block, by_layer.first)]
+        dram_blocks = [] if by_layer is None else by_layer.dram_blocks[: max(0, end_block - by_layer.first)]
         terms = OfferTerms(
             mode=remote.mode,
             insert=request.use_cache,
@@ -109,26 +137,30 @@ class HandoffSender:
             deadline_in_ns=None if remote.deadline_ns is None else max(1, remote.deadline_ns - now_ns),
             return_kv=remote.return_kv,
             router=self._routers.follower_of(group.request.request_id),
+            lease_ns=_ARRIVAL_NS if remote.migrates else 0,
+            migrates=remote.migrates,
         )
         remote.offer_id = self._exchange.offer_blocks(
             remote.decode_at,  # type: ignore[arg-type]  # a request that leaves has a destination
-            OfferedBlocks(request.isolation, sequence.known_tokens(), blocks, dram_blocks=dram_blocks),
+            OfferedBlocks(request.isolation, tokens, blocks, dram_blocks=dram_blocks),
             now_ns,
             terms,
         )
-        remote.offered_blocks = len(blocks) + len(dram_blocks)
-        remote.named_blocks = start // self._state.memory.block_tokens
-        if remote.named_blocks:  # from the cache: computed, or copied, by plans made so far
-            places = [(Tier.HBM, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
-            fence = self._exchange.fence_of_cached(places[: remote.named_blocks])
-            self._exchange.announce_computed(remote.offer_id, 0, remote.named_blocks, fence=fence)
+        remote.offered_blocks, remote.named_blocks = len(blocks) + len(dram_blocks), 0
+
+    def _announce_earlier(self, remote: RemoteState, sequence: Sequence, end_block: int, plan: StepPlan) -> None:
+        """Blocks before the row: from the cache, computed or copied by plans made so far; where the request migrates,
+        also from rows of its own, which may be under way."""
+        if end_block:
+            fence = self._exchange.fence_of_cached(places_of(sequence)[:end_block])
+            fence = plan.step_id if remote.migrates else fence
+            self._exchange.announce_computed(remote.offer_id or "", 0, end_block, fence=fence)
+            remote.named_blocks = end_block
 
     def _announce_blocks(self, remote: RemoteState, sequence: Sequence, plan: StepPlan) -> None:
         """Whole blocks up to the row's end; the last one as well when the prompt ends."""
         offer_id, block_tokens = remote.offer_id or "", self._state.memory.block_tokens
-        if sequence.table_entries > remote.offered_blocks:
-            self._exchange.more_blocks(offer_id, sequence.blocks[remote.offered_blocks - sequence.table_entries :])
-            remote.offered_blocks = sequence.table_entries
+        self._extend_offer(remote, sequence, ceil_div(sequence.known_length, block_tokens))
         end = sequence.computed
         end_block = ceil_div(end, block_tokens) if end == sequence.known_length else end // block_tokens
         if end_block <= remote.named_blocks:
@@ -140,12 +172,40 @@ class HandoffSender:
         else:
             self._exchange.announce_computed(offer_id, remote.named_blocks, end_block, fence=plan.step_id)
         remote.named_blocks = end_block
-        if end == sequence.known_length and memory.states.has_states:
-            self._announce_state(remote, sequence, end_block, plan)
-        if end == sequence.known_length and memory.windows.has_windows:
-            self._announce_window(offer_id, sequence, end_block, plan)
+        if end == sequence.known_length:
+            self._announce_rest(remote, sequence, plan.step_id)
 
-    def _announce_state(self, remote: RemoteState, sequence: Sequence, end_block: int, plan: StepPlan) -> None:
+    def _extend_offer(self, remote: RemoteState, sequence: Sequence, end_block: int) -> None:
+        """Offer the entries that ``sequence`` has got since, up to ``end_block``."""
+        count = min(sequence.table_entries, end_block) - remote.offered_blocks
+        if count > 0:
+            place = len(sequence.blocks) - (sequence.table_entries - remote.offered_blocks)
+            self._exchange.more_blocks(remote.offer_id or "", sequence.blocks[place : place + count])
+            remote.offered_blocks += count
+
+    def _offer_drawn(self, group: Group, remote: RemoteState) -> None:
+        """All that a request needs which has drawn its last token here. No plan under way touches any of it, unless
+        some lies by layer: then it may just be on its way to DRAM."""
+        sequence = next(iter(group.sequences.values()))
+        tokens = sequence.known_tokens()[: sequence.computed]
+        self._offer_group(group, remote, sequence, tokens, self._state.now)
+        end_block, fence = ceil_div(len(tokens), self._state.memory.block_tokens), 0
+        if sequence.layered is not None:
+            self._extend_offer(remote, sequence, end_block)
+            fence = self._exchange.fence
+        self._exchange.announce_computed(remote.offer_id or "", 0, end_block, fence=fence)
+        remote.named_blocks = end_block
+        self._announce_rest(remote, sequence, fence)
+
+    def _announce_rest(self, remote: RemoteState, sequence: Sequence, fence: int) -> None:
+        """What follows the last block of KV: it is there once plan ``fence`` has finished."""
+        memory = self._state.memory
+        if memory.states.has_states:
+            self._announce_state(remote, sequence, remote.named_blocks, fence)
+        if memory.windows.has_windows:
+            self._announce_window(remote.offer_id or "", sequence, remote.named_blocks, fence)
+
+    def _announce_state(self, remote: RemoteState, sequence: Sequence, end_block: int, fence: int) -> None:
         """The state behind all known tokens follows their KV, or the request stays."""
         states, offer_id = self._state.memory.states, remote.offer_id or ""
         check(remote.offered_blocks == end_block, "{} offers blocks behind its tokens", sequence)
@@ -156,17 +216,17 @@ class HandoffSender:
             self.continue_here(sequence.group, "no room for the state")
             return
         self._exchange.more_blocks(offer_id, snapshot.pages)
-        self._exchange.announce_state(offer_id, end_block, fence=plan.step_id)
+        self._exchange.announce_state(offer_id, end_block, fence=fence)
         states.forget(snapshot)  # the offer holds its blocks
 
-    def _announce_window(self, offer_id: str, sequence: Sequence, end_block: int, plan: StepPlan) -> None:
+    def _announce_window(self, offer_id: str, sequence: Sequence, end_block: int, fence: int) -> None:
         """The parts of the last window follow the KV of the other layers."""
         loan = self._state.memory.windows.lend(sequence, sequence.computed)
         check(loan is not None, "{} lacks a part of its window", sequence)
         if loan is not None and loan.blocks:
             self._exchange.more_blocks(offer_id, loan.blocks, loan)
             self._state.memory.pool.release(loan.blocks)  # the offer has its own
-            self._exchange.announce_state(offer_id, end_block, fence=plan.step_id)
+            self._exchange.announce_state(offer_id, end_block, fence=fence)
 
     def layer_finished(self, step_id: int, layer: int) -> None:
         """The device has written ``layer`` for all rows of the plan."""
@@ -199,6 +259,8 @@ class HandoffSender:
     def _hand_over(self, group: Group) -> None:
         """Let a request leave, each of whose sequences has its first token, or has ended with it."""
         remote, request, live = group.remote, group.request, group.sequences
+        if remote is not None and remote.migrates and remote.offer_id is None:
+            self._offer_drawn(group, remote)
         if remote is None or remote.offer_id is None:
             return
         offer_id, remote.offer_id = remote.offer_id, None
@@ -212,6 +274,7 @@ class HandoffSender:
             )
         self.departed[offer_id] = request.request_id
         self.handed_over += 1
+        self.migrated += remote.migrates
         self.by_layer += any(sequence.layered is not None for sequence in live.values())
         self._state.drop_group(group)
 
@@ -247,6 +310,9 @@ class HandoffSender:
                 self._state.move(sequence, Cause.HANDOFF_ABANDONED)
 
     def _mark_staying(self, group: Group, remote: RemoteState, why: str) -> None:
+        if remote.migrates:
+            remote.migrates = False
+            self._stayed.append((group.request.request_id, why))
         remote.decode_at, group.tokens_here = None, None
         self.leaving.pop(group.request.request_id, None)
         group.facts.append(("handoff_not_made", why))
@@ -279,6 +345,11 @@ class HandoffSender:
             del self.departed[offer_id]
             self._exchange.withdraw_offer(offer_id, "cancelled")
 
+    def take_stayed(self) -> list[tuple[str, str]]:
+        """Requests that were to migrate and go on here, and why; none is returned again."""
+        stayed, self._stayed = self._stayed, []
+        return stayed
+
     def on_released(self, offer_id: str, used: bool, reason: str) -> str | None:
         """The offer has ended. Returns the id of a request that has left and that no instance has taken over."""
         name = self.departed.pop(offer_id, None)
@@ -306,3 +377,11 @@ class HandoffSender:
         """The instance was expelled: requests that have left are forgotten, too."""
         self.departed.clear()
         self._layers.clear()
+
+
+def places_of(sequence: Sequence) -> list[Place]:
+    """Where the blocks of ``sequence`` lie whole, in order."""
+    by_layer = sequence.layered
+    blocks = sequence.blocks if by_layer is None else sequence.blocks[: by_layer.first]
+    below = [] if by_layer is None else by_layer.dram_blocks
+    return [(Tier.HBM, block) for block in blocks] + [(Tier.DRAM, block) for block in below]

@@ -19,6 +19,7 @@ from memserve.instance.cluster.commands import InstanceParts, LinkParts, RouterC
 from memserve.instance.cluster.handoff_receiver import HandoffReceiver
 from memserve.instance.cluster.handoff_sender import HandoffSender
 from memserve.instance.cluster.idempotency import ReplayBuffer
+from memserve.instance.cluster.migration import Migrations
 from memserve.instance.cluster.prefix_fetch import Fetches
 from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
@@ -48,6 +49,7 @@ from memserve.protocol.messages import (
     Expelled,
     HandedOver,
     JoinAccepted,
+    MigrationRefused,
     PeerGone,
     PeerJoined,
     Pin,
@@ -69,6 +71,7 @@ class ClusterLink:
         self.exchange = Exchange(pool, geometry, config.exchange, self_peer, config.namespace)
         self.replay_buffer = ReplayBuffer(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
         self.sender = HandoffSender(state, intake, self.exchange, self.replay_buffer, self.routers, geometry.num_layers)
+        self.migrations = Migrations(state, self.exchange, self.sender)
         self.receiver = HandoffReceiver(state, intake, self.exchange)
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
@@ -78,7 +81,9 @@ class ClusterLink:
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
         self.blocks_come_home = 0
-        parts = LinkParts(instance, self.routers, self.replay_buffer, self.sender, self.fetches, self.exchange)
+        parts = LinkParts(
+            instance, self.routers, self.replay_buffer, self.sender, self.fetches, self.exchange, self.migrations
+        )
         self.changes = RouterChanges(parts, self_peer)
         self._state = state
         self._intake = intake
@@ -181,6 +186,7 @@ class ClusterLink:
         self.replay_buffer.on_attempt_ended(group.request.request_id, self._state.now)
         self.routers.on_attempt_ended(group.request.request_id)
         self.sender.on_request_ended(group)
+        self.migrations.end_copies(group, "the request has ended")
         self.receiver.on_request_ended(group)
         self.fetches.on_request_ended(group)
         self.segments.on_request_ended(group)
@@ -230,6 +236,8 @@ class ClusterLink:
         for handle in self._pins.lost:
             self.commands.notify_owner(Pinned(handle, 0))
         self._pins.lost.clear()
+        for request_id, reason in self.migrations.take_stayed():
+            self.commands.notify_router_of(request_id, MigrationRefused(request_id, reason))
         self.writer.offer_waiting(now_ns)
         self._outbox += self.writer.take_messages()
         actions += self.segments.take_actions(self.routers.router_of)
@@ -261,8 +269,9 @@ class ClusterLink:
                 case FetchEnded():
                     self.fetches.on_fetch_ended(outcome, now_ns)
                 case Released(offer_id, _, used, reason):
-                    is_stores = self.writer.on_released(offer_id, used)
-                    departed_id = None if is_stores else self.sender.on_released(offer_id, used, reason)
+                    is_others = self.writer.on_released(offer_id, used)
+                    is_others = is_others or self.migrations.on_released(offer_id, used, reason)
+                    departed_id = None if is_others else self.sender.on_released(offer_id, used, reason)
                     if departed_id is not None:
                         self.commands.reject_attempt(
                             RejectRequest(departed_id, f"no instance took it over: {reason}", 0.0)
@@ -279,7 +288,7 @@ class ClusterLink:
     def _on_arrived(self, outcome: HandoffArrived, now_ns: int) -> None:
         state_bytes, moved = self.exchange.state_bytes if outcome.state else 0, outcome.pulled_blocks or outcome.state
         facts: list[Fact] = [
-            ("prefilled_at", outcome.sender.name),
+            ("migrated_from" if outcome.offer.migrates else "prefilled_at", outcome.sender.name),
             ("handoff_blocks_received", outcome.pulled_blocks),
             ("handoff_blocks_reused", outcome.reused_blocks),
             ("handoff_bytes", outcome.pulled_blocks * self._geometry.block_bytes + state_bytes),
@@ -359,6 +368,7 @@ class ClusterLink:
             if group.remote is not None and not (goes_on and self.changes.continue_without_transfers(group)):
                 self._state.drop_group(group)
         self.sender.clear()
+        self.migrations.clear()
         self.receiver.clear()
         self.fetches.clear()
         self.writer.clear()

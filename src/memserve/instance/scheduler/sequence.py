@@ -40,7 +40,7 @@ class RemoteState:
     set: a request moves one way at a time."""
 
     decode_at: Peer | None = None
-    """The instance that decodes after the first token. None: this one."""
+    """The instance that goes on after the first token, or the next one. None: this one."""
     mode: TransferMode = TransferMode.BY_REQUEST_AGG
     return_kv: bool = False
     """The decode instance sends back the KV of what it generates."""
@@ -68,6 +68,8 @@ class RemoteState:
     """Tokens whose KV ``home`` has."""
     stopped: list[int] = field(default_factory=list)
     """Sequences with a stop string that was found before they came here."""
+    migrates: bool = False
+    """It leaves although it was to be decoded here."""
 
 
 Rank = tuple[int, int, int, int]

@@ -134,7 +134,7 @@ class RecurrentStates(NoStates):
         self._adopted: dict[Sequence, StateSnapshot] = {}
         #: DRAM blocks with the states of sequences that are swapped out
         self._swapped: dict[Sequence, list[int]] = {}
-        #: of sequences whose prompt ends with the last plan, and that leave
+        #: of sequences that leave: behind the last row that they have here
         self._for_peers: dict[Sequence, StateSnapshot] = {}
         #: the last snapshot of each sequence that has one
         self._last: dict[Sequence, StateSnapshot] = {}
@@ -225,6 +225,8 @@ class RecurrentStates(NoStates):
     def note_decodes(self, sequences: Iterable[Sequence]) -> None:
         size = self._block_tokens
         for sequence in sequences:
+            if sequence.group.tokens_here is not None and not sequence.left:
+                self._take_end(sequence)
             if sequence.computed % size == 0 and sequence.lease is not None:
                 self._move_on(sequence, sequence.computed)
                 snapshot = self._last.get(sequence)
@@ -275,7 +277,8 @@ class RecurrentStates(NoStates):
 
     def finish_plan(self, plan: StepPlan) -> None:
         for sequence in [s for s in self._for_peers if s.scheduled_step != plan.step_id]:
-            self._drop_end(sequence)  # it stays, after all
+            if sequence.group.tokens_here is None or sequence.left:
+                self._drop_end(sequence)  # it stays, after all
         plan.states, self._orders = self._orders, []
         # not those that were given up meanwhile: rows of this very plan may write to their pages
         plan.snapshots = [TakeSnapshot(slot, tokens, list(s.pages)) for slot, tokens, s in self._taking if s.pages]
@@ -319,8 +322,8 @@ class RecurrentStates(NoStates):
         self._orders.append(order)
 
     def _take_end(self, sequence: Sequence) -> None:
-        """A snapshot for a peer, behind a prompt that is about to end. Now, and not when the plan is made: what must
-        make room for it is copied by this very plan, before its rows."""
+        """A snapshot for a peer, behind the last row of a sequence that leaves. Now, not when the plan is made: what
+        must make room for it is copied by this very plan, before its rows."""
         snapshot = self._pool.allocate_snapshot(sequence.computed)
         if snapshot is not None:
             self._snapshots.pin(snapshot)

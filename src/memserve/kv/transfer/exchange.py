@@ -80,6 +80,7 @@ class OfferTerms:
     dst_tier: Tier = Tier.HBM
     lease_ns: int = 0
     router: Peer | None = None
+    migrates: bool = False
 
 
 AS_USUAL = OfferTerms()
@@ -159,6 +160,7 @@ class Exchange:
             router=terms.router,
             state_blocks=state_blocks if terms.request is None else context.pool.blocks_behind(len(tokens)),
             part_blocks=context.pool.part_blocks if loan is not None else 0,
+            migrates=terms.migrates,
         )
         context.retain(Tier.DRAM, dram_blocks)
         places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]

@@ -256,6 +256,25 @@ class MemoryBudget:
         self._state += bool(dropped)
         return dropped
 
+    def reserve_at_target(self, req: RequestState, attempt: Attempt, target: Member) -> list[str]:
+        """``attempt`` is to migrate to ``target``, and holds there what it needs. Returns the pins that are dropped."""
+        if not self.is_counting:
+            return []
+        need = self._need_on_arrival(attempt, target, self.need_of(req).need_at(target.info.role, decodes=True))
+        if self.ledger.need_of(target.number, attempt.attempt_id) is not None:
+            self.ledger.free_blocks(attempt.attempt_id, target.number)  # it has been there before
+        self.ledger.allocate_blocks(attempt.attempt_id, target.number, need)
+        dropped = self.reservations.evict_pins(target.number)
+        self._state += bool(dropped)
+        return dropped
+
+    def free_at_target(self, attempt: Attempt, target: Member) -> None:
+        """It does not migrate there."""
+        if self.is_counting:
+            self.changed = True
+            self.ledger.free_blocks(attempt.attempt_id, target.number)
+            self._incoming.pop(attempt.attempt_id, None)
+
     def _need_on_arrival(self, attempt: Attempt, member: Member, need: Need) -> Need:
         """``need`` where blocks that are on their way have no names yet: two requests that arrive with one prefix bring
         it twice. Only blocks that are there when the transfer begins are shared."""

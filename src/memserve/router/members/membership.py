@@ -321,7 +321,7 @@ class Membership:
         self._outbox.report_member(MemberChange.RETURNED, info.peer, info.address, note, role=info.role)
         self._introduce_member(member, message.sent_to, now_ns)
         if member.drains:
-            self.drain_member(member)
+            self.drain_member(member, now_ns)
 
     # -- heartbeats
 
@@ -364,7 +364,7 @@ class Membership:
 
     # -- going
 
-    def drain_member(self, member: Member) -> None:
+    def drain_member(self, member: Member, now_ns: int) -> None:
         """``member`` gets nothing new: an operator or the instance itself asked for that."""
         if member.state is MemberState.LIVE:
             member.state = MemberState.DRAINING
@@ -372,6 +372,7 @@ class Membership:
             self._loads.close_member(member.number)
             self._lifecycle.admission.memory.invalidate_needs()
             self._outbox.send(member.peer, Drain())
+            self._lifecycle.migrations.on_draining(now_ns)
 
     def remove_member(self, member: Member, reason: str, now_ns: int, *, died: bool) -> None:
         """``member`` left or died: all others are told, and what depended on it is tried elsewhere."""
@@ -545,12 +546,13 @@ class Following(Membership):
         self._lifecycle.place_waiting(now_ns)
         return member
 
-    def drain_member(self, member: Member) -> None:
+    def drain_member(self, member: Member, now_ns: int) -> None:
         """``member`` takes nothing new: it has said so."""
         if member.state is MemberState.LIVE:
             member.state = MemberState.DRAINING
             self._loads.close_member(member.number)
             self._lifecycle.admission.memory.invalidate_needs()
+            self._lifecycle.migrations.on_draining(now_ns)
 
     def expel_peer(self, sender: Peer, reason: str, newest: int = 0, *, address: str = "") -> None:
         """A member that makes no sense to this follower is none to it until the owner names it again."""

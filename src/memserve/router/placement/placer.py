@@ -110,6 +110,28 @@ class Placer:
         holders = self._fetch_holders(ask, decided.first, most) if first.info.caching else ()
         return Placement(decided, first, decode_at or None, holders, prompt_tokens)
 
+    def choose_target(self, req: RequestState, source: Member) -> Member | None:
+        """Where a request that ``source`` decodes may go on: of the instances that decode and have room for all of it
+        the one with the least to do. None: there is none."""
+        tokens = len(req.request.prompt) + max(len(emitted) for emitted in req.emitted)
+        sides, loads, block_tokens = self._usable_sides(req, tokens), self._loads, self._block_tokens()
+        if not sides:
+            return None
+        numbers = np.concatenate([numbers for _, numbers in sides[-1]])
+        room = loads.room_tokens(numbers, block_tokens)
+        # nor one where it would end earlier
+        length = min(len(req.request.prompt) + req.request.stop.max_tokens, loads.context_limit[source.number])
+        long_enough = loads.context_limit[numbers] >= length
+        numbers = numbers[(room >= tokens + block_tokens) & long_enough & (numbers != source.number)]
+        able = [
+            number
+            for number in numbers.tolist()
+            if self._memory.has_room_at(req, self._registry.member_by_number(number))
+        ]
+        if not able:
+            return None
+        return self._registry.member_by_number(able[int(loads.work_tokens(np.array(able)).argmin())])
+
     def _usable_sides(self, req: RequestState, prompt_tokens: int) -> list[Team]:
         """Instances that may compute the prompt, and those that may decode where others do that."""
         if not req.avoid and not self._memory.is_counting and prompt_tokens < self._loads.context_limit_min:

@@ -34,6 +34,7 @@ from memserve.router.placement.reuse_ceiling import ReuseCeiling
 from memserve.router.placement.shards import PATIENCE, SpanPlacer
 from memserve.router.report import Counters
 from memserve.router.requests.idempotency import ReplayLog
+from memserve.router.requests.migration import Migrations
 from memserve.router.requests.requests import Attempt, RequestCause, RequestPhase, RequestState, RequestTable
 
 
@@ -143,6 +144,8 @@ class RequestCounters:
         counters = self._counters
         counters.dispatches += 1
         counters.resumptions += bool(req.past)
+        if req.has_begun:
+            counters.recomputed_tokens += placement.prompt_tokens - placement.route.first.matched_tokens
         counters.prompt_tokens += placement.prompt_tokens
         counters.matched_tokens += placement.route.first.matched_tokens
         way = "fetch" if placement.holders else "reuse" if placement.route.first.matched_tokens else "compute"
@@ -203,6 +206,7 @@ class Lifecycle:
         self.answers = ReplayLog(parts, self)
         self.request_counters = RequestCounters(parts.config, parts.placer, parts.outbox, parts.counters)
         self.remote_requests = RemoteRequests(parts, self.requests, self)
+        self.migrations = Migrations(parts, self.requests)
         self.admission_flow = AdmissionFlow(parts, self.requests, self.remote_requests, self.answers, self)
 
     # -- the way of requests, as its parts see it (RequestFlow)
@@ -420,6 +424,7 @@ class Lifecycle:
         self.on_prefilled(req, attempt)
         self.admission.memory.on_handed_over(attempt)
         self.requests.hand_over(req, attempt)
+        self.migrations.on_handed_over(req, attempt)
 
     # -- failing
 
@@ -492,6 +497,7 @@ class Lifecycle:
 
     def _release_attempt(self, attempt: Attempt, *, completed: bool) -> int:
         """Returns for how long KV of the attempt is held for its client; 0: it is not."""
+        self.migrations.on_attempt_over(attempt)
         held_ns = self.admission.memory.release_attempt(attempt, completed=completed)
         for charge in attempt.charges:
             self._loads.discharge_work(charge)
@@ -508,6 +514,7 @@ class Lifecycle:
     def abandon_member(self, member: Member, now_ns: int, *, died: bool) -> list[RequestState]:
         """``member`` is gone: attempts that depend on it have failed. Returns the requests to be placed again."""
         self.remote_requests.on_member_removed(member, now_ns)
+        self.migrations.on_member_gone(member)
         failed = [self.requests.by_attempt[attempt_id] for attempt_id in member.attempts]
         for req in failed:
             req.deaths += died

@@ -109,6 +109,7 @@ class RequestCause(Enum):
     DISPATCHED = auto()
     PREFILLED = auto()  # its first output, or word of the handover
     HANDED_OVER = auto()
+    MIGRATES = auto()  # the instance that runs it is to hand it to another one
     ATTEMPT_FAILED = auto()  # refused, stalled, lost, contradictory, or its instance is gone
     FINISHED = auto()  # every sequence has ended: completed, cancelled, past its deadline, or failed
     REJECTED = auto()
@@ -130,6 +131,7 @@ REQUEST_PHASES = Transitions(
         (RequestPhase.DECODING, RequestCause.HANDED_OVER): RequestPhase.HANDED_OVER,
         (RequestPhase.DECODING, RequestCause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
         (RequestPhase.DECODING, RequestCause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.HANDED_OVER, RequestCause.MIGRATES): RequestPhase.DECODING,
         (RequestPhase.HANDED_OVER, RequestCause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
         (RequestPhase.HANDED_OVER, RequestCause.FINISHED): RequestPhase.FINISHED,
     },
@@ -175,9 +177,9 @@ class Attempt:
     number: int
     """Attempts of the router count from 1: a higher number is younger."""
     first: Member
-    """Computes the prompt."""
+    """Computes the prompt, or goes on from an earlier instance."""
     decode_at: Member | None
-    """Decodes; ``None``: ``first`` does."""
+    """Decodes, or will; ``None``: ``first`` does."""
     holders: tuple[Holder, ...]
     route: Route
     dispatched_ns: int
@@ -198,12 +200,23 @@ class Attempt:
     """Tokens of prompts that wait at ``first``, as far as is known. None: it is to run there however many wait."""
     handed_over_ns: int | None = None
     """When ``decode_at`` said that it has the KV. None: it has not."""
+    earlier_peers: tuple[Peer, ...] = ()
+    """Instances before ``first``: their last words may still come."""
 
     def is_from(self, peer: Peer) -> bool:
         """Whether ``peer`` may speak for it: a prefill instance's last words may come after its part has ended."""
         if self.parts:
             return any(peer == part.member.peer for part in self.parts[: self.part + 1])
-        return peer == self.first.peer or (self.decode_at is not None and peer == self.decode_at.peer)
+        return (
+            peer == self.first.peer
+            or (self.decode_at is not None and peer == self.decode_at.peer)
+            or peer in self.earlier_peers
+        )
+
+    @property
+    def runs_at(self) -> Member:
+        """The instance that has the request now, as far as is known."""
+        return self.decode_at if self.decode_at is not None and self.first not in self.involved else self.first
 
     def is_with(self, member: Member) -> bool:
         """Whether ``member``, which is involved, must know it: the decode instance does from the handover on."""
@@ -392,6 +405,22 @@ class RequestTable:
         req.change_phase(RequestCause.HANDED_OVER)
         attempt.involved.remove(attempt.first)
         del attempt.first.attempts[attempt.attempt_id]
+
+    def start_migration(self, req: RequestState, attempt: Attempt, target: Member) -> None:
+        """The instance that runs ``attempt`` is to hand it to ``target``."""
+        if req.phase is RequestPhase.HANDED_OVER:
+            req.change_phase(RequestCause.MIGRATES)
+            attempt.earlier_peers = (*attempt.earlier_peers, attempt.first.peer)
+            attempt.first = attempt.runs_at
+        attempt.decode_at = target
+        attempt.involved.append(target)
+        target.attempts[attempt.attempt_id] = None
+
+    def end_migration(self, attempt: Attempt, target: Member) -> None:
+        """It stays where it is."""
+        attempt.decode_at = None
+        attempt.involved.remove(target)
+        del target.attempts[attempt.attempt_id]
 
     def fail_attempt(self, req: RequestState, attempt: Attempt) -> None:
         """``req`` has lost its attempt."""
