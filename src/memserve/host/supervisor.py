@@ -39,8 +39,8 @@ TERMINATE_S = 5.0
 STORE_END_S = 30.0
 """How long a store may take to write what is in its memory alone."""
 
-OFFERS_S = 2.0
-"""How long instances may take until the store has taken what they offered last."""
+LEAVE_S = 4.0
+"""How long instances may take until others have their requests, and the store what they offered last."""
 
 KILL_S = 10.0
 """How long the kernel may take to end a killed child; then the child is named in the log and left behind."""
@@ -84,17 +84,13 @@ class ChildStart:
     """Where it is of a file, children follow that."""
     router_keys: Mapping[str, object] = field(default_factory=dict)
     """What routers among them are told with it."""
-    offers: bool = False
-    """Instances offer KV to a store until their end."""
 
-    def greetings(self, folder: Path | None, *, has_store: bool) -> dict[Role, dict[str, object]]:
+    def greetings(self, folder: Path | None) -> dict[Role, dict[str, object]]:
         """For the children of each role. ``folder``: where they wait for the next supervisor."""
         outlive = {"folder": str(folder)} if folder is not None else {}
-        # a store has what instances have offered to it before they leave
-        patience = {"drain_s": OFFERS_S} if self.offers or has_store else {}
         secret = as_followed(self.secret)
         file = {"secret_file": str(secret.files[0].absolute())} if secret.files else {}
-        startup_payload = {"secret": secret.value(), **file, "parent_pid": os.getpid(), **outlive, **patience}
+        startup_payload = {"secret": secret.value(), **file, "parent_pid": os.getpid(), **outlive, "drain_s": LEAVE_S}
         return {role: startup_payload | (dict(self.router_keys) if role is Role.ROUTER else {}) for role in Role}
 
 
@@ -154,7 +150,7 @@ class Supervisor:
         self._file = ChildrenFile(folder) if folder is not None else None
         living = self._file.living_names([order.name for order in spare]) if self._file is not None else []
         self._children = [_Child(order) for order in self._orders if order in orders or order.name in living]
-        self._startup_payloads = start.greetings(folder, has_store=any(order.is_store for order in orders))
+        self._startup_payloads = start.greetings(folder)
         self._environment = dict(os.environ)
         if (
             sum(order.role.has_model for order in self._orders) > 1

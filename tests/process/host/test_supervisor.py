@@ -395,4 +395,4 @@ while True: time.sleep(1)
     ends = (tmp_path / "ends").read_text().split()
     assert sorted(ends[:2]) == ["x1", "x2"] and ends[2:] == ["s1"]
     greetings = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert all(greeting[-1] == supervisor_module.OFFERS_S for greeting in greetings)
+    assert all(greeting[-1] == supervisor_module.LEAVE_S for greeting in greetings)

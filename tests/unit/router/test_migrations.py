@@ -1,4 +1,4 @@
-"""Running requests of an instance that drains: which are asked to leave, where to, and what the router does meanwhile."""
+"""Running requests of an instance that drains: which are asked to leave, where to, and what the router does."""
 
 from __future__ import annotations
 

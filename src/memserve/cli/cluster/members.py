@@ -189,7 +189,7 @@ def running_cluster(
         engine = _open_router(options, secret, metadata)
         orders = _orders(engine_options, most, engine.address, log_level)
         first = [order for order in orders if options.begins_with(order)]
-        start = ChildStart(secret, options.followers.keys, offers=options.store.is_used)
+        start = ChildStart(secret, options.followers.keys)
         spare = [order for order in orders if order not in first]
         supervisor = Supervisor(first, start, engine.mark_dead, metadata.folder, spare=spare)
         engine.children = supervisor.child_stats
