@@ -1,0 +1,66 @@
+"""An instance that leaves while it decodes: its requests go on at the other one, with their KV."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from served_cluster import GREEDY, Server, eventually, served
+from tiny_models import one_engine, prompt, save_folder, tiny_module
+
+TOKENS = 400
+KINDS = {
+    "qwen3_5": (),
+    "gemma2": (),
+    "llama": ("--dram-memory", "4MiB", "--kv-memory", "512KiB"),
+}
+
+
+def stream(server: Server, tokens: list[int], begun: threading.Semaphore) -> str:
+    """One answer, event by event; ``begun`` is released behind the fifth."""
+    events = server.client.completions.create(prompt=tokens, max_tokens=TOKENS, stream=True, **GREEDY)
+    texts = []
+    for event in events:
+        texts.append(event.choices[0].text if event.choices else "")
+        if len(texts) == 5:
+            begun.release()
+    return "".join(texts)
+
+
+def router_total(server: Server, name: str) -> int:
+    """``memserve_router_<name>_total``."""
+    page = httpx.get(server.url.removesuffix("/v1") + "/metrics", timeout=60).text
+    return int(
+        sum(
+            float(line.rpartition(" ")[2])
+            for line in page.splitlines()
+            if line.startswith(f"memserve_router_{name}_total")
+        )
+    )
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_no_token_is_lost_or_computed_twice_when_an_instance_leaves(family: str, tmp_path: Path) -> None:
+    folder = save_folder(tiny_module(family, max_position_embeddings=1024), tmp_path / "tiny")
+    prompts = [prompt(40 + 7 * place, place).tolist() for place in range(4)]
+    with one_engine(folder) as complete:
+        expected = [complete(tokens, TOKENS) for tokens in prompts]
+    flags = ("--colocated", "2", "--policy", "least-load", "--metadata", "none", *KINDS[family])
+    with served(folder, *flags) as server, ThreadPoolExecutor(4) as pool:
+        begun = threading.Semaphore(0)
+        answers = [pool.submit(stream, server, tokens, begun) for tokens in prompts]
+        for _ in prompts:
+            assert begun.acquire(timeout=60)
+        pid = server.children()["c2"]
+        os.kill(pid, signal.SIGTERM)
+        assert [answer.result() for answer in answers] == expected
+        assert router_total(server, "migrated") > 0 and not router_total(server, "recomputed_tokens")
+        assert not router_total(server, "requests_failed")
+        eventually(lambda: server.children().get("c2") not in (None, pid) and "c2" in server.members())
+        assert server.complete(prompts[0], 20) == expected[0][: len(server.complete(prompts[0], 20))]
