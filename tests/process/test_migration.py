@@ -46,7 +46,7 @@ def router_total(server: Server, name: str) -> int:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_no_token_is_lost_or_computed_twice_when_an_instance_leaves(family: str, tmp_path: Path) -> None:
+def test_an_instance_leaves_and_no_token_is_computed_twice(family: str, tmp_path: Path) -> None:
     folder = save_folder(tiny_module(family, max_position_embeddings=1024), tmp_path / "tiny")
     prompts = [prompt(40 + 7 * place, place).tolist() for place in range(4)]
     with one_engine(folder) as complete:

@@ -323,7 +323,8 @@ class ClusterConfig:
     is rejected. N: at most N."""
     migration: str = option("drain")
     """When a running request goes on at another instance, with its KV. ``drain``: when its own one drains (SIGTERM,
-    ``memserve scale``, an upgrade). ``off``: never; an instance that drains finishes what it has."""
+    ``memserve scale``, an upgrade). ``auto``: also where requests wait for memory and another instance has room.
+    ``off``: never; an instance that drains finishes what it has."""
     dead_after_ns: int = 5 * NS_PER_S
     """A member that is silent for this long is taken to be dead."""
     call_every_ns: int = NS_PER_S
@@ -353,9 +354,9 @@ class ClusterConfig:
         if self.policy not in POLICIES and self.policy not in (installed := policies_installed()):
             names = ", ".join([*POLICIES, *installed])
             raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {names}", param="policy")
-        if self.migration not in ("drain", "off"):
+        if self.migration not in ("auto", "drain", "off"):
             message = f"requests cannot migrate {self.migration!r}"
-            raise UserError(message, hint="use drain or off", param="migration")
+            raise UserError(message, hint="use auto, drain or off", param="migration")
         if not re.fullmatch(r"auto|off|[2-9]|[1-9]\d{1,3}", self.sequence_parallel):
             message = f"sequences cannot be shared by {self.sequence_parallel!r} instances"
             raise UserError(message, hint="use auto, off or a number from 2 on", param="sequence_parallel")

@@ -73,6 +73,25 @@ def test_copies_follow_each_other_until_little_is_left(monkeypatch):
     assert fleet.handed_over == ["a#0"]
 
 
+BY_LAYER = {"hbm": 20, "dram": 60, "layerwise": "auto", "link_bytes_s": 1e15, "running": 4}
+
+
+@pytest.mark.parametrize("acts", range(8, 48, 5))
+def test_kv_by_layer_leaves_and_what_comes_up_is_not_copied(acts):
+    """Of two answers that do not fit one lies by layer: both are to go on elsewhere, and back, while it moves."""
+    fleet = pair(BY_LAYER, BY_LAYER)
+    layers = fleet.members["p"].machine.state.memory.layers
+    jobs = [fleet.submit(request(f"r{k}", PROMPT[3 * k : 41 + 3 * k], max_tokens=30), "p") for k in range(2)]
+    fleet.run(until=lambda: layers.admitted + layers.converted > 0)
+    fleet.run(until=lambda at=fleet.now + acts: fleet.now >= at)
+    for target in "dp":
+        for job in jobs:
+            fleet.migrate(job, target)
+        fleet.run(until=lambda at=fleet.now + 60: fleet.now >= at)
+    fleet.finish()
+    assert not fleet.refused and fleet.handed_over
+
+
 @pytest.mark.parametrize("shape", [{"n": 2}, {"beam_width": 2}, {"max_tokens": 7}])
 def test_what_cannot_leave_stays_and_its_router_is_told(shape):
     fleet, job = started(6 if "beam_width" not in shape else 0, **shape)

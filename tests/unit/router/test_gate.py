@@ -21,9 +21,17 @@ P, D, C = Role.PREFILL, Role.DECODE, Role.COLOCATED
 PROMPT = list(range(1, 21))  # 5 blocks
 
 
-def gated(*instances, mode=Admission.BOUNDED, active_max=None, policy="least-load", caching=Caching.OFF, **admission):
+def gated(
+    *instances,
+    mode=Admission.BOUNDED,
+    active_max=None,
+    policy="least-load",
+    caching=Caching.OFF,
+    migration="drain",
+    **admission,
+):
     config = AdmissionConfig(mode, active_max, **admission)
-    return World(instances, policy=policy, caching=caching, admission=config)
+    return World(instances, policy=policy, caching=caching, admission=config, migration=migration)
 
 
 def gate_of(world):
@@ -293,7 +301,7 @@ def test_evictions_take_oldest_ended_within_limit_per_request():
 
 def test_drained_decode_instance_leaves_room_at_prefill():
     """It was full. Now the prefill instance does all of it, and is free."""
-    world = gated(("p", P), ("d", D), mode=Admission.MEMORY, unit_tokens=256)
+    world = gated(("p", P), ("d", D), mode=Admission.MEMORY, unit_tokens=256, migration="off")
     world.ask(a_request("first", [1] * 20, max_tokens=9))
     world.step("p")
     world.say_all(world.instances["d"])

@@ -228,7 +228,7 @@ def test_one_that_is_being_handed_over_arrives_first() -> None:
     assert it.passes(250) == [(decoder.peer.name, Migrate("r#1", other.peer))]
 
 
-def test_memory_is_reserved_at_the_target_and_freed_at_the_source() -> None:
+def test_memory_is_reserved_at_target_and_freed_at_source() -> None:
     """By the router's own ledger, whose invariants are checked behind every event."""
     it = Play(A, B, mode=Admission.MEMORY)
     it.runs("r")

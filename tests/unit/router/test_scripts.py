@@ -10,7 +10,17 @@ from golden import Script, brief
 from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.base.types import Admission, FinishReason, Role, TokenOutput
 from memserve.protocol.events import MessageArrived
-from memserve.protocol.messages import AnyMessage, HandedOver, Heartbeat, Join, Leave, Refused, RequestRefused, Tokens
+from memserve.protocol.messages import (
+    AnyMessage,
+    HandedOver,
+    Heartbeat,
+    Join,
+    Leave,
+    MigrationRefused,
+    Refused,
+    RequestRefused,
+    Tokens,
+)
 from memserve.protocol.peers import Load, Peer
 from memserve.router.events import (
     InstanceDied,
@@ -194,10 +204,12 @@ def test_client_disconnect() -> None:
 
 
 def test_an_instance_is_drained() -> None:
-    """It finishes what it has; what comes goes elsewhere, and may fetch the prefix that it has."""
+    """What it has is to go elsewhere, or is finished; what comes goes elsewhere, and may fetch the prefix that it
+    has."""
     it = Router(C, F)
     it.asked(1, "r", "Send(c, Dispatch r#1)")
-    it.at(2, InstanceDrained("c"), "Send(c, Drain)")
+    it.at(2, InstanceDrained("c"), "Send(c, Drain)", "Send(c, Migrate r#1, f)")
+    it.hears(2.5, C.peer, MigrationRefused("r#1", "it is about to end"))
     it.asked(3, "s", "Send(f, Dispatch s#2, fetch from c)")
     it.hears(4, C.peer, tokens("r#1", 0, 7, 8, 9, 1, last=True), "EmitTokens(r 0:[7 8 9 1] LENGTH)")
     it.hears(5, C.peer, Leave(), "Send(f, PeerGone c, it left)", "ReportMember(LEFT, c, tcp://c, it left, colocated)")

@@ -220,6 +220,7 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
         caching=scenario.setting.caching,
         policy=scenario.policy,
         transfer=scenario.setting.transfer,
+        migration=scenario.migration,
         dead_after_ns=NS_PER_S,
         call_every_ns=200 * MS,
         stalled_after_ns=4 * NS_PER_S,

@@ -29,6 +29,7 @@ from memserve_lab.sim.fuzz.scenario_features import (
     long_prompts,
     put_followers,
     put_keys,
+    put_migrations,
 )
 from memserve_lab.sim.reference.device import LAYERS
 
@@ -157,6 +158,8 @@ class Scenario:
     """How snapshots of recurrent states lie. None: layers keep KV alone."""
     windows: WindowPages | None = None
     """How KV of windows lies apart. None: with that of all other layers."""
+    migration: str = "drain"
+    """When running requests go on at another instance."""
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -229,6 +232,8 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     scenario.faults += [
         Fault(kind, begin_ms * MS, span * MS, 0, -1, number) for kind, begin_ms, span, number in followers
     ]
+    drains = put_migrations(scenario, len(roles))
+    scenario.faults += [Fault("drain", at_ms * MS, for_ms * MS, place, -1, at_ms) for at_ms, for_ms, place in drains]
     scenario.faults = _in_order(scenario.faults)
     return scenario
 

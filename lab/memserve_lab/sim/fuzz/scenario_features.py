@@ -34,6 +34,8 @@ from memserve.store.machine.events import StoreConfig
 from memserve_lab.sim.fuzz.clients import FLOOD, QUIET, VOCAB, Conversation, Turn
 from memserve_lab.sim.reference.oracle import lone_tokens
 
+MIGRATING_SHARE = 0.1
+"""Of all scenarios with faults and several instances, those where instances drain while they decode."""
 KEYED_SHARE = 0.1
 """Of all scenarios."""
 STREAM = "keys 52904"
@@ -58,6 +60,8 @@ class Drawn(Protocol):
     remembers: bool
     keyed: bool
     followers: int
+    migration: str
+    shared: SharedSetup | None
     step_ns: tuple[int, int]
     admission: AdmissionConfig
 
@@ -93,6 +97,22 @@ def _name_all(scenario: Drawn) -> list[Turn]:
     for turn in turns:
         turn.cancel_after_ns = turn.lifetime_ns = None
     return turns
+
+
+def put_migrations(scenario: Drawn, instances: int) -> list[tuple[int, int, int]]:
+    """In some scenarios with faults instances drain while they decode. Drawn from a stream of its own. Returns when,
+    for how long (ms), and which."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/migrations")
+    unfit = instances == 1 or scenario.setting.weather == "healthy" or scenario.shared is not None
+    if random.random() >= MIGRATING_SHARE or unfit:
+        return []
+    scenario.migration = random.choice(["auto", "auto", "drain"])
+    for conversation in scenario.conversations:
+        for turn in conversation.turns:
+            if turn.n == 1 and not turn.beam_width and turn.max_tokens > 1 and random.random() < 0.7:
+                turn.max_tokens = random.choice(LONG)
+    places = [random.randrange(instances) for _ in range(random.choice([1, 2, 4]))]
+    return [(random.randint(5, 300), random.choice([40, 300]), place) for place in places]
 
 
 def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, int, int]]:

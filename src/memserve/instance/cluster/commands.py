@@ -19,7 +19,7 @@ from msgspec import structs
 
 from memserve.instance.cluster.handoff_sender import HandoffSender
 from memserve.instance.cluster.idempotency import ReplayBuffer
-from memserve.instance.cluster.migration import Migrations
+from memserve.instance.cluster.migration import MigrationSender
 from memserve.instance.cluster.prefix_fetch import Fetches
 from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
@@ -66,7 +66,7 @@ class LinkParts:
     sender: HandoffSender
     fetches: Fetches
     exchange: Exchange
-    migrations: Migrations
+    migrations: MigrationSender
 
 
 class RouterChanges:

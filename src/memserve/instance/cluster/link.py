@@ -19,7 +19,7 @@ from memserve.instance.cluster.commands import InstanceParts, LinkParts, RouterC
 from memserve.instance.cluster.handoff_receiver import HandoffReceiver
 from memserve.instance.cluster.handoff_sender import HandoffSender
 from memserve.instance.cluster.idempotency import ReplayBuffer
-from memserve.instance.cluster.migration import Migrations
+from memserve.instance.cluster.migration import MigrationSender
 from memserve.instance.cluster.prefix_fetch import Fetches
 from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
@@ -71,7 +71,7 @@ class ClusterLink:
         self.exchange = Exchange(pool, geometry, config.exchange, self_peer, config.namespace)
         self.replay_buffer = ReplayBuffer(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
         self.sender = HandoffSender(state, intake, self.exchange, self.replay_buffer, self.routers, geometry.num_layers)
-        self.migrations = Migrations(state, self.exchange, self.sender)
+        self.migrations = MigrationSender(state, self.exchange, self.sender)
         self.receiver = HandoffReceiver(state, intake, self.exchange)
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)

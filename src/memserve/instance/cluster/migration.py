@@ -22,7 +22,7 @@ from memserve.instance.scheduler.sequence import Group, Phase, Sequence
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import RejectRequest
-from memserve.protocol.messages import Migrate
+from memserve.protocol.messages import RETRY_S, Migrate
 from memserve.protocol.peers import Peer
 
 _COPIES_MAX = 4
@@ -42,7 +42,7 @@ class _Copy:
     number: int
 
 
-class Migrations:
+class MigrationSender:
     """All requests that were asked to leave and are still here."""
 
     def __init__(self, state: SchedulerState, exchange: Exchange, sender: HandoffSender) -> None:
@@ -64,7 +64,7 @@ class Migrations:
         sequence = _only_sequence(group)
         if sequence.phase is Phase.WAITING and not sequence.dram_blocks:
             self._state.drop_group(group)
-            return RejectRequest(order.request_id, "the instance is about to leave", 0.0)
+            return RejectRequest(order.request_id, "another instance is to run it", RETRY_S)
         if not order.copies_ahead or not group.request.use_cache or not self._copy_ahead(group, order.to, 0, 1, now_ns):
             self._sender.let_migrate(group, order.to)
         return None
@@ -94,7 +94,8 @@ class Migrations:
         sequence, block_tokens = _only_sequence(group), self._state.memory.block_tokens
         end_block = min(sequence.computed, sequence.known_length) // block_tokens
         places = places_of(sequence)[first_block:end_block]
-        if len(places) <= _LITTLE_BLOCKS or sequence.slot is None:
+        comes_up = sequence.slot is None or self._state.memory.layers.arrives(sequence)
+        if len(places) <= _LITTLE_BLOCKS or comes_up:
             return False
         end_block = first_block + len(places)
         offered = OfferedBlocks(
@@ -105,10 +106,13 @@ class Migrations:
             dram_blocks=[block for tier, block in places if tier is Tier.DRAM],
         )
         offer_id = self._exchange.offer_blocks(to, offered, now_ns, OfferTerms())
-        # rows of its own may be under way, and copies, where some lies by layer
-        fence = sequence.scheduled_step if sequence.layered is None else self._exchange.fence
+        # rows of its own may be under way, and copies: those that it was brought up with, any where some lies by layer
+        fence = max(sequence.scheduled_step, self._exchange.fence_of_cached(places))
+        fence = fence if sequence.layered is None else self._exchange.fence
         self._exchange.announce_computed(offer_id, first_block, end_block, fence=fence)
         self._copies[offer_id] = _Copy(group, to, end_block, number)
+        if group.remote is not None:
+            group.remote.migrates = True
         return True
 
     def on_released(self, offer_id: str, used: bool, reason: str) -> bool:
@@ -118,7 +122,7 @@ class Migrations:
             return False
         group = copy.group
         if not used:
-            self._stayed.append((group.request.request_id, reason))
+            self._keep(group, reason)
         elif copy.number >= _COPIES_MAX or not self._copy_ahead(
             group, copy.to, copy.end_block, copy.number + 1, self._state.now
         ):
@@ -129,7 +133,12 @@ class Migrations:
         if _only_sequence(group).draws_left > 1:
             self._sender.let_migrate(group, to)
         else:
-            self._stayed.append((group.request.request_id, "it is about to end"))
+            self._keep(group, "it is about to end")
+
+    def _keep(self, group: Group, why: str) -> None:
+        if group.remote is not None:
+            group.remote.migrates = False
+        self._stayed.append((group.request.request_id, why))
 
     # -- endings
 
@@ -138,6 +147,8 @@ class Migrations:
         for offer_id in [offer_id for offer_id, copy in self._copies.items() if copy.group is group]:
             del self._copies[offer_id]
             self._exchange.withdraw_offer(offer_id, why)
+            if group.remote is not None:
+                group.remote.migrates = False
 
     def clear(self) -> None:
         """The instance was expelled: no router waits for word."""

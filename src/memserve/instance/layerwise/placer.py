@@ -237,7 +237,7 @@ class LayerPlacer(WholeBlocks):
             entries = len(sequence.blocks)
             if sequence.layered is not None or not self.may_offload(sequence) or self.arrives(sequence):
                 continue
-            if sequence.group.tokens_here is not None or entries < 2 * self._window_blocks:
+            if sequence.group.is_leaving or entries < 2 * self._window_blocks:
                 continue  # it is offered where it lies, or too short
             fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available(Tier.DRAM)
             if fits and self._budget.allows_pages(pages + entries * layers, self._costs.decode_ns):

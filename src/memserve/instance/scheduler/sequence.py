@@ -69,7 +69,7 @@ class RemoteState:
     stopped: list[int] = field(default_factory=list)
     """Sequences with a stop string that was found before they came here."""
     migrates: bool = False
-    """It leaves although it was to be decoded here."""
+    """It leaves, or is being copied so that it can, although it was to be decoded here."""
 
 
 Rank = tuple[int, int, int, int]
@@ -258,6 +258,11 @@ class Group:
             return ()
         facts, self.facts = tuple(self.facts), []
         return facts
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether another instance is to go on with it, and reads its blocks, or will."""
+        return self.tokens_here is not None or (self.remote is not None and self.remote.migrates)
 
     @property
     def wanted_grammar(self) -> tuple[str, str]:

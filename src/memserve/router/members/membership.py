@@ -328,6 +328,7 @@ class Membership:
     def on_heartbeat(self, member: Member, message: Heartbeat, now_ns: int) -> None:
         """``member`` lives, and says how busy it is."""
         self.update_load(member, message.load)
+        self._lifecycle.migrations.on_load_told(member, now_ns)
         for changed_member in self._registry.learn_costs(member, message.costs):
             self._loads.set_costs(changed_member.number, changed_member.costs)
         member.stats = message.stats or member.stats

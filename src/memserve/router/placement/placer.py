@@ -40,6 +40,8 @@ _RESPECTS = {
 ``best-fit`` the list is made of instances that fit equally well."""
 _ANY_RESPECT = (_IDLEST, _LONGEST, _LONGEST_FAIR)
 """For policies of other distributions."""
+SPARE_SHARE = 5
+"""An instance to which requests migrate from a full one has one Nth of its memory left behind that."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
 
@@ -110,9 +112,9 @@ class Placer:
         holders = self._fetch_holders(ask, decided.first, most) if first.info.caching else ()
         return Placement(decided, first, decode_at or None, holders, prompt_tokens)
 
-    def choose_target(self, req: RequestState, source: Member) -> Member | None:
+    def choose_target(self, req: RequestState, source: Member, *, idle: bool = False) -> Member | None:
         """Where a request that ``source`` decodes may go on: of the instances that decode and have room for all of it
-        the one with the least to do. None: there is none."""
+        the one with the least to do. ``idle``: of those where none waits. None: there is none."""
         tokens = len(req.request.prompt) + max(len(emitted) for emitted in req.emitted)
         sides, loads, block_tokens = self._usable_sides(req, tokens), self._loads, self._block_tokens()
         if not sides:
@@ -121,16 +123,18 @@ class Placer:
         room = loads.room_tokens(numbers, block_tokens)
         # nor one where it would end earlier
         length = min(len(req.request.prompt) + req.request.stop.max_tokens, loads.context_limit[source.number])
-        long_enough = loads.context_limit[numbers] >= length
-        numbers = numbers[(room >= tokens + block_tokens) & long_enough & (numbers != source.number)]
-        able = [
-            number
-            for number in numbers.tolist()
-            if self._memory.has_room_at(req, self._registry.member_by_number(number))
-        ]
-        if not able:
-            return None
-        return self._registry.member_by_number(able[int(loads.work_tokens(np.array(able)).argmin())])
+        fits = (room >= tokens + block_tokens) & (loads.context_limit[numbers] >= length) & (numbers != source.number)
+        members = [self._registry.member_by_number(number) for number in numbers[fits].tolist()]
+        if idle:
+            members = [member for member in members if self._stays_idle(member, tokens)]
+        members = [member for member in members if self._memory.has_room_at(req, member)]
+        return min(members, key=lambda member: loads.work_tokens(np.array([member.number]))[0], default=None)
+
+    def _stays_idle(self, member: Member, tokens: int) -> bool:
+        """Whether nothing waits at ``member``, and its memory is not full with so many tokens more."""
+        waits = member.load is None or member.load.requests_waiting
+        spare = int(self._loads.room_tokens(np.array([member.number]), self._block_tokens())[0]) - tokens
+        return not waits and spare >= member.info.hbm_blocks * self._block_tokens() // SPARE_SHARE
 
     def _usable_sides(self, req: RequestState, prompt_tokens: int) -> list[Team]:
         """Instances that may compute the prompt, and those that may decode where others do that."""

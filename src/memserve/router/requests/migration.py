@@ -32,6 +32,14 @@ _REPEAT_NS = 5 * NS_PER_S
 """Without word of a migration it is asked for again: the message may be lost."""
 
 
+_WAITS_NS = NS_PER_S
+"""Of requests under pressure, those that have waited for so long go first: nothing of them is computed."""
+_FULL_SHARE = 20
+"""An instance is under pressure where it has less than one Nth of its memory left."""
+_LEFT_TOKENS = 64
+"""An answer with fewer tokens to come stays: it is done soon."""
+
+
 @dataclass(slots=True)
 class _Migration:
     """Of one attempt, under way."""
@@ -51,12 +59,14 @@ class Migrations:
         self._registry, self._loads = parts.tables.registry, parts.tables.loads
         self._sessions, self._named_prefixes = parts.sessions, parts.named_prefixes
         self._timers, self._outbox, self._counters = parts.timers, parts.outbox, parts.counters
-        self._is_on = parts.config.migration != "off"
+        self._is_on, self._balances = parts.config.migration != "off", parts.config.migration == "auto"
         #: by attempt
         self._migrations: dict[str, _Migration] = {}
         #: by attempt: how often its instance has kept it
         self._refusals: dict[str, int] = {}
         self._looks_at_ns: int | None = None
+        #: members that had said, when they were heard last, that requests wait for memory
+        self._pressed: set[Member] = set()
 
     # -- draining members
 
@@ -96,9 +106,9 @@ class Migrations:
         kept_often = self._refusals.get(attempt.attempt_id, 0) >= _REFUSALS_MAX
         return attempt.runs_at is member and is_settled and one_line and not attempt.early and not kept_often
 
-    def _start(self, req: RequestState, attempt: Attempt, source: Member, now_ns: int) -> bool:
-        """False: no instance has room for it."""
-        target = self._placer.choose_target(req, source)
+    def _start(self, req: RequestState, attempt: Attempt, source: Member, now_ns: int, *, idle: bool = False) -> bool:
+        """False: no instance has room for it. ``idle``: none where nothing waits."""
+        target = self._placer.choose_target(req, source, idle=idle)
         if target is None:
             return False
         name = attempt.attempt_id
@@ -132,6 +142,32 @@ class Migrations:
         tokens = len(req.request.prompt) + max(map(len, req.emitted))
         attempt.charges.append(self._loads.charge_work(to.number, Work(0, 1, tokens)))
 
+    # -- members under pressure
+
+    def on_load_told(self, member: Member, now_ns: int) -> None:
+        """``member`` has said how busy it is: where requests wait for its memory, and another one has room, one
+        goes there."""
+        load, was_pressed = member.load, member in self._pressed
+        if not self._balances or load is None or member.state is not MemberState.LIVE:
+            return
+        if not load.requests_waiting or load.hbm_blocks_available > member.info.hbm_blocks // _FULL_SHARE:
+            self._pressed.discard(member)
+            return
+        self._pressed.add(member)
+        if not was_pressed:
+            return  # it may be over with the next step
+        if any(member in (migration.source, migration.target) for migration in self._migrations.values()):
+            return  # what it says does not count that yet
+        runs = [self._requests.by_attempt[name] for name in member.attempts]
+        able = [(req, req.attempt) for req in runs if req.attempt and self._may_migrate(req, req.attempt, member)]
+        waits = [pair for pair in able if pair[0].phase is RequestPhase.PREFILLING]
+        late = [pair for pair in waits if now_ns - pair[1].dispatched_ns > _WAITS_NS]
+        long = [pair for pair in able if pair not in waits and _tokens_left(pair[0]) >= _LEFT_TOKENS]
+        long.sort(key=lambda pair: (-len(pair[0].request.prompt) - len(pair[0].emitted[0]), pair[1].number))
+        for req, attempt in (*late, *long):
+            if self._start(req, attempt, member, now_ns, idle=True):
+                return
+
     # -- how a migration ends
 
     def on_handed_over(self, req: RequestState, attempt: Attempt) -> None:
@@ -163,6 +199,7 @@ class Migrations:
     def on_member_gone(self, member: Member) -> None:
         """Requests that were to migrate to ``member`` go on where they are: their instances are asked whether they have
         them, for the word that they had left may have gone with ``member``."""
+        self._pressed.discard(member)
         for migration in [migration for migration in self._migrations.values() if migration.target is member]:
             source = migration.source
             self._end(migration)
@@ -179,3 +216,7 @@ class Migrations:
             check(req.phase is not RequestPhase.HANDED_OVER, "{} has migrated", name)
         for name in self._refusals:
             check(name in self._requests.by_attempt, "{} was refused, and has ended", name)
+
+
+def _tokens_left(req: RequestState) -> int:
+    return req.request.stop.max_tokens - len(req.emitted[0])
