@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -45,6 +45,16 @@ def router_total(server: Server, name: str) -> int:
     )
 
 
+def begin_streams(server: Server, prompts: list[list[int]], pool: ThreadPoolExecutor) -> list[Future[str]]:
+    """Over both instances; each has its first tokens when this returns."""
+    eventually(lambda: server.members() == {"c1", "c2"})
+    begun = threading.Semaphore(0)
+    answers = [pool.submit(stream, server, tokens, begun) for tokens in prompts]
+    for _ in prompts:
+        assert begun.acquire(timeout=60)
+    return answers
+
+
 @pytest.mark.parametrize("family", KINDS)
 def test_an_instance_leaves_and_no_token_is_computed_twice(family: str, tmp_path: Path) -> None:
     folder = save_folder(tiny_module(family, max_position_embeddings=1024), tmp_path / "tiny")
@@ -53,10 +63,7 @@ def test_an_instance_leaves_and_no_token_is_computed_twice(family: str, tmp_path
         expected = [complete(tokens, TOKENS) for tokens in prompts]
     flags = ("--colocated", "2", "--policy", "least-load", "--metadata", "none", *KINDS[family])
     with served(folder, *flags) as server, ThreadPoolExecutor(4) as pool:
-        begun = threading.Semaphore(0)
-        answers = [pool.submit(stream, server, tokens, begun) for tokens in prompts]
-        for _ in prompts:
-            assert begun.acquire(timeout=60)
+        answers = begin_streams(server, prompts, pool)
         pid = server.children()["c2"]
         os.kill(pid, signal.SIGTERM)
         assert [answer.result() for answer in answers] == expected
@@ -64,3 +71,21 @@ def test_an_instance_leaves_and_no_token_is_computed_twice(family: str, tmp_path
         assert not router_total(server, "requests_failed")
         eventually(lambda: server.children().get("c2") not in (None, pid) and "c2" in server.members())
         assert server.complete(prompts[0], 20) == expected[0][: len(server.complete(prompts[0], 20))]
+
+
+@pytest.mark.parametrize("victim", ["c1", "c2"])
+def test_either_end_is_killed_while_requests_migrate(victim: str, tmp_path: Path) -> None:
+    """Answers go on from the tokens that clients have: nothing is lost, and nothing is wrong."""
+    folder = save_folder(tiny_module("llama", max_position_embeddings=1024), tmp_path / "tiny")
+    prompts = [prompt(40 + 7 * place, place).tolist() for place in range(4)]
+    with one_engine(folder) as complete:
+        expected = [complete(tokens, TOKENS) for tokens in prompts]
+    flags = ("--colocated", "2", "--policy", "least-load", "--metadata", "none")
+    with served(folder, *flags) as server, ThreadPoolExecutor(4) as pool:
+        answers = begin_streams(server, prompts, pool)
+        pids = server.children()
+        os.kill(pids["c2"], signal.SIGTERM)
+        eventually(lambda: router_total(server, "migrations"))
+        os.kill(pids[victim], signal.SIGKILL)
+        assert [answer.result() for answer in answers] == expected
+        eventually(lambda: server.members() == {"c1", "c2"})

@@ -208,6 +208,7 @@ class ClusterLink:
     def settle_transfers(self, now_ns: int) -> None:
         """Decide about fetches, offer generated KV, let imports go on, and end what has outlived its lease."""
         self.fetches.decide_gathered(now_ns)
+        self.migrations.let_drafting_go()
         self.receiver.send_back(now_ns)
         self.replay_buffer.expire_answers(now_ns)
         self.changes.end_overdue(now_ns)

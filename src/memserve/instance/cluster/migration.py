@@ -49,6 +49,8 @@ class MigrationSender:
         self._state, self._exchange, self._sender = state, exchange, sender
         #: by offer
         self._copies: dict[str, _Copy] = {}
+        #: requests that leave as soon as it is known how many of their drafts were right, and where to
+        self._drafting: dict[str, tuple[Group, Peer]] = {}
         #: requests that go on here, and why
         self._stayed: list[tuple[str, str]] = []
 
@@ -66,7 +68,7 @@ class MigrationSender:
             self._state.drop_group(group)
             return RejectRequest(order.request_id, "another instance is to run it", RETRY_S)
         if not order.copies_ahead or not group.request.use_cache or not self._copy_ahead(group, order.to, 0, 1, now_ns):
-            self._sender.let_migrate(group, order.to)
+            self._let_go(group, order.to)
         return None
 
     def _objection(self, group: Group | None) -> str:
@@ -84,8 +86,7 @@ class MigrationSender:
 
     def _is_on_its_way(self, group: Group) -> bool:
         """Whether it leaves, or has not arrived yet."""
-        comes = group.remote is not None and group.remote.import_id is not None
-        return comes or group.tokens_here is not None or any(copy.group is group for copy in self._copies.values())
+        return group.is_leaving or (group.remote is not None and group.remote.import_id is not None)
 
     # -- copies
 
@@ -130,10 +131,21 @@ class MigrationSender:
         return True
 
     def _let_go(self, group: Group, to: Peer) -> None:
-        if _only_sequence(group).draws_left > 1:
+        sequence = _only_sequence(group)
+        if _may_have_drafts(sequence) and group.remote is not None:
+            self._drafting[group.request.request_id] = group, to
+            group.remote.migrates = True
+        elif sequence.draws_left > 1:
             self._sender.let_migrate(group, to)
         else:
             self._keep(group, "it is about to end")
+
+    def let_drafting_go(self) -> None:
+        """A step may have ended: what it has drawn is known, and the next plan is not made."""
+        for name, (group, to) in list(self._drafting.items()):
+            if not _may_have_drafts(_only_sequence(group)):
+                del self._drafting[name]
+                self._let_go(group, to)
 
     def _keep(self, group: Group, why: str) -> None:
         if group.remote is not None:
@@ -144,6 +156,8 @@ class MigrationSender:
 
     def end_copies(self, group: Group, why: str) -> None:
         """Nothing of the request need be copied any more: it has ended, or goes on here."""
+        if self._drafting.pop(group.request.request_id, None) is not None and group.remote is not None:
+            group.remote.migrates = False
         for offer_id in [offer_id for offer_id, copy in self._copies.items() if copy.group is group]:
             del self._copies[offer_id]
             self._exchange.withdraw_offer(offer_id, why)
@@ -153,6 +167,7 @@ class MigrationSender:
     def clear(self) -> None:
         """The instance was expelled: no router waits for word."""
         self._copies.clear()
+        self._drafting.clear()
         self._stayed.clear()
         self._sender.take_stayed()
 
@@ -163,12 +178,17 @@ class MigrationSender:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` unless copies are those of requests that run here, one each."""
-        names = [copy.group.request.request_id for copy in self._copies.values()]
+        names = [*self._drafting, *(copy.group.request.request_id for copy in self._copies.values())]
         check(len(set(names)) == len(names), "a request is copied twice: {}", names)
-        for copy in self._copies.values():
-            group = copy.group
+        groups = [*(group for group, _ in self._drafting.values()), *(copy.group for copy in self._copies.values())]
+        for group in groups:
             check(self._state.groups.get(group.request.request_id) is group, "{} is copied, and not here", group)
             check(group.tokens_here is None, "{} is copied, and leaves", group)
+
+
+def _may_have_drafts(sequence: Sequence) -> bool:
+    """Whether a row under way may draw more tokens than one."""
+    return sequence.awaits_tokens or sequence.phase is Phase.PREEMPTED
 
 
 def _only_sequence(group: Group) -> Sequence:
