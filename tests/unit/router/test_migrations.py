@@ -100,9 +100,8 @@ def test_a_few_migrate_at_once_and_the_next_follow() -> None:
     it.hears(B, Join(B))
     assert len(it.drain(A)) == MIGRATIONS_MAX
     assert not it.passes(250)
-    it.hears(B, HandedOver("r0#1"))
-    it.hears(B, HandedOver("r2#3"))
-    assert [message.request_id for _, message in it.passes(250)] == ["r4#5", "r5#6"]
+    for name, following in (("r0#1", "r4#5"), ("r2#3", "r5#6")):
+        assert [message.request_id for _, message in it.hears(B, HandedOver(name))] == [following]
 
 
 def test_each_goes_where_least_is_to_do() -> None:

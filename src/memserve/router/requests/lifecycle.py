@@ -424,7 +424,7 @@ class Lifecycle:
         self.on_prefilled(req, attempt)
         self.admission.memory.on_handed_over(attempt)
         self.requests.hand_over(req, attempt)
-        self.migrations.on_handed_over(req, attempt)
+        self.migrations.on_handed_over(req, attempt, now_ns)
 
     # -- failing
 

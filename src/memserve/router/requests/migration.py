@@ -170,12 +170,14 @@ class Migrations:
 
     # -- how a migration ends
 
-    def on_handed_over(self, req: RequestState, attempt: Attempt) -> None:
-        """The target has it."""
+    def on_handed_over(self, req: RequestState, attempt: Attempt, now_ns: int) -> None:
+        """The target has it: the next one's turn."""
         migration = self._migrations.pop(attempt.attempt_id, None)
         if migration is not None:
             self._counters.migrated += 1
             self._sessions.record_route(req.request.tenant, req.request.session, [migration.target])
+            if migration.source.state is MemberState.DRAINING:
+                self._look_at(now_ns)
 
     def on_refused(self, sender: Member, message: MigrationRefused, now_ns: int) -> None:
         """The source keeps it."""
