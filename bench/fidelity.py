@@ -28,7 +28,7 @@ from harness.rounds import median
 from harness.tables import show
 
 from memserve.base.config import ClusterConfig, EngineOptions
-from memserve.base.types import Caching, Role, TransferMode
+from memserve.base.types import Caching, Role, TransferPolicy
 from memserve.base.units import NS_PER_S
 from memserve.kv.costs import DecodeCurve, PrefillCurve
 from memserve_lab.bench.catalogue import Arrivals, Recipe, build
@@ -245,7 +245,7 @@ def foretell(out: Path, data: Path | None, rate: float, model: str, real: list[R
     for name in SETTINGS:
         machine, around = machine_of(out, name)
         roles = {Role.COLOCATED: 1} if name == "1PD-CC" else {Role.PREFILL: 1, Role.DECODE: 1}
-        cluster = ClusterConfig(Caching.PD_CACHING_3, "cost", TransferMode.BY_REQUEST_AGG)
+        cluster = ClusterConfig(Caching.PD_CACHING_3, "cost", TransferPolicy.BY_REQUEST_AGG)
         for kind in WORKLOADS:
             setup = Setup(roles, machine, cluster, OPTIONS.scheduler, around)
             observed = [r for r in real if (r.setting, r.workload) == (name, kind)]

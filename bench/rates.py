@@ -1,14 +1,16 @@
-"""What decisions lose where rates are not known: KV by layer, costs, objectives; in virtual time.
+"""What decisions lose where rates are not known: KV by layer, costs, objectives, transfers; in virtual time.
 
-    python bench/rates.py [--tables layers,costs,objectives] [--seeds 3]
+    python bench/rates.py [--tables layers,costs,objectives,transfer] [--seeds 3]
 
 ``layers``: 60 prompts of 6,144 tokens with answers of 512, Llama-3-8B, 1,200 blocks of KV, by request (``off``) and by
 layer (``auto``), with a profile and in a first start, which assumes costs and learns them. ``costs``: the trace that is
 built in, 800 requests on 8 colocated H100, by cost: with profiles, in a first start, without a cache. ``objectives``:
-the load of ``layers`` on the L40S with objectives of 3 s and 200 ms: which share of requests misses one.
+the load of ``layers`` on the L40S with objectives of 3 s and 200 ms: which share of requests misses one. ``transfer``:
+MemServe's figure 12, 200 prompts of 1,024 tokens with answers of 32 on 1P1D at five request rates: each transfer mode,
+and ``auto`` with a profile and in a first start; behind each JCT its ratio to that of the best mode.
 
-Means over seeds of the arrivals (``layers``, ``objectives``), or of the trace (``costs``). Behind a time by layer, and
-behind a cost: its ratio to the first line of its group.
+Means over seeds of the arrivals, or of the trace (``costs``). Behind a time by layer, and behind a cost: its ratio to
+the first line of its group.
 """
 
 from __future__ import annotations
@@ -25,19 +27,24 @@ from harness.rounds import mean as fmean
 from harness.tables import Table
 
 from memserve.base.config import AdmissionConfig, ClusterConfig, SchedulerConfig
-from memserve.base.types import Caching, Role
+from memserve.base.types import Caching, Role, TransferPolicy
 from memserve.base.units import GIB, NS_PER_S
-from memserve_lab.bench.catalogue import Recipe, build
+from memserve_lab.bench.catalogue import Arrivals, Recipe, build
 from memserve_lab.experiments.layerkv import TPOT_S, TTFT_S, requests
 from memserve_lab.sim.hardware import machine
 from memserve_lab.sim.replay.setup import GPU_SCHEDULER, Setup
 from memserve_lab.sim.replay.world import ReplayWorld
 from memserve_lab.workloads.records import Workload
+from memserve_lab.workloads.shape import Caps
 
 MODEL, KV_BLOCKS, DRAM_BYTES = "llama-3-8b", 1200, 256 * GIB
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS_PER_S = 60, 6144, 512, 0.9
 TRACE_REQUESTS, INSTANCES, SPEEDS = 800, 8, (1, 2, 4)
+UNIFORM = Caps(1024, 32, 1)
 WAITS = AdmissionConfig(waiting_max=1_000_000, wait_ns=10_000 * NS_PER_S)
+HANDED_OVER = {"llama-3-8b": ("h100", (2, 8, 16, 24, 30)), "llama-2-13b": ("l40s", (1, 2, 4, 6, 7)),
+               "smollm2-135m": ("cpu", (0.25, 0.5, 0.75, 1.0, 1.2))}  # fmt: skip
+"""Model -> device, and requests a second: from an idle prefill instance to a full one."""
 OBJECTIVES = {"scheduling": "slo", "slo_ttft_ns": round(TTFT_S * NS_PER_S), "slo_tpot_ns": round(TPOT_S * NS_PER_S)}
 
 
@@ -129,6 +136,27 @@ def objectives(seeds: int) -> Iterator[Json]:
         yield {**results._asdict(), "kv": layerwise, "scheduling": scheduling}
 
 
+def transfer(seeds: int) -> Iterator[Json]:
+    """Figure 12, with a fourth line."""
+    ways = [(way, True) for way in TransferPolicy if way.mode is not None]
+    ways += [(TransferPolicy.AUTO, True), (TransferPolicy.AUTO, False)]
+    for model, (device, rates) in HANDED_OVER.items():
+        for rate in rates:
+            recipes = [Recipe(kind="uniform", sessions=200, seed=seed, requests_per_s=rate, caps=UNIFORM,
+                              arrivals=Arrivals.POISSON) for seed in range(seeds)]  # fmt: skip
+            results = {}
+            for policy, has_profiles in ways:
+                cluster = ClusterConfig(caching=Caching.OFF, transfer=policy, admission=WAITS)
+                pair = {Role.PREFILL: 1, Role.DECODE: 1}
+                setup = Setup(pair, machine(model, device), cluster, has_profiles=has_profiles)
+                results[policy, has_profiles] = mean([outcome(setup, build(recipe)) for recipe in recipes])
+            best_s = min(found.jct_s for (policy, _), found in results.items() if policy.mode is not None)
+            for (policy, has_profiles), found in results.items():
+                name = policy.value if has_profiles else f"{policy.value}, first start"
+                about = {"model": model, "device": device, "rate": rate, "transfer": name}
+                yield {**found._asdict(), **about, "jct_ratio": found.jct_s / best_s}
+
+
 TIMES = {"TTFT (s)": "{ttft_s:.2f}", "ms a token": "{tpot_ms:.0f}", "JCT (s)": "{jct_s:.1f}"}
 TABLES = {
     "layers": (layers, {"simulated device": "{device}", "KV": "{kv}", **TIMES, "JCT to off": "{jct_ratio:.2f}"}),
@@ -142,6 +170,11 @@ TABLES = {
         {"KV": "{kv}", "scheduling": "{scheduling}", "miss one": "{missed:.0%}", "TTFT": "{ttft_missed:.0%}",
          "TPOT": "{tpot_missed:.0%}", **TIMES},
     ),
+    "transfer": (
+        transfer,
+        {"model": "{model}", "simulated device": "{device}", "requests/s": "{rate:g}", "--transfer": "{transfer}",
+         "TTFT (ms)": "{ttft_ms:.1f}", "JCT (ms)": "{jct_ms:.1f}", "JCT to best": "{jct_ratio:.3f}"},
+    ),
 }  # fmt: skip
 
 
@@ -151,7 +184,7 @@ def main() -> None:
         print(f"\n{name}\n")
         table, record[name] = Table(columns), []
         for row in rows(args.seeds):
-            row |= {"ttft_ms": 1000 * row["ttft_s"], "tpot_ms": 1000 * row["tpot_s"]}
+            row |= {"ttft_ms": 1000 * row["ttft_s"], "tpot_ms": 1000 * row["tpot_s"], "jct_ms": 1000 * row["jct_s"]}
             record[name].append(row)
             table.show(row)
     save(args, record)

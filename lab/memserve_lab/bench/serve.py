@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from memserve.base.types import TransferMode
+from memserve.base.types import TransferPolicy
 from memserve_lab.bench.campaign import Measured, Plan, Workloads, measure
 from memserve_lab.bench.metrics import Figures
 from memserve_lab.bench.report_writer import (
@@ -28,7 +28,7 @@ TURN_SHIFT = 0.04
 """Points are shifted sideways, so that error bars do not overlap."""
 TURN_REQUESTS_MIN = 3
 """A turn reached by fewer requests is not drawn."""
-TRANSFER_MODES = tuple(f"/{mode}" for mode in TransferMode)
+TRANSFER_MODES = tuple(f"/{mode}" for mode in TransferPolicy)
 """Suffixes of the settings of figure 12."""
 CONFIDENCE = "95 % confidence (bootstrap over sessions)"
 

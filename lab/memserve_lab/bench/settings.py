@@ -12,7 +12,7 @@
 ============ ============================================ ===========================
 ``settings`` shapes and caching on all three workloads    figure 8, over request rates
 ``turns``    caching levels 1, 2, 3 as chats grow         section 5.1
-``transfer`` by-layer, by-request, by-request-agg         figure 12, over request rates
+``transfer`` the three transfer modes, and ``auto``        figure 12, over request rates
 ``policies`` least load, session, prompt tree on 3P1D     figure 14, over share ratios
 ============ ============================================ ===========================
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from memserve.base.config import POLICIES
 from memserve.base.errors import UserError
-from memserve.base.types import Caching, TransferMode
+from memserve.base.types import Caching, TransferPolicy
 from memserve_lab.bench.catalogue import Arrivals, Recipe, known_kind
 from memserve_lab.bench.results import Label
 from memserve_lab.workloads.shape import Caps
@@ -86,9 +86,9 @@ def named_server(text: str) -> str:
 def _option(word: str, text: str) -> tuple[str, str]:
     if word in POLICIES:
         return "--policy", word
-    if word in list(TransferMode):
+    if word in list(TransferPolicy):
         return "--transfer", word
-    names_text = ", ".join((*POLICIES, *TransferMode))
+    names_text = ", ".join((*POLICIES, *TransferPolicy))
     raise UserError(f"unknown policy or transfer mode {word!r} in setting {text!r}", hint=f"one of {names_text}")
 
 
@@ -109,7 +109,7 @@ PAPER_NAMES = {"sharegpt": "chat", "loogle": "documents"}
 """The paper's data sets -> the catalogue's kinds that stand for them."""
 SHARE_RATIOS = (1.0, 2.0, 4.0)
 CACHING_LEVELS = "1P1D-CC1,1P1D-CC2,1P1D-CC3"
-TRANSFER_MODES = "1P1D/by-layer,1P1D/by-request,1P1D/by-request-agg"
+TRANSFER_MODES = "1P1D/by-layer,1P1D/by-request,1P1D/by-request-agg,1P1D/auto"
 POLICIES_COMPARED = "3P1D-CC/least-load,3P1D-CC/session,3P1D-CC/prompt-tree"
 """As in the paper: with two prefill instances, half of all prefixes are found by chance."""
 
@@ -163,7 +163,7 @@ def levels_compared(size: Size, data: Path | None) -> Comparison:
 
 
 def transfer_compared(size: Size) -> Comparison:
-    """Figure 12: prompts and answers of one length over the request rate, on the three transfer modes."""
+    """Figure 12: prompts and answers of one length over the request rate, on the three transfer modes and ``auto``."""
     return Comparison(parse_settings(TRANSFER_MODES, 2), _recipes("uniform", size, None))
 
 

@@ -70,7 +70,9 @@ QUICK = Size(sessions=3, turns_max=3, prompt_tokens_max=1024, output_tokens_max=
 FULL = Size(sessions=5, turns_max=4, prompt_tokens_max=1536, output_tokens_max=48, rates=(0.75, 1.5, 3.0))
 """What two cores and the bundled model sustain; a larger machine needs larger values."""
 TURNS = Size(sessions=4, turns_max=6, prompt_tokens_max=4096, output_tokens_max=96, rates=(0.8,))
-TRANSFER = Size(sessions=10, turns_max=1, prompt_tokens_max=1024, output_tokens_max=32, rates=(0.25, 0.5, 1.0))
+TRANSFER = Size(
+    sessions=10, turns_max=1, prompt_tokens_max=1024, output_tokens_max=32, rates=(0.25, 0.5, 0.75, 1.0, 1.25)
+)
 POLICIES = Size(sessions=6, turns_max=2, prompt_tokens_max=1536, output_tokens_max=8, rates=(2.5,))
 
 

@@ -12,7 +12,7 @@ import typer
 from memserve.base.config import POLICIES
 from memserve.base.errors import UserError
 from memserve.base.options import with_values
-from memserve.base.types import Caching, TransferMode
+from memserve.base.types import Caching, TransferPolicy
 from memserve.cli import flags as opt
 from memserve_lab.cli import sim_run as sim
 from memserve_lab.cli.bench_load import SloJct, SloTpot, SloTtft, read_slo
@@ -90,8 +90,8 @@ def parse_setting(text: str, simulation: sim.Wanted) -> sim.Wanted:
             simulation_chosen = with_values(simulation_chosen, {("cluster", "policy"): word})
         elif word in list(Caching):
             simulation_chosen = with_values(simulation_chosen, {("cluster", "caching"): Caching(word)})
-        elif word in list(TransferMode):
-            simulation_chosen = with_values(simulation_chosen, {("cluster", "transfer"): TransferMode(word)})
+        elif word in list(TransferPolicy):
+            simulation_chosen = with_values(simulation_chosen, {("cluster", "transfer"): TransferPolicy(word)})
         elif (routers := word.removeprefix("routers=")) != word and routers.isdecimal():
             simulation_chosen = dataclasses.replace(simulation_chosen, routers=int(routers))
         else:

@@ -124,6 +124,10 @@ class TimedDevice:
         return times
 
     def _computed_ns(self, plan: StepPlan) -> float:
+        reported = self.layers // plan.report_layers if plan.report_layers else 0
+        return self._rows_ns(plan) + reported * self._costs.report_ns
+
+    def _rows_ns(self, plan: StepPlan) -> float:
         rows, context, decodes = len(plan.starts), sum(plan.starts), plan.decodes
         new = pairs = 0
         for count, start in zip(plan.counts[decodes:], plan.starts[decodes:], strict=True):

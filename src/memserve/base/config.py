@@ -41,7 +41,7 @@ from memserve.base.types import (
     Caching,
     KVGeometry,
     Role,
-    TransferMode,
+    TransferPolicy,
     check_kv_codec,
 )
 from memserve.base.units import MIB, NS_PER_S
@@ -214,6 +214,8 @@ class ExchangeConfig:
     shares_kv: bool = True
     """Other processes can read and write this instance's KV. False: they cannot; it lies in GPU memory that is not
     exported."""
+    reports_layers: bool = True
+    """The device tells of each layer of a prompt when its KV is written, so that it can be handed over meanwhile."""
     kept_answer_ns: int = 120 * NS_PER_S
     """Answers with an ``Idempotency-Key`` are kept for the next router for this long after their end here."""
     kept_answer_bytes: int = 32 * MIB
@@ -316,8 +318,10 @@ class ClusterConfig:
     """How an instance is chosen for a request: ``least-load``, ``session``, ``prompt-tree``, ``cost`` (weighs prefix,
     queue, tier and transfer together), ``affinity`` (session, exact hit, longest prefix, least load, in this order) or
     ``best-fit`` (the least memory left over)."""
-    transfer: TransferMode = option(TransferMode.BY_REQUEST_AGG)
-    """How KV goes from prefill to decode instances."""
+    transfer: TransferPolicy = option(TransferPolicy.BY_REQUEST_AGG)
+    """How KV goes from prefill to decode instances: ``by-layer``, while the next layers are computed; ``by-request``,
+    behind the prefill, page by page; ``by-request-agg``, behind it, in whole blocks; ``auto``: as is quickest for each
+    request, by its size, what waits before it, and measured costs."""
     sequence_parallel: str = option("auto")
     """How many instances may share a sequence that fits none of them. ``auto``: as many as there are. ``off``: none; it
     is rejected. N: at most N."""

@@ -82,6 +82,20 @@ class TransferMode(enum.StrEnum):
     BY_REQUEST_AGG = "by-request-agg"  # after the prefill (of a chunk), in whole blocks
 
 
+class TransferPolicy(enum.StrEnum):
+    """Which of these ways an operator wants: one for all requests, or the quickest for each."""
+
+    AUTO = "auto"
+    BY_LAYER = TransferMode.BY_LAYER.value
+    BY_REQUEST = TransferMode.BY_REQUEST.value
+    BY_REQUEST_AGG = TransferMode.BY_REQUEST_AGG.value
+
+    @property
+    def mode(self) -> TransferMode | None:
+        """That of all requests. None: each has its own."""
+        return None if self is TransferPolicy.AUTO else TransferMode(self.value)
+
+
 class Caching(enum.StrEnum):
     """Which instances cache KV, and what travels between prefill and decode (MemServe 5.1)."""
 

@@ -112,7 +112,8 @@ def _assemble_parts(
         _check_states(model, options, config, role)
     if gpu_workers is not None and self_peer is not None:
         shares_kv = shares_gpu_kv(gpu_workers.why_unshared, role)
-    exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv)
+    reports_layers = config.pool.page_is_layer and options.parallel.pipeline == 1  # no worker sees all layers of stages
+    exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv, reports_layers=reports_layers)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     adapters = model.adapters.digests if model.adapters is not None else frozenset()
     config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool, adapters=adapters)

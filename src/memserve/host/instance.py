@@ -232,4 +232,6 @@ def _describe_peer(parts: Parts, place: MemberOptions, self_peer: Peer, segments
         segments_at=segments.address if segments is not None else "",
         sequence_tokens=config.max_model_tokens if segments is not None else 0,
         state_blocks=parts.machine.pool.state_blocks if config.exchange.shares_kv else 0,
+        reports_layers=config.exchange.reports_layers,
+        step_tokens=config.scheduler.step_tokens,
     )

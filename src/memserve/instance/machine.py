@@ -182,6 +182,8 @@ class Instance:
         elif isinstance(event, MessageArrived):
             link.on_message(event.sender, event.message, now_ns)
         elif isinstance(event, LayerFinished):
+            if self.inflight and self.inflight[0].step_id == event.step_id:
+                self.inflight[0].reported_layers += 1
             link.layer_finished(event.step_id, event.layer)
         elif isinstance(event, PagesSealed | PagesPulled):
             link.pages_done(event, now_ns)
@@ -324,7 +326,7 @@ class Instance:
             (peer, peer_load, link.router_updates.for_heartbeat(peer, now_ns))
             for peer, peer_load in link.routers.loads_for_followers(load)
         ]
-        costs = self.state.costs.encoded_costs()
+        costs = self.state.costs.encoded_costs(self.config.role)
         return LoadRead(
             load, link.router_updates.for_heartbeat(link.router, now_ns), costs=costs, followers=tuple(followers)
         )

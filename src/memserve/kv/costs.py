@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve.base.errors import UserError
+from memserve.base.types import Role
 from memserve.base.units import GIB, MIB, NS_PER_MS, NS_PER_S, ceil_div
 
 VERSION = 1
@@ -133,6 +134,8 @@ class CostModel:
     """From another host (2 ns a byte = 0.5 GB/s)."""
     disk: CopyCurve = field(default_factory=lambda: CopyCurve(2.0 * NS_PER_MS, 100_000.0, 2.0))
     """Of a store: from its disks into its memory, checked; the link comes on top (2 ns a byte = 0.5 GB/s)."""
+    report_ns: float = 100_000.0
+    """For each layer of a step that is handed over while the next is computed: by how much the step is longer."""
     machine: str = ""
     """Where it was measured; empty: these are the defaults."""
     model: str = ""
@@ -182,7 +185,8 @@ class CostModel:
             raise UserError(f"not a cost profile: {error}", hint="run: memserve profile") from None
         links = (model.swap_in, model.swap_out, model.same_host, model.network, model.disk)
         curves = (model.prefill, model.decode, *links)
-        if not all(0 <= getattr(curve, name) <= _NS_MAX for curve in curves for name in curve.__slots__):
+        times_ns = [model.report_ns, *(getattr(curve, name) for curve in curves for name in curve.__slots__)]
+        if not all(0 <= time_ns <= _NS_MAX for time_ns in times_ns):
             raise UserError("a cost profile with impossible times", hint="run: memserve profile")
         return model
 
@@ -330,7 +334,7 @@ _SPREAD_MIN = 2.0  # largest to smallest: else sizes are alike, and say nothing 
 _FIT_EVERY = 8  # measurements, once there are many
 _PEERS_MAX = 1024
 _SMOOTHING = 8  # the weight of a new measurement is 1/8
-_TYPICAL_TOKENS = 256
+_TYPICAL_TOKENS, _TYPICAL_LAYERS = 256, 32
 _STEP_SHARE_MIN = 8  # prefill tokens per decode row: a step with fewer says little about prefill
 _TOLD_AGAIN = 0.1  # the share by which a time must change to be told again
 
@@ -450,13 +454,17 @@ class PreemptionModel:
         self._prefill, self._decode = LearntCurve(self.model.prefill), LearntCurve(self.model.decode)
         self._swap = LearntCurve(self.model.swap_in)
         self.links = LearntLinks(self.model.same_host, self.model.network)
+        self._reports: deque[float] = deque(maxlen=KEPT)
         self._encoded_costs = b""
 
-    def learn_step(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
+    def learn_step(
+        self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0, reported_layers: int = 0
+    ) -> None:
         """Learn from a finished step if it had no prefill, or was mostly prefill: the time of other steps says little.
 
         ``prefill_pairs``: see :func:`memserve.kv.costs.attended_pairs`, over all pieces of prompts. The first step
-        replaces a guess; later steps, and all steps where there is a profile, have a weight of one eighth.
+        replaces a guess; later steps, and all steps where there is a profile, have a weight of one eighth. What a step
+        with ``reported_layers`` took longer than others is what they cost.
         """
         if device_ns > 0 and decode_rows and not prefill_tokens:
             before_ns = self.decode_ns or device_ns
@@ -464,6 +472,9 @@ class PreemptionModel:
         if device_ns <= 0 or prefill_tokens < _STEP_SHARE_MIN * (decode_rows + 1):
             return
         tokens = prefill_tokens + decode_rows
+        if reported_layers:
+            self._learn_report(reported_layers, device_ns - self.model.prefill.batch_ns(tokens, prefill_pairs))
+            device_ns = max(1, device_ns - round(reported_layers * self._known.report_ns))
         scale = device_ns / max(1, self._known.prefill.batch_ns(tokens, prefill_pairs))
         self._scale = scale if self.samples == 0 else self._scale + (scale - self._scale) / _SMOOTHING
         self.samples += 1
@@ -471,6 +482,13 @@ class PreemptionModel:
         if learns and self._prefill.is_fitted:
             self._known, self._scale = replace(self._known, prefill=self._prefill.curve), 1.0
         self._update_model()
+
+    def _learn_report(self, layers: int, longer_ns: int) -> None:
+        """A step that has reported ``layers`` layers was ``longer_ns`` longer than is expected of one that does not."""
+        if self.samples:  # else nothing is expected
+            self._reports.append(longer_ns / layers)
+        if len(self._reports) >= SAMPLES_MIN:  # the median: single steps are longer for other reasons
+            self._known = replace(self._known, report_ns=max(0.0, median(self._reports)))
 
     def learn_decode(self, rows: int, context_tokens: int, device_ns: int) -> None:
         """A step without prompts computed ``rows`` tokens, which attend to ``context_tokens`` altogether."""
@@ -494,19 +512,21 @@ class PreemptionModel:
         near, far = self.links.curve_of_kind(near=True).curve, self.links.curve_of_kind(near=False).curve
         self.model = replace(self._known.with_prefill_scale(self._scale), same_host=near, network=far)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether what prompts and answers cost was measured: before, or since the start."""
-        return self.is_measured or (self.samples > 0 and self._decode.count > 0)
+    def is_known(self, role: Role = Role.COLOCATED) -> bool:
+        """Whether what an instance of ``role`` computes was measured: before, or since the start."""
+        knows_prompts = self.samples > 0 or role is Role.DECODE
+        knows_answers = self._decode.count > 0 or role is Role.PREFILL
+        return self.is_measured or (knows_prompts and knows_answers)
 
     @property
     def is_complete(self) -> bool:
         """Whether steps of different sizes have shown what prompts and answers cost: worth keeping."""
         return not self.is_measured and self._prefill.is_fitted and self._decode.is_fitted
 
-    def encoded_costs(self) -> bytes:
-        """The costs for routers, encoded: as they were when they last differed much. Empty: nothing is known yet."""
-        if self.is_known and (
+    def encoded_costs(self, role: Role = Role.COLOCATED) -> bytes:
+        """The costs for routers, encoded: as they were when they last differed much. Empty: nothing is known yet of
+        what an instance of ``role`` computes."""
+        if self.is_known(role) and (
             not self._encoded_costs or not are_alike(self.model, CostModel.from_json(self._encoded_costs), _TOLD_AGAIN)
         ):
             self._encoded_costs = replace(self.model, machine=self.model.machine or LEARNT).to_json()
@@ -572,6 +592,7 @@ def are_alike(costs: CostModel, other_costs: CostModel, share: float) -> bool:
 
 def _typical_ns(costs: CostModel) -> tuple[int, ...]:
     links = costs.swap_in, costs.same_host, costs.network
+    reports_ns = round(_TYPICAL_LAYERS * costs.report_ns) + costs.prefill_ns(_TYPICAL_TOKENS)
     copies = [link.ns(copied_bytes, 8) for link in links for copied_bytes in (MIB, GIB)]
     steps = costs.prefill_ns(64), costs.prefill_ns(4096), costs.decode_step_ns(1, 1024), costs.decode_step_ns(32, 65536)
-    return (*steps, *copies)
+    return (*steps, *copies, reports_ns)

@@ -124,6 +124,11 @@ class PeerInfo(Message, frozen=True):
     state_blocks: Natural = 0
     """Blocks that the recurrent state of a sequence takes where it is handed over, fetched or pinned. 0: layers keep KV
     alone, or it goes nowhere."""
+    reports_layers: bool = False
+    """Whether it can hand a prompt's KV over layer by layer while it computes it. False: its layers do not all keep the
+    same, or no worker sees all of them."""
+    step_tokens: Natural = 0
+    """Of prompts and answers that one step computes; 0: not known."""
 
 
 class Load(Message, frozen=True):

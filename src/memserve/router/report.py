@@ -28,6 +28,8 @@ class Counters:
     decisions: dict[tuple[str, str], int] = field(default_factory=dict)
     """Dispatches by policy and by what the first instance does for the prompt: ``reuse`` (it has a prefix), ``fetch``
     (another one has more of it) or ``compute``."""
+    transfers_chosen: dict[str, int] = field(default_factory=dict)
+    """Handoffs whose mode ``--transfer auto`` has chosen, by mode."""
     attempts_failed: dict[str, int] = field(default_factory=dict)
     """Attempts that failed, by cause: ``gone``, ``refused``, ``stalled``, ``lost``, ``contradiction``, ``gap``,
     ``error``."""

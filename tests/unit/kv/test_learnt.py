@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memserve.base.types import Role
 from memserve.kv.costs import (
     CopyCurve,
     CostModel,
@@ -48,7 +49,7 @@ def test_within_20_requests_all_curves_are_those_of_the_machine() -> None:
 
 def test_learnt_costs_are_reported_again_when_changed() -> None:
     fresh = PreemptionModel(PreemptionCosts())
-    assert not fresh.is_known and fresh.encoded_costs() == b""
+    assert not fresh.is_known() and fresh.encoded_costs() == b""
     costs = served(20)
     told = costs.encoded_costs()
     assert CostModel.from_json(told).is_measured and costs.encoded_costs() is told
@@ -85,3 +86,37 @@ def test_costs_are_alike_within_a_share() -> None:
     assert are_alike(TRUE, TRUE.with_prefill_scale(1.1), 0.15) and not are_alike(
         TRUE, TRUE.with_prefill_scale(1.3), 0.15
     )
+
+
+def test_what_reported_layers_cost_is_learnt_beside_the_prefill() -> None:
+    """And steps that report do not make prompts look dearer than they are."""
+    costs, layers, report_ns = served(20), 32, 400_000.0
+    prefill_ns = costs.model.prefill_ns(1000)
+    for _ in range(10):
+        step_ns = TRUE.prefill_ns(1000) + round(layers * report_ns)
+        costs.learn_step(1000, 0, step_ns, attended_pairs(1000, 0), layers)
+    assert costs.model.report_ns == pytest.approx(report_ns, rel=0.05)
+    assert costs.model.prefill_ns(1000) == pytest.approx(prefill_ns, rel=0.05)
+    told = CostModel.from_json(costs.encoded_costs())
+    assert told.report_ns == costs.model.report_ns, "routers hear of it"
+
+
+def test_reports_cost_what_is_assumed_until_some_are_measured() -> None:
+    costs = PreemptionModel(PreemptionCosts())
+    assumed_ns = costs.model.report_ns
+    for _ in range(4):
+        costs.learn_step(1000, 0, TRUE.prefill_ns(1000), attended_pairs(1000, 0), 32)
+    assert costs.model.report_ns == assumed_ns
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_instance_tells_what_its_role_has_measured(role: Role) -> None:
+    """A prefill instance never draws a second token, and a decode instance computes no prompt."""
+    costs = PreemptionModel(PreemptionCosts())
+    if role is Role.PREFILL:
+        costs.learn_step(1000, 0, TRUE.prefill_ns(1000), attended_pairs(1000, 0))
+    else:
+        costs.learn_decode(4, 5000, TRUE.decode_step_ns(4, 5000))
+    other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+    assert costs.encoded_costs(Role.COLOCATED) == costs.encoded_costs(other) == b""
+    assert CostModel.from_json(costs.encoded_costs(role)).is_measured

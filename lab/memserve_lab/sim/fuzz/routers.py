@@ -14,6 +14,7 @@ from random import Random
 from typing import Protocol
 
 from memserve.base.config import ClusterConfig, MemberConfig
+from memserve.base.types import TransferPolicy
 from memserve.base.units import NS_PER_S
 from memserve.journal.state import MetadataState
 from memserve.journal.store import MediumFailed, Store
@@ -219,8 +220,8 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
     return ClusterConfig(
         caching=scenario.setting.caching,
         policy=scenario.policy,
-        transfer=scenario.setting.transfer,
         migration=scenario.migration,
+        transfer=TransferPolicy.AUTO if scenario.chooses_transfer else TransferPolicy(scenario.setting.transfer.value),
         dead_after_ns=NS_PER_S,
         call_every_ns=200 * MS,
         stalled_after_ns=4 * NS_PER_S,

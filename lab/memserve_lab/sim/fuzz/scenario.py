@@ -75,6 +75,8 @@ STORE_SHARE = 0.1
 """Of all scenarios with caching, those that have a store."""
 CALLED_SHARE = 0.4
 """Of all stores, those that wait for a router to call them."""
+AUTO_TRANSFER_SHARE = 0.15
+"""Of all scenarios with pairs of instances, those with ``--transfer auto``."""
 
 WEATHERS = ("healthy", "faulty", "swarm")
 
@@ -160,6 +162,8 @@ class Scenario:
     """How KV of windows lies apart. None: with that of all other layers."""
     migration: str = "drain"
     """When running requests go on at another instance."""
+    chooses_transfer: bool = False
+    """Routers choose the transfer mode of each request. False: all have the setting's."""
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -169,6 +173,7 @@ class Scenario:
         store = "" if self.store is None else " store (called)" if self.store.is_called else " store"
         layered = " by layer" if self.layered is not None else " shared" if self.shared is not None else ""
         layered += " states" * (self.states is not None) + " windows" * (self.windows is not None)
+        layered += " transfer=auto" * self.chooses_transfer
         layered += " keyed" * self.keyed + f" followers={self.followers}" * bool(self.followers)
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
@@ -227,6 +232,8 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     _put_shared(scenario, len(roles))
     _put_states(scenario)
     _put_windows(scenario)
+    chance = Random(f"{scenario.seed}/{scenario.setting}/kv").random()  # a stream of its own
+    scenario.chooses_transfer = chance < AUTO_TRANSFER_SHARE and {Role.PREFILL, Role.DECODE} <= set(roles)
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
     followers = put_followers(scenario, routers)
     scenario.faults += [

@@ -193,10 +193,16 @@ class World:
             segments_at="" if self.scenario.shared is None else f"virtual://{node.peer.name}",
             sequence_tokens=self.scenario.context_tokens,
             state_blocks=node.machine.pool.state_blocks,
+            reports_layers=config.pool.page_is_layer,
+            step_tokens=config.scheduler.step_tokens,
         )
 
     def _profile_of(self, node: InstanceNode) -> CostModel | None:
         store = self.scenario.store
+        if self.scenario.chooses_transfer:
+            # a block takes as long as computing its tokens: what is best depends on the prompt, and on what waits
+            link = CopyCurve(0.2 * MS, 0.0, MS / self.geometry.block_bytes)
+            return CostModel(machine="near", same_host=link, network=link)
         return PROFILES[node.place % len(PROFILES)] if store is None or store.costs is None else store.costs
 
     # -- clients
@@ -395,6 +401,8 @@ class World:
         """Counts of the features that the scenario exercised."""
         counts = checks.achievements(self.router.machine, remembers=self.scenario.remembers)
         counts.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
+        owner = self.router.machine.stats().counters
+        counts.update({f"transfers chosen: {mode}": count for mode, count in owner.transfers_chosen.items()})
         for node in (*self.instances, self.store, self.keyed, self.routers):
             counts.update(node.count_achievements() if node is not None else ())
         return counts

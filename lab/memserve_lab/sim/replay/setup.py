@@ -116,8 +116,7 @@ class Setup:
             raise UserError(f"{self.routers} routers", hint="a cluster has at least one", param="routers")
         if self.stores is not None:
             self._check_stores(self.stores)
-        if self.around.beside is not None and self.cluster.transfer is TransferMode.BY_LAYER:
-            # there the time of a layer is not known in advance
+        if not self.reports_layers and self.cluster.transfer.mode is TransferMode.BY_LAYER:
             message = "by-layer transfer is not modelled between instances that share cores"
             raise UserError(message, hint="by-request or by-request-agg, or instances with devices of their own")
 
@@ -128,6 +127,11 @@ class Setup:
             raise UserError(f"{stores.count} stores on {hosts} hosts", hint=f"one a host: --stores 1 to {hosts}")
         if self.cluster.caching is Caching.OFF:
             raise UserError("a store keeps nothing without caching", hint="leave --caching off out")
+
+    @property
+    def reports_layers(self) -> bool:
+        """Whether a layer's end is known: beside other instances the time of a step is not known in advance."""
+        return self.around.beside is None
 
     @property
     def devices(self) -> int:

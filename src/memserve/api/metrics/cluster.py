@@ -191,6 +191,8 @@ def tenant_ceiling_families(cluster: Any) -> Iterator[Metric]:
 def _by_label(counters: Any) -> Iterator[Metric]:
     about = "Attempts sent to instances, by policy and by how the KV of the prompt comes about"
     yield _counted("router_decisions", about, counters.decisions, "policy", "way")
+    about = "Handoffs whose transfer mode --transfer auto has chosen, by mode"
+    yield _counted("router_transfers_chosen", about, _single(counters.transfers_chosen), "mode")
     about = "Attempts to run a request that failed, by cause"
     yield _counted("router_attempts_failed", about, _single(counters.attempts_failed), "cause")
     about = "Sequences of answers that ended, by finish reason"

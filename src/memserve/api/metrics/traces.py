@@ -48,7 +48,7 @@ _STAGE_FACTS = {
         "fetched_state_bytes", "fetch_cut", "fetch_failed"),
     "prefill": ("begins_by_layer", "by_layer"),
     "transfer": (
-        "handoff_mode", "handoff_blocks_received", "handoff_blocks_reused", "handoff_bytes",
+        "transfer_why", "handoff_mode", "handoff_blocks_received", "handoff_blocks_reused", "handoff_bytes",
         "handoff_state_bytes", "handoff_link",
         "prefilled_at", "handoff_not_made",
     ),

@@ -33,6 +33,8 @@ class InflightPlan:
     decode_rows: int = 0
     #: slot -> how many drafted tokens stand in its row; the last of ``targets`` have them
     drafts: dict[int, int] = field(default_factory=dict)
+    #: layers of which the device has told while it computed
+    reported_layers: int = 0
     #: an earlier plan failed: the results of this one are dropped
     void: bool = False
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from memserve.base.types import Role
+from memserve.base.types import Role, TransferMode
 from memserve.kv.costs import CopyCurve, CostModel
 
 OVERLOAD_FACTOR = 2
@@ -88,6 +88,18 @@ class Route(NamedTuple):
     decode_at: Candidate | None
     """The instance that decodes; ``None``: the first one."""
     reason: str
+
+
+class TransferChoice(NamedTuple):
+    """How a prompt's KV goes from the first instance to the one that decodes."""
+
+    mode: TransferMode = TransferMode.BY_REQUEST_AGG
+    reason: str = ""
+    """Empty: it is the same for all requests."""
+
+
+IN_BLOCKS = TransferChoice()
+"""Of requests whose KV goes nowhere, too."""
 
 
 Policy = Callable[[Ask, Sequence[Candidate], Sequence[Candidate]], Route]

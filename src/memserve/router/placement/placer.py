@@ -20,9 +20,19 @@ from memserve.protocol.peers import Holder
 from memserve.router.admission.needs import Team
 from memserve.router.members.loads import ROLE_CODE, Ints, Work, sides_of
 from memserve.router.members.registry import Member
-from memserve.router.placement.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding, Route
+from memserve.router.placement.candidates import (
+    IN_BLOCKS,
+    OVERLOAD_FACTOR,
+    OVERLOAD_TOKENS,
+    Ask,
+    Candidate,
+    Holding,
+    Route,
+    TransferChoice,
+)
 from memserve.router.placement.prefix_directory import Matches, tiers_of
 from memserve.router.placement.routing import DECODE_WINDOW, policy_named
+from memserve.router.placement.transfer_choice import choose_transfer, handoff_of
 from memserve.router.requests.requests import Parts, RequestState
 from memserve.router.requests.sessions import MemberTables, NamedPrefixes, Sessions
 
@@ -46,6 +56,8 @@ HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
 
 
+_WHOLE_BLOCKS = (None, TransferMode.BY_REQUEST_AGG)
+"""Modes of which a pair of instances is expected to move whole blocks; ``auto`` (None) is no slower."""
 _NO_ROLE = -2
 """A code that no role has."""
 
@@ -65,6 +77,8 @@ class Placement(NamedTuple):
     """To be computed or reused."""
     parts: Parts = ()
     """Of a sequence that is shared; ``first`` has the first of them. Empty: ``first`` has all of it."""
+    transfer: TransferChoice = IN_BLOCKS
+    """Of what ``decode_at`` lacks."""
 
     @property
     def members(self) -> list[Member]:
@@ -110,7 +124,17 @@ class Placer:
         first = self._registry.member_by_number(decided.first.number)
         decode_at = decided.decode_at and self._registry.member_by_number(decided.decode_at.number)
         holders = self._fetch_holders(ask, decided.first, most) if first.info.caching else ()
-        return Placement(decided, first, decode_at or None, holders, prompt_tokens)
+        transfer = self._choose_transfer(ask, decided, first)
+        return Placement(decided, first, decode_at or None, holders, prompt_tokens, transfer=transfer)
+
+    def _choose_transfer(self, ask: Ask, decided: Route, first: Member) -> TransferChoice:
+        mode, geometry = self._config.transfer.mode, self._registry.geometry
+        if mode is not None:
+            return TransferChoice(mode)
+        if decided.decode_at is None or geometry is None:
+            return IN_BLOCKS
+        handoff = handoff_of(ask, decided.first, decided.decode_at, geometry.num_layers, first.info.step_tokens)
+        return choose_transfer(handoff, reports_layers=first.info.reports_layers)
 
     def choose_target(self, req: RequestState, source: Member, *, idle: bool = False) -> Member | None:
         """Where a request that ``source`` decodes may go on: of the instances that decode and have room for all of it
@@ -200,7 +224,7 @@ class Placer:
             favourites,
             self._best_holding(most),
             self._block_tokens(),
-            1 if geometry is None or self._config.transfer is TransferMode.BY_REQUEST_AGG else geometry.num_layers,
+            1 if geometry is None or self._config.transfer.mode in _WHOLE_BLOCKS else geometry.num_layers,
             self._registry.state_blocks,
         )
 

@@ -222,9 +222,13 @@ def _decoder_ns(ask: Ask, candidate: Candidate) -> int:
 
 def handoff_ns(ask: Ask, first: Candidate, decoder: Candidate) -> int:
     """Time in which the decoder pulls what it lacks of the prompt, and a state where layers have one."""
-    link = decoder.costs.link_curve(_same_host(first.host_id, decoder.host_id))
     tokens = max(0, ask.prompt_tokens - decoder.matched_tokens) + ask.state_blocks * ask.block_tokens
-    return _kv_ns(ask, link, tokens, ask.handoff_pieces)
+    return _kv_ns(ask, link_between(first, decoder), tokens, ask.handoff_pieces)
+
+
+def link_between(first: Candidate, decoder: Candidate) -> CopyCurve:
+    """What pulls from ``first`` cost ``decoder``."""
+    return decoder.costs.link_curve(_same_host(first.host_id, decoder.host_id))
 
 
 class Weighed(NamedTuple):

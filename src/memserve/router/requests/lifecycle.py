@@ -151,6 +151,9 @@ class RequestCounters:
         way = "fetch" if placement.holders else "reuse" if placement.route.first.matched_tokens else "compute"
         decision = (self._config.policy, way)
         counters.decisions[decision] = counters.decisions.get(decision, 0) + 1
+        if placement.transfer.reason:
+            mode = placement.transfer.mode.value
+            counters.transfers_chosen[mode] = counters.transfers_chosen.get(mode, 0) + 1
 
     def _count_prompt(self, req: RequestState, placement: Placement, now_ns: int) -> None:
         """Each prompt counts once, whatever becomes of its attempts."""
@@ -324,6 +327,7 @@ class Lifecycle:
         attempt = Attempt(
             attempt_id, number, first, decode_at, placement.holders, placement.route, now_ns, now_ns, involved,
             self._charge_work(req, placement), parts=placement.parts, known_tokens=known_tokens,
+            transfer=placement.transfer,
         )  # fmt: skip
         self._start_attempt(req, attempt, now_ns)
         self.request_counters.on_dispatched(req, placement, now_ns)

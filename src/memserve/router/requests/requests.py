@@ -36,7 +36,7 @@ from memserve.protocol.peers import Holder, Peer
 from memserve.router.admission.needs import MemoryNeed
 from memserve.router.members.loads import Charge
 from memserve.router.members.registry import Member, Registry
-from memserve.router.placement.candidates import Route
+from memserve.router.placement.candidates import IN_BLOCKS, Route, TransferChoice
 
 
 class Part(NamedTuple):
@@ -198,6 +198,7 @@ class Attempt:
     """The last one that was dispatched."""
     known_tokens: int | None = None
     """Tokens of prompts that wait at ``first``, as far as is known. None: it is to run there however many wait."""
+    transfer: TransferChoice = IN_BLOCKS
     handed_over_ns: int | None = None
     """When ``decode_at`` said that it has the KV. None: it has not."""
     earlier_peers: tuple[Peer, ...] = ()
@@ -327,7 +328,7 @@ class RequestState:
             generated=generated,
             ended=ended_sequences,
             decode_at=attempt.decode_at.peer if attempt.decode_at is not None else None,
-            transfer=config.transfer,
+            transfer=attempt.transfer.mode,
             holders=attempt.holders,
             return_kv=returns_kv and plain and attempt.first.info.caching,
             told=outputs if generated else (),
@@ -351,6 +352,8 @@ class RequestState:
         story = ("route", places), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
         if attempt.parts:
             story = *story, ("segments", describe_places(attempt.parts))
+        if attempt.transfer.reason:
+            story = *story, ("transfer", attempt.transfer.mode.value), ("transfer_why", attempt.transfer.reason)
         moments = ("route_ms", attempt.dispatched_ns), ("handed_over_ms", attempt.handed_over_ns)
         return *story, *(
             (name, round((moment_ns - self.arrived_ns) / NS_PER_MS, 3))

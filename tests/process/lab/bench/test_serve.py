@@ -232,7 +232,7 @@ def test_studies_by_name() -> None:
 def test_figure_12_has_one_length_per_rate_and_transfer_mode() -> None:
     size = Size(sessions=8, turns_max=1, prompt_tokens_max=1024, output_tokens_max=32, rates=(0.5, 2.0))
     found = transfer_compared(size)
-    assert [s.flags[-1] for s in found.settings] == ["by-layer", "by-request", "by-request-agg"]
+    assert [s.flags[-1] for s in found.settings] == ["by-layer", "by-request", "by-request-agg", "auto"]
     assert list(found.recipes) == ["uniform at 0.5/s", "uniform at 2/s"]
     for recipe in found.recipes.values():
         workload = build(recipe)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from memserve.base.config import ClusterConfig, SchedulerConfig
 from memserve.base.errors import UserError
-from memserve.base.types import Caching, Role, TransferMode
+from memserve.base.types import Caching, Role, TransferMode, TransferPolicy
 from memserve.base.units import NS_PER_MS
 from memserve.cli.main import run
 from memserve_lab.sim.clock import Clock
@@ -109,7 +109,7 @@ def test_a_handoff_pays_for_its_bytes() -> None:
         costs = dataclasses.replace(H100.costs, network=link)
         setup = Setup(
             {Role.PREFILL: 1, Role.DECODE: 1}, dataclasses.replace(H100, costs=costs),
-            ClusterConfig(Caching.OFF, "cost", TransferMode.BY_REQUEST_AGG), around=AROUND,
+            ClusterConfig(Caching.OFF, "cost", TransferPolicy.BY_REQUEST_AGG), around=AROUND,
         )  # fmt: skip
         served = played(setup, blocks_workload([(0.0, 1, 4096, 5)])).clients.served[0]
         waits.append(served.token_ns[1] - served.token_ns[0])
@@ -125,11 +125,12 @@ def test_by_layer_hides_the_transfer_behind_the_prefill(link_share: float) -> No
     prefill_ns = H100.costs.prefill_ns(tokens, 0)
     byte_ns = link_share * prefill_ns / (tokens * H100.geometry.token_bytes)
     link = dataclasses.replace(H100.costs.network, start_ns=0.0, piece_ns=0.0, byte_ns=byte_ns)
-    hardware = dataclasses.replace(H100, roof=None, costs=dataclasses.replace(H100.costs, network=link))
+    costs = dataclasses.replace(H100.costs, network=link, report_ns=0.0)
+    hardware = dataclasses.replace(H100, roof=None, costs=costs)
     scheduler = SchedulerConfig(8, 8192, 8192)
     waits = {}
     for mode in TransferMode:
-        cluster = ClusterConfig(Caching.OFF, "cost", mode)
+        cluster = ClusterConfig(Caching.OFF, "cost", TransferPolicy(mode.value))
         setup = Setup({Role.PREFILL: 1, Role.DECODE: 1}, hardware, cluster, scheduler, AROUND)
         served = played(setup, blocks_workload([(0.0, 1, tokens, 5)])).clients.served[0]
         assert served.first_ns == prefill_ns and served.answered
@@ -144,7 +145,7 @@ def test_by_layer_hides_the_transfer_behind_the_prefill(link_share: float) -> No
 
 def test_by_layer_is_refused_without_layer_end_reports() -> None:
     with pytest.raises(UserError, match="by-layer") as caught:
-        Setup({Role.PREFILL: 1, Role.DECODE: 1}, H100, ClusterConfig(transfer=TransferMode.BY_LAYER),
+        Setup({Role.PREFILL: 1, Role.DECODE: 1}, H100, ClusterConfig(transfer=TransferPolicy.BY_LAYER),
               around=Surroundings(beside=(0.5, 0.5)))  # fmt: skip
     assert "by-request-agg" in (caught.value.hint or "")
 
@@ -213,7 +214,7 @@ requests = st.lists(
 
 @given(rows=requests, mix=st.sampled_from(["1", "2", "prefill=1,decode=2", "prefill=2,decode=1,colocated=1"]),
        policy=st.sampled_from(["least-load", "session", "prompt-tree", "cost"]), caching=st.sampled_from(list(Caching)),
-       blocks=st.integers(30, 200), transfer=st.sampled_from(list(TransferMode)),
+       blocks=st.integers(30, 200), transfer=st.sampled_from(list(TransferPolicy)),
        tpot_ns=st.none() | st.integers(5, 12).map(lambda ms: ms * NS_PER_MS))  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_fast_forward_changes_nothing_that_a_client_sees(rows, mix, policy, caching, blocks, transfer, tpot_ns) -> None:
