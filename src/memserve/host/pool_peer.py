@@ -24,12 +24,12 @@ import enum
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -182,6 +182,8 @@ def _describe_pool(memory: MemPool, self_peer: Peer, namespace: str, address: st
 
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
+Layers = tuple[int, int]
+"""The first one, and that behind the last."""
 
 
 class TransferFlag(enum.Flag):
@@ -332,9 +334,15 @@ class PoolPeer:
         """See :meth:`MemPool.insert`."""
         return self._host.call_machine(lambda now_ns: self._memory.insert(tokens, addresses))
 
-    def match(self, tokens: TokenArray) -> Addresses:
+    @overload
+    def match(self, tokens: TokenArray, tiers: None = None) -> Addresses: ...
+    @overload
+    def match(self, tokens: TokenArray, tiers: Collection[Tier]) -> AddressList: ...
+    def match(self, tokens: TokenArray, tiers: Collection[Tier] | None = None) -> AddressList:
         """See :meth:`MemPool.match`."""
-        return self._host.call_machine(lambda now_ns: self._memory.match(tokens))
+        if tiers is None:
+            return self._host.call_machine(lambda now_ns: self._memory.match(tokens))
+        return self._host.call_machine(lambda now_ns: self._memory.match(tokens, tiers))
 
     def cached_tokens(self, tokens: TokenArray) -> int:
         """See :meth:`MemPool.cached_tokens`."""
@@ -365,13 +373,16 @@ class PoolPeer:
         dst_addresses: AddressList | None = None,
         flags: TransferFlag = TransferFlag.NONE,
         private: bytes = b"",
+        layers: Layers | None = None,
     ) -> Transferred:
         """Copy own blocks to the peer ``id``: into ``dst_addresses`` (from its ``alloc_mem``), or where it allocates.
 
         Returns when the peer has them and its application was told of them and of ``private``, or will not have them
-        (no room, gone, the lease has ended): see ``reason``. The caller keeps its hold on the source.
+        (no room, gone, the lease has ended): see ``reason``. The caller keeps its hold on the source. ``layers``
+        ``(first, end)``: of each block these pages alone, into ``dst_addresses``, whose other pages stay as they are; one
+        transfer at a time, and the peer's application is not told. :meth:`transfer_with_insert` brings the last ones.
         """
-        return self.transfer_later(id, src_addresses, dst_addresses, flags, private).result()
+        return self.transfer_later(id, src_addresses, dst_addresses, flags, private, layers).result()
 
     def transfer_later(
         self,
@@ -380,9 +391,11 @@ class PoolPeer:
         dst_addresses: AddressList | None = None,
         flags: TransferFlag = TransferFlag.NONE,
         private: bytes = b"",
+        layers: Layers | None = None,
     ) -> Future[Transferred]:
-        """As :meth:`transfer`, without waiting. The source may be freed at once, but not be written to."""
-        return self._start_offer(id, _NO_TOKENS, src_addresses, dst_addresses, flags, private)
+        """As :meth:`transfer`, without waiting. The source may be freed at once, but what is sent of it not be written
+        to."""
+        return self._start_offer(id, _NO_TOKENS, src_addresses, dst_addresses, flags, private, layers)
 
     def transfer_with_insert(
         self,
@@ -392,14 +405,18 @@ class PoolPeer:
         dst_addresses: AddressList | None = None,
         flags: TransferFlag = TransferFlag.NONE,
         private: bytes = b"",
+        layers: Layers | None = None,
     ) -> Transferred:
         """As :meth:`transfer`, and the peer's index has the whole blocks of ``tokens`` when this returns.
 
         One message carries tokens, addresses and ``private``. Where the peer allocates, what it has already is not
         moved. With ``dst_addresses`` all blocks are moved there, and the peer's index takes those whose tokens it
-        does not have; the caller's hold on them stays the caller's.
+        does not have; the caller's hold on them stays the caller's. ``layers``: the last ones to come; all others must
+        have been transferred there before.
         """
-        return self.transfer_with_insert_later(id, tokens, src_addresses, dst_addresses, flags, private).result()
+        return self.transfer_with_insert_later(
+            id, tokens, src_addresses, dst_addresses, flags, private, layers
+        ).result()
 
     def transfer_with_insert_later(
         self,
@@ -409,6 +426,7 @@ class PoolPeer:
         dst_addresses: AddressList | None = None,
         flags: TransferFlag = TransferFlag.NONE,
         private: bytes = b"",
+        layers: Layers | None = None,
     ) -> Future[Transferred]:
         """As :meth:`transfer_with_insert`, without waiting."""
         tokens, block_tokens = as_tokens(tokens), self._memory.geometry.block_tokens
@@ -419,7 +437,8 @@ class PoolPeer:
                     f"{len(addresses or ())} addresses for {whole} blocks of tokens", hint="one a whole block"
                 )
         dst = None if dst_addresses is None else dst_addresses[:whole]
-        return self._start_offer(id, tokens[: whole * block_tokens], src_addresses[:whole], dst, flags, private)
+        src = src_addresses[:whole]
+        return self._start_offer(id, tokens[: whole * block_tokens], src, dst, flags, private, layers)
 
     def fetch(self, id: str, tokens: TokenArray, timeout_s: float = 5.0) -> int:
         """Get into the own index what the peer ``id`` has of ``tokens``; returns the cached prefix in tokens then.
@@ -471,6 +490,7 @@ class PoolPeer:
         dst: AddressList | None,
         flags: TransferFlag,
         private: bytes,
+        layers: Layers | None,
     ) -> Future[Transferred]:
         tier, blocks = self._own_blocks(src)
         to, dst_tier, dst_blocks = (
@@ -486,6 +506,7 @@ class PoolPeer:
                 raise UserError("TO_DRAM, and addresses in HBM", hint="leave the flag out: addresses name their tier")
         elif TransferFlag.TO_DRAM in flags:
             dst_tier = Tier.DRAM
+        self._check_layers(layers, dst)
         offered = OfferedBlocks(self._memory.tenant, tokens, blocks, tier)
         terms = OfferTerms(
             TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
@@ -493,8 +514,20 @@ class PoolPeer:
             private=private,
             dst_blocks=dst_blocks,
             dst_tier=dst_tier,
+            layers=layers,
         )
         return self._host.call_machine(lambda now_ns: self._machine.start_offer(to, offered, now_ns, terms))
+
+    def _check_layers(self, layers: Layers | None, dst: AddressList | None) -> None:
+        if layers is None:
+            return
+        first, end = layers
+        if not 0 <= first < end <= self._memory.geometry.num_layers:
+            hint = f"(first, end) of {self._memory.geometry.num_layers} layers"
+            raise UserError(f"no layers {layers}", hint=hint, param="layers")
+        if dst is None:
+            hint = "give dst_addresses, of alloc_mem(..., id=...)"
+            raise UserError("some layers of blocks that are not chosen", hint=hint, param="layers")
 
     def _free_own(self, addresses: AddressList, now_ns: int) -> None:
         self._memory.free_mem(addresses)

@@ -467,7 +467,8 @@ class PoolMachine:
         self.memory.require_held([(offered.tier, offered.blocks)])
         transfer_id = self.exchange.offer_blocks(to, offered, now_ns, terms)
         transfer_result = self._wait_for(transfer_id, _transfer_result)
-        self.exchange.announce_computed(transfer_id, 0, len(offered.blocks), fence=0)
+        first_layer, end_layer = terms.layers or (0, None)
+        self.exchange.announce_computed(transfer_id, 0, len(offered.blocks), first_layer, end_layer, fence=0)
         return transfer_result
 
     def start_fetch(self, name: str, tokens: TokenArray, now_ns: int, within_ns: int) -> Future[int]:

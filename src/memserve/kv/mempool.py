@@ -5,7 +5,7 @@
     pool.view(held[0])[...] = ...               # the block's bytes
     pool.insert(tokens, held)                   # the index takes references of its own
     pool.free_mem(held)                         # the caller's hold is gone; the blocks stay until eviction needs them
-    again = pool.match(tokens)                  # back in HBM if they had gone down to DRAM
+    again = pool.match(tokens)                  # back in HBM if they had gone to DRAM; with `tiers`: where they lie
     pool.free_mem(again)
 
 Addresses are small typed values that a remote instance can use later. Inside an instance the pool is
@@ -14,7 +14,7 @@ Addresses are small typed values that a remote instance can use later. Inside an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count, groupby
 from typing import NamedTuple, overload
 
@@ -211,11 +211,20 @@ class MemPool:
         blocks = [block for _, group in groups for block in group]
         return self._pool.insert(self.tenant, tokens, blocks, in_hbm)
 
-    def match(self, tokens: TokenArray | Sequence[int]) -> Addresses:
-        """HBM addresses of the longest cached prefix of ``tokens``, held by the caller until :meth:`free_mem`.
+    @overload
+    def match(self, tokens: TokenArray | Sequence[int], tiers: None = None) -> Addresses: ...
+    @overload
+    def match(self, tokens: TokenArray | Sequence[int], tiers: Collection[Tier]) -> AddressList: ...
+    def match(self, tokens: TokenArray | Sequence[int], tiers: Collection[Tier] | None = None) -> AddressList:
+        """Addresses of the longest cached prefix of ``tokens``, held by the caller until :meth:`free_mem`.
 
-        Blocks that lay in DRAM are copied to HBM as far as it has room; the prefix ends where it has none.
+        ``tiers``: where the blocks may lie. They are left there, whatever room HBM has: the prefix ends before the
+        first block on another tier, and those in HBM are followed by those in DRAM, which :meth:`swap_in` copies up.
+        None: all are wanted in HBM. Those that lay in DRAM are copied as far as there is room; the prefix ends where
+        there is none. Raises :class:`UserError` for tiers that no pool has.
         """
+        if tiers is not None:
+            return self._match_in_place(as_tokens(tokens), frozenset(tiers))
         blocks = self._pool.borrow_blocks(self.tenant, as_tokens(tokens))
         self.run_copies()
         return self.hold_blocks(Tier.HBM, blocks)
@@ -242,7 +251,10 @@ class MemPool:
         return self._move_held(Tier.HBM, addresses, Tier.DRAM, self._pool.swap_out)
 
     def swap_in(self, addresses: AddressList) -> Addresses | None:
-        """Move DRAM blocks that the caller holds to HBM; returns their new addresses. None: no room there."""
+        """Move DRAM blocks that the caller holds to HBM; returns their new addresses. None: no room there.
+
+        What the index has of blocks from ``match(..., tiers=...)`` stays in DRAM: ``match`` without tiers brings it up.
+        """
         return self._move_held(Tier.DRAM, addresses, Tier.HBM, self._pool.swap_in)
 
     # -- state
@@ -287,6 +299,21 @@ class MemPool:
             _core.copy_blocks(target.address, source.address, block_bytes, copy.src, copy.dst, self.copy_threads)
 
     # -- inside
+
+    def _match_in_place(self, tokens: TokenArray, tiers: frozenset[Tier]) -> AddressList:
+        if not tiers or not tiers <= self._holds.keys():
+            named = ", ".join(tier.name for tier in sorted(tiers)) or "none"
+            raise UserError(f"blocks are matched in HBM and in DRAM: {named}", hint="name these tiers", param="tiers")
+        hbm, dram = self._pool.export_blocks(self.tenant, tokens)
+        if len(hbm) and Tier.HBM not in tiers:
+            self._pool.release(hbm)
+            self._pool.release_dram(dram)
+            return []
+        if Tier.DRAM not in tiers:
+            self._pool.release_dram(dram)
+            return self.hold_blocks(Tier.HBM, hbm)
+        below = self.hold_blocks(Tier.DRAM, dram)
+        return self.hold_blocks(Tier.HBM, hbm) + below if len(hbm) else below
 
     def _move_held(
         self, src: Tier, addresses: AddressList, dst: Tier, swap: Callable[[list[int]], list[int] | None]

@@ -375,6 +375,8 @@ class Offer(Message, frozen=True, tag=True):
     """N: these are parts of windows, N blocks each, of the last blocks of ``tokens``. 0: a store is not told."""
     migrates: bool = False
     """A handoff of a request that has decoded at the owner."""
+    layers: tuple[Natural, Natural] | None = None
+    """Of ``dst_blocks``, pages of layers ``[first, end)`` alone are brought; the others are there. None: of all."""
 
 
 class MoreBlocks(Message, frozen=True, tag=True):

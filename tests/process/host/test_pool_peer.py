@@ -228,6 +228,45 @@ def test_transfer_into_chosen_blocks(both: tuple[PoolPeer, Other]) -> None:
     peer.free_mem(held)
 
 
+def test_layers_are_transferred_one_by_one(both: tuple[PoolPeer, Other]) -> None:
+    """Each into its page of the same blocks; with the last ones the peer's index has the prefix."""
+    peer, other = both
+    held = fill(peer, 2, seed=30)
+    there, layers = peer.alloc_mem(2, id="b"), GEOMETRY.num_layers
+    assert there is not None
+    assert peer.transfer("b", held, there, layers=(1, 2))
+    assert peer.transfer("b", held, there, layers=(2, layers))
+    pulled = other.call("counters").pulled_bytes
+    assert peer.transfer_with_insert("b", TOKENS[:8], held, there, layers=(0, 1))
+    assert other.call("counters").pulled_bytes == pulled + 2 * GEOMETRY.page_bytes
+    assert other.call("delivery")[2] == TOKENS[:8].tolist(), "the application is told once"
+    found = other.call("match", TOKENS[:8])
+    assert all(np.array_equal(data, pattern(30 + at)) for at, data in enumerate(other.call("read", found)))
+    other.call("free_mem", found)
+    for wrong in ((0, 0), (1, layers + 1), (-1, 1)):
+        with pytest.raises(UserError, match="no layers"):
+            peer.transfer("b", held, there, layers=wrong)
+    with pytest.raises(UserError, match="not chosen"):
+        peer.transfer("b", held, layers=(0, 1))
+    peer.free_mem(there)
+    peer.free_mem(held)
+
+
+def test_pages_of_other_layers_stay_as_they_are(both: tuple[PoolPeer, Other]) -> None:
+    peer, other = both
+    first, second, there = fill(peer, 2, seed=60), fill(peer, 2, seed=30), peer.alloc_mem(2, id="b")
+    assert there is not None and peer.transfer("b", first, there, layers=(0, 3))
+    assert peer.transfer_with_insert("b", TOKENS[:8], second, there, layers=(1, 2))
+    other.call("delivery")
+    found = other.call("match", TOKENS[:8])
+    for at, data in enumerate(other.call("read", found)):
+        assert np.array_equal(data[1], pattern(30 + at)[1])
+        assert np.array_equal(data[[0, 2]], pattern(60 + at)[[0, 2]])
+    other.call("free_mem", found)
+    for addresses in (first, second, there):
+        peer.free_mem(addresses)
+
+
 def test_blocks_of_others_cannot_be_chosen(both: tuple[PoolPeer, Other]) -> None:
     """Only what the sender itself has allocated there may be written."""
     peer, other = both

@@ -104,6 +104,42 @@ def test_match_holds_what_it_returns() -> None:
     assert np.array_equal(pool.view(held[0]), pattern(tokens[:4]))
 
 
+def test_match_on_a_full_hbm_tier_says_where_blocks_lie() -> None:
+    """A prefix half of which has gone down, and HBM is full of what callers hold: nothing moves."""
+    pool, tokens = make(4, 4), np.arange(16, dtype=np.int32)
+    assert store(pool, tokens)
+    assert pool.swap_out(2) == 2
+    full = pool.alloc_mem(2)
+    assert full is not None and pool.alloc_mem(0) is not None
+    held = pool.match(tokens, tiers=(Tier.HBM, Tier.DRAM))
+    assert [address.tier for address in held] == [Tier.HBM] * 2 + [Tier.DRAM] * 2
+    for number, address in enumerate(held):
+        assert np.array_equal(pool.view(address), pattern(tokens[: 4 * (number + 1)]))
+    assert len(pool.match(tokens)) == 2, "without tiers it ends where HBM has no room"
+    assert pool.swap_in(held[2:]) is None
+    pool.free_mem(full)
+    above = pool.swap_in(held[2:])
+    assert above is not None and np.array_equal(pool.view(above[1]), pattern(tokens))
+    pool.free_mem([*held[:2], *above])
+    assert len(pool.match(tokens, {Tier.HBM, Tier.DRAM})) == 4, "the index has its own"
+    pool.check_invariants()
+
+
+def test_match_ends_before_the_first_block_on_another_tier() -> None:
+    pool, tokens = make(4, 4), np.arange(16, dtype=np.int32)
+    assert store(pool, tokens) and pool.swap_out(2) == 2
+    assert len(pool.match(tokens, {Tier.HBM})) == 2 and not pool.match(tokens, {Tier.DRAM})
+    assert pool.swap_out(4) == 0, "a caller holds those in HBM"
+    lower = make(4, 4)
+    assert store(lower, tokens) and lower.swap_out(4) == 4
+    assert [address.tier for address in lower.match(tokens, {Tier.DRAM})] == [Tier.DRAM] * 4
+    assert not lower.match(tokens, {Tier.HBM}) and not lower.match(tokens + 1, {Tier.DRAM})
+    for wrong in ((), {Tier.SSD}, {Tier.HBM, Tier.SSD}):
+        with pytest.raises(UserError, match="HBM and in DRAM"):
+            lower.match(tokens, wrong)
+    lower.check_invariants()
+
+
 def test_swap_out_moves_the_oldest_cached_blocks() -> None:
     pool = make(8, 3)
     old, new = np.arange(8, dtype=np.int32), np.arange(50, 58, dtype=np.int32)

@@ -81,6 +81,7 @@ class OfferTerms:
     lease_ns: int = 0
     router: Peer | None = None
     migrates: bool = False
+    layers: tuple[int, int] | None = None
 
 
 AS_USUAL = OfferTerms()
@@ -158,6 +159,7 @@ class Exchange:
             private=terms.private,
             dram_blocks=tuple(dram_blocks),
             router=terms.router,
+            layers=terms.layers,
             state_blocks=state_blocks if terms.request is None else context.pool.blocks_behind(len(tokens)),
             part_blocks=context.pool.part_blocks if loan is not None else 0,
             migrates=terms.migrates,

@@ -209,6 +209,10 @@ def objection(context: TransferContext, offer: Offer) -> str | None:
     reason = _malformed(offer, pool.block_tokens, {tier: context.blocks_total(tier) for tier in (Tier.HBM, Tier.DRAM)})
     if reason is not None:
         return reason
+    if offer.layers is not None:
+        first, end = offer.layers
+        if not (offer.dst_blocks and first < end <= context.geometry.num_layers):
+            return f"layers {first} to {end} of {context.geometry.num_layers}, into {len(offer.dst_blocks)} blocks"
     if offer.identity != pool.identity(offer.tenant, offer.tokens):
         return "another identity: namespace, key, tenant or tokens differ"
     if offer.insert and offer.request is None and not pool.config.caching:
@@ -329,6 +333,10 @@ def _allocate_placement(
     )
     if imported.offer.state_blocks and (imported.offer.insert or imported.offer.request is not None):
         placement.arrived[-1, context.state_layers :] = True  # the state does not reach them, come or not
+    if imported.offer.layers is not None:
+        first, end = imported.offer.layers
+        for pages_there in (placement.announced, placement.arrived):
+            pages_there[:, :first] = pages_there[:, end:] = True
     return placement
 
 
@@ -346,6 +354,8 @@ def complete_import(context: TransferContext, imported: Import, placement: Impor
         _hand_over(context, imported, placement, imported.handoff)
     elif imported.offer.insert:
         _insert(context, imported, placement, reason)
+    elif imported.offer.layers is not None:
+        release_import(context, imported)  # other layers follow: the blocks are the sender's until it has sent all
     else:
         delivered = Delivered(imported.transfer_id, imported.sender, imported.offer, placement.blocks)
         context.outcomes.append(delivered)  # with the references
