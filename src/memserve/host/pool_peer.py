@@ -379,8 +379,8 @@ class PoolPeer:
 
         Returns when the peer has them and its application was told of them and of ``private``, or will not have them
         (no room, gone, the lease has ended): see ``reason``. The caller keeps its hold on the source. ``layers``
-        ``(first, end)``: of each block these pages alone, into ``dst_addresses``, whose other pages stay as they are; one
-        transfer at a time, and the peer's application is not told. :meth:`transfer_with_insert` brings the last ones.
+        ``(first, end)``: of each block these pages alone, into ``dst_addresses``, whose other pages stay as they are;
+        one transfer at a time, and the peer's application is not told. :meth:`transfer_with_insert` brings the last.
         """
         return self.transfer_later(id, src_addresses, dst_addresses, flags, private, layers).result()
 
