@@ -1,4 +1,4 @@
-"""By layer, by request, by request aggregated: what does each transfer mode cost, at low and at high load?
+"""By layer, by request, aggregated, `auto`: what does each transfer mode cost, at low and at high load?
 
     python bench/transfer_modes.py [--links shm,nixl] [--prompt-tokens 2048] [--clients 1,2,4,8] [--rounds 3]
     python bench/transfer_modes.py --links shm --modes by-request --clients 1 --degrees 1:1,2:2,1:2,2:1
@@ -28,7 +28,7 @@ from harness.rounds import mean, median, medians, turns
 from harness.served import Served, serving
 from harness.tables import Table
 
-MODES = ("by-request", "by-request-agg", "by-layer")
+MODES = ("by-request", "by-request-agg", "by-layer", "auto")
 COLUMNS = {
     "link": "{link}", "clients": "{clients}", "mode": "{mode}", "degrees": "{degrees}", "TTFT, ms": "{ttft_ms:.1f}",
     "gap, ms": "{gap_ms:.2f}", "hidden": "{hidden:.1%}", "JCT, ms": "{jct_ms:.1f}", 

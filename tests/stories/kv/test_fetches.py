@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from exchange_world import (
     BLOCK,
+    LAYERS,
     LEASE_NS,
     PROMPT,
     allocated,
     array,
     last,
     of,
+    pages,
     pair,
     raw_label,
     settled_world,
@@ -205,6 +208,57 @@ def test_blocks_go_where_their_sender_has_allocated(world, insert) -> None:
     p.take([])
     world.run()
     assert d.exchange.references() == {}
+
+
+def test_layers_come_one_by_one_into_chosen_blocks(world) -> None:
+    """Until the last ones the blocks are their sender's alone; then the index has them, each page as computed."""
+    p, d = pair(world)
+    call_id = allocated(p, d, 2)
+    world.run()
+    blocks, seq = p.remote[call_id][2], p.compute("", PROMPT)
+    for first in range(LAYERS):
+        is_last = first == LAYERS - 1
+        offer_id = p.offer(d.peer, seq, 0, 2, insert=is_last, dst_blocks=blocks, layers=(first, first + 1))
+        p.exchange.announce_computed(offer_id, 0, 2, first, first + 1)
+        p.take([])
+        world.run()
+        assert last(p) == Released(offer_id, d.peer, True, "")
+        assert [d.pool.ref_count(Tier.HBM, block) for block in blocks] == [1 + is_last] * 2
+    assert not of(d, Delivered) and isinstance(last(d), Inserted)
+    assert d.pool.match("", array(PROMPT)) == 2 * BLOCK
+    for place, block in enumerate(blocks):
+        assert np.array_equal(d.arena[Tier.HBM][block], pages("", seq.tokens, place))
+    again = p.offer(d.peer, seq, 0, 2, insert=False, dst_blocks=blocks, layers=(0, 1))
+    world.run()
+    assert (last(p).transfer_id, last(p).used) == (again, False) and "in use" in last(p).reason, "it is cached now"
+    p.exchange.free_at(call_id)
+    p.take([])
+    world.run()
+    assert d.exchange.references() == {}
+
+
+def test_pages_of_other_layers_than_were_offered_are_not_pulled(world) -> None:
+    p, d = pair(world)
+    call_id = allocated(p, d, 1)
+    world.run()
+    blocks = p.remote[call_id][2]
+    offer_id = p.offer(d.peer, p.compute("", [1] * BLOCK), 0, 1, insert=False, dst_blocks=blocks, layers=(0, 1))
+    p.exchange.announce_computed(offer_id, 0, 1, 1, 2)
+    world.run()
+    assert not d.exchange.counters.pulls and not d.arena[Tier.HBM][blocks[0]].any()
+    world.wait(LEASE_NS)
+    assert not last(p).used
+
+
+@pytest.mark.parametrize("layers, chosen", [((0, LAYERS + 1), True), ((2, 2), True), ((0, 1), False)])
+def test_offers_of_layers_that_cannot_be_are_refused(world, layers, chosen) -> None:
+    p, d = pair(world)
+    call_id = allocated(p, d, 1)
+    world.run()
+    blocks = p.remote[call_id][2] if chosen else ()
+    p.offer(d.peer, p.compute("", [1] * BLOCK), 0, 1, insert=False, dst_blocks=blocks, layers=layers)
+    world.run()
+    assert not last(p).used and f"layers {layers[0]} to {layers[1]}" in last(p).reason
 
 
 def test_destination_is_not_reused_while_host_writes_to_it(world) -> None:
