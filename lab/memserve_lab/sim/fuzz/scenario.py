@@ -225,15 +225,13 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     _put_tenants(scenario, roles)
     _put_routers(scenario)
     _put_store(scenario, len(roles))
-    objective = Random(f"{scenario.seed}/{scenario.setting}/objective")  # easy or out of reach
-    scenario.slo_tpot_ns = objective.choice([1, 5, 10, 20, 50]) * MS if objective.random() < 0.15 else None
+    _put_objective(scenario)
     if layerwise != "off":
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
     _put_shared(scenario, len(roles))
     _put_states(scenario)
     _put_windows(scenario)
-    chance = Random(f"{scenario.seed}/{scenario.setting}/kv").random()  # a stream of its own
-    scenario.chooses_transfer = chance < AUTO_TRANSFER_SHARE and {Role.PREFILL, Role.DECODE} <= set(roles)
+    _put_transfer(scenario, roles)
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
     followers = put_followers(scenario, routers)
     scenario.faults += [
@@ -243,6 +241,18 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     scenario.faults += [Fault("drain", at_ms * MS, for_ms * MS, place, -1, at_ms) for at_ms, for_ms, place in drains]
     scenario.faults = _in_order(scenario.faults)
     return scenario
+
+
+def _put_objective(scenario: Scenario) -> None:
+    """Some scenarios have an objective, easy or out of reach. Drawn from a stream of its own."""
+    objective = Random(f"{scenario.seed}/{scenario.setting}/objective")
+    scenario.slo_tpot_ns = objective.choice([1, 5, 10, 20, 50]) * MS if objective.random() < 0.15 else None
+
+
+def _put_transfer(scenario: Scenario, roles: tuple[Role, ...]) -> None:
+    """In some scenarios routers choose transfer modes. Drawn from a stream of its own."""
+    chance = Random(f"{scenario.seed}/{scenario.setting}/kv").random()
+    scenario.chooses_transfer = chance < AUTO_TRANSFER_SHARE and {Role.PREFILL, Role.DECODE} <= set(roles)
 
 
 def _put_states(scenario: Scenario) -> None:
