@@ -445,6 +445,9 @@ class PrefixDirectory:
 
         ``ValueError``: a holder's number is not below ``numbers``.
         """
+    def locate(self, identities: bytes, holders: Sequence[int]) -> bytes:
+        """For each block a byte a holder: 0, not there; 1, on the upper tier; 2, on the lower one alone. What is only
+        expected is not there."""
     def match_tokens(self, key: bytes, namespace: bytes, tokens: Ids, block_tokens: int) -> list[tuple[int, int, int]]:
         """``match(block_identities(key, namespace, tokens, block_tokens))``, hashing no further than it must."""
     def match_tokens_array(self, key: bytes, namespace: bytes, tokens: Ids, block_tokens: int) -> NDArray[np.int32]:

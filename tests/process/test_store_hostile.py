@@ -343,7 +343,7 @@ def test_another_tenants_values_are_absent(store: ServedStore, an_honest_client:
 
 def test_a_guessed_key_of_another_tenant_is_of_no_use(store: ServedStore, an_honest_client: StoreClient) -> None:
     """Even the keys of 16 bytes, which follow from a secret of the tenant's, open nothing."""
-    key = _core.value_keys(an_honest_client._connection.known_session.welcome.key, b"", [b"before"])
+    key = _core.value_keys(an_honest_client.connection.known_session.welcome.key, b"", [b"before"])
     with Impostor(store.address) as impostor:
         greeted(impostor)
         looked = impostor.ask(StoreLook(1, key))

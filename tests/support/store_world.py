@@ -185,7 +185,7 @@ class StoreNode:
             self.told.append(message)
 
     def join(self, peers: list[PeerInfo]) -> None:
-        self.hear(ROUTER_PEER, JoinAccepted(tuple(peers)))
+        self.hear(ROUTER_PEER, JoinAccepted(tuple(peers), "", self.world.copies))
 
     # -- jobs
 
@@ -411,6 +411,8 @@ class StoreWorld(World):
     clients: dict[str, Client] = field(default_factory=dict)
     dead: dict[str, Node] = field(default_factory=dict)
     store: StoreNode = None
+    further: dict[str, StoreNode] = field(default_factory=dict)
+    copies: int = 1
 
     def open_store(self, blocks: int = 16, disks: int = 0, *, segments: int = 6, seed: int = 0, **more) -> StoreNode:
         size = _core.SegmentLog(segments, SEGMENT_BYTES, bytes(16)).disk_bytes
@@ -418,6 +420,28 @@ class StoreWorld(World):
         self.settings = {"blocks": blocks, "segments": segments, **more}
         self.store = StoreNode(self, Peer("s", 1), disks=literal, name=new_tier_name(), **self.settings)
         return self.store
+
+    def open_further(self, name: str, **more) -> StoreNode:
+        """One more store, as the first; the two are as one."""
+        node = StoreNode(self, Peer(name, 1), disks=[], name=new_tier_name(), **{**self.settings, **more})
+        self.further[name] = node
+        return node
+
+    @property
+    def stores(self) -> list[StoreNode]:
+        return [store for store in (self.store, *self.further.values()) if store is not None and not store.is_dead]
+
+    def store_dies(self, name: str) -> None:
+        """With its memory; the router has noticed."""
+        gone = self.further.pop(name)
+        gone.is_dead = True
+        for node in (*self.stores, *self.nodes.values()):
+            if isinstance(node, StoreNode):
+                node.hear(ROUTER_PEER, PeerGone(gone.peer, "died"))
+            else:
+                node.take(node.exchange.peer_removed(gone.peer, self.now))
+        gone.machine = gone.tier = gone.bytes = None
+        gone.arena.clear()
 
     def instance(self, name: str, hbm: int = 32, **more) -> Node:
         if name in self.dead:
@@ -436,12 +460,16 @@ class StoreWorld(World):
         """The router tells all of all."""
         super().meet()
         infos = [node.info() for node in self.nodes.values()]
-        self.store.join([*infos, self.store.info()])
-        for node in self.nodes.values():
-            node.take(node.exchange.peer_joined(self.store.info(), self.now))
+        for store in self.stores:
+            infos.append(store.info())
+            for node in self.nodes.values():
+                node.take(node.exchange.peer_joined(store.info(), self.now))
+        for store in self.stores:
+            store.join(infos)
 
     def joins(self, node: Node) -> None:
-        self.store.hear(ROUTER_PEER, PeerJoined(node.info()))
+        for store in self.stores:
+            store.hear(ROUTER_PEER, PeerJoined(node.info()))
 
     def dies(self, name: str) -> None:
         """An instance is gone, and the router has noticed."""
@@ -449,27 +477,30 @@ class StoreWorld(World):
         self.store.hear(ROUTER_PEER, PeerGone(node.peer, "died"))
 
     def by_peer(self, peer: Peer):
-        if self.store is not None and peer.name == self.store.peer.name:
-            return self.store if peer.generation in (0, self.store.peer.generation) else None
+        for store in self.stores:
+            if peer.name == store.peer.name:
+                return store if peer.generation in (0, store.peer.generation) else None
         if peer.name in self.clients:
             return self.clients[peer.name] if self.clients[peer.name].peer == peer else None
         return super().by_peer(peer)
 
     def step(self, pulls: bool = True) -> bool:
-        store = self.store
         if self.links or not pulls:
             return super().step(pulls)
-        if store.seals:
-            store.seal(store.seals[0])
-        elif store.pulls:
-            store.answer(store.pulls[0])
-        elif not store.step():
-            return super().step(pulls)
-        return True
+        for store in self.stores:
+            if store.seals:
+                store.seal(store.seals[0])
+            elif store.pulls:
+                store.answer(store.pulls[0])
+            elif not store.step():
+                continue
+            return True
+        return super().step(pulls)
 
     def wait(self, ns: int) -> None:
         super().wait(ns)
-        self.store.advance()
+        for store in self.stores:
+            store.advance()
 
     def restart(self, *, power: bool = False, orderly: bool = False) -> StoreNode:
         """The store is killed, and started again with what it has left. ``power``: its memory is lost, too."""

@@ -91,7 +91,8 @@ class Wanted:
     """What keeps KV beside the instances."""
     faults: str = option("")
     """KIND:INSTANCE@SECOND+SECONDS, e.g. kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3 (3 times as slow); of several
-    routers all but the first can be killed or paused, e.g. kill:router-2@60+10."""
+    routers all but the first can be killed or paused, e.g. kill:router-2@60+10; stores as well (store0, store1, ...;
+    one that was killed comes back empty), and one more may join: join:store4@60."""
     heartbeat_ms: int = option(MemberConfig().beat_ns // NS_PER_MS, least=1)
     """Milliseconds between two heartbeats of an instance."""
     scheduler: SchedulerConfig = GPU_SCHEDULER
@@ -115,7 +116,7 @@ class Wanted:
             self.cluster,
             self.scheduler,
             around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
-            faults=parse_faults(self.faults, instances, self.routers),
+            faults=parse_faults(self.faults, instances, self.routers, self.stores.count_wanted),
             routers=self.routers,
             stores=self.stores.make_setup(),
             lengths=self.lengths,

@@ -37,7 +37,8 @@ class SimulatedStores:
     ssd_bytes: tuple[int, ...] = option((), "--ssd", form=_SIZES)
     """Size of a disk of a store, for example 2TiB. Repeatable, once for each disk."""
     store_count: int = option(1, "--stores", least=1)
-    """Stores: number n on the host of instance n. Instances of hosts without a store use the first."""
+    """Stores, which are as one: number n on the host of instance n, or, of more than there are hosts, on the first
+    again."""
     ssd_device: str = option("nvme", "--ssd-device")
     """Kind of the disks: nvme, sata, virtual; or READ/WRITE in GB/s, for example 6.5/3.5."""
     ssd_sync: str = option_of(StoreOptions, "sync")
@@ -48,6 +49,11 @@ class SimulatedStores:
     def is_wanted(self) -> bool:
         """Whether there is to be a store."""
         return self.store_bytes is not None or bool(self.ssd_bytes)
+
+    @property
+    def count_wanted(self) -> int:
+        """Stores that there are from the start."""
+        return self.store_count if self.is_wanted else 0
 
     def make_setup(self) -> StoreSetup | None:
         """The stores to simulate. None: there are none. Raises :class:`UserError` for impossible ones."""

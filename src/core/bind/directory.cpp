@@ -1,5 +1,6 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
@@ -110,6 +111,13 @@ nb::list holders(const PrefixDirectory& self) {
   return out;
 }
 
+nb::bytes locate(const PrefixDirectory& self, nb::bytes blocks, const std::vector<int64_t>& numbers) {
+  std::vector<uint32_t> holders;
+  for (const int64_t number : numbers) holders.push_back(valid_holder(number));
+  const std::vector<uint8_t> places = self.locate(identities(blocks), holders);
+  return nb::bytes(places.data(), places.size());
+}
+
 void bind_changes(nb::class_<PrefixDirectory>& c) {
   c.def("store",
         [](PrefixDirectory& self, int64_t holder, int64_t tier, nb::bytes blocks) {
@@ -156,6 +164,7 @@ void bind_questions(nb::class_<PrefixDirectory>& c) {
           return as_array(match_prompt(self, key, name, tokens, block_tokens));
         },
         nb::arg("key"), nb::arg("namespace"), nb::arg("tokens"), nb::arg("block_tokens"));
+  c.def("locate", &locate, nb::arg("identities"), nb::arg("holders"));
   c.def("holders", &holders);
   c.def("blocks", [](const PrefixDirectory& self, int64_t holder) { return self.blocks(valid_holder(holder)); },
         nb::arg("holder"));

@@ -72,6 +72,10 @@ class PrefixDirectory {
   std::span<const PrefixHeld> match(const Identities& blocks);
   std::span<const PrefixHeld> match(const Prompt& prompt);
 
+  // Where each block lies: a row of `holders` for each block, 0: not there; 1: on the upper tier, HBM; 2: on the lower
+  // tier alone. What is only promised counts as not there.
+  std::vector<uint8_t> locate(const Identities& blocks, std::span<const uint32_t> holders) const;
+
   std::vector<uint32_t> holders() const;
   size_t blocks(uint32_t holder) const;              // real ones
   size_t speculative_blocks(uint32_t holder) const;

@@ -53,4 +53,18 @@ std::span<const PrefixHeld> PrefixDirectory::match(const Prompt& prompt) {
   });
 }
 
+std::vector<uint8_t> PrefixDirectory::locate(const Identities& blocks, std::span<const uint32_t> holders) const {
+  std::vector<uint8_t> places(blocks.count * holders.size(), 0);
+  for (size_t i = 0; i < blocks.count; ++i) {
+    prefetch(blocks, i);
+    const uint32_t id = lookup(blocks[i]);
+    if (id == 0) continue;
+    for (size_t h = 0; h < holders.size(); ++h) {
+      const HolderRecord* const record = entry(id).find(holders[h]);
+      if (record && !record->speculative) places[i * holders.size() + h] = record->only_dram() ? 2 : 1;
+    }
+  }
+  return places;
+}
+
 }  // namespace memserve

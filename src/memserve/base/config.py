@@ -333,6 +333,8 @@ class ClusterConfig:
     """A member that is silent for this long is taken to be dead."""
     call_every_ns: int = NS_PER_S
     """Between two requests to a store to join (``memserve serve --store``)."""
+    store_copies: int = option(1, "--store-copies", least=1)
+    """In how many of several stores each block lies. 2: the death of one store costs no hit."""
     stalled_after_ns: int = 60 * NS_PER_S
     """A request without progress for this long, on a member that sends heartbeats, is tried on another instance."""
     attempts_max: int = 4

@@ -190,7 +190,8 @@ class StoreOptions:
     new."""
     at: str | None = option(None, "--store")
     """HOST:PORT: use the store that runs there (``memserve store --listen HOST:PORT``), with its secret
-    (--cluster-secret-file), and start none. It goes on when this server ends. None: no such store."""
+    (--cluster-secret-file), and start none. It goes on when this server ends. Several, with commas between them, are as
+    one: each keeps its share. None: no such store."""
 
     def __post_init__(self) -> None:
         for name, value, choices in (("sync", self.sync, SYNCS), ("admission", self.admission, ADMISSIONS)):
@@ -202,6 +203,9 @@ class StoreOptions:
             raise UserError(
                 f"--store names a store that runs, and {self._requesting_flag} starts one", hint=hint, param="store"
             )
+        if len(set(self.addresses)) < len(self.addresses) or "" in self.addresses:
+            hint = "name each store once: --store HOST:PORT,HOST:PORT"
+            raise UserError(f"cannot read --store {self.at!r}", hint=hint, param="store")
         idle = StoreOptions.__dataclass_fields__
         if not self.is_wanted:
             hint = "add --ssd DIR=20GiB" if self.at is None else "give it to the `memserve store` that runs there"
@@ -218,6 +222,11 @@ class StoreOptions:
     def is_used(self) -> bool:
         """Whether there is to be a store, started here or not."""
         return self.is_wanted or self.at is not None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the stores that run already, as they were named."""
+        return () if self.at is None else tuple(address.strip() for address in self.at.split(","))
 
     @property
     def _requesting_flag(self) -> str:

@@ -41,7 +41,7 @@ from memserve.protocol.member_events import (
 from memserve.protocol.messages import AnyMessage, Join, JoinAccepted
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.records import DocumentDropped, DocumentPut
-from memserve.protocol.store import STORE
+from memserve.protocol.store import store_at
 from memserve.router.events import (
     EmitTokens,
     InstanceDied,
@@ -160,8 +160,9 @@ class RouterEngine:
         """Asked for what became of the processes of instances, by name; none runs under this router by default."""
         self.scaling: tuple[RoleCount, ...] = ()
         """Counts of instances that follow the load."""
-        self.declined: ReportMember | None = None
-        """Which store has last said that it does not join, and why."""
+        self.declined: dict[str, ReportMember] = {}
+        """Stores that have said that they do not join, and why, by name."""
+        self._stores_named = 0
         self.owner_url: str | None = None
         """Of a follower: where the owner answers HTTP; empty: not known."""
         self.refused = ""
@@ -279,8 +280,10 @@ class RouterEngine:
 
     def invite_store(self, address: str) -> None:
         """Ask the store at ``address`` (``tcp://host:port``) to join, from now on, whenever it is started."""
-        self._mailbox.connect(STORE, address)
-        self._loop.post_event(StoreNamed(self._mailbox.address))
+        store = store_at(self._stores_named)
+        self._stores_named += 1
+        self._mailbox.connect(store, address)
+        self._loop.post_event(StoreNamed(self._mailbox.address, store))
 
     def drain_member(self, name: str) -> None:
         """Ask a member to finish what it has and to leave."""
@@ -349,7 +352,7 @@ class RouterEngine:
                 self._clients.reject_request(action)
             case ReportMember():
                 if action.change is MemberChange.DECLINED:
-                    self.declined = action
+                    self.declined[action.peer.name] = action
                 self._log.log_change(action)
             case Write():
                 self._write_records(action)

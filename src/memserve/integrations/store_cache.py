@@ -150,7 +150,9 @@ class PoolOptions:
     """Where the store is, and how much an engine may wait and hold for it."""
 
     pool: str
-    """``HOST:PORT``, as ``memserve store --listen`` has it."""
+    """``HOST:PORT``, as ``memserve store --listen`` has it; several, with commas between them, are as one."""
+    copies: int = 1
+    """In how many of several stores each value is to lie."""
     tenant: str = "default"
     secret_file: str | None = None
     """None: the file that ``MEMSERVE_CLUSTER_SECRET_FILE`` names."""
@@ -280,6 +282,7 @@ class EnginePool:
             timeout_s=_PROBE_S,
             staging_bytes=staging_bytes,
             kv=self._kv,
+            copies=int(options.copies),
         )
 
     def _call_store(self, work: Callable[[StoreClient, float], Answer], otherwise: Answer) -> Answer:

@@ -57,7 +57,10 @@ from memserve.base.types import Request, Tier, TokenArray, TokenOutput, Transfer
 from memserve.protocol.admission import AdmissionGrants, AdmissionRequests
 from memserve.protocol.idempotency import AnswersHeld, AnswerTaken, QueryAnswers
 from memserve.protocol.peers import Holder, Load, Message, Natural, Peer, PeerInfo
-from memserve.protocol.store import JoinRequest, StoreMessage
+from memserve.protocol.store import CALL_KEYS_MAX, KEY_BYTES, JoinRequest, StoreMessage
+
+Identities = Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES * CALL_KEYS_MAX)]
+"""16 bytes a block, one behind the other."""
 
 
 class KvChange(Message, frozen=True):
@@ -145,6 +148,8 @@ class JoinAccepted(Message, frozen=True, tag=True):
     peers: tuple[PeerInfo, ...]
     joined_at: str = ""
     """``Join.sent_to`` of the ``Join`` that this answers; empty: it answers none."""
+    store_copies: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """In how many of several stores each block is to lie."""
 
 
 class RejoinRequest(Message, frozen=True, tag=True):
@@ -373,6 +378,9 @@ class Offer(Message, frozen=True, tag=True):
     they come with ``MoreBlocks``."""
     part_blocks: Natural = 0
     """N: these are parts of windows, N blocks each, of the last blocks of ``tokens``. 0: a store is not told."""
+    identities: Identities = b""
+    """To or from one of several stores: of ``blocks`` and ``dram_blocks``, which need not be neighbours. Then there are
+    no ``tokens``, and blocks are counted from the first of these."""
     migrates: bool = False
     """A handoff of a request that has decoded at the owner."""
     layers: tuple[Natural, Natural] | None = None
@@ -447,6 +455,9 @@ class Fetch(Message, frozen=True, tag=True):
     part_blocks: Natural = 0
     """N: these are parts of a window, N blocks each, of the last blocks; a shorter prefix has no more parts than
     blocks."""
+    identities: Identities = b""
+    """Of one of several stores: offer me these, as far as all before them are there. Then there are no ``tokens``, and
+    blocks are counted from the first of these."""
 
 
 # -- remote memory: MemServe's Table 1 with an instance id

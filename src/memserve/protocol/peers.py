@@ -35,6 +35,12 @@ class Holder(Message, frozen=True):
     prefix_tokens: Natural
     tier: Tier = Tier.HBM
     disk_tokens: Natural = 0  # of ``prefix_tokens``: on the disks of a store alone
+    stores: tuple[Peer, ...] = ()
+    """The prefix is spread over these; ``peer`` is one of them. Empty: all of it is at ``peer``."""
+    places: bytes = b""
+    """Which of ``stores`` is to be asked for a block: a byte for each block of the prefix."""
+    spares: bytes = b""
+    """Which of ``stores`` has a second copy, 255: none. Empty: there are none."""
 
 
 _MEMBERS_KEY = b"memserve members"

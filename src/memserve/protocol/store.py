@@ -29,6 +29,13 @@ from memserve.protocol.peers import ArenaPlace, Message, Name, Natural, Peer
 
 STORE = Peer("store", 0)
 """Whichever store listens at an address: for those that know the address alone."""
+
+
+def store_at(number: int) -> Peer:
+    """Whichever store listens at the address with this number, of several; number 0: :data:`STORE`."""
+    return STORE if not number else Peer(f"{STORE.name} {number}", 0)
+
+
 KEY_BYTES = 16
 NAME_BYTES_MAX = 1024
 CALL_KEYS_MAX = 65_536
@@ -247,6 +254,20 @@ class ForgetKv(Message, frozen=True, tag=True):
     """16 bytes a block."""
 
 
+class QueryBlocks(Message, frozen=True, tag=True):
+    """A store to another one, which is to keep these KV blocks: which of them do you lack? Answer: ``BlocksHeld``."""
+
+    query: CallNumber
+    identities: Keys
+
+
+class BlocksHeld(Message, frozen=True, tag=True):
+    """A byte a block: 0, it is not here; 1, it is; 2, another store is about to give it."""
+
+    query: CallNumber
+    held: Annotated[bytes, msgspec.Meta(max_length=CALL_KEYS_MAX)]
+
+
 class JoinRequest(Message, frozen=True, tag=True):
     """A router listens at this address, and its operator has named this store: join it, unless you have another router.
     Repeated for ever, also as a sign of life."""
@@ -257,5 +278,7 @@ class JoinRequest(Message, frozen=True, tag=True):
 StoreMessage: TypeAlias = (
     StoreHello | StoreWelcome | StorePut | StoreGet | StoreDone | StoreLook | StorePlaces | StoreDelete | StorePurge
     | StoreStat | StoreVerify | StoreStatus | StoreList | StoreListing | ForgetKv
+    | QueryBlocks | BlocksHeld
 )  # fmt: skip
-"""Every message between a client and a store, but for ``Refused``, ``Expelled`` and ``Leave``; and ``ForgetKv``."""
+"""Every message between a client and a store, but for ``Refused``, ``Expelled`` and ``Leave``; ``ForgetKv``; and what
+stores say to each other."""

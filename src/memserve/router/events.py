@@ -23,6 +23,7 @@ from memserve.protocol.events import (
 )
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import AnyRecord, RecoveredState
+from memserve.protocol.store import STORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,11 @@ class Remember:
 
 @dataclass(frozen=True, slots=True)
 class StoreNamed:
-    """The host has a line to a store (``STORE``) that is to be a member; it reaches this router at ``address``."""
+    """The host has a line to a store that is to be a member; it reaches this router at ``address``."""
 
     address: str
+    store: Peer = STORE
+    """Under which the host knows the store: ``STORE``, or ``store_at`` of its number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class Cluster:
             PrefixPinned: self._named_prefixes.pin_prefix,
             PrefixUnpinned: lambda event, _: self._named_prefixes.unpin_prefix(event),
             StateRecovered: self._recover_state,
-            StoreNamed: lambda event, now_ns: self._store_calls.start_calls(event.address, now_ns),
+            StoreNamed: lambda event, now_ns: self._store_calls.start_calls(event, now_ns),
             RouterEnds: lambda _event, _now_ns: self._store_calls.stop_calls(),
             ClockTicked: lambda _event, _now_ns: None,
         }

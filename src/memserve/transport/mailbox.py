@@ -72,7 +72,7 @@ class ZmqMailbox:
         self._secret = as_followed(where.secret).derive_value(CurveKeys.all_in)
         self._keys = self._secret.value()
         self._self_peer = self_peer
-        self._alias = Peer(alias, 0) if alias else None
+        self._alias = alias
         self._on_message = on_message
         self._counters = MailboxCounters()
         self._context = new_context(gives_way=gives_way)
@@ -249,11 +249,20 @@ class ZmqMailbox:
                 )
         return False
 
+    def _is_receiver(self, receiver: Peer) -> bool:
+        """Whether a message is for this mailbox: by its name, or by the alias, behind which a number may stand."""
+        if receiver in (self._self_peer, Peer(self._self_peer.name, 0)):
+            return True
+        name, _, number = receiver.name.partition(" ")
+        return (
+            bool(self._alias) and name == self._alias and not receiver.generation and (not number or number.isdigit())
+        )
+
     def _read_frame(self, frame: bytes, frames_more: int) -> None:
         if frames_more:
             raise wire.WireError("a message has one frame")
         envelope = wire.unseal(frame)
-        if envelope.receiver not in (self._self_peer, Peer(self._self_peer.name, 0), self._alias):
+        if not self._is_receiver(envelope.receiver):
             self._counters.misdirected += 1
         elif not self._is_new(envelope.sender, envelope.number):
             self._counters.repeated += 1

@@ -13,7 +13,7 @@ from instance_world import PROMPT, request
 from memserve.base.config import ExchangeConfig
 from memserve.base.types import ClockTicked, Tier
 from memserve.base.units import NS_PER_MS, NS_PER_S
-from memserve.instance.cluster import store_export as store_offers
+from memserve.instance.cluster import store_offers
 from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.protocol.messages import KEEP, Fetch, Offer, PeerGone, Pin, Ready, Withdraw

@@ -129,12 +129,82 @@ def test_a_tier_that_a_member_cannot_have_is_nonsense(make_cluster, name, news):
 
 def test_equal_prefixes_are_named_from_the_fastest_tier_on(make_cluster):
     """HBM, DRAM, a store's memory, its disks."""
-    world = make_cluster(("reader", C), ("s-disk", S), ("s", S), ("dram", C), ("hbm", C), policy="least-load")
-    for name, tier in (("s-disk", Tier.SSD), ("s", Tier.DRAM), ("dram", Tier.DRAM), ("hbm", Tier.HBM)):
+    world = make_cluster(("reader", C), ("s", S), ("dram", C), ("hbm", C), policy="least-load")
+    for name, tier in (("s", Tier.DRAM), ("dram", Tier.DRAM), ("hbm", Tier.HBM)):
         cached(world, name, PROMPT, tier)
     for name in ("dram", "hbm"):
         world.hear(Peer(name, 1), Heartbeat(Load(prefill_tokens_queued=500), next_event=1))
     assert [name for name, *_ in holders_of(world)] == ["hbm", "dram", "s"]
+
+
+def spread_holder(world, name="r"):
+    """Of a request with the prompt: tokens, tier, tokens on disks, and the store of each block."""
+    ((_, order),) = dispatches(world, world.post(RequestArrived(a_request(name, PROMPT))))
+    (holder,) = order.holders
+    return holder.prefix_tokens, holder.tier, holder.disk_tokens, [holder.stores[at].name for at in holder.places]
+
+
+def stored(world, name, blocks, tier=Tier.DRAM):
+    """A store says that it has these blocks of the prompt."""
+    store = Peer(name, 1)
+    (view,) = [view for view in world.cluster.instances() if view.peer == store]
+    names = b"".join(names_of()[16 * at : 16 * at + 16] for at in blocks)
+    world.hear(store, KvEvents(view.next_event, (KvChange("stored", tier, names),)))
+
+
+@pytest.fixture
+def two_stores(make_cluster):
+    return make_cluster(("c", C), ("s", S), ("t", S), policy="least-load")
+
+
+def test_prefix_over_two_stores_is_one_prefix(two_stores):
+    """Each block is asked of a store that has it: of one that has it in memory, if there is one."""
+    stored(two_stores, "s", [0, 3])
+    stored(two_stores, "t", [1, 2])
+    assert spread_holder(two_stores, "one") == (16, Tier.DRAM, 0, ["s", "t", "t", "s"])
+    stored(two_stores, "s", [4], Tier.SSD)
+    stored(two_stores, "s", [1, 2], Tier.SSD)
+    two_stores = fresh_reader(two_stores)
+    assert spread_holder(two_stores, "two") == (20, Tier.SSD, 4, ["s", "t", "t", "s", "s"])
+
+
+def test_store_that_dies_takes_its_blocks_with_it(two_stores):
+    """What the other one has as well stays; then it is the only store, and holders are as ever."""
+    stored(two_stores, "s", [0, 1, 2])
+    stored(two_stores, "t", [1, 2, 3, 4])
+    assert spread_holder(two_stores, "one")[0] == 20
+    two_stores.hear(Peer("t", 1), Leave())
+    two_stores = fresh_reader(two_stores)
+    assert holders_of(two_stores, "two") == [("s", 12, Tier.DRAM, 0)]
+
+
+def test_copies_take_turns(two_stores):
+    """So that each stays in the memory of its store."""
+    for name in ("s", "t"):
+        stored(two_stores, name, range(5))
+    first = spread_holder(two_stores, "one")[3]
+    second = spread_holder(fresh_reader(two_stores), "two")[3]
+    assert all({a, b} == {"s", "t"} for a, b in zip(first, second, strict=True))
+
+
+def test_copy_on_own_host_goes_first(make_cluster):
+    world = make_cluster(policy="least-load")
+    for name, role, host in (("s", S, "far"), ("t", S, "here"), ("c", C, "here")):
+        world.add(name, role, host_id=host)
+    stored(world, "s", range(5))
+    stored(world, "t", [1, 2])
+    assert spread_holder(world)[3] == ["s", "t", "t", "s", "s"]
+
+
+def test_states_are_kept_by_single_stores(make_cluster):
+    """What stands behind a prefix is found where the prefix is."""
+    world = make_cluster(policy="least-load")
+    world.add("c", C, state_blocks=2)
+    for name in ("s", "t"):
+        world.add(name, S, state_blocks=0)
+    stored(world, "s", [0, 1])
+    stored(world, "t", [2, 3])
+    assert holders_of(world) == [("s", 8, Tier.DRAM, 0)]
 
 
 def test_disk_cost_decides_the_route(make_cluster):

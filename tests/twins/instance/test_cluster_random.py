@@ -24,7 +24,7 @@ from memserve.base.layer_kv import WindowPages
 from memserve.base.states import StatePages
 from memserve.base.types import FinishReason, Tier
 from memserve.base.units import NS_PER_S
-from memserve.instance.cluster import store_export as store_offers
+from memserve.instance.cluster import store_offers
 from memserve.protocol.messages import Cancel, Drain, Pin, StopSequence, Unpin
 from memserve.protocol.peers import Holder
 

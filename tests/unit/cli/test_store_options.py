@@ -88,14 +88,14 @@ def test_a_store_on_another_host_must_reach_the_router() -> None:
 
 def test_a_store_that_does_not_join_is_given_up() -> None:
     """A router that it has may be found to be gone; then nothing can be said but that it does not come."""
-    named, engine = NamedStore("s", "h:1"), SimpleNamespace(declined=None, address="tcp://h:2")
+    named, engine = NamedStore("s", "h:1"), SimpleNamespace(declined={}, address="tcp://h:2")
     named.check_joins(engine, JOIN_S)
     with pytest.raises(UserError, match="answers, and has not joined for 61 s"):
         named.check_joins(engine, JOIN_S + 1)
     why = "s belongs to the router at tcp://h:3"
-    engine.declined = ReportMember(MemberChange.DECLINED, Peer("another", 1), "", why)
+    engine.declined["another"] = ReportMember(MemberChange.DECLINED, Peer("another", 1), "", why)
     named.check_joins(engine, DECLINED_S + 1)
-    engine.declined = ReportMember(MemberChange.DECLINED, Peer("s", 1), "", why)
+    engine.declined["s"] = ReportMember(MemberChange.DECLINED, Peer("s", 1), "", why)
     named.check_joins(engine, DECLINED_S)
     with pytest.raises(UserError, match="does not join: s belongs to the router at tcp://h:3"):
         named.check_joins(engine, DECLINED_S + 1)

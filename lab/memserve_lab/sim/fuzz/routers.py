@@ -22,6 +22,7 @@ from memserve.protocol.events import RejectRequest, RequestArrived, RequestCance
 from memserve.protocol.messages import Cancel, Dispatch
 from memserve.protocol.peers import ROUTER, Peer
 from memserve.protocol.records import AnyRecord
+from memserve.protocol.store import store_at
 from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.events import ClusterAction, Note, Remember, ReportMember, StateRecovered, StoreNamed
 from memserve.router.follower import Follower
@@ -133,8 +134,8 @@ class FuzzedRouter(RouterNode):
     def _call_store(self) -> None:
         """Its operator has named a store that looks for no router itself."""
         store = self.host.scenario.store
-        if store is not None and store.is_called:
-            self.post_event(StoreNamed(self.address))
+        for number in range(store.count) if store is not None and store.is_called else ():
+            self.post_event(StoreNamed(self.address, store_at(number)))
 
     def lose_power(self, arrived: float, hole: tuple[float, float]) -> None:
         """Only a part of the unsynced bytes survives, given as shares of their length; :meth:`restart_router` comes
@@ -231,6 +232,7 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
         speculative_ttl_ns=NS_PER_S,
         admission=scenario.admission,
         answer_ns=ANSWER_NS,
+        store_copies=scenario.store.copies if scenario.store is not None else 1,
     )
 
 
@@ -245,7 +247,7 @@ class Host(FuzzHost, FollowedHost, Protocol):
     referee: OutputChecker
     keyed: KeyedClients
     instances: list[FuzzedInstance]
-    store: FuzzedStore | None
+    stores: list[FuzzedStore]
     stalled: Counter[Peer]
     """Attempts that looked so to each router."""
 
@@ -347,9 +349,8 @@ class Routers:
         for node in self.followers:
             name = node.peer.name
             require(node.alive and not node.paused, f"{name} was not put right")
-            stores = [] if host.store is None else [host.store]
-            checks.check_at_rest(node.machine.cluster, host.instances, stores, has_events)
-            for store in stores:
+            checks.check_at_rest(node.machine.cluster, host.instances, host.stores, has_events)
+            for store in host.stores:
                 store_checks.check_tree(node.machine.cluster, store)
             require(not node.machine.cluster.stats().requests_live, f"{name} has requests that do not end")
             require(not len(node.machine.cluster.answers), f"{name} keeps answers for ever")

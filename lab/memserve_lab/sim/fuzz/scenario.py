@@ -30,6 +30,7 @@ from memserve_lab.sim.fuzz.scenario_features import (
     put_followers,
     put_keys,
     put_migrations,
+    with_others,
 )
 from memserve_lab.sim.reference.device import LAYERS
 
@@ -171,6 +172,8 @@ class Scenario:
         kinds = sorted({fault.kind for fault in self.faults})
         requests = sum(len(c.turns) for c in self.conversations)
         store = "" if self.store is None else " store (called)" if self.store.is_called else " store"
+        if self.store is not None and self.store.count > 1:
+            store += f" x{self.store.count} copies={self.store.copies}"
         layered = " by layer" if self.layered is not None else " shared" if self.shared is not None else ""
         layered += " states" * (self.states is not None) + " windows" * (self.windows is not None)
         layered += " transfer=auto" * self.chooses_transfer
@@ -352,7 +355,8 @@ def _put_store(scenario: Scenario, instances: int) -> None:
     if scenario.setting.caching is Caching.OFF or random.random() >= STORE_SHARE:
         return
     is_called = Random(f"{scenario.seed}/{scenario.setting}/called").random() < CALLED_SHARE
-    scenario.store = store = replace(draw_store(random), is_called=is_called)
+    others = Random(f"{scenario.seed}/{scenario.setting}/stores")
+    scenario.store = store = with_others(replace(draw_store(random), is_called=is_called), others)
     if scenario.setting.faulty or scenario.setting.swarm:
         kinds = random.choices(store.kinds, k=random.choice([1, 2, 4, 8]))
         faults = [_draw_fault(random, kind, instances) for kind in kinds]

@@ -30,7 +30,7 @@ from memserve.instance.scheduler.sequence import Sequence
 from memserve.instance.speculation.drafts import LEAST, Draft, Price, Worth
 from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.store.disks.events import DisksConfig, Sync
-from memserve.store.machine.events import StoreConfig
+from memserve.store.machine.events import MoveConfig, StoreConfig
 from memserve_lab.sim.fuzz.clients import FLOOD, QUIET, VOCAB, Conversation, Turn
 from memserve_lab.sim.reference.oracle import lone_tokens
 
@@ -346,6 +346,10 @@ class StoreSetup:
     """How likely it is killed when a turn ends, to be back at once: the next turn asks for what its memory has kept."""
     is_called: bool = False
     """It was told of no router, and joins the one that calls it."""
+    count: int = 1
+    """Stores, all alike, which are as one."""
+    copies: int = 1
+    """In how many of them each block is to lie."""
 
     @property
     def costs(self) -> CostModel | None:
@@ -381,6 +385,24 @@ def draw_store(random: Random) -> StoreSetup:
         kinds=(random.choice(_WRONG_BYTES), *random.sample(STORE_FAULTS, random.choice([0, 1, 2, 6]))),
     )
     return replace(setup, dies_at_turns=random.choice([0.0, 0.0, 0.05, 0.15]))
+
+
+def with_others(setup: StoreSetup, random: Random) -> StoreSetup:
+    """Half of the stores are not alone."""
+    if random.random() < 0.5:
+        return setup
+    moves = MoveConfig(
+        bytes_per_s=random.choice([1 << 14, 1 << 30]),
+        batch_bytes=random.choice([1, 1 << 12, 1 << 20]),
+        scan_keys=random.choice([1, 3, 4096]),
+        answer_ns=random.choice([20, 300]) * NS_PER_MS,
+        again_ns=random.choice([20, 300]) * NS_PER_MS,
+        passes_max=random.choice([1, 4]),
+        hot_lends=random.choice([1, 2, 8]),
+        hot_part=random.choice([1, 16]),
+    )
+    config = replace(setup.config, moves=moves)
+    return replace(setup, config=config, count=random.choice([2, 2, 3, 4]), copies=random.choice([1, 1, 2, 3]))
 
 
 DRAFTING_SHARE = 0.3

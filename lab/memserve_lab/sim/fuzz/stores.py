@@ -22,12 +22,13 @@ from memserve.kv.identity import DEFAULT_KEY
 from memserve.kv.transfer.sender import Export
 from memserve.protocol.member import MemberMachine
 from memserve.protocol.peers import PeerInfo
+from memserve.protocol.store import store_at
 from memserve.store.disks import events as ev
 from memserve.store.disks.disks import Disks
 from memserve.store.disks.events import SYNC_CODES
 from memserve.store.machine.events import ExtentsSealed, SealExtents
 from memserve.store.machine.machine import StoreMachine
-from memserve_lab.sim.fuzz.instances import FaultyPort, FuzzedMember, FuzzedMemberHost
+from memserve_lab.sim.fuzz.instances import FIRST_GENERATION, FaultyPort, FuzzedMember, FuzzedMemberHost
 from memserve_lab.sim.fuzz.network import FaultyNetwork
 from memserve_lab.sim.fuzz.scenario import LEASE_NS, MS, NAMESPACE
 from memserve_lab.sim.fuzz.scenario_features import StoreSetup
@@ -287,12 +288,11 @@ def read_record(disk: SymbolicDisk, offset: int, length: int, inside: int) -> tu
     return head, disk.read_bytes(offset + PAGE_BYTES, pages * PAGE_BYTES)[:length]
 
 
-NAME = "store"
 SEGMENT_BYTES = 16 * PAGE_BYTES
 _ACHIEVED = (
     "kv_stored", "kv_known", "kv_lent", "fetches_cut", "loads", "loads_failed", "loads_joined", "compared", "damaged",
     "reads_ok", "reads_late", "reads_damaged", "writes_ok", "moves", "records_evicted", "records_recovered",
-    "records_torn", "disks_lost", "disks_filled",
+    "records_torn", "disks_lost", "disks_filled", "kv_moved", "kv_given_up", "kv_copied",
 )  # fmt: skip
 
 
@@ -318,9 +318,10 @@ class FuzzedStore(StoreNode, DiskOwner):
     host: FuzzedStoreHost
     devices: SymbolicDisks
 
-    def __init__(self, world: FuzzedStoreHost, setup: StoreSetup, generation: int) -> None:
-        self.setup = setup
-        self.random = Random(f"{world.scenario.seed}/{world.scenario.setting}/{NAME}")
+    def __init__(self, world: FuzzedStoreHost, setup: StoreSetup, number: int) -> None:
+        """``number``: of this store among several."""
+        self.setup, name = setup, store_at(number).name
+        self.random = Random(f"{world.scenario.seed}/{world.scenario.setting}/{name}")
         self.corrupting = 0
         self.pull_slowness = 1
         self.disk_slowness = 1
@@ -335,7 +336,7 @@ class FuzzedStore(StoreNode, DiskOwner):
         self._secrets = 0  # drawn so far
         disk_bytes = [self._new_log(segments, b"").disk_bytes for segments in setup.segments]
         self.disks = [SymbolicDisk(nbytes, self.random) for nbytes in disk_bytes]
-        super().__init__(world, NAME, generation)
+        super().__init__(world, name, FIRST_GENERATION)
 
     @property
     def is_well(self) -> bool:
@@ -392,7 +393,7 @@ class FuzzedStore(StoreNode, DiskOwner):
         info = PeerInfo(
             self.peer,
             Role.STORE,
-            f"virtual://{NAME}",
+            f"virtual://{self.peer.name}",
             NAMESPACE,
             self.host.geometry,
             hbm_blocks=0,

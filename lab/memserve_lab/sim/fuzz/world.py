@@ -25,7 +25,7 @@ from memserve_lab.sim.fuzz import checks, faults
 from memserve_lab.sim.fuzz import checks as store_checks
 from memserve_lab.sim.fuzz.admission_judge import AdmissionChecker
 from memserve_lab.sim.fuzz.clients import VOCAB, Ask, Conversation, OutputChecker, Turn
-from memserve_lab.sim.fuzz.instances import FIRST_GENERATION, FaultyPort, FuzzedDevice, FuzzedInstance, cells_of
+from memserve_lab.sim.fuzz.instances import FaultyPort, FuzzedDevice, FuzzedInstance, cells_of
 from memserve_lab.sim.fuzz.keyed import KeyedClients, client_of
 from memserve_lab.sim.fuzz.network import FaultyNetwork
 from memserve_lab.sim.fuzz.routers import (
@@ -101,9 +101,9 @@ class World:
             node = FuzzedInstance(self, f"{role.value[0]}{place}", role, place)
             self.instances.append(node)
             self.network.nodes[node.peer.name] = node
-        self.store = FuzzedStore(self, scenario.store, FIRST_GENERATION) if scenario.store is not None else None
-        if self.store is not None:
-            self.network.nodes[self.store.peer.name] = self.store
+        setup = scenario.store
+        self.stores = [FuzzedStore(self, setup, number) for number in range(setup.count)] if setup is not None else []
+        self.network.nodes |= {store.peer.name: store for store in self.stores}
         self.talking = {c.name: c for c in scenario.conversations}
         for conversation in scenario.conversations:
             self.clock.call_at(100 * MS + conversation.starts_ns, self._ask_turn, conversation)
@@ -263,8 +263,8 @@ class World:
         conversation.context += ask.got.get(0, [])
         conversation.done += 1
         self._pin_conversation(conversation)
-        if self.store is not None:
-            self.store.turn_ends(self.instances)
+        for store in self.stores:
+            store.turn_ends(self.instances)
         if conversation.done < len(conversation.turns):
             self.clock.call_after(conversation.turns[conversation.done].think_ns, self._ask_turn, conversation)
 
@@ -330,8 +330,8 @@ class World:
         self.check_at_rest()
         self._ask_once_more()
         checks.check_memory_is_whole(self.instances)
-        if self.store is not None:
-            store_checks.check_store_memory_is_whole(self.store)
+        for store in self.stores:
+            store_checks.check_store_memory_is_whole(store)
 
     def _ask_once_more(self) -> None:
         """All is healed: a client that asks now is served without excuses, before any lease can end. A client that the
@@ -385,11 +385,10 @@ class World:
 
     def check_at_rest(self) -> None:
         """Nothing is held, nothing is open, and the router knows where everything lies."""
-        stores = [self.store] if self.store is not None else []
-        has_events, nodes = self.scenario.event_capacity > 0, [*stores, *self.routers.followers]
+        has_events, nodes = self.scenario.event_capacity > 0, [*self.stores, *self.routers.followers]
         checks.check_at_rest(self.router.machine, self.instances, nodes, has_events)
         self.routers.check_at_rest(has_events)
-        for store in stores:
+        for store in self.stores:
             store_checks.check_stores_at_rest(self.router.machine, store)
             store_checks.check_contents(store, self.instances[0].machine.pool, self.referee)
         self.keyed.check_at_rest(self.instances)
@@ -403,8 +402,12 @@ class World:
         counts.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
         owner = self.router.machine.stats().counters
         counts.update({f"transfers chosen: {mode}": count for mode, count in owner.transfers_chosen.items()})
-        for node in (*self.instances, self.store, self.keyed, self.routers):
-            counts.update(node.count_achievements() if node is not None else ())
+        for store in self.stores:
+            counts.update(store.count_achievements())
+        for achievements in (self.keyed.count_achievements(), self.routers.count_achievements()):
+            counts.update(achievements)
+        for node in self.instances:
+            counts.update(node.count_achievements())
         return counts
 
 

@@ -9,7 +9,7 @@ from memserve.base.config import ClusterConfig, SchedulerConfig
 from memserve.base.deployment import ScalingOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Caching, Role, TransferMode
-from memserve.base.units import NS_PER_MS, NS_PER_S, NS_PER_US, ceil_div, flag_bytes
+from memserve.base.units import NS_PER_MS, NS_PER_S, NS_PER_US, flag_bytes
 from memserve.instance.layerwise.budget import LayerPolicy
 from memserve.store.disks.events import DisksConfig
 from memserve_lab.sim.hardware import Machine
@@ -46,11 +46,11 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of one instance, or of a router that is not the owner, for a time."""
+    """A fault of one instance, of a router that is not the owner, or of a store, for a time."""
 
     kind: str
-    """``kill`` (it starts again afterwards), ``pause``, or ``slow`` (an instance's steps take ``factor`` times as
-    long)."""
+    """``kill`` (it starts again afterwards, a store with nothing), ``pause``, ``slow`` (an instance's steps take
+    ``factor`` times as long), or ``join``: no fault, but one more store comes, and stays."""
     name: str
     at_s: float
     for_s: float
@@ -59,6 +59,9 @@ class Fault:
     def stops_process(self, name: str) -> bool:
         """Whether the instance of that name is killed or paused."""
         return self.name == name and self.kind != "slow"
+
+
+STORES_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,8 @@ class StoreSetup:
     disks: DisksConfig = field(default_factory=DisksConfig)
     model: DiskModel = DISKS["nvme"]
     count: int = 1
-    """Stores. Number n is on the host of instance n; instances of hosts without a store use the first."""
+    """Stores, which are as one. Number n is on the host of instance n; of more than there are hosts, the next is on
+    the first again."""
 
     def block_count(self, block_bytes: int) -> int:
         """Blocks of KV in a store's memory. Raises :class:`UserError` for fewer than two."""
@@ -122,9 +126,8 @@ class Setup:
 
     def _check_stores(self, stores: StoreSetup) -> None:
         stores.block_count(self.machine.geometry.block_bytes)
-        hosts = ceil_div(sum(self.instances.values()), self.around.instances_per_host)
-        if not 1 <= stores.count <= hosts:
-            raise UserError(f"{stores.count} stores on {hosts} hosts", hint=f"one a host: --stores 1 to {hosts}")
+        if not 1 <= stores.count <= STORES_MAX:
+            raise UserError(f"{stores.count} stores", hint=f"--stores 1 to {STORES_MAX}")
         if self.cluster.caching is Caching.OFF:
             raise UserError("a store keeps nothing without caching", hint="leave --caching off out")
 
@@ -157,15 +160,16 @@ def parse_instances(text: str) -> dict[Role, int]:
     return counts
 
 
-_FAULT = re.compile(r"(kill|pause|slow):([\w-]+)@([\d.]+)\+([\d.]+)(?:x([\d.]+))?")
+_FAULT = re.compile(r"(kill|pause|slow|join):([\w-]+)@([\d.]+)(?:\+([\d.]+))?(?:x([\d.]+))?")
 
 
-def parse_faults(text: str, instances: dict[Role, int], routers: int = 1) -> tuple[Fault, ...]:
-    """``kill:d0@60+10,slow:p1@20+5x3``: kind, instance or follower, start and duration in seconds, slowdown.
+def parse_faults(text: str, instances: dict[Role, int], routers: int = 1, stores: int = 0) -> tuple[Fault, ...]:
+    """``kill:d0@60+10,slow:p1@20+5x3,join:store4@90``: kind, instance, follower or store, start and duration in
+    seconds, slowdown.
 
     Raises :class:`UserError`, also for those that do not exist.
     """
-    followers = follower_names(routers)
+    followers = [*follower_names(routers), *(store_name(number) for number in range(stores))]
     names, faults = [*(name for name, _ in names_of(instances)), *followers], []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _FAULT.fullmatch(part)
@@ -173,11 +177,22 @@ def parse_faults(text: str, instances: dict[Role, int], routers: int = 1) -> tup
             hint = "for example kill:c0@60+10 or slow:c1@20+5x3 (from second 20 on, for 5 s, 3 times slower)"
             raise UserError(f"cannot read {part!r} as a fault", hint=hint)
         kind, name, at_s, for_s, factor = match.groups()
+        if kind == "join":
+            if not stores or name != store_name(stores):
+                hint = f"the next one is called {store_name(stores)}" if stores else "add --store 64GiB"
+                raise UserError(f"no store that may join is called {name!r}", hint=hint)
+            stores += 1
+            followers.append(name)
+            names.append(name)
+            faults.append(Fault(kind, name, float(at_s), 0.0))
+            continue
+        if for_s is None:
+            raise UserError(f"cannot read {part!r} as a fault", hint="say for how long: for example kill:c0@60+10")
         if name not in names:
             hint = f"they are called {', '.join([*names[:8], *followers])} ..."
-            raise UserError(f"no instance, and no router beside the owner, is called {name!r}", hint=hint)
+            raise UserError(f"no instance, store or router beside the owner is called {name!r}", hint=hint)
         if kind == "slow" and name in followers:
-            raise UserError(f"{name} takes no steps", hint="a router can be killed or paused")
+            raise UserError(f"{name} takes no steps", hint="a router and a store can be killed or paused")
         faults.append(Fault(kind, name, float(at_s), float(for_s), float(factor or 2.0)))
     return tuple(faults)
 
@@ -185,6 +200,11 @@ def parse_faults(text: str, instances: dict[Role, int], routers: int = 1) -> tup
 def follower_names(routers: int) -> list[str]:
     """``router-2``, ``router-3``, ...: all of ``routers`` but the owner."""
     return [f"router-{number}" for number in range(2, routers + 1)]
+
+
+def store_name(number: int) -> str:
+    """``store0``, ``store1``, ..."""
+    return f"store{number}"
 
 
 def names_of(instances: dict[Role, int]) -> list[tuple[str, Role]]:

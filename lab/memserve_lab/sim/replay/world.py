@@ -26,7 +26,7 @@ from memserve_lab.sim.replay.lengths import StudiedObjectives
 from memserve_lab.sim.replay.nodes import Balancer, ReplayNode
 from memserve_lab.sim.replay.scaling import SimulatedScaling
 from memserve_lab.sim.replay.scripts import Script
-from memserve_lab.sim.replay.setup import Fault, Setup, StoreSetup, follower_names, names_of
+from memserve_lab.sim.replay.setup import Fault, Setup, StoreSetup, follower_names, names_of, store_name
 from memserve_lab.sim.replay.stores import HitTokens, ReplayStore, StoreUsage, hit_tokens, store_info, store_usage
 from memserve_lab.sim.replay.timeline import Timeline
 from memserve_lab.sim.timed_device import Moments, TimedDevice, step_times
@@ -166,7 +166,8 @@ class ReplayWorld:
 
     def _new_store(self, setup: StoreSetup, number: int) -> ReplayStore:
         """Beside instance ``number``, or the first one of that host."""
-        beside, name = self.instances[number * self.setup.around.instances_per_host], f"store{number}"
+        first = number * self.setup.around.instances_per_host % len(self.instances)
+        beside, name = self.instances[first], store_name(number)
         self._hosts[name] = self._hosts[beside.peer.name]
         store = ReplayStore(self, name, setup, store_info(self.peer_info(beside), setup, self.setup.machine.costs))
         self.network.nodes[name] = store
@@ -244,14 +245,19 @@ class ReplayWorld:
         return (self.clock.now - self.start_ns) / NS_PER_S
 
     def _strike_fault(self, fault: Fault) -> None:
-        nodes: list[ReplayNode | FollowerNode] = [*self.instances, *self.followers]
+        if fault.kind == "join":
+            if self.setup.stores is not None:
+                self.stores.append(self._new_store(self.setup.stores, len(self.stores)))
+            return
+        nodes: list[ReplayNode | FollowerNode | ReplayStore] = [*self.instances, *self.followers, *self.stores]
         node = next(node for node in nodes if node.peer.name == fault.name)
         heal: Callable[[], None]
         match fault.kind:
             case "kill":
                 node.kill_process()
                 heal = node.boot_process
-                self.clients.cut_off(self.balancer.requests_at(node))
+                if not isinstance(node, ReplayStore):
+                    self.clients.cut_off(self.balancer.requests_at(node))
             case "pause":
                 node.pause_process()
                 heal = node.resume_process

@@ -172,7 +172,7 @@ def running_cluster(
     from memserve.model.loading.card import early_tokenizer, import_tokenizers
     from memserve.model.loading.sources import resolve_source
 
-    named_store, most = _find_store(options, print_line), options.at_most if elsewhere is None else options
+    named_stores, most = _find_stores(options, print_line), options.at_most if elsewhere is None else options
     with progress_bar("preparing the model"):  # reads a GGUF file once, before several processes need it
         folder = resolve_source(engine_options.model, "float32", keep_file=engine_options.may_keep_file)
     if options.metadata.etcd:
@@ -195,15 +195,15 @@ def running_cluster(
         engine.children = supervisor.child_stats
         try:
             _check_memory(engine_options, most, orders, supervisor.surviving_names)
-            if named_store is not None:
-                engine.invite_store(f"tcp://{named_store.address}")
+            for address in options.store.addresses:
+                engine.invite_store(f"tcp://{with_port(*split_address(address, '--store'))}")
             supervisor.start()
             with objects_that_stay():
                 tokenizer = early_tokenizer(folder)
                 import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
 
             with progress_bar("loading" if supervisor.child_names else "waiting"):
-                infos = _wait_until_ready(engine, supervisor, named_store, options, print_line)
+                infos = _wait_until_ready(engine, supervisor, named_stores, options, print_line)
             model = model_of(infos, folder, options.config.sequence_instances_max, tokenizer)
             follow_context(engine, model, options.config.sequence_instances_max)
             supervisor.confirm_started()
@@ -230,11 +230,25 @@ def devices_for(engine_options: EngineOptions, options: ClusterOptions) -> Devic
     return device_here(engine_options.device if options.instance_count else "cpu")
 
 
-def _find_store(options: ClusterOptions, print_line: Callable[[str], None]) -> NamedStore | None:
-    if options.store.at is None or options.secret is None:
-        return None
-
-    return find_store(options.store.at, options.secret, options.host, print_line)
+def _find_stores(options: ClusterOptions, print_line: Callable[[str], None]) -> list[NamedStore]:
+    """The stores that were named, as far as they answer: of several, those that do not may come later."""
+    stores: list[NamedStore] = []
+    addresses = options.store.addresses
+    for address in addresses if options.secret is not None else ():
+        try:
+            store = find_store(address, options.secret or "", options.host, print_line)
+        except UserError as error:
+            if len(addresses) == 1 or error.param != "store" or (not stores and address == addresses[-1]):
+                raise
+            print_line(f"{error.message}: going on without it until it answers")
+            continue
+        namesake = next((entry for entry in stores if entry.name == store.name), None)
+        if namesake is not None:
+            hint = "start one of them with another --name: a value's place follows from the names"
+            message = f"the stores at {namesake.address} and {store.address} are both called {store.name!r}"
+            raise UserError(message, hint=hint, param="store")
+        stores.append(store)
+    return stores
 
 
 def _check_memory(
@@ -327,34 +341,37 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
 def _wait_until_ready(
     engine: RouterEngine,
     supervisor: Supervisor,
-    named_store: NamedStore | None,
+    named_stores: list[NamedStore],
     options: ClusterOptions,
     print_line: Callable[[str], None],
 ) -> list[PeerInfo]:
-    """Wait for the instances of this host and for the store; without instances, for the first one that joins. Returns
+    """Wait for the instances of this host and for the stores; without instances, for the first one that joins. Returns
     the instances that were waited for."""
-    started = joined = time.monotonic()
+    started = time.monotonic()
+    joined = {store.name: started for store in named_stores}
     names = supervisor.child_names
     if set(names) <= {STORE_NAME}:
         print_line(f"waiting for instances to join at {engine.address} ...")
-    if named_store is not None:
-        names = [*names, named_store.name]
+    names = [*names, *joined]
     reported_names: set[str] = set()
     while not _are_ready(members := engine.members(), names):
         if engine.wait_for_members(names, _LOOK_S):
             time.sleep(_LOOK_S)  # all are members: a store begins anew
         supervisor.raise_failure()
         seconds = time.monotonic() - started
-        if named_store is not None and named_store.name in members:
-            joined, engine.declined = time.monotonic(), None
-        elif named_store is not None:
+        for store in list(named_stores):
+            if store.name in members:
+                joined[store.name] = time.monotonic()
+                engine.declined.pop(store.name, None)
+                continue
             try:
-                named_store.check_joins(engine, time.monotonic() - joined)
+                store.check_joins(engine, time.monotonic() - joined[store.name])
             except UserError as error:
                 if not options.metadata.etcd:
                     raise
                 print_line(f"{error.message}: taking over without it")
-                names, named_store = supervisor.child_names, None
+                named_stores.remove(store)
+                names.remove(store.name)
         for name in members.keys() - reported_names:
             print_line(f"{name} ({members[name].role.value}) is ready after {seconds:.1f} s")
         reported_names |= members.keys()
@@ -391,7 +408,7 @@ def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: En
 
 def _store_text(store: StoreOptions) -> str:
     if store.at is not None:
-        return f"that at {store.at}"
+        return f"{'that' if len(store.addresses) == 1 else 'those'} at {', '.join(store.addresses)}"
     disks = [f"{human_bytes(size)} in {folder}" for folder, size in store.folders]
     address_text = f", at {store.address}" if store.address is not None else ""
     return ", ".join([f"{human_bytes(store.memory_bytes)} of memory", *disks]) + address_text
@@ -426,8 +443,8 @@ class NamedStore:
 
     def check_joins(self, engine: RouterEngine, seconds: float) -> None:
         """Raise :class:`UserError` when it has not joined for ``seconds`` and will not."""
-        declined = engine.declined
-        if declined is not None and declined.peer.name == self.name and seconds > DECLINED_S:
+        declined = engine.declined.get(self.name)
+        if declined is not None and seconds > DECLINED_S:
             hint = "end `memserve serve` there, or start a store of its own for this one: a store has one router"
             raise UserError(f"the store at {self.address} does not join: {declined.why}", hint=hint)
         if seconds > JOIN_S:

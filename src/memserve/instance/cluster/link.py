@@ -312,7 +312,7 @@ class ClusterLink:
         self._apply_outcomes(self.exchange.set_members(message.peers, now_ns), now_ns)
         for follower in self.routers.set_members(message.peers):
             self.changes.on_follower_removed(follower, now_ns)
-        self.writer.set_members(message.peers)
+        self.writer.set_members(message.peers, message.store_copies)
         self.fetches.stores_changed(self.writer.stores)
         self.replay_buffer.on_router_accepted(self.router)
         if self.router_updates.next_event and self.router is not None:

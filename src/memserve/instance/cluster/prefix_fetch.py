@@ -32,8 +32,10 @@ from memserve.instance.scheduler.sequence import Cause, Group
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.costs import CopyCurve, CostModel
 from memserve.kv.reuse import FetchChoice, Prefix, plan_fetches
+from memserve.kv.store_shares import KEY_BYTES
 from memserve.kv.transfer.events import FetchEnded
 from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.spread import SpreadPrefix
 from memserve.protocol.peers import Holder, PeerInfo
 
 TRIAL_AFTER_NS = 5 * NS_PER_S
@@ -278,7 +280,7 @@ class Fetches:
             holder = remote.holders.pop(0)
             blocks = min(holder.prefix_tokens, len(reusable)) // block_tokens - hbm - dram
             if blocks > 0:
-                near = not self.far.get(holder.peer.name, False)
+                near = self._is_near(holder)
                 dram_tokens, remote_tokens = dram * block_tokens, blocks * block_tokens
                 after_ns = self._plans_ns(blocks)
                 on_disk = min(holder.disk_tokens, remote_tokens)
@@ -308,7 +310,7 @@ class Fetches:
         costs, geometry = self._state.costs.model, self._geometry
         total = len(_tokens_of(group))
         prefix_tokens = min(holder.prefix_tokens, total - 1)
-        link = costs.link_curve(not self.far.get(holder.peer.name, False))
+        link = costs.link_curve(self._is_near(holder))
         speed = self._disks.get(holder.peer.name)
         disk = speed.expected_curve if speed is not None else costs.disk
         moved_ns = link.kv_ns(prefix_tokens, geometry.block_tokens, geometry.token_bytes)
@@ -342,13 +344,24 @@ class Fetches:
         """Ask for the tokens ``[begin, end)``, whole blocks."""
         first_block, end_block = begin // self._geometry.block_tokens, end // self._geometry.block_tokens
         tokens = _tokens_of(group)[:end]
-        near = not self.far.get(holder.peer.name, False)
+        near = self._is_near(holder)
         flight = _Flight(holder, now_ns + self._link_busy_ns(now_ns), link_ns, first_block, end_block, near, now_ns)
-        fetch_id = self._exchange.fetch_blocks(
-            holder.peer, group.isolation, tokens, first_block, end_block, now_ns, deadline_ns, with_state=not is_trial
-        )
+        if holder.places:
+            identities = self._state.memory.pool.identities(group.isolation, tokens)[first_block * KEY_BYTES :]
+            wanted = slice(first_block, end_block)
+            spread = SpreadPrefix(holder.stores, holder.places[wanted], identities, holder.spares[wanted])
+            fetch_id = self._exchange.fetch_spread(spread, group.isolation, tokens, first_block, now_ns, deadline_ns)
+        else:
+            fetch_id = self._exchange.fetch_blocks(
+                holder.peer, group.isolation, tokens, first_block, end_block, now_ns, deadline_ns,
+                with_state=not is_trial,
+            )  # fmt: skip
         self._flights[fetch_id] = flight
         return fetch_id
+
+    def _is_near(self, holder: Holder) -> bool:
+        """Whether no page of what ``holder`` has comes over a network."""
+        return not any(self.far.get(peer.name, False) for peer in holder.stores or (holder.peer,))
 
     def _link_busy_ns(self, now_ns: int) -> int:
         """Until the link is free, as far as is known."""
@@ -409,14 +422,14 @@ class Fetches:
                 self.fetched_ssd_tokens += tokens if holder.disk_tokens else 0
                 tier = "ssd" if holder.disk_tokens else "store"
             if outcome.tokens < flight.end_block * self._geometry.block_tokens:
-                group.facts.append(("fetch_cut", f"{holder.peer.name}: {outcome.reason or 'it gave less'}"))
+                group.facts.append(("fetch_cut", f"{_names_of(holder)}: {outcome.reason or 'it gave less'}"))
             if outcome.has_state:
                 group.facts.append(("fetched_state_bytes", self._exchange.state_bytes))
-            group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name), ("fetched_tier", tier)]
+            group.facts += [("fetched_tokens", tokens), ("fetched_from", _names_of(holder)), ("fetched_tier", tier)]
             self._admit_group(group)
         else:
             self.store_failures += holder.peer.name in self._disks
-            group.facts.append(("fetch_failed", f"{holder.peer.name}: {outcome.reason}"))
+            group.facts.append(("fetch_failed", f"{_names_of(holder)}: {outcome.reason}"))
             self._decide_fetches([group], now_ns)
 
     def _learn_read_speed(self, flight: _Flight, outcome: FetchEnded, now_ns: int) -> None:
@@ -492,3 +505,8 @@ def _tokens_of(group: Group) -> TokenArray:
     """What is to be computed: a resumed sequence's own tokens included."""
     sequences = list(group.sequences.values())
     return sequences[0].known_tokens() if len(sequences) == 1 else group.request.prompt
+
+
+def _names_of(holder: Holder) -> str:
+    """Of the stores over which the prefix is spread, or of the one peer that has it."""
+    return ", ".join(peer.name for peer in holder.stores) or holder.peer.name

@@ -9,284 +9,34 @@
 No request waits for any of this. Blocks that are lent to the store cannot be evicted, so they are few, they are lent
 for a few seconds at most, and where a request needs the room, they are taken back. Without a store the cache has no
 listener, and nothing of this happens.
-
-The open offers of an instance to its store: what is lent, what the store was told of, and layers under way.
-
-::
-
-    offer --> Offer(insert), a reference on each block             until ``Release``, the lease's end, or taken back
-    the plan that computes the blocks, or a group of its layers, has finished --> seals, Ready --> the store pulls
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memserve.base.errors import check
-from memserve.base.types import AS_COMPUTED, KVGeometry, Role, Tier, TokenArray, TransferMode
-from memserve.base.units import MIB, NS_PER_S, ceil_div
+from memserve.base.types import AS_COMPUTED, KVGeometry, Role, Tier, TokenArray
+from memserve.instance.cluster.store_offers import (
+    AGAIN_NS,
+    IDENTITY_BYTES,
+    IN_CACHE,
+    BlockRun,
+    KeptState,
+    SpreadTarget,
+    StoreOffers,
+    identity_at,
+    remember,
+)
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.sequence import Sequence, SequenceKey
 from memserve.instance.scheduler.state import SchedulerState
-from memserve.kv.state_snapshot import Lease
-from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
+from memserve.kv.store_shares import StoreShares
+from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import Send
-from memserve.protocol.messages import KEEP
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.store import ForgetKv
-
-LEASE_NS = 5 * NS_PER_S
-"""A store that has not taken an offer after this long does not get it."""
-TOLD_MAX = 65_536
-"""Blocks that are known to have been offered."""
-AGAIN_NS = 60 * NS_PER_S
-"""What was offered longer ago, and is computed again, is offered again: the store may have lost it."""
-GROUP_BYTES = 4 * MIB
-"""A plan that computes more than this for an offer announces it in groups of layers that are at least this large. Less
-of it is announced as a whole: messages cost more than the wait."""
-IDENTITY_BYTES = 16
-IN_CACHE: SequenceKey = (-1, -1)
-"""The owner of blocks that lie in the cache: no sequence."""
-
-
-def identity_at(identities: bytes, index: int) -> bytes:
-    """The identity of block ``index`` in a run of them."""
-    return identities[index * IDENTITY_BYTES : (index + 1) * IDENTITY_BYTES]
-
-
-def remember(times: dict[bytes, int], identity: bytes, now_ns: int) -> None:
-    """Note when something was told. The newest come last, and there are ``TOLD_MAX`` at most."""
-    times.pop(identity, None)
-    times[identity] = now_ns
-    if len(times) > TOLD_MAX:
-        del times[next(iter(times))]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Neighbouring blocks to be offered: those of ``tokens`` from ``first_block`` to the end."""
-
-    owner: SequenceKey
-    """The sequence that computes them, or ``IN_CACHE``."""
-    isolation: str
-    tokens: TokenArray
-    first_block: int
-    blocks: Items[int]
-    """In HBM."""
-    identities: bytes
-    """Of these blocks, 16 bytes each."""
-    written_by: int | None
-    """The plan that has to finish before they hold their final bytes. None: whatever is under way."""
-    dram_blocks: Items[int] = ()
-    """Behind ``blocks``."""
-    keep: bool = False
-    """They have a name."""
-
-    @property
-    def end_block(self) -> int:
-        """Behind the last one."""
-        return self.first_block + len(self.blocks) + len(self.dram_blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """An open offer."""
-
-    owner: SequenceKey
-    blocks: int
-    identities: bytes
-
-
-@dataclass(slots=True)
-class _Layers:
-    """An offer's blocks that a plan under way computes, to be announced group by group of layers."""
-
-    offer_id: str
-    first_block: int
-    end_block: int
-    group: int
-    next_layer: int = 0
-
-
-@dataclass(slots=True)
-class ExportCounters:
-    """Blocks, in total."""
-
-    offered: int = 0
-    accepted: int = 0
-    """Of them: the store has them."""
-    failed: int = 0
-    """Of them: refused, too late, or taken back."""
-    dropped: int = 0
-    """Not offered: they had left the cache, or too many waited."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptState:
-    """A snapshot that was cached, to be offered."""
-
-    isolation: str
-    tokens: TokenArray
-    """Which it stands behind: whole blocks."""
-    keep: bool = False
-    """They have a name."""
-
-
-class StoreOffers:
-    """Lends blocks to one store, ``lent_max`` at most at once."""
-
-    def __init__(self, exchange: Exchange, geometry: KVGeometry, lent_max: int) -> None:
-        self._exchange = exchange
-        self._geometry = geometry
-        self.exported_max = lent_max
-        #: blocks of all open offers
-        self.exported = 0
-        self._open: dict[str, _Open] = {}
-        self._layers: dict[int, list[_Layers]] = {}  # plan -> what it computes for offers
-        self._offered_ns: dict[bytes, int] = {}  # identity -> when it was offered; oldest first
-        self.counters = ExportCounters()
-
-    @property
-    def room_blocks(self) -> int:
-        """Blocks that may be lent beside those that are."""
-        return self.exported_max - self.exported
-
-    def was_offered(self, identity: bytes) -> bool:
-        """Whether this block was offered a short while ago."""
-        return identity in self._offered_ns
-
-    def offer_run(self, run: BlockRun, to: Peer, now_ns: int, plan: StepPlan | None = None) -> None:
-        """Offer ``run``, in groups of layers where ``plan``, which has just been made, computes much of it."""
-        count, keep = run.end_block - run.first_block, KEEP if run.keep else b""
-        layers, group = self._geometry.num_layers, ceil_div(GROUP_BYTES, count * self._geometry.page_bytes)
-        by_layer = plan is not None and run.written_by == plan.step_id and group < layers
-        offered = OfferedBlocks(
-            run.isolation,
-            run.tokens,
-            run.blocks or run.dram_blocks,
-            Tier.HBM if run.blocks else Tier.DRAM,
-            run.first_block,
-            run.dram_blocks if run.blocks else (),
-        )
-        mode = TransferMode.BY_LAYER if by_layer else TransferMode.BY_REQUEST_AGG
-        offer_id = self._exchange.offer_blocks(to, offered, now_ns, OfferTerms(mode, private=keep, lease_ns=LEASE_NS))
-        self._open[offer_id] = _Open(run.owner, count, run.identities)
-        self.exported += count
-        self.counters.offered += count
-        for index in range(count):
-            remember(self._offered_ns, identity_at(run.identities, index), now_ns)
-        if by_layer and plan is not None:
-            plan.report_layers = min(plan.report_layers or group, group)
-            part = _Layers(offer_id, run.first_block, run.end_block, group)
-            self._layers.setdefault(plan.step_id, []).append(part)
-        else:
-            self._exchange.announce_computed(offer_id, run.first_block, run.end_block, fence=run.written_by)
-
-    def offer_state(self, kept: KeptState, loan: Lease, identities: bytes, to: Peer, now_ns: int) -> None:
-        """Offer what is lent by ``loan``, behind KV that is offered on its own: a snapshot, under the identity of its
-        first block, or parts of windows, under that of each one's first block."""
-        end = len(kept.tokens) // self._geometry.block_tokens
-        offered = OfferedBlocks(kept.isolation, kept.tokens, (), first_block=end, state=loan)
-        terms = OfferTerms(private=KEEP if kept.keep else b"", lease_ns=LEASE_NS)
-        fence = self._exchange.fence_of_cached([(Tier.HBM, block) for block in loan.blocks])
-        offer_id = self._exchange.offer_blocks(to, offered, now_ns, terms)
-        self._open[offer_id] = _Open(IN_CACHE, len(loan.blocks), identities)
-        self.exported += len(loan.blocks)
-        self.counters.offered += len(loan.blocks)
-        for index in range(len(identities) // IDENTITY_BYTES):
-            remember(self._offered_ns, identity_at(identities, index), now_ns)
-        # all pages: a store keeps whole blocks
-        self._exchange.announce_state(offer_id, end, fence, whole=True)
-
-    # -- while it is computed
-
-    def layer_finished(self, step_id: int, layer: int) -> None:
-        """The device has written ``layer`` for all rows of the plan. The last group waits for the end of the step: no
-        offer is complete while its row may still fail."""
-        for part in self._layers.get(step_id, ()):
-            end = layer + 1
-            if end - part.next_layer >= part.group and end < self._geometry.num_layers:
-                self._announce_layers(part, end)
-
-    def step_finished(self, step_id: int) -> None:
-        """All layers of the plan are written, reported or not."""
-        for part in self._layers.pop(step_id, ()):
-            self._announce_layers(part, self._geometry.num_layers)
-
-    def _announce_layers(self, part: _Layers, end_layer: int) -> None:
-        self._exchange.announce_computed(
-            part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0
-        )
-        part.next_layer = end_layer
-
-    # -- endings
-
-    def on_released(self, offer_id: str, used: bool) -> bool:
-        """An offer has ended. False: it was none of these."""
-        offer = self._open.pop(offer_id, None)
-        if offer is None:
-            return False
-        self.exported -= offer.blocks
-        if used:
-            self.counters.accepted += offer.blocks
-        else:
-            self._count_failed(offer)
-        return True
-
-    def withdraw_offers(
-        self, reason: str, owner: SequenceKey | None = None, spared: Container[SequenceKey] = ()
-    ) -> bool:
-        """End all offers but those of owners that are ``spared``, or those of one owner. False: there were none."""
-        offer_ids = [
-            offer_id
-            for offer_id, offer in self._open.items()
-            if owner in (None, offer.owner) and offer.owner not in spared
-        ]
-        for offer_id in offer_ids:
-            offer = self._open.pop(offer_id)
-            self.exported -= offer.blocks
-            self._count_failed(offer)
-            self._exchange.withdraw_offer(offer_id, reason)
-        return bool(offer_ids)
-
-    def _count_failed(self, offer: _Open) -> None:
-        self.counters.failed += offer.blocks
-        self.forget_blocks(offer.identities)
-
-    def forget_blocks(self, identities: bytes) -> None:
-        """The store does not have these: they are offered again when they are computed again."""
-        for index in range(len(identities) // IDENTITY_BYTES):
-            self._offered_ns.pop(identity_at(identities, index), None)
-
-    def expire_offered(self, now_ns: int) -> None:
-        """Forget what was told long ago."""
-        while self._offered_ns and now_ns - next(iter(self._offered_ns.values())) >= AGAIN_NS:
-            del self._offered_ns[next(iter(self._offered_ns))]
-
-    def kv_lost(self) -> None:
-        """A step failed; the exchange ends all offers, and says so."""
-        self._layers.clear()
-
-    def store_changed(self) -> None:
-        """Another store, or another incarnation of it, was told of nothing."""
-        self._offered_ns.clear()
-
-    def clear(self) -> None:
-        """All offers have ended silently."""
-        self._layers.clear()
-        self._open.clear()
-        self.exported = 0
-
-    def check_invariants(self) -> None:
-        """Raise :class:`InvariantError` when more or less is lent than the offers say, or more than may be."""
-        lent = sum(offer.blocks for offer in self._open.values())
-        check(
-            lent == self.exported <= self.exported_max,
-            f"{self.exported} blocks are lent, offers: {lent}, limit {self.exported_max}",
-        )
-
 
 LENT_SHARE = 8
 """At most one of so many HBM blocks is lent to the store at once."""
@@ -306,7 +56,9 @@ class _Later:
 
 
 class StoreWriter:
-    """Offers what one instance caches to the nearest store; the listener of ``SequenceMemory``."""
+    """Offers what one instance caches to its store, or to several as one; the listener of ``SequenceMemory``.
+
+    What stands behind KV, a state or a window, is found with it: models that have one keep to the nearest store."""
 
     def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry) -> None:
         self._state = state
@@ -320,6 +72,9 @@ class StoreWriter:
         self.host_id = ""
         #: the store that gets the offers. None: there is none
         self.target: Peer | None = None
+        #: several stores with KV of this model. None: ``target`` is the only one, or gets everything
+        self.spread: SpreadTarget | None = None
+        self._copies = 1
         self._pending: list[BlockRun] = []  # a reference on each block
         self._later: dict[bytes | SequenceKey, _Later] = {}  # by a named prefix's last identity, or by sequence
         self._kept_states: dict[bytes, KeptState] = {}  # by the identity of their first block
@@ -334,8 +89,9 @@ class StoreWriter:
         """All stores among the members."""
         return list(self._stores.values())
 
-    def set_members(self, infos: Iterable[PeerInfo]) -> None:
-        """All members but this one."""
+    def set_members(self, infos: Iterable[PeerInfo], copies: int = 1) -> None:
+        """All members but this one, and in how many of several stores each block is to lie."""
+        self._copies = copies
         self._stores = {info.peer.name: info for info in infos if info.role is Role.STORE}
         self._choose_store()
 
@@ -357,13 +113,28 @@ class StoreWriter:
         stores = sorted(near or self._stores.values(), key=lambda info: info.peer.name)
         caches = self._exchange.shares_kv and self._state.memory.pool.config.caching
         target = stores[0].peer if stores and caches else None
-        if target != self.target:
-            self.target = target
-            self.offers.store_changed()
-            self._named_ns.clear()
+        spread = self._spread_target() if target is not None else None
+        before = {*self.spread.peers} if self.spread is not None else {self.target}
+        joins = spread is not None and before <= {*spread.peers}  # what was offered stays where it is, or is moved
+        if target != self.target or spread != self.spread:
+            self.target, self.spread = target, spread
+            self.offers.set_copies(1 if spread is None else min(spread.shares.copies, len(spread.peers)))
+            if not joins:
+                self.offers.store_changed()
+                self._named_ns.clear()
             self._drop_later()
             self._drop_pending()
         self._state.memory.listener = self._state.memory.states.listener = self if target is not None else None
+
+    def _spread_target(self) -> SpreadTarget | None:
+        pool = self._state.memory.pool
+        if pool.config.states is not None or pool.config.windows is not None:
+            return None
+        peers = {name: info.peer for name, info in self._stores.items() if info.namespace == self._exchange.namespace}
+        if len(peers) < 2:
+            return None
+        shares = StoreShares(peers, self._copies)
+        return SpreadTarget(shares, tuple(peers[name] for name in shares.names))
 
     # -- what the cache has got (``PublishListener``)
 
@@ -482,7 +253,7 @@ class StoreWriter:
                 above = hbm.tolist()[: end - first]
                 below = dram.tolist()[: end - first - len(above)]
                 run = BlockRun(IN_CACHE, later.isolation, tokens, first, above, identities, None, below, later.keep)
-                offers.offer_run(run, target, now_ns)
+                self._offer_run(run, target, now_ns, None)
                 later.first_block = end
             if end >= cached:  # all of it; or what is behind has left the cache
                 self._count_dropped(self._later.pop(key))
@@ -552,8 +323,14 @@ class StoreWriter:
         pending, self._pending = self._pending, []
         for run in pending:
             if self.target is not None:
-                self.offers.offer_run(run, self.target, now_ns, plan)
+                self._offer_run(run, self.target, now_ns, plan)
             self._state.memory.pool.release(run.blocks)
+
+    def _offer_run(self, run: BlockRun, target: Peer, now_ns: int, plan: StepPlan | None) -> None:
+        if self.spread is None:
+            self.offers.offer_run(run, target, now_ns, plan)
+        else:
+            self.offers.offer_spread(run, self.spread, now_ns, plan)
 
     # -- endings
 

@@ -33,6 +33,7 @@ from memserve.kv.transfer.imports import Fetching, Import
 from memserve.kv.transfer.receiver import Receiver
 from memserve.kv.transfer.remote_allocation import Allocation, AllocCall, RemoteAllocation
 from memserve.kv.transfer.sender import Export, Sender
+from memserve.kv.transfer.spread import SpareTurn, SpreadFetches, SpreadPrefix
 from memserve.protocol.events import MessageArrived
 from memserve.protocol.messages import (
     Alloc,
@@ -63,6 +64,8 @@ class OfferedBlocks:
     dram_blocks: Sequence[int] = ()
     state: Lease | None = None
     """The snapshot behind ``tokens``, whole blocks of them; its references and its pin pass to the exchange."""
+    identities: bytes = b""
+    """Of ``blocks`` and ``dram_blocks``, 16 bytes each, in the place of tokens: for one of several stores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class OfferTerms:
     dst_tier: Tier = Tier.HBM
     lease_ns: int = 0
     router: Peer | None = None
+    answers: str = ""
+    """The transfer id of the fetch that it answers. Empty: none."""
     migrates: bool = False
     layers: tuple[int, int] | None = None
 
@@ -95,6 +100,7 @@ class Exchange:
     ``sender``             own offers: references, seals, ``Ready``, leases
     ``receiver``           offers of others: room, pages, checks; ``imports`` knows how one is placed and how it ends
     ``pulls``              fetches that wait for an offer; jobs for the host, with references on what they write to
+    ``spread``             prefixes whose blocks lie in several stores: a fetch of each, put together at the end
     ``remote_allocation``  blocks allocated for peers, and at peers
     ``barriers``           which plan must have finished before blocks are read or written beside plans
     ``context``            what all of these share: pool, peers, configuration, counters, actions
@@ -116,11 +122,13 @@ class Exchange:
         self.shares_kv = config.shares_kv
         context = TransferContext(pool, geometry, config, self_peer, pool.namespace if namespace is None else namespace)
         self._context = context
+        self.namespace = context.namespace
         self.incompatibility = context.incompatibility
         self._barriers, self._deadlines = Barriers(pool), Deadlines()
         self._sender = Sender(context, self._barriers, self._deadlines)
         self._remote = RemoteAllocation(context, self._deadlines)
         self._receiver = Receiver(context, self._barriers, self._deadlines, self._remote)
+        self._spread = SpreadFetches(context, self._receiver, self._deadlines)
 
     # -- the owner of blocks
 
@@ -133,7 +141,7 @@ class Exchange:
         whose blocks may come later (:meth:`more_blocks`).
         """
         context, tokens = self._context, offered.tokens.copy()
-        transfer_id, tier, dram_blocks = context.new_transfer_id(), offered.tier, offered.dram_blocks
+        transfer_id, tier, dram_blocks = terms.answers or context.new_transfer_id(), offered.tier, offered.dram_blocks
         loan, blocks = offered.state, list(offered.blocks)
         context.retain(tier, blocks)
         if loan is not None:
@@ -162,12 +170,17 @@ class Exchange:
             layers=terms.layers,
             state_blocks=state_blocks if terms.request is None else context.pool.blocks_behind(len(tokens)),
             part_blocks=context.pool.part_blocks if loan is not None else 0,
+            identities=offered.identities,
             migrates=terms.migrates,
         )
         context.retain(Tier.DRAM, dram_blocks)
         places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
         self._sender.open_export(to, offer, places, now_ns, loan)
         return transfer_id
+
+    def has_offered(self, transfer_id: str) -> bool:
+        """Whether an own offer with this id is open."""
+        return transfer_id in self._sender.open
 
     def more_blocks(self, transfer_id: str, blocks: Sequence[int], loan: Lease | None = None) -> None:
         """Extend a handoff by HBM ``blocks``, with a reference each. Ignored when it has ended. ``loan``: unpinned when
@@ -252,9 +265,17 @@ class Exchange:
             holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns), state_blocks
         )
 
+    def fetch_spread(
+        self, spread: SpreadPrefix, tenant: str, tokens: TokenArray, first_block: int, now_ns: int, deadline_ns: int
+    ) -> str:
+        """As :meth:`fetch_blocks`, of a prefix whose blocks from ``first_block`` to the end of ``tokens`` lie in
+        several stores, without a state behind it."""
+        return self._spread.start_fetch(spread, tenant, tokens.copy(), first_block, now_ns, max(now_ns, deadline_ns))
+
     def give_up(self, transfer_id: str, reason: str) -> None:
         """End an import or a fetch: nothing is held for it any more, no outcome follows. Ignored when it has ended."""
-        self._receiver.give_up(transfer_id, reason)
+        if not self._spread.give_up(transfer_id, reason):
+            self._receiver.give_up(transfer_id, reason)
 
     @property
     def room(self) -> Room:
@@ -286,7 +307,7 @@ class Exchange:
             self._receiver.pulled(event)
         elif self._context.peers.status_of(event.sender) is not PeerStatus.GONE:
             self._on_message(event, now_ns)
-        return self._take_outcomes()
+        return self._take_outcomes(now_ns)
 
     def _on_message(self, event: MessageArrived, now_ns: int) -> None:
         sender, message = event.sender, event.message
@@ -327,13 +348,15 @@ class Exchange:
                     self._receiver.expire_import(thing)
                 case Fetching():
                     self._receiver.fetches.expire_fetch(thing)
+                case SpareTurn():
+                    self._spread.ask_spares(thing, now_ns)
                 case Allocation():
                     self._remote.take_back(thing)
                 case AllocCall():
                     self._remote.time_out(thing)
                 case _:
                     check(False, f"{thing!r} has a deadline and no way to end")
-        return self._take_outcomes()
+        return self._take_outcomes(now_ns)
 
     def plan_made(self, step_id: int) -> None:
         """Plan ``step_id`` has been made, with all copies that the pool had recorded (``pool.take_copies``)."""
@@ -342,21 +365,23 @@ class Exchange:
     def plan_finished(self, step_id: int, now_ns: int) -> list[Outcome]:
         """Plan ``step_id``, and so each before it, touches no memory any more: it was executed, or it failed."""
         self._barriers.plan_finished(step_id)
-        return self._take_outcomes()
+        return self._take_outcomes(now_ns)
 
     def everything_failed(self, now_ns: int) -> list[Outcome]:
         """A step failed, no KV can be relied upon: all offers are withdrawn, all imports fail. Afterwards the exchange
         holds no pin: call it before the cache is cleared. Pulls under way keep their blocks until they end, and peers
         the blocks that they allocated here."""
+        self._spread.distrust_all()
         self._sender.withdraw_all("a step failed")
         self._receiver.fail_all("a step failed")
-        return self._take_outcomes()
+        return self._take_outcomes(now_ns)
 
     def restart_as(self, self_peer: Peer) -> None:
         """The owner was expelled and is ``self_peer`` from now on: all transfers end silently, all peers are
         forgotten. Pulls under way keep their blocks until they end."""
         self._sender.drop_all()
         self._receiver.drop_all()
+        self._spread.drop_all()
         self._remote.drop_all()
         self._context.peers.forget_all()
         self._context.self_peer = self_peer
@@ -367,7 +392,7 @@ class Exchange:
         if older is not None:
             self._end_peer(older, f"{older.name} has started anew")
         self._receiver.peer_joined(info.peer)
-        return self._take_outcomes()
+        return self._take_outcomes(now_ns)
 
     def set_members(self, members: Sequence[PeerInfo], now_ns: int) -> list[Outcome]:
         """``members`` are all members: peers that are not among them are gone."""
@@ -385,18 +410,18 @@ class Exchange:
         """``peer`` is dead or has left: everything with it ends."""
         self._context.peers.remove_member(peer)
         self._end_peer(peer, f"{peer.name} is gone")
-        return self._take_outcomes()
+        return self._take_outcomes(now_ns)
 
     def _end_peer(self, peer: Peer, reason: str) -> None:
         self._sender.peer_removed(peer, reason)
         self._receiver.peer_removed(peer, reason)
         self._remote.peer_removed(peer)
 
-    def _take_outcomes(self) -> list[Outcome]:
+    def _take_outcomes(self, now_ns: int) -> list[Outcome]:
         self._receiver.try_waiting()
         self._receiver.pulls.start()
         outcomes, self._context.outcomes = self._context.outcomes, []
-        return outcomes
+        return self._spread.gather_outcomes(outcomes, now_ns)
 
     def take_actions(self) -> list[ExchangeAction]:
         """Actions for the host, in order; none of them is returned again."""
@@ -450,7 +475,7 @@ class Exchange:
     def references(self) -> Counter[Place]:
         """Every reference that the exchange holds, by block."""
         counts = self._receiver.references()
-        for more in (self._sender.references(), self._remote.references()):
+        for more in (self._sender.references(), self._spread.references(), self._remote.references()):
             if more:
                 counts.update(more)
         return counts
@@ -471,6 +496,7 @@ class Exchange:
         self._barriers.check_invariants()
         self._sender.check_invariants()
         self._receiver.check_invariants()
+        self._spread.check_invariants()
         check(not self._context.outcomes, "outcomes that were not returned: {}", self._context.outcomes)
 
     def __repr__(self) -> str:

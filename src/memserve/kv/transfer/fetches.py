@@ -11,6 +11,8 @@ import numpy as np
 from memserve.base.errors import check
 from memserve.base.fairness import FairQueue
 from memserve.base.types import Tier, TokenArray, TransferMode, tenant_of
+from memserve.kv.state_snapshot import Lease
+from memserve.kv.store_shares import KEY_BYTES
 from memserve.kv.transfer.context import Deadlines, Place, TransferContext, is_gone
 from memserve.kv.transfer.events import CancelPulls, FetchEnded, PagesPulled, PullPages
 from memserve.kv.transfer.imports import Fetching, Import, ImportPlacement, give_up_lease
@@ -45,6 +47,19 @@ class PendingFetches:
         part_blocks = context.pool.part_blocks if state_blocks else 0
         fetch = Fetch(fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now_ns, state_blocks, part_blocks)
         context.send(holder, fetch)
+        return fetching.transfer_id
+
+    def start_named(self, holder: Peer, tenant: str, identities: bytes, now_ns: int, deadline_ns: int) -> str:
+        """Ask ``holder``, a store, for blocks by their ``identities``: they are delivered to the owner, not cached."""
+        context = self._context
+        tokens, lease = np.empty(0, np.int32), Lease()
+        fetching = Fetching(context.new_transfer_id(), holder, tenant, tokens, 0, deadline_ns, lease)
+        fetching.identities = identities
+        self.open[fetching.transfer_id] = fetching
+        self._deadlines.add(fetching)
+        context.counters.fetches += 1
+        end, wait_ns = len(identities) // KEY_BYTES, deadline_ns - now_ns
+        context.send(holder, Fetch(fetching.transfer_id, tenant, tokens, 0, end, wait_ns, identities=identities))
         return fetching.transfer_id
 
     def may_answer(self, sender: Peer, offer: Offer) -> bool:
@@ -106,6 +121,13 @@ class PendingFetches:
 
 def answers_fetch(offer: Offer, fetching: Fetching) -> bool:
     """Whether the offer brings the blocks that were asked for, or the first of them."""
+    if fetching.identities or offer.identities:
+        return (
+            fetching.identities.startswith(offer.identities)
+            and len(offer.identities) == KEY_BYTES * (len(offer.blocks) + len(offer.dram_blocks))
+            and (offer.tenant, offer.first_block, offer.state_blocks) == (fetching.tenant, 0, 0)
+            and (offer.dst_tier, offer.dst_blocks, offer.request, offer.insert) == (Tier.HBM, (), None, False)
+        )
     expected_tokens = fetching.tokens[: len(offer.tokens)]
     return (
         (offer.tenant, offer.first_block, bool(offer.state_blocks))

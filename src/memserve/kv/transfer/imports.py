@@ -85,6 +85,8 @@ class Fetching:
     """The own prefix before ``first_block``, as far as it is cached: pinned until the fetch ends."""
     state_blocks: int = 0
     """Blocks of the recurrent state that is wanted as well."""
+    identities: bytes = b""
+    """Of the blocks that are wanted of one of several stores. Empty: those of ``tokens`` are."""
     over: bool = False
     """The fetch has ended, or its import answers for it."""
 
@@ -267,6 +269,8 @@ def place_import(
     if reason is not None:
         return NoPlace(reason)
     if offer.request is None and not offer.insert:
+        if imported.fetching is not None and len(imported.sources) + context.room.headroom_blocks > pool.available():
+            return None
         return _allocate_placement(context, barriers, imported, Lease(), offer.first_block)
     # where the sender names the blocks, what is cached here cannot take their place
     reach = offer.first_block if offer.dst_blocks else imported.kv_end
@@ -357,7 +361,9 @@ def complete_import(context: TransferContext, imported: Import, placement: Impor
     elif imported.offer.layers is not None:
         release_import(context, imported)  # other layers follow: the blocks are the sender's until it has sent all
     else:
-        delivered = Delivered(imported.transfer_id, imported.sender, imported.offer, placement.blocks)
+        blocks, whole = placement.blocks, placement.unbroken_blocks
+        context.release(placement.tier, blocks[whole:])  # of a fetch whose time is up
+        delivered = Delivered(imported.transfer_id, imported.sender, imported.offer, blocks[:whole])
         context.outcomes.append(delivered)  # with the references
 
 

@@ -198,7 +198,7 @@ class Sender:
         context = self._context
         if fetch.transfer_id in self.open:
             return
-        reason = context.incompatibility(sender)
+        reason = "found by its tokens alone" if fetch.identities else context.incompatibility(sender)
         places, loan = self._export_cached(fetch) if reason is None else ([], None)
         if not places:
             context.send(sender, Withdraw(fetch.transfer_id, reason or "not cached here (any more)"))

@@ -48,9 +48,9 @@ from memserve.protocol.messages import (
 )
 from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
 from memserve.protocol.records import MemberDrained, MemberEntered, MemberGone, RecoveredMember
-from memserve.protocol.store import STORE, JoinRequest
+from memserve.protocol.store import JoinRequest
 from memserve.router.admission.follower import RemoteAdmission
-from memserve.router.events import MemberChange
+from memserve.router.events import MemberChange, StoreNamed
 from memserve.router.members.registry import LinkTotals, Member, MemberState, Registry
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.parts import RouterParts
@@ -241,7 +241,7 @@ class Membership:
 
     def _accept_member(self, member: Member, joined_at: str = "") -> None:
         peer_infos = tuple(entry.info for entry in self._registry if entry is not member)
-        self._outbox.send(member.peer, JoinAccepted(peer_infos, joined_at))
+        self._outbox.send(member.peer, JoinAccepted(peer_infos, joined_at, self._config.store_copies))
 
     def _admit_member(self, message: Join, now_ns: int) -> Member:
         info = message.info
@@ -447,27 +447,27 @@ class Membership:
 
 
 class StoreCalls:
-    """Calls the store at intervals, whether it is a member or not: one that has started anew is found again, and one
-    that is a member hears that its router lives."""
+    """Calls each store that was named at intervals, whether it is a member or not: one that has started anew is found
+    again, and one that is a member hears that its router lives."""
 
     def __init__(self, config: ClusterConfig, timers: Timers, outbox: Outbox) -> None:
         self._config, self._timers, self._outbox = config, timers, outbox
-        self._address = ""
+        self._addresses: dict[Peer, str] = {}  # where each store reaches this router
 
-    def start_calls(self, address: str, now_ns: int) -> None:
-        """From now on. ``address``: where the store reaches this router."""
-        is_first = not self._address
-        self._address = address
+    def start_calls(self, event: StoreNamed, now_ns: int) -> None:
+        """From now on."""
+        is_first = event.store not in self._addresses
+        self._addresses[event.store] = event.address
         if is_first:
-            self._call_store(STORE, now_ns)
+            self._call_store(event.store, now_ns)
 
     def stop_calls(self) -> None:
-        """The router ends: the store need not wait until it is taken to be silent, and may join another at once."""
-        if self._address:
-            self._outbox.send(STORE, Leave())
+        """The router ends: no store need wait until it is taken to be silent, and each may join another at once."""
+        for store in self._addresses:
+            self._outbox.send(store, Leave())
 
     def _call_store(self, store: Peer, now_ns: int) -> None:
-        self._outbox.send(store, JoinRequest(self._address))
+        self._outbox.send(store, JoinRequest(self._addresses[store]))
         self._timers.arm(now_ns + self._config.call_every_ns, self._call_store, store)
 
     def on_declined(self, store: Peer, reason: str) -> None:

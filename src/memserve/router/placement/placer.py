@@ -19,7 +19,7 @@ from memserve.base.types import Caching, Role, Tier, TransferMode
 from memserve.protocol.peers import Holder
 from memserve.router.admission.needs import Team
 from memserve.router.members.loads import ROLE_CODE, Ints, Work, sides_of
-from memserve.router.members.registry import Member
+from memserve.router.members.registry import Member, MemberState
 from memserve.router.placement.candidates import (
     IN_BLOCKS,
     OVERLOAD_FACTOR,
@@ -30,7 +30,7 @@ from memserve.router.placement.candidates import (
     Route,
     TransferChoice,
 )
-from memserve.router.placement.prefix_directory import Matches, tiers_of
+from memserve.router.placement.prefix_directory import IDENTITY_BYTES, Matches, tiers_of
 from memserve.router.placement.routing import DECODE_WINDOW, policy_named
 from memserve.router.placement.transfer_choice import choose_transfer, handoff_of
 from memserve.router.requests.requests import Parts, RequestState
@@ -115,7 +115,9 @@ class Placer:
             sides = self._usable_sides(req, prompt_tokens)
         if not sides:
             return None
-        matches = self._trees.match_prompt(self.prompt_identities(req), len(self._loads))
+        identities = self.prompt_identities(req)
+        # what stands behind a prefix, a state or a window, lies with it in one store
+        matches = self._trees.match_prompt(identities, len(self._loads), spreads=not self._registry.state_blocks)
         prompt_tokens += emitted_tokens
         most = self._longest_holders(matches)
         ask = self._build_ask(req, prompt_tokens, most)
@@ -123,7 +125,7 @@ class Placer:
         decided = self._decide(ask, first_of, decoders[0] if decoders else ())
         first = self._registry.member_by_number(decided.first.number)
         decode_at = decided.decode_at and self._registry.member_by_number(decided.decode_at.number)
-        holders = self._fetch_holders(ask, decided.first, most) if first.info.caching else ()
+        holders = self._fetch_holders(ask, decided.first, most, identities) if first.info.caching else ()
         transfer = self._choose_transfer(ask, decided, first)
         return Placement(decided, first, decode_at or None, holders, prompt_tokens, transfer=transfer)
 
@@ -306,16 +308,35 @@ class Placer:
             costs=member.costs,
         )
 
-    def _fetch_holders(self, ask: Ask, first: Candidate, most: list[Most]) -> tuple[Holder, ...]:
+    def _fetch_holders(self, ask: Ask, first: Candidate, most: list[Most], identities: bytes) -> tuple[Holder, ...]:
         """Instances and stores that have more of the prompt than ``first``: most of it first, of equal ones HBM before
         DRAM before a store's DRAM before its disks."""
         # where more is needed than KV, one with as much may have the state or the window that ``first`` has given up
         least_tokens = first.matched_tokens + (0 if ask.state_blocks else 1)
-        return tuple(
+        holders = (
             self._make_holder(number, blocks * ask.block_tokens, lower * ask.block_tokens)
             for number, blocks, lower in most
             if blocks * ask.block_tokens >= least_tokens and number != first.number
         )
+        if not self._trees.stores.is_joint or ask.state_blocks:
+            return tuple(holders)
+        return tuple(self._with_sources(holder, first, ask.block_tokens, identities) for holder in holders)
+
+    def _with_sources(self, holder: Holder, first: Candidate, block_tokens: int, identities: bytes) -> Holder:
+        """``holder``, if it stands for all stores: with the store of each block."""
+        member = self._registry.get(holder.peer)
+        if member is None or not member.is_store:
+            return holder
+        stores = {
+            store.number: (store.peer, bool(first.host_id) and store.info.host_id == first.host_id)
+            for store in self._registry
+            if store.is_store and store.state is not MemberState.REJOINING
+        }
+        prompt = identities[: holder.prefix_tokens // block_tokens * IDENTITY_BYTES]
+        peers, places, spares = self._trees.stores.choose_sources(prompt, stores)
+        tokens = len(places) * block_tokens
+        disk_tokens = min(holder.disk_tokens, tokens)
+        return Holder(holder.peer, tokens, holder.tier, disk_tokens, peers, places, spares)
 
     def _make_holder(self, number: int, tokens: int, lower_tokens: int) -> Holder:
         member = self._registry.member_by_number(number)

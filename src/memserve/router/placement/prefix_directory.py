@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from memserve import _core
@@ -42,6 +43,7 @@ from memserve.protocol.peers import Peer
 from memserve.protocol.records import EntriesChanged, EntriesReplaced
 from memserve.router.members.loads import Ints
 from memserve.router.outbox import Timers
+from memserve.router.placement.store_union import StoreUnion
 from memserve.router.report import Counters
 
 IDENTITY_BYTES = 16
@@ -106,6 +108,7 @@ class Trees:
 
     def __init__(self, config: ClusterConfig, timers: Timers, counters: Counters, key: bytes) -> None:
         self.directory = _core.PrefixDirectory()
+        self.stores = StoreUnion(self.directory)
         self._timers = timers
         self._expires = False  # a timer is armed for what is expected
         self._config = config
@@ -120,10 +123,12 @@ class Trees:
         """A new member. What it has cached it says itself, or its first heartbeat shows."""
         check(number not in self._feeds, f"instance {number} has a feed already")
         self._feeds[number] = MemberFeed(publishes, role)
+        if role is Role.STORE:
+            self.stores.add_store(number)
 
     def recover_member(self, number: int, next_event: int, hbm: bytes, dram: bytes, ssd: bytes = b"") -> None:
         """What the last router knew of a member right before its change ``next_event``; it has just entered."""
-        self._store_tiers(number, hbm, dram, ssd)
+        self.stores.replace_holdings(number, lambda: self._store_tiers(number, hbm, dram, ssd))
         self._feeds[number].next_event = next_event
 
     def _store_tiers(self, number: int, hbm: bytes, dram: bytes, ssd: bytes) -> None:
@@ -133,7 +138,8 @@ class Trees:
 
     def remove_member(self, number: int) -> None:
         """A member is gone, with all that it had."""
-        del self._feeds[number]
+        if self._feeds.pop(number).role is Role.STORE:
+            self.stores.remove_store(number)
         self.directory.clear(number)
 
     def feed_of(self, number: int) -> MemberFeed:
@@ -159,10 +165,13 @@ class Trees:
         if not feed.publishes or snapshot.next_event < feed.next_event:
             return None
         self._counters.kv_snapshots += 1
-        self.directory.clear(number)
-        self._store_tiers(number, snapshot.hbm, snapshot.dram, snapshot.ssd)
+        self.stores.replace_holdings(number, partial(self._replace_tiers, number, snapshot))
         feed.next_event, feed.queried_ns = snapshot.next_event, None
         return self._fill_from_aside(number, feed, now_ns)
+
+    def _replace_tiers(self, number: int, snapshot: KvSnapshot) -> None:
+        self.directory.clear(number)
+        self._store_tiers(number, snapshot.hbm, snapshot.dram, snapshot.ssd)
 
     def query_if_behind(self, number: int, next_event: int, now_ns: int) -> QueryKvEvents | None:
         """A member has numbered its changes up to ``next_event``: were all of them heard?"""
@@ -202,15 +211,18 @@ class Trees:
         for change in changes[feed.next_event - first :]:
             if change.kind == KvEventKind.LOST:
                 return  # its own buffer overflowed: this number can only be passed by a snapshot
-            if change.kind == KvEventKind.EVICTED:
-                self.directory.evict(number, change.identities)
-            elif change.kind == KvEventKind.MOVED:
-                self.directory.move(number, change.tier - tiers_of(feed.role)[0], change.identities)
-            else:
-                self.directory.store(number, change.tier - tiers_of(feed.role)[0], change.identities)
+            self.stores.apply_change(number, change.identities, partial(self._apply_change, number, feed, change))
             feed.next_event += 1
             feed.queried_ns = None  # a gap behind this one is another gap
             self._counters.kv_changes += 1
+
+    def _apply_change(self, number: int, feed: MemberFeed, change: KvChange) -> None:
+        if change.kind == KvEventKind.EVICTED:
+            self.directory.evict(number, change.identities)
+        elif change.kind == KvEventKind.MOVED:
+            self.directory.move(number, change.tier - tiers_of(feed.role)[0], change.identities)
+        else:
+            self.directory.store(number, change.tier - tiers_of(feed.role)[0], change.identities)
 
     def _put_aside(self, feed: MemberFeed, batch: KvEvents) -> None:
         stored_changes = feed.aside.get(batch.first, ())
@@ -245,9 +257,13 @@ class Trees:
             name = self._names[tenant, fingerprint] = namespace_id(tenant, fingerprint, self._key)
         return _core.block_identities(self._key, name, tokens, block_tokens)
 
-    def match_prompt(self, identities: bytes, numbers: int) -> Matches:
-        """How much of a prompt each member has; ``numbers``: length of the arrays."""
-        return Matches(*self.directory.match_columns(identities, numbers))
+    def match_prompt(self, identities: bytes, numbers: int, *, spreads: bool = False) -> Matches:
+        """How much of a prompt each member has; ``numbers``: length of the arrays. ``spreads``: several stores are as
+        one, for which the first of them stands."""
+        matches = Matches(*self.directory.match_columns(identities, numbers))
+        if spreads:
+            self.stores.join_columns(matches.columns, identities)
+        return matches
 
     def expect_blocks(self, number: int, identities: bytes, now_ns: int, *, by_events: bool = True) -> None:
         """These blocks were sent there to be computed or decoded. ``by_events``: KV events name them so, too."""
@@ -276,6 +292,7 @@ class Trees:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the directory names members that are gone, or a gap could be closed."""
         self.directory.check_invariants()
+        self.stores.check_invariants()
         unknown_numbers = [holder for holder in self.directory.holders() if holder not in self._feeds]
         check(not unknown_numbers, f"the trees name instances that are gone: {unknown_numbers}")
         for number, feed in self._feeds.items():

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from memserve.base.errors import UserError
 from memserve.base.units import MIB
 from memserve.protocol.store import KvModel
-from memserve.store.client.client import TIMEOUT_S, StoreClient
+from memserve.store.client.client import StoreClient
 from memserve.store.client.memory import Staged, View
+from memserve.store.client.single import TIMEOUT_S
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -47,6 +48,7 @@ class AsyncStoreClient:
         staging_bytes: int = 256 * MIB,
         listen: str | None = None,
         kv: KvModel | None = None,
+        copies: int = 1,
     ) -> None:
         """As :class:`StoreClient`, which is made by :meth:`start`, or at the begin of ``async with``."""
         self._make = partial(
@@ -58,6 +60,7 @@ class AsyncStoreClient:
             staging_bytes=staging_bytes,
             listen=listen,
             kv=kv,
+            copies=copies,
         )
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="memserve-store-client")
         self._store_client: StoreClient | None = None

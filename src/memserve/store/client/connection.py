@@ -123,7 +123,7 @@ class StoreConnection:
         self._changed = threading.Condition()
         self._session: Session | None = None
         self._refused: Refused | None = None
-        self._last_seen_s = time.monotonic()
+        self.last_seen_s = time.monotonic()
         self._calls: dict[int, _Call] = {}
         self._next_call = count(1)
         self._closed = False
@@ -234,7 +234,7 @@ class StoreConnection:
         after()
 
     def _no_answer_error(self, problem: str) -> StoreUnavailable:
-        silent_s = time.monotonic() - self._last_seen_s
+        silent_s = time.monotonic() - self.last_seen_s
         hint = "is it overloaded? try again, or with a longer timeout_s"
         if silent_s > 3 * GREETING_S:
             hint = f"nothing was heard of it for {silent_s:.0f} s: is it running?"
@@ -254,7 +254,7 @@ class StoreConnection:
     # -- the mailbox's thread
 
     def _on_message(self, sender: Peer, message: AnyMessage) -> None:
-        self._last_seen_s = time.monotonic()
+        self.last_seen_s = time.monotonic()
         match message:
             case StoreWelcome():
                 self._on_welcome(sender, message)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from memserve.base.config import ExchangeConfig
 from memserve.base.metrics import counter
 from memserve.base.types import ClockTicked, KVGeometry
-from memserve.base.units import NS_PER_S
+from memserve.base.units import MIB, NS_PER_S
 from memserve.kv.transfer.context import ExchangeAction
 from memserve.kv.transfer.events import PagesPulled, PagesSealed
 from memserve.protocol.events import MessageArrived, Send
@@ -181,6 +181,29 @@ class Jobs:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveConfig:
+    """How KV blocks go from one of several stores to another, beside the load."""
+
+    bytes_per_s: int = 256 * MIB
+    """No more than this is given to other stores, so that requests have the links."""
+    batch_bytes: int = 16 * MIB
+    """What is given at once. So much memory is held for it, here and there."""
+    scan_keys: int = 4096
+    """Blocks of which other stores are asked at a time."""
+    answer_ns: int = 5 * NS_PER_S
+    """How long an answer is waited for, and for how long a block that another store was to give is expected."""
+    again_ns: int = 5 * NS_PER_S
+    """When what did not go is tried again."""
+    passes_max: int = 4
+    """Times that all blocks are looked at after a change, if some did not go before."""
+    hot_lends: int = 8
+    """A block that is given to instances so often in one window gets one copy more."""
+    hot_window_ns: int = 60 * NS_PER_S
+    hot_part: int = 16
+    """Of the blocks of memory, at most one in so many gets another copy in one window."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreConfig:
     """Settings of a store's machine."""
 
@@ -205,6 +228,8 @@ class StoreConfig:
     """Longest value of a client. A quarter of the memory, if that is less."""
     sweep_keys: int = 2048
     """Keys that a purge or a verification looks at between two other events."""
+    moves: MoveConfig = field(default_factory=MoveConfig)
+    """How blocks go to other stores when those that are to keep them have changed."""
 
 
 @dataclass(slots=True)
@@ -214,6 +239,16 @@ class StoreCounters:
     kv_stored: int = counter("store_kv_blocks_stored", "KV blocks that the store took from instances")
     kv_known: int = counter("store_kv_blocks_known", "KV blocks that instances offered and the store had already")
     kv_lent: int = counter("store_kv_blocks_lent", "KV blocks that the store gave to instances")
+    kv_asked: int = counter("store_kv_blocks_asked", "KV blocks that instances asked the store for")
+    kv_moved: int = counter(
+        "store_kv_blocks_moved", "KV blocks that the store gave to another one that is to keep them"
+    )
+    kv_copied: int = counter(
+        "store_kv_blocks_copied", "KV blocks of which the store gave one more copy, since they are asked for often"
+    )
+    kv_given_up: int = counter(
+        "store_kv_blocks_given_up", "KV blocks that the store dropped since others keep them from now on"
+    )
     fetches: int = counter("store_fetches", "Prefixes that instances asked the store for")
     fetches_cut: int = counter(
         "store_fetches_cut",

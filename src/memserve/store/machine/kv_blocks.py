@@ -18,11 +18,12 @@ from msgspec.structs import replace
 
 from memserve.base.types import Tier
 from memserve.kv.transfer.context import Deadlines, is_gone
-from memserve.kv.transfer.events import Delivered, HandoffOffered, Outcome, PagesPulled, PagesSealed
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.events import Delivered, HandoffOffered, Outcome, PagesPulled, PagesSealed, Released
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import MessageArrived
-from memserve.protocol.messages import KEEP, AnyMessage, Fetch, Offer, Release, Wanted
+from memserve.protocol.messages import KEEP, AnyMessage, Fetch, Offer, Release, Wanted, Withdraw
 from memserve.protocol.peers import Peer
+from memserve.protocol.store import KEY_BYTES
 from memserve.store.machine.block_pool import StorePool
 from memserve.store.machine.events import ExtentsSealed, Jobs, SealExtents, StoreConfig
 from memserve.store.machine.loads import Loads
@@ -67,6 +68,9 @@ class KvBlocks:
         self._sealing: dict[int, _Taken] = {}  # by the job that seals them
         self._pending_fetches: dict[str, _PendingFetch] = {}  # by transfer id
         self._deadlines = Deadlines()
+        #: own offers to other stores that have ended since the last :meth:`take_released`
+        self._released: list[Released] = []
+        self._lent: list[bytes] = []  # named blocks, since the last :meth:`take_lent`
 
     # -- what is told
 
@@ -120,6 +124,9 @@ class KvBlocks:
                 sender, Release(offer.transfer_id, False, "a store takes whole blocks that it may find")
             )
             return
+        if offer.identities and len(offer.identities) != KEY_BYTES * (len(offer.blocks) + len(offer.dram_blocks)):
+            self._jobs.send_message(sender, Release(offer.transfer_id, False, "not an identity for each block"))
+            return
         offered_end = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
         identities = self._identities_of(offer)
         whole = min(offered_end, len(identities))
@@ -141,6 +148,8 @@ class KvBlocks:
     def _identities_of(self, offer: Offer) -> list[bytes]:
         """Of the blocks of its tokens, from the first one, and behind them of those of a state, or of parts, if it
         brings all."""
+        if offer.identities:
+            return split_keys(offer.identities)
         identities, count = self._pool.block_identities(offer.tenant, offer.tokens), offer.state_blocks
         named_end = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
         if count and identities and named_end == len(identities) + count:
@@ -185,6 +194,7 @@ class KvBlocks:
             not is_new
             or len(self._pending_fetches) >= self._config.fetches_max
             or self.exchange.incompatibility(sender) is not None
+            or self.exchange.has_offered(fetch.transfer_id)
         ):
             if is_new:
                 self._perform_outcomes(self.exchange.handle(MessageArrived(sender, fetch), now_ns), now_ns)
@@ -192,7 +202,8 @@ class KvBlocks:
         grace_ns = self._config.fetch_deadline_ns
         if fetch.deadline_in_ns:
             grace_ns = min(grace_ns, int(fetch.deadline_in_ns * self._config.fetch_read_share))
-        fetch, wanted_identities = self._reachable(fetch)
+        self._values.counters.kv_asked += fetch.end_block - fetch.first_block
+        fetch, wanted_identities = (fetch, split_keys(fetch.identities)) if fetch.identities else self._reachable(fetch)
         pending = _PendingFetch(sender, fetch, now_ns + grace_ns, loads_awaited=1)  # one: this method
         self._pending_fetches[fetch.transfer_id] = pending
         to_load = []
@@ -262,9 +273,47 @@ class KvBlocks:
         counters = self._values.counters
         counters.fetches_cut += pending.is_cut
         before = len(self.exchange.references())
-        self._perform_outcomes(self.exchange.handle(MessageArrived(pending.sender, pending.fetch), now_ns), now_ns)
+        if pending.fetch.identities:
+            self._offer_named(pending.sender, pending.fetch, now_ns)
+        else:
+            self._perform_outcomes(self.exchange.handle(MessageArrived(pending.sender, pending.fetch), now_ns), now_ns)
         counters.kv_lent += max(0, len(self.exchange.references()) - before)
         self._end_fetch(pending)
+
+    def take_released(self) -> list[Released]:
+        """Own offers that have ended since the last call: blocks that were lent, or given to another store."""
+        released, self._released = self._released, []
+        return released
+
+    def take_lent(self) -> list[bytes]:
+        """Named blocks that were offered to instances since the last call."""
+        lent, self._lent = self._lent, []
+        return lent
+
+    def _offer_named(self, sender: Peer, fetch: Fetch, now_ns: int) -> None:
+        """Answer a fetch of named blocks: those in memory, up to the first that is not."""
+        extents: list[int] = []
+        for identity in split_keys(fetch.identities):
+            extent = self._pool.hold_block(identity)
+            if extent is None:
+                break
+            extents.append(extent)
+        if extents:
+            offered = OfferedBlocks(
+                fetch.tenant,
+                fetch.tokens[:0],
+                [extent // self._pool.block_bytes for extent in extents],
+                Tier.DRAM,
+                identities=fetch.identities[: len(extents) * KEY_BYTES],
+            )
+            terms = OfferTerms(insert=False, answers=fetch.transfer_id)
+            self.exchange.offer_blocks(sender, offered, now_ns, terms)
+            self.exchange.announce_computed(fetch.transfer_id, 0, len(extents))
+            self._lent += split_keys(offered.identities)
+        else:
+            self._jobs.send_message(sender, Withdraw(fetch.transfer_id, "not kept here (any more)"))
+        for extent in extents:
+            self._values.tier.release(extent)
 
     def _end_fetch(self, pending: _PendingFetch) -> None:
         pending.over = True
@@ -281,6 +330,8 @@ class KvBlocks:
                 self._on_delivered(outcome)
             elif isinstance(outcome, HandoffOffered):
                 self.exchange.give_up(outcome.transfer_id, "there is no model here")
+            elif isinstance(outcome, Released):
+                self._released.append(outcome)
         self._values.settle_evicted()
 
     def referenced_extents(self) -> list[int]:

@@ -6,6 +6,7 @@ One mutator, ``handle(event, now_ns) -> actions``; no thread, file or socket. It
 ``values``     one set of keys: the memory tier, the disks, what is told of them
 ``loads``      from disks into memory, each value once
 ``kv``         KV blocks: the exchange with instances
+``moves``      KV blocks that other stores are to keep
 ``clients``    clients and their calls
 ``member``     joining, heartbeats, leaving, as instances have it
 =============  ================================================================================
@@ -49,7 +50,7 @@ from memserve.protocol.member_events import (
 )
 from memserve.protocol.messages import AnyMessage, JoinAccepted, Leave, PeerGone, PeerJoined, QueryKvEvents
 from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
-from memserve.protocol.store import ForgetKv, KvModel, StoreMessage
+from memserve.protocol.store import BlocksHeld, ForgetKv, KvModel, QueryBlocks, StoreMessage
 from memserve.store.disks.disks import Disks
 from memserve.store.disks.events import (
     DiskDone,
@@ -77,6 +78,7 @@ from memserve.store.machine.events import (
 )
 from memserve.store.machine.kv_blocks import KvBlocks
 from memserve.store.machine.loads import Loads
+from memserve.store.machine.moves import ShareMoves
 from memserve.store.machine.values import Values
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ class StoreMachine:
         check(pool.block_bytes == tier.block_bytes, "the memory has blocks of another size than the geometry")
         exchange = Exchange(pool, info.geometry, config.exchange, info.peer, info.namespace)
         self.kv = KvBlocks(pool, exchange, self.values, self.loads, self.jobs, config)
+        self.moves = ShareMoves(self.values, self.loads, exchange, self.jobs, config)
         identity = StoreIdentity(key, info.host_id, KvModel(info.namespace, info.geometry))
         self.clients = Clients(self.values, self.loads, self.jobs, config, identity, self._on_client_model)
         self._feed = KvFeed(self.values.log, config.exchange.event_capacity)
@@ -157,6 +160,7 @@ class StoreMachine:
         due = [
             self.kv.next_deadline_ns,
             self.clients.next_deadline_ns,
+            self.moves.next_deadline_ns,
             self.values.disks.next_deadline_ns,
             self.member.next_deadline_ns,
             self._ends_at_ns if self._write_out is not None and not self._has_ended else None,
@@ -168,6 +172,11 @@ class StoreMachine:
         self.values.disks.advance_time(now_ns)
         self.kv.advance_time(now_ns)
         self.clients.advance_time(now_ns)
+        for released in self.kv.take_released():
+            self.moves.on_released(released.transfer_id, released.used, now_ns)
+        self.moves.note_lent(self.kv.take_lent(), now_ns)
+        if self._write_out is None or self.moves.is_giving_away:
+            self.moves.advance_time(now_ns)
         due_ns = self.member.next_deadline_ns
         if due_ns is not None and now_ns >= due_ns:
             self._perform_member_actions(self.member.handle(ClockTicked(), now_ns), now_ns)
@@ -211,6 +220,8 @@ class StoreMachine:
         if isinstance(message, ForgetKv):
             if self.kv.exchange.incompatibility(sender) is None:
                 self.kv.forget_blocks(message.identities, now_ns)
+        elif isinstance(message, QueryBlocks | BlocksHeld):
+            self._on_store_message(sender, message, now_ns)
         elif isinstance(message, StoreMessage):
             self.clients.on_message(sender, message, now_ns)
         elif isinstance(message, Leave) and self.clients.on_leave(sender):
@@ -219,6 +230,15 @@ class StoreMachine:
             self.counters.refused += 1
         else:
             self._perform_member_actions(self.member.handle(MessageArrived(sender, message), now_ns), now_ns)
+
+    def _on_store_message(self, sender: Peer, message: QueryBlocks | BlocksHeld, now_ns: int) -> None:
+        """Another store of the cluster says something."""
+        if self.kv.exchange.incompatibility(sender) is not None:
+            self.counters.refused += 1
+        elif isinstance(message, QueryBlocks):
+            self.moves.on_query(sender, message, now_ns)
+        else:
+            self.moves.on_held(sender, message, now_ns)
 
     # -- the cluster
 
@@ -229,7 +249,7 @@ class StoreMachine:
                 case ForwardMessage(sender, message):
                     self._on_member_message(sender, message, now_ns)
                 case ReadLoad(with_stats):
-                    load = Load(transfers_open=self.kv.exchange.transfers_open)
+                    load = Load(transfers_open=self.kv.exchange.transfers_open + self.moves.is_giving_away)
                     stats = msgspec.msgpack.encode(self.clients.collect_numbers()) if with_stats else b""
                     news, routers = self._feed.next_event, self.member.followers.values()
                     self._handle_member_event(
@@ -242,7 +262,7 @@ class StoreMachine:
                     if self._write_out is None:
                         self._begin_end(DrainRequested(0), now_ns)
                 case RemovePeer(peer):
-                    self.kv.remove_peer(peer, now_ns)
+                    self._remove_peer(peer, now_ns)
                     self.jobs.add_action(action)
                 case ChangeGeneration():
                     self.kv.drop_fetches()
@@ -256,28 +276,34 @@ class StoreMachine:
     def _on_member_message(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if sender.name != ROUTER:
             if isinstance(message, Leave):
-                self.kv.remove_peer(sender, now_ns)
+                self._remove_peer(sender, now_ns)
             elif isinstance(message, QueryKvEvents) and self.member.followers.get(sender.name) == sender:
                 self._send_changes(message.first, sender)
             else:
                 self.kv.on_message(sender, message, now_ns)
             return
         match message:
-            case JoinAccepted(peers):
+            case JoinAccepted(peers, _, copies):
                 self._fits_a_model = False  # those of an earlier router are no members any more
                 self._check_models(peers)
                 self.kv.on_outcomes(self.kv.exchange.set_members(peers, now_ns), now_ns)
                 self._send_changes(None, sender)
+                self.moves.set_members(self.info, peers, copies, now_ns)
             case PeerJoined(info):
                 self._check_models((info,))
                 if info.peer.name != self.info.peer.name:
                     self.kv.on_outcomes(self.kv.exchange.peer_joined(info, now_ns), now_ns)
+                    self.moves.add_member(self.info, info, now_ns)
             case PeerGone(peer):
-                self.kv.remove_peer(peer, now_ns)
+                self._remove_peer(peer, now_ns)
             case QueryKvEvents(first):
                 self._send_changes(first, sender)
             case _:
                 pass
+
+    def _remove_peer(self, peer: Peer, now_ns: int) -> None:
+        self.kv.remove_peer(peer, now_ns)
+        self.moves.remove_member(self.info, peer, now_ns)
 
     def _send_changes(self, first: int | None, to: Peer) -> None:
         self._send_updates()
@@ -315,6 +341,7 @@ class StoreMachine:
         """The store was expelled and is a new incarnation: what it keeps stays."""
         self.info = info
         self.kv.drop_fetches()
+        self.moves.drop_offers()
         self.kv.exchange.restart_as(info.peer)
         self._handle_member_event(event, now_ns)
 
@@ -326,6 +353,8 @@ class StoreMachine:
             self._write_out = deque(self.values.unwritten_keys() if request.patience_ns else ())
             self._log_end(request)
             self.clients.drop_all()
+            if request.patience_ns and not self.values.disks.capacity_bytes:
+                self.moves.begin_leaving(self.info, now_ns)
         self._ends_at_ns = now_ns + request.patience_ns
         if not request.patience_ns:
             self._write_out.clear()
@@ -347,7 +376,7 @@ class StoreMachine:
         while self._write_out and self.values.may_write_out and not is_late:
             self.values.write_out(self._write_out.popleft(), now_ns)
         writes_left = len(self._write_out) + self.values.writes_open
-        if writes_left and not is_late:
+        if (writes_left or self.moves.is_giving_away) and not is_late:
             return
         disks = self.values.disks
         if not self._disks_closed:
@@ -374,6 +403,7 @@ class StoreMachine:
         yield self.values.referenced_extents()
         yield self.loads.referenced_extents()
         yield self.kv.referenced_extents()
+        yield self.moves.referenced_extents()
         yield self.clients.puts.referenced_extents()
         yield self.clients.gets.referenced_extents()
         yield self.clients.sweeps.referenced_extents()
@@ -386,6 +416,7 @@ class StoreMachine:
         self.values.check_invariants()
         self.loads.check_invariants()
         self.kv.exchange.check_invariants()
+        self.moves.check_invariants()
         expected = self.count_references()
         in_table: Counter[int] = Counter()
         keys = tier.keys()

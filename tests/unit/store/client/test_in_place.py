@@ -73,7 +73,7 @@ def test_large_values_are_pulled_and_small_ones_sent(store: ScriptedStore, clien
     assert [pair.data for pair in put.pairs] == [None, b"short", None]
     assert len({pair.offset for pair in put.pairs if pair.data is None}) == 2
     assert bytes(got(client, b"a")) == value_of(5 * UNIT) and bytes(got(client, b"c")) == value_of(5 * UNIT, 2)
-    assert client._connection.staging.bytes_free == client._connection.staging.nbytes
+    assert client.connection.staging.bytes_free == client.connection.staging.nbytes
 
 
 def test_more_than_the_staging_memory_goes_in_several_calls(store: ScriptedStore, secret_file: Path) -> None:
@@ -101,18 +101,18 @@ def test_a_view_keeps_its_value_from_eviction(store: ScriptedStore, client: Stor
     for at in range(40):
         client.put(b"%d" % at, bytes([at]) * 8 * UNIT)
     assert array.tobytes() == value, "an array holds the pin when the view is gone"
-    reader = client._connection.known_session.reader
+    reader = client.connection.known_session.reader
     assert reader.held == 1
     del array
     gc.collect()
-    assert reader.held == 0 and not client._connection.known_session.pins
+    assert reader.held == 0 and not client.connection.known_session.pins
     store.tier.check_invariants()
 
 
 def test_views_that_are_dropped_hold_nothing(client: StoreClient) -> None:
     client.put(b"key", b"value")
     view, other = got(client, b"key"), got(client, b"key")
-    reader = client._connection.known_session.reader
+    reader = client.connection.known_session.reader
     assert reader.held == 2
     del view
     gc.collect()
@@ -226,13 +226,13 @@ def test_forked_child_releases_no_pin(client: StoreClient) -> None:
         gc.collect()
         os._exit(0)
     os.waitpid(child, 0)
-    assert client._connection.known_session.reader.held == 1
+    assert client.connection.known_session.reader.held == 1
     with open(store_area(client), "rb") as area:
         assert np.count_nonzero(np.frombuffer(area.read()[64 : 64 + 8 * 1024], np.uint64)) == 1
 
 
 def store_area(client: StoreClient) -> str:
-    return client._connection.known_session.welcome.client_path
+    return client.connection.known_session.welcome.client_path
 
 
 def test_memory_that_cannot_be_mapped_is_done_without(

@@ -278,7 +278,7 @@ def test_the_memory_of_a_put_without_an_answer_waits_for_it(
     store: ScriptedStore, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes may be read as long as the answer is out."""
-    line, freed = client._connection, threading.Event()
+    line, freed = client.connection, threading.Event()
     store.is_silent = True
     with pytest.raises(StoreUnavailable):
         line.call_store(lambda call, left_ns: StorePut(call, ()), time.monotonic() + 0.05, freed.set)
@@ -300,8 +300,8 @@ def test_calls_without_answers_are_bounded(
     store.is_silent = True
     for _ in range(3):
         with pytest.raises(StoreUnavailable, match="in time"):
-            client._connection.call_store(lambda call, left_ns: StorePut(call, ()), time.monotonic() + 0.01)
-    assert client._connection._calls, "they wait for their answers"
+            client.connection.call_store(lambda call, left_ns: StorePut(call, ()), time.monotonic() + 0.01)
+    assert client.connection._calls, "they wait for their answers"
     with pytest.raises(StoreUnavailable, match="not answered 3 calls"):
         client.statistics()
 
@@ -406,8 +406,8 @@ def test_threads_share_a_client(client: StoreClient) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not wrong and not client._connection._calls
-    assert client._connection.staging.bytes_free == client._connection.staging.nbytes
+    assert not wrong and not client.connection._calls
+    assert client.connection.staging.bytes_free == client.connection.staging.nbytes
 
 
 def test_a_child_of_fork_is_refused(client: StoreClient) -> None:

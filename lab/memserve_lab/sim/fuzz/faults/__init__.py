@@ -36,7 +36,7 @@ def heal_all(world: World) -> None:
         if not (node.member.drains or node.set_back):  # else it starts again after it has left, or once it may
             require(node.alive and not node.paused, f"{node.peer.name} was not put right")
         require(node.is_well, f"{node.peer.name} was not put right")
-    if world.store is not None:
-        require(world.store.is_well and not world.store.paused, "the store was not put right")
+    for member in world.stores:
+        require(member.is_well and not member.paused, f"{member.peer.name} was not put right")
     require(world.router.medium.room_bytes is None and not world.router.disk_ns, "the disk was not put right")
     require(world.network.is_well, "the network was not put right")

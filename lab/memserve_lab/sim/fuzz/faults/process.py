@@ -22,7 +22,7 @@ class World(FuzzHost, Protocol):
     happened: Counter[str]
     """Faults so far, by kind."""
     instances: list[FuzzedInstance]
-    store: FuzzedStore | None
+    stores: list[FuzzedStore]
     router_slept_ns: int
 
     @property

@@ -12,10 +12,11 @@ from memserve_lab.sim.fuzz.stores import FuzzedStore
 from memserve_lab.sim.reference.oracle import Violation
 
 
-def _store(world: World) -> FuzzedStore:
-    if world.store is None:
+def _store(world: World, fault: Fault) -> FuzzedStore:
+    """One of the stores."""
+    if not world.stores:
         raise Violation("a store was to be hurt, and there is none")
-    return world.store
+    return world.stores[fault.seed % len(world.stores)]
 
 
 def _again(world: World, store: FuzzedStore) -> Undo:
@@ -29,7 +30,7 @@ def _again(world: World, store: FuzzedStore) -> Undo:
 
 def _kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
     """Its disks are kept; its memory is adopted by the next process, whole or damaged, or lost."""
-    store = _store(world)
+    store = _store(world, fault)
     if not store.alive:
         return None
     fate = random.choice(["adopted", "adopted", "damaged", "lost"])
@@ -44,7 +45,7 @@ def _kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> U
 
 
 def _power(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
-    store = _store(world)
+    store = _store(world, fault)
     if not store.alive:
         return None
     store.die_with_memory(keeps_memory=False, power=True)
@@ -52,11 +53,11 @@ def _power(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> 
 
 
 def _drain(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    _store(world).drain_store(random.choice([0, fault.for_ns]))
+    _store(world, fault).drain_store(random.choice([0, fault.for_ns]))
 
 
 def _pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
-    store = _store(world)
+    store = _store(world, fault)
     if not store.alive:
         return None
     store.pause_process()
@@ -71,7 +72,7 @@ def _pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> 
 
 def _cut(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     """From one instance, all of them, or the router."""
-    store, mode, both_ways = _store(world), random.choice(["lose", "hold"]), random.random() < 0.7
+    store, mode, both_ways = _store(world, fault), random.choice(["lose", "hold"]), random.random() < 0.7
     instances = [instance.peer.name for instance in world.instances]
     ends = random.choice([[node.peer.name], instances, [world.router.peer.name], [*instances, world.router.peer.name]])
     ways = [way for end in ends for way in world.network.cut_ways(store.peer.name, end, mode, both_ways)]
@@ -80,16 +81,16 @@ def _cut(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Un
 
 def _corrupt(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     """Half of the pages that it pulls come with another byte."""
-    return raise_by(_store(world), "corrupting")
+    return raise_by(_store(world, fault), "corrupting")
 
 
 def _slow_link(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    return multiply(_store(world), "pull_slowness", random.choice([10, 60]))
+    return multiply(_store(world, fault), "pull_slowness", random.choice([10, 60]))
 
 
 def _rot(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     """Bits on its disks flip: anywhere, or in what is kept there."""
-    store, share = _store(world), random.choice([0.0, 0.1, 0.6])
+    store, share = _store(world, fault), random.choice([0.0, 0.1, 0.6])
     store.has_damage = True
     for log, disk in zip(store.logs, store.disks, strict=True):
         for _ in range(random.choice([1, 20])):
@@ -103,7 +104,7 @@ def _rot(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> No
 
 def _disk_errors(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     """Jobs fail; a write that fails has written some sectors."""
-    store, share = _store(world), random.choice([0.1, 0.5, 1.0])
+    store, share = _store(world, fault), random.choice([0.1, 0.5, 1.0])
     store.disk_errors += share
 
     def stop() -> None:
@@ -114,16 +115,16 @@ def _disk_errors(world: World, fault: Fault, node: FuzzedInstance, random: Rando
 
 
 def _disk_full(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    return raise_by(_store(world), "full_disks")
+    return raise_by(_store(world, fault), "full_disks")
 
 
 def _slow_disk(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
-    return multiply(_store(world), "disk_slowness", random.choice([10, 60]))
+    return multiply(_store(world, fault), "disk_slowness", random.choice([10, 60]))
 
 
 def _disk_hang(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     """No job ends as long as the fault lasts; then all of them."""
-    store = _store(world)
+    store = _store(world, fault)
     store.hanging_disks += 1
 
     def stop() -> None:

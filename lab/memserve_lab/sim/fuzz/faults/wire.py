@@ -13,8 +13,7 @@ from memserve_lab.sim.fuzz.scenario import MS, Fault
 def _partition(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
     name, mode, both_ways = node.peer.name, random.choice(["lose", "hold"]), random.random() < 0.7
     other_names = [instance.peer.name for instance in world.instances if instance is not node]
-    if world.store is not None:
-        other_names.append(world.store.peer.name)
+    other_names += [store.peer.name for store in world.stores]
     if fault.other == -2:
         ends = [world.router.peer.name]
     elif fault.other == -1 or world.instances[fault.other] is node:
@@ -33,7 +32,7 @@ def _follower_cut(world: World, fault: Fault, node: FuzzedInstance, random: Rand
     name, owner = followers[fault.seed % len(followers)].peer.name, world.router.peer.name
     instances = [instance.peer.name for instance in world.instances]
     mode, both_ways = random.choice(["lose", "hold"]), random.random() < 0.7
-    stores = [] if world.store is None else [[world.store.peer.name]]
+    stores = [[store.peer.name] for store in world.stores]
     ends = random.choice([[owner], [owner], [node.peer.name], [owner, *instances], *stores])
     ways = [way for end in ends for way in world.network.cut_ways(name, end, mode, both_ways)]
     return lambda: world.network.heal_ways(ways, mode)

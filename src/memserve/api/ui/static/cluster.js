@@ -184,6 +184,13 @@ function storeBars(figures, store) {
     const text = `Memory: ${bytes(used)} of ${bytes(memory)}`;
     parts.push(h("p", { class: "facts" }, text), bar([["cached", used]], memory, text));
   }
+  const asked = mine("kv_blocks_asked_total");
+  if (asked) {
+    const part = (100 * mine("kv_blocks_lent_total")) / asked;
+    parts.push(h("p", { class: "facts" }, `${part.toFixed(1)} % of ${counted(asked, "block")} asked for were given`));
+  }
+  const given = mine("kv_blocks_moved_total");
+  if (given) parts.push(h("p", { class: "facts" }, `${counted(given, "block")} given to other stores`));
   const disks = mine("disks");
   if (disks) {
     const kept = `${count(mine("disk_values"))} values in ${bytes(mine("disk_bytes"))}`;

@@ -65,6 +65,26 @@ def test_memory_of_killed_store_is_requested_and_compared() -> None:
     assert totals["store: compared"] and totals["store: kv_lent"], totals
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_several_stores_are_as_one_through_deaths_and_returns(copies: int) -> None:
+    """Nothing is wrong, no request is excused; blocks are lent, and move when stores have come or gone."""
+    scenarios = [with_store(seed, ("store-kill", "store-cut")) for seed in range(20, 24)]
+    for scenario in scenarios:
+        scenario.store = replace(scenario.store, count=3, copies=copies, blocks=64)
+    done = [World(scenario) for scenario in scenarios]
+    for world in done:
+        world.run_scenario()
+        assert not world.referee.excused and len(world.stores) == 3
+    totals = sum((world.count_achievements() for world in done), done[0].happened)
+    assert totals["store: kv_lent"] and (totals["store: kv_moved"] or copies == 1), totals
+
+
+def test_some_seeds_have_several_stores() -> None:
+    scenarios = [draw(seed, setting_of(seed)) for seed in range(600)]
+    counts = [scenario.store.count for scenario in scenarios if scenario.store is not None]
+    assert {1, 2, 3, 4} <= set(counts) and 0.3 < sum(count > 1 for count in counts) / len(counts) < 0.7
+
+
 def test_some_seeds_have_a_store_and_others_are_what_they_were() -> None:
     scenarios = [draw(seed, setting_of(seed)) for seed in range(400)]
     having = [scenario for scenario in scenarios if scenario.store is not None]
