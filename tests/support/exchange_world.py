@@ -310,10 +310,10 @@ class Node:
         self.take([])
         return offer_id
 
-    def fetch(self, holder: Peer, tenant: str, tokens, deadline_ns: int) -> str:
+    def fetch(self, holder: Peer, tenant: str, tokens, deadline_ns: int, **terms) -> str:
         tokens = array(tokens)
-        have = self.pool.match(tenant, tokens) // BLOCK
-        fetch_id = self.exchange.fetch_blocks(holder, tenant, tokens, have, len(tokens) // BLOCK, self.now, deadline_ns)
+        begin, end = self.pool.match(tenant, tokens) // BLOCK, len(tokens) // BLOCK
+        fetch_id = self.exchange.fetch_blocks(holder, tenant, tokens, begin, end, self.now, deadline_ns, **terms)
         self.expecting[fetch_id] = "fetch"
         self.take([])
         return fetch_id

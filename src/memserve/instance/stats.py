@@ -95,7 +95,7 @@ class InstanceStats:
     handed_over: int = counter(
         "instance_handed_over", "Requests handed over to another instance after their first token"
     )
-    migrated: int = counter("instance_migrated", "Of those handed over: requests that had been decoded here")
+    migrated: int = counter("instance_migrated", "Requests handed over to another instance while they decoded")
     taken_over: int = counter(
         "instance_taken_over", "Requests decoded by {whose} after another one computed the prompt"
     )

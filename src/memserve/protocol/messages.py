@@ -458,6 +458,8 @@ class Fetch(Message, frozen=True, tag=True):
     identities: Identities = b""
     """Of one of several stores: offer me these, as far as all before them are there. Then there are no ``tokens``, and
     blocks are counted from the first of these."""
+    is_trial: bool = False
+    """The sender only looks how long it takes: the receiver may withdraw its offer whenever it needs the room."""
 
 
 # -- remote memory: MemServe's Table 1 with an instance id

@@ -84,7 +84,7 @@ def test_child_gets_secret_and_is_restarted_on_death(world) -> None:
     it = world("time.sleep(60)")
     eventually(it.lives)
     it.supervisor.confirm_started()
-    [[first, secret, parent]] = it.lives()
+    [[first, secret, parent, *_]] = it.lives()
     assert (secret, parent) == ("the secret", os.getpid()) and it.supervisor.child_pids == {"x1": first}
     os.kill(first, signal.SIGKILL)
     eventually(lambda: len(it.lives()) == 2)
@@ -129,7 +129,7 @@ def test_child_ignoring_sigterm_is_killed(world) -> None:
     it = world(f"{deafness}\nwhile True: time.sleep(1)")
     eventually(it.log.with_name("deaf").exists)
     it.supervisor.confirm_started()
-    [[pid, _, _]] = it.lives()
+    [[pid, *_]] = it.lives()
     it.supervisor.close()
     assert not is_alive(pid) and not it.deaths and len(it.lives()) == 1
 

@@ -57,6 +57,22 @@ def test_a_fetch_leaves_the_prefix_in_the_index(world) -> None:
     assert d.exchange.counters.fetched_blocks == 3
 
 
+def test_a_trial_gives_way_where_its_holder_needs_the_room(world) -> None:
+    """What a peer reads to measure the link, and that alone."""
+    p, d = pair(world)
+    tokens = list(range(5 * BLOCK))
+    p.end(p.compute("", tokens))
+    world.run()
+    asked = d.fetch(p.peer, "", tokens, 500)
+    trial = d.fetch(p.peer, "", tokens[: 2 * BLOCK], 500, is_trial=True)
+    world.deliver((d.peer, p.peer))
+    world.deliver((d.peer, p.peer))
+    assert p.exchange.transfers_open == 2 and p.exchange.withdraw_trials()
+    assert p.exchange.transfers_open == 1 and not p.exchange.withdraw_trials()
+    world.run()
+    assert {(end.transfer_id, end.ok) for end in of(d, FetchEnded)} == {(asked, True), (trial, False)}
+
+
 def test_a_fetch_reads_where_the_blocks_lie(world) -> None:
     """Part of the prefix is in the holder's DRAM: nothing is brought up for it."""
     p, d = world.add("p", hbm=4, dram=4), world.add("d")

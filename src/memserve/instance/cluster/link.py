@@ -200,8 +200,8 @@ class ClusterLink:
         self.receiver.keep_generated(sequence)
 
     def free_blocks(self) -> bool:
-        """Blocks that are lent to a store, or that a trial fetch writes to."""
-        return self.fetches.give_up_trials() or self.writer.free_blocks()
+        """Blocks that are lent to a store, or that a trial fetch reads or writes to."""
+        return self.fetches.give_up_trials() or self.exchange.withdraw_trials() or self.writer.free_blocks()
 
     # -- between event and plans, and after
 

@@ -354,7 +354,7 @@ class Fetches:
         else:
             fetch_id = self._exchange.fetch_blocks(
                 holder.peer, group.isolation, tokens, first_block, end_block, now_ns, deadline_ns,
-                with_state=not is_trial,
+                is_trial=is_trial,
             )  # fmt: skip
         self._flights[fetch_id] = flight
         return fetch_id

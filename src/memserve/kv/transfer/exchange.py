@@ -248,22 +248,26 @@ class Exchange:
         now_ns: int,
         deadline_ns: int,
         *,
-        with_state: bool = True,
+        is_trial: bool = False,
     ) -> str:
         """Ask ``holder`` for the KV of blocks ``[first_block, end_block)`` of ``tokens``; returns the transfer id.
-        Where layers have a state, only as far as a snapshot stands behind it, and that, unless it is not wanted.
+        Where layers have a state, only as far as a snapshot stands behind it, and that. ``is_trial``: without it, and
+        as long as the holder has room to spare, because nothing waits for it.
 
         ``deadline_ns`` is absolute. Blocks before ``first_block`` are in the own index: they are pinned meanwhile. One
         :class:`FetchEnded` follows, at the deadline at the latest, unless the fetch is given up. Blocks that have come
         by then without a gap are kept.
         """
         blocks = first_block, end_block
-        state_blocks = (
-            self._context.pool.blocks_behind(end_block * self._context.pool.block_tokens) if with_state else 0
-        )
+        end_tokens = end_block * self._context.pool.block_tokens
+        state_blocks = 0 if is_trial else self._context.pool.blocks_behind(end_tokens)
         return self._receiver.fetches.start_fetch(
-            holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns), state_blocks
+            holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns), state_blocks, is_trial=is_trial
         )
+
+    def withdraw_trials(self) -> bool:
+        """Take back what peers read to measure the link. False: there is nothing of that kind."""
+        return self._sender.withdraw_trials()
 
     def fetch_spread(
         self, spread: SpreadPrefix, tenant: str, tokens: TokenArray, first_block: int, now_ns: int, deadline_ns: int

@@ -30,7 +30,7 @@ class PendingFetches:
 
     def start_fetch(
         self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], now_ns: int, deadline_ns: int,
-        state_blocks: int,
+        state_blocks: int, *, is_trial: bool = False,
     ) -> str:  # fmt: skip
         """Ask for blocks ``[begin, end)`` of ``tokens``, and for the state behind them in ``state_blocks`` more; what
         is cached before them is pinned."""
@@ -45,7 +45,10 @@ class PendingFetches:
         self._deadlines.add(fetching)
         context.counters.fetches += 1
         part_blocks = context.pool.part_blocks if state_blocks else 0
-        fetch = Fetch(fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now_ns, state_blocks, part_blocks)
+        fetch = Fetch(
+            fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now_ns, state_blocks, part_blocks,
+            is_trial=is_trial,
+        )  # fmt: skip
         context.send(holder, fetch)
         return fetching.transfer_id
 

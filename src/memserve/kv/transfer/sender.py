@@ -83,6 +83,8 @@ class Export:
     """Sent after the last ``Ready``."""
     loan: Lease | None = None
     """Keeps the snapshot that is offered from being given up."""
+    is_trial: bool = False
+    """The receiver only looks how long it takes: nothing waits for it."""
     phase: ExportPhase = EXPORT.initial
 
     def advance_phase(self, cause: ExportCause) -> None:
@@ -193,6 +195,13 @@ class Sender:
             self._context.send(export.to, Withdraw(transfer_id, reason))
             self._end_export(export, ExportCause.WITHDRAWN)
 
+    def withdraw_trials(self) -> bool:
+        """The owner needs the room of blocks that peers read to measure the link. False: there are none."""
+        trials = [export.transfer_id for export in self.open.values() if export.is_trial]
+        for transfer_id in trials:
+            self.withdraw_export(transfer_id, "the room is needed")
+        return bool(trials)
+
     def answer_fetch(self, sender: Peer, fetch: Fetch, now_ns: int) -> None:
         """A peer asks for cached blocks: offer those that are here, on the tier where they lie."""
         context = self._context
@@ -222,6 +231,7 @@ class Sender:
             state_blocks=0 if loan is None else len(loan.blocks),
         )
         self.open_export(sender, offer, places, now_ns, loan)
+        self.open[fetch.transfer_id].is_trial = fetch.is_trial
         layers, fence = context.geometry.num_layers, self._barriers.safe_to_read(places)
         self.announce_computed(fetch.transfer_id, (fetch.first_block, end_block), (0, layers), fence)
         if loan is not None:

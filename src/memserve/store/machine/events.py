@@ -241,7 +241,7 @@ class StoreCounters:
     kv_lent: int = counter("store_kv_blocks_lent", "KV blocks that the store gave to instances")
     kv_asked: int = counter("store_kv_blocks_asked", "KV blocks that instances asked the store for")
     kv_moved: int = counter(
-        "store_kv_blocks_moved", "KV blocks that the store gave to another one that is to keep them"
+        "store_kv_blocks_moved", "KV blocks that the store gave to other stores, which are to keep these blocks"
     )
     kv_copied: int = counter(
         "store_kv_blocks_copied", "KV blocks of which the store gave one more copy, since they are asked for often"

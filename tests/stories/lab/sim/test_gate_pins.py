@@ -56,10 +56,11 @@ def lent_to_store(link: ClusterLink) -> int:
 
 
 def lent_to_trials(link: ClusterLink) -> int:
-    """Blocks of fetches that no request waits for, which are given up as soon as a request needs their room."""
+    """Blocks of fetches that no request waits for, which both ends give up as soon as a request needs their room."""
     imports = link.exchange._receiver.open
     open_trials = [imports[name] for name in link.fetches.trial_ids if name in imports]
-    return sum(len(one.placement.blocks) for one in open_trials if one.placement is not None)
+    read = sum(len(export.places) for export in link.exchange._sender.open.values() if export.is_trial)
+    return read + sum(len(one.placement.blocks) for one in open_trials if one.placement is not None)
 
 
 def written_in_vain(link: ClusterLink) -> int:
