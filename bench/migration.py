@@ -2,10 +2,10 @@
 kill -9.
 
     python bench/migration.py [--model DIR] [--streams 8] [--tokens 800] [--rounds 3] [--ways migrate,stay,kill,upgrade]
-                              [--json FILE]
+                              [--dtype float32] [--json FILE]
 
-``memserve serve`` without instances of its own, and two ``memserve instance --join``; each stream decodes greedily, in
-float32. Once all have begun:
+``memserve serve`` without instances of its own, and two ``memserve instance --join``; each stream decodes greedily.
+Once all have begun:
 
 * *migrate*: SIGTERM to one instance, as ``memserve scale``, a service manager or Kubernetes send it.
 * *stay*: the same with ``--migration off``: the instance finishes what it has.
@@ -112,7 +112,7 @@ class Cluster:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="memserve-migration-"))
         secret, port = Path(folder) / "secret", free_port()
         secret.write_text(secrets.token_urlsafe(32))
-        self._model = ["--dtype", "float32", *(("--model", args.model) if args.model else ())]
+        self._model = ["--dtype", args.dtype, *(("--model", args.model) if args.model else ())]
         cluster = ["--colocated", "0", "--prefill", "0", "--decode", "0", "--cluster-port", str(port)]
         file = ["--cluster-secret-file", str(secret)]
         self._join = ["--join", f"127.0.0.1:{port}", *file, "--kv-memory", args.kv_memory]
@@ -177,8 +177,8 @@ def measure(way: str, args: Namespace, expected: list[str]) -> Row:
 
 def main() -> None:
     args = options(
-        __doc__, model="", streams=8, tokens=800, prompt_tokens=500, rounds=3, kv_memory="256MiB", settle_s=0.5,
-        watch_s=8.0,
+        __doc__, model="", streams=8, tokens=800, prompt_tokens=500, rounds=3, kv_memory="256MiB", settle_s=0.5, watch_s=8.0,
+        dtype="float32",
         ways=Commas("migrate", "stay", "kill", "upgrade"),
     )  # fmt: skip
     expected: list[str] = []
