@@ -177,8 +177,8 @@ def measure(way: str, args: Namespace, expected: list[str]) -> Row:
 
 def main() -> None:
     args = options(
-        __doc__, model="", streams=8, tokens=800, prompt_tokens=500, rounds=3, kv_memory="256MiB", settle_s=0.5, watch_s=8.0,
-        dtype="float32",
+        __doc__, model="", streams=8, tokens=800, prompt_tokens=500, rounds=3, kv_memory="256MiB", settle_s=0.5,
+        watch_s=8.0, dtype="float32",
         ways=Commas("migrate", "stay", "kill", "upgrade"),
     )  # fmt: skip
     expected: list[str] = []
