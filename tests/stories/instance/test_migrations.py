@@ -9,6 +9,7 @@ from instance_world import PROMPT, request
 from memserve.base.layer_kv import WindowPages
 from memserve.base.states import StatePages
 from memserve.base.types import FinishReason
+from memserve.base.units import NS_PER_S
 from memserve.instance.cluster import migration
 from memserve.protocol.messages import Handoff, Offer, RequestRefused
 
@@ -137,6 +138,20 @@ def test_a_prompt_under_way_is_finished_first():
     fleet.finish()
     assert fleet.handed_over == ["a#0"] and computed(fleet, "p") + computed(fleet, "d") == 22 + 5
     assert computed(fleet, "d") >= 3
+
+
+def test_a_long_prompt_under_way_has_all_the_time_it_takes():
+    """Its KV is offered from its next piece on; only what is complete has to arrive soon."""
+    fleet = pair({"chunk": 4, "hbm": 40}, {"hbm": 40})
+    job = fleet.submit(request("a", PROMPT[:22], max_tokens=6), "p")
+    fleet.run(until=lambda: computed(fleet, "p") >= 4)
+    fleet.migrate(job, "d", copies_ahead=False)
+    fleet.run(until=lambda: any(offer.migrates for offer in offers(fleet)))
+    plans, fleet.members["p"].plans = fleet.members["p"].plans, type(fleet.members["p"].plans)()
+    fleet.pass_time(5 * NS_PER_S)
+    fleet.members["p"].plans = plans
+    fleet.finish()
+    assert fleet.handed_over == ["a#0"] and job.attempt == 0 and not fleet.refused
 
 
 def test_a_full_target_costs_nothing():

@@ -30,7 +30,8 @@ from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.peers import Peer
 
 _ARRIVAL_NS = 2 * NS_PER_S
-"""A request that migrates runs nowhere until it has arrived: after this long it is tried again from its tokens."""
+"""A request that migrates with all of its KV runs nowhere until it has arrived: after this long it is tried again from
+its tokens."""
 
 
 @dataclass(slots=True)
@@ -65,8 +66,8 @@ class HandoffSender:
         self.departed: dict[str, str] = {}
         #: plan -> what it computes for offers by layer
         self._layers: dict[int, list[_Layers]] = {}
-        #: requests that were to migrate and go on here, and why, since :meth:`take_stayed`
-        self._stayed: list[tuple[str, str]] = []
+        #: requests that were to migrate and go on here, and why, for their routers
+        self.stayed: list[tuple[str, str]] = []
         self.handed_over = 0
         #: of them: computed by layer
         self.by_layer = 0
@@ -118,14 +119,14 @@ class HandoffSender:
             if sequence is next(iter(group.sequences.values())):  # it computes the prompt for all
                 start = plan.starts[plan.slots.index(sequence.slot)]  # type: ignore[arg-type]  # a sequence with a row has a slot
                 if remote.offer_id is None:
-                    self._offer_group(group, remote, sequence, sequence.known_tokens(), now_ns)
+                    self._offer_group(group, remote, sequence, sequence.known_tokens(), start, now_ns)
                     self._announce_earlier(remote, sequence, start // self._state.memory.block_tokens, plan)
                 self._announce_blocks(remote, sequence, plan)
 
     def _offer_group(
-        self, group: Group, remote: RemoteState, sequence: Sequence, tokens: TokenArray, now_ns: int
+        self, group: Group, remote: RemoteState, sequence: Sequence, tokens: TokenArray, start: int, now_ns: int
     ) -> None:
-        """Offer the KV of ``tokens``, the first of ``sequence``."""
+        """Offer the KV of ``tokens``, the first of ``sequence``, of which those from ``start`` on are not computed."""
         request, end_block = remote.original or group.request, ceil_div(len(tokens), self._state.memory.block_tokens)
         by_layer = sequence.layered
         blocks = sequence.blocks[: end_block if by_layer is None else min(end_block, by_layer.first)]
@@ -137,7 +138,7 @@ class HandoffSender:
             deadline_in_ns=None if remote.deadline_ns is None else max(1, remote.deadline_ns - now_ns),
             return_kv=remote.return_kv,
             router=self._routers.follower_of(group.request.request_id),
-            lease_ns=_ARRIVAL_NS if remote.migrates else 0,
+            lease_ns=_ARRIVAL_NS if remote.migrates and len(tokens) - start <= 1 else 0,
             migrates=remote.migrates,
         )
         remote.offer_id = self._exchange.offer_blocks(
@@ -152,8 +153,8 @@ class HandoffSender:
         """Blocks before the row: from the cache, computed or copied by plans made so far; where the request migrates,
         also from rows of its own, which may be under way."""
         if end_block:
-            fence = self._exchange.fence_of_cached(places_of(sequence)[:end_block])
-            fence = plan.step_id if remote.migrates else fence
+            cached = places_of(sequence)[:end_block]
+            fence = plan.step_id if remote.migrates else self._exchange.fence_of_cached(cached)
             self._exchange.announce_computed(remote.offer_id or "", 0, end_block, fence=fence)
             remote.named_blocks = end_block
 
@@ -188,7 +189,7 @@ class HandoffSender:
         some lies by layer: then it may just be on its way to DRAM."""
         sequence = next(iter(group.sequences.values()))
         tokens = sequence.known_tokens()[: sequence.computed]
-        self._offer_group(group, remote, sequence, tokens, self._state.now)
+        self._offer_group(group, remote, sequence, tokens, len(tokens), self._state.now)
         end_block, fence = ceil_div(len(tokens), self._state.memory.block_tokens), 0
         if sequence.layered is not None:
             self._extend_offer(remote, sequence, end_block)
@@ -312,7 +313,7 @@ class HandoffSender:
     def _mark_staying(self, group: Group, remote: RemoteState, why: str) -> None:
         if remote.migrates:
             remote.migrates = False
-            self._stayed.append((group.request.request_id, why))
+            self.stayed.append((group.request.request_id, why))
         remote.decode_at, group.tokens_here = None, None
         self.leaving.pop(group.request.request_id, None)
         group.facts.append(("handoff_not_made", why))
@@ -344,11 +345,6 @@ class HandoffSender:
         for offer_id in [offer for offer, name in self.departed.items() if name == request_id]:
             del self.departed[offer_id]
             self._exchange.withdraw_offer(offer_id, "cancelled")
-
-    def take_stayed(self) -> list[tuple[str, str]]:
-        """Requests that were to migrate and go on here, and why; none is returned again."""
-        stayed, self._stayed = self._stayed, []
-        return stayed
 
     def on_released(self, offer_id: str, used: bool, reason: str) -> str | None:
         """The offer has ended. Returns the id of a request that has left and that no instance has taken over."""

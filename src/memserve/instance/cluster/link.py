@@ -237,8 +237,9 @@ class ClusterLink:
         for handle in self._pins.lost:
             self.commands.notify_owner(Pinned(handle, 0))
         self._pins.lost.clear()
-        for request_id, reason in self.migrations.take_stayed():
+        for request_id, reason in self.sender.stayed:
             self.commands.notify_router_of(request_id, MigrationRefused(request_id, reason))
+        self.sender.stayed.clear()
         self.writer.offer_waiting(now_ns)
         self._outbox += self.writer.take_messages()
         actions += self.segments.take_actions(self.routers.router_of)

@@ -51,8 +51,6 @@ class MigrationSender:
         self._copies: dict[str, _Copy] = {}
         #: requests that leave as soon as it is known how many of their drafts were right, and where to
         self._drafting: dict[str, tuple[Group, Peer]] = {}
-        #: requests that go on here, and why
-        self._stayed: list[tuple[str, str]] = []
 
     def start_migration(self, order: Migrate, now_ns: int) -> RejectRequest | None:
         """Let a request leave. Returns the rejection of one that has not begun."""
@@ -61,7 +59,7 @@ class MigrationSender:
             return None  # the order was repeated
         reason = self._objection(group)
         if group is None or reason:
-            self._stayed.append((order.request_id, reason))
+            self._sender.stayed.append((order.request_id, reason))
             return None
         sequence = _only_sequence(group)
         if sequence.phase is Phase.WAITING and not sequence.dram_blocks:
@@ -112,8 +110,7 @@ class MigrationSender:
         fence = fence if sequence.layered is None else self._exchange.fence
         self._exchange.announce_computed(offer_id, first_block, end_block, fence=fence)
         self._copies[offer_id] = _Copy(group, to, end_block, number)
-        if group.remote is not None:
-            group.remote.migrates = True
+        _mark(group, migrates=True)
         return True
 
     def on_released(self, offer_id: str, used: bool, reason: str) -> bool:
@@ -132,9 +129,9 @@ class MigrationSender:
 
     def _let_go(self, group: Group, to: Peer) -> None:
         sequence = _only_sequence(group)
-        if _may_have_drafts(sequence) and group.remote is not None:
+        if _may_have_drafts(sequence):
             self._drafting[group.request.request_id] = group, to
-            group.remote.migrates = True
+            _mark(group, migrates=True)
         elif sequence.draws_left > 1:
             self._sender.let_migrate(group, to)
         else:
@@ -148,33 +145,25 @@ class MigrationSender:
                 self._let_go(group, to)
 
     def _keep(self, group: Group, why: str) -> None:
-        if group.remote is not None:
-            group.remote.migrates = False
-        self._stayed.append((group.request.request_id, why))
+        _mark(group, migrates=False)
+        self._sender.stayed.append((group.request.request_id, why))
 
     # -- endings
 
     def end_copies(self, group: Group, why: str) -> None:
         """Nothing of the request need be copied any more: it has ended, or goes on here."""
-        if self._drafting.pop(group.request.request_id, None) is not None and group.remote is not None:
-            group.remote.migrates = False
+        if self._drafting.pop(group.request.request_id, None) is not None:
+            _mark(group, migrates=False)
         for offer_id in [offer_id for offer_id, copy in self._copies.items() if copy.group is group]:
             del self._copies[offer_id]
             self._exchange.withdraw_offer(offer_id, why)
-            if group.remote is not None:
-                group.remote.migrates = False
+            _mark(group, migrates=False)
 
     def clear(self) -> None:
         """The instance was expelled: no router waits for word."""
         self._copies.clear()
         self._drafting.clear()
-        self._stayed.clear()
-        self._sender.take_stayed()
-
-    def take_stayed(self) -> list[tuple[str, str]]:
-        """Requests that go on here, and why, for their routers; none is returned again."""
-        stayed, self._stayed = [*self._stayed, *self._sender.take_stayed()], []
-        return stayed
+        self._sender.stayed.clear()
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` unless copies are those of requests that run here, one each."""
@@ -184,6 +173,11 @@ class MigrationSender:
         for group in groups:
             check(self._state.groups.get(group.request.request_id) is group, "{} is copied, and not here", group)
             check(group.tokens_here is None, "{} is copied, and leaves", group)
+
+
+def _mark(group: Group, *, migrates: bool) -> None:
+    if group.remote is not None:
+        group.remote.migrates = migrates
 
 
 def _may_have_drafts(sequence: Sequence) -> bool:

@@ -244,15 +244,19 @@ class MemoryBudget:
             member_need = need.need_at(member.info.role, decodes=decodes)
             if member is attempt.decode_at:
                 member_need = self._need_on_arrival(attempt, member, member_need)
-            if self.ledger.need_of(member.number, attempt.attempt_id) is not None:
-                self.ledger.free_blocks(attempt.attempt_id, member.number)  # it had ended here, and is taken up again
-            self.ledger.allocate_blocks(attempt.attempt_id, member.number, member_need)
-            dropped += self.reservations.evict_pins(member.number)
+            dropped += self._hold_blocks(attempt, member, member_need)
         for holder in attempt.holders:
             exporter = self._registry.get(holder.peer)
             if exporter is not None and not exporter.is_store:
                 prefix = self._kept_need(req.identities or b"", holder.prefix_tokens)
                 self.reservations.export_blocks(attempt.attempt_id, exporter.number, prefix)
+        return dropped
+
+    def _hold_blocks(self, attempt: Attempt, member: Member, need: Need) -> list[str]:
+        if self.ledger.need_of(member.number, attempt.attempt_id) is not None:
+            self.ledger.free_blocks(attempt.attempt_id, member.number)  # it had ended here, and is taken up again
+        self.ledger.allocate_blocks(attempt.attempt_id, member.number, need)
+        dropped = self.reservations.evict_pins(member.number)
         self._state += bool(dropped)
         return dropped
 
@@ -260,13 +264,8 @@ class MemoryBudget:
         """``attempt`` is to migrate to ``target``, and holds there what it needs. Returns the pins that are dropped."""
         if not self.is_counting:
             return []
-        need = self._need_on_arrival(attempt, target, self.need_of(req).need_at(target.info.role, decodes=True))
-        if self.ledger.need_of(target.number, attempt.attempt_id) is not None:
-            self.ledger.free_blocks(attempt.attempt_id, target.number)  # it has been there before
-        self.ledger.allocate_blocks(attempt.attempt_id, target.number, need)
-        dropped = self.reservations.evict_pins(target.number)
-        self._state += bool(dropped)
-        return dropped
+        need = self.need_of(req).need_at(target.info.role, decodes=True)
+        return self._hold_blocks(attempt, target, self._need_on_arrival(attempt, target, need))
 
     def free_at_target(self, attempt: Attempt, target: Member) -> None:
         """It does not migrate there."""

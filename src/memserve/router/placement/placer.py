@@ -146,21 +146,16 @@ class Placer:
         if not sides:
             return None
         numbers = np.concatenate([numbers for _, numbers in sides[-1]])
-        room = loads.room_tokens(numbers, block_tokens)
+        spare = loads.room_tokens(numbers, block_tokens) - tokens
         # nor one where it would end earlier
         length = min(len(req.request.prompt) + req.request.stop.max_tokens, loads.context_limit[source.number])
-        fits = (room >= tokens + block_tokens) & (loads.context_limit[numbers] >= length) & (numbers != source.number)
-        members = [self._registry.member_by_number(number) for number in numbers[fits].tolist()]
-        if idle:
-            members = [member for member in members if self._stays_idle(member, tokens)]
-        members = [member for member in members if self._memory.has_room_at(req, member)]
-        return min(members, key=lambda member: loads.work_tokens(np.array([member.number]))[0], default=None)
-
-    def _stays_idle(self, member: Member, tokens: int) -> bool:
-        """Whether nothing waits at ``member``, and its memory is not full with so many tokens more."""
-        waits = member.load is None or member.load.requests_waiting
-        spare = int(self._loads.room_tokens(np.array([member.number]), self._block_tokens())[0]) - tokens
-        return not waits and spare >= member.info.hbm_blocks * self._block_tokens() // SPARE_SHARE
+        fits = (spare >= block_tokens) & (loads.context_limit[numbers] >= length) & (numbers != source.number)
+        for index in np.lexsort((numbers, loads.work_tokens(numbers))).tolist():
+            member = self._registry.member_by_number(int(numbers[index]))
+            is_idle = _stays_idle(member, int(spare[index]) // block_tokens)
+            if fits[index] and (is_idle or not idle) and self._memory.has_room_at(req, member):
+                return member
+        return None
 
     def _usable_sides(self, req: RequestState, prompt_tokens: int) -> list[Team]:
         """Instances that may compute the prompt, and those that may decode where others do that."""
@@ -343,3 +338,9 @@ class Placer:
         upper, lower = tiers_of(member.info.role)
         tier = lower if lower_tokens else upper
         return Holder(member.peer, tokens, tier, lower_tokens if tier is Tier.SSD else 0)
+
+
+def _stays_idle(member: Member, spare_blocks: int) -> bool:
+    """Whether nothing waits at ``member``, and its memory is not full where it has so many blocks left."""
+    waits = member.load is None or member.load.requests_waiting
+    return not waits and spare_blocks >= member.info.hbm_blocks // SPARE_SHARE

@@ -158,15 +158,18 @@ class Migrations:
             return  # it may be over with the next step
         if any(member in (migration.source, migration.target) for migration in self._migrations.values()):
             return  # what it says does not count that yet
-        runs = [self._requests.by_attempt[name] for name in member.attempts]
-        able = [(req, req.attempt) for req in runs if req.attempt and self._may_migrate(req, req.attempt, member)]
-        waits = [pair for pair in able if pair[0].phase is RequestPhase.PREFILLING]
-        late = [pair for pair in waits if now_ns - pair[1].dispatched_ns > _WAITS_NS]
-        long = [pair for pair in able if pair not in waits and _tokens_left(pair[0]) >= _LEFT_TOKENS]
+        late: list[tuple[RequestState, Attempt]] = []
+        long: list[tuple[RequestState, Attempt]] = []
+        for req in [self._requests.by_attempt[name] for name in member.attempts]:
+            attempt = req.attempt
+            if attempt is None or not self._may_migrate(req, attempt, member):
+                continue
+            if req.phase is not RequestPhase.PREFILLING and _tokens_left(req) >= _LEFT_TOKENS:
+                long.append((req, attempt))
+            elif req.phase is RequestPhase.PREFILLING and now_ns - attempt.dispatched_ns > _WAITS_NS:
+                late.append((req, attempt))
         long.sort(key=lambda pair: (-len(pair[0].request.prompt) - len(pair[0].emitted[0]), pair[1].number))
-        for req, attempt in (*late, *long):
-            if self._start(req, attempt, member, now_ns, idle=True):
-                return
+        any(self._start(req, attempt, member, now_ns, idle=True) for req, attempt in (*late, *long))
 
     # -- how a migration ends
 

@@ -112,7 +112,7 @@ class JointStoreClient(SingleStoreClient):
         self._copies, self._members = options.copies, list[_Member]()
         self._closed = threading.Event()
         self._repairs: queue.SimpleQueue[tuple[_Member, bytes, bytes] | None] = queue.SimpleQueue()
-        self._repair_bytes = 0
+        self._repair_bytes, self._repair_lock = 0, threading.Lock()
         with ExitStack() as stack:
             for place in addresses:
                 client = SingleStoreClient.without_waiting(place, options)
@@ -416,23 +416,19 @@ class JointStoreClient(SingleStoreClient):
         ask: Callable[[_Member, list[int], float], object],
         deadline_s: float,
     ) -> list[int]:
-        """Ask each store for its numbers, all at once. Those of stores that did not answer."""
+        """Ask each store for its numbers, in one call. Returns those of stores that did not answer."""
         numbers_by_member: dict[_Member, list[int]] = {}
         for member, number in pairs:
             numbers_by_member.setdefault(member, []).append(number)
         failed: list[int] = []
-
-        def ask_one(member: _Member, numbers: list[int]) -> None:
+        for member, numbers in numbers_by_member.items():
             left_s = max(0.0, deadline_s - time.monotonic())
             try:
                 ask(member, numbers, left_s / 2)  # the rest is for another store
             except StoreUnavailable as error:
                 log.debug("%s: another store is asked", error.message)
                 member.mark_away()
-                failed.extend(numbers)
-
-        for member, numbers in numbers_by_member.items():
-            ask_one(member, numbers)
+                failed += numbers
         return failed
 
     def _look_in_turns(
@@ -484,9 +480,15 @@ class JointStoreClient(SingleStoreClient):
 
     def _add_repairs(self, line: _Line, number: int, lacking: list[_Member], name: bytes, data: memoryview) -> None:
         for member in line.owners_of(number):
-            if member in lacking and self._repair_bytes + data.nbytes <= REPAIR_BYTES:
-                self._repair_bytes += data.nbytes
+            if member in lacking and self._count_repair(data.nbytes):
                 self._repairs.put((member, name, bytes(data)))
+
+    def _count_repair(self, nbytes: int) -> bool:
+        """Whether a value may wait beside the others, from whatever thread; then it counts."""
+        with self._repair_lock:
+            fits = self._repair_bytes + nbytes <= REPAIR_BYTES
+            self._repair_bytes += nbytes if fits else 0
+            return fits
 
     def _run_repairs(self) -> None:
         """Put values where they belong, until the client is closed."""
@@ -497,7 +499,8 @@ class JointStoreClient(SingleStoreClient):
                     member.client.put(name, value, overwrite=False, timeout_s=TIMEOUT_S)
             except (UserError, OSError) as error:
                 log.debug("%s lacks a value: %s", member.name, error)
-            self._repair_bytes -= len(value)
+            with self._repair_lock:
+                self._repair_bytes -= len(value)
 
 
 def _own_memory(member: _Member, value: Buffer | Staged) -> Buffer | Staged:
