@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
-from served_cluster import WAIT_S, Server, eventually, is_alive
-from served_store import ServedStore
+from served_cluster import eventually
+from served_store import ServedStore, ServerOfStores, facts
 from tiny_models import one_engine, prompt, save_folder, tiny_module
 
 BLOCK = 8
@@ -45,51 +40,17 @@ def stores(tmp_path: Path) -> Iterator[dict[str, ServedStore]]:
         yield stores
 
 
-class Serving:
-    """One ``memserve serve`` after the other, with the same stores."""
-
-    def __init__(self, model: Path, stores: dict[str, ServedStore], copies: int) -> None:
-        self._model, self._stores, self._copies = model, stores, copies
-        self.pids: set[int] = set()
-
-    def start(self) -> None:
-        addresses = ",".join(store.address for store in self._stores.values())
-        secret_file = self._stores["a"].secret_file
-        named = ("--store", addresses, "--store-copies", str(self._copies), "--cluster-secret-file", str(secret_file))
-        self.server = Server(self._model, "--colocated", "1", "--block-tokens", str(BLOCK), *named)
-        self.pids |= {self.server.process.pid, *self.server.children().values()}
-
-    def kill_everything(self) -> None:
-        for pid in self.pids:
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        self.server.process.wait(60)
-        eventually(lambda: not any(is_alive(pid) for pid in self.pids))
-
-    def ask(self, seed: int) -> dict[str, Any]:
-        body = {"model": "tiny", "prompt": tokens(seed), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{self.server.url}/completions", json=body | {"explain": True}, timeout=WAIT_S)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def blocks_by_store(self) -> dict[str, float]:
-        """As the router knows, by the name of the store."""
-        page = httpx.get(self.server.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
-        rows = re.findall(r'^memserve_store_tree_blocks\{.*?"([^"]+)".*\} (.+)$', page, re.M)
-        return {name: float(count) for name, count in rows}
-
-
 def tokens(seed: int) -> list[int]:
     return [int(token) for token in prompt(LENGTH, seed)]
 
 
-def facts(answer: dict[str, Any]) -> dict[str, Any]:
-    return {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
-
-
 @pytest.fixture
-def serving(model: Path, stores: dict[str, ServedStore]) -> Iterator[Serving]:
-    serving = Serving(model, stores, copies=2)
+def serving(model: Path, stores: dict[str, ServedStore]) -> Iterator[ServerOfStores]:
+    """With two copies of each block."""
+    addresses = ",".join(store.address for store in stores.values())
+    secret = ("--cluster-secret-file", str(stores["a"].secret_file))
+    flags = ("--block-tokens", str(BLOCK), "--store", addresses, "--store-copies", "2")
+    serving = ServerOfStores(model, *flags, *secret)
     yield serving
     serving.kill_everything()
 
@@ -99,22 +60,22 @@ def test_killed_store_costs_no_hit_and_is_caught_up(serving, stores, truth, tmp_
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "first"))
     serving.start()
     for seed in SEEDS:
-        assert serving.ask(seed)["choices"][0]["text"] == truth(tokens(seed), 8)
-    eventually(lambda: sum(serving.blocks_by_store().values()) >= 2 * BLOCKS)
+        assert serving.ask(tokens(seed))["choices"][0]["text"] == truth(tokens(seed), 8)
+    eventually(lambda: serving.stored_blocks() >= 2 * BLOCKS)
     counts = serving.blocks_by_store()
     assert len(counts) == 3 and min(counts.values()) > BLOCKS / 3
     serving.kill_everything()
 
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "second"))  # the instance knows nothing of its own speed
     serving.start()
-    eventually(lambda: sum(serving.blocks_by_store().values()) >= 2 * BLOCKS)
+    eventually(lambda: serving.stored_blocks() >= 2 * BLOCKS)
     lost = stores["b"]
     lost.kill()
     for path in Path("/dev/shm").glob(f"memserve-store-{lost.name[:24]}*"):
         path.unlink()
     eventually(lambda: len(serving.blocks_by_store()) == 2)
     for seed in SEEDS:
-        answer = serving.ask(seed)
+        answer = serving.ask(tokens(seed))
         assert answer["choices"][0]["text"] == truth(tokens(seed), 8)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= LENGTH // BLOCK * BLOCK, facts(answer)
         assert facts(answer)["fetched_tier"] == "store"
@@ -122,4 +83,4 @@ def test_killed_store_costs_no_hit_and_is_caught_up(serving, stores, truth, tmp_
 
     lost.restart()
     eventually(lambda: serving.blocks_by_store().get(lost.name, 0) >= counts[lost.name])
-    eventually(lambda: sum(serving.blocks_by_store().values()) <= 2.3 * BLOCKS)
+    eventually(lambda: serving.stored_blocks() <= 2.3 * BLOCKS)

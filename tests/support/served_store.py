@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import zmq
 
 from memserve import StoreClient
@@ -23,6 +24,7 @@ from memserve.transport.curve import CurveKeys
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.request_server import ListenAddress
 from ports import free_port
+from served_cluster import Server, eventually, is_alive
 
 SECRET = "a secret of the tests, long enough"
 WAIT_S = 60.0
@@ -147,3 +149,46 @@ class Impostor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class ServerOfStores:
+    """One ``memserve serve`` after the other, with stores that run on."""
+
+    def __init__(self, model: Path, *flags: str) -> None:
+        self._model, self._flags = model, flags
+        self.pids: set[int] = set()
+
+    def start(self, *flags: str) -> None:
+        self.server = Server(self._model, "--colocated", "1", *self._flags, *flags)
+        self.pids |= {self.server.process.pid, *self.server.children().values()}
+        assert set(self.server.children()) == {"c1"}, "no store is started"
+
+    def kill_everything(self) -> None:
+        """The server with its instances, with -9."""
+        for pid in self.pids:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.server.process.wait(60)
+        eventually(lambda: not any(is_alive(pid) for pid in self.pids))
+
+    def ask(self, tokens: list[int], count: int = 8) -> dict[str, Any]:
+        """A completion, with its story."""
+        body = {"model": "tiny", "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{self.server.url}/completions", json=body | {"explain": True}, timeout=WAIT_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def blocks_by_store(self) -> dict[str, float]:
+        """As the router knows, by the name of the store."""
+        page = httpx.get(self.server.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+        rows = re.findall(r'^memserve_store_tree_blocks\{.*?"([^"]+)".*\} (.+)$', page, re.M)
+        return {name: float(count) for name, count in rows}
+
+    def stored_blocks(self) -> float:
+        """Of all stores."""
+        return sum(self.blocks_by_store().values())
+
+
+def facts(answer: dict[str, Any]) -> dict[str, Any]:
+    """Of the story of an answer."""
+    return {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
@@ -166,12 +164,6 @@ def test_a_cluster_loses_no_token_when_a_worker_is_killed(folders: dict[str, Pat
         assert server.process.wait(60) == 0
 
 
-def gauge(server: Server, name: str) -> float:
-    """``memserve_<name>``, summed."""
-    page = httpx.get(server.url.removesuffix("/v1") + "/metrics", timeout=60).text
-    return sum(float(value) for value in re.findall(rf"^memserve_{name}(?:{{.*}})? (.+)$", page, re.M))
-
-
 def test_a_store_lends_what_one_worker_kept_to_two(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +178,7 @@ def test_a_store_lends_what_one_worker_kept_to_two(
         flags = ("--tensor-parallel", str(tensor), "--metadata", str(tmp_path / "state"))
         with served(folders["qwen3_5"], *store, *flags) as server:
             if cached_tokens:
-                eventually(lambda: gauge(server, "store_tree_blocks") >= 3)
+                eventually(lambda: server.gauge("store_tree_blocks") >= 3)
             assert server.complete(tokens, 8) == expected
-            eventually(lambda: gauge(server, "store_disk_values") >= 4)
+            eventually(lambda: server.gauge("store_disk_values") >= 4)
             eventually(lambda least=cached_tokens: server.counter("cached_tokens") >= least)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import subprocess
@@ -10,9 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from memserve.protocol.messages import Join
@@ -21,8 +18,8 @@ from memserve.protocol.store import STORE, JoinRequest
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.request_server import ListenAddress
 from ports import free_port
-from served_cluster import WAIT_S, Server, eventually, is_alive
-from served_store import SECRET, ServedStore
+from served_cluster import WAIT_S, eventually, is_alive
+from served_store import SECRET, ServedStore, ServerOfStores, facts
 from tiny_models import one_engine, prompt, save_folder, tiny_module
 
 BLOCK = 8
@@ -48,55 +45,16 @@ def store(tmp_path: Path) -> Iterator[ServedStore]:
         yield store
 
 
-class Serving:
-    """One ``memserve serve`` after the other."""
-
-    def __init__(self, model: Path, store: ServedStore) -> None:
-        self._model, self._store = model, store
-        self.pids: set[int] = set()
-
-    def start(self, metadata: str) -> None:
-        named = ("--store", self._store.address, "--cluster-secret-file", str(self._store.secret_file))
-        shape = ("--colocated", "1", "--block-tokens", str(BLOCK), "--metadata", metadata)
-        self.server = Server(self._model, *shape, *named)
-        self.pids |= {self.server.process.pid, *self.server.children().values()}
-        assert set(self.server.children()) == {"c1"}, "no store is started"
-        assert f"store: that at {self._store.address}" in self.server.lines[2]
-
-    def kill_everything(self) -> None:
-        """The server with its instances, with -9."""
-        for pid in self.pids:
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        self.server.process.wait(60)
-        eventually(lambda: not any(is_alive(pid) for pid in self.pids))
-
-    def ask(self, tokens: list[int], count: int) -> dict[str, Any]:
-        body = {"model": "tiny", "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{self.server.url}/completions", json=body | {"explain": True}, timeout=WAIT_S)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def stored_blocks(self) -> float:
-        """Blocks that the store has, as the router knows."""
-        page = httpx.get(self.server.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
-        rows = [line for line in page.splitlines() if line.startswith("memserve_store_tree_blocks{")]
-        return sum(float(row.rpartition(" ")[2]) for row in rows)
-
-
 @pytest.fixture
-def serving(model: Path, store: ServedStore) -> Iterator[Serving]:
-    serving = Serving(model, store)
+def serving(model: Path, store: ServedStore) -> Iterator[ServerOfStores]:
+    named = ("--store", store.address, "--cluster-secret-file", str(store.secret_file))
+    serving = ServerOfStores(model, "--block-tokens", str(BLOCK), *named)
     yield serving
     serving.kill_everything()
 
 
 def tokens(length: int, seed: int) -> list[int]:
     return [int(token) for token in prompt(length, seed)]
-
-
-def facts(answer: dict[str, Any]) -> dict[str, Any]:
-    return {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
 
 
 @pytest.mark.parametrize("metadata", ["none", "state"])
@@ -109,7 +67,8 @@ def test_running_store_outlives_every_server(serving, store, truth, tmp_path, mo
     blocks = len(questions) * (205 // BLOCK)
     with store.client() as client:
         assert client.put(b"mine", VALUE)
-        serving.start(metadata)
+        serving.start("--metadata", metadata)
+        assert f"store: that at {store.address}" in serving.server.lines[2]
         for question in questions:
             assert serving.ask(question, 8)["choices"][0]["text"] == truth(question, 8)
         eventually(lambda: serving.stored_blocks() >= blocks)
@@ -118,7 +77,7 @@ def test_running_store_outlives_every_server(serving, store, truth, tmp_path, mo
 
         # had it learnt how quick this tiny model is, it would rather compute
         monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "second"))
-        serving.start(metadata)
+        serving.start("--metadata", metadata)
         eventually(lambda: serving.stored_blocks() >= blocks)
         answers = [serving.ask(question, 8) for question in questions]
         assert [answer["choices"][0]["text"] for answer in answers] == [truth(question, 8) for question in questions]
@@ -133,7 +92,7 @@ def test_running_store_outlives_every_server(serving, store, truth, tmp_path, mo
 
 
 def test_restarted_store_is_called_again(serving, store, truth) -> None:
-    serving.start("none")
+    serving.start("--metadata", "none")
     question = tokens(90, 2)
     assert serving.ask(question, 8)["choices"][0]["text"] == truth(question, 8)
     eventually(lambda: serving.stored_blocks() >= len(question) // BLOCK)
@@ -173,7 +132,7 @@ def test_wrong_secret_and_unreachable_store_have_own_errors(model, store, tmp_pa
 
 
 def test_a_store_of_another_server_does_not_join(serving, store, model) -> None:
-    serving.start("none")
+    serving.start("--metadata", "none")
     flags = ("--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1", "--block-tokens", str(BLOCK))
     named = ("--store", store.address, "--cluster-secret-file", str(store.secret_file))
     said = serve_error(model, *flags, *named)
@@ -185,7 +144,7 @@ def test_a_store_of_another_server_does_not_join(serving, store, model) -> None:
 
 
 def test_store_is_free_after_its_server_shuts_down(serving, store) -> None:
-    serving.start("none")
+    serving.start("--metadata", "none")
     serving.server.process.send_signal(signal.SIGTERM)
     assert serving.server.process.wait(60) == 0
     ended_s, heard = time.monotonic(), queue.SimpleQueue()

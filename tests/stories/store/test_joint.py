@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from memserve.kv.transfer.spread import PATIENCE_SHARE, SpreadPrefix
 from memserve.protocol.member_events import DrainRequested
 from memserve.protocol.messages import Fetch, Offer, Release
 from memserve.protocol.peers import Peer
+from memserve.protocol.store import BlocksHeld
 from memserve.store.machine.events import MoveConfig, StoreConfig
 from memserve.store.machine.values import split_keys
 from store_world import BLOCK_BYTES, StoreNode, StoreWorld, finished_world
@@ -472,7 +474,14 @@ def test_second_copy_of_all_is_no_copy_more(world) -> None:
 
 
 def test_late_refusals_change_nothing(world) -> None:
-    """An answer to no query, and the end of no offer."""
+    """The end of no offer, and an answer to no query."""
+    put(world, world.instance("p"))
+    before = held(world)
     join(world, "t")
+    settle(world, 5)
+    moved, counters = held(world), [replace(store.machine.counters) for store in world.stores]
+    assert moved != before
     world.store.hear(world.further["t"].peer, Release("s/1/99", False, "no"))
+    world.store.hear(world.further["t"].peer, BlocksHeld(99, bytes([1])))
     settle(world, 1)
+    assert held(world) == moved and [store.machine.counters for store in world.stores] == counters
