@@ -16,6 +16,7 @@ import pytest
 from memserve import LLM
 from served_cluster import GREEDY, WAIT_S, Server, eventually
 from tiny_models import prompt, save_folder, tiny_module
+from waiting import stop_process
 
 PROMPT_TOKENS, ANSWER_TOKENS = 230, 20
 KV = str(3 * 12_288)
@@ -107,7 +108,7 @@ def test_segment_holder_killed_during_prefill(server: Server, expected: dict[Any
     """It stands still before its part arrives, and dies before it has computed any of that."""
     eventually(lambda: len(server.members()) == 4)
     holder, before = server.children()[places(server)[at]], split(server)
-    os.kill(holder, signal.SIGSTOP)
+    stop_process(holder)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, server, "drawn", 2 + at)
         eventually(lambda: split(server) == before + 1)
@@ -122,8 +123,7 @@ def test_segment_holder_killed_during_decode(server: Server, expected: dict[Any,
     stream = server.client.completions.create(prompt=tokens(4), max_tokens=ANSWER_TOKENS, stream=True, **GREEDY)
     chunks = iter(stream)
     text = next(chunks).choices[0].text
-    os.kill(holder, signal.SIGSTOP)
-    eventually(lambda: Path(f"/proc/{holder}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    stop_process(holder)
     os.kill(holder, signal.SIGKILL)
     read = [chunk.choices[0].text for chunk in chunks if chunk.choices]
     assert text + "".join(read) == expected["greedy", 4]

@@ -20,6 +20,7 @@ from memserve.protocol.messages import Join
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.transport.data_port import open_data_port
 from memserve.transport.request_server import ListenAddress
+from waiting import stop_process
 
 GEOMETRY = KVGeometry(num_layers=4, num_kv_heads=4, head_dim_k=8, head_dim_v=8, dtype="float32", block_tokens=8)
 BLOCKS = 64
@@ -75,8 +76,11 @@ class Owner:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self._process.pid, number)
+    def stop(self) -> None:
+        stop_process(self._process.pid)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         self._process.kill()

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from ports import free_port
+from waiting import stop_process
 
 ETCD = shutil.which("etcd") or shutil.which("etcd", path=str(Path(sys.executable).parent))
 OPENSSL = shutil.which("openssl")
@@ -80,7 +81,7 @@ class EtcdCluster:
 
     def stop(self, number: int) -> None:
         """It hangs: connections to it are accepted, and nothing is answered."""
-        self._processes[number].send_signal(signal.SIGSTOP)
+        stop_process(self._processes[number].pid)
 
     def go_on(self, number: int) -> None:
         self._processes[number].send_signal(signal.SIGCONT)

@@ -19,6 +19,7 @@ from memserve.base.types import KVGeometry, Tier
 from memserve.host.pool_peer import Delivery, PoolPeer, TransferFlag
 from memserve.kv.mempool import Address
 from memserve.transport.links.nixl_agent import nixl_is_installed
+from waiting import stop_process
 
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, head_dim_k=64, head_dim_v=64, dtype="float32", block_tokens=4)
 BYTES = GEOMETRY.block_bytes
@@ -472,7 +473,7 @@ def test_memory_of_a_dead_peer_is_freed() -> None:
         assert len(other.call("alloc_mem", 3, id="a")) == 3
         assert len(other.call("alloc_mem", 2, Tier.DRAM, id="a")) == 2
         held = fill(peer, 2)
-        os.kill(other.process.pid or 0, signal.SIGSTOP)
+        stop_process(other.process.pid or 0)
         waiting = peer.transfer_later("b", held)
         peer.free_mem(held)
         assert used(peer) == (5, 2)
@@ -491,7 +492,7 @@ def test_suspended_peer_rejoins() -> None:
         until(lambda: other.call("peers") == ["a"])
         there = peer.alloc_mem(2, id="b")
         assert there is not None
-        os.kill(other.process.pid or 0, signal.SIGSTOP)
+        stop_process(other.process.pid or 0)
         until(lambda: peer.peers() == [])
         peer.free_mem(there)  # gone with the peer
         os.kill(other.process.pid or 0, signal.SIGCONT)

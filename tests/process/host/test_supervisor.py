@@ -18,7 +18,7 @@ from memserve.host import supervisor as supervisor_module
 from memserve.host.supervisor import ChildOrder, ChildStart, ChildStats, Supervisor
 from memserve.journal.survivors import ChildrenFile
 from places import SUPPORT
-from waiting import eventually
+from waiting import eventually, stop_process
 
 CHILD = """
 import json, os, pathlib, signal, sys, time
@@ -184,7 +184,7 @@ def test_stopped_child_does_not_outlive_killed_parent(tmp_path: Path) -> None:
     try:
         eventually(Path(f"{log}.armed").exists)
         pid = json.loads(log.read_text())[0]
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         assert is_alive(pid)
     finally:
         parent.kill()

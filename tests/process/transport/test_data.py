@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import socket
 import stat
 import subprocess
@@ -445,14 +444,14 @@ def test_stopped_or_killed_owner_fails_pull_within_deadline(way: str) -> None:
         taker.clear()
         everything = tuple(range(BLOCKS))
         job, again = taker.pull(owner, everything, everything), taker.pull(owner, everything, everything)
-        owner.signal(signal.SIGSTOP)
+        owner.stop()
         begin = time.monotonic()
         answer = taker.do(job)
         if stands_still:  # else the kernel copies out of a stopped process just as well
             assert "sent nothing" in answer.error
             assert not view(taker.arenas[Tier.HBM]).any()
         assert time.monotonic() - begin < 3
-        owner.signal(signal.SIGCONT)
+        owner.resume()
         assert owner.seal(Tier.HBM, (0,), 0, 4)  # it runs again
         if answer.error:
             if way == "nixl":
@@ -504,12 +503,12 @@ def test_owner_outlives_a_reader_over_tcp(monkeypatch: pytest.MonkeyPatch) -> No
         if error := taker.do(taker.pull(owner, (1, 2), (1, 2))).error:
             raise RuntimeError(error)
         job = taker.pull(owner, (1, 2), (3, 4))
-        owner.signal(signal.SIGSTOP)
+        owner.stop()
         taker.port.start(job)
         time.sleep(0.3)  # posted, and on its way
         if not sum(map(cut, descriptors() - others)):
             raise RuntimeError("there is no connection")
-        owner.signal(signal.SIGCONT)
+        owner.resume()
         time.sleep(2)
         assert owner.is_running
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.outbound import SEND_QUEUE_MAX, configure
 from memserve.transport.probe import ProbeResult, no_router_error, probe_address, waiting_lines
 from memserve.transport.request_server import ListenAddress
-from waiting import eventually
+from waiting import eventually, stop_process
 
 SECRET = "the secret of this test's cluster"
 A, B = Peer("a", 1), Peer("b", 1)
@@ -359,7 +358,7 @@ def test_another_process_stopped_killed_and_started_again(open_box: Callable[...
         a.box.connect(B, address)
         a.box.send(B, Cancel("hello"))
         assert a.wait(1) == [Cancel("hello")]
-        os.kill(child.pid, signal.SIGSTOP)
+        stop_process(child.pid)
         begin = time.monotonic()
         long = Cancel("x" * 4096)
         for _ in range(3 * SEND_QUEUE_MAX):

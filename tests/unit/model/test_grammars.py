@@ -24,6 +24,7 @@ from memserve.model.grammar.matcher import STOPPED
 from memserve.model.grammar.processes import TOGETHER
 from memserve.model.sampling import sample
 from memserve.model.slots import SlotModel, SlotTable
+from waiting import stop_process
 
 pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
 
@@ -140,7 +141,7 @@ def test_step_does_not_wait_for_a_late_mask(grammars: Grammars) -> None:
     assert mask(grammars, 0).any()
     pids = _children(grammars)
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
     there = threading.Event()
     try:
         grammars.take_token(0, encode("h")[0])
@@ -237,7 +238,7 @@ def test_late_sample_gives_the_timely_token(grammars: Grammars) -> None:
     first = sample(logits[:1].clone(), slots, slots, table)
     assert not first.late
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
     try:
         table.append_tokens(slots, first.tokens)
         for row in (1, 2):
