@@ -22,7 +22,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 30.0) -> None
 
 
 def stop_process(pid: int) -> None:
-    """SIGSTOP, and wait until every thread of it stands still: on a busy machine one may run on for 80 ms, and answer."""
+    """SIGSTOP, and wait until all its threads stand still: on a busy machine they may run on for 80 ms, and answer."""
     os.kill(pid, signal.SIGSTOP)
 
     def stands_still() -> bool:
