@@ -822,6 +822,9 @@ class MemoryTier:
     def __len__(self) -> int: ...
     def prefix(self, keys: bytes) -> int:
         """How many of the keys, from the first on, are in memory."""
+    def touch(self, keys: bytes, hit: bool) -> None:
+        """Values that lead to one another, the first one to all, were used just now: the last one leaves memory first.
+        ``hit``: not for the first time. No hit is counted."""
     def keys(self) -> bytes: ...
     def remove(self, key: bytes) -> bool:
         """The value is found no longer; False: it was not here. Its bytes stay for those that refer to it."""

@@ -19,7 +19,7 @@ from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.messages import Fetch, JoinAccepted, Offer, PeerGone, PeerJoined, Release
 from memserve.protocol.peers import Peer, PeerInfo
-from memserve.protocol.store import ForgetKv
+from memserve.protocol.store import ForgetKv, KvUsed
 from memserve_lab.sim.reference.device import OracleDevice
 
 
@@ -80,6 +80,7 @@ class StoreMember(Member):
         self.corrupt_pulls, self.mute, self.host_id = 0, False, host_id
         self.kept = set()
         self.forgotten = []
+        self.used = []
 
     @property
     def info(self):
@@ -121,6 +122,9 @@ class StoreMember(Member):
                     self.forgotten.append(identity)
                     if identity in self.pool.table:
                         self.pool.release([self.pool.table.pop(identity)])
+                return []
+            case KvUsed():
+                self.used.append(split(message.identities))
                 return []
             case Offer(insert=True):
                 names = self.pool.names_of(message)

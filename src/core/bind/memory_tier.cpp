@@ -116,6 +116,8 @@ void bind_lookups(nb::class_<MemoryTier>& tier) {
       .def("__contains__", [](const MemoryTier& self, nb::bytes key) { return self.has(key_of(key)); })
       .def("__len__", &MemoryTier::entries_used)
       .def("prefix", &prefix, nb::arg("keys"))
+      .def("touch", [](MemoryTier& self, nb::bytes keys, bool hit) { self.touch(keys_of(keys), hit); },
+           nb::arg("keys"), nb::arg("hit"))
       .def("keys", &all_keys)
       .def("remove", [](MemoryTier& self, nb::bytes key) { return self.remove(key_of(key)); }, nb::arg("key"))
       .def("purge", &MemoryTier::purge)

@@ -67,7 +67,7 @@ void MemoryTier::retain_all(std::span<const uint64_t> offsets) {
   for (const uint64_t offset : offsets) held(offset, "retain");
   for (const uint64_t offset : offsets) {
     const uint32_t id = find_offset(offset);
-    if (records_[id].queued) dequeue(id);
+    set_idle(id, false);
     ++records_[id].refs;
   }
 }
@@ -88,7 +88,7 @@ void MemoryTier::release_all(std::span<const uint64_t> offsets) {
   for (const uint64_t offset : offsets) {
     const uint32_t id = find_offset(offset);
     Record& record = records_[id];
-    if (record.refs == 1 && record.published && !record.queued) enqueue(id);
+    if (record.refs == 1 && record.published) set_idle(id, true);
     if (record.refs == 0 && !record.victim) {  // the same offset may come again
       record.victim = true;
       free.push_back(id);
@@ -119,6 +119,7 @@ bool MemoryTier::publish(Hash128 key, uint64_t offset, uint32_t length, uint32_t
   record.published = record.had_key = record.verified = true;
   record.hit = record.on_disk = false;
   ++record.refs;
+  enqueue(id);
   if (files_) {
     std::memcpy(files_->arena().data() + offset + length, name.data(), name.size());
   } else if (!name.empty()) {
@@ -135,9 +136,12 @@ std::optional<Place> MemoryTier::find(Hash128 key, bool counts) {
   if (counts) ++(id == kNone ? counters_.misses : counters_.hits);
   if (id == kNone) return std::nullopt;
   Record& record = records_[id];
-  if (record.queued) dequeue(id);
+  set_idle(id, false);
   ++record.refs;
-  record.hit = record.hit || counts;
+  if (counts) {
+    record.hit = true;
+    requeue(id);
+  }
   return Place{record.extent.offset, record.length, record.scope, record.seal, record.verified, name_of(record)};
 }
 
@@ -156,6 +160,15 @@ size_t MemoryTier::prefix(const Hash128* keys, size_t count) const {
     if (!has(keys[i])) return i;
   }
   return count;
+}
+
+void MemoryTier::touch(std::span<const Hash128> keys, bool hit) {
+  for (size_t i = keys.size(); i-- > 0;) {
+    const uint32_t id = find_key(keys[i]);
+    if (id == kNone) continue;
+    records_[id].hit = records_[id].hit || hit;
+    requeue(id);
+  }
 }
 
 bool MemoryTier::remove(Hash128 key) {
@@ -239,7 +252,8 @@ void MemoryTier::forget(uint32_t id) {
 
 void MemoryTier::unpublish(uint32_t id) {
   Record& record = records_[id];
-  if (record.queued) dequeue(id);
+  set_idle(id, false);
+  dequeue(id);
   by_key_.erase(hash_of(record.key), id);
   hide(id);
   record.published = false;
@@ -270,25 +284,28 @@ void MemoryTier::free_all(const std::vector<uint32_t>& ids) {
 
 void MemoryTier::enqueue(uint32_t id) {
   Record& record = records_[id];
-  record.queued = true;
   record.stamp = ++stamp_;
   record.before = last_;
   record.behind = kNone;
   (last_ == kNone ? first_ : records_[last_].behind) = id;
   last_ = id;
   ++queued_;
-  evictable_bytes_ += extents_.bytes_of(record.extent);
-  evictable_blocks_ += is_block(record.extent);
 }
 
 void MemoryTier::dequeue(uint32_t id) {
   Record& record = records_[id];
-  record.queued = false;
   (record.before == kNone ? first_ : records_[record.before].behind) = record.behind;
   (record.behind == kNone ? last_ : records_[record.behind].before) = record.before;
   --queued_;
-  evictable_bytes_ -= extents_.bytes_of(record.extent);
-  evictable_blocks_ -= is_block(record.extent);
+}
+
+void MemoryTier::set_idle(uint32_t id, bool idle) {
+  Record& record = records_[id];
+  if (record.idle == idle) return;
+  record.idle = idle;
+  const uint64_t bytes = extents_.bytes_of(record.extent);
+  evictable_bytes_ += idle ? bytes : -bytes;
+  evictable_blocks_ += idle ? is_block(record.extent) : -size_t{is_block(record.extent)};
 }
 
 std::string MemoryTier::name_of(const Record& record) const {

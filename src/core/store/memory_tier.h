@@ -2,10 +2,11 @@
 // Bookkeeping: no byte of a value is touched, but for names, which lie behind their values.
 //
 //   allocate -> extent, 1 reference --publish--> found by its key: the table has a reference of its own
-//   find: 1 reference more --release--> ... only the table's is left: evictable, at the end of the queue
+//   find: 1 reference more --release--> ... only the table's is left: it may be evicted
 //
-// Eviction is second chance: the oldest that was not hit since it came, or came back, goes. What a client of this host
-// pins stays; a value that is removed while a client pins it waits in limbo until the pin is gone.
+// All published values stand in a queue, the one that was used last at its end: a hit goes there, a look that counts for
+// nothing leaves the order as it is. Eviction is second chance: the oldest that was not hit since it came, or came
+// back, goes, unless it has references. What a client of this host pins stays; a value that is removed while a client pins it waits in limbo until the pin is gone.
 //
 // All accounting is private memory. The shared table (shared_table.h) is written, and read at an adoption alone.
 #pragma once
@@ -65,6 +66,9 @@ class MemoryTier {
   void verify(Hash128 key);
   bool has(Hash128 key) const { return find_key(key) != kNone; }
   size_t prefix(const Hash128* keys, size_t count) const;
+  // Values that lead to one another, the first one to all: used just now, the last one longest ago. `hit`: not for the
+  // first time. No hit is counted.
+  void touch(std::span<const Hash128> keys, bool hit);
   bool remove(Hash128 key);
   void purge();
   void mark_on_disk(Hash128 key, bool here);
@@ -118,7 +122,7 @@ class MemoryTier {
     bool verified : 1 = false;
     bool on_disk : 1 = false;
     bool hit : 1 = false;
-    bool queued : 1 = false;
+    bool idle : 1 = false;  // published, and only the table refers to it
     bool seen : 1 = false;  // clients may have found it, so they may still read it
     bool limbo : 1 = false;
     bool victim : 1 = false;
@@ -153,6 +157,7 @@ class MemoryTier {
     dequeue(id);
     enqueue(id);
   }
+  void set_idle(uint32_t id, bool idle);
   bool is_block(const Extent& extent) const {
     return extent.units == extents_.units_per_block() && extent.offset % block_bytes_ == 0;
   }

@@ -57,7 +57,7 @@ void MemoryTier::plan_pass(const Need& need, bool picky, size_t& missing, std::v
   for (uint32_t id = first_, next; id != kNone && steps > 0 && missing > 0; id = next, --steps) {
     Record& record = records_[id];
     next = record.behind;
-    if (record.victim || pinned(record)) continue;
+    if (record.victim || !record.idle || pinned(record)) continue;
     if (record.hit) {
       requeue(id);
       record.hit = false;
@@ -144,7 +144,7 @@ MemoryTier::Stretch MemoryTier::loose_at(size_t unit, std::vector<uint32_t>* vic
   const auto goes = [&](uint64_t offset) {
     const uint32_t id = find_offset(offset);
     const Record& record = records_[id];
-    if (!record.queued || pinned(record)) return false;
+    if (!record.idle || pinned(record)) return false;
     if (victims && !record.victim) victims->push_back(id);
     units = std::max<size_t>(record.extent.units, 1);
     return true;
@@ -187,9 +187,10 @@ void MemoryTier::evict_one() {
   read_clients();
   for (size_t steps = 2 * queued_; steps > 0; --steps) {
     const uint32_t id = first_;
-    if (!pinned(records_[id]) && !records_[id].hit) return evict({{id}});
+    const bool stays = pinned(records_[id]) || !records_[id].idle;
+    if (!stays && !records_[id].hit) return evict({{id}});
     requeue(id);
-    records_[id].hit = records_[id].hit && pinned(records_[id]);
+    records_[id].hit = records_[id].hit && stays;
   }
 }
 
@@ -244,7 +245,7 @@ void MemoryTier::check_invariants() const {
     check(find_offset(record.extent.offset) == id, "an extent is not found by its offset");
     check(!record.victim, "a victim was forgotten");
     check(record.limbo == (record.refs == 0), "an extent without a reference is not free");
-    check(record.queued == (record.published && record.refs == 1), "the queue holds other values than may be evicted");
+    check(record.idle == (record.published && record.refs == 1), "values may be evicted that are in use, or the reverse");
     if (record.extent.units) taken += record.extent.units;
     else taken += slabs[record.extent.offset / extents_.unit_bytes()]++ == 0;
     if (record.published) {
@@ -257,13 +258,14 @@ void MemoryTier::check_invariants() const {
     if (record.place != Places::kNone) check(places_.used(record.place) && !places_.disk_alone(record.place), "a place is lent twice");
   }
   for (uint32_t id = first_, before = kNone; id != kNone; before = id, id = records_[id].behind) {
-    check(records_[id].queued && records_[id].before == before, "the queue is torn");
+    check(records_[id].published && records_[id].before == before, "the queue is torn");
     ++queued;
+    if (!records_[id].idle) continue;
     bytes += extents_.bytes_of(records_[id].extent);
     blocks += is_block(records_[id].extent);
   }
   check(used == by_offset_.size() && published == by_key_.size(), "records are counted wrongly");
-  check(queued == queued_ && bytes == evictable_bytes_ && blocks == evictable_blocks_, "the queue is counted wrongly");
+  check(queued == queued_ && queued == published && bytes == evictable_bytes_ && blocks == evictable_blocks_, "the queue is counted wrongly");
   check(in_limbo == limbo_.size(), "limbo is counted wrongly");
   check(taken + extents_.units_free() == extents_.units(), "units are taken that no extent has");
 }

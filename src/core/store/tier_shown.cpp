@@ -108,6 +108,7 @@ bool MemoryTier::adopt_one(uint32_t place) {
   by_key_.insert(hash_of(record.key), id);
   files_->table().write(place, shown_of(record));
   enqueue(id);
+  set_idle(id, true);
   ++counters_.adopted;
   return true;
 }

@@ -254,6 +254,13 @@ class ForgetKv(Message, frozen=True, tag=True):
     """16 bytes a block."""
 
 
+class KvUsed(Message, frozen=True, tag=True):
+    """Sequences of an instance have gone on from what it has of these blocks, the first one before all others: they are
+    worth as much as if it had asked for them."""
+
+    identities: Keys
+
+
 class QueryBlocks(Message, frozen=True, tag=True):
     """A store to another one, which is to keep these KV blocks: which of them do you lack? Answer: ``BlocksHeld``."""
 
@@ -278,7 +285,7 @@ class JoinRequest(Message, frozen=True, tag=True):
 StoreMessage: TypeAlias = (
     StoreHello | StoreWelcome | StorePut | StoreGet | StoreDone | StoreLook | StorePlaces | StoreDelete | StorePurge
     | StoreStat | StoreVerify | StoreStatus | StoreList | StoreListing | ForgetKv
-    | QueryBlocks | BlocksHeld
+    | KvUsed | QueryBlocks | BlocksHeld
 )  # fmt: skip
-"""Every message between a client and a store, but for ``Refused``, ``Expelled`` and ``Leave``; ``ForgetKv``; and what
-stores say to each other."""
+"""Every message between a client and a store, but for ``Refused``, ``Expelled`` and ``Leave``; ``ForgetKv`` and
+``KvUsed``; and what stores say to each other."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fleet_store import StoreMember, with_store
+from fleet_store import StoreMember, split, with_store
 from fleet_world import BLOCK, GEOMETRY, TransferMode, computed, fleet_config, pair, stats, story_of, tokens_of
 from instance_world import PROMPT, request
 from memserve.base.config import ExchangeConfig
@@ -129,6 +129,25 @@ def test_offered_blocks_are_not_offered_again():
     fleet.welcome_all()
     fleet.run()
     assert run("d") == 12 and fleet.members["s"].has(tokens_of(16)) == 4
+    fleet.finish()
+
+
+def test_the_store_hears_which_blocks_are_used():
+    """Of each once in ten seconds, and not of those that were computed just now."""
+    fleet = with_store(p=fleet_config(**ROOMY))
+    store = fleet.members["s"]
+
+    def run(name, tokens):
+        fleet.submit(request(name, tokens, max_tokens=1), "p")
+        fleet.run()
+        told, store.used = store.used, []
+        return told
+
+    identities = split(fleet.members["p"].machine.pool.identities("", tokens_of(24)))
+    assert run("a", PROMPT[:8]) == [] and run("b", PROMPT[:16]) == [identities[:2]]
+    assert run("c", PROMPT[:24]) == [identities[2:4]]
+    fleet.pass_time(11 * NS_PER_S)
+    assert run("d", PROMPT[:17]) == [identities[:4]]
     fleet.finish()
 
 

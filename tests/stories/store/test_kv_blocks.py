@@ -22,7 +22,7 @@ from memserve.protocol.messages import (
     Withdraw,
 )
 from memserve.protocol.peers import Peer, PeerInfo
-from memserve.protocol.store import ForgetKv
+from memserve.protocol.store import ForgetKv, KvUsed
 from memserve.router.follower import NO_KV
 from memserve.store.disks.events import DisksConfig
 from store_world import BLOCK_BYTES, ROUTER_PEER, Client, StoreWorld, push
@@ -396,6 +396,40 @@ def test_untrusted_blocks_of_an_instance_are_forgotten(world) -> None:
     world.post(p.peer, world.store.peer, ForgetKv(b"".join(world.store.identities("t", PROMPT)[1:])))
     world.run()
     assert fetch(world, d) == 1
+
+
+def test_the_end_of_a_prompt_leaves_a_full_store_first(world) -> None:
+    """A prefix without its first block is of no use, however lately what is behind it came."""
+    world.open_store(blocks=8)
+    p = world.instance("p")
+    for tokens in (PROMPT[: 2 * BLOCK], [7] * 2 * BLOCK, PROMPT):  # the second half of the prompt came later
+        push(world, p, "t", tokens)
+        world.run()
+    kept = []
+    for room in (2, 4, 6):
+        push(world, p, "t", [50 + room] * 2 * BLOCK)
+        world.run()
+        kept.append(sum(identity in world.store.machine.values for identity in world.store.identities("t", PROMPT)))
+    assert kept == [4, 4, 2]
+    assert fetch(world, world.instance("d")) == 2
+
+
+def test_blocks_that_instances_use_of_their_own_stay(world) -> None:
+    world.open_store(blocks=8)
+    p = world.instance("p")
+    for tokens in (PROMPT, [7] * 4 * BLOCK):
+        push(world, p, "t", tokens)
+        world.run()
+    used = KvUsed(b"".join(world.store.identities("t", PROMPT)))
+    world.post(world.instance("q", namespace="another model").peer, world.store.peer, used)
+    world.post(p.peer, world.store.peer, used)
+    world.run()
+    push(world, p, "t", [8] * 4 * BLOCK)
+    world.run()
+    assert [fetch(world, world.instance(name), tokens=tokens) for name, tokens in (("d", PROMPT), ("e", [7] * 17))] == [
+        4,
+        0,
+    ]
 
 
 def test_named_blocks_go_to_the_disk_without_a_second_hit(world) -> None:

@@ -321,6 +321,10 @@ class Life:
             _core.copy_bytes(data.ctypes.data, address, length)
         return data.tobytes()[:length]
 
+    def touch(self) -> None:
+        """Nothing but the order changes, whatever is in use."""
+        self.tier.touch(b"".join(self.rng.sample(self.keys, self.rng.choice((1, 5, 20)))), hit=self.rng.random() < 0.5)
+
     def let_go(self) -> None:
         if self.held:
             reader, pin, _, _ = self.held.pop(self.rng.randrange(len(self.held)))
@@ -429,6 +433,7 @@ class Life:
             self.let_go,
             self.copy,
             self.copy_all,
+            self.touch,
         )
         rare = (self.purge, self.misuse, self.open_client, self.close_client, self.new_owner)
         for _ in range(steps):

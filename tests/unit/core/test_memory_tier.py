@@ -45,6 +45,37 @@ def test_the_oldest_goes_unless_it_was_hit() -> None:
     tier.check_invariants()
 
 
+def test_a_look_that_is_no_hit_leaves_the_order() -> None:
+    """Else what is verified, compared or written to a disk would be kept in the place of what is asked for."""
+    tier = MemoryTier(4 * BLOCK, BLOCK)
+    for number in range(4):
+        put(tier, number)
+    place = tier.find(key(0), counts=False)
+    assert place is not None
+    put(tier, 4)
+    assert tier.take_evicted() == [key(1)] and tier.blocks_evictable == 3  # 0 is in use
+    tier.release(place.offset)
+    put(tier, 5)
+    assert tier.take_evicted() == [key(0)]
+    tier.check_invariants()
+
+
+def test_touched_values_go_later_the_last_one_first() -> None:
+    tier = MemoryTier(6 * BLOCK, BLOCK)
+    for number in range(6):
+        put(tier, number)
+    tier.touch(key(0) + key(9) + key(1), hit=False)
+    tier.touch(key(2) + key(3), hit=True)
+    assert tier.counters()["hits"] == tier.counters()["misses"] == 0
+    for number in range(10, 14):
+        put(tier, number)
+    assert tier.take_evicted() == [key(4), key(5), key(1), key(0)]
+    for number in range(14, 20):
+        put(tier, number)
+    assert tier.take_evicted() == [*map(key, range(10, 14)), key(3), key(2)]  # their round more is over
+    tier.check_invariants()
+
+
 def test_blocks_come_from_the_bottom_and_runs_from_the_top() -> None:
     tier = MemoryTier(8 * BLOCK, BLOCK)
     blocks = tier.allocate_blocks(2)

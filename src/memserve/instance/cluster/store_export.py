@@ -14,6 +14,7 @@ listener, and nothing of this happens.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from memserve.base.errors import check
@@ -22,6 +23,7 @@ from memserve.instance.cluster.store_offers import (
     AGAIN_NS,
     IDENTITY_BYTES,
     IN_CACHE,
+    USED_EVERY_NS,
     BlockRun,
     KeptState,
     SpreadTarget,
@@ -36,7 +38,7 @@ from memserve.kv.store_shares import StoreShares
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import Send
 from memserve.protocol.peers import Peer, PeerInfo
-from memserve.protocol.store import ForgetKv
+from memserve.protocol.store import ForgetKv, KvUsed
 
 LENT_SHARE = 8
 """At most one of so many HBM blocks is lent to the store at once."""
@@ -80,6 +82,8 @@ class StoreWriter:
         self._kept_states: dict[bytes, KeptState] = {}  # by the identity of their first block
         self._parts: dict[bytes | SequenceKey, _Later] = {}  # of windows, to be offered; as ``_later``
         self._named_ns: dict[bytes, int] = {}  # last identity of a named prefix -> when it was offered as such
+        self._used_ns: dict[bytes, int] = {}  # identity -> when the store was told of its use; oldest first
+        self._reused: list[bytes] = []  # identities of prefixes that sequences went on from, to be told
         self._messages: list[Send] = []
 
     # -- members
@@ -122,6 +126,7 @@ class StoreWriter:
             if not joins:
                 self.offers.store_changed()
                 self._named_ns.clear()
+                self._used_ns.clear()
             self._drop_later()
             self._drop_pending()
         self._state.memory.listener = self._state.memory.states.listener = self if target is not None else None
@@ -161,6 +166,30 @@ class StoreWriter:
             written_by = None  # they come up from DRAM, with a plan in which the sequence has no row
         pool.retain(blocks)
         self._pending.append(BlockRun(owner, isolation, tokens, first_block, blocks, identities, written_by))
+
+    def on_reused(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """``sequence`` goes on from ``tokens``, which were cached here: stores are not asked for them, and would take
+        them for forgotten."""
+        self._reused.append(self._state.memory.pool.identities(sequence.group.isolation, tokens))
+
+    def _report_reused(self, now_ns: int) -> None:
+        """Tell stores of blocks that were used, each once in ``USED_EVERY_NS``."""
+        reused, self._reused = self._reused, []
+        while self._used_ns and now_ns - next(iter(self._used_ns.values())) >= USED_EVERY_NS:
+            del self._used_ns[next(iter(self._used_ns))]
+        for identities in reused:
+            names = (identity_at(identities, index) for index in range(len(identities) // IDENTITY_BYTES))
+            fresh = [name for name in names if name not in self._used_ns]
+            for name in fresh:
+                remember(self._used_ns, name, now_ns)
+            for peer, indices in self._stores_of(b"".join(fresh)):
+                self._messages.append(Send(peer, KvUsed(b"".join(fresh[index] for index in indices))))
+
+    def _stores_of(self, identities: bytes) -> list[tuple[Peer, Items[int]]]:
+        """The stores that keep these blocks, with the indices of those of each."""
+        if self.spread is not None:
+            return list(self.spread.blocks_by_store(identities))
+        return [] if self.target is None else [(self.target, range(len(identities) // IDENTITY_BYTES))]
 
     @property
     def _room_blocks(self) -> int:
@@ -310,7 +339,9 @@ class StoreWriter:
             self._offer_parts(self.target, now_ns)
 
     def offer_waiting(self, now_ns: int) -> None:
-        """Offer what has become known since the last plan, and what was put off."""
+        """Offer what has become known since the last plan, and what was put off; report what was used."""
+        if self._reused:
+            self._report_reused(now_ns)
         if self._pending:
             self._offer_pending(now_ns, None)
         if self._later and self.target is not None:
@@ -369,6 +400,7 @@ class StoreWriter:
         self._drop_pending()
         self.offers.clear()
         self._messages.clear()
+        self._reused.clear()
         self.set_members(())
 
     def _drop_later(self) -> None:

@@ -35,6 +35,8 @@ AGAIN_NS = 60 * NS_PER_S
 GROUP_BYTES = 4 * MIB
 """A plan that computes more than this for an offer announces it in groups of layers that are at least this large. Less
 of it is announced as a whole: messages cost more than the wait."""
+USED_EVERY_NS = 10 * NS_PER_S
+"""Stores hear so often at most that a block was used: short beside the time that a value stays in memory."""
 IDENTITY_BYTES = 16
 IN_CACHE: SequenceKey = (-1, -1)
 """The owner of blocks that lie in the cache: no sequence."""
@@ -98,6 +100,12 @@ class SpreadTarget:
     shares: StoreShares
     peers: tuple[Peer, ...]
     """As ``shares.names``."""
+
+    def blocks_by_store(self, identities: bytes) -> list[tuple[Peer, list[int]]]:
+        """Each store that is to keep any of these blocks, with the indices of those, in order."""
+        owners = self.shares.owners_of(identities)
+        indices = [np.flatnonzero((owners == number).any(axis=1)).tolist() for number in range(len(self.peers))]
+        return [(peer, own) for peer, own in zip(self.peers, indices, strict=True) if own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +183,8 @@ class StoreOffers:
 
     def offer_spread(self, run: BlockRun, target: SpreadTarget, now_ns: int, plan: StepPlan | None = None) -> None:
         """Offer each block of ``run`` to the stores that are to keep it, as :meth:`offer_run`."""
-        owners = target.shares.owners_of(run.identities)
-        for number, peer in enumerate(target.peers):
-            indices = np.flatnonzero((owners == number).any(axis=1)).tolist()
-            if indices:
-                self.offer_run(run.named_part(indices), peer, now_ns, plan)
+        for peer, indices in target.blocks_by_store(run.identities):
+            self.offer_run(run.named_part(indices), peer, now_ns, plan)
 
     def offer_run(self, run: BlockRun, to: Peer, now_ns: int, plan: StepPlan | None = None) -> None:
         """Offer ``run``, in groups of layers where ``plan``, which has just been made, computes much of it."""

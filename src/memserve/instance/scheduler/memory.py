@@ -36,6 +36,9 @@ class PublishListener(Protocol):
     def on_published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
         """The cache has got the blocks from ``first_block`` on of ``tokens``; they are the sequence's own now."""
 
+    def on_reused(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """The sequence goes on from ``tokens``, which were cached here."""
+
     def on_left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The cache has got ``tokens`` from a sequence that lay by layer, and that lets go of them now."""
 
@@ -173,6 +176,8 @@ class SequenceMemory:
             self._drop_blocks(sequence)
         elif lease is not None:
             self.dram_tokens_reused += lease.dram_tokens
+            if lease.tokens and self.listener is not None:
+                self.listener.on_reused(sequence, tokens[: lease.tokens])
         return fits
 
     def _extend_blocks(self, sequence: Sequence, count: int) -> bool:

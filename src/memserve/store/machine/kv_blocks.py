@@ -37,6 +37,8 @@ class _Taken:
     identities: list[bytes]
     extents: list[int]
     keep: bool
+    before: bytes = b""
+    """Identities of the blocks that lead to these, as far as they are known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +167,8 @@ class KvBlocks:
         extents = [block * block_bytes for block in outcome.blocks]
         end = offer.first_block + len(extents)
         job = self._jobs.next_job()
-        self._sealing[job] = _Taken(identities[offer.first_block : end], extents, offer.private == KEEP)
+        before = b"" if offer.identities else b"".join(identities[: offer.first_block])
+        self._sealing[job] = _Taken(identities[offer.first_block : end], extents, offer.private == KEEP, before)
         self._jobs.add_action(SealExtents(job, tuple((extent, block_bytes) for extent in extents)))
 
     def sealed(self, event: ExtentsSealed, now_ns: int) -> bool:
@@ -177,6 +180,8 @@ class KvBlocks:
         for identity, extent, seal in zip(arrived.identities, arrived.extents, event.seals, strict=True):
             values.counters.kv_stored += values.put_kv(identity, extent, block_bytes, seal, now_ns, keep=arrived.keep)
             values.tier.release(extent)
+        # a prefix leaves memory from its end: without its first block it is of no use
+        values.tier.touch(arrived.before + b"".join(arrived.identities), hit=False)
         return True
 
     def forget_blocks(self, identities: bytes, now_ns: int) -> None:

@@ -50,7 +50,7 @@ from memserve.protocol.member_events import (
 )
 from memserve.protocol.messages import AnyMessage, JoinAccepted, Leave, PeerGone, PeerJoined, QueryKvEvents
 from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
-from memserve.protocol.store import BlocksHeld, ForgetKv, KvModel, QueryBlocks, StoreMessage
+from memserve.protocol.store import BlocksHeld, ForgetKv, KvModel, KvUsed, QueryBlocks, StoreMessage
 from memserve.store.disks.disks import Disks
 from memserve.store.disks.events import (
     DiskDone,
@@ -220,6 +220,9 @@ class StoreMachine:
         if isinstance(message, ForgetKv):
             if self.kv.exchange.incompatibility(sender) is None:
                 self.kv.forget_blocks(message.identities, now_ns)
+        elif isinstance(message, KvUsed):
+            if self.kv.exchange.incompatibility(sender) is None:
+                self.values.tier.touch(message.identities, hit=True)
         elif isinstance(message, QueryBlocks | BlocksHeld):
             self._on_store_message(sender, message, now_ns)
         elif isinstance(message, StoreMessage):
