@@ -211,6 +211,7 @@ void bind_segment_log(nb::module_& m) {
       .def("hold", [](SegmentLog& self, nb::bytes key, bool counts) { return self.hold(key_of(key), counts); },
            nb::arg("key"), nb::arg("counts") = true)
       .def("look", [](const SegmentLog& self, nb::bytes key) { return self.look(key_of(key)); }, nb::arg("key"))
+      .def("touch", [](SegmentLog& self, nb::bytes keys) { self.touch(keys_of(keys)); }, nb::arg("keys"))
       .def("let_go", &SegmentLog::let_go, nb::arg("segment"))
       .def("__contains__", [](const SegmentLog& self, nb::bytes key) { return self.has(key_of(key)); })
       .def("__len__", [](const SegmentLog& self) { return self.index().size(); })

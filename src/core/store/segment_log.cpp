@@ -205,6 +205,13 @@ std::optional<Found> SegmentLog::hold(Hash128 key, bool counts) {
   return look(key);
 }
 
+void SegmentLog::touch(std::span<const Hash128> keys) {
+  for (const Hash128 key : keys) {
+    Entry* const entry = index_.find(key);
+    if (entry && entry->hits < kHitsMax) ++entry->hits;
+  }
+}
+
 std::optional<Found> SegmentLog::look(Hash128 key) const {
   const Entry* const entry = index_.find(key);
   if (!entry) return std::nullopt;

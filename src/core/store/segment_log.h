@@ -115,6 +115,8 @@ class SegmentLog {
   void let_go(uint32_t segment);
   // What is known of a record, which may be written over at any time: no hit, nothing is held.
   std::optional<Found> look(Hash128 key) const;
+  // A hit of each of those that are here.
+  void touch(std::span<const Hash128> keys);
   bool has(Hash128 key) const;
   bool remove(Hash128 key);
   // Removes every record.

@@ -370,13 +370,18 @@ def test_value_removed_during_write_is_not_found() -> None:
     assert ends(world, ev.Written) == [ev.Written(b"k" * 16, False)] and b"k" * 16 not in world.disks
 
 
-def test_hit_records_are_kept_and_amplification_is_bounded() -> None:
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "used elsewhere"])
+def test_hit_records_are_kept_and_amplification_is_bounded(is_read: bool) -> None:
     world = started(DisksConfig(admission="all"), disks=1, segments=8)
     wanted = filled(world, 1)[0]
     for _ in range(300):
         world.put(world.rng.randbytes(16), BLOCK)
-        assert world.read_now(wanted) == BLOCK
-    world.settle()
+        if is_read:
+            assert world.read_now(wanted) == BLOCK
+        else:
+            world.disks.touch_values(bytes(16) + wanted)
+            world.settle()
+    assert world.read_now(wanted) == BLOCK
     counters = world.disks.counters()
     assert counters["moves"] > 2 and counters["records_evicted"] > 100
     assert 1.5 < world.disks.write_amplification < 2.3  # a head a record of two pages, footers, and moves

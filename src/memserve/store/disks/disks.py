@@ -53,6 +53,11 @@ class Disks:
 
     # -- what is here
 
+    @property
+    def has_disks(self) -> bool:
+        """Whether there is a disk that is not lost."""
+        return bool(self._live)
+
     def __contains__(self, key: bytes) -> bool:
         return any(disk.log is not None and key in disk.log for disk in self._live)
 
@@ -70,6 +75,11 @@ class Disks:
             if record is not None:
                 return DiskRecord(record.length, record.scope, record.seal, record.name_bytes)
         return None
+
+    def touch_values(self, keys: bytes) -> None:
+        """Values were used elsewhere: as a hit of each, they stay when the oldest are given up."""
+        for log in self._live_logs():
+            log.touch(keys)
 
     # -- writing
 

@@ -89,6 +89,7 @@ class Gets:
             return
         self._open[get] = None
         client.calls.add(message.call)
+        to_load = []  # behind all that are held: what is brought up takes the room of what is not
         for index in range(len(message.names)):
             key = _key(message, index)
             value = self._values.find_value(key)
@@ -100,8 +101,10 @@ class Gets:
             elif self._values.is_ready(key):
                 self._take_value(get, index, now_ns)
             else:
-                get.loads_awaited += 1
-                self._loads.request_load(key, partial(self._on_loaded, get, index), now_ns)
+                to_load.append(index)
+        get.loads_awaited += len(to_load)
+        for index in to_load:
+            self._loads.request_load(_key(message, index), partial(self._on_loaded, get, index), now_ns)
         self._count_down(get)
         if not get.over:
             self._deadlines.add(get)

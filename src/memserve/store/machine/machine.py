@@ -222,7 +222,7 @@ class StoreMachine:
                 self.kv.forget_blocks(message.identities, now_ns)
         elif isinstance(message, KvUsed):
             if self.kv.exchange.incompatibility(sender) is None:
-                self.values.tier.touch(message.identities, hit=True)
+                self.values.use_values(message.identities, now_ns)
         elif isinstance(message, QueryBlocks | BlocksHeld):
             self._on_store_message(sender, message, now_ns)
         elif isinstance(message, StoreMessage):

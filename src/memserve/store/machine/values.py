@@ -198,6 +198,15 @@ class Values:
         self._write_through(key, place, now_ns, bypass=False)
         return place
 
+    def use_values(self, keys: bytes, now_ns: int) -> None:
+        """Values were used by those that have them as well, the first one before all others: they stay as if they had
+        been asked for."""
+        self.tier.touch(keys, hit=True)
+        if self.disks.has_disks:
+            self.disks.touch_values(keys)
+            for key in split_keys(keys):
+                self._write_through_new(key, now_ns)
+
     # -- putting
 
     def put_value(self, key: bytes, extent: int, length: int, scope: int, seal: int, name: bytes, now_ns: int) -> None:
