@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
+import pickle
+import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
+
+import pytest
 
 from memserve import _core, _kernels
 from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
@@ -14,6 +21,7 @@ from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.device import ModelDevice
 from memserve.model.forward import EagerForward
 from memserve.model.loading.loader import LoadedModel
+from memserve.model.workers import processes
 from memserve.model.workers.group import GroupMemory, WorkerGroup
 from memserve.model.workers.plans import plan_division
 from memserve.model.workers.processes import shares_of
@@ -95,3 +103,50 @@ class ThreadedWorkers:
             works.append((crew, lambda device=device: device.follow_step(sampled, late, plan)))
         finished: StepFinished = run_workers(works)[0]
         return finished
+
+
+class WorkerThread:
+    """A worker of an engine as a thread of this process, which is quicker to start; for its leader it is a process."""
+
+    def __init__(self, order: Any, line: Connection) -> None:
+        def own(part: tuple[int, int] | None) -> tuple[int, int] | None:
+            return None if part is None else (os.dup(part[0]), part[1])  # as a child inherits it
+
+        order = replace(order, memory=tuple(map(own, order.memory)), regions=tuple(map(own, order.regions)))
+        self._thread = threading.Thread(target=self._follow, args=(order, line), name="memserve-worker", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _follow(order: Any, line: Connection) -> None:
+        with line:
+            device = processes._load(order, line)
+            memory = processes._mapped_memory.pop()
+            try:
+                while True:
+                    device.follow_step(*pickle.loads(line.recv_bytes()))
+            except (EOFError, OSError):
+                device.close()
+                del device, memory
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """As a process's."""
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "a worker goes on without its leader"
+        return 0
+
+
+def start_workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on engines of this process do."""
+
+    def start(self: processes.Processes, module: str, order: object, inherited: object, environment: object) -> None:
+        assert module == processes.__name__
+        ours, theirs = socket.socketpair()
+        self._processes.append(WorkerThread(order, Connection(theirs.detach())))  # type: ignore[arg-type]  # it has what is asked of a process
+        self._connections.append(Connection(ours.detach()))
+
+    monkeypatch.setattr(processes.Processes, "_start_process", start)
+
+
+def worker_threads() -> int:
+    """How many workers of engines run in this process."""
+    return sum(thread.name == "memserve-worker" for thread in threading.enumerate())

@@ -25,6 +25,7 @@ from memserve.base.kv_layout import Parallel
 from served_cluster import Server, eventually, served, workers_of
 from slow_costs import save_slow_costs
 from tiny_models import LATENT, STATEFUL, greedy_answers, greedy_tokens, one_engine, prompt, save_folder, tiny_module
+from worker_threads import start_workers_as_threads, worker_threads
 
 PROMPTS = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100))]
 TP2, PP2, BOTH = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}
@@ -45,19 +46,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 24}], ids=["whole", "chunks"])
-@pytest.mark.parametrize(("family", "kind"), KINDS, ids=NAMES)
-def test_workers_answer_as_the_model(
-    family: str, kind: dict[str, int], options: dict[str, int], folders: dict[str, Path]
-) -> None:
+def answers_as_model(family: str, folder: Path, **options: int) -> None:
     """The cache has each prompt but for what must be computed."""
-    with serving(folders[family], **kind, **options) as llm:
-        assert len(workers_of(os.getpid())) == (3 if len(kind) > 1 else 1)
+    with serving(folder, **options) as llm:
+        workers = options.get("tensor_parallel", 1) * options.get("pipeline_parallel", 1) - 1
+        assert worker_threads() + len(workers_of(os.getpid())) == workers
         lengths = [len(tokens) for tokens in PROMPTS]
         kv_alone = [min(length // BLOCK * BLOCK, length - 1) for length in lengths]  # blocks are copied
         expected_cached = [resumable(length) for length in lengths] if family in STATEFUL else kv_alone
         check_cold_and_warm(llm, tiny_module(family), PROMPTS, expected_cached)
-    assert not workers_of(os.getpid())
+    assert not worker_threads() and not workers_of(os.getpid())
+
+
+@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 24}], ids=["whole", "chunks"])
+@pytest.mark.parametrize(("family", "kind"), KINDS, ids=NAMES)
+def test_workers_answer_as_the_model(
+    family: str, kind: dict[str, int], options: dict[str, int], folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    start_workers_as_threads(monkeypatch)
+    answers_as_model(family, folders[family], **kind, **options)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_5", TP2), ("deepseek_v3", PP2), ("jamba", BOTH)])
+def test_worker_processes_answer_as_the_model(family: str, kind: dict[str, int], folders: dict[str, Path]) -> None:
+    answers_as_model(family, folders[family], **kind, max_step_tokens=24)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "deepseek_v3"])
