@@ -141,7 +141,8 @@ def start_workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(self: processes.Processes, module: str, order: object, inherited: object, environment: object) -> None:
         assert module == processes.__name__
         ours, theirs = socket.socketpair()
-        self._processes.append(WorkerThread(order, Connection(theirs.detach())))  # type: ignore[arg-type]  # it has what is asked of a process
+        worker: Any = WorkerThread(order, Connection(theirs.detach()))
+        self._processes.append(worker)
         self._connections.append(Connection(ours.detach()))
 
     monkeypatch.setattr(processes.Processes, "_start_process", start)

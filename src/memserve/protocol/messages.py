@@ -385,6 +385,8 @@ class Offer(Message, frozen=True, tag=True):
     """A handoff of a request that has decoded at the owner."""
     layers: tuple[Natural, Natural] | None = None
     """Of ``dst_blocks``, pages of layers ``[first, end)`` alone are brought; the others are there. None: of all."""
+    before: Identities = b""
+    """With ``identities``, to a store: of the blocks that lead to these and are its own as well."""
 
 
 class MoreBlocks(Message, frozen=True, tag=True):

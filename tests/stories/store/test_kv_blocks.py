@@ -9,6 +9,7 @@ from exchange_world import BLOCK, LEASE_NS, Node, array
 from memserve.base.types import Role, Tier
 from memserve.base.units import NS_PER_S
 from memserve.kv.transfer.events import FetchEnded, Released
+from memserve.kv.transfer.exchange import OfferedBlocks
 from memserve.protocol.messages import (
     KEEP,
     Heartbeat,
@@ -422,7 +423,7 @@ def test_blocks_that_instances_use_of_their_own_stay(world) -> None:
         world.run()
     used = KvUsed(b"".join(world.store.identities("t", PROMPT)))
     world.post(world.instance("q", namespace="another model").peer, world.store.peer, used)
-    world.post(p.peer, world.store.peer, used)
+    world.post(p.peer, world.store.peer, KvUsed(used.identities + b"half"))
     world.run()
     push(world, p, "t", [8] * 4 * BLOCK)
     world.run()
@@ -458,6 +459,33 @@ def test_a_transfer_without_tokens_is_no_business_of_a_store(world) -> None:
     world.run()
     assert not ends(p, Released)[0].used
     p.end(seq)
+
+
+def offer_named(world: StoreWorld, node: Node, tokens: list[int], before: bytes) -> None:
+    """As to one of several stores: the last two blocks of ``tokens``, by their identities."""
+    seq, first = node.compute("t", tokens), len(tokens) // BLOCK - 2
+    named = node.pool.identities("t", array(tokens))[16 * first :]
+    offered = OfferedBlocks("t", array([]), seq.blocks[first : first + 2], identities=named, before=before)
+    node.offers[node.exchange.offer_blocks(world.store.peer, offered, world.now)] = True
+    node.exchange.announce_computed(list(node.offers)[-1], 0, 2)
+    node.take([])
+    node.end(seq)
+    world.run()
+
+
+def test_named_blocks_leave_before_those_that_lead_to_them(world) -> None:
+    world.open_store(blocks=8)
+    p = world.instance("p")
+    path = b"".join(world.store.identities("t", PROMPT))
+    for tokens, before in ((PROMPT[: 2 * BLOCK], b""), ([7] * 2 * BLOCK, b""), (PROMPT[: 4 * BLOCK], path[:32])):
+        offer_named(world, p, tokens, before)
+    offer_named(world, p, [8] * 2 * BLOCK, b"no key")
+    refused = ends(p, Released)[-1]
+    assert not refused.used and "identity" in refused.reason
+    for first in (52, 54, 56):
+        push(world, p, "t", [first] * 2 * BLOCK)
+        world.run()
+    assert [path[at : at + 16] in world.store.machine.values for at in range(0, 64, 16)] == [True, True, False, False]
 
 
 def test_messages_of_strangers_do_nothing(world) -> None:

@@ -159,13 +159,15 @@ class StoreWriter:
             end = first_block + room
         if first_block >= end:
             return
-        tokens, identities = tokens[: end * self._block_tokens], _between(identities, first_block, end)
+        before, tokens = _between(identities, 0, first_block), tokens[: end * self._block_tokens]
+        identities = _between(identities, first_block, end)
         blocks = sequence.blocks[first_block:end]
         written_by: int | None = sequence.scheduled_step
         if pool.access is not None and pool.access.last_write(Tier.HBM, blocks) > sequence.scheduled_step:
             written_by = None  # they come up from DRAM, with a plan in which the sequence has no row
         pool.retain(blocks)
-        self._pending.append(BlockRun(owner, isolation, tokens, first_block, blocks, identities, written_by))
+        run = BlockRun(owner, isolation, tokens, first_block, blocks, identities, written_by, before=before)
+        self._pending.append(run)
 
     def on_reused(self, sequence: Sequence, tokens: TokenArray) -> None:
         """``sequence`` goes on from ``tokens``, which were cached here: stores are not asked for them, and would take
@@ -278,10 +280,13 @@ class StoreWriter:
             end = min(cached, first + offers.room_blocks)
             if first < end:
                 tokens = later.tokens[: end * self._block_tokens]
-                identities = _between(pool.identities(later.isolation, tokens), first, end)
+                path = pool.identities(later.isolation, tokens)
+                identities, before = _between(path, first, end), _between(path, 0, first)
                 above = hbm.tolist()[: end - first]
                 below = dram.tolist()[: end - first - len(above)]
-                run = BlockRun(IN_CACHE, later.isolation, tokens, first, above, identities, None, below, later.keep)
+                run = BlockRun(
+                    IN_CACHE, later.isolation, tokens, first, above, identities, None, below, later.keep, before
+                )  # fmt: skip
                 self._offer_run(run, target, now_ns, None)
                 later.first_block = end
             if end >= cached:  # all of it; or what is behind has left the cache

@@ -74,14 +74,17 @@ class BlockRun:
     """Behind ``blocks``."""
     keep: bool = False
     """They have a name."""
+    before: bytes = b""
+    """Identities of the blocks that lead to these."""
 
     @property
     def end_block(self) -> int:
         """Behind the last one."""
         return self.first_block + len(self.blocks) + len(self.dram_blocks)
 
-    def named_part(self, indices: Items[int]) -> BlockRun:
-        """Of the blocks those with these ``indices``, in order, known by their identities and not by tokens."""
+    def named_part(self, indices: Items[int], before: bytes) -> BlockRun:
+        """Of the blocks those with these ``indices``, in order, known by their identities and not by tokens; ``before``
+        is what of the blocks that lead to them is kept together with them."""
         in_hbm = len(self.blocks)
         return dataclasses.replace(
             self,
@@ -90,6 +93,7 @@ class BlockRun:
             blocks=[self.blocks[index] for index in indices if index < in_hbm],
             dram_blocks=[self.dram_blocks[index - in_hbm] for index in indices if index >= in_hbm],
             identities=b"".join(identity_at(self.identities, index) for index in indices),
+            before=before,
         )
 
 
@@ -183,8 +187,12 @@ class StoreOffers:
 
     def offer_spread(self, run: BlockRun, target: SpreadTarget, now_ns: int, plan: StepPlan | None = None) -> None:
         """Offer each block of ``run`` to the stores that are to keep it, as :meth:`offer_run`."""
-        for peer, indices in target.blocks_by_store(run.identities):
-            self.offer_run(run.named_part(indices), peer, now_ns, plan)
+        path, count = run.before + run.identities, len(run.before) // IDENTITY_BYTES
+        for peer, indices in target.blocks_by_store(path):
+            own = [index - count for index in indices if index >= count]
+            if own:
+                before = b"".join(identity_at(path, index) for index in indices if index < count)
+                self.offer_run(run.named_part(own, before), peer, now_ns, plan)
 
     def offer_run(self, run: BlockRun, to: Peer, now_ns: int, plan: StepPlan | None = None) -> None:
         """Offer ``run``, in groups of layers where ``plan``, which has just been made, computes much of it."""
@@ -199,6 +207,7 @@ class StoreOffers:
             run.first_block,
             run.dram_blocks if run.blocks else (),
             identities=b"" if len(run.tokens) else run.identities,
+            before=b"" if len(run.tokens) else run.before,
         )
         mode = TransferMode.BY_LAYER if by_layer else TransferMode.BY_REQUEST_AGG
         offer_id = self._exchange.offer_blocks(to, offered, now_ns, OfferTerms(mode, private=keep, lease_ns=LEASE_NS))

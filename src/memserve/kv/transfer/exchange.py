@@ -66,6 +66,8 @@ class OfferedBlocks:
     """The snapshot behind ``tokens``, whole blocks of them; its references and its pin pass to the exchange."""
     identities: bytes = b""
     """Of ``blocks`` and ``dram_blocks``, 16 bytes each, in the place of tokens: for one of several stores."""
+    before: bytes = b""
+    """With these, the identities of blocks that lead to them and are that store's as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ class Exchange:
             state_blocks=state_blocks if terms.request is None else context.pool.blocks_behind(len(tokens)),
             part_blocks=context.pool.part_blocks if loan is not None else 0,
             identities=offered.identities,
+            before=offered.before,
             migrates=terms.migrates,
         )
         context.retain(Tier.DRAM, dram_blocks)

@@ -126,7 +126,8 @@ class KvBlocks:
                 sender, Release(offer.transfer_id, False, "a store takes whole blocks that it may find")
             )
             return
-        if offer.identities and len(offer.identities) != KEY_BYTES * (len(offer.blocks) + len(offer.dram_blocks)):
+        misfits = offer.identities and len(offer.identities) != KEY_BYTES * (len(offer.blocks) + len(offer.dram_blocks))
+        if misfits or len(offer.before) % KEY_BYTES:
             self._jobs.send_message(sender, Release(offer.transfer_id, False, "not an identity for each block"))
             return
         offered_end = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
@@ -167,7 +168,7 @@ class KvBlocks:
         extents = [block * block_bytes for block in outcome.blocks]
         end = offer.first_block + len(extents)
         job = self._jobs.next_job()
-        before = b"" if offer.identities else b"".join(identities[: offer.first_block])
+        before = offer.before if offer.identities else b"".join(identities[: offer.first_block])
         self._sealing[job] = _Taken(identities[offer.first_block : end], extents, offer.private == KEEP, before)
         self._jobs.add_action(SealExtents(job, tuple((extent, block_bytes) for extent in extents)))
 

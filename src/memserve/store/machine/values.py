@@ -200,7 +200,8 @@ class Values:
 
     def use_values(self, keys: bytes, now_ns: int) -> None:
         """Values were used by those that have them as well, the first one before all others: they stay as if they had
-        been asked for."""
+        been asked for. A peer says so: what is no whole key is left out."""
+        keys = keys[: len(keys) // KEY_BYTES * KEY_BYTES]
         self.tier.touch(keys, hit=True)
         if self.disks.has_disks:
             self.disks.touch_values(keys)
