@@ -192,8 +192,8 @@ class RadixIndex:
     def evict(self, tier: int, count: int) -> Eviction:
         """Free ``count`` blocks of a tier (HBM: moved down to DRAM where it has room) that nothing holds.
 
-        Oldest leaves first, of the owner with most blocks; they count double for each turnover of the tier that the
-        owner has not used the index for.
+        Oldest leaves first, of the owner with the heaviest blocks (``src/core/radix/index.h``): they count double for
+        each turnover of the tier that the owner has not used the index for.
         """
     def delete(self, namespace: bytes, tokens: Ids) -> Eviction:
         """Remove what only ``tokens`` leads to.

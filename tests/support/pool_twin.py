@@ -1,4 +1,8 @@
-"""A simple stand-in for ``BlockPool``: same contract, dictionaries only, nothing fast."""
+"""A simple stand-in for ``BlockPool`` in tests of instances: same contract, dictionaries only, nothing fast.
+
+It weighs no tenants, and its order of eviction is compared with nothing: that twin is in
+``tests/twins/kv/test_pool.py``.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ is the Prometheus family ``memserve_router_requests_failed_total`` of whatever p
 text says what is counted to readers of both the code and the page; a string below the field adds what only the code has
 to know. Nothing here knows Prometheus: machines count, and say what they count.
 
-So a new metric of a router, an instance or a store is one field and the line that adds to it: ``Counters`` in
-``router/report.py``, ``InstanceStats`` in ``instance/stats.py``, ``StoreCounters`` in ``store/machine/events.py``.
+So a new metric of a router or a store is one field and the line that adds to it: ``Counters`` in ``router/report.py``,
+``StoreCounters`` in ``store/machine/events.py``. One of an instance is a field of ``InstanceStats`` in
+``instance/stats.py``, which ``_local_stats`` there takes from where it is counted, mostly ``SchedulerCounters``.
 """
 
 from __future__ import annotations

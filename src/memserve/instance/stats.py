@@ -39,6 +39,7 @@ class InstanceStats:
     requests_arrived: int = counter("", "Requests that reached {whose}", engine="engine_requests")
     requests_finished: int = counter("", "Requests that {whose} finished", engine="engine_requests_finished")
     requests_rejected: int = counter("", "Requests that {whose} refused", engine="engine_requests_rejected")
+    """HTTP and the router refuse most of them before an instance sees them."""
     requests_cancelled: int = counter("", "Requests that were cancelled in {whose}", engine="engine_requests_cancelled")
     prompt_tokens: int = counter(
         "instance_prompt_tokens", "Prompt tokens of requests that {whose} admitted", engine="engine_prompt_tokens"

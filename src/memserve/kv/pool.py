@@ -401,7 +401,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int] | None:
         """``count`` HBM blocks with one reference each. None: no room, and nothing changed.
 
-        To make room, unpinned cached blocks are evicted, the least recently used of the tenant with most first: to DRAM
+        To make room, unpinned cached blocks are evicted in the index's order (``src/core/radix/index.h``): to DRAM
         while there is room (or can be made by the same rule), else dropped.
         """
         blocks = self.allocate_ids(count)

@@ -1,9 +1,9 @@
 """BlockPool next to a twin that keeps one dictionary entry a cached block, under random operations.
 
 The twin knows no tree, no runs, no lists: an entry's age is a number, eviction sorts by it, one block at a time, after
-it has weighed the tenants. Both execute the same operations; after each, every observable is compared, and the recorded
-copies are executed on a toy memory whose blocks hold the name of the prefix that was computed into them: a lease that
-hands out wrong KV is seen at once.
+it has weighed the tenants (an order that depends on nodes would need cuts here). Both execute the same operations;
+after each, every observable is compared, and the recorded copies are executed on a toy memory whose blocks hold the
+name of the prefix that was computed into them: a lease that hands out wrong KV is seen at once.
 """
 
 from __future__ import annotations

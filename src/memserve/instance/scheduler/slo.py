@@ -5,7 +5,7 @@ that all its tokens may take::
 
     slack_i = S * (past_i + future_i) - (time since its first token + future_i * time of a further token)
 
-``future_i`` is the lower bound of what is expected of its answer (``instance/scheduler/slo.py``). A further token is
+``future_i`` is the lower bound of what is expected of its answer (``OutputLengths``). A further token is
 taken to need the mean of a decode step without prompts and of what the request's tokens have taken so far: more prompts
 will come. With the step alone a long answer spends at its start what it lacks at its end (``bench/slo_noise.py``).
 Prompts may be computed for as long as the smallest slack lasts. Algorithm 1 admits whole prompts by it; here it bounds

@@ -46,7 +46,7 @@ ANSWER_VALUES_MAX = 1 << 18
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What one HTTP request asks for, beyond what the engine needs to know."""
+    """What one HTTP request asks for, beyond what the engine needs to know; the answer is written by it."""
 
     requests: list[Request]
     prompts: list[Prompt]

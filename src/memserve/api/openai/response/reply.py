@@ -1,4 +1,5 @@
-"""The state of an answer: the texts of all sequences of a call, and its token counts."""
+"""The state of an answer: the texts of all sequences of a call, and its token counts. What of it is written where:
+``formats.py`` (choices), ``responders.py`` (around them)."""
 
 from __future__ import annotations
 
