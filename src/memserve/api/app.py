@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -40,6 +41,7 @@ from memserve.api.openai.paths import OwnerOnly, Probes, TrailingSlashes
 from memserve.api.openai.prefixes import DocumentRoutes, SessionRoutes
 from memserve.api.openai.request.prompts import PromptEncoder
 from memserve.api.openai.response.formats import ChatShape, CompletionShape
+from memserve.api.openai.response.responders import ChoicesWriter
 from memserve.api.openai.responses.endpoint import ResponsesRoutes
 from memserve.api.openai.streams import Hub
 from memserve.api.openai.tokens import TokenRoutes
@@ -197,8 +199,9 @@ def _generation_routes(
 ) -> list[Route]:
     of_model = (shared.model, names, shared.encoder, documents, config)
     chats = ChatPlanner(*of_model)
-    chat = GenerationEndpoint(shared, chats, ChatShape(tokens))
-    completions = GenerationEndpoint(shared, CompletionPlanner(*of_model), CompletionShape(tokens))
+    chat = GenerationEndpoint(shared, chats, partial(ChoicesWriter, ChatShape(tokens)))
+    completion_writer = partial(ChoicesWriter, CompletionShape(tokens))
+    completions = GenerationEndpoint(shared, CompletionPlanner(*of_model), completion_writer)
     return [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),

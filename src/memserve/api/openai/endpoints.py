@@ -21,7 +21,7 @@ from memserve.api.openai.documents import Document, Documents
 from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServedModel, ServingEngine
 from memserve.api.openai.paths import send_to_owner_if_kept
 from memserve.api.openai.request.messages import check_messages
-from memserve.api.openai.request.plan import Caller, Generation, plan_chat, plan_completion
+from memserve.api.openai.request.plan import Caller, Generation, plan_chat, plan_completion, prefix_handle
 from memserve.api.openai.request.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_token_list
 from memserve.api.openai.request.schema import (
     ChatBody,
@@ -34,11 +34,10 @@ from memserve.api.openai.request.schema import (
 )
 from memserve.api.openai.request.structured_output import work_of
 from memserve.api.openai.request.tool_calls import CallPlan, call_plan, style_of
-from memserve.api.openai.response.formats import AnswerFormat
 from memserve.api.openai.response.idempotency import key_of
 from memserve.api.openai.response.reasoning import thoughts_after
 from memserve.api.openai.response.reply import Reply
-from memserve.api.openai.response.responders import answer, new_envelope
+from memserve.api.openai.response.responders import AnswerFactory, answer, new_envelope
 from memserve.api.openai.streams import Hub
 
 EXPLAIN_HEADER = b"x-memserve-explain"
@@ -231,8 +230,8 @@ class EndpointParts:
 class GenerationEndpoint:
     """The ASGI application of one generating route."""
 
-    def __init__(self, shared: EndpointParts, planner: RequestPlanner, shape: AnswerFormat) -> None:
-        self._shared, self._planner, self._shape = shared, planner, shape
+    def __init__(self, shared: EndpointParts, planner: RequestPlanner, make_writer: AnswerFactory) -> None:
+        self._shared, self._planner, self._make_writer = shared, planner, make_writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared = self._shared
@@ -252,20 +251,25 @@ class GenerationEndpoint:
         reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply
         envelope = new_envelope(response_id, plan.model or shared.model.name)
-        await answer(shared.hub, reply, self._shape, envelope, scope, receive, send)
-        keep_session(shared.hub.engine, reply)
+        await answer(shared.hub, reply, self._make_writer, envelope, scope, receive, send)
+        keep_prefixes(shared.hub.engine, reply)
 
 
-def keep_session(engine: ServingEngine, reply: Reply) -> None:
-    """Pin what the session's next request will begin with: the prompt, and the answer if there is just one."""
+def keep_prefixes(engine: ServingEngine, reply: Reply) -> None:
+    """Pin what the session's next request will begin with (the prompt, and the answer if there is just one), and the
+    prefixes that the request asks to keep."""
     plan = reply.plan
-    if plan.session_ttl_ns is None or not isinstance(engine, PinningEngine):
+    if not isinstance(engine, PinningEngine):
         return
     request = plan.requests[-1]
-    tokens = request.prompt
-    if len(reply.sequences) == 1:
-        tokens = np.concatenate((tokens, np.array(reply.sequences[0].stream.tokens, dtype=np.int32)))
-    engine.pin_prefix(request.session, request.tenant, tokens, plan.session_ttl_ns, request.salt)
+    if plan.session_ttl_ns is not None:
+        tokens = request.prompt
+        if len(reply.sequences) == 1:
+            tokens = np.concatenate((tokens, np.array(reply.sequences[0].stream.tokens, dtype=np.int32)))
+        engine.pin_prefix(request.session, request.tenant, tokens, plan.session_ttl_ns, request.salt)
+    for kept in plan.kept_prefixes:
+        tokens = request.prompt[: kept.tokens]
+        engine.pin_prefix(prefix_handle(tokens, request.salt), request.tenant, tokens, kept.ttl_ns, request.salt)
 
 
 class InvocationsEndpoint:

@@ -21,7 +21,7 @@ from memserve.api.openai.request.structured_output import structure_of
 from memserve.api.openai.request.tool_calls import CallPlan
 from memserve.api.openai.response.reasoning import Thoughts
 from memserve.base.errors import UserError
-from memserve.base.types import AS_COMPUTED, COARSE_BITS, Request, SamplingParams, StopParams, salt_of
+from memserve.base.types import AS_COMPUTED, COARSE_BITS, Request, SamplingParams, StopParams, TokenArray, salt_of
 from memserve.base.units import NS_PER_MS, ns_from_s
 from memserve.base.validation import check_request
 from memserve.model.loading.lora import Adapter
@@ -45,6 +45,13 @@ ANSWER_VALUES_MAX = 1 << 18
 """Tokens and logprobs of an answer that are kept until they are sent: about 40 MB."""
 
 
+class KeptPrefix(msgspec.Struct, frozen=True):
+    """The first ``tokens`` of a prompt, whose KV is kept from eviction for ``ttl_ns`` after the answer."""
+
+    tokens: int
+    ttl_ns: int
+
+
 class Generation(msgspec.Struct, frozen=True):
     """What one HTTP request asks for, beyond what the engine needs to know; the answer is written by it."""
 
@@ -61,6 +68,7 @@ class Generation(msgspec.Struct, frozen=True):
     include_usage: bool
     explain: bool
     session_ttl_ns: int | None = None  # how long the session's KV is kept after the answer
+    kept_prefixes: tuple[KeptPrefix, ...] = ()  # of the one prompt, shortest first
     prompt_logprobs: bool = False  # reported beside the answer, in vLLM's form
     token_ids: bool = False  # reported
     names_token_ids: bool = False  # logprobs name tokens by their ids
@@ -302,6 +310,12 @@ def _session_name(body: GenerationBody) -> str:
     if session is None and body.prompt_cache_key and len(body.prompt_cache_key) <= CACHE_KEY_CHARS_MAX:
         return f"key:{body.prompt_cache_key}"
     return "" if session is None else f"session:{session}"
+
+
+def prefix_handle(tokens: TokenArray, salt: str) -> str:
+    """The name under which the KV of a prefix without a name of its own is kept."""
+    digest = hashlib.blake2b(salt.encode() + b"\0" + tokens.tobytes(), digest_size=16).hexdigest()
+    return f"prefix:{digest}"
 
 
 def session_of(handle: str) -> str | None:

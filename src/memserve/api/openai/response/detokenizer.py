@@ -105,6 +105,10 @@ class Stops:
             self._automaton = StopStrings(self._strings)
         return StopFinder(self._automaton)
 
+    def string_at_start(self, text: str) -> str | None:
+        """The stop string that ends first in a ``text`` that begins with it."""
+        return min((string for string in self._strings if text.startswith(string)), key=len, default=None)
+
 
 class TextDelta(msgspec.Struct, frozen=True):
     """News of one sequence as text."""
@@ -134,7 +138,8 @@ class TextStream:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stops = stops
-        self._finder: StopFinder | None = None
+        self._finder: StopFinder | None = None  # with the first token
+        self._held_text = ""  # what the finder has and is not shown yet
         self._stop_token_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self._decoded_chars = 0
@@ -143,13 +148,15 @@ class TextStream:
         self.tokens: list[int] = []
         self.offsets: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.stop_string: str | None = None
+        """That which ended the text."""
 
     def push_output(self, output: TokenOutput) -> TextDelta:
         """The text that ``output`` adds. After the end (for example a stop string found) later outputs add nothing."""
         if self.finish_reason is not None:
             return TextDelta("", 0)
-        if self._stops is not None:
-            self._finder, self._stops = self._stops.new_finder(), None
+        if self._stops is not None and self._finder is None:
+            self._finder = self._stops.new_finder()
         text = ""
         for token in output.tokens:
             text += self._push_token(token, output)
@@ -181,7 +188,11 @@ class TextStream:
         """What of ``text``, of the last tokens, the client may see. No stop string may begin in the first tokens."""
         if self._finder is None or len(self.tokens) <= self._min_tokens:
             return text
-        return self._finder.push(text)
+        shown = self._finder.push(text)
+        self._held_text = (self._held_text + text)[len(shown) :]
+        if self._finder.found and self._stops is not None:
+            self.stop_string, self._held_text = self._stops.string_at_start(self._held_text), ""
+        return shown
 
     def _make_delta(self, text: str, *, stop_found: bool = False) -> TextDelta:
         self._shown_chars += len(text)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -30,7 +31,7 @@ _encode = msgspec.json.Encoder().encode
 
 FINGERPRINT = f"memserve-{__version__}"
 
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 
 SLICE_PIECES = 32
 """Tokens whose logprobs are written without a pause: a millisecond, with 20 alternatives each."""
@@ -59,8 +60,21 @@ def new_envelope(response_id: str, model: str) -> AnswerEnvelope:
     return AnswerEnvelope(response_id, model, int(time.time()))
 
 
+class AnswerFactory(Protocol):
+    """Makes the writer of one answer, in the form of one interface."""
+
+    def __call__(self, reply: Reply, envelope: AnswerEnvelope, call: StreamCall, send: Send) -> AnswerWriter:
+        """``send`` gets all of the answer."""
+
+
 async def answer(
-    hub: Hub, reply: Reply, shape: AnswerFormat, envelope: AnswerEnvelope, scope: Scope, receive: Receive, send: Send
+    hub: Hub,
+    reply: Reply,
+    make_writer: AnswerFactory,
+    envelope: AnswerEnvelope,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
 ) -> None:
     """Run ``reply.plan`` in the engine and answer the client.
 
@@ -70,10 +84,8 @@ async def answer(
     call = hub.open_call(reply.plan.requests)
     end_watch = _watch(call, scope, receive)
     try:
-        if reply.plan.stream:
-            await Streamer(reply, shape, envelope, call, send).run_stream()
-        else:
-            await _answer_whole(call, reply, shape, envelope, send)
+        writer = make_writer(reply, envelope, call, send)
+        await (writer.run_stream() if reply.plan.stream else writer.run_whole())
         reply.record_totals()
     finally:
         end_watch()
@@ -94,26 +106,17 @@ async def abandon_on_disconnect(call: StreamCall, receive: Receive) -> None:
     call.abandon_call()
 
 
-async def _answer_whole(
-    call: StreamCall, reply: Reply, shape: AnswerFormat, envelope: AnswerEnvelope, send: Send
-) -> None:
+async def read_whole(call: StreamCall, reply: Reply, take_delta: Callable[[Delta], object]) -> None:
+    """Absorb all of an answer. Raises as :meth:`Reply.absorb_output`."""
     while not reply.is_done:
         for prompt_index, output in await call.next_outputs():
-            reply.absorb_output(call, prompt_index, output)
-    rest = {"usage": reply.usage_fields()}
-    if reply.plan.explain:
-        rest["memserve"] = reply.as_explanation()
-    parts = [_encode(envelope.response_fields(shape.response_kind, reply.created_s))[:-1] + b',"choices":[']
-    await in_slices(_choices(reply, shape), parts)
-    parts[-1] = b"],"  # instead of the last comma
-    await in_slices(shape.encode_other_fields(reply), parts)
-    await send_json(send, 200, b"".join([*parts, _encode(rest)[1:]]), ignored_header(reply))
+            if (delta := reply.absorb_output(call, prompt_index, output)) is not None:
+                take_delta(delta)
 
 
-def _choices(reply: Reply, shape: AnswerFormat) -> Iterator[bytes]:
-    for sequence in reply.best_sequences():
-        yield from shape.encode_choice(reply, sequence)
-        yield b","
+def frame_event(event: dict[str, Any]) -> bytes:
+    """A server-sent event with the name that its ``type`` says."""
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
 
 
 async def in_slices(pieces: Iterator[bytes], parts: list[bytes]) -> None:
@@ -139,19 +142,42 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
     await send({"type": "http.response.body", "body": body})
 
 
-class Streamer:
-    """One stream. The headers wait for the first news, so that a refused request gets its proper status."""
+class AnswerWriter(ABC):
+    """Writes one answer. The headers of a stream wait for the first news, so that a refused request gets its proper
+    status."""
 
-    def __init__(
-        self, reply: Reply, shape: AnswerFormat, envelope: AnswerEnvelope, call: StreamCall, send: Send
-    ) -> None:
-        self._reply, self._shape, self._call, self._send = reply, shape, call, send
-        self._envelope, self._head = envelope, b""
+    end_mark = DONE
+    """Behind the last event of a stream."""
+
+    def __init__(self, reply: Reply, envelope: AnswerEnvelope, call: StreamCall, send: Send) -> None:
+        self._reply, self._envelope, self._call, self._send = reply, envelope, call, send
         self._ids = EventIds(reply.plan) if reply.plan.is_keyed else None
-        self._tail = b',"usage":null}\n\n' if reply.plan.include_usage else b"}\n\n"
-        self._first_chunk_fields = _encode(shape.first_chunk_fields(reply))[1:-1]
-        self._tokens_shown = 0
         self._started = False
+
+    @abstractmethod
+    def _encode_chunks(self, delta: Delta) -> Iterator[bytes]:
+        """The events of ``delta``; ``b""``: a place to pause."""
+
+    @abstractmethod
+    def _last_chunks(self) -> bytes:
+        """The events behind all deltas."""
+
+    @abstractmethod
+    def _encode_error(self, error: ApiError) -> bytes:
+        """An error after the first event."""
+
+    @abstractmethod
+    async def _encode_whole(self) -> bytes:
+        """The body of an answer without a stream, when every sequence has ended."""
+
+    @abstractmethod
+    def _take_delta(self, delta: Delta) -> None:
+        """News of an answer without a stream."""
+
+    async def run_whole(self) -> None:
+        """Wait until every sequence ended, and send one JSON object."""
+        await read_whole(self._call, self._reply, self._take_delta)
+        await send_json(self._send, 200, await self._encode_whole(), ignored_header(self._reply))
 
     async def run_stream(self) -> None:
         """Stream until every sequence ended."""
@@ -169,7 +195,7 @@ class Streamer:
         except Exception:
             await self._end_with(internal())
             raise
-        await self._write_chunk(last + _DONE, more=False)
+        await self._write_chunk(last + self.end_mark, more=False)
 
     async def _send_updates(self) -> None:
         """One write for everything that happened since the last one."""
@@ -196,6 +222,70 @@ class Streamer:
             else:
                 yield from ((prompt_index, single) for single in split_tokens(output))
 
+    def _with_event_id(self, choice: int, chunk: bytes) -> bytes:
+        """``chunk`` with its id, where the stream has some; empty: the client has it."""
+        if self._ids is None:
+            return chunk
+        line = self._ids.next_id_line(choice)
+        return b"" if line is None else line + chunk
+
+    async def _end_with(self, error: ApiError) -> None:
+        if not self._started:
+            raise error
+        await self._write_chunk(self._encode_error(error) + self.end_mark, more=False)
+
+    async def _write_chunk(self, data: bytes, *, more: bool = True) -> None:
+        self._call.writing = True
+        try:
+            await self._send_data(data, more=more)
+        finally:
+            self._call.writing = False
+
+    async def _send_data(self, data: bytes, *, more: bool) -> None:
+        if not self._started:
+            self._started = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+                *((name.encode(), value.encode()) for name, value in ignored_header(self._reply).items()),
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class ChoicesWriter(AnswerWriter):
+    """Chats and completions: their ``choices``, within what every part of the answer repeats."""
+
+    def __init__(
+        self, shape: AnswerFormat, reply: Reply, envelope: AnswerEnvelope, call: StreamCall, send: Send
+    ) -> None:
+        super().__init__(reply, envelope, call, send)
+        self._shape, self._head = shape, b""
+        self._tail = b',"usage":null}\n\n' if reply.plan.include_usage else b"}\n\n"
+        self._first_chunk_fields = _encode(shape.first_chunk_fields(reply))[1:-1]
+        self._tokens_shown = 0
+
+    def _take_delta(self, delta: Delta) -> None:
+        """The reply keeps its texts."""
+
+    async def _encode_whole(self) -> bytes:
+        reply, shape = self._reply, self._shape
+        rest = {"usage": reply.usage_fields()}
+        if reply.plan.explain:
+            rest["memserve"] = reply.as_explanation()
+        fields = self._envelope.response_fields(shape.response_kind, reply.created_s)
+        parts = [_encode(fields)[:-1] + b',"choices":[']
+        await in_slices(self._encode_choices(), parts)
+        parts[-1] = b"],"  # instead of the last comma
+        await in_slices(shape.encode_other_fields(reply), parts)
+        return b"".join([*parts, _encode(rest)[1:]])
+
+    def _encode_choices(self) -> Iterator[bytes]:
+        for sequence in self._reply.best_sequences():
+            yield from self._shape.encode_choice(self._reply, sequence)
+            yield b","
+
     def _encode_chunks(self, delta: Delta) -> Iterator[bytes]:
         choice = delta.sequence.choice
         if delta.opens and (opening := self._shape.encode_opening(self._reply, delta)):
@@ -203,13 +293,6 @@ class Streamer:
         self._tokens_shown += delta.last - delta.first if self._reply.plan.generates else 0
         for choices in self._shape.encode_choices(self._reply, delta):
             yield self._with_event_id(choice, self._frame_chunk(choices)) if choices else b""
-
-    def _with_event_id(self, choice: int, chunk: bytes) -> bytes:
-        """``chunk`` with its id, where the stream has some; empty: the client has it."""
-        if self._ids is None:
-            return chunk
-        line = self._ids.next_id_line(choice)
-        return b"" if line is None else line + chunk
 
     def _frame_chunk(self, choices: bytes) -> bytes:
         tail = self._tail
@@ -235,29 +318,5 @@ class Streamer:
             return b""
         return self._with_event_id(-1, self._chunk_head() + b"[]," + _encode(extra)[1:] + b"\n\n")
 
-    async def _end_with(self, error: ApiError) -> None:
-        if not self._started:
-            raise error
-        await self._write_chunk(self._encode_error(error) + _DONE, more=False)
-
     def _encode_error(self, error: ApiError) -> bytes:
         return b"data: " + error.encode_body() + b"\n\n"
-
-    async def _write_chunk(self, data: bytes, *, more: bool = True) -> None:
-        self._call.writing = True
-        try:
-            await self._send_data(data, more=more)
-        finally:
-            self._call.writing = False
-
-    async def _send_data(self, data: bytes, *, more: bool) -> None:
-        if not self._started:
-            self._started = True
-            headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
-                (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no"),
-                *((name.encode(), value.encode()) for name, value in ignored_header(self._reply).items()),
-            ]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})

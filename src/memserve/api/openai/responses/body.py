@@ -205,6 +205,11 @@ class Items:
             elif piece.content:
                 yield from self._push_content(piece.content)
 
+    def take_delta(self, delta: Delta) -> None:
+        """As :meth:`push_delta`, for an answer without events."""
+        for _ in self.push_delta(delta):
+            pass
+
     def finish_items(self, *, complete: bool) -> Iterator[Event]:
         """The end: what is open is closed. A response without any item has an empty message."""
         if self._open is None and not self.closed_items:

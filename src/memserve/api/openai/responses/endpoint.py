@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from memserve.api.http.errors import ApiError, bad_request
 from memserve.api.http.limits import TENANT_KEY, ClientGone, json_body
 from memserve.api.http.middleware import REPLY_KEY
 from memserve.api.http.request import new_id
-from memserve.api.openai.endpoints import ChatPlanner, EndpointParts, addressed, keep_session
+from memserve.api.openai.endpoints import ChatPlanner, EndpointParts, addressed, keep_prefixes
 from memserve.api.openai.interfaces import ModelNames
 from memserve.api.openai.request.plan import Caller, Generation
 from memserve.api.openai.request.schema import parse_leniently
@@ -32,9 +33,11 @@ from memserve.api.openai.response.formats import ChatShape
 from memserve.api.openai.response.reply import Delta, Reply
 from memserve.api.openai.response.responders import (
     AnswerEnvelope,
-    Streamer,
-    abandon_on_disconnect,
+    AnswerWriter,
+    answer,
+    frame_event,
     ignored_header,
+    read_whole,
     send_json,
 )
 from memserve.api.openai.responses.body import Items, Messages, ResponsesBody, chat_of, messages_of
@@ -185,24 +188,10 @@ class ResponsesRoutes:
             queued = self._start_background(job, reply, items, tenant)
             await send_json(send, 200, _encode(queued), ignored_header(reply))
             return
-        call = shared.hub.open_call(job.plan.requests)
-        watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
-        try:
-            if job.plan.stream:
-                streamer = _Events(self, job, reply, items, call, send)
-                await streamer.run_stream()
-                response = streamer.response
-            else:
-                await _run_call(call, reply, items)
-                response = self.finish_response(job, reply, items)
-            reply.record_totals()
-        finally:
-            watcher.cancel()
-            shared.hub.close_call(call)
-        if response is not None:
-            self._store_response(job, reply, items, response, tenant)
-            if not job.plan.stream:
-                await send_json(send, 200, _encode(response), ignored_header(reply))
+        response = job.response
+        envelope = AnswerEnvelope(response["id"], response["model"], response["created_at"])
+        make_writer = partial(_ResponseWriter, self, job, items, tenant)
+        await answer(shared.hub, reply, make_writer, envelope, scope, receive, send)
 
     async def _prepare_job(self, data: bytes, tenant: str) -> _PlannedResponse:
         workers = self._shared.encoder.workers
@@ -253,8 +242,8 @@ class ResponsesRoutes:
             call = self._shared.hub.open_call(job.plan.requests)
             try:
                 entry.response = {**queued, "status": "in_progress"}
-                await _run_call(call, reply, items)
-                self._store_response(job, reply, items, self.finish_response(job, reply, items), tenant, entry)
+                await read_whole(call, reply, items.take_delta)
+                self.store_response(job, reply, self.finish_response(job, reply, items), items, tenant, entry)
                 reply.record_totals()
             except (ApiError, ClientGone) as error:
                 message = error.message if isinstance(error, ApiError) else "the server has ended"
@@ -299,16 +288,17 @@ class ResponsesRoutes:
                 response[name] = [{"type": "raw_message_tokens", "message": text, "tokens": tokens}]
         return response
 
-    def _store_response(
+    def store_response(
         self,
         job: _PlannedResponse,
         reply: Reply,
-        items: Items,
         response: Json,
+        items: Items,
         tenant: str,
         entry: StoredResponse | None = None,
     ) -> None:
-        keep_session(self._shared.hub.engine, reply)
+        """Keep ``response``, and the KV that what continues it begins with. ``entry``: of one in the background."""
+        keep_prefixes(self._shared.hub.engine, reply)
         if job.body.store is False:
             return
         messages = [*job.messages, *messages_of(items.closed_items)]
@@ -330,26 +320,24 @@ class _Create:
         await self._routes.create_response(scope, receive, send)
 
 
-async def _run_call(call: StreamCall, reply: Reply, items: Items) -> None:
-    while not reply.is_done:
-        for prompt_index, output in await call.next_outputs():
-            if (delta := reply.absorb_output(call, prompt_index, output)) is not None:
-                for _ in items.push_delta(delta):
-                    pass
-
-
-class _Events(Streamer):
-    """The stream of one response."""
+class _ResponseWriter(AnswerWriter):
+    """One response: its items, and what is stored of it before its client has read the end."""
 
     def __init__(
-        self, routes: ResponsesRoutes, job: _PlannedResponse, reply: Reply, items: Items, call: StreamCall, send: Send
-    ) -> None:
-        envelope = AnswerEnvelope(job.response["id"], job.response["model"], job.response["created_at"])
-        super().__init__(reply, routes._shape, envelope, call, send)
-        self._routes, self._job, self._items = routes, job, items
+        self, routes: ResponsesRoutes, job: _PlannedResponse, items: Items, tenant: str, reply: Reply,
+        envelope: AnswerEnvelope, call: StreamCall, send: Send,
+    ) -> None:  # fmt: skip
+        super().__init__(reply, envelope, call, send)
+        self._routes, self._job, self._items, self._tenant = routes, job, items, tenant
         self._number = 0
-        self.response: Json | None = None
-        """When all is said."""
+
+    def _take_delta(self, delta: Delta) -> None:
+        self._items.take_delta(delta)
+
+    async def _encode_whole(self) -> bytes:
+        response = self._routes.finish_response(self._job, self._reply, self._items)
+        self._routes.store_response(self._job, self._reply, response, self._items, self._tenant)
+        return _encode(response)
 
     def _encode_chunks(self, delta: Delta) -> Iterator[bytes]:
         if not self._number:
@@ -362,9 +350,10 @@ class _Events(Streamer):
         (sequence,) = self._reply.sequences
         complete = sequence.stream.finish_reason is not FinishReason.LENGTH
         last = [self._encode_event(event) for event in self._items.finish_items(complete=complete)]
-        self.response = self._routes.with_output(self._job, self._reply, self._items, complete=complete)
+        response = self._routes.with_output(self._job, self._reply, self._items, complete=complete)
+        self._routes.store_response(self._job, self._reply, response, self._items, self._tenant)
         kind = "response.completed" if complete else "response.incomplete"
-        return b"".join([*last, self._encode_event({"type": kind, "response": self.response})])
+        return b"".join([*last, self._encode_event({"type": kind, "response": response})])
 
     def _encode_error(self, error: ApiError) -> bytes:
         return self._encode_event({"type": "error", "code": error.code, "message": error.message, "param": error.param})
@@ -372,7 +361,7 @@ class _Events(Streamer):
     def _encode_event(self, event: Json) -> bytes:
         numbered = {**event, "sequence_number": self._number}
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(numbered))
+        return frame_event(numbered)
 
 
 def _initial_response(body: ResponsesBody, plan: Generation, response_id: str, model: str) -> Json:
