@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from memserve.api.anthropic.endpoint import MessagesRoutes
 from memserve.api.http.config import ApiConfig, EdgeConfig
 from memserve.api.http.errors import model_not_found, shutting_down
 from memserve.api.http.limits import Edge
@@ -207,6 +208,7 @@ def _generation_routes(
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/invocations", InvocationsEndpoint(shared.edge, chat, completions), methods=["POST"]),
         *TokenRoutes(shared, names).routes(),
+        *MessagesRoutes(shared, chats, names).routes(),
         *ResponsesRoutes(shared, chats, names, ChatShape(tokens)).routes(),
     ]
 
@@ -255,7 +257,7 @@ def create_app(
     Raises :class:`UserError` for malformed keys, and for traces without the package they need.
     """
     limits, config = limits or EdgeConfig(), config or ApiConfig()
-    metrics, encoder = ApiMetrics(), PromptEncoder(model)
+    metrics, encoder = ApiMetrics(), PromptEncoder(model, trusts_content=config.trust_content_tokens)
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names, adapters)
     keys, operators, closing = KeyRing(api_keys), KeyRing(metrics_keys), ExitStack()

@@ -61,6 +61,9 @@ class ApiConfig:
     """Each chunk of each stream carries the usage, as if ``stream_options`` asked for it."""
     return_tokens_as_token_ids: bool = option(False)
     """Logprobs name tokens ``token_id:N``, as if each request asked for it."""
+    trust_content_tokens: bool = option(False)
+    """Control tokens written in messages, tools and documents (``<|im_end|>``) are control tokens. Without it they are
+    text, so that no content can end a turn or begin one."""
     otlp_endpoint: str = option("")
     """Send a trace of each request to this OTLP receiver, e.g. ``http://127.0.0.1:4318``: a span a stage (extra
     ``otel``)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -56,6 +57,24 @@ class ApiError(Exception):
         """The JSON body."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
+
+
+_MESSAGE_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+"""Anthropic's kinds of errors, by status."""
+
+
+def is_message_path(path: str) -> bool:
+    """Whether ``path`` is one of Anthropic's interface: its errors have that form."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def message_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """``error`` in Anthropic's form."""
+    kind = _MESSAGE_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

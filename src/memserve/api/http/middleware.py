@@ -29,7 +29,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from memserve.api.http.errors import ApiError, echo, from_user_error, internal, shutting_down, unauthorized
+from memserve.api.http.errors import (
+    ApiError,
+    echo,
+    from_user_error,
+    internal,
+    is_message_path,
+    message_error,
+    shutting_down,
+    unauthorized,
+)
 from memserve.api.http.limits import TENANT_KEY, ClientGone, header
 from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.metrics.http import ApiMetrics
@@ -140,7 +149,8 @@ log = logging.getLogger(__name__)
 WORK_ROUTES = ("/invocations", "/tokenize", "/detokenize")
 """Outside of ``/v1/``, where clients of others look for them; they need a key as well."""
 KNOWN_ROUTES = (
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json", "/version",
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/models", "/health", "/metrics", "/openapi.json", "/version",
     "/ping", "/load", *WORK_ROUTES,
 )  # fmt: skip
 """Labels of the request counter: paths that clients invent must not add labels."""
@@ -205,12 +215,14 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if is_message_path(scope["path"]):
+            send = _send_with_id(scope, send)
         answered, send = wrap_send(scope, send)
         self._metrics.in_progress.value += 1
         try:
             error = await self._run_app(scope, receive, send)
             if error is not None and answered.status == 0:
-                await send_json(send, error.status, error.encode_body(), error.headers)
+                await send_json(send, error.status, _encode_error(error, scope), error.headers)
         finally:
             self._metrics.in_progress.value -= 1
         self._metrics.count_http_request(route_of(scope["path"]), answered.status or 499)  # 499: the client left first
@@ -219,7 +231,7 @@ class Guard:
         """Run the application. Returns the error that the client must get, unless an answer has begun."""
         try:
             if is_work(scope["path"]):
-                scope[TENANT_KEY] = self._keys.tenant_of(header(scope, b"authorization"))
+                scope[TENANT_KEY] = self._keys.tenant_of(_authorization(scope))
             await self._app(scope, receive, send)
         except ApiError as error:
             return error
@@ -237,6 +249,31 @@ class Guard:
         return None
 
 
+def _authorization(scope: Scope) -> str | None:
+    """As clients of OpenAI and of Anthropic send their key."""
+    key = header(scope, b"x-api-key")
+    return header(scope, b"authorization") or (None if key is None else f"Bearer {key}")
+
+
+def _encode_error(error: ApiError, scope: Scope) -> bytes:
+    """In the form of the interface that was asked."""
+    if not is_message_path(scope["path"]):
+        return error.encode_body()
+    return msgspec.json.encode(message_error(error, scope.get(REQUEST_ID_KEY)))
+
+
+def _send_with_id(scope: Scope, send: Send) -> Send:
+    """``send``, with the request's id under Anthropic's name as well."""
+
+    async def send_naming(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            id_field = (b"request-id", scope.get(REQUEST_ID_KEY, "").encode())
+            message = {**message, "headers": [*message.get("headers", ()), id_field]}
+        await send(message)
+
+    return send_naming
+
+
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own errors (unknown route, wrong method) in OpenAI's form."""
     status = error.status_code if isinstance(error, HTTPException) else 500
@@ -246,11 +283,11 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
     if status == 404 and (reason := why_unserved(request.url.path)):
         message, code = reason, "not_served"
-    body = ApiError(status, message, code=code).encode_body()
+    body = _encode_error(ApiError(status, message, code=code), request.scope)
     return Response(body, status, headers, "application/json")
 
 
-EXPOSED = b"x-request-id, retry-after"
+EXPOSED = b"x-request-id, request-id, retry-after"
 """Headers of answers that a page may read."""
 
 METHODS = b"GET, POST, PUT, DELETE, OPTIONS"
@@ -259,7 +296,7 @@ PREFLIGHT_S = b"600"
 
 _FIELDS = re.compile(r"[A-Za-z0-9_-]+(?: *, *[A-Za-z0-9_-]+)*")
 _FIELDS_CHARS_MAX = 1000
-_USUAL_FIELDS = "authorization, content-type, x-request-id, x-memserve-explain"
+_USUAL_FIELDS = "authorization, content-type, x-api-key, anthropic-version, x-request-id, x-memserve-explain"
 
 
 class Cors:

@@ -17,7 +17,7 @@ import numpy as np
 from memserve.api.http.errors import ApiError, bad_request
 from memserve.api.openai.interfaces import RememberingEngine, ServedModel, ServingEngine
 from memserve.api.openai.request.messages import Messages, check_messages
-from memserve.api.openai.request.prompts import Prompt, PromptEncoder, context_exceeded
+from memserve.api.openai.request.prompts import Prompt, PromptEncoder, common_tokens, context_exceeded
 from memserve.api.openai.request.schema import DocumentBody
 from memserve.base.errors import UserError
 from memserve.base.types import TokenArray
@@ -159,7 +159,7 @@ def prepare_document(body: DocumentBody, document_id: str, encoder: PromptEncode
         rendered = encoder.messages_prompt(messages, add_generation_prompt=False)
         prompt = Prompt(rendered.tokens, rendered.text)
     else:
-        (prompt,) = encoder.completion_prompts(body.text, add_special_tokens=True, echo=True)
+        prompt = encoder.document_prompt(body.text)
     tokens = _common_prefix(messages, encoder) if endpoint == "chat" else prompt.tokens
     for ids in (tokens, prompt.tokens):
         _check_tokens(ids, encoder.vocab_size)
@@ -196,9 +196,7 @@ def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArray:
         second = [_joined(messages[0], "9"), question]
     first_tokens = encoder.messages_prompt(first).tokens
     second_tokens = encoder.messages_prompt(second).tokens
-    length = min(len(first_tokens), len(second_tokens))
-    differs = np.flatnonzero(first_tokens[:length] != second_tokens[:length])
-    return first_tokens[: int(differs[0])] if len(differs) else first_tokens[:length]
+    return first_tokens[: common_tokens(first_tokens, second_tokens)]
 
 
 def _joined(message: dict[str, Any], more: str) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from memserve.api.openai.request.schema import (
     parse_leniently,
     refuse_shape,
     refuse_unsupported,
+    without_effect,
 )
 from memserve.api.openai.request.structured_output import work_of
 from memserve.api.openai.request.tool_calls import CallPlan, call_plan, style_of
@@ -76,7 +77,7 @@ def parse_completion(data: bytes, leniency: Leniency) -> tuple[CompletionBody, t
         return parse_leniently(data, CompletionBody, leniency)
     structs.force_setattr(body, "prompt", ids)  # no other code has seen the body yet
     refuse_unsupported(body)
-    return body, ()
+    return body, without_effect(body)
 
 
 def _work_of_document(document: Document | None) -> int:
@@ -163,6 +164,10 @@ class ChatPlanner:
             thoughts = thoughts_after(prompt.ending, self._config.reasoning_parser, self._chat_template())
             plan = structs.replace(plan, thoughts=thoughts)
         return _as_configured(plan, self._config, ignored)
+
+    def count_tokens(self, body: ChatBody, tenant: str) -> int:
+        """How many tokens the prompt of a checked body has. Raises :class:`ApiError` 400."""
+        return len(self._encoder.chat_prompt(body, check_messages(body.messages), tenant).tokens)
 
     def _chat_template(self) -> str:
         return str(getattr(self._model.tokenizer, "chat_template", None) or "")

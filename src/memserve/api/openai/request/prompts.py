@@ -29,10 +29,12 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import structs
 from tokenizers import Encoding, Tokenizer, pre_tokenizers
 
 from memserve.api.http.errors import bad_request
 from memserve.api.openai.interfaces import ServedModel
+from memserve.api.openai.request.control_tokens import ControlTokens
 from memserve.api.openai.request.messages import Messages, check_messages, check_rendered, for_template
 from memserve.api.openai.request.schema import ChatBody
 from memserve.base.errors import UserError
@@ -53,7 +55,8 @@ class KnownTexts:
     """Tokenizes texts piece by piece, and keeps the pieces used last. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, bytes_max: int = BYTES_MAX) -> None:
-        self._tokenizer, self._bytes_max = tokenizer, bytes_max
+        self.tokenizer, self._bytes_max = tokenizer, bytes_max
+        self.token_bytes_max = longest_token_bytes(tokenizer)
         self._cuts = cuts_of(tokenizer)
         self._pieces: OrderedDict[tuple[Owner, str], TokenArray] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
@@ -70,7 +73,7 @@ class KnownTexts:
         with self._lock:
             matches = [self._lookup_piece((owner, piece)) for piece in texts[:-1]]
         miss_indices = [index for index, ids in enumerate((*matches, None)) if ids is None]
-        encoded = self._tokenizer.encode_batch_fast(
+        encoded = self.tokenizer.encode_batch_fast(
             [texts[index] for index in miss_indices], add_special_tokens=False
         )  # no GIL
         fresh = {index: np.array(encoding.ids, np.int32) for index, encoding in zip(miss_indices, encoded, strict=True)}
@@ -175,14 +178,17 @@ class Prompt(msgspec.Struct, frozen=True):
 class PromptEncoder:
     """Tokenizes clients' texts for one model; tenants take turns."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, *, trusts_content: bool = False) -> None:
+        """``trusts_content``: control tokens in what clients write are control tokens."""
         self._model = model
         self.tokenizer: Tokenizer = model.tokenizer.backend_tokenizer
         self.tokenizer.no_truncation()  # a tokenizer.json may ask for it, and prompts must never be cut silently
         self.tokenizer.no_padding()
         self.vocab_size = model.vocab_size
-        self._token_bytes_max = longest_token_bytes(self.tokenizer)
         self._known_texts = KnownTexts(self.tokenizer)
+        template = str(getattr(model.tokenizer, "chat_template", None) or "")
+        self._control_tokens = None if trusts_content else ControlTokens(self.tokenizer, template)
+        self._guarded_texts: KnownTexts | None = None
         self.workers = TextWorkers()
         # One text gains nothing from the library's own threads, and must not wait for them behind another one.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -217,12 +223,29 @@ class PromptEncoder:
         echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else None
         is_cut = body.truncate_prompt_tokens is not None
         text = self._render_template(messages, body)
-        tokens = self._encode(text, False, is_cut, (tenant, body.cache_salt or "")).tokens
+        tokens = self._encode_rendered(text, is_cut, (tenant, body.cache_salt or "")).tokens
         return Prompt(tokens, echoed, text[-ENDING_CHARS:])
 
     def chat_text(self, body: ChatBody, messages: Messages) -> str:
-        """Checked messages through the model's chat template, as text."""
+        """Checked messages through the model's chat template, for :meth:`token_ids`."""
         return self._render_template(messages, body)
+
+    def prefix_lengths(
+        self, body: ChatBody, marked: ChatBody, mark: re.Pattern[str], prompt: Prompt, tenant: str
+    ) -> dict[str, int]:
+        """How many tokens of ``prompt``, of ``body``, lie before each mark of the same chat with marks in its texts, by
+        the mark's group 1. Empty where the template shows marks as something else."""
+        pieces = mark.split(self._render_template(check_messages(marked.messages), marked))
+        text = self._render_template(check_messages(body.messages), body)
+        if "".join(pieces[::2]) != text:
+            return {}
+        lengths, chars = {}, 0
+        for piece, name in zip(pieces[:-1:2], pieces[1::2], strict=True):
+            chars += len(piece)
+            if chars:
+                tokens = self._encode_rendered(text[:chars], True, (tenant, body.cache_salt or "")).tokens
+                lengths[name] = common_tokens(tokens, prompt.tokens)
+        return lengths
 
     @property
     def has_chat_template(self) -> bool:
@@ -232,11 +255,17 @@ class PromptEncoder:
     def messages_prompt(self, messages: Messages, *, add_generation_prompt: bool = True) -> Prompt:
         """Checked messages through the chat template."""
         body = ChatBody(model=self._model.name, add_generation_prompt=add_generation_prompt)
-        return self._encode(self._render_template(messages, body), False)
+        return self._encode_rendered(self._render_template(messages, body))
 
     def render_chat(self, messages: Messages) -> Prompt:
         """The prompt of a plain conversation, for callers without an event loop. Raises :class:`ApiError`."""
-        return self._encode(self._render_template(check_messages(messages), ChatBody(model=self._model.name)), False)
+        return self._encode_rendered(self._render_template(check_messages(messages), ChatBody(model=self._model.name)))
+
+    def document_prompt(self, text: str) -> Prompt:
+        """A text that completions begin with."""
+        control = self._control_tokens
+        known = self._known_texts if control is None or not control.are_in(text) else self._guarded()
+        return self._encode(text, True, known=known)
 
     def _split_prompts(self, prompt: Any) -> list[str | list[int] | TokenArray]:
         if isinstance(prompt, str) or is_token_list(prompt):
@@ -252,7 +281,29 @@ class PromptEncoder:
 
     def token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """However many they are. Raises :class:`ApiError` 400 for a text of which no part could be a prompt."""
-        return list(self._encode_text(text, add_special_tokens).ids)
+        text, known = self._sealed(text)
+        return list(self._encode_text(text, add_special_tokens, known).ids)
+
+    def _encode_rendered(self, text: str, is_cut: bool = False, owner: Owner | None = None) -> Prompt:
+        """A text that :meth:`_render_template` made."""
+        sealed, known = self._sealed(text)
+        prompt = self._encode(sealed, False, is_cut, owner, known)
+        if known is self._known_texts or self._control_tokens is None:
+            return prompt
+        return structs.replace(prompt, text=self._control_tokens.restore_text(text))
+
+    def _sealed(self, text: str) -> tuple[str, KnownTexts]:
+        """``text`` of the chat template, and what tokenizes it: with care where control tokens are hidden in it."""
+        control = self._control_tokens
+        if control is None or not control.has_hidden(text):
+            return text, self._known_texts
+        return control.seal_text(text), self._guarded()
+
+    def _guarded(self) -> KnownTexts:
+        assert self._control_tokens is not None
+        if self._guarded_texts is None:
+            self._guarded_texts = KnownTexts(self._control_tokens.guarded_tokenizer())
+        return self._guarded_texts
 
     def _encode(
         self,
@@ -260,12 +311,17 @@ class PromptEncoder:
         add_special_tokens: bool,
         is_cut: bool = False,
         owner: Owner | None = None,
+        known: KnownTexts | None = None,
     ) -> Prompt:
-        """``owner``: whose earlier texts may save time; only without special tokens around the text."""
+        """``owner``: whose earlier texts may save time; only without special tokens around the text. ``known``: those,
+        and the tokenizer; ``None``: of texts without care."""
+        known = known or self._known_texts
         if isinstance(prompt, str):
-            pieces = None if owner is None else self._encode_known(prompt, is_cut, owner)
+            pieces = None if owner is None else self._encode_known(prompt, is_cut, owner, known)
             tokens = (
-                self._tokenize_text(prompt, add_special_tokens, is_cut) if pieces is None else np.concatenate(pieces)
+                self._tokenize_text(prompt, add_special_tokens, is_cut, known)
+                if pieces is None
+                else np.concatenate(pieces)
             )
             encoded = Prompt(tokens, prompt)
         else:
@@ -276,26 +332,26 @@ class PromptEncoder:
             raise bad_request("The prompt is empty", "prompt")
         return encoded
 
-    def _encode_known(self, text: str, is_cut: bool, owner: Owner) -> list[TokenArray] | None:
-        self._refuse_unservable(text)
-        pieces = self._known_texts.tokenize_text(text, owner)
+    def _encode_known(self, text: str, is_cut: bool, owner: Owner, known: KnownTexts) -> list[TokenArray] | None:
+        self._refuse_unservable(text, known)
+        pieces = known.tokenize_text(text, owner)
         if pieces is not None and not is_cut:
             self._refuse_more_than_fit(sum(map(len, pieces)))
         return pieces
 
-    def _tokenize_text(self, text: str, add_special_tokens: bool, is_cut: bool) -> TokenArray:
-        encoding = self._encode_text(text, add_special_tokens)
+    def _tokenize_text(self, text: str, add_special_tokens: bool, is_cut: bool, known: KnownTexts) -> TokenArray:
+        encoding = self._encode_text(text, add_special_tokens, known)
         if not is_cut and len(text) > SHORT_PROMPT_CHARS:
             self._refuse_more_than_fit(len(encoding))  # before each id becomes a Python object
         return np.array(encoding.ids, dtype=np.int32)
 
-    def _encode_text(self, text: str, add_special_tokens: bool) -> Encoding:
-        self._refuse_unservable(text)
+    def _encode_text(self, text: str, add_special_tokens: bool, known: KnownTexts) -> Encoding:
+        self._refuse_unservable(text, known)
         if len(text) > text_bytes_max(self._model):
-            self._refuse_many_tokens(text)
+            self._refuse_many_tokens(text, known)
         if len(text) <= SHORT_PROMPT_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
+            return known.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = known.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
         return encoding
 
     def _checked_tokens(self, prompt: list[int] | TokenArray) -> TokenArray:
@@ -309,6 +365,8 @@ class PromptEncoder:
         start_answer = body.add_generation_prompt if body.add_generation_prompt is not None else not final
         tokenizer = self._model.tokenizer
         variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        if self._control_tokens is not None:
+            messages, body = self._without_control_tokens(messages, body, self._control_tokens)
         prepared, tools = for_template(messages, body, str(tokenizer.chat_template or ""))
         try:
             text = calls_bounded(
@@ -328,19 +386,30 @@ class PromptEncoder:
         check_rendered(prepared, str(text))
         return str(text)
 
-    def _refuse_unservable(self, text: str) -> None:
+    @staticmethod
+    def _without_control_tokens(
+        messages: Messages, body: ChatBody, control: ControlTokens
+    ) -> tuple[Messages, ChatBody]:
+        """What a template is to write of the client's, with stand-ins for control tokens."""
+        hidden = control.hide_in_messages(messages)
+        tools, variables = (control.hide_in(value) for value in (body.tools, body.chat_template_kwargs))
+        if tools is not body.tools or variables is not body.chat_template_kwargs:
+            body = structs.replace(body, tools=tools, chat_template_kwargs=variables)
+        return hidden, body
+
+    def _refuse_unservable(self, text: str, known: KnownTexts) -> None:
         """Refuse a text that cannot fit the context however it is tokenized: tokenizing it would take seconds."""
-        most_bytes = self._model.max_model_tokens * (self._token_bytes_max or sys.maxsize)
+        most_bytes = self._model.max_model_tokens * (known.token_bytes_max or sys.maxsize)
         if len(text) > most_bytes or len(text.encode()) > most_bytes:
             raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
 
-    def _refuse_many_tokens(self, text: str) -> None:
+    def _refuse_many_tokens(self, text: str, known: KnownTexts) -> None:
         """Refuse a long text of far too many tokens, counted piece by piece: a tokenizer takes over a hundred bytes for
         each. A cut adds or saves a few tokens of thousands."""
         most = 2 * max(self._model.max_model_tokens, _COUNTED_CHARS)
         count = 0
         for begin in range(0, len(text), _COUNTED_CHARS):
-            (piece,) = self.tokenizer.encode_batch_fast(
+            (piece,) = known.tokenizer.encode_batch_fast(
                 [text[begin : begin + _COUNTED_CHARS]], add_special_tokens=False
             )
             count += len(piece)
@@ -350,6 +419,13 @@ class PromptEncoder:
     def _refuse_more_than_fit(self, tokens: int) -> None:
         if tokens > self._model.max_model_tokens:
             raise context_exceeded(self._model, f"{tokens} tokens in the prompt")
+
+
+def common_tokens(one: TokenArray, other: TokenArray) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 def calls_bounded(most: int, work: Callable[[], Result]) -> Result:

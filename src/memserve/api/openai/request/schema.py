@@ -17,7 +17,7 @@ import logging
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -106,6 +106,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class AnswerBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """How an answer is drawn, and where it runs: the fields of chats, completions and responses alike."""
 
+    NO_EFFECT: ClassVar[tuple[str, ...]] = ("service_tier", "safety_identifier")
+    """Fields that promise nothing: accepted, and named in the answer's :data:`IGNORED_HEADER`."""
+
     model: ModelName | None = None
     """The served model's name, one of its aliases, or an adapter's; letter case does not matter. Default: the served
     model."""
@@ -164,6 +167,8 @@ class AnswerBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
 
 class GenerationBody(AnswerBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """What both generating endpoints share."""
+
+    NO_EFFECT: ClassVar[tuple[str, ...]] = (*AnswerBody.NO_EFFECT, "user", "store", "metadata")
 
     n: Choices | None = None
     """Answers to draw from each prompt. Default 1."""
@@ -259,6 +264,10 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw
 class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """``POST /v1/chat/completions``."""
 
+    NO_EFFECT: ClassVar[tuple[str, ...]] = (
+        *GenerationBody.NO_EFFECT, "prompt_cache_retention", "prompt_cache_options", "prediction", "verbosity",
+    )  # fmt: skip
+
     messages: list[Any] | UnsetType = UNSET
     """The conversation: objects with `role` (system, developer, user, assistant, tool) and `content` (a string, or
     text parts); assistants may have `tool_calls` and `reasoning_content`."""
@@ -351,7 +360,8 @@ def parse_body(data: bytes, kind: type[Body]) -> Body:
 
 
 def parse_leniently(data: bytes, kind: type[Body], leniency: Leniency | None) -> tuple[Body, tuple[str, ...]]:
-    """``data`` as ``kind``, and the names of the fields that ``leniency`` has left out. Raises :class:`ApiError` 400
+    """``data`` as ``kind``, and the names of the fields without effect: those that promise nothing, and those that
+    ``leniency`` has left out. Raises :class:`ApiError` 400
     that names the field at fault."""
     refuse_shape(data)
     try:
@@ -361,7 +371,13 @@ def parse_leniently(data: bytes, kind: type[Body], leniency: Leniency | None) ->
             raise _explain(str(error), kind) from None
         return _without_unknown(data, kind, leniency)
     refuse_unsupported(body)
-    return body, ()
+    return body, without_effect(body)
+
+
+def without_effect(body: msgspec.Struct) -> tuple[str, ...]:
+    """The fields of ``body`` that are set and promise nothing."""
+    names: tuple[str, ...] = getattr(body, "NO_EFFECT", ())
+    return tuple([name for name in names if getattr(body, name) is not None])
 
 
 def _without_unknown(data: bytes, kind: type[Body], leniency: Leniency) -> tuple[Body, tuple[str, ...]]:
@@ -370,7 +386,8 @@ def _without_unknown(data: bytes, kind: type[Body], leniency: Leniency) -> tuple
     except msgspec.ValidationError as error:  # a number that no JSON reader here can hold
         raise _explain(str(error), kind) from None
     fields, left_out = leniency.drop_unknown(everything, kind.__struct_fields__)
-    return body_of(fields, kind), left_out
+    body = body_of(fields, kind)
+    return body, (*left_out, *without_effect(body))
 
 
 def _decoded(data: bytes, kind: type[Decoded]) -> Decoded:

@@ -101,7 +101,12 @@ def work_of(body: GenerationBody, text_bytes: int) -> int:
     grammar is never checked in the event loop."""
     forces_calls = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
     has_structure = forces_calls or body.response_format is not None or body.structured_outputs is not None
-    return max(text_bytes * CHECKING_A_SCHEMA, INLINE_BYTES_MAX + 1) if has_structure else text_bytes
+    return work_of_form(text_bytes) if has_structure else text_bytes
+
+
+def work_of_form(text_bytes: int) -> int:
+    """As :func:`work_of`, for a body that asks for a form of its answer."""
+    return max(text_bytes * CHECKING_A_SCHEMA, INLINE_BYTES_MAX + 1)
 
 
 def structure_of(body: GenerationBody, calls: CallPlan | None) -> str:

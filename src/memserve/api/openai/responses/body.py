@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from memserve.api.http.errors import bad_request, unsupported
 from memserve.api.openai.request.plan import Generation
@@ -30,6 +30,8 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 class ResponsesBody(AnswerBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """``POST /v1/responses``."""
+
+    NO_EFFECT: ClassVar[tuple[str, ...]] = (*AnswerBody.NO_EFFECT, "max_tool_calls")
 
     input: Any = None
     """A text, or a list of items: messages (`role`, `content`), `function_call`, `function_call_output`. Items of
