@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from memserve.base.types import FinishReason, Request, TokenLogprobs, TokenOutput
+from memserve.base.types import FinishReason, NamedPrefix, Request, TokenArray, TokenLogprobs, TokenOutput
 from memserve.host.engine import Refusal, Rejected
 from memserve.host.stats import EngineStats
 from memserve.instance.stats import InstanceStats, TierStats
+from memserve.system.loop import EngineStopped
 
 Sink = Callable[[TokenOutput | Rejected], None]
 Script = Callable[[Request, int], Sequence[int]]
@@ -201,3 +203,40 @@ class FakeEngine:
 
 def _logprobs(token: int, count: int, logprob: float) -> TokenLogprobs:
     return TokenLogprobs(token, logprob, tuple((token + rank, logprob - rank) for rank in range(count)))
+
+
+class PinningFake(FakeEngine):
+    """Remembers pins, and answers at the second look, as a cluster does."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pins: dict[tuple[str, str], tuple[list[int], int]] = {}
+        self.unpinned: list[tuple[str, str]] = []
+        self.looks = 0
+        self.silent = False
+
+    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+        with self._changed:
+            self.pins[tenant, handle] = (tokens.tolist(), ttl_ns)
+            self._changed.notify_all()
+
+    def unpin_prefix(self, handle: str, tenant: str) -> None:
+        self.unpinned.append((tenant, handle))
+        self.pins.pop((tenant, handle), None)
+
+    def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
+        self.looks += 1
+        if self.silent:
+            raise EngineStopped
+        pins = [self.pins.get((tenant, handle)) for handle in handles]
+        if self.looks % 2:
+            return [None] * len(handles)
+        return [len(pin[0]) // BLOCK_TOKENS * BLOCK_TOKENS if pin is not None else None for pin in pins]
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        if self.silent:
+            raise EngineStopped
+        with self._changed:
+            end_ns = time.monotonic_ns()
+            kept = [(name, tokens, ttl_ns) for (owner, name), (tokens, ttl_ns) in self.pins.items() if owner == tenant]
+        return [NamedPrefix(name, len(tokens), end_ns + ttl_ns) for name, tokens, ttl_ns in kept]

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from api_world import EOS, MODEL, SCRIPT_TEXT, TinyModel, World, encode, running_server, says, serve, tiny_tokenizer
-from fake_engine import BLOCK_TOKENS, FakeEngine
+from fake_engine import BLOCK_TOKENS, FakeEngine, PinningFake
+from memserve.base.units import ns_from_s
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 WEATHER: Any = {
@@ -278,3 +279,78 @@ def test_an_end_token_in_content_ends_no_turn(world: World, client: anthropic.An
     ask(client, messages=[{"role": "user", "content": said}])
     prompt = world.engine.submitted[-1].prompt.tolist()
     assert prompt.count(EOS) == 1 and said in prompt_of(world)
+
+
+FIVE_MINUTES: Any = {"type": "ephemeral"}
+ONE_HOUR: Any = {"type": "ephemeral", "ttl": "1h"}
+
+
+def kept_texts(engine: PinningFake) -> dict[str, int]:
+    """What is kept, and for how many seconds."""
+    return {str(tiny_tokenizer().decode(tokens)): ttl_ns // ns_from_s(1.0) for tokens, ttl_ns in engine.pins.values()}
+
+
+def test_marked_blocks_are_kept_for_their_time() -> None:
+    engine = PinningFake(says(SCRIPT_TEXT))
+    system: Any = [{"type": "text", "text": "a long book \n", "cache_control": ONE_HOUR}, {"type": "text", "text": "x"}]
+    said: Any = [{"type": "text", "text": "hello", "cache_control": FIVE_MINUTES}, {"type": "text", "text": "Where?"}]
+    with serve(engine) as world, client_of(world) as client:
+        usage = ask(client, system=system, messages=[{"role": "user", "content": said}]).usage
+        assert engine.wait_until(lambda: len(engine.pins) == 2)
+        prompt = world.engine.submitted[-1].prompt
+        book = "<|start|>system\na long book"
+        assert kept_texts(engine) == {
+            book: 3600, f"{book} \n\n\nx<|end|>\n<|start|>user\nhello": 300,
+        }  # fmt: skip
+        short, long = sorted(len(tokens) for tokens, _ in engine.pins.values())
+        assert (usage.cache_creation_input_tokens, usage.input_tokens) == (long, len(prompt) - long)
+        assert usage.cache_creation is not None
+        parts = usage.cache_creation
+        assert (parts.ephemeral_1h_input_tokens, parts.ephemeral_5m_input_tokens) == (short, long - short)
+        again = ask(client, system=system, messages=[{"role": "user", "content": said}]).usage
+        assert again.cache_creation_input_tokens == 0 and len(engine.pins) == 2, "the same prefixes are kept anew"
+
+
+def test_cache_control_of_a_request_keeps_its_whole_prompt() -> None:
+    engine = PinningFake(says(SCRIPT_TEXT))
+    with serve(engine) as world, client_of(world) as client:
+        usage = ask(client, cache_control=FIVE_MINUTES).usage
+        assert engine.wait_until(lambda: bool(engine.pins))
+        ((tokens, _),) = engine.pins.values()
+        assert tokens == world.engine.submitted[-1].prompt.tolist()
+        assert (usage.cache_creation_input_tokens, usage.input_tokens) == (len(tokens), 0)
+
+
+def test_tools_and_their_results_may_be_kept() -> None:
+    engine = PinningFake(says(SCRIPT_TEXT))
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "35", "cache_control": FIVE_MINUTES}
+    messages: Any = [
+        *HELLO, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}}]},
+        {"role": "user", "content": [result, {"type": "text", "text": "well"}]},
+    ]  # fmt: skip
+    with running_server(engine, TinyModel(max_model_tokens=2048)) as world, client_of(world) as client:
+        ask(client, tools=[{**WEATHER, "cache_control": ONE_HOUR}], messages=messages)
+        assert engine.wait_until(lambda: len(engine.pins) == 2)
+    hour, minutes = sorted(kept_texts(engine).items(), key=lambda item: len(item[0]))
+    assert hour[0].endswith("Weather now") and hour[1] == 3600
+    assert minutes[0].endswith("<|start|>tool\n35") and minutes[1] == 300
+    engine.close()
+
+
+def test_a_router_that_keeps_nothing_says_so() -> None:
+    engine = PinningFake(says(SCRIPT_TEXT))
+    engine.owner_url = "http://127.0.0.1:9"  # type: ignore[attr-defined]
+    with serve(engine) as world, client_of(world) as client:
+        raw = client.messages.with_raw_response.create(
+            model=MODEL, max_tokens=9, messages=HELLO, cache_control=FIVE_MINUTES
+        )
+        assert raw.headers["x-memserve-ignored"] == "cache_control" and not engine.pins
+        assert raw.parse().usage.cache_creation_input_tokens == 0
+
+
+def test_prefixes_of_salts_are_kept_apart() -> None:
+    engine = PinningFake(says(SCRIPT_TEXT))
+    with serve(engine) as world, client_of(world) as client:
+        for salt in ("one", "other"):
+            ask(client, cache_control=FIVE_MINUTES, extra_body={"cache_salt": salt})
+        assert engine.wait_until(lambda: len(engine.pins) == 2)

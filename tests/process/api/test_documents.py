@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import httpx
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, World, encode, running_server, says, serve
-from fake_engine import BLOCK_TOKENS, FakeEngine
+from fake_engine import BLOCK_TOKENS, FakeEngine, PinningFake
 from memserve.api.http.errors import ApiError
 from memserve.api.openai.documents import DOCUMENTS_MAX, Document, Documents, prepare_document
 from memserve.api.openai.interfaces import PinningEngine
@@ -22,54 +21,15 @@ from memserve.api.openai.request.messages import check_messages
 from memserve.api.openai.request.prompts import Prompt, PromptEncoder
 from memserve.api.openai.request.schema import ChatBody, DocumentBody
 from memserve.base.config import InstanceConfig, PoolConfig
-from memserve.base.types import NamedPrefix, TokenArray
 from memserve.base.units import NS_PER_S, ns_from_s
 from memserve.host.engine import Engine
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
-from memserve.system.loop import EngineStopped
 from memserve.transport.ports import Device as DevicePort
 from memserve_lab.sim.reference.device import SymbolicDevice
 
 TEXT = "The capital of France is hello hello."
 ASK = [{"role": "user", "content": "Where?"}]
-
-
-class PinningFake(FakeEngine):
-    """Remembers pins, and answers at the second look, as a cluster does."""
-
-    def __init__(self, *args, **options) -> None:
-        super().__init__(*args, **options)
-        self.pins: dict[tuple[str, str], tuple[list[int], int]] = {}
-        self.unpinned: list[tuple[str, str]] = []
-        self.looks = 0
-        self.silent = False
-
-    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
-        with self._changed:
-            self.pins[tenant, handle] = (tokens.tolist(), ttl_ns)
-            self._changed.notify_all()
-
-    def unpin_prefix(self, handle: str, tenant: str) -> None:
-        self.unpinned.append((tenant, handle))
-        self.pins.pop((tenant, handle), None)
-
-    def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
-        self.looks += 1
-        if self.silent:
-            raise EngineStopped
-        pins = [self.pins.get((tenant, handle)) for handle in handles]
-        if self.looks % 2:
-            return [None] * len(handles)
-        return [len(pin[0]) // BLOCK_TOKENS * BLOCK_TOKENS if pin is not None else None for pin in pins]
-
-    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
-        if self.silent:
-            raise EngineStopped
-        with self._changed:
-            end_ns = time.monotonic_ns()
-            kept = [(name, tokens, ttl_ns) for (owner, name), (tokens, ttl_ns) in self.pins.items() if owner == tenant]
-        return [NamedPrefix(name, len(tokens), end_ns + ttl_ns) for name, tokens, ttl_ns in kept]
 
 
 @pytest.fixture

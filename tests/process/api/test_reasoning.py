@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -27,10 +28,12 @@ SAID = "<think>\nParis or Rome?\n</think>\n\nParis."
 class Thinker(TinyModel):
     """Its chat template knows thoughts."""
 
+    template = TEMPLATE
+
     @property
     def tokenizer(self) -> Any:
         tokenizer = tiny_tokenizer().__class__(tokenizer_object=tiny_tokenizer().backend_tokenizer)
-        tokenizer.chat_template = TEMPLATE
+        tokenizer.chat_template = self.template
         return tokenizer
 
 
@@ -151,3 +154,38 @@ def test_paths_of_openai_that_no_model_answers_say_why(world: World, client: ope
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_served", path
     unknown = httpx.post(f"{world.url}/v1/embedding", json={})
     assert unknown.json()["error"]["code"] == "unknown_url"
+
+
+def test_thoughts_are_blocks_of_a_message(world: World) -> None:
+    with anthropic.Anthropic(api_key="unused", base_url=world.url, max_retries=0) as client:
+        whole = client.messages.create(model=MODEL, max_tokens=99, messages=HELLO, thinking={"type": "adaptive"})
+        with client.messages.stream(model=MODEL, max_tokens=99, messages=HELLO) as stream:
+            streamed = stream.get_final_message()
+        for message in (whole, streamed):
+            thoughts, answer = message.content
+            assert isinstance(thoughts, anthropic.types.ThinkingBlock) and thoughts.signature
+            assert (thoughts.thinking, answer.to_dict()["text"]) == ("Paris or Rome?", "Paris.")
+            assert message.usage.output_tokens_details is not None
+            assert 0 < message.usage.output_tokens_details.thinking_tokens < message.usage.output_tokens
+        client.messages.create(
+            model=MODEL, max_tokens=9, messages=[*HELLO, {"role": "assistant", "content": whole.content}, *HELLO]
+        )
+    prompt = str(tiny_tokenizer().decode(world.engine.submitted[-1].prompt.tolist()))
+    assert "<think>Paris or Rome?</think>Paris.<|end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    ("thinking", "shown"),
+    [(None, "off"), ({"type": "disabled"}, "off"), ({"type": "enabled", "budget_tokens": 1024}, "on")],
+)
+def test_a_template_is_told_whether_to_think(thinking: Any, shown: str) -> None:
+    class Told(Thinker):
+        template = "{{ 'on' if enable_thinking else 'off' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    engine = FakeEngine(says("x"))
+    fields = {} if thinking is None else {"thinking": thinking}
+    with running_server(engine, Told()) as world:
+        with anthropic.Anthropic(api_key="unused", base_url=world.url, max_retries=0) as client:
+            client.messages.create(model=MODEL, max_tokens=9, messages=HELLO, **fields)
+        assert str(tiny_tokenizer().decode(engine.submitted[-1].prompt.tolist())).startswith(shown)
+    engine.close()

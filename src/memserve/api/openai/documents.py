@@ -16,6 +16,7 @@ import numpy as np
 
 from memserve.api.http.errors import ApiError, bad_request
 from memserve.api.openai.interfaces import RememberingEngine, ServedModel, ServingEngine
+from memserve.api.openai.request.control_tokens import OF_CONTENT
 from memserve.api.openai.request.messages import Messages, check_messages
 from memserve.api.openai.request.prompts import Prompt, PromptEncoder, common_tokens, context_exceeded
 from memserve.api.openai.request.schema import DocumentBody
@@ -181,7 +182,7 @@ def _messages_of(body: DocumentBody) -> Messages:
         return check_messages(body.messages)
     if not body.text:
         raise bad_request("'text' must not be empty", "text")
-    return [{"role": "system", "content": body.text}]
+    return [{"role": "system", "content": body.text, OF_CONTENT: True}]
 
 
 def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArray:

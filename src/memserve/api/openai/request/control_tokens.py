@@ -36,6 +36,8 @@ _HIDDEN = re.compile(_STAND_IN + "([0-9a-f]+)x")
 _PRIVATE, _PRIVATE_COUNT = 0xE000, 6000
 _NAME = "".join(chr(_PRIVATE + secrets.randbelow(_PRIVATE_COUNT)) for _ in range(9))
 _OWN_MARKS = ("system", "assistant")
+OF_CONTENT = "of_document"
+"""Set in a message that is a document's text, whatever its role is."""
 
 
 class ControlTokens:
@@ -68,7 +70,7 @@ class ControlTokens:
         for role in {message["role"] for message in messages} - ROLES:
             if any(role in content for content in self._contents) and f"'{role}'" not in self._template:
                 raise bad_request(f"the role {role[:64]!r} is a part of a control token of this model", "messages")
-        fresh = [self._hide(message, self._pattern_for(message["role"])) for message in messages]
+        fresh = [self._hide(message, self._pattern_for(message)) for message in messages]
         if self._may_join(messages):
             fresh = [self._hide_pieces(message) for message in fresh]
         return messages if all(map(_is, fresh, messages)) else fresh
@@ -102,8 +104,8 @@ class ControlTokens:
 
     # -- inside
 
-    def _pattern_for(self, role: str) -> re.Pattern[str]:
-        return self._special if role in _OWN_MARKS else self._all
+    def _pattern_for(self, message: dict[str, Any]) -> re.Pattern[str]:
+        return self._special if message["role"] in _OWN_MARKS and not message.get(OF_CONTENT) else self._all
 
     def _hits(self, text: str, pattern: re.Pattern[str]) -> bool:
         return any(stem in text for stem in self._stems) and pattern.search(text) is not None
