@@ -242,7 +242,8 @@ def test_errors_become_the_clients_exceptions() -> None:
         with client_of(world) as client, pytest.raises(anthropic.AuthenticationError) as refused:
             ask(client)
         key = "key-0123456789abcdef"
-        assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+        body: Any = refused.value.body
+        assert body["error"]["type"] == "authentication_error"
         with client_of(world, api_key=key) as client, pytest.raises(anthropic.NotFoundError, match="nothing-there"):
             ask(client, model="nothing-there")
         for credentials in ({"api_key": key}, {"api_key": None, "auth_token": key}):
@@ -338,8 +339,10 @@ def test_tools_and_their_results_may_be_kept() -> None:
 
 
 def test_a_router_that_keeps_nothing_says_so() -> None:
-    engine = PinningFake(says(SCRIPT_TEXT))
-    engine.owner_url = "http://127.0.0.1:9"  # type: ignore[attr-defined]
+    class Follower(PinningFake):
+        owner_url = "http://127.0.0.1:9"
+
+    engine = Follower(says(SCRIPT_TEXT))
     with serve(engine) as world, client_of(world) as client:
         raw = client.messages.with_raw_response.create(
             model=MODEL, max_tokens=9, messages=HELLO, cache_control=FIVE_MINUTES

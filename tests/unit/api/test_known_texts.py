@@ -76,12 +76,12 @@ texts = st.lists(
 def test_the_ids_are_those_of_the_whole_text(name: str, text: str) -> None:
     text = text.encode("utf-8", "ignore").decode()
     known = KNOWN[name]
-    plain = known._tokenizer.encode(text, add_special_tokens=False).ids
+    plain = known.tokenizer.encode(text, add_special_tokens=False).ids
     for _ in range(2):  # the second time the pieces are known
         pieces = known.tokenize_text(text, MINE)
         assert pieces is None or np.concatenate(pieces).tolist() == plain
         if pieces is None:
-            assert not any(token.content in text for token in known._tokenizer.get_added_tokens_decoder().values())
+            assert not any(token.content in text for token in known.tokenizer.get_added_tokens_decoder().values())
     assert known.cached_bytes <= 20_000
 
 
@@ -115,17 +115,17 @@ class Watched:
     """A tokenizer, and the texts that it was given."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.given: list[str] = []
 
     def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
         self.given += texts
-        return self._tokenizer.encode_batch_fast(texts, **options)
+        return self.tokenizer.encode_batch_fast(texts, **options)
 
 
 def watched(bytes_max: int = 1 << 20) -> tuple[KnownTexts, Watched]:
     known = KnownTexts(tiny_tokenizer().backend_tokenizer, bytes_max)
-    known._tokenizer = watch = Watched(known._tokenizer)
+    known.tokenizer = watch = Watched(known.tokenizer)
     return known, watch
 
 

@@ -154,8 +154,8 @@ class MessageWriter(AnswerWriter):
         usage = {**input_usage(self._reply), **self._output_usage()}
         usage.pop("cache_creation")
         explained = {"memserve": self._reply.as_explanation()} if self._reply.plan.explain else {}
-        told: Event = {"type": "message_delta", "delta": self._end_fields(), "usage": usage, **explained}
-        return b"".join([*last, self._frame(told), self._frame({"type": "message_stop"})])
+        end_event: Event = {"type": "message_delta", "delta": self._end_fields(), "usage": usage, **explained}
+        return b"".join([*last, self._frame(end_event), self._frame({"type": "message_stop"})])
 
     def _encode_error(self, error: ApiError) -> bytes:
         return frame_event(message_error(error))

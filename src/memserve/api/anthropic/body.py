@@ -133,8 +133,8 @@ def chat_of(body: MessagesBody, model: str, breakpoints: Breakpoints) -> ChatBod
     fields: Fields = {name: getattr(body, name) for name in _AS_IN_CHATS if getattr(body, name) is not None}
     fields |= {"model": model, "messages": messages, "tools": tools, "max_completion_tokens": body.max_tokens or 1}
     if body.stop_sequences:
-        own = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        fields["stop"] = [*own, *body.stop_sequences]
+        strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        fields["stop"] = [*strings, *body.stop_sequences]
     if messages[-1]["role"] == "assistant":
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     fields |= _tool_choice(body.tool_choice) | _output_fields(body.output_config or {})

@@ -42,8 +42,8 @@ class MessagePlanner:
             chat = chat_of(body, self._names.served, breakpoints)
             without_effect = (*ignored, *self._further_ignored(body, breakpoints))
             plan = self._chats.plan_body(chat, None, caller, response_id, without_effect)
-            kept = self._kept_prefixes(body, chat, breakpoints, plan.prompts[0], caller.tenant)
-            return structs.replace(plan, generates=body.max_tokens != 0, kept_prefixes=kept)
+            prefixes = self._kept_prefixes(body, chat, breakpoints, plan.prompts[0], caller.tenant)
+            return structs.replace(plan, generates=body.max_tokens != 0, kept_prefixes=prefixes)
 
         has_form = bool(body.tool_choice or body.output_config or body.structured_outputs)
         load = work_of_form(len(data)) if has_form else len(data)
@@ -82,12 +82,12 @@ class MessagePlanner:
         """How much of ``prompt`` is kept, and for how long."""
         if not breakpoints.ttls_s or not self._keeps_prefixes(body):
             return ()
-        marked = chat_of(body, self._names.served, Breakpoints(is_marking=True))
-        lengths = self._shared.encoder.prefix_lengths(chat, marked, MARKS, prompt, tenant)
+        marked_chat = chat_of(body, self._names.served, Breakpoints(is_marking=True))
+        lengths = self._shared.encoder.prefix_lengths(chat, marked_chat, MARKS, prompt, tenant)
         if body.cache_control is not None:
             lengths[str(len(breakpoints.ttls_s) - 1)] = len(prompt.tokens)
-        kept = [KeptPrefix(tokens, ns_from_s(breakpoints.ttls_s[int(name)])) for name, tokens in lengths.items()]
-        return tuple(sorted(kept, key=lambda prefix: prefix.tokens))
+        prefixes = [KeptPrefix(tokens, ns_from_s(breakpoints.ttls_s[int(name)])) for name, tokens in lengths.items()]
+        return tuple(sorted(prefixes, key=lambda prefix: prefix.tokens))
 
 
 class MessagesRoutes:

@@ -310,13 +310,14 @@ def openapi() -> Json:
     }
 
 
-def described_fields(body: type) -> dict[str, str]:
+def described_fields(body: type[msgspec.Struct]) -> dict[str, str]:
     """The text of each field, those of its bases first."""
     return {
         name: text
         for cls in reversed(body.__mro__)
         if issubclass(cls, msgspec.Struct) and cls is not msgspec.Struct
         for name, text in field_docs(cls).items()
+        if name in body.__struct_fields__
     }
 
 

@@ -14,6 +14,7 @@ The latter remain what they are in texts of the system and of the assistant, who
 from __future__ import annotations
 
 import json
+import operator
 import re
 import secrets
 import threading
@@ -73,7 +74,7 @@ class ControlTokens:
         fresh = [self._hide(message, self._pattern_for(message)) for message in messages]
         if self._may_join(messages):
             fresh = [self._hide_pieces(message) for message in fresh]
-        return messages if all(map(_is, fresh, messages)) else fresh
+        return messages if all(map(operator.is_, fresh, messages)) else fresh
 
     def hide_in(self, value: Any) -> Any:
         """``value``, of builtin types, with stand-ins in its texts."""
@@ -117,10 +118,14 @@ class ControlTokens:
             return _with_first_hidden(value) if self._is_hit_normalized(value) else value
         if isinstance(value, dict):
             fresh = {self._hide(name, pattern): self._hide(entry, pattern) for name, entry in value.items()}
-            return value if all(map(_is, fresh.values(), value.values())) and fresh.keys() == value.keys() else fresh
+            return (
+                value
+                if all(map(operator.is_, fresh.values(), value.values())) and fresh.keys() == value.keys()
+                else fresh
+            )
         if isinstance(value, list):
             entries = [self._hide(entry, pattern) for entry in value]
-            return value if all(map(_is, entries, value)) else entries
+            return value if all(map(operator.is_, entries, value)) else entries
         return value
 
     def _may_join(self, messages: list[dict[str, Any]]) -> bool:
@@ -218,7 +223,3 @@ def _texts_of(value: Any) -> Iterable[str]:
     elif isinstance(value, dict | list):
         for entry in value.values() if isinstance(value, dict) else value:
             yield from _texts_of(entry)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

@@ -231,11 +231,11 @@ class PromptEncoder:
         return self._render_template(messages, body)
 
     def prefix_lengths(
-        self, body: ChatBody, marked: ChatBody, mark: re.Pattern[str], prompt: Prompt, tenant: str
+        self, body: ChatBody, marked_body: ChatBody, mark: re.Pattern[str], prompt: Prompt, tenant: str
     ) -> dict[str, int]:
         """How many tokens of ``prompt``, of ``body``, lie before each mark of the same chat with marks in its texts, by
         the mark's group 1. Empty where the template shows marks as something else."""
-        pieces = mark.split(self._render_template(check_messages(marked.messages), marked))
+        pieces = mark.split(self._render_template(check_messages(marked_body.messages), marked_body))
         text = self._render_template(check_messages(body.messages), body)
         if "".join(pieces[::2]) != text:
             return {}
@@ -264,8 +264,8 @@ class PromptEncoder:
     def document_prompt(self, text: str) -> Prompt:
         """A text that completions begin with."""
         control = self._control_tokens
-        known = self._known_texts if control is None or not control.are_in(text) else self._guarded()
-        return self._encode(text, True, known=known)
+        text_cache = self._known_texts if control is None or not control.are_in(text) else self._guarded()
+        return self._encode(text, True, text_cache=text_cache)
 
     def _split_prompts(self, prompt: Any) -> list[str | list[int] | TokenArray]:
         if isinstance(prompt, str) or is_token_list(prompt):
@@ -281,14 +281,14 @@ class PromptEncoder:
 
     def token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """However many they are. Raises :class:`ApiError` 400 for a text of which no part could be a prompt."""
-        text, known = self._sealed(text)
-        return list(self._encode_text(text, add_special_tokens, known).ids)
+        text, text_cache = self._sealed(text)
+        return list(self._encode_text(text, add_special_tokens, text_cache).ids)
 
     def _encode_rendered(self, text: str, is_cut: bool = False, owner: Owner | None = None) -> Prompt:
         """A text that :meth:`_render_template` made."""
-        sealed, known = self._sealed(text)
-        prompt = self._encode(sealed, False, is_cut, owner, known)
-        if known is self._known_texts or self._control_tokens is None:
+        sealed, text_cache = self._sealed(text)
+        prompt = self._encode(sealed, False, is_cut, owner, text_cache)
+        if text_cache is self._known_texts or self._control_tokens is None:
             return prompt
         return structs.replace(prompt, text=self._control_tokens.restore_text(text))
 
@@ -311,15 +311,15 @@ class PromptEncoder:
         add_special_tokens: bool,
         is_cut: bool = False,
         owner: Owner | None = None,
-        known: KnownTexts | None = None,
+        text_cache: KnownTexts | None = None,
     ) -> Prompt:
         """``owner``: whose earlier texts may save time; only without special tokens around the text. ``known``: those,
         and the tokenizer; ``None``: of texts without care."""
-        known = known or self._known_texts
+        text_cache = text_cache or self._known_texts
         if isinstance(prompt, str):
-            pieces = None if owner is None else self._encode_known(prompt, is_cut, owner, known)
+            pieces = None if owner is None else self._encode_known(prompt, is_cut, owner, text_cache)
             tokens = (
-                self._tokenize_text(prompt, add_special_tokens, is_cut, known)
+                self._tokenize_text(prompt, add_special_tokens, is_cut, text_cache)
                 if pieces is None
                 else np.concatenate(pieces)
             )
@@ -332,26 +332,26 @@ class PromptEncoder:
             raise bad_request("The prompt is empty", "prompt")
         return encoded
 
-    def _encode_known(self, text: str, is_cut: bool, owner: Owner, known: KnownTexts) -> list[TokenArray] | None:
-        self._refuse_unservable(text, known)
-        pieces = known.tokenize_text(text, owner)
+    def _encode_known(self, text: str, is_cut: bool, owner: Owner, text_cache: KnownTexts) -> list[TokenArray] | None:
+        self._refuse_unservable(text, text_cache)
+        pieces = text_cache.tokenize_text(text, owner)
         if pieces is not None and not is_cut:
             self._refuse_more_than_fit(sum(map(len, pieces)))
         return pieces
 
-    def _tokenize_text(self, text: str, add_special_tokens: bool, is_cut: bool, known: KnownTexts) -> TokenArray:
-        encoding = self._encode_text(text, add_special_tokens, known)
+    def _tokenize_text(self, text: str, add_special_tokens: bool, is_cut: bool, text_cache: KnownTexts) -> TokenArray:
+        encoding = self._encode_text(text, add_special_tokens, text_cache)
         if not is_cut and len(text) > SHORT_PROMPT_CHARS:
             self._refuse_more_than_fit(len(encoding))  # before each id becomes a Python object
         return np.array(encoding.ids, dtype=np.int32)
 
-    def _encode_text(self, text: str, add_special_tokens: bool, known: KnownTexts) -> Encoding:
-        self._refuse_unservable(text, known)
+    def _encode_text(self, text: str, add_special_tokens: bool, text_cache: KnownTexts) -> Encoding:
+        self._refuse_unservable(text, text_cache)
         if len(text) > text_bytes_max(self._model):
-            self._refuse_many_tokens(text, known)
+            self._refuse_many_tokens(text, text_cache)
         if len(text) <= SHORT_PROMPT_CHARS:
-            return known.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        (encoding,) = known.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
+            return text_cache.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = text_cache.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
         return encoding
 
     def _checked_tokens(self, prompt: list[int] | TokenArray) -> TokenArray:
@@ -397,19 +397,19 @@ class PromptEncoder:
             body = structs.replace(body, tools=tools, chat_template_kwargs=variables)
         return hidden, body
 
-    def _refuse_unservable(self, text: str, known: KnownTexts) -> None:
+    def _refuse_unservable(self, text: str, text_cache: KnownTexts) -> None:
         """Refuse a text that cannot fit the context however it is tokenized: tokenizing it would take seconds."""
-        most_bytes = self._model.max_model_tokens * (known.token_bytes_max or sys.maxsize)
+        most_bytes = self._model.max_model_tokens * (text_cache.token_bytes_max or sys.maxsize)
         if len(text) > most_bytes or len(text.encode()) > most_bytes:
             raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
 
-    def _refuse_many_tokens(self, text: str, known: KnownTexts) -> None:
+    def _refuse_many_tokens(self, text: str, text_cache: KnownTexts) -> None:
         """Refuse a long text of far too many tokens, counted piece by piece: a tokenizer takes over a hundred bytes for
         each. A cut adds or saves a few tokens of thousands."""
         most = 2 * max(self._model.max_model_tokens, _COUNTED_CHARS)
         count = 0
         for begin in range(0, len(text), _COUNTED_CHARS):
-            (piece,) = known.tokenizer.encode_batch_fast(
+            (piece,) = text_cache.tokenizer.encode_batch_fast(
                 [text[begin : begin + _COUNTED_CHARS]], add_special_tokens=False
             )
             count += len(piece)
@@ -421,10 +421,10 @@ class PromptEncoder:
             raise context_exceeded(self._model, f"{tokens} tokens in the prompt")
 
 
-def common_tokens(one: TokenArray, other: TokenArray) -> int:
+def common_tokens(tokens: TokenArray, further_tokens: TokenArray) -> int:
     """How many tokens both begin with."""
-    length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
+    length = min(len(tokens), len(further_tokens))
+    differs = np.flatnonzero(tokens[:length] != further_tokens[:length])
     return int(differs[0]) if len(differs) else length
 
 

@@ -145,6 +145,8 @@ class _PlannedResponse:
     session: str
     response: Json
     """As it begins."""
+    tenant: str
+    items: Items
 
 
 class ResponsesRoutes:
@@ -183,14 +185,13 @@ class ResponsesRoutes:
         del data
         reply = Reply(job.plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply
-        items = Items(job.plan, self._shape)
         if job.body.background:
-            queued = self._start_background(job, reply, items, tenant)
+            queued = self._start_background(job, reply)
             await send_json(send, 200, _encode(queued), ignored_header(reply))
             return
         response = job.response
         envelope = AnswerEnvelope(response["id"], response["model"], response["created_at"])
-        make_writer = partial(_ResponseWriter, self, job, items, tenant)
+        make_writer = partial(_ResponseWriter, self, job)
         await answer(shared.hub, reply, make_writer, envelope, scope, receive, send)
 
     async def _prepare_job(self, data: bytes, tenant: str) -> _PlannedResponse:
@@ -230,10 +231,16 @@ class ResponsesRoutes:
         if before is not None and body.store is not False:
             plan = structs.replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
         return _PlannedResponse(
-            body, plan, messages, session, _initial_response(body, plan, response_id, plan.model or self._names.served)
+            body,
+            plan,
+            messages,
+            session,
+            _initial_response(body, plan, response_id, plan.model or self._names.served),
+            tenant,
+            Items(plan, self._shape),
         )
 
-    def _start_background(self, job: _PlannedResponse, reply: Reply, items: Items, tenant: str) -> Json:
+    def _start_background(self, job: _PlannedResponse, reply: Reply) -> Json:
         """A response in the background: a task that outlives its request."""
         queued = {**job.response, "status": "queued"}
         entry = StoredResponse(queued, job.messages, job.session, len(_encode(job.messages)))
@@ -242,8 +249,8 @@ class ResponsesRoutes:
             call = self._shared.hub.open_call(job.plan.requests)
             try:
                 entry.response = {**queued, "status": "in_progress"}
-                await read_whole(call, reply, items.take_delta)
-                self.store_response(job, reply, self.finish_response(job, reply, items), items, tenant, entry)
+                await read_whole(call, reply, job.items.take_delta)
+                self.store_response(job, reply, self.finish_response(job, reply), entry)
                 reply.record_totals()
             except (ApiError, ClientGone) as error:
                 message = error.message if isinstance(error, ApiError) else "the server has ended"
@@ -253,25 +260,25 @@ class ResponsesRoutes:
                 self._shared.hub.close_call(call)
 
         entry.task = asyncio.create_task(work())
-        self._store.put_response(tenant, entry)
+        self._store.put_response(job.tenant, entry)
         return queued
 
-    def finish_response(self, job: _PlannedResponse, reply: Reply, items: Items) -> Json:
+    def finish_response(self, job: _PlannedResponse, reply: Reply) -> Json:
         """The response with its output."""
         (sequence,) = reply.best_sequences()
         complete = sequence.stream.finish_reason is not FinishReason.LENGTH
-        for _ in items.finish_items(complete=complete):
+        for _ in job.items.finish_items(complete=complete):
             pass
-        return self.with_output(job, reply, items, complete=complete)
+        return self.with_output(job, reply, complete=complete)
 
-    def with_output(self, job: _PlannedResponse, reply: Reply, items: Items, *, complete: bool) -> Json:
+    def with_output(self, job: _PlannedResponse, reply: Reply, *, complete: bool) -> Json:
         """The response with the items that are done."""
         usage, prompt = reply.usage_fields(), job.plan.prompts[0]
         response = {
             **job.response,
             "status": "completed" if complete else "incomplete",
             "incomplete_details": None if complete else {"reason": "max_output_tokens"},
-            "output": items.closed_items,
+            "output": job.items.closed_items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -289,24 +296,18 @@ class ResponsesRoutes:
         return response
 
     def store_response(
-        self,
-        job: _PlannedResponse,
-        reply: Reply,
-        response: Json,
-        items: Items,
-        tenant: str,
-        entry: StoredResponse | None = None,
+        self, job: _PlannedResponse, reply: Reply, response: Json, entry: StoredResponse | None = None
     ) -> None:
         """Keep ``response``, and the KV that what continues it begins with. ``entry``: of one in the background."""
         keep_prefixes(self._shared.hub.engine, reply)
         if job.body.store is False:
             return
-        messages = [*job.messages, *messages_of(items.closed_items)]
+        messages = [*job.messages, *messages_of(job.items.closed_items)]
         if entry is not None:
             entry.response, entry.messages = response, messages
             return
         self._store.put_response(
-            tenant, StoredResponse(response, messages, job.session, len(_encode(messages)) + len(_encode(response)))
+            job.tenant, StoredResponse(response, messages, job.session, len(_encode(messages)) + len(_encode(response)))
         )
 
 
@@ -324,34 +325,39 @@ class _ResponseWriter(AnswerWriter):
     """One response: its items, and what is stored of it before its client has read the end."""
 
     def __init__(
-        self, routes: ResponsesRoutes, job: _PlannedResponse, items: Items, tenant: str, reply: Reply,
-        envelope: AnswerEnvelope, call: StreamCall, send: Send,
-    ) -> None:  # fmt: skip
+        self,
+        routes: ResponsesRoutes,
+        job: _PlannedResponse,
+        reply: Reply,
+        envelope: AnswerEnvelope,
+        call: StreamCall,
+        send: Send,
+    ) -> None:
         super().__init__(reply, envelope, call, send)
-        self._routes, self._job, self._items, self._tenant = routes, job, items, tenant
+        self._routes, self._job = routes, job
         self._number = 0
 
     def _take_delta(self, delta: Delta) -> None:
-        self._items.take_delta(delta)
+        self._job.items.take_delta(delta)
 
     async def _encode_whole(self) -> bytes:
-        response = self._routes.finish_response(self._job, self._reply, self._items)
-        self._routes.store_response(self._job, self._reply, response, self._items, self._tenant)
+        response = self._routes.finish_response(self._job, self._reply)
+        self._routes.store_response(self._job, self._reply, response)
         return _encode(response)
 
     def _encode_chunks(self, delta: Delta) -> Iterator[bytes]:
         if not self._number:
             for kind in ("response.created", "response.in_progress"):
                 yield self._encode_event({"type": kind, "response": self._job.response})
-        for event in self._items.push_delta(delta):
+        for event in self._job.items.push_delta(delta):
             yield self._encode_event(event)
 
     def _last_chunks(self) -> bytes:
         (sequence,) = self._reply.sequences
         complete = sequence.stream.finish_reason is not FinishReason.LENGTH
-        last = [self._encode_event(event) for event in self._items.finish_items(complete=complete)]
-        response = self._routes.with_output(self._job, self._reply, self._items, complete=complete)
-        self._routes.store_response(self._job, self._reply, response, self._items, self._tenant)
+        last = [self._encode_event(event) for event in self._job.items.finish_items(complete=complete)]
+        response = self._routes.with_output(self._job, self._reply, complete=complete)
+        self._routes.store_response(self._job, self._reply, response)
         kind = "response.completed" if complete else "response.incomplete"
         return b"".join([*last, self._encode_event({"type": kind, "response": response})])
 
