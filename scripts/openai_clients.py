@@ -1,9 +1,10 @@
-"""Examples of libraries that speak OpenAI's API, run against a memserve with the bundled model.
+"""Examples of libraries that speak OpenAI's or Anthropic's API, run against a memserve with the bundled model.
 
     .venv/bin/python scripts/openai_clients.py [--python PYTHON] [--json FILE] [LIBRARY ...]
 
-PYTHON: one that has the libraries (``pip install openai langchain-openai llama-index-llms-openai-like instructor
-"pydantic-ai-slim[openai]" openai-agents`` in a virtual environment of its own); default: this one. Libraries that are
+PYTHON: one that has the libraries (``pip install openai anthropic litellm langchain-openai langchain-anthropic
+llama-index-llms-openai-like instructor "pydantic-ai-slim[openai,anthropic]" openai-agents`` in a virtual environment
+of its own); default: this one. Libraries that are
 missing are skipped and named. The examples are those of the libraries' first pages: structured output into a class,
 tools that are called, run and answered, streams. A model of 135 million parameters cannot be relied on to choose a
 tool, so the examples demand a call where the library can; what is checked is what the libraries check: types, ids,
@@ -274,8 +275,152 @@ def _agents(kind_of_model: str) -> Callable[[str, str], None]:
     return example
 
 
+# -- Anthropic's official client
+
+
+def _anthropic(url: str) -> Any:
+    import anthropic
+
+    return anthropic.Anthropic(base_url=url, api_key=KEY, timeout=TIMEOUT_S, max_retries=0)
+
+
+def anthropic_message_and_stream(url: str, model: str) -> None:
+    client, messages = _anthropic(url), [{"role": "user", "content": ASKED}]
+    request: Any = {"model": model, "messages": messages, "max_tokens": 24, "extra_body": {"temperature": 0}}
+    whole = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert text == whole.content[0].text and streamed.usage.output_tokens == whole.usage.output_tokens
+    usage, counted = streamed.usage, client.messages.count_tokens(model=model, messages=messages).input_tokens
+    assert usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens == counted
+
+
+def anthropic_async(url: str, model: str) -> None:
+    import anthropic
+
+    async def answered() -> str:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=KEY, timeout=TIMEOUT_S, max_retries=0) as client:
+            messages: Any = [{"role": "user", "content": ASKED}]
+            async with client.messages.stream(model=model, messages=messages, max_tokens=24) as stream:
+                return await stream.get_final_text()
+
+    assert asyncio.run(answered())
+
+
+def anthropic_tools(url: str, model: str) -> None:
+    client, messages = _anthropic(url), [{"role": "user", "content": ASKED}]
+    tool = {"name": "get_weather", "description": "Weather now", "input_schema": SCHEMA}
+    request: Any = {"model": model, "max_tokens": ANSWER_TOKENS, "tools": [tool]}
+    message = client.messages.create(**request, messages=messages, tool_choice={"type": "any"})
+    assert message.stop_reason == "tool_use"
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": WEATHER[block.input["city"]]}
+        for block in message.content
+        if block.type == "tool_use"
+    ]
+    turns = [*messages, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+    assert client.messages.create(**request, messages=turns, tool_choice={"type": "none"}).content[0].text
+
+
+def anthropic_kept_prefix(url: str, model: str) -> None:
+    book = {"type": "text", "text": "Rome is sunny. " * 40, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    messages = [{"role": "user", "content": ASKED}]
+    request: Any = {"model": model, "messages": messages, "max_tokens": 4, "system": [book]}
+    first, again = (_anthropic(url).messages.create(**request).usage for _ in range(2))
+    assert first.cache_creation_input_tokens + first.cache_read_input_tokens > 100
+    assert again.cache_read_input_tokens > 100 and again.cache_creation_input_tokens < 32
+
+
+def anthropic_errors(url: str, model: str) -> None:
+    import anthropic
+
+    request: Any = {"messages": [{"role": "user", "content": ASKED}], "max_tokens": 4}
+    changes = (({"model": "nothing-like-it"}, anthropic.NotFoundError), ({"tools": 3}, anthropic.BadRequestError))
+    for change, error in changes:
+        try:
+            _anthropic(url).messages.create(**{"model": model, **request, **change})
+        except error as refused:
+            assert refused.request_id and refused.body["type"] == "error"
+        else:
+            raise AssertionError(f"{change} was answered")
+
+
+# -- LangChain, instructor and pydantic-ai by Anthropic's API
+
+
+def _langchain_anthropic(url: str, model: str) -> Any:
+    from langchain_anthropic import ChatAnthropic
+
+    return ChatAnthropic(model=model, base_url=url, api_key=KEY, max_tokens=ANSWER_TOKENS, max_retries=0)
+
+
+def langchain_anthropic_streams(url: str, model: str) -> None:
+    chunks = list(_langchain_anthropic(url, model).stream(ASKED))
+    assert len(chunks) > 2 and sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata)
+
+
+def langchain_anthropic_structured(url: str, model: str) -> None:
+    kind = weather_class()
+    assert isinstance(_langchain_anthropic(url, model).with_structured_output(kind).invoke(ASKED), kind)
+
+
+def instructor_anthropic(url: str, model: str) -> None:
+    import instructor
+
+    kind = weather_class()
+    client = instructor.from_anthropic(_anthropic(url), mode=instructor.Mode.TOOLS)
+    request: Any = {"model": model, "messages": [{"role": "user", "content": ASKED}], "max_tokens": ANSWER_TOKENS}
+    assert isinstance(client.messages.create(response_model=kind, max_retries=0, **request), kind)
+
+
+def pydantic_ai_anthropic(url: str, model: str) -> None:
+    import anthropic
+    from pydantic_ai import Agent, ToolOutput
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    client = anthropic.AsyncAnthropic(base_url=url, api_key=KEY, timeout=TIMEOUT_S, max_retries=0)
+    served = AnthropicModel(model, provider=AnthropicProvider(anthropic_client=client))
+    kind = weather_class()
+    agent = Agent(served, model_settings={"max_tokens": ANSWER_TOKENS}, output_type=ToolOutput(kind))
+    assert isinstance(agent.run_sync(ASKED).output, kind)
+
+
+# -- litellm
+
+
+def _litellm(provider: str) -> Callable[[str, str], None]:
+    def example(url: str, model: str) -> None:
+        import litellm
+
+        base = url if provider == "anthropic" else f"{url}/v1"
+        request: Any = {"model": f"{provider}/{model}", "api_base": base, "api_key": KEY, "num_retries": 0}
+        messages = [{"role": "user", "content": ASKED}]
+        whole = litellm.completion(**request, messages=messages, max_tokens=16)
+        chunks = list(litellm.completion(**request, messages=messages, max_tokens=16, stream=True))
+        assert whole.choices[0].message.content and len(chunks) > 2
+        called = litellm.completion(
+            **request, messages=messages, max_tokens=ANSWER_TOKENS, tools=[TOOL], tool_choice="required"
+        ).choices[0]
+        (call, *_) = called.message.tool_calls
+        assert json.loads(call.function.arguments)["city"] in WEATHER and called.finish_reason == "tool_calls"
+
+    example.__name__ = f"litellm_{provider}"
+    return example
+
+
 Example = Callable[[str, str], None]
 EXAMPLES: dict[str, tuple[str, tuple[Example, ...]]] = {
+    "anthropic": (
+        "anthropic", (
+            anthropic_message_and_stream, anthropic_async, anthropic_tools, anthropic_kept_prefix, anthropic_errors,
+        ),
+    ),
+    "langchain-anthropic": (
+        "langchain_anthropic", (langchain_anthropic_streams, langchain_anthropic_structured),
+    ),
+    "litellm": ("litellm", tuple(map(_litellm, ("openai", "anthropic")))),
     "openai": ("openai", (openai_chat_and_stream, openai_parse, openai_tools, openai_responses)),
     "langchain-openai": (
         "langchain_openai", (langchain_structured, langchain_tools, langchain_streams, langchain_responses),
@@ -284,9 +429,10 @@ EXAMPLES: dict[str, tuple[str, tuple[Example, ...]]] = {
         "llama_index.llms.openai_like", (llama_index_chat, llama_index_structured, llama_index_tools),
     ),
     "instructor": (
-        "instructor", tuple(map(_instructor, ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"))),
+        "instructor",
+        (*map(_instructor, ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS")), instructor_anthropic),
     ),
-    "pydantic-ai-slim": ("pydantic_ai", (pydantic_ai_outputs, pydantic_ai_streams)),
+    "pydantic-ai-slim": ("pydantic_ai", (pydantic_ai_outputs, pydantic_ai_streams, pydantic_ai_anthropic)),
     "openai-agents": ("agents", tuple(map(_agents, ("OpenAIChatCompletionsModel", "OpenAIResponsesModel")))),
 }  # fmt: skip
 """Distribution -> the module that it is imported as, and its examples."""

@@ -161,16 +161,17 @@ HTTP_HEAD = """# The HTTP API
 
 Written by `make docs` from the code; do not edit. The same as an OpenAPI document: `GET /openapi.json`.
 
-Paths and fields are OpenAI's; further fields (`top_k`, `structured_outputs`, `session`, ...) are extensions, under
-vLLM's names where it has them. A field that is malformed or not supported is an error that names it; so is an unknown
-one, except where vLLM knows it (and with `--lenient`): then it has no effect, and `x-memserve-ignored` names it. With
-an API key every path under `/v1`, and `/invocations`, `/tokenize` and `/detokenize`, require
-`Authorization: Bearer KEY`. Every answer has an `x-request-id`: the client's own, if it sent one. The examples are for
-a server at `http://127.0.0.1:8000`; `MODEL` stands for the `id` that `/v1/models` shows. Tests run them.
+Paths and fields are OpenAI's, below `/v1/messages` Anthropic's; further fields (`top_k`, `structured_outputs`,
+`session`, ...) are extensions, under vLLM's names where it has them. A field that is malformed or not supported is an
+error that names it; so is an unknown one, except where vLLM knows it (and with `--lenient`): then it has no effect, and
+`x-memserve-ignored` names it, as it names fields that are accepted and promise nothing. With an API key every path
+under `/v1`, and `/invocations`, `/tokenize`, `/detokenize` and `/tokenizer_info`, require `Authorization: Bearer KEY`
+or `x-api-key: KEY`. Every answer has an `x-request-id`: the client's own, if it sent one. The examples are for a server
+at `http://127.0.0.1:8000`; `MODEL` stands for the `id` that `/v1/models` shows. Tests run them.
 
-Completions and chats take an `Idempotency-Key` (1 to 255 printable characters): the same key with the same body gets
-the same answer again, continued where it is not complete. Events of such a stream have an `id`; with `Last-Event-ID` it
-goes on behind that event, and ends with an error if the answer has no such event
+Completions, chats and messages take an `Idempotency-Key` (1 to 255 printable characters): the same key with the same
+body gets the same answer again, continued where it is not complete. Events of such a stream have an `id`; with
+`Last-Event-ID` it goes on behind that event, and ends with an error if the answer has no such event
 ([how](../concepts/CONTROL_PLANE.md#answers-that-outlive-the-router)).
 """
 
@@ -188,7 +189,10 @@ def http_page() -> str:
     sections += ["## What of OpenAI's reference works", openai_rows.HEAD]
     sections.append("\n".join(["| what | works | test |", "| --- | --- | --- |", *rows]))
     sections.append("## Errors")
-    sections.append('Every error is `{"error": {"message", "type", "param", "code"}}`.')
+    sections.append(
+        'Every error is `{"error": {"message", "type", "param", "code"}}`, of `/v1/messages` '
+        '`{"type": "error", "error": {"type", "message"}, "request_id"}`.'
+    )
     rows = [cells(str(e.status), f"`{e.code}`" if e.code else "none", e.when) for e in openapi.ERRORS]
     sections.append("\n".join(["| status | code | when |", "| --- | --- | --- |", *rows]))
     sections.append("## Bodies")

@@ -231,6 +231,11 @@ def test_bad_input_is_refused_by_its_name(client: anthropic.Anthropic, fields: A
     assert refused.value.request_id == body["request_id"]
 
 
+def test_a_prompt_that_is_too_long_is_called_so(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        ask(client, messages=[{"role": "user", "content": "x" * 300}])
+
+
 def test_a_request_without_max_tokens_is_refused(world: World) -> None:
     answer = httpx.post(f"{world.url}/v1/messages", json={"model": MODEL, "messages": HELLO})
     assert answer.status_code == 400 and "max_tokens" in answer.json()["error"]["message"]

@@ -95,7 +95,8 @@ def test_generating_routes_take_a_slash_at_their_end(world: World) -> None:
 
 def test_keys_are_asked_for_behind_a_slash_as_well() -> None:
     with serve(FakeEngine(says(SCRIPT_TEXT)), api_keys=["key-0123456789abcdef"]) as world:
-        for path in ("/v1/models/", "/tokenize/", "/v1/completions/"):
+        assert httpx.get(f"{world.url}/tokenizer_info").status_code == 401
+        for path in ("/v1/models/", "/tokenize/", "/v1/completions/", "/v1/messages/"):
             assert httpx.post(f"{world.url}{path}", json={}).status_code == 401, path
 
 
@@ -124,9 +125,31 @@ def test_a_request_need_not_name_the_one_model(world: World, left_out: dict[str,
 
 def test_a_verbosity_is_accepted_and_an_unknown_one_refused(world: World) -> None:
     for level in ("low", "medium", "high", None):
-        assert post(world, "/v1/chat/completions", messages=HELLO, verbosity=level).status_code == 200
+        answer = post(world, "/v1/chat/completions", messages=HELLO, verbosity=level)
+        assert answer.status_code == 200
+        assert answer.headers.get("x-memserve-ignored") == (None if level is None else "verbosity")
     refused = post(world, "/v1/chat/completions", messages=HELLO, verbosity="chatty")
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "verbosity"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}), ("/v1/completions", {"prompt": [5, 6]}),
+        ("/v1/chat/completions", {"messages": HELLO}), ("/v1/chat/completions", {"messages": HELLO, "stream": True}),
+    ],
+)  # fmt: skip
+def test_fields_that_promise_nothing_are_named_in_a_header(world: World, path: str, body: dict[str, Any]) -> None:
+    answer = post(world, path, **body, user="me", store=True, metadata={"a": "b"}, service_tier="auto", bad_words=[])
+    names = answer.headers["x-memserve-ignored"].split(", ")
+    assert answer.status_code == 200 and sorted(names) == ["bad_words", "metadata", "service_tier", "store", "user"]
+    assert "x-memserve-ignored" not in post(world, path, **body).headers
+
+
+def test_tokenizer_info_has_special_tokens_and_template(world: World) -> None:
+    info = httpx.get(f"{world.url}/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"], info["model_max_length"]) == ("<|end|>", None, CONTEXT_TOKENS)
+    assert info["chat_template"] == tiny_tokenizer().chat_template
 
 
 def test_token_ids_are_returned_on_request_and_null_otherwise(client: openai.OpenAI) -> None:

@@ -73,8 +73,9 @@ def is_message_path(path: str) -> bool:
 
 def message_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     """``error`` in Anthropic's form."""
+    too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""  # what agents look for
     kind = _MESSAGE_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    return {"type": "error", "error": {"type": kind, "message": too_long + error.message}, "request_id": request_id}
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

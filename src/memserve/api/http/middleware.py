@@ -146,7 +146,7 @@ def why_unserved(path: str) -> str | None:
 
 log = logging.getLogger(__name__)
 
-WORK_ROUTES = ("/invocations", "/tokenize", "/detokenize")
+WORK_ROUTES = ("/invocations", "/tokenize", "/detokenize", "/tokenizer_info")
 """Outside of ``/v1/``, where clients of others look for them; they need a key as well."""
 KNOWN_ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from memserve import __version__
+from memserve.api.anthropic.body import MessagesBody
 from memserve.api.openai.request.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
 from memserve.api.openai.responses.body import ResponsesBody
 from memserve.api.openai.tokens import DetokenizeBody, TokenizeBody
@@ -16,7 +17,16 @@ from memserve.base.options import field_docs
 
 Json = dict[str, Any]
 SCHEMA_PLACE = "#/components/schemas/{name}"
-BODIES = (CompletionBody, ChatBody, ResponsesBody, DocumentBody, TokenizeBody, DetokenizeBody, StreamOptions)
+BODIES = (
+    CompletionBody,
+    ChatBody,
+    ResponsesBody,
+    MessagesBody,
+    DocumentBody,
+    TokenizeBody,
+    DetokenizeBody,
+    StreamOptions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,10 @@ def _question_body(**fields: Any) -> Json:
     return {"model": MODEL, "messages": [QUESTION], "max_tokens": 16, **fields}
 
 
+_BOOK = {
+    "type": "text", "text": "Handbook. Holidays: 30 days. Office hours: 9 to 17.",
+    "cache_control": {"type": "ephemeral", "ttl": "1h"},
+}  # fmt: skip
 _GENERATES = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 _ANSWER = (
     "`choices` with `text` or `message`, and `finish_reason` (`stop`, `length`, `tool_calls`); `usage` with "
@@ -122,6 +136,27 @@ OPERATIONS = (
         parameters=_RESPONSE_ID,
     ),
     Operation(
+        "POST", "/v1/messages",
+        "Answer a conversation: Anthropic's Messages API, with errors in its form. Where a block has `cache_control` "
+        "(`ttl` `5m` or `1h`; 4 blocks a request), the KV of the prompt up to its end is kept from eviction that long "
+        "after the answer, as far as there is room for what all tenants keep: a tenant that keeps more than others "
+        "loses what it kept first.",
+        "`content`: blocks of type `text`, `thinking`, `tool_use`; `stop_reason` (`end_turn`, `max_tokens`, "
+        "`stop_sequence`, `tool_use`), `stop_sequence`, `usage`: `cache_read_input_tokens` had KV in the cache, "
+        "`cache_creation_input_tokens` are others in front of a kept block's end, `input_tokens` the rest. With "
+        "`stream`: server-sent events from `message_start` to `message_stop`.",
+        body=MessagesBody, errors=_GENERATES,
+        examples=(
+            Example("A question", _question_body()),
+            Example("A book that stays in the cache for an hour", _question_body(system=[_BOOK])),
+        ),
+    ),
+    Operation(
+        "POST", "/v1/messages/count_tokens", "How many tokens the prompt of a message has.", "`input_tokens`",
+        body=MessagesBody, errors=_GENERATES,
+        examples=(Example("A question", {"model": MODEL, "messages": [QUESTION]}),),
+    ),
+    Operation(
         "POST", "/invocations", "A chat or a completion, by the body's fields: what Amazon SageMaker calls.", _ANSWER,
         body=ChatBody, errors=_GENERATES, examples=(Example("A chat", _question_body()),),
     ),
@@ -133,6 +168,11 @@ OPERATIONS = (
     Operation(
         "POST", "/detokenize", "The text of token ids.", "`prompt`", body=DetokenizeBody, errors=_GENERATES,
         examples=(Example("Three tokens", {"model": MODEL, "tokens": [5, 6, 7]}),),
+    ),
+    Operation(
+        "GET", "/tokenizer_info", "Special tokens and the chat template.",
+        "`bos_token`, `eos_token`, `pad_token`, `unk_token`, `chat_template`, `tokenizer_class`, `model_max_length`",
+        examples=(Example("Of the served model"),),
     ),
     Operation(
         "PUT", "/v1/documents/{document_id}",
@@ -235,7 +275,8 @@ OPERATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """One kind of error. The body is ``{"error": {"message", "type", "param", "code"}}``."""
+    """One kind of error. The body is ``{"error": {"message", "type", "param", "code"}}``; of ``/v1/messages``
+    ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
 
     status: int
     code: str | None
@@ -326,7 +367,7 @@ def _describe(schemas: dict[str, Json], body: type[msgspec.Struct]) -> None:
     schema = schemas[body.__name__]
     for name, text in described_fields(body).items():
         schema["properties"][name]["description"] = text
-    checked_later = {CompletionBody: "prompt", ChatBody: "messages"}
+    checked_later = {CompletionBody: "prompt", ChatBody: "messages", MessagesBody: "messages"}
     if body in checked_later:
         schema["required"] = [*schema["required"], checked_later[body]]
 
@@ -367,6 +408,6 @@ def _reference(name: str) -> Json:
 def _success_content(operation: Operation) -> Json:
     kind = "object" if operation.media_type == "application/json" else "string"
     content: Json = {operation.media_type: {"schema": {"type": kind}}}
-    if operation.body in (ChatBody, CompletionBody):
+    if operation.body in (ChatBody, CompletionBody, MessagesBody):
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return content

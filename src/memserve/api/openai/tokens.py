@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``/detokenize``: as vLLM has them."""
+"""``POST /tokenize`` and ``/detokenize``, ``GET /tokenizer_info``: as vLLM has them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -52,7 +54,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
 
 
 class TokenRoutes:
-    """Both, in the threads where prompts are tokenized."""
+    """Texts and tokens, in the threads where prompts are tokenized."""
 
     def __init__(self, shared: EndpointParts, names: ModelNames) -> None:
         self._shared, self._names = shared, names
@@ -62,7 +64,16 @@ class TokenRoutes:
         return [
             Route("/tokenize", _Endpoint(self._shared, self._tokenize_body), methods=["POST"]),
             Route("/detokenize", _Endpoint(self._shared, self._detokenize_body), methods=["POST"]),
+            Route("/tokenizer_info", self.get_info),
         ]
+
+    async def get_info(self, request: Request) -> Response:
+        """``GET /tokenizer_info``: what a client needs to make prompts of conversations itself."""
+        tokenizer = self._shared.model.tokenizer
+        fields = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        info = {name: getattr(tokenizer, name, None) for name in fields}
+        info |= {"tokenizer_class": type(tokenizer).__name__, "model_max_length": self._shared.model.max_model_tokens}
+        return Response(msgspec.json.encode(info), media_type="application/json")
 
     def _tokenize_body(self, data: bytes) -> dict[str, Any]:
         body, encoder = parse_body(data, TokenizeBody), self._shared.encoder
