@@ -1,4 +1,4 @@
-"""Libraries that speak OpenAI's API: their own examples against a real server with the bundled model."""
+"""Libraries and command lines that speak OpenAI's or Anthropic's API, against a real server with the bundled model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from harness.served import serving
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("MEMSERVE_CLIENTS_PYTHON", sys.executable)
 """A Python that has the libraries."""
+PATH = os.environ.get("MEMSERVE_CLIENTS_PATH", "")
+"""Folders that have the commands."""
 
 
 def _module(path: Path) -> types.ModuleType:
@@ -27,6 +29,7 @@ def _module(path: Path) -> types.ModuleType:
 
 
 clients = _module(ROOT / "scripts" / "openai_clients.py")
+commands = _module(ROOT / "scripts" / "client_commands.py")
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +46,11 @@ def test_the_examples_of_a_library_work(library: str, server: tuple[str, str]) -
     assert len(told["examples"]) == len(clients.EXAMPLES[library][1])
     failed = {name: one["error"] for name, one in told["examples"].items() if one["error"]}
     assert not failed, "\n".join(f"{name}:\n{error}" for name, error in failed.items())
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_a_command_line_works(name: str, server: tuple[str, str]) -> None:
+    report = commands.run_command(name, *server, PATH)
+    if "missing" in report:
+        pytest.skip(report["missing"])
+    assert not report["error"], report["error"]
