@@ -223,13 +223,17 @@ def _timelines(model: str, traces: Traces | None, otlp_endpoint: str, closing: E
     return Timelines(model, traces.on_request_end)
 
 
-def _lifespan(engine: ServingEngine, closing: ExitStack) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+
+def _lifespan(engine: ServingEngine, feed: PageFeed, closing: ExitStack) -> Lifespan:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         with closing:
             if isinstance(engine, HearingEngine):  # to hand each message over from a thread costs as much as a message
                 engine.receive_messages_in(asyncio.get_running_loop())
                 closing.callback(engine.receive_messages_in, None)
+            closing.callback(asyncio.create_task(feed.keep_moments()).cancel)
             yield
 
     return lifespan
@@ -283,7 +287,7 @@ def create_app(
             Middleware(FixedPaths, routes=generating),
         ],
         exception_handlers={HTTPException: on_http_error},
-        lifespan=_lifespan(engine, closing),
+        lifespan=_lifespan(engine, feed, closing),
     )
     app.router.redirect_slashes = False
     app.state.hub, app.state.edge = hub, edge

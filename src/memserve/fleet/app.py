@@ -9,6 +9,7 @@ What the pages of a fleet show: its engines, as ``/metrics`` tells of them.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -164,6 +165,11 @@ class FleetReading:
     def __init__(self, engines: Sequence[EngineView], admission: AdmissionStats) -> None:
         self._engines, self._admission = engines, admission
 
+    @property
+    def is_answered(self) -> bool:
+        """The router itself says it."""
+        return True
+
     def metric_families(self, names_tenants: bool) -> Iterable[Metric]:
         """The fleet's part of ``/metrics``, which names no tenant."""
         return FleetSnapshot(self._engines, self._admission).collect()
@@ -275,13 +281,15 @@ def create_fleet_app(
     relay = Relay(host, edge, metrics, silence_s, not keys.is_open)
     operators, timelines = KeyRing(metrics_keys), Timelines("")
     pages = _Pages(host, relay, metrics, operators)
-    dashboard = Dashboard(PageFeed(FleetSource(host, relay), metrics, timelines), timelines, keys, operators)
+    feed = PageFeed(FleetSource(host, relay), metrics, timelines)
+    dashboard = Dashboard(feed, timelines, keys, operators)
     closing = ExitStack()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         with closing:
             await host.start()
+            closing.callback(asyncio.create_task(feed.keep_moments()).cancel)
             try:
                 yield
             finally:

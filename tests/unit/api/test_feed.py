@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from memserve.api.http.errors import ApiError
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.ui import feed as feeds
 from memserve.api.ui.feed import EngineSource, PageFeed
-from memserve.api.ui.snapshot import Viewer
+from memserve.api.ui.snapshot import CHARTED, EngineReading, SnapshotBuilder, Viewer
 from memserve.api.ui.timelines import Timelines
 from memserve.host.stats import EngineStats
 from memserve.system.loop import EngineStopped
@@ -46,6 +49,30 @@ class Edge:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "INTERVAL_S", 0.01)
     monkeypatch.setattr(feeds, "SHARE", 1.0)
+
+
+@dataclass(frozen=True)
+class InstanceBlocks:
+    """Blocks of one instance."""
+
+    instance: str
+    tier: str
+    state: str
+    count: int
+
+
+class Told(EngineReading):
+    """A reading with the blocks of instances alone."""
+
+    def __init__(self, blocks: list[InstanceBlocks]) -> None:
+        super().__init__(object())
+        self._blocks = blocks
+
+    def metric_families(self, names_tenants: bool) -> Iterable[Metric]:
+        family = GaugeMetricFamily("memserve_instance_blocks", "", labels=["instance", "tier", "state"])
+        for part in self._blocks:
+            family.add_metric([part.instance, part.tier, part.state], part.count)
+        return [family]
 
 
 def opened() -> tuple[Edge, PageFeed]:
@@ -175,3 +202,41 @@ def test_readings_that_take_long_come_less_often(monkeypatch: pytest.MonkeyPatch
                 await asyncio.wait_for(anext(events), 0.5)
 
     asyncio.run(run())
+
+
+def test_a_page_begins_with_the_moments_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "MOMENT_S", 0.001)
+
+    async def run() -> None:
+        hub, feed = opened()
+        keeping = asyncio.create_task(feed.keep_moments())
+        while hub.engine.readings < feeds.MOMENTS_MAX + 9:
+            await asyncio.sleep(0.001)
+        for viewer, count in ((OPERATOR, feeds.MOMENTS_MAX), (ADA, 0)):
+            events = feed.stream_events(viewer)
+            first, second = [json.loads((await within(anext(events))).removeprefix(b"data: ")) for _ in range(2)]
+            assert len(first["history"]) == count and "history" not in second
+            await events.aclose()
+            times = [moment["time_ms"] for moment in first["history"]]
+            assert times == sorted(times)
+        keeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_moment_has_what_charts_show_and_no_more() -> None:
+    blocks = [
+        InstanceBlocks(name, "hbm", state, count)
+        for name, count in (("p1", 3), ("d1", 4)) for state in ("used", "cached", "free")
+    ]  # fmt: skip
+    builder = SnapshotBuilder(ApiMetrics(), Timelines("tiny"), "tiny", Told(blocks))
+    moment = builder.build_moment()
+    assert moment is not None and moment["metrics"].keys() <= CHARTED
+    assert moment["metrics"]["memserve_instance_blocks"] == [
+        ({"tier": "hbm", "state": state}, 7.0) for state in ("used", "cached", "free")
+    ]
+    assert "memserve_prompt_tokens_total" in moment["metrics"]
+
+
+def test_no_moment_is_kept_of_an_engine_that_is_down() -> None:
+    assert SnapshotBuilder(ApiMetrics(), Timelines("tiny"), "tiny", EngineReading(None)).build_moment() is None

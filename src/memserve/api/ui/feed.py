@@ -1,9 +1,11 @@
-"""The events of ``/ui/events``: one reading of the engine for all open pages, and none while no page is open."""
+"""The events of ``/ui/events``: one reading of the engine for all open pages, and none while no page is open, but for a
+few figures of every fifth second: a page begins with the last ten minutes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +26,9 @@ SHARE = 0.01
 """Largest share of the time that reading and encoding may take: where they take longer, events come less often."""
 PAGES_MAX = 64
 """Pages that may be open at once."""
+MOMENT_S = 5.0
+MOMENTS_MAX = 120
+"""Of ten minutes: about a kilobyte each."""
 LOOK_S = 0.2
 """How often a waiting page looks whether the server ends."""
 
@@ -93,6 +98,7 @@ class PageFeed:
         self._encoded: dict[Viewer, bytes] = {}
         self._turned = asyncio.Condition()
         self._spent_ns = 0
+        self._moments: deque[msgspec.Raw] = deque(maxlen=MOMENTS_MAX)
         self.readings = 0
         """Readings of the engine so far."""
 
@@ -116,12 +122,21 @@ class PageFeed:
                 if self._builder is None or self._builder is last_builder:
                     await self._next_turn()
                     continue
-                last_builder = self._builder
-                yield self._encoded_event(viewer)
+                is_first, last_builder = last_builder is None, self._builder
+                yield self._encode_first(viewer, last_builder) if is_first else self._encoded_event(viewer)
         finally:
             self._pages -= 1
             if self._pages == 0:
                 self._stop_reading()
+
+    async def keep_moments(self) -> None:
+        """Keep the last ten minutes, until this task is cancelled."""
+        while True:
+            builder = self._builder if self._pages else None
+            moment = (builder or await self._new_builder()).build_moment()
+            if moment is not None:
+                self._moments.append(msgspec.Raw(msgspec.json.encode(moment)))
+            await asyncio.sleep(MOMENT_S)
 
     async def snapshot_for(self, viewer: Viewer) -> dict[str, Any]:
         """A snapshot of this moment, for a viewer without a stream."""
@@ -157,6 +172,11 @@ class PageFeed:
             self._encoded[viewer] = event
             self._spent_ns += time.perf_counter_ns() - started_ns
         return event or b": nothing yet\n\n"
+
+    def _encode_first(self, viewer: Viewer, builder: SnapshotBuilder) -> bytes:
+        """The first event of a page, with what was before it, where the viewer may see it."""
+        moments = list(self._moments) if viewer.sees_cluster else []
+        return b"data: " + msgspec.json.encode({**builder.build_event(viewer), "history": moments}) + b"\n\n"
 
     async def _read_repeatedly(self) -> None:
         while True:

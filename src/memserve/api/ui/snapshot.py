@@ -26,6 +26,16 @@ MEMBERS_MAX = 64
 HISTOGRAMS = ("memserve_time_to_first_token_seconds", "memserve_inter_token_seconds")
 """The only ones with their buckets: a page reads percentiles from them."""
 
+CHARTED = frozenset({
+    "memserve_http_requests_total", "memserve_http_requests_in_progress", "memserve_generated_tokens_total",
+    "memserve_prompt_tokens_total", "memserve_cached_prompt_tokens_total", "memserve_sequences_running",
+    "memserve_router_requests_live", "memserve_instance_blocks", "memserve_pool_blocks", "memserve_fleet_engine_up",
+    "memserve_fleet_requests_open", "memserve_fleet_prompt_tokens_total", "memserve_fleet_matched_tokens_total",
+})  # fmt: skip
+"""What a page draws over the last minutes."""
+CHARTED_LABELS = ("tier", "state")
+"""Others are summed up."""
+
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
@@ -50,6 +60,10 @@ class SnapshotReading(Protocol):
     def tenant_families(self) -> Iterable[Metric]:
         """What ``/metrics`` has by tenant, beyond the edge's own."""
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether it said how it is."""
+
     def member_cards(self) -> list[Mapping[str, Any]]:
         """Up to :data:`MEMBERS_MAX` processes to draw: ``name``, ``role``, ``state``, ``host``."""
 
@@ -59,6 +73,10 @@ class EngineReading:
 
     def __init__(self, stats: Any | None) -> None:
         self._stats = stats
+
+    @property
+    def is_answered(self) -> bool:
+        return self._stats is not None
 
     def metric_families(self, names_tenants: bool) -> Iterable[Metric]:
         return Snapshot(self._stats, names_tenants).collect()
@@ -97,6 +115,18 @@ class SnapshotBuilder:
             "recent": self._timelines.recent_entries(viewer.tenant, RECENT_MAX),
         }
 
+    def build_moment(self) -> dict[str, Any] | None:
+        """What is kept of it for pages that open later: an event with the figures of charts alone, of all members
+        together. ``None``: the engine did not answer."""
+        if not self._reading.is_answered:
+            return None
+        families = (*self._metrics.registry.collect(), *self._reading.metric_families(False))
+        samples = _samples_by_name(family for family in families if not CHARTED.isdisjoint(_names_of(family)))
+        return {
+            "time_ms": self._time_ms,
+            "metrics": {name: _summed(rows) for name, rows in samples.items() if name in CHARTED},
+        }
+
     def _visible_samples(self, viewer: Viewer) -> Samples:
         of_tenants = _samples_by_name(self._metrics.by_tenant.collect())
         if not viewer.names_tenants:
@@ -124,3 +154,17 @@ def _samples_by_name(families: Iterable[Metric]) -> Samples:
                 continue
             samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     return samples
+
+
+def _names_of(family: Metric) -> tuple[str, str]:
+    """As its samples may be called."""
+    return family.name, f"{family.name}_total"
+
+
+def _summed(rows: list[tuple[dict[str, str], float]]) -> list[tuple[dict[str, str], float]]:
+    """``rows`` with the labels of :data:`CHARTED_LABELS` alone."""
+    sums: dict[tuple[tuple[str, str], ...], float] = {}
+    for labels, value in rows:
+        key = tuple((name, labels[name]) for name in CHARTED_LABELS if name in labels)
+        sums[key] = sums.get(key, 0.0) + value
+    return [(dict(key), value) for key, value in sums.items()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -246,3 +248,49 @@ def test_unresponsive_engine_shows_down_and_page_stays_bounded(world: World, ope
     show(browser, "cluster")
     assert browser.run(elements) <= before + 5
     assert browser.errors() == []
+
+
+def test_a_page_opens_with_the_minutes_before_it(open_browser: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "MOMENT_S", 0.02)
+    monkeypatch.setattr(feed, "INTERVAL_S", 60.0)  # no further event
+    drawn = """
+        const chart = [...document.querySelectorAll('svg')].find(
+          (svg) => svg.getAttribute('aria-label')?.startsWith('Requests in flight'));
+        return chart.querySelector('path.line').getAttribute('d').split('L').length"""
+    with serve(FakeEngine(says(SCRIPT_TEXT))) as world:
+        ask(world)
+        time.sleep(0.5)  # the server has run for a while: nothing else tells
+        browser = open_browser()
+        browser.open(f"{world.url}/ui")
+        browser.until(IS_LIVE)
+        assert browser.run(drawn) > 5, "one event came, and the chart has a past"
+
+
+OF_A_CLUSTER = """
+const asked = Promise.all([import('/ui/cluster.js'), import('/ui/cache.js'), import('/ui/figures.js')]);
+return asked.then(([{ clusterView }, { cacheView }, { Figures }]) => {
+  const rows = (value, labels = {}) => [[labels, value]];
+  const figures = new Figures();
+  figures.take({
+    time_ms: 1, model: 'm', version: 'v', viewer: { sees_cluster: true }, live: [], recent: [],
+    members: [{ name: 'c1', role: 'colocated', state: 'live', host: 'h' }],
+    metrics: {
+      memserve_prompt_tokens_total: rows(1000), memserve_cached_prompt_tokens_total: rows(88),
+      memserve_instance_prompt_tokens_total: rows(500, { instance: 'c1' }),
+      memserve_instance_cached_tokens_total: rows(96, { instance: 'c1' }),
+    },
+  });
+  return [clusterView(figures), cacheView(figures)].map((parts) => parts.map((part) => part.textContent).join(' '));
+});
+"""
+"""The texts of two views; an instance has begun other prompts than were answered: documents, retries."""
+
+
+def test_the_hit_rate_is_one_number_everywhere(world: World, open_browser: Opener) -> None:
+    browser = open_browser()
+    browser.open(f"{world.url}/ui")
+    browser.until(IS_LIVE)
+    cluster, cache = browser.run(OF_A_CLUSTER)
+    assert "began 500 prompt tokens, 96 with KV from its cache" in cluster
+    for text in (cluster, cache):
+        assert set(re.findall(r"[0-9.]+ %", text)) - {"0 %", "0.0 %"} == {"8.8 %"}

@@ -36,6 +36,12 @@ function render() {
   if (name === "cluster") connect(main);
 }
 
+function follows(snapshot) {
+  if (snapshot.history) figures.begin(snapshot.history);
+  take(snapshot);
+  figures.thin();
+}
+
 function take(snapshot) {
   figures.take(snapshot);
   document.getElementById("model").textContent = `${snapshot.model}, memserve ${snapshot.version}`;
@@ -94,6 +100,6 @@ if ("recorded" in document.documentElement.dataset) {
   document.getElementById("key").remove();
   play(show, told);
 } else {
-  follow(take, told);
+  follow(follows, told);
 }
 render();

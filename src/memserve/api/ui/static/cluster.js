@@ -137,9 +137,8 @@ function card(figures, member, clustered) {
   const facts = [];
   if (clustered && mine("transfers_open")) facts.push(`${counted(mine("transfers_open"), "KV transfer")} open`);
   if (clustered && mine("prompt_tokens_total")) {
-    const part = (100 * mine("cached_tokens_total")) / mine("prompt_tokens_total");
-    const all = count(mine("prompt_tokens_total"));
-    facts.push(`${part.toFixed(1)} % of ${all} prompt tokens that it began were cached, documents and retries as well`);
+    const [cached, begun] = [count(mine("cached_tokens_total")), count(mine("prompt_tokens_total"))];
+    facts.push(`began ${begun} prompt tokens, ${cached} with KV from its cache; documents and retries as well`);
   }
   const tiers = member.role === "store" ? storeBars(figures, member.name) : blockBars(figures, member.name);
   const name = h("h3", {}, h("span", { class: `dot ${member.state}`, title: member.state }), ` ${member.name} `);

@@ -1,6 +1,9 @@
 // Reads the samples of /metrics in a snapshot, and what has changed since earlier ones.
 
-export const HISTORY = 180; // snapshots of which the page keeps a few numbers
+export const HISTORY = 240; // snapshots of which the page keeps a few numbers
+const FINE = 60; // of these, live ones that are kept as they come
+const APART_MS = 4500; // older ones are kept every fifth second, as the server does
+const KEPT_MS = 600000;
 
 export class Figures {
   constructor() {
@@ -22,6 +25,21 @@ export class Figures {
     if (last && (point.totals[counter] ?? 0) < (last.totals[counter] ?? 0)) this.history = []; // the server is new
     this.history.push(point);
     if (this.history.length > HISTORY) this.history.shift();
+  }
+
+  // What the server kept before this page: snapshots with the figures of charts alone.
+  begin(moments) {
+    this.history = [];
+    for (const moment of moments) this.take(moment);
+  }
+
+  // Of a live page: the last minute as it came, and what is older up to ten minutes in steps of five seconds.
+  thin() {
+    const at = this.history.length - FINE;
+    const apart = at > 1 ? this.history[at].time_ms - this.history[at - 1].time_ms : APART_MS;
+    if (apart < APART_MS) this.history.splice(at, 1);
+    const first = this.now.time_ms - KEPT_MS;
+    while (this.history[0].time_ms < first) this.history.shift();
   }
 
   rows(name, labels = {}) {
