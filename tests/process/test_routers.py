@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from harness.served import serving
 
 from memserve import LLM
 from memserve.cli.main import run
@@ -121,6 +122,22 @@ def test_document_requests_are_redirected_to_the_owner(balanced: Balanced) -> No
             asked = {"model": "tiny", "prompt": " w9", "max_tokens": 3, "document": "d1"}
             answer = http.post(f"{balanced.url}/completions", json=asked, follow_redirects=True)
             assert answer.status_code == 200, answer.text
+
+
+def test_messages_are_answered_by_both_routers(tmp_path: Path) -> None:
+    """The same key gets the same message from either; prefixes are kept by the owner, and the other says so."""
+    kept = [{"type": "text", "text": "Be brief. " * 30, "cache_control": {"type": "ephemeral"}}]
+    body = {"max_tokens": 8, "system": kept, "messages": [{"role": "user", "content": "Hello"}]}
+    answers, ignored = [], []
+    with serving("--routers", "2", "--metadata", str(tmp_path / "state")) as served:
+        for _ in range(16):
+            with httpx.Client(timeout=60) as http:
+                answer = http.post(f"{served.url}/v1/messages", json=body, headers={"idempotency-key": "once"})
+            message = answer.raise_for_status().json()
+            answers.append((message["id"], message["content"], message["stop_reason"]))
+            ignored.append(answer.headers.get("x-memserve-ignored"))
+    assert all(told == answers[0] for told in answers) and answers[0][1]
+    assert set(ignored) == {None, "cache_control"}
 
 
 def is_idle(balanced: Balanced) -> bool:

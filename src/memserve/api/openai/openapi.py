@@ -253,7 +253,8 @@ OPERATIONS = (
         "What the dashboard shows, about once a second. With the key of `/metrics`: what that page shows, and requests "
         "of all tenants; with an API key: this tenant's requests.",
         "server-sent events, each like the answer of `/ui/snapshot`; the first has `history`, too: `time_ms` and the "
-        "`metrics` that charts show, of all members together, of every fifth second of the last ten minutes", errors=(429,), media_type="text/event-stream",
+        "`metrics` that charts show, of all members together, of every fifth second of the last ten minutes",
+        errors=(429,), media_type="text/event-stream",
     ),
     Operation(
         "GET", "/ui/snapshot", "One such event.",
