@@ -346,8 +346,8 @@ class ClusterConfig:
     speculative_ttl_ns: int = 20 * NS_PER_S
     """Tree entries made at dispatch, of instances that publish KV events, are dropped after this long without one."""
     handle_tokens_max: int = 4 << 20
-    """Tokens of all named prefixes (documents, pinned sessions) together; each counts 256 more. Above the limit, the
-    tenant with most tokens loses its oldest prefix."""
+    """Tokens of all named prefixes (documents, pinned sessions, ``cache_control``) together; each counts 256 more.
+    Above the limit, the tenant with most tokens loses its oldest prefix."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     """Which requests are admitted."""
     answer_ns: int = option(60 * NS_PER_S, "--answer-wait", form=SECONDS, least=0.001)

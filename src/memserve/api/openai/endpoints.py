@@ -264,7 +264,8 @@ def keep_prefixes(engine: ServingEngine, reply: Reply) -> None:
     """Pin what the session's next request will begin with (the prompt, and the answer if there is just one), and the
     prefixes that the request asks to keep."""
     plan = reply.plan
-    if not isinstance(engine, PinningEngine):
+    keeps = plan.session_ttl_ns is not None or plan.kept_prefixes
+    if not keeps or not isinstance(engine, PinningEngine):
         return
     request = plan.requests[-1]
     if plan.session_ttl_ns is not None:

@@ -313,8 +313,8 @@ class PromptEncoder:
         owner: Owner | None = None,
         text_cache: KnownTexts | None = None,
     ) -> Prompt:
-        """``owner``: whose earlier texts may save time; only without special tokens around the text. ``known``: those,
-        and the tokenizer; ``None``: of texts without care."""
+        """``owner``: whose earlier texts may save time; only without special tokens around the text.
+        ``text_cache``: those, with their tokenizer; ``None``: of texts that need no care."""
         text_cache = text_cache or self._known_texts
         if isinstance(prompt, str):
             pieces = None if owner is None else self._encode_known(prompt, is_cut, owner, text_cache)
