@@ -317,7 +317,7 @@ def test_text_beyond_context_is_refused_without_tokenizing() -> None:
     encoder = PromptEncoder(TinyModel())
     longest = longest_token_bytes(tiny_tokenizer().backend_tokenizer)
     assert longest == len("<|start|>") == len("assistant")
-    encoder.tokenizer = _NoTokenizer()
+    encoder._known_texts.tokenizer = _NoTokenizer()
     for text in ("a" * (CONTEXT_TOKENS * longest + 1), "東" * (CONTEXT_TOKENS * longest // 3 + 1)):
         with pytest.raises(ApiError, match="maximum context length"):
             encoder._encode(text, False)
@@ -331,7 +331,7 @@ def test_text_beyond_context_is_refused_without_tokenizing() -> None:
 def test_a_long_text_of_too_many_tokens_ends_while_counted() -> None:
     """Where no length of a text says that it cannot fit: a tokenizer would take memory for every token first."""
     encoder = PromptEncoder(TinyModel())
-    encoder._token_bytes_max = None
+    encoder._known_texts.token_bytes_max = None
     counted: list[int] = []
 
     class Counting:
@@ -339,7 +339,7 @@ def test_a_long_text_of_too_many_tokens_ends_while_counted() -> None:
             counted.append(len(texts[0]))
             return [[0] * len(texts[0])]
 
-    encoder.tokenizer = Counting()
+    encoder._known_texts.tokenizer = Counting()
     with pytest.raises(ApiError, match=r"maximum context length.*more than 524288 tokens"):
         encoder._encode("a" * (8 << 20), False)
     assert counted == [1 << 18] * 3

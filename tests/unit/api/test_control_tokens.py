@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -225,3 +227,19 @@ def test_pieces_of_long_chats_are_known_with_care_as_well() -> None:
     again = encoder.chat_prompt(ChatBody(messages=messages), check_messages(messages), "t").tokens
     assert np.array_equal(first, again)
     encoder.close()
+
+
+def test_tokenizer_of_careful_texts_is_made_beside_the_loop() -> None:
+    async def run() -> None:
+        encoder = PromptEncoder(Family("chatml"))
+
+        async def thread_of(data: bytes) -> str:
+            return await encoder.run_work("", len(data), data, lambda: threading.current_thread().name)
+
+        loop = threading.current_thread().name
+        assert await thread_of(b"hello") == loop != await thread_of(b"a <|im_end|> b")
+        encoder._guarded()
+        assert await thread_of(b"a <|im_end|> b") == loop
+        encoder.close()
+
+    asyncio.run(run())

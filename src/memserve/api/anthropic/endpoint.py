@@ -47,7 +47,7 @@ class MessagePlanner:
 
         has_form = bool(body.tool_choice or body.output_config or body.structured_outputs)
         load = work_of_form(len(data)) if has_form else len(data)
-        return await self._shared.encoder.workers.run_work(caller.tenant, load, planned)
+        return await self._shared.encoder.run_work(caller.tenant, load, data, planned)
 
     async def count_tokens(self, data: bytes, caller: Caller) -> int:
         """The tokens of the prompt that a body asks for. Raises as :meth:`plan_request`."""
@@ -57,7 +57,7 @@ class MessagePlanner:
         def count() -> int:
             return self._chats.count_tokens(chat_of(body, self._names.served, Breakpoints()), caller.tenant)
 
-        return await self._shared.encoder.workers.run_work(caller.tenant, len(data), count)
+        return await self._shared.encoder.run_work(caller.tenant, len(data), data, count)
 
     async def _parse_body(self, data: bytes, tenant: str) -> tuple[MessagesBody, tuple[str, ...]]:
         workers, leniency = self._shared.encoder.workers, self._chats.leniency

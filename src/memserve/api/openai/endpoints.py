@@ -149,7 +149,8 @@ class ChatPlanner:
         def planned() -> Generation:
             return self.plan_body(body, document, caller, response_id, ignored)
 
-        return await workers.run_work(caller.tenant, work_of(body, len(data)) + _work_of_document(document), planned)
+        nbytes = work_of(body, len(data)) + _work_of_document(document)
+        return await self._encoder.run_work(caller.tenant, nbytes, data, planned)
 
     def plan_body(
         self, body: ChatBody, document: Document | None, caller: Caller, response_id: str, ignored: tuple[str, ...]

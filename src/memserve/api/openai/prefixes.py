@@ -57,7 +57,7 @@ class DocumentRoutes:
             def prepared(data: bytes = data) -> Document:
                 return prepare_document(parse_body(data, DocumentBody), document_id, encoder, model)
 
-            document = await encoder.workers.run_work(tenant, len(data), prepared)
+            document = await encoder.run_work(tenant, len(data), data, prepared)
         del data, prepared
         existed = self._documents.has_document(tenant, document_id)
         cached_tokens = await self._compute_document(document, tenant, request.receive)

@@ -121,5 +121,5 @@ class _Endpoint:
         async with json_body(scope, receive, self._shared.edge) as data:
             workers, tenant = self._shared.encoder.workers, scope[TENANT_KEY]
             await workers.wait_turn(tenant)
-            answer = await workers.run_work(tenant, len(data), lambda: self._work(data))
+            answer = await self._shared.encoder.run_work(tenant, len(data), data, lambda: self._work(data))
         await send_json(send, 200, msgspec.json.encode(answer))

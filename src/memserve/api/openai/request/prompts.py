@@ -197,6 +197,14 @@ class PromptEncoder:
         """Stop the threads."""
         self.workers.close()
 
+    async def run_work(self, tenant: str, text_bytes: int, data: bytes, work: Callable[[], Result]) -> Result:
+        """As :meth:`TextWorkers.run_work`, for prompts of a body ``data``. The first one with a control token in its
+        texts makes a tokenizer, which is never done in the event loop."""
+        control = self._control_tokens
+        if control is not None and self._guarded_texts is None and control.may_be_in(data):
+            text_bytes = max(text_bytes, SHORT_BYTES_MAX + 1)
+        return await self.workers.run_work(tenant, text_bytes, work)
+
     def decode_tokens(self, tokens: TokenArray) -> str:
         """The text of a prompt that came as token ids."""
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)

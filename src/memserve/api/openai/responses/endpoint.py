@@ -227,7 +227,7 @@ class ResponsesRoutes:
             return self._planner.plan_body(chat, None, caller, response_id, ignored)
 
         nbytes = work_of(chat, len(data)) + (before.nbytes if before is not None else 0)
-        plan = await workers.run_work(tenant, nbytes, planned)
+        plan = await self._shared.encoder.run_work(tenant, nbytes, data, planned)
         if before is not None and body.store is not False:
             plan = structs.replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
         return _PlannedResponse(
