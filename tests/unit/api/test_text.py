@@ -77,6 +77,11 @@ def test_stop_strings_begin_after_the_first_tokens(text: str, stops: list[str], 
     expected = simple_stop(text[first:], stops)
     assert shown == (text if expected is None else text[:first] + expected)
     assert (stream.finish_reason is FinishReason.STOP) == (expected is not None)
+    if expected is None:
+        assert stream.stop_string is None
+    else:  # the first that ends there begins where the text was cut
+        rest = text[first + len(expected) :]
+        assert stream.stop_string == min((stop for stop in stops if rest.startswith(stop)), key=len)
 
 
 @pytest.mark.parametrize("text", ["a" * 5000, "ab" * 2500, "a" * 998 + "c" * 4002])

@@ -95,8 +95,8 @@ def _input_of(call: ToolCall) -> Json:
 def input_usage(reply: Reply) -> Json:
     """Tokens of the prompt: those with KV from the cache, those whose KV the request asks to keep, and the rest."""
     cached_tokens = reply.cached_tokens
-    kept_tokens = max((kept.tokens for kept in reply.plan.kept_prefixes), default=0)
-    hour_tokens = max((kept.tokens for kept in reply.plan.kept_prefixes if kept.ttl_ns >= _HOUR_NS), default=0)
+    kept_tokens = max((prefix.tokens for prefix in reply.plan.kept_prefixes), default=0)
+    hour_tokens = max((prefix.tokens for prefix in reply.plan.kept_prefixes if prefix.ttl_ns >= _HOUR_NS), default=0)
     created_tokens, of_an_hour = (max(0, tokens - cached_tokens) for tokens in (kept_tokens, hour_tokens))
     return {
         "input_tokens": reply.prompt_tokens - cached_tokens - created_tokens,

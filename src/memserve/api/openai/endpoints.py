@@ -274,9 +274,9 @@ def keep_prefixes(engine: ServingEngine, reply: Reply) -> None:
         if len(reply.sequences) == 1:
             tokens = np.concatenate((tokens, np.array(reply.sequences[0].stream.tokens, dtype=np.int32)))
         engine.pin_prefix(request.session, request.tenant, tokens, plan.session_ttl_ns, request.salt)
-    for kept in plan.kept_prefixes:
-        tokens = request.prompt[: kept.tokens]
-        engine.pin_prefix(prefix_handle(tokens, request.salt), request.tenant, tokens, kept.ttl_ns, request.salt)
+    for prefix in plan.kept_prefixes:
+        tokens = request.prompt[: prefix.tokens]
+        engine.pin_prefix(prefix_handle(tokens, request.salt), request.tenant, tokens, prefix.ttl_ns, request.salt)
 
 
 class InvocationsEndpoint:

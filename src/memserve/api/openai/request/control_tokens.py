@@ -139,7 +139,7 @@ class ControlTokens:
 
     def _head_at_end(self, text: str) -> str:
         end = text.rstrip()[-self._piece_chars :]
-        return next((end[at:] for at in range(len(end)) if end[at:] in self._heads), "")
+        return next((end[-n:] for n in range(len(end), 0, -1) if end[-n:] in self._heads), "")
 
     def _tail_at_start(self, text: str) -> str:
         start = text.lstrip()[: self._piece_chars]
