@@ -1,16 +1,20 @@
-"""What of OpenAI's reference works, row by row, each with a test that shows it: for docs/reference/HTTP.md."""
+"""What of OpenAI's and of Anthropic's reference works, row by row, each with a test that shows it: for
+docs/reference/HTTP.md."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 HEAD = """What works of OpenAI's reference, and the test that shows it. Libraries that speak it are run by
-`scripts/openai_clients.py`, vLLM's own tests of its server by `scripts/vllm_server_tests.py`."""
+`scripts/openai_clients.py`, command lines by `scripts/client_commands.py`, vLLM's own tests of its server by
+`scripts/vllm_server_tests.py`."""
+ANTHROPIC_HEAD = """What works of Anthropic's reference
+([what is different](../guides/CLIENTS.md#anthropics-messages-api)), and the test that shows it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that OpenAI's reference describes."""
+    """One thing that a reference describes."""
 
     what: str
     works: str
@@ -88,4 +92,34 @@ ROWS = (
         f"{_REASONING}::test_paths_of_openai_that_no_model_answers_say_why"),
     Row("audio, images, moderations, files, batches, fine-tuning, assistants", "no: 404 that says why",
         f"{_REASONING}::test_paths_of_openai_that_no_model_answers_say_why"),
+)  # fmt: skip
+
+_MESSAGES = "process/api/test_anthropic.py"
+
+ANTHROPIC_ROWS = (
+    Row("`POST /v1/messages`", "yes", f"{_MESSAGES}::test_a_message_is_answered_with_usage_and_ids"),
+    Row("`POST /v1/messages/count_tokens`", "yes", f"{_MESSAGES}::test_tokens_are_counted_as_the_prompt_has_them"),
+    Row("`system` as text and blocks, blocks of text, `tool_use`, `tool_result`", "yes",
+        f"{_MESSAGES}::test_blocks_become_the_turns_of_a_chat"),
+    Row("a last message of the assistant", "continued",
+        f"{_MESSAGES}::test_last_message_of_the_assistant_is_continued"),
+    Row("images, documents, tools that a server runs", "no: 400 that names them",
+        f"{_MESSAGES}::test_bad_input_is_refused_by_its_name"),
+    Row("`tools`, calls whole and streamed (`input_json_delta`)", "yes",
+        f"{_MESSAGES}::test_calls_are_blocks_whole_and_streamed"),
+    Row("`tool_choice`, `disable_parallel_tool_use`", "yes",
+        f"{_MESSAGES}::test_a_choice_of_tools_reaches_the_engine"),
+    Row("`stop_sequences`, `stop_reason`, `stop_sequence`", "yes", f"{_MESSAGES}::test_a_stop_sequence_is_named"),
+    Row("`max_tokens: 0`", "yes", f"{_MESSAGES}::test_max_tokens_zero_fills_the_cache_and_answers_nothing"),
+    Row("events of a stream, `ping`", "yes", f"{_MESSAGES}::test_events_come_in_anthropics_order"),
+    Row("`messages.stream`, the async client", "yes", f"{_MESSAGES}::test_async_client_gets_the_same_answer"),
+    Row("`thinking`, blocks of it, `thinking_delta`", "yes, for models that think",
+        f"{_REASONING}::test_thoughts_are_blocks_of_a_message"),
+    Row("`cache_control`, 5 minutes and 1 hour", "yes", f"{_MESSAGES}::test_marked_blocks_are_kept_for_their_time"),
+    Row("`cache_read_input_tokens`, `cache_creation_input_tokens`", "yes",
+        f"{_MESSAGES}::test_cached_tokens_are_no_input_tokens"),
+    Row("`output_config.format`", "yes", f"{_MESSAGES}::test_a_form_of_the_answer_reaches_the_engine"),
+    Row("errors, `request-id`, `x-api-key`", "yes", f"{_MESSAGES}::test_errors_become_the_clients_exceptions"),
+    Row("`metadata`, `service_tier`, `budget_tokens`", "no effect: `x-memserve-ignored` names them",
+        f"{_MESSAGES}::test_fields_that_promise_nothing_are_named"),
 )  # fmt: skip

@@ -188,6 +188,9 @@ def http_page() -> str:
     rows = [cells(row.what, row.works, f"`tests/{row.test}`") for row in openai_rows.ROWS]
     sections += ["## What of OpenAI's reference works", openai_rows.HEAD]
     sections.append("\n".join(["| what | works | test |", "| --- | --- | --- |", *rows]))
+    rows = [cells(row.what, row.works, f"`tests/{row.test}`") for row in openai_rows.ANTHROPIC_ROWS]
+    sections += ["## What of Anthropic's reference works", openai_rows.ANTHROPIC_HEAD]
+    sections.append("\n".join(["| what | works | test |", "| --- | --- | --- |", *rows]))
     sections.append("## Errors")
     sections.append(
         'Every error is `{"error": {"message", "type", "param", "code"}}`, of `/v1/messages` '

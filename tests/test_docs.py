@@ -39,9 +39,10 @@ def test_reference_is_up_to_date(reference: types.ModuleType) -> None:
     assert reference.HTTP_PAGE.read_text() == reference.http_page(), "run `make docs`"
 
 
-def test_each_row_of_openais_reference_names_a_test(reference: types.ModuleType) -> None:
-    rows = reference.openai_rows.ROWS
-    assert len({row.what for row in rows}) == len(rows) > 30
+@pytest.mark.parametrize(("name", "count"), [("ROWS", 30), ("ANTHROPIC_ROWS", 15)])
+def test_each_row_of_a_reference_names_a_test(reference: types.ModuleType, name: str, count: int) -> None:
+    rows = getattr(reference.openai_rows, name)
+    assert len({row.what for row in rows}) == len(rows) > count
     for row in rows:
         file, _, name = row.test.partition("::")
         defined = re.findall(r"^(?:async )?def (test_\w+)\(", (ROOT / "tests" / file).read_text(), re.M)

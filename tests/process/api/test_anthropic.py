@@ -179,6 +179,15 @@ def test_a_choice_of_tools_reaches_the_engine(caller: World, choice: Any, is_for
     assert bool(caller.engine.submitted[-1].sampling.grammar) is is_forced
 
 
+def test_a_form_of_the_answer_reaches_the_engine(caller: World) -> None:
+    form: Any = {"format": {"type": "json_schema", "schema": WEATHER["input_schema"]}}
+    with client_of(caller) as client:
+        ask(client, output_config=form)
+        assert '"city"' in caller.engine.submitted[-1].sampling.grammar
+        with pytest.raises(anthropic.BadRequestError, match="json_schema"):
+            ask(client, output_config={"format": {"type": "xml"}})
+
+
 def test_no_tools_are_shown_where_none_may_be_called(caller: World) -> None:
     with client_of(caller) as client:
         message = ask(client, tools=[WEATHER], tool_choice={"type": "none"}, max_tokens=400)
