@@ -119,7 +119,7 @@ class Breakpoints:
 
 def _ttl_s(control: Any, path: str) -> float:
     ttl = control.get("ttl") or "5m" if isinstance(control, dict) and control.get("type") == "ephemeral" else None
-    if ttl not in TTLS_S:
+    if not isinstance(ttl, str) or ttl not in TTLS_S:
         raise bad_request(f"'{path}' must be an object like {{'type': 'ephemeral', 'ttl': '5m' or '1h'}}", path)
     return TTLS_S[ttl]
 
@@ -212,6 +212,8 @@ def _messages(messages: Any, breakpoints: Breakpoints) -> list[Json]:
         for block, place in _blocks(content, f"{path}.content"):
             for part in _block_messages(role, block, place, breakpoints):
                 _append(chat, part)
+    if not chat:
+        raise bad_request("'messages' have no block that a model could read", "messages")
     return chat
 
 
