@@ -29,6 +29,7 @@ class ContentBlocks:
         self.content: list[Json] = []
         """The blocks that are complete."""
         self._open: Json | None = None
+        self._texts: list[str] = []  # of the open block
         self._call: ToolCall | None = None
 
     def push_delta(self, delta: Delta) -> Iterator[Event]:
@@ -47,6 +48,8 @@ class ContentBlocks:
         if block is None:
             return
         index = len(self.content)
+        if block["type"] in ("text", "thinking"):
+            block[block["type"]] = "".join(self._texts)
         if block["type"] == "thinking":
             # for clients that ask for one: thoughts that come back are not checked
             block["signature"] = hashlib.blake2b(block["thinking"].encode(), digest_size=16).hexdigest()
@@ -59,7 +62,7 @@ class ContentBlocks:
 
     def _begin_block(self, block: Json) -> Iterator[Event]:
         yield from self.close_block()
-        self._open = block
+        self._open, self._texts = block, []
         yield {"type": "content_block_start", "index": len(self.content), "content_block": dict(block)}
         if not self.content:
             yield {"type": "ping"}
@@ -67,8 +70,7 @@ class ContentBlocks:
     def _push_text(self, kind: str, more: Json, text: str) -> Iterator[Event]:
         if self._open is None or self._open["type"] != kind:
             yield from self._begin_block({"type": kind, kind: "", **more})
-        assert self._open is not None
-        self._open[kind] += text
+        self._texts.append(text)
         yield {
             "type": "content_block_delta", "index": len(self.content), "delta": {"type": f"{kind}_delta", kind: text},
         }  # fmt: skip
