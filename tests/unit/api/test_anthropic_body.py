@@ -74,7 +74,7 @@ def test_each_block_that_asks_for_it_has_its_mark() -> None:
     said = [{"type": "text", "text": f"part {number} ", **control} for number in range(BREAKPOINTS_MAX)]
     body = body_of({"max_tokens": 5, "messages": [{"role": "user", "content": said}]}, MessagesBody)
     breakpoints = Breakpoints(is_marking=True)
-    (message,) = chat_of(body, "m", breakpoints).messages  # type: ignore[misc]  # it is set
+    (message,) = check_messages(chat_of(body, "m", breakpoints).messages)
     assert MARKS.findall(message["content"]) == ["0", "1", "2", "3"] and breakpoints.ttls_s == [300.0] * 4
     assert message["content"].endswith(" "), "a mark stands before the spaces that a template may strip"
 
