@@ -250,7 +250,7 @@ class World:
     def _judge_tokens(self, req, key, got, reason):
         expected = lone_tokens(req.prompt, len(got), req.sampling.seed, key[1], VOCAB)
         assert got == expected, f"{key}: {got} instead of {expected}"
-        limit = min(req.stop.max_tokens, self.machine.context_tokens - len(req.prompt))
+        limit = min(req.stop.max_tokens, self.machine.intake.context_of(req) - len(req.prompt))
         stop_at = [i for i, token in enumerate(got, 1) if token in req.stop.stop_token_ids and i >= req.stop.min_tokens]
         assert not stop_at or (stop_at == [len(got)] and reason is FinishReason.STOP)
         assert len(got) <= limit
@@ -271,7 +271,7 @@ class World:
     def _judge_beam(self, req, output):
         assert output.finish_reason is not None, "beams are delivered when they are finished"
         if output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            expected = lone_beams(req, self.machine.context_tokens)
+            expected = lone_beams(req, self.machine.intake.context_of(req))
             if output.index < len(expected):
                 tokens, total, reason = expected[output.index]
                 assert output.tokens == tokens

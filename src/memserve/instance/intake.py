@@ -14,7 +14,7 @@ from memserve.base.types import FinishReason, Request
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.base.validation import check_request
 from memserve.instance.events import GRAMMAR_FAILED, GrammarBuilt
-from memserve.instance.scheduler.capacity import impossible_reason
+from memserve.instance.scheduler.capacity import impossible_reason, lies_whole
 from memserve.instance.scheduler.grammar_waits import BUILD_NS, MASK_NS, MASKS_NS, Wanted
 from memserve.instance.scheduler.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.instance.scheduler.state import SchedulerState
@@ -30,10 +30,11 @@ _TOO_SLOW = (
 class RequestIntake:
     """Makes groups out of requests and puts them into the scheduler's state, or rejects them."""
 
-    def __init__(self, state: SchedulerState, config: InstanceConfig, context: int) -> None:
+    def __init__(self, state: SchedulerState, config: InstanceConfig, context: int, whole: int) -> None:
+        """``context``: tokens of the longest sequence; ``whole``: of the longest that never lies by layer."""
         self._state = state
         self._config = config
-        self._context = context
+        self._context, self._whole = context, whole
         self._arrivals = 0
         self._deadlines: list[tuple[int, int, str]] = []  # heap of (deadline_ns, arrival, request id)
         self.draining = False
@@ -46,7 +47,7 @@ class RequestIntake:
         state = self._state
         # counted before it is judged: arrived = accepted + rejected
         state.counters.requests += 1
-        reason = self._invalid_reason(request) or impossible_reason(request, self._context, state.slots)
+        reason = self._invalid_reason(request) or impossible_reason(request, self.context_of(request), state.slots)
         retry_after_s: float | None = None
         if request.request_id in state.groups:
             reason = f"a request with the id {request.request_id!r} is still running"
@@ -103,7 +104,11 @@ class RequestIntake:
 
     def tokens_to_generate(self, request: Request) -> int:
         """The most that one sequence of ``request`` gets: what it asks for, or what the context has room for."""
-        return min(request.stop.max_tokens, self._context - len(request.prompt))
+        return min(request.stop.max_tokens, self.context_of(request) - len(request.prompt))
+
+    def context_of(self, request: Request) -> int:
+        """Tokens of the longest sequence that ``request`` may have."""
+        return self._whole if lies_whole(request) else self._context
 
     def open_group(self, request: Request, now_ns: int, deadline_ns: int | None) -> Group:
         """A group without sequences yet; ``deadline_ns`` is absolute."""

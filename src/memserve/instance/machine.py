@@ -21,7 +21,7 @@ from msgspec import structs
 from memserve.base.config import InstanceConfig
 from memserve.base.errors import InvariantError, check, refuse_event
 from memserve.base.kv_layout import lower_page_bytes
-from memserve.base.types import ClockTicked, KVGeometry, NamedPrefix, Request, TokenOutput
+from memserve.base.types import AS_COMPUTED, ClockTicked, KVGeometry, NamedPrefix, Request, Role, TokenOutput
 from memserve.base.units import NS_PER_MS
 from memserve.instance.cluster.commands import InstanceParts
 from memserve.instance.cluster.link import ClusterLink
@@ -40,7 +40,7 @@ from memserve.instance.invariants import check_instance
 from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LinkRate
 from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.scheduler.batch import InflightPlan
-from memserve.instance.scheduler.capacity import context_tokens, running_max
+from memserve.instance.scheduler.capacity import context_tokens, running_max, streamed_tokens
 from memserve.instance.scheduler.memory import Pins, SequenceMemory
 from memserve.instance.scheduler.planner import Planner
 from memserve.instance.scheduler.results import StepResults
@@ -99,15 +99,19 @@ class Instance:
             pool = BlockPool(config.pool, block_tokens, config.namespace, event_capacity=capacity)
         self.config = config
         scheduler = config.scheduler
-        self._context = context_tokens(config.max_model_tokens, config.pool, block_tokens)
+        check(geometry is not None or scheduler.layerwise == "off", "KV by layer needs the geometry of the KV")
+        whole = self._context = context_tokens(config.max_model_tokens, config.pool, block_tokens)
         memory = SequenceMemory(pool, block_tokens, PreemptionModel(costs or PreemptionCosts()))
-        if scheduler.layerwise != "off":
-            check(geometry is not None, "KV by layer needs the geometry of the KV")
-            memory.layers = _layer_placer(config, memory, geometry)  # type: ignore[arg-type]  # checked in the line before
+        if scheduler.layerwise != "off" and geometry is not None:
+            memory.layers = _layer_placer(config, memory, geometry)
+            leaves = config.role is not Role.COLOCATED
+            if not (leaves and config.pool.lower_dtype != AS_COMPUTED):  # what DRAM rounds lies whole where it leaves
+                layers = geometry.num_layers
+                self._context = streamed_tokens(config.max_model_tokens, config.pool, block_tokens, layers)
         self.state = SchedulerState(memory, running_max(scheduler), scheduler.preemption)
         if scheduler.scheduling == "slo":
             self.state.objectives = Objectives(scheduler, self.state.costs)
-        self.intake = RequestIntake(self.state, config, self._context)
+        self.intake = RequestIntake(self.state, config, self._context, whole)
         self.pins = Pins(pool)
         drafts = 0 if memory.layers.is_by_layer else scheduler.draft_tokens
         speculation = Speculation(self.state, drafts) if drafts else None
@@ -266,7 +270,8 @@ class Instance:
 
     @property
     def context_tokens(self) -> int:
-        """The longest sequence that can run here: the model's context or, if smaller, what the pool holds."""
+        """The longest sequence that can run here: the model's context or, if smaller, what the pool holds; in both
+        tiers, where KV may lie by layer."""
         return self._context
 
     @property

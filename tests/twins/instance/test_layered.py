@@ -21,7 +21,7 @@ SMALL = KVGeometry(LAYERS, 1, 1, 1, "float32", 4)
 def world_of(rng: random.Random, geometry: KVGeometry) -> World:
     """Pools that many prompts do not fit into, and a link that sometimes carries less than they need."""
     cfg = config(
-        hbm=rng.choice((40, 60, 80)),
+        hbm=rng.choice((16, 20, 24, 40, 60, 80)),
         dram=rng.choice((20, 60, 120)),
         caching=rng.random() < 0.5,
         context=CONTEXT,

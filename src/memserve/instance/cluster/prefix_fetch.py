@@ -275,10 +275,11 @@ class Fetches:
         remote, tokens, block_tokens = group.remote, _tokens_of(group), self._geometry.block_tokens
         reusable = self._state.memory.reusable_tokens(tokens)
         hbm, dram = self._state.memory.pool.match_blocks(group.isolation, reusable)
-        own_tokens = (hbm + dram) * block_tokens
+        own_tokens, hbm_blocks = (hbm + dram) * block_tokens, self._state.memory.pool.config.hbm_blocks
         while remote is not None and remote.holders and now_ns < remote.fetch_until_ns:
             holder = remote.holders.pop(0)
-            blocks = min(holder.prefix_tokens, len(reusable)) // block_tokens - hbm - dram
+            most = min(min(holder.prefix_tokens, len(reusable)) // block_tokens, hbm_blocks)  # all of it comes to HBM
+            blocks = most - hbm - dram
             if blocks > 0:
                 near = self._is_near(holder)
                 dram_tokens, remote_tokens = dram * block_tokens, blocks * block_tokens

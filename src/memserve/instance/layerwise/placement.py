@@ -26,6 +26,8 @@ class WholeBlocks:
 
     is_by_layer = False
     """Whether sequences may lie by layer."""
+    needs_dram = False
+    """Whether one that streams can send nothing down, and has no more room above."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -38,8 +40,12 @@ class WholeBlocks:
     def begin_plan(self, plan: StepPlan, *, beside: bool) -> None:
         """``plan`` is begun; ``beside``: others decode in it."""
 
-    def sequences_to_park(self) -> Many[Sequence]:
-        """The sequences that decode and give up HBM before the plan that is being made."""
+    def sequences_to_park(self, decoding: Many[Sequence]) -> Many[Sequence]:
+        """Those of ``decoding`` that give up HBM before the plan that is being made."""
+        return ()
+
+    def sequences_at_rest(self, decoding: Many[Sequence]) -> Many[Sequence]:
+        """Those of ``decoding``, not all, that have no row in the plan that is being made."""
         return ()
 
     def move(self, plan: StepPlan, *, keeps: bool) -> None:
@@ -78,7 +84,8 @@ class WholeBlocks:
         return False
 
     def resume_by_layer(self, sequence: Sequence, headroom: int) -> bool:
-        """Let a parked sequence go on with its layers in DRAM. False: it would wait for them, or has no room."""
+        """Let a sequence that was swapped out go on with its layers in DRAM. False: it would wait for them, or has no
+        room."""
         return False
 
     def blocks_to_reserve(self, blocks: int) -> int:
@@ -122,8 +129,8 @@ class WholeBlocks:
 
     # -- what has happened, what there is
 
-    def on_step_finished(self, link: LinkUse) -> None:
-        """A step has used the link between HBM and DRAM."""
+    def on_step_finished(self, link: LinkUse, step_ns: int) -> None:
+        """A step of ``step_ns`` has used the link between HBM and DRAM."""
 
     def report_placement(self, sequence: Sequence) -> None:
         """``sequence`` ends: say how it lay, for its client."""

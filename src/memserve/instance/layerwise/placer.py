@@ -75,6 +75,7 @@ class LayerPlacer(WholeBlocks):
         self._usual = 0  # blocks that the last one needed
         self.admitted = self.converted = self.parked = self.resumed = 0
         self.link = LinkUse()
+        self._balance_ns = 0  # what steps computed, less what they waited for layers; 0: nothing is owed to others
         self.overtaking = Overtaking(block_tokens, costs.model.free_tokens)
 
     @property
@@ -128,7 +129,8 @@ class LayerPlacer(WholeBlocks):
         complete, entries = token_count // self._block_tokens, ceil_div(token_count + 1, self._block_tokens)
         if sequence.dram_blocks or not self.may_offload(sequence) or complete > pool.available(Tier.DRAM):
             return False
-        if self.piece_tokens(sequence) > self._chunk_max * self._block_tokens:
+        streams = self.outgrows_hbm(sequence, token_count)
+        if not streams and self.piece_tokens(sequence) > self._chunk_max * self._block_tokens:
             return False  # reading back would take longer than computing
         needed = 2 * ceil_div(complete, self.num_layers) + entries - complete + headroom
         if needed >= entries + headroom and not crowded:
@@ -137,9 +139,10 @@ class LayerPlacer(WholeBlocks):
         if not self.evict_layers(needed):
             return False
         self._wanted, self._usual = 0, needed
-        hbm, dram = pool.export_blocks(
-            sequence.group.isolation, sequence.known_tokens()[: token_count - 1 if reads_cache else 0]
-        )
+        reusable = sequence.known_tokens()[: token_count - 1 if reads_cache else 0]
+        hbm, dram = [ids.tolist() for ids in pool.export_blocks(sequence.group.isolation, reusable)]
+        if streams and needed > pool.available():  # its cached blocks are in the way of its layers
+            hbm, dram = self._send_down(hbm, dram)
         first, cached = len(hbm), len(hbm) + len(dram)
         fresh = pool.allocate_dram_ids(complete - cached)
         frames = self._allocate_staging(complete - first) if fresh is not None and needed <= pool.available() else None
@@ -148,12 +151,27 @@ class LayerPlacer(WholeBlocks):
             pool.release_dram(dram)
             pool.release_dram(fresh if fresh is not None else ())
             return False
-        sequence.blocks = hbm.tolist()
-        sequence.layered = LayeredKV(first, cached, 0, [*dram.tolist(), *fresh.tolist()], {}, frames)
+        sequence.blocks = hbm
+        dram_blocks = [*dram, *fresh.tolist()]
+        sequence.layered = LayeredKV(first, cached, 0, dram_blocks, {}, frames, streams=streams)
         sequence.computed, sequence.writable_until = cached * self._block_tokens, complete * self._block_tokens
         self._start_offload(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
         self.admitted += 1
         return True
+
+    def _send_down(self, hbm: list[int], dram: list[int]) -> tuple[list[int], list[int]]:
+        """Blocks of a cached prefix, in HBM and behind it in DRAM: all in DRAM, where that has room."""
+        below = self._pool.swap_out(hbm)
+        return ([], [*below, *dram]) if below is not None else (hbm, dram)
+
+    def outgrows_hbm(self, sequence: Sequence, tokens: int) -> bool:
+        """Whether so many tokens of ``sequence`` have no room whole, even if all others but those that stream were
+        gone."""
+        streaming = sum(2 * len(kv.staging[0]) for other, kv in self._streaming() if other is not sequence)
+        return ceil_div(tokens, self._block_tokens) > self._pool.config.hbm_blocks - streaming
+
+    def _streaming(self) -> list[tuple[Sequence, LayeredKV]]:
+        return [(sequence, kv) for sequence, kv in self._offloaded() if kv.streams]
 
     def least_piece(self, sequence: Sequence) -> int:
         """Each piece of a prompt that lies by layer reads back those before it."""
@@ -186,23 +204,28 @@ class LayerPlacer(WholeBlocks):
             access.on_copies_recorded(Tier.HBM, (), Tier.DRAM, kv.dram_blocks[max(0, first) : max(0, last)])
 
     def resume_by_layer(self, sequence: Sequence, headroom: int) -> bool:
-        """Let a parked sequence go on with all of its layers in DRAM, if steps read them back without waiting. False:
-        they would wait, or it has no room."""
-        pool, complete = self._pool, sequence.computed // self._block_tokens
+        """Let a sequence that was swapped out go on with all of its layers in DRAM: one that is parked, if steps read
+        them back without waiting, and any that can lie in no other way. False: it shall not, or has no room."""
+        pool, has_prompt = self._pool, sequence.computed >= sequence.known_length - 1
+        complete = (sequence.computed if has_prompt else sequence.known_length) // self._block_tokens
         dram, tail = sequence.dram_blocks[:complete], sequence.dram_blocks[complete:]
         needed = 2 * ceil_div(complete, self.num_layers) + 1 + headroom
         pages = self._pages_read_back() + complete * self.num_layers
         if not complete or not self.may_offload(sequence) or needed > pool.available():
             return False
-        if not self._budget.allows_pages(pages * _RESUMES_SHARE[1] // _RESUMES_SHARE[0], self._costs.decode_ns):
+        streams = self.outgrows_hbm(sequence, sequence.known_length)
+        allowed = pages * _RESUMES_SHARE[1] // _RESUMES_SHARE[0]
+        if not streams and not (has_prompt and self._budget.allows_pages(allowed, self._costs.decode_ns)):
             return False
-        frames = self._allocate_staging(complete)
+        fresh = pool.allocate_dram_ids(complete - len(dram))
+        frames = self._allocate_staging(complete) if fresh is not None else None
         blocks = pool.swap_in(tail) if frames is not None else None
-        if frames is None or blocks is None:
+        if fresh is None or frames is None or blocks is None:
             pool.release([*frames[0], *frames[1]] if frames is not None else [])
+            pool.release_dram(fresh if fresh is not None else ())
             return False
         sequence.blocks, sequence.dram_blocks = blocks, []
-        sequence.layered = LayeredKV(0, 0, 0, dram, {}, frames)
+        sequence.layered = LayeredKV(0, 0, 0, [*dram, *fresh.tolist()], {}, frames, streams=streams)
         sequence.writable_until = (complete + len(blocks)) * self._block_tokens
         self._start_offload(sequence, ("resumes_by_layer", f"{complete} blocks"))
         self.resumed += 1
@@ -232,7 +255,8 @@ class LayerPlacer(WholeBlocks):
         if any(kv.moving is not None for _, kv in self._offloaded()):
             return  # room is on its way
         pages = self._pages_read_back()
-        pages += ceil_div(head.known_length + 1, self._block_tokens) * layers if self.may_offload(head) else 0
+        if self.may_offload(head) and not self.outgrows_hbm(head, head.known_length):
+            pages += ceil_div(head.known_length + 1, self._block_tokens) * layers
         for sequence in sorted(running, key=lambda sequence: sequence.rank, reverse=True):
             entries = len(sequence.blocks)
             if sequence.layered is not None or not self.may_offload(sequence) or self.arrives(sequence):
@@ -258,7 +282,7 @@ class LayerPlacer(WholeBlocks):
     def begin_plan(self, plan: StepPlan, *, beside: bool) -> None:
         """``plan`` is begun: what the last one has moved is where it should be. ``beside``: others decode in it, and
         shall not wait for what comes up."""
-        self._plan, self._wanted = plan, 0
+        self._plan, self._wanted, self.needs_dram = plan, 0, False
         self.overtaking.begin_plan(beside=beside and self.policy.bounds_delays)
         pages_max = self._budget.pages_max(self._costs.decode_ns)
         self.swap_ins.continue_copies(plan, pages_max // self.num_layers if beside else None)
@@ -266,14 +290,29 @@ class LayerPlacer(WholeBlocks):
         for sequence, kv in self._offloaded():
             if kv.moving is not None:
                 self._moves.finish_copies(sequence, kv, kv.moving)
+            kv.streams = kv.streams or self.outgrows_hbm(sequence, sequence.known_length)
 
-    def sequences_to_park(self) -> list[Sequence]:
-        """The sequences that decode and give up HBM before the plan that is being made, as the policy has it."""
+    def sequences_to_park(self, decoding: Many[Sequence]) -> list[Sequence]:
+        """Those of ``decoding`` that give up HBM before the plan that is being made, as the policy has it; and those
+        that lie whole and have no room for their next token: they go on by layer."""
         offloaded = sorted(self._offloaded(), key=lambda lying: lying[0].rank, reverse=True)
+        offloaded = [(sequence, kv) for sequence, kv in offloaded if not kv.streams]  # parked, they would wait for ever
         lying, step_ns = [self._policy_view(*pair) for pair in offloaded], self._costs.decode_ns
         indices = self.policy.indices_to_park(lying, self._budget, step_ns, self._pool.blocks_free)
         self.parked += len(indices)
-        return [offloaded[index][0] for index in indices]
+        return [offloaded[index][0] for index in indices] + [
+            sequence
+            for sequence in decoding
+            if sequence.layered is None and sequence.computed >= sequence.writable_until
+            and self.may_offload(sequence) and self.outgrows_hbm(sequence, sequence.computed + 1)
+        ]  # fmt: skip
+
+    def sequences_at_rest(self, decoding: Many[Sequence]) -> Many[Sequence]:
+        """Those that stream have a row in half of the time, where others decode: these wait for their layers, too."""
+        streaming = [sequence for sequence in decoding if sequence.layered is not None and sequence.layered.streams]
+        if len(streaming) in (0, len(decoding)):
+            self._balance_ns = 0
+        return streaming if self._balance_ns < 0 else ()
 
     def _policy_view(self, sequence: Sequence, kv: LayeredKV) -> LayeredView:
         decodes = sequence.phase is Phase.DECODING
@@ -299,10 +338,15 @@ class LayerPlacer(WholeBlocks):
             most = self.policy.kept_most(sequence.group.arrival, self.num_layers)
             while len(kv.resident_layers) > most and self._may_evict(kv):
                 self._evict_last_layer(kv)
-            if kv.moving is not None or self._moves.spill_blocks(plan, sequence, kv, self.evict_layer) or not keeps:
+            if kv.moving is not None or self._moves.spill_blocks(plan, sequence, kv, self.evict_layer):
+                continue
+            complete = self._moves.complete_blocks(sequence, kv)
+            if kv.streams and self._pool.available() < 2 and complete > self._pool.available(Tier.DRAM):
+                self.needs_dram = True
+            if not keeps:
                 continue
             room = self._window_blocks + 2 * len(kv.staging[0])
-            if self._moves.complete_blocks(sequence, kv) >= 0 and self._pool.blocks_free >= room:
+            if complete >= 0 and self._pool.blocks_free >= room:
                 self._add_resident_layer(plan, sequence, kv)
 
     def _add_resident_layer(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
@@ -324,9 +368,10 @@ class LayerPlacer(WholeBlocks):
                     order = PlaceByLayer(sequence.slot, kv.first, list(kv.dram_blocks), resident, staging)
                     plan.place.append(order)
 
-    def on_step_finished(self, link: LinkUse) -> None:
-        """A step has used the link: all that lie by layer have waited as long as it has."""
+    def on_step_finished(self, link: LinkUse, step_ns: int) -> None:
+        """A step of ``step_ns`` has used the link: all that lie by layer have waited as long as it has."""
         self.link.add(link)
+        self._balance_ns = min(0, self._balance_ns + step_ns - 2 * link.waited_ns)
         self._budget.link.learn_copies(link.up_bytes + link.down_bytes, link.busy_ns)
         for _, kv in self._offloaded():
             kv.waited_ns += link.waited_ns
@@ -342,7 +387,9 @@ class LayerPlacer(WholeBlocks):
         return [(sequence, kv) for sequence in self.sequences if (kv := sequence.layered) is not None]
 
     def _pages_read_back(self) -> int:
-        decoding = [kv for sequence, kv in self._offloaded() if sequence.phase is Phase.DECODING]
+        """By steps, for sequences that could wait for room instead."""
+        offloaded = self._offloaded()
+        decoding = [kv for sequence, kv in offloaded if sequence.phase is Phase.DECODING and not kv.streams]
         return sum(kv.passing_pages(self.num_layers) for kv in decoding)
 
     def evict_layer(self) -> bool:

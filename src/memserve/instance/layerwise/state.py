@@ -79,6 +79,8 @@ class LayeredKV:
     """The device knows another placement."""
     waited_ns: int = 0
     """How long its steps have waited for the link."""
+    streams: bool = False
+    """It has no room whole, even alone: its layers pass in each of its steps, for as long as it runs."""
 
     @property
     def hbm_frames(self) -> list[int]:

@@ -135,7 +135,7 @@ class SequenceAdmission:
             fits = memory.attach(sequence, headroom)
             if fits or (memory.evict_layers_for(sequence, headroom) and memory.attach(sequence, headroom)):
                 return True
-        if is_parked:
+        if is_parked or sequence.dram_blocks:
             return layers.resume_by_layer(sequence, headroom)
         if layers.overtaking.left_tokens == 0 or (crowded and self._overtakes > _OVERTAKES_MAX):
             return False
@@ -186,6 +186,14 @@ class PrefixSharing:
             if len(self._state.turns) == 1
             else self._lowest_standing(needy, step_id)
         )
+
+    def lowest_in_dram(self) -> Sequence:
+        """The last in rank order of those whose KV lies in DRAM, one of which streams, has no room for its next blocks
+        there, and can wait for nothing else."""
+        running = [sequence for sequences in self._lists_with_blocks() for sequence in sequences]
+        parked = [sequence for line in self._state.parked.lines for sequence in line]
+        by_layer = [sequence for sequence in running if sequence.layered is not None]
+        return max((*parked, *by_layer), key=lambda sequence: sequence.rank)
 
     def _lowest_ranked(self, needy: Sequence, step_id: int) -> Sequence | None:
         """The last one in rank order, where a single tenant has sequences."""

@@ -111,6 +111,8 @@ class BatchBuilder:
             targets = targets.copy()
         else:
             targets = [sequence for sequence in targets if sequence.computed < sequence.writable_until]
+        if resting := self.state.memory.layers.sequences_at_rest(targets):
+            targets = [sequence for sequence in targets if sequence not in resting]
         plan.decodes = len(targets)
         plan.counts = [1] * len(targets)
         plan.starts, plan.slots, plan.sample_slots, exhausted = _core.plan_decodes(targets, step_id)

@@ -16,6 +16,9 @@ colocated instance (``bench/first_hour.py --shapes``)."""
 PROCESS_BYTES = 3 * GIB // 4
 """Memory of an instance beside weights and KV: torch, transformers, workspaces."""
 
+_WRITTEN_BLOCKS = 4
+"""Whole blocks of a sequence whose layers stream: the one that is being written, and those that leave."""
+
 CLIENT_TOKENS = 1000
 """A client's prompt and answer, for the estimate of how many fit."""
 
@@ -47,8 +50,16 @@ def headroom_blocks(decoding: int) -> int:
 
 
 def context_tokens(max_model_tokens: int, pool: PoolConfig, block_tokens: int) -> int:
-    """Longest sequence that can run here. The last token's KV is never needed, hence ``+ 1``."""
+    """Longest sequence that lies whole. The last token's KV is never needed, hence ``+ 1``."""
     return min(max_model_tokens, pool.tokens_in(block_tokens) + 1)
+
+
+def streamed_tokens(max_model_tokens: int, pool: PoolConfig, block_tokens: int, layers: int) -> int:
+    """Longest sequence whose layers stream: DRAM has all of it, and two layers at a time fit into three quarters of
+    HBM; the last quarter is for what is being written, and for others."""
+    staging_blocks = (pool.hbm_blocks - max(_WRITTEN_BLOCKS, pool.hbm_blocks // 4)) // 2
+    entries = max(0, min(pool.dram_blocks, staging_blocks * layers))
+    return max(context_tokens(max_model_tokens, pool, block_tokens), min(max_model_tokens, entries * block_tokens + 1))
 
 
 def kv_tokens(hbm_blocks: int, state_blocks: int, block_tokens: int) -> int:
@@ -79,6 +90,11 @@ def running_max(config: SchedulerConfig) -> int:
     return min(config.max_running, config.step_tokens)
 
 
+def lies_whole(request: Request) -> bool:
+    """Whether KV of ``request`` never lies by layer: several sequences share it, or its prompt's logprobs are told."""
+    return request.n > 1 or request.beam_width > 0 or request.sampling.prompt_logprobs
+
+
 def impossible_reason(request: Request, context: int, slots: int) -> str | None:
     """Why ``request`` could not run even on an idle instance, with the numbers; ``None``: it can."""
     prompt_tokens = len(request.prompt)
@@ -88,7 +104,11 @@ def impossible_reason(request: Request, context: int, slots: int) -> str | None:
     if request.n < 1:
         return f"n must be at least 1, got {request.n}"
     if prompt_tokens + 1 > context:
-        return f"the prompt has {prompt_tokens} tokens; with one more to generate the most that fits here is {context}"
+        kind = " of a request with n, beams or logprobs of its prompt" if lies_whole(request) else ""
+        return (
+            f"the prompt has {prompt_tokens} tokens; with one more to generate the most that fits here{kind} is"
+            f" {context}"
+        )
     if request.beam_width and request.n > request.beam_width:
         return f"n = {request.n} sequences cannot come out of beam_width = {request.beam_width} beams"
     if width > slots:

@@ -100,9 +100,11 @@ class Planner:
         batch = BatchBuilder(self.state, self.next_step_id)
         layers = self.state.memory.layers
         layers.begin_plan(batch.plan, beside=bool(self.state.decoding.items))
-        for sequence in layers.sequences_to_park():
+        for sequence in layers.sequences_to_park(self.state.decoding.items):
             self.state.preempt_sequence(sequence)
         layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
+        if layers.needs_dram:
+            self.state.compute_again(self.sharing.lowest_in_dram())
         budget = self.config.step_tokens
         stalled, drafts = False, []
         if self.state.decoding.items:
@@ -123,6 +125,8 @@ class Planner:
             for sequence in self.admission.parked_sequences():
                 if not self.admission.admit(sequence, now_ns):
                     break
+            if not batch.plan.gives_tokens:  # else they have their rows with the next plan
+                self._add_resumed(batch)
         if self.state.late_masks:
             batch.add_late_draws()
         for sequence, tokens in drafts:

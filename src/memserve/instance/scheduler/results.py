@@ -49,7 +49,7 @@ class StepResults:
         counters = self.state.counters
         counters.device_ns += event.device_ns
         if event.link is not None:
-            self.state.memory.layers.on_step_finished(event.link)
+            self.state.memory.layers.on_step_finished(event.link, event.device_ns)
         if plan.void:
             return
         targets, tokens = plan.targets, event.tokens

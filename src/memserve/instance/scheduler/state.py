@@ -362,14 +362,25 @@ class SchedulerState:
         sequence.parked_since_ns = self.now
         sequence.group.facts.append(("parked", f"{len(sequence.dram_blocks)} blocks"))
 
-    def preempt_sequence(self, sequence: Sequence) -> None:
+    def compute_again(self, sequence: Sequence) -> None:
+        """Take the KV of ``sequence`` away on both tiers: it waits, and is computed again."""
+        if sequence.phase is Phase.PARKED:
+            self.memory.detach(sequence)
+            self.counters.preempted_by_recompute += 1
+            sequence.group.preemptions += 1
+            self.move(sequence, Cause.PREEMPTED)
+            self.resume_sequence(sequence)
+        else:
+            self.preempt_sequence(sequence, may_swap=False)
+
+    def preempt_sequence(self, sequence: Sequence, *, may_swap: bool = True) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""
         memory, counters = self.memory, self.counters
         self._stop_waiting(sequence)
         tokens, blocks = sequence.computed, memory.blocks_held(sequence) + memory.states.blocks_each
         finished_by_count = sequence.phase is Phase.IDLE and sequence.left == 0
         swap = memory.is_swapped_at_no_cost(sequence) or self.costs.prefers_swap(self.preemption, tokens, blocks)
-        if swap and not finished_by_count and memory.swap_out(sequence):
+        if may_swap and swap and not finished_by_count and memory.swap_out(sequence):
             counters.preempted_by_swap += 1
         else:
             memory.detach(sequence)

@@ -208,7 +208,9 @@ class NoPlace:
 def objection(context: TransferContext, offer: Offer) -> str | None:
     """Why an offer is not taken from any sender, with any room. None: it may be taken."""
     pool = context.pool
-    reason = _malformed(offer, pool.block_tokens, {tier: context.blocks_total(tier) for tier in (Tier.HBM, Tier.DRAM)})
+    totals = {tier: context.blocks_total(tier) for tier in (Tier.HBM, Tier.DRAM)}
+    in_either = context.room.parked is not None and _is_one_line(offer)
+    reason = _malformed(offer, pool.block_tokens, totals, in_either=in_either)
     if reason is not None:
         return reason
     if offer.layers is not None:
@@ -234,8 +236,9 @@ def _objection_to_state(offer: Offer, state_blocks: int, block_tokens: int) -> s
     return None
 
 
-def _malformed(offer: Offer, block_tokens: int, num_blocks: dict[Tier, int]) -> str | None:
-    """Why an offer contradicts itself or the sizes of the own tiers. None: it does not."""
+def _malformed(offer: Offer, block_tokens: int, num_blocks: dict[Tier, int], *, in_either: bool) -> str | None:
+    """Why an offer contradicts itself or the sizes of the own tiers. None: it does not. ``in_either``: it may go to
+    another tier than it asks for."""
     named_count, end = len(offer.blocks) + len(offer.dram_blocks), end_block_of(offer, block_tokens)
     if offer.tier not in num_blocks or offer.dst_tier not in num_blocks:
         return "no such tier"
@@ -249,7 +252,7 @@ def _malformed(offer: Offer, block_tokens: int, num_blocks: dict[Tier, int]) -> 
         return f"{len(offer.dst_blocks)} destinations for {end - offer.first_block} blocks"
     if len(set(offer.dst_blocks)) != len(offer.dst_blocks):
         return "one destination twice"
-    if end - offer.first_block > num_blocks[offer.dst_tier]:
+    if end - offer.first_block > (max(num_blocks.values()) if in_either else num_blocks[offer.dst_tier]):
         return f"{end - offer.first_block} blocks do not fit here"
     return None
 
