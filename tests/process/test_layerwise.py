@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from memserve import LLM
 from memserve.base.errors import UserError
 from memserve.base.types import SamplingParams
 from memserve.instance.layerwise.state import LayerReport
-from tiny_models import prompt, save_folder
+from tiny_models import greedy_answers, greedy_tokens, prompt, save_folder, tiny_module
 
 SHAPE = SHAPES["mqa"]
 OPTIONS = {"dtype": "float32", "threads": 1, "block_tokens": 8, "max_step_tokens": 16, "enable_prefix_caching": False}
@@ -46,6 +47,75 @@ def test_prompts_that_do_not_fit_begin_all_the_same(model: str) -> None:
     assert layers.sequences == layers.parked == layers.dram_pages == 0, "all have ended"
     assert layers.link.busy_ns > 0 and 0 <= layers.link.hidden_share <= 1
     assert unused == LayerReport()
+
+
+LONG_SHAPES = [("mqa", "float32"), ("llama3", "float32"), ("smollm2", "bfloat16")]
+HBM_TOKENS, LONG_TOKENS, CONTEXT = 128, 450, 512
+"""Of KV memory, of a prompt more than three times as long, and of the models."""
+GREEDY = SamplingParams(temperature=0)
+
+
+def long_module(name: str) -> Any:
+    """A small random model with the KV of ``name``."""
+    return tiny_module(SHAPES[name].family, 0, **SHAPES[name].sizes, max_position_embeddings=CONTEXT)
+
+
+def little_memory(name: str, dtype: str = "float32") -> dict[str, Any]:
+    """KV memory for :data:`HBM_TOKENS`, and DRAM for the whole context of two sequences."""
+    token_bytes = SHAPES[name].in_dtype(dtype).token_bytes
+    hbm, dram = f"{HBM_TOKENS * token_bytes}B", f"{2 * CONTEXT * token_bytes}B"
+    sizes = {"dtype": dtype, "block_tokens": 16, "kv_memory": hbm, "dram_memory": dram}
+    return OPTIONS | sizes | {"layerwise": "auto"}
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_folder(long_module("mqa"), tmp_path_factory.mktemp("models") / "long"))
+
+
+def answers_of(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]]:
+    outputs = llm.generate(prompts, GREEDY, max_tokens=count, ignore_eos=True)
+    return [list(output.outputs[0].tokens) for output in outputs]
+
+
+@pytest.mark.parametrize(("name", "dtype"), LONG_SHAPES)
+def test_context_beyond_kv_memory_has_the_models_own_tokens(name: str, dtype: str, tmp_path: Path) -> None:
+    """Alone, and beside others: each prompt's tokens are those of transformers, or of much memory."""
+    module = long_module(name)
+    folder = str(save_folder(module, tmp_path / name))
+    prompts = [prompt(LONG_TOKENS, 1).tolist(), *(prompt(30 + 9 * at, at).tolist() for at in range(4))]
+    with LLM(folder, **little_memory(name, dtype)) as llm:
+        assert llm.model.max_model_tokens == CONTEXT > 3 * HBM_TOKENS
+        alone = answers_of(llm, prompts[:1], 20)
+        together = answers_of(llm, prompts, 20)
+        layers = llm._engine.stats().instance.layers
+    if dtype == "float32":
+        expected = greedy_answers(module, prompts, 20, together)
+    else:
+        with LLM(folder, **OPTIONS | {"dtype": dtype, "block_tokens": 16}) as llm:
+            expected = answers_of(llm, prompts, 20)
+    assert alone == expected[:1] and together == expected
+    read_bytes = 2 * 20 * (LONG_TOKENS - HBM_TOKENS) * SHAPES[name].in_dtype(dtype).token_bytes
+    assert layers.begun >= 2 and layers.link.up_bytes > read_bytes
+    assert layers.sequences == layers.dram_pages == 0, "all have ended"
+
+
+def test_answer_grows_beyond_kv_memory(long_model: str) -> None:
+    """It begins whole, and goes on by layer."""
+    tokens = prompt(100, 3)
+    with LLM(long_model, **little_memory("mqa")) as llm:
+        answer = answers_of(llm, [tokens.tolist()], 160)[0]
+        layers = llm._engine.stats().instance.layers
+    assert answer == greedy_tokens(long_module("mqa"), tokens, 160, answer)
+    assert layers.begun + layers.resumed >= 1
+
+
+def test_what_lies_whole_is_refused_beyond_kv_memory(long_model: str) -> None:
+    with LLM(long_model, **little_memory("mqa")) as llm:
+        with pytest.raises(UserError, match=f"n, beams or logprobs of its prompt is {HBM_TOKENS + 1}"):
+            llm.generate([prompt(LONG_TOKENS, 1).tolist()], GREEDY, n=2, max_tokens=4)
+        with pytest.raises(UserError, match=f"{CONTEXT}"):
+            llm.generate([prompt(CONTEXT, 1).tolist()], GREEDY, max_tokens=4)
 
 
 def test_without_dram_there_is_nowhere_to_lie(model: str) -> None:

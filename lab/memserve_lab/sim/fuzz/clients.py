@@ -14,6 +14,7 @@ import numpy as np
 
 from memserve.base.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
 from memserve.base.units import NS_PER_MS
+from memserve.instance.scheduler.capacity import lies_whole
 from memserve.router.requests.lifecycle import DEADLY
 from memserve_lab.sim.reference.oracle import lone_beams, lone_tokens, require
 
@@ -124,10 +125,13 @@ class Ask:
 class OutputChecker:
     """Judges every output as it arrives, and at the end that each request ended once."""
 
-    def __init__(self, contexts: list[int], caching: bool, grammars: Random | None = None) -> None:
-        """``grammars``: which requests have one. None: none has."""
+    def __init__(
+        self, contexts: list[int], caching: bool, grammars: Random | None = None, *, whole: int | None = None
+    ) -> None:
+        """``grammars``: which requests have one. None: none has. ``whole``: the context of those that never lie by
+        layer. None: as of all others."""
         self.contexts, self.caching, self._grammars = sorted(set(contexts)), caching, grammars
-        self.context_tokens = self.contexts[-1]
+        self._whole = self.contexts[-1] if whole is None else whole
         self.asks: dict[str, Ask] = {}
         self.dispatched_twice: Collection[str] = ()
         """Requests that may run twice at one instance."""
@@ -139,7 +143,8 @@ class OutputChecker:
         """The next turn's request."""
         turn = conversation.turns[conversation.done]
         conversation.context += turn.new_tokens
-        prompt = (conversation.prefix + conversation.context)[-(self.context_tokens - 1) :]
+        is_whole = turn.n > 1 or turn.beam_width > 0 or turn.prompt_logprobs
+        prompt = (conversation.prefix + conversation.context)[-(self._context_of(is_whole) - 1) :]
         request = Request(
             f"{conversation.name}.{conversation.done}",
             np.asarray(prompt, dtype=np.int32),
@@ -238,7 +243,10 @@ class OutputChecker:
         return ask
 
     def _token_limit(self, request: Request) -> int:
-        return min(request.stop.max_tokens, self.context_tokens - len(request.prompt))
+        return min(request.stop.max_tokens, self._context_of(lies_whole(request)) - len(request.prompt))
+
+    def _context_of(self, is_whole: bool) -> int:
+        return min(self._whole, self.contexts[-1]) if is_whole else self.contexts[-1]
 
     def _judge_tokens(self, ask: Ask, output: TokenOutput, key: str, tokens_got: list[int]) -> None:
         request, reason = ask.request, output.finish_reason
@@ -256,7 +264,8 @@ class OutputChecker:
         if reason is FinishReason.STOP:
             require(ends or output.index in ask.stopped | ask.stopped_before, f"{key}: STOP without a reason")
         if reason is FinishReason.LENGTH:
-            room = [context - len(request.prompt) for context in self.contexts]
+            contexts = [min(self._whole, context) if lies_whole(request) else context for context in self.contexts]
+            room = [context - len(request.prompt) for context in contexts]
             limits = [min(request.stop.max_tokens, max(1, tokens)) for tokens in room]
             # a request that was moved to an instance with less room ends there at once
             fits = len(tokens_got) in limits or (self.excused and min(limits) < len(tokens_got) < max(limits))
@@ -268,7 +277,7 @@ class OutputChecker:
         require(output.finish_reason is not None, f"{key}: beams are delivered when they are finished")
         if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        expected = lone_beams(ask.request, self.context_tokens, VOCAB)
+        expected = lone_beams(ask.request, self._context_of(True), VOCAB)
         if output.index < len(expected):
             tokens, total, reason = expected[output.index]
             require(output.tokens == tokens, f"{key}: beam {output.tokens} instead of {tokens}")

@@ -145,13 +145,17 @@ LAYERED_FAULTS = ("row", "device", "device", "kill", "slow-device", "slow-tier")
 """Where anything goes wrong at all, some of these do as well: each ends or delays what is being moved."""
 
 
+STREAMED_SHARE = 0.4
+"""Of the scenarios with KV by layer: some of their sequences have no room whole."""
+
+
 @dataclass(frozen=True)
 class LayeredSetup:
     """What a seed decides of KV by layer. All instances have as many layers: they exchange KV."""
 
     context_tokens: int
     hbm_blocks: tuple[int, ...]
-    """Of each instance: the context fits, and at most one more."""
+    """Of each instance: the context fits, and at most one more; or a part of it, and the rest streams."""
     dram_blocks: tuple[int, ...]
     chunk: int
     link_bytes_s: float | None
@@ -164,7 +168,7 @@ def draw_layered(random: Random, instances: int, block_tokens: int) -> LayeredSe
     """Pools of which a long prompt takes more than half."""
     context = random.choice([80, 112, 144])
     least = -(-context // block_tokens) + 1
-    return LayeredSetup(
+    setup = LayeredSetup(
         context,
         tuple(least + random.randint(least // 4, 3 * least // 4) for _ in range(instances)),
         tuple(random.choice([least, 3 * least, 6 * least]) for _ in range(instances)),
@@ -174,6 +178,12 @@ def draw_layered(random: Random, instances: int, block_tokens: int) -> LayeredSe
             [(1 * NS_PER_MS, 6 * NS_PER_MS), (1 * NS_PER_MS, 6 * NS_PER_MS), (4 * NS_PER_MS, 20 * NS_PER_MS)]
         ),
     )
+    if random.random() >= STREAMED_SHARE:
+        return setup
+    streamed = 2 * -(-least // setup.layers)  # through which all layers pass, and a third more for what is written
+    hbm_blocks = (random.randint(4 + streamed * 4 // 3, least),) * instances  # what lies whole ends alike everywhere
+    dram_blocks = tuple(random.choice([1, 2, 5]) * least for _ in range(instances))
+    return replace(setup, hbm_blocks=hbm_blocks, dram_blocks=dram_blocks)
 
 
 def crowd(random: Random, conversations: list[Conversation], instances: int, context_tokens: int) -> list[Conversation]:

@@ -81,10 +81,12 @@ class World:
         pools = [PoolConfig(blocks, windows=scenario.windows) for blocks in scenario.hbm_blocks]
         rooms = [min(scenario.context_tokens, pool.tokens_in(BLOCK_TOKENS) + 1) for pool in pools]
         rooms += [scenario.context_tokens] * (scenario.shared is not None)
+        by_layer, whole = scenario.layered is not None, max(rooms)
+        rooms = [scenario.context_tokens] if by_layer else rooms  # what has no room whole streams
         grammars = Random(f"lark/{scenario.seed}")
         has_grammars = grammars.random() < 0.12
         caches = scenario.setting.caching is not Caching.OFF
-        self.referee = OutputChecker(rooms, caches, grammars if has_grammars else None)
+        self.referee = OutputChecker(rooms, caches, grammars if has_grammars else None, whole=whole)
         self.referee.dispatched_twice = self.network.dispatched_twice
         self.gate_judge = AdmissionChecker()
         self.links_cut = True

@@ -53,18 +53,18 @@ class LayerMoves:
     def spill_blocks(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV, evict_layer: Callable[[], bool]) -> bool:
         """Move complete blocks to DRAM. False: there are none, or no room. ``evict_layer`` gives up a layer that is
         kept somewhere, and returns whether there was one."""
-        had, count = len(kv.dram_blocks), self.complete_blocks(sequence, kv)
+        had, count = len(kv.dram_blocks), min(self.complete_blocks(sequence, kv), self._pool.available(Tier.DRAM))
         if count <= 0:
-            return False
-        dram = self._pool.allocate_dram_ids(count)
-        if dram is None:
             return False
         more = ceil_div(had + count, self._layers) - len(kv.staging[0])
         frames = self._pool.allocate(more * (2 + len(kv.resident_layers)))
         while frames is None and kv.resident_layers and evict_layer():
             frames = self._pool.allocate(more * (2 + len(kv.resident_layers)))
-        if frames is None:
-            self._pool.release_dram(dram)
+        if frames is None:  # as many as the frames that it has hold
+            count, more, frames = len(kv.staging[0]) * self._layers - had, 0, []
+        dram = self._pool.allocate_dram_ids(count)
+        if dram is None or not count:
+            self._pool.release(frames)
             return False
         free_frames = iter(frames)
         fresh = [[next(free_frames) for _ in range(more)] for _ in range(2 + len(kv.resident_layers))]

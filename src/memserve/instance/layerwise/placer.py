@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _RESERVE_SHARE = 16  # of HBM: 1 / this, at most
 _IDLE_SHARE = 4  # 1 / this of HBM lies idle: rather than leave that to what may come, let a parked sequence have it
+_SPILL_BLOCKS = 4  # HBM with which a sequence can still send something down: frames for it, and what rows fill
 _RESUMES_SHARE = 3, 4  # of what the link carries may be read back once a sequence resumes: else it is parked again
 
 
@@ -341,7 +342,8 @@ class LayerPlacer(WholeBlocks):
             if kv.moving is not None or self._moves.spill_blocks(plan, sequence, kv, self.evict_layer):
                 continue
             complete = self._moves.complete_blocks(sequence, kv)
-            if kv.streams and self._pool.available() < 2 and complete > self._pool.available(Tier.DRAM):
+            little = self._pool.available() < _SPILL_BLOCKS
+            if kv.streams and little and complete > self._pool.available(Tier.DRAM):
                 self.needs_dram = True
             if not keeps:
                 continue

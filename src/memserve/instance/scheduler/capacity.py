@@ -57,9 +57,15 @@ def context_tokens(max_model_tokens: int, pool: PoolConfig, block_tokens: int) -
 def streamed_tokens(max_model_tokens: int, pool: PoolConfig, block_tokens: int, layers: int) -> int:
     """Longest sequence whose layers stream: DRAM has all of it, and two layers at a time fit into three quarters of
     HBM; the last quarter is for what is being written, and for others."""
-    staging_blocks = (pool.hbm_blocks - max(_WRITTEN_BLOCKS, pool.hbm_blocks // 4)) // 2
-    entries = max(0, min(pool.dram_blocks, staging_blocks * layers))
+    frames = (pool.hbm_blocks - max(_WRITTEN_BLOCKS, pool.hbm_blocks // 4)) // 2
+    entries = max(0, min(pool.dram_blocks, frames * layers))
     return max(context_tokens(max_model_tokens, pool, block_tokens), min(max_model_tokens, entries * block_tokens + 1))
+
+
+def _streaming_blocks(entries: int, layers: int) -> int:
+    """HBM blocks with which so many entries can stream."""
+    staging_blocks = 2 * ceil_div(entries, layers)
+    return staging_blocks + max(_WRITTEN_BLOCKS, ceil_div(staging_blocks, 3))
 
 
 def kv_tokens(hbm_blocks: int, state_blocks: int, block_tokens: int) -> int:
@@ -81,7 +87,13 @@ def context_note(
         return f"--max-model-tokens {options.max_model_tokens} limits it; the model itself takes {model_tokens}"
     entries = ceil_div(wanted_tokens - 1, geometry.block_tokens)
     blocks = entries if pool.windows is None else pool.windows.blocks_for(entries)
-    room, memory_text = flag_bytes(blocks * geometry.block_bytes), human_bytes(pool.hbm_blocks * geometry.block_bytes)
+    memory_text = human_bytes(pool.hbm_blocks * geometry.block_bytes)
+    if options.scheduler.layerwise != "off" and pool.dram_blocks < entries:
+        room = flag_bytes(entries * pool.block_bytes_by_tier[1])
+        return f"{human_bytes(options.dram_memory_bytes)} of DRAM hold no more; --dram-memory {room} would serve more"
+    if options.scheduler.layerwise != "off":
+        blocks = min(blocks, _streaming_blocks(entries, geometry.num_layers))
+    room = flag_bytes(blocks * geometry.block_bytes)
     return f"{memory_text} of KV memory hold no more; --kv-memory {room} would serve {wanted_tokens}"
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from memserve import _core
 from memserve.base.config import PROMPT_LOGPROBS_MAX, SchedulerConfig
 from memserve.base.errors import check
+from memserve.base.types import Tier
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.admission import PrefixSharing, SequenceAdmission
 from memserve.instance.scheduler.batch import BatchBuilder, InflightPlan
@@ -88,7 +89,10 @@ class Planner:
             batch = self._fill_plan(now_ns, begins_ns)
         pool = state.memory.pool
         # everything is preempted by now: blocks that are still out belong to transfers
+        sequences = [sequence for group in state.groups.values() for sequence in group.sequences.values()]
+        in_dram = sum([len(sequence.dram_blocks) for sequence in sequences])
         lent = pool.available() < pool.config.hbm_blocks
+        lent = lent or pool.available(Tier.DRAM) + in_dram < pool.config.dram_blocks
         check(batch.plan.slots or batch.plan.moves or lent, "standing still with everything free: {}", state)
         return batch
 
