@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from memserve import LLM
 from memserve.base.errors import UserError
 from memserve.base.types import SamplingParams
 from memserve.instance.layerwise.state import LayerReport
+from memserve.model.tier_file import TierFile
 from tiny_models import greedy_answers, greedy_tokens, prompt, save_folder, tiny_module
 
 SHAPE = SHAPES["mqa"]
@@ -98,6 +101,49 @@ def test_context_beyond_kv_memory_has_the_models_own_tokens(name: str, dtype: st
     read_bytes = 2 * 20 * (LONG_TOKENS - HBM_TOKENS) * SHAPES[name].in_dtype(dtype).token_bytes
     assert layers.begun >= 2 and layers.link.up_bytes > read_bytes
     assert layers.sequences == layers.dram_pages == 0, "all have ended"
+
+
+@pytest.mark.parametrize("dram_tokens", [0, 64])
+def test_layers_stream_from_a_file(long_model: str, tmp_path: Path, dram_tokens: int) -> None:
+    """What DRAM has no room for lies on disk; of the file nothing is left."""
+    prompts = [prompt(LONG_TOKENS, 1).tolist(), *(prompt(30 + 9 * at, at).tolist() for at in range(4))]
+    token_bytes = SHAPES["mqa"].in_dtype("float32").token_bytes
+    memory = little_memory("mqa") | {"dram_memory": f"{dram_tokens * token_bytes}B", "kv_ssd": f"{tmp_path}=64MiB"}
+    with LLM(long_model, **memory) as llm:
+        assert llm.model.max_model_tokens == CONTEXT
+        tokens = answers_of(llm, prompts, 20)
+        layers = llm._engine.stats().instance.layers
+        assert not list(tmp_path.iterdir())
+    assert tokens == greedy_answers(long_module("mqa"), prompts, 20, tokens)
+    assert layers.begun and layers.link.up_bytes > 20 * (LONG_TOKENS - HBM_TOKENS) * token_bytes
+
+
+def test_damage_on_disk_never_gives_a_wrong_token(
+    long_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: it is computed again. Always: the request ends with an error, and others go on."""
+    long, short, read, reads = prompt(LONG_TOKENS, 1), prompt(30, 2), TierFile.read_pages, [0]
+
+    def read_after_damage(file: TierFile, pages: Any, target: int, target_pages: Any) -> None:
+        reads[0] += 1
+        if reads[0] == 30:
+            with open(f"/proc/self/fd/{file._fd}", "r+b") as there:
+                os.pwrite(there.fileno(), b"torn", int(file._places_of(pages)[0]) * file._page_bytes)
+        if reads[0] < 0:
+            raise OSError(errno.EIO, "the disk is gone")
+        read(file, pages, target, target_pages)
+
+    monkeypatch.setattr(TierFile, "read_pages", read_after_damage)
+    memory = little_memory("mqa") | {"dram_memory": "0B", "kv_ssd": f"{tmp_path}=64MiB"}
+    with LLM(long_model, **memory) as llm:
+        answer = answers_of(llm, [long.tolist()], 20)[0]
+        assert reads[0] > 30 and llm._engine.stats().instance.steps_failed >= 1
+        assert answer == greedy_tokens(long_module("mqa"), long, 20, answer)
+        reads[0] = -1_000_000
+        failed = llm.generate([long.tolist()], GREEDY, max_tokens=20)[0].outputs[0]
+        assert failed.finish_reason == "error"
+        answer = answers_of(llm, [short.tolist()], 20)[0]
+    assert answer == greedy_tokens(long_module("mqa"), short, 20, answer)
 
 
 def test_answer_grows_beyond_kv_memory(long_model: str) -> None:

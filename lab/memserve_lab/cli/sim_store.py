@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memserve.base.deployment import DRAM_BYTES, FOLDER_BYTES_MIN, StoreOptions
+from memserve.base.deployment import DRAM_BYTES, StoreOptions
 from memserve.base.errors import UserError
-from memserve.base.options import SIZE, Form, option, option_of
+from memserve.base.options import FOLDER_BYTES_MIN, SIZE, Form, option, option_of
 from memserve.base.units import flag_bytes, human_bytes, parse_bytes
 from memserve.cli.cluster.store import disks_config
 

@@ -23,6 +23,7 @@ from memserve.base.layer_kv import LayerLayout, WindowPages
 from memserve.base.options import (
     GBIT_S,
     GIBIBYTES,
+    KV_FOLDER,
     MANY,
     MILLISECONDS,
     NEGATED,
@@ -79,7 +80,7 @@ def _refuse_asked(what: str, asked: Asked) -> None:
     """Raise :class:`UserError` for the first of ``asked`` that is set: ``what`` is not served so."""
     for is_asked, how, hint, param in asked:
         if is_asked:
-            raise UserError(f"{what} is not served {how} yet", hint=f"use {hint} for this model", param=param)
+            raise UserError(f"{what} is not served {how} yet", hint=f"use {hint} with it", param=param)
 
 
 def _positive(name: str, value: int, hint: str) -> None:
@@ -109,11 +110,20 @@ class PoolConfig:
     """How KV of layers that read a window lies. None: with that of all others."""
     layers_alike: bool = True
     """Whether all layers keep the same."""
+    ssd_blocks: int = 0
+    """The last of ``dram_blocks``: they lie in a file instead."""
+    ssd_folder: str = ""
+    """Of that file."""
 
     @property
     def page_is_layer(self) -> bool:
         """Whether page N of a block is that of layer N. Else pages are moved in whole blocks alone."""
         return self.layers_alike and self.windows is None
+
+    @property
+    def shares_dram(self) -> bool:
+        """Whether others may read what lies below HBM: it lies in memory, as it does in HBM."""
+        return self.lower_dtype == AS_COMPUTED and not self.ssd_blocks
 
     def tokens_in(self, block_tokens: int) -> int:
         """Tokens of the longest sequence that all blocks hold."""
@@ -426,6 +436,9 @@ class EngineOptions:
     """Memory of the KV cache that attention reads (tier HBM), e.g. 512MiB."""
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE, vllm="swap_space", vllm_form=GIBIBYTES)
     """Memory of the second tier (DRAM), e.g. 4GiB: evicted prefixes and preempted sequences move there. 0: none."""
+    kv_folder: tuple[str, int] | None = option(None, "--kv-ssd", form=KV_FOLDER)
+    """DIR=20GiB: a file of this size in folder DIR goes on where DRAM ends, for this process alone. What shall outlive it
+    belongs into a store (``--ssd``). For CPUs. None: the second tier ends with DRAM."""
     kv_dtype: str = option(AS_COMPUTED, vllm="kv_cache_dtype")
     """How KV lies in both tiers. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3), ``int4``: rounded when it is
     computed, to codes of a byte or half a byte; answers may differ, and requests with ``exact`` are refused. For
@@ -470,7 +483,23 @@ class EngineOptions:
             hint = "use auto, apart or together"
             raise UserError(f"unknown place {self.window_kv!r} of windows' KV", hint=hint, param="window_kv")
         check_kv_dtypes(self.kv_dtype, self.kv_lower_dtype, self.dram_memory_bytes)
+        if self.kv_folder is not None:
+            self._check_ssd()
         check_kv_codec(self.kv_codec)
+
+    def _check_ssd(self) -> None:
+        rounds = self.kv_lower_dtype != AS_COMPUTED
+        several = self.parallel.worker_count > 1
+        asked = (
+            (rounds, "with another dtype below HBM", "no --kv-lower-dtype", "kv_lower_dtype"),
+            (several, "by several workers", "--tensor-parallel 1", "tensor"),
+        )
+        _refuse_asked("KV in a file (--kv-ssd)", asked)
+
+    @property
+    def lower_bytes(self) -> int:
+        """Of both, DRAM and the file behind it."""
+        return self.dram_memory_bytes + (self.kv_folder[1] if self.kv_folder is not None else 0)
 
     @property
     def may_keep_file(self) -> bool:
@@ -501,7 +530,9 @@ class EngineOptions:
         check(geometry.kv_dtype == self.kv_dtype, "a geometry of another KV dtype than the options'")
         dram_bytes = self.dram_memory_bytes
         lower = self.kv_lower_dtype if self.kv_lower_dtype != geometry.kv_dtype else AS_COMPUTED
-        check_tiers(self.scheduler.layerwise, (geometry.kv_dtype, lower), dram_bytes, on_gpu=on_gpu)
+        check_tiers(self.scheduler.layerwise, (geometry.kv_dtype, lower), self.lower_bytes, on_gpu=on_gpu)
+        if self.kv_folder is not None:
+            _refuse_asked("KV in a file (--kv-ssd)", ((on_gpu, "on a GPU", "--device cpu", "device"),))
         check_coded(geometry, lower)
         rounded = f"|kv {geometry.kv_dtype}" * (geometry.kv_dtype != AS_COMPUTED) + f"|{lower}" * (lower != AS_COMPUTED)
         rounded += "|latents" * geometry.latent
@@ -525,10 +556,12 @@ class EngineOptions:
             self.check_layout(layout, on_gpu=on_gpu)
             rounded += f"|layers {layout.digest}"
         parts = None if layout is None else layout.window_pages(geometry.block_tokens, scheduler.chunk_tokens)
-        blocks = first_blocks, dram_bytes // block_bytes[1]
+        ssd_folder, ssd_bytes = self.kv_folder or ("", 0)
+        ssd_blocks = ssd_bytes // block_bytes[1]
+        blocks = first_blocks, dram_bytes // block_bytes[1] + ssd_blocks
         pool = PoolConfig(
             *blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes, states=pages, windows=parts,
-            layers_alike=layout is None,
+            layers_alike=layout is None, ssd_blocks=ssd_blocks, ssd_folder=ssd_folder,
         )  # fmt: skip
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
@@ -547,7 +580,7 @@ class EngineOptions:
         if self.window_kv == "together":
             return False
         asked = (
-            (self.dram_memory_bytes > 0, "with a second tier", "no --dram-memory", "dram_memory"),
+            (self.lower_bytes > 0, "with a second tier", "no --dram-memory", "dram_memory"),
             *self._plain_only(on_gpu=on_gpu),
         )
         for is_asked, how, hint, param in asked:
@@ -593,6 +626,7 @@ class EngineOptions:
             (on_gpu and has_dram, "on a GPU with a second tier", "no --dram-memory", "dram_memory"),
             (has_dram and not states.attends, "and no attention with a second tier", "no --dram-memory", "dram_memory"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
+            (self.kv_folder is not None, "with KV in a file", "no --kv-ssd", "kv_ssd"),
             (bool(self.lora), "with adapters", "no --lora", "lora"),
         )
         _refuse_asked("a model with a recurrent state", asked)

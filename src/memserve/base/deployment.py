@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from memserve.base.errors import UserError
-from memserve.base.options import MANY, SECONDS, SIZE, Form, check_ranges, option, options_of
+from memserve.base.options import MANY, SECONDS, SIZE, Form, check_ranges, option, options_of, read_folder
 from memserve.base.types import Role
-from memserve.base.units import GIB, MIB, NS_PER_S, flag_bytes, parse_bytes
+from memserve.base.units import GIB, NS_PER_S, flag_bytes
 
 INSTANCES_MAX = 64
 """Of a role, on one command line."""
@@ -144,23 +144,16 @@ class Followers:
 SYNCS = ("none", "segment", "always")
 ADMISSIONS = ("second-hit", "all")
 DRAM_BYTES = GIB
-FOLDER_BYTES_MIN = 64 * MIB
 
 
 def read_folders(texts: list[str]) -> tuple[tuple[str, int], ...]:
     """Folders and sizes of texts ``DIR=20GiB``. Raises :class:`UserError` for anything else."""
     folders: dict[str, int] = {}
     for text in texts:
-        folder, _, size = text.rpartition("=")
-        if not folder or not size:
-            hint = "a folder of that disk and a size, for example --ssd /mnt/nvme0/memserve=20GiB"
-            raise UserError(f"cannot read --ssd {text!r}", hint=hint, param="ssd")
+        folder, size = read_folder(text, "--ssd")
         if folder in folders:
             raise UserError(f"--ssd names {folder} twice", hint="one folder a disk", param="ssd")
-        folders[folder] = parse_bytes(size)
-        if folders[folder] < FOLDER_BYTES_MIN:
-            hint = f"at least {flag_bytes(FOLDER_BYTES_MIN)}: --ssd {folder}={flag_bytes(FOLDER_BYTES_MIN)}"
-            raise UserError(f"--ssd {text} is too small to keep anything", hint=hint, param="ssd")
+        folders[folder] = size
     return tuple(folders.items())
 
 

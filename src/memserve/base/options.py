@@ -42,7 +42,25 @@ class Form:
     """The field's value as a default of the flag; a value of ``kind``, or None."""
 
 
+FOLDER_BYTES_MIN = 64 * MIB
+
+
+def read_folder(text: str, flag: str) -> tuple[str, int]:
+    """Folder and bytes of a text ``DIR=20GiB``, which ``flag`` has. Raises :class:`UserError` for anything else."""
+    folder, _, size = text.rpartition("=")
+    param = flag.lstrip("-").replace("-", "_")
+    if not folder or not size:
+        hint = f"a folder of that disk and a size, for example {flag} /mnt/nvme0/memserve=20GiB"
+        raise UserError(f"cannot read {flag} {text!r}", hint=hint, param=param)
+    nbytes = parse_bytes(size)
+    if nbytes < FOLDER_BYTES_MIN:
+        hint = f"at least {flag_bytes(FOLDER_BYTES_MIN)}: {flag} {folder}={flag_bytes(FOLDER_BYTES_MIN)}"
+        raise UserError(f"{flag} {text} is too small to keep anything", hint=hint, param=param)
+    return folder, nbytes
+
+
 SIZE = Form(str, parse_bytes, flag_bytes)
+KV_FOLDER = Form(str, lambda text: read_folder(text, "--kv-ssd"), lambda folder: f"{folder[0]}={flag_bytes(folder[1])}")
 SECONDS = Form(float, ns_from_s, lambda ns: ns / NS_PER_S)
 MILLISECONDS = Form(float, lambda ms: ns_from_s(ms / 1000), lambda ns: ns / NS_PER_MS)
 GBIT_S = Form(float, lambda gigabits: gigabits * 1e9 / 8, lambda rate: rate * 8 / 1e9)

@@ -21,7 +21,7 @@ from msgspec import structs
 from memserve.base.config import InstanceConfig
 from memserve.base.errors import InvariantError, check, refuse_event
 from memserve.base.kv_layout import lower_page_bytes
-from memserve.base.types import AS_COMPUTED, ClockTicked, KVGeometry, NamedPrefix, Request, Role, TokenOutput
+from memserve.base.types import ClockTicked, KVGeometry, NamedPrefix, Request, Role, TokenOutput
 from memserve.base.units import NS_PER_MS
 from memserve.instance.cluster.commands import InstanceParts
 from memserve.instance.cluster.link import ClusterLink
@@ -104,8 +104,8 @@ class Instance:
         memory = SequenceMemory(pool, block_tokens, PreemptionModel(costs or PreemptionCosts()))
         if scheduler.layerwise != "off" and geometry is not None:
             memory.layers = _layer_placer(config, memory, geometry)
-            leaves = config.role is not Role.COLOCATED
-            if not (leaves and config.pool.lower_dtype != AS_COMPUTED):  # what DRAM rounds lies whole where it leaves
+            # what no other can read lies whole where it leaves
+            if config.pool.shares_dram or config.role is Role.COLOCATED:
                 layers = geometry.num_layers
                 self._context = streamed_tokens(config.max_model_tokens, config.pool, block_tokens, layers)
         self.state = SchedulerState(memory, running_max(scheduler), scheduler.preemption)

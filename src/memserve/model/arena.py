@@ -16,6 +16,7 @@ from memserve.base.errors import check
 from memserve.base.kv_layout import lower_page_bytes
 from memserve.base.types import AS_COMPUTED, CopyBlocks, KVGeometry, Tier
 from memserve.base.units import MIB
+from memserve.model.tier_file import TierFile
 
 Int32s = NDArray[np.int32]
 
@@ -41,6 +42,10 @@ class ArenaSizes:
     block_bytes: int
     hbm_blocks: int
     dram_blocks: int
+    ssd_blocks: int = 0
+    """In a file behind those of DRAM."""
+    ssd_folder: str = ""
+    block_pages: int = 1
 
 
 class KvArenas:
@@ -74,6 +79,13 @@ class KvArenas:
         self._huge_bytes = 0  # of the HBM arena, from its start: requested to be on huge pages
         self._workers = worker
         self._hbm_arena = hbm
+        #: None: the lower tier ends with DRAM
+        self.file: TierFile | None = None
+        if sizes.ssd_blocks:
+            page_bytes = block_bytes // sizes.block_pages
+            self.file = TierFile(sizes.ssd_folder, dram_blocks, sizes.ssd_blocks, sizes.block_pages, page_bytes)
+            self._pages = sizes.block_pages
+        self._lower_blocks = dram_blocks + sizes.ssd_blocks
         if shared:
             self.hbm = self._create_shared(Tier.HBM, hbm_blocks, hbm)
             self._hbm_arena = self.shared[Tier.HBM]
@@ -129,9 +141,13 @@ class KvArenas:
                 target[dst].copy_(source[src])
             return
         src_ids, dst_ids = np.array(order.src, np.int32), np.array(order.dst, np.int32)
-        self._check_ids(source, src_ids)
-        self._check_ids(target, dst_ids)
+        self.check_blocks(order.src_tier, src_ids)
+        self.check_blocks(order.dst_tier, dst_ids)
         ends = target.data_ptr(), source.data_ptr()
+        if self.file is not None and order.src_tier != order.dst_tier:
+            pages = self._pages_of(src_ids), self._pages_of(dst_ids)
+            copy_pages(*ends, self.block_bytes // self._pages, *pages, self.file, down=order.dst_tier is Tier.DRAM)
+            return
         if self._lower is None or order.src_tier == order.dst_tier:
             _core.copy_blocks(*ends, source.shape[1], src_ids, dst_ids, _COPY_THREADS)
             return
@@ -153,13 +169,23 @@ class KvArenas:
 
     def check_blocks(self, tier: Tier, blocks: Int32s) -> None:
         """Raise :class:`IndexError` unless ``tier`` has all of ``blocks``."""
-        self._check_ids(self._arena_of(tier), blocks)
+        total = len(self.hbm) if tier is Tier.HBM else self._lower_blocks
+        # the core trusts addresses: a wrong id would corrupt memory
+        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < total):
+            raise IndexError(f"blocks {blocks.min()} to {blocks.max()} are not all in a tier of {total} blocks")
 
-    @staticmethod
-    def _check_ids(tier: Tensor, ids: Int32s) -> None:
-        """The core trusts addresses: a wrong id would corrupt memory."""
-        if len(ids) and not (ids.min() >= 0 and ids.max() < len(tier)):
-            raise IndexError(f"blocks {ids.min()} to {ids.max()} are not all in a tier of {len(tier)} blocks")
+
+def copy_pages(
+    target: int, source: int, page_bytes: int, src: Int32s, dst: Int32s, file: TierFile, *, down: bool
+) -> None:
+    """Copy pages between HBM and the lower tier, whose last ones lie in ``file``. ``down``: out of HBM."""
+    lies_there = file.in_file(dst if down else src)
+    in_memory = ~lies_there
+    _core.copy_blocks(target, source, page_bytes, src[in_memory], dst[in_memory], 1)
+    if lies_there.any() and down:
+        file.write_pages(dst[lies_there], source, src[lies_there])
+    elif lies_there.any():
+        file.read_pages(src[lies_there], target, dst[lies_there])
 
 
 def _mapped(blocks: int, block_bytes: int) -> Tensor:

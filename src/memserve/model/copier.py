@@ -22,6 +22,8 @@ from memserve.base.errors import check
 from memserve.base.types import Tier
 from memserve.base.units import NS_PER_S
 from memserve.instance.events import LinkUse
+from memserve.model.arena import copy_pages
+from memserve.model.tier_file import TierFile
 
 Pages = NDArray[np.int32]
 """Numbers of pages in the arena of a tier: ``block * num_layers + layer``."""
@@ -41,10 +43,12 @@ class Copy:
     page_bytes: int
     direction: Tier | None = None
     """The tier that it leads to. None: it stays within one."""
-    completed: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
     lower: _core.LowerPages | None = None
     """Converts what changes the tier. None: pages lie alike in both."""
+    file: TierFile | None = None
+    """Of the last pages of the lower tier. None: all of it is memory."""
+    completed: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +58,10 @@ class Copy:
 
     def execute(self) -> None:
         """Copy now, in this thread."""
-        if self.lower is None or self.direction is None:
+        if self.file is not None and self.direction is not None:
+            down = self.direction is Tier.DRAM
+            copy_pages(self.target, self.source, self.page_bytes, self.src, self.dst, self.file, down=down)
+        elif self.lower is None or self.direction is None:
             _core.copy_blocks(self.target, self.source, self.page_bytes, self.src, self.dst, 1)
         elif self.direction is Tier.DRAM:
             self.lower.down(self.target, self.source, self.src, self.dst)

@@ -75,7 +75,10 @@ class ModelDevice(Device):
         geometry, scheduler, pool = model.geometry, config.scheduler, config.pool
         self._device, self._geometry, self._crew = model.device, geometry, crew
         lower = lower_pages(geometry, pool.lower_dtype)
-        sizes = ArenaSizes(geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks)
+        sizes = ArenaSizes(
+            geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks - pool.ssd_blocks, pool.ssd_blocks, pool.ssd_folder,
+            geometry.num_layers,
+        )  # fmt: skip
         self._arenas = self._make_arenas(sizes, shared=shared, lower=lower)
         self._sampled: Drawing = []
         # a step under way may sample one token beyond the last that the machine will use
@@ -100,7 +103,7 @@ class ModelDevice(Device):
         #: of pages, as blocks of a model with one layer
         self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), crew)
         addresses = self._arenas.hbm_address, self._arenas.dram.data_ptr()
-        self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
+        self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower, self._arenas.file)
         self._copier = self._make_copier(scheduler.link_bytes_s)
         #: None: layers keep KV alone
         self._states = self._open_states(model, pool, scheduler.max_running) if model.states else None

@@ -116,13 +116,14 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
 
     scheduler, pool = config.scheduler, config.pool
     step_tokens = max(scheduler.step_tokens, scheduler.max_running)
-    longest = min(config.max_model_tokens, pool.tokens_in(geometry.block_tokens))
+    streamed = pool.dram_blocks * geometry.block_tokens if scheduler.layerwise != "off" else 0
+    longest = min(config.max_model_tokens, max(streamed, pool.tokens_in(geometry.block_tokens)))
     states = 0 if pool.states is None else scheduler.max_running + pool.states.own_pages  # beside the arena
     return MemoryBound(
         program_bytes=PROGRAM_BYTES,
         weights_bytes=model.weights_bytes,
         arenas_bytes=pool.hbm_blocks * geometry.block_bytes
-        + pool.dram_blocks * lower_block_bytes(geometry, pool.lower_dtype)
+        + (pool.dram_blocks - pool.ssd_blocks) * lower_block_bytes(geometry, pool.lower_dtype)
         + states * (pool.states.state_bytes if pool.states is not None else 0),
         peers_bytes=PEERS_BYTES + pool.hbm_blocks * geometry.block_bytes if in_cluster else 0,
         primitives_bytes=PRIMITIVES_MAX * PRIMITIVE_BYTES,

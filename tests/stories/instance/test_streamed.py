@@ -127,7 +127,7 @@ def test_long_ones_rest_while_steps_wait_for_their_layers() -> None:
     world.device.device_ns = 0  # what steps take is told below
     layers, rows, waited_ms = layers_of(world), [], 0
     slot = next(iter(world.machine.state.groups["long"].sequences.values())).slot
-    for _ in range(27):
+    for _ in range(26):
         has_row = slot in world.plans[0].slots
         rows.append(has_row)
         layers.on_step_finished(LinkUse(waited_ns=9 * has_row * NS_PER_MS), (1 + 9 * has_row) * NS_PER_MS)

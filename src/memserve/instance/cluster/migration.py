@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memserve.base.errors import check
-from memserve.base.types import AS_COMPUTED, Tier
+from memserve.base.types import Tier
 from memserve.instance.cluster.handoff_sender import HandoffSender, places_of
 from memserve.instance.scheduler.sequence import Group, Phase, Sequence
 from memserve.instance.scheduler.state import SchedulerState
@@ -79,8 +79,8 @@ class MigrationSender:
         if sequence.draws_left <= 1:
             return "it is about to end"
         by_layer, pool = sequence.layered, self._state.memory.pool
-        if by_layer is not None and by_layer.streams and pool.config.lower_dtype != AS_COMPUTED:
-            return "it has no room whole, and what is rounded in DRAM leaves no instance"
+        if by_layer is not None and by_layer.streams and not pool.config.shares_dram:
+            return "it has no room whole, and others cannot read what lies below HBM"
         if self._state.memory.states.has_states and group.request.sampling.grammar:
             return "its state may be behind a row that is computed again"
         return ""

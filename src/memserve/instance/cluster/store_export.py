@@ -18,7 +18,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from memserve.base.errors import check
-from memserve.base.types import AS_COMPUTED, KVGeometry, Role, Tier, TokenArray
+from memserve.base.types import KVGeometry, Role, Tier, TokenArray
 from memserve.instance.cluster.store_offers import (
     AGAIN_NS,
     IDENTITY_BYTES,
@@ -273,7 +273,7 @@ class StoreWriter:
             key, later = next(iter(self._later.items()))
             first = later.first_block
             hbm, dram = pool.export_blocks(later.isolation, later.tokens, first)
-            if pool.config.lower_dtype != AS_COMPUTED:  # what lies rounded in DRAM leaves no instance
+            if not pool.config.shares_dram:
                 pool.release_dram(dram)
                 dram = dram[:0]
             cached = first + len(hbm) + len(dram)

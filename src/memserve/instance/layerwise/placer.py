@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memserve.base.errors import check
-from memserve.base.types import AS_COMPUTED, Tier, TokenArray
+from memserve.base.types import Tier, TokenArray
 from memserve.base.units import NS_PER_MS, ceil_div
 from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
 from memserve.instance.layerwise.budget import (
@@ -116,10 +116,10 @@ class LayerPlacer(WholeBlocks):
         return self.swap_ins.is_arriving(sequence)
 
     def may_offload(self, sequence: Sequence) -> bool:
-        """One line of tokens, of which nothing but tokens is reported; where DRAM rounds, one that stays here."""
+        """One line of tokens, of which only tokens are reported; where others cannot read DRAM, one that stays."""
         group, remote = sequence.group, sequence.group.remote
         leaves = group.tokens_here is not None or (remote is not None and (remote.home is not None or remote.return_kv))
-        if leaves and self._pool.config.lower_dtype != AS_COMPUTED:
+        if leaves and not self._pool.config.shares_dram:
             return False
         return group.beam is None and group.request.n == 1 and group.prompt_logprobs is None and not group.muted
 

@@ -16,7 +16,7 @@ from typing import Protocol
 from memserve import _core
 from memserve.base.config import ExchangeConfig
 from memserve.base.states import StatePages
-from memserve.base.types import AS_COMPUTED, KVGeometry, Role, Tier, TokenArray
+from memserve.base.types import KVGeometry, Role, Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
 from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.events import CancelPulls, ExchangeCounters, Outcome, PullPages, SealPages
@@ -41,8 +41,8 @@ class TierSizes(Protocol):
         """Whether prefixes are kept."""
 
     @property
-    def lower_dtype(self) -> str:
-        """Of values in DRAM (:data:`memserve.base.types.KV_DTYPES`)."""
+    def shares_dram(self) -> bool:
+        """Whether peers may read DRAM, and write to it."""
 
     @property
     def states(self) -> StatePages | None:
@@ -297,7 +297,7 @@ class TransferContext:
         self.outcomes: list[Outcome] = []
         #: pages of DRAM have a form that no peer knows: all that comes and goes lies in HBM
         # a state that comes with KV lies in HBM
-        self.hbm_only = pool.config.lower_dtype != AS_COMPUTED or pool.config.states is not None
+        self.hbm_only = not pool.config.shares_dram or pool.config.states is not None
         states = pool.config.states
         #: of the last block of a snapshot: the layers whose pages it fills, where that is known
         self.state_layers = geometry.num_layers if states is None else states.layers_of_last(geometry)

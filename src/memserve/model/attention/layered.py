@@ -26,6 +26,7 @@ from memserve.instance.events import MovePages, PlaceByLayer
 from memserve.model.attention.backends import AttentionFactory
 from memserve.model.attention.context import StepRows
 from memserve.model.copier import Copy, PageCopier, Pages
+from memserve.model.tier_file import TierFile
 
 Int32s = NDArray[np.int32]
 
@@ -40,6 +41,8 @@ class Tiers:
     num_layers: int
     lower: _core.LowerPages | None = None
     """Converts pages between them. None: they lie alike in both."""
+    file: TierFile | None = None
+    """Of the last pages of DRAM's tier. None: all of it is memory."""
 
 
 def copies_of(order: MovePages, tiers: Tiers, check_blocks: Callable[[Tier, Pages], None]) -> list[Copy]:
@@ -51,7 +54,7 @@ def copies_of(order: MovePages, tiers: Tiers, check_blocks: Callable[[Tier, Page
     ends = address[order.src_tier], address[order.dst_tier]
     direction = order.dst_tier if order.dst_tier is not order.src_tier else None
     pieces = [slice(first, first + unit) for first in range(0, len(src), unit)]
-    return [Copy(*ends, src[part], dst[part], tiers.page_bytes, direction, lower=tiers.lower) for part in pieces]
+    return [Copy(*ends, src[part], dst[part], tiers.page_bytes, direction, tiers.lower, tiers.file) for part in pieces]
 
 
 class PlacedRange:
@@ -85,14 +88,14 @@ class PlacedRange:
         layer, tiers = self.passing[turn], self._tiers
         target = self._buffers[turn % 2][:entries]
         source = self._dram[:entries] + layer
-        return Copy(tiers.dram, tiers.hbm, source, target, tiers.page_bytes, Tier.HBM, lower=tiers.lower)
+        return Copy(tiers.dram, tiers.hbm, source, target, tiers.page_bytes, Tier.HBM, tiers.lower, tiers.file)
 
     def write_back(self, layer: int, first: int, end: int) -> Copy:
         """Of what a row has computed of ``layer``: entries ``[first, end)``."""
         tiers = self._tiers
         target = self._dram[first:end] + layer
         source = self.pages_of(layer)[first:end]
-        return Copy(tiers.hbm, tiers.dram, source, target, tiers.page_bytes, Tier.DRAM, lower=tiers.lower)
+        return Copy(tiers.hbm, tiers.dram, source, target, tiers.page_bytes, Tier.DRAM, tiers.lower, tiers.file)
 
 
 class _Row:

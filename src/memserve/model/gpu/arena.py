@@ -36,6 +36,9 @@ Int32s = NDArray[np.int32]
 class GpuArenas:
     """Rows of bytes ``[blocks, block_bytes]`` uint8: ``hbm`` on the device, ``dram`` on the host."""
 
+    file = None
+    """The lower tier ends with DRAM."""
+
     def __init__(
         self,
         gpu: Gpu,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memserve import _core
 from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
-from memserve.base.types import AS_COMPUTED, Tier, TokenArray
+from memserve.base.types import Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
 from memserve.kv.identity import NAMES_MAX, namespace_id, part_identities, state_identities
 from memserve.kv.state_snapshot import Lease
@@ -29,7 +29,7 @@ class StoreSizes:
     dram_blocks: int
     hbm_blocks: int = 0
     caching: bool = True
-    lower_dtype: str = AS_COMPUTED
+    shares_dram: bool = True
     states: StatePages | None = None
 
 
