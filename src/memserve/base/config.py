@@ -437,8 +437,8 @@ class EngineOptions:
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE, vllm="swap_space", vllm_form=GIBIBYTES)
     """Memory of the second tier (DRAM), e.g. 4GiB: evicted prefixes and preempted sequences move there. 0: none."""
     kv_folder: tuple[str, int] | None = option(None, "--kv-ssd", form=KV_FOLDER)
-    """DIR=20GiB: a file of this size in folder DIR goes on where DRAM ends, for this process alone. What shall outlive it
-    belongs into a store (``--ssd``). For CPUs. None: the second tier ends with DRAM."""
+    """DIR=20GiB: a file of this size in folder DIR goes on where DRAM ends, for this process alone. What shall outlive
+    it belongs into a store (``--ssd``). For CPUs. None: the second tier ends with DRAM."""
     kv_dtype: str = option(AS_COMPUTED, vllm="kv_cache_dtype")
     """How KV lies in both tiers. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3), ``int4``: rounded when it is
     computed, to codes of a byte or half a byte; answers may differ, and requests with ``exact`` are refused. For

@@ -111,6 +111,8 @@ class Instance:
         self.state = SchedulerState(memory, running_max(scheduler), scheduler.preemption)
         if scheduler.scheduling == "slo":
             self.state.objectives = Objectives(scheduler, self.state.costs)
+            if isinstance(memory.layers, LayerPlacer):
+                memory.layers.tokens_left = self.state.objectives.tokens_left
         self.intake = RequestIntake(self.state, config, self._context, whole)
         self.pins = Pins(pool)
         drafts = 0 if memory.layers.is_by_layer else scheduler.draft_tokens

@@ -11,6 +11,7 @@ from geometries import SHAPES
 from instance_world import LAYERS, VOCAB, World, config, request
 from memserve.base.types import FinishReason, KVGeometry, Tier
 from memserve.instance.layerwise.placer import LayerPlacer
+from memserve.kv.costs import CostModel, PreemptionCosts
 from memserve.protocol.events import RequestCancelled
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(120)] for family in range(3)]
@@ -143,6 +144,52 @@ def test_resident_layers_are_evicted_under_pressure() -> None:
     world.drain()
     world.check_all_ended()
     assert layers.admitted == 1 and set(world.final.values()) == {FinishReason.LENGTH}
+
+
+def test_published_policy_gives_layers_up_before_memory_is_short() -> None:
+    """Answers that run fill a block each in so many steps: where blocks will be few, kept layers go at once."""
+    sizes = {"hbm": 48, "dram": 160, "context": CONTEXT, "running": 6, "step_tokens": 16, "chunk": 4}
+    kept_at: dict[int, list[int]] = {}
+    for answers in (0, 4):
+        world = World(config(**sizes, caching=False, layerwise="layerkv", link_bytes_s=1e15), 4, twin=False)
+        layers = world.machine.state.memory.layers
+        assert isinstance(layers, LayerPlacer)
+        world.arrive(request("whole", FAMILIES[0][:118], max_tokens=2))
+        for _ in range(9):
+            world.step()
+        world.arrive(request("by layer", FAMILIES[1][:110], max_tokens=45))
+        for _ in range(40):
+            world.step()
+        for number in range(answers):
+            world.arrive(request(f"answer {number}", FAMILIES[2][:4], max_tokens=60))
+        for _ in range(4):
+            world.step()
+        kv = next(iter(world.machine.state.groups["by layer"].sequences.values())).layered
+        assert kv is not None
+        kept_at[answers] = [len(kv.resident_layers), world.machine.pool.available()]
+        world.drain()
+        world.check_all_ended()
+    assert kept_at[4][0] < kept_at[0][0] and kept_at[4][1] > 10, kept_at
+
+
+def test_prompt_keeps_the_least_layers_that_hide_the_rest() -> None:
+    """The published policy, while it is computed: with a slow link some layers, with a fast one none."""
+    sizes = {"hbm": 56, "dram": 160, "context": CONTEXT, "running": 3, "step_tokens": 16, "chunk": 4}
+    kept = []
+    for link_bytes_s in (1e15, 150e3, 125e3):
+        cfg = config(**sizes, caching=False, layerwise="layerkv", link_bytes_s=link_bytes_s)
+        world = World(cfg, 4, twin=False, costs=PreemptionCosts(profile=CostModel()))
+        world.arrive(request("whole", FAMILIES[0][:118], max_tokens=20))
+        for _ in range(12):
+            world.step()
+        world.arrive(request("by layer", FAMILIES[1][:100], max_tokens=5))
+        sequence = next(iter(world.machine.state.groups["by layer"].sequences.values()))
+        while sequence.layered is None:
+            world.step()
+        kept.append(len(sequence.layered.resident_layers))
+        world.drain()
+        world.check_all_ended()
+    assert kept == [0, 1, 2], "a prompt takes 22 ms; all of its layers take 27 and 32 ms"
 
 
 def test_sequence_beyond_link_rate_is_swapped_after_first_token() -> None:

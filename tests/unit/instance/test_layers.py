@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from memserve.base.units import NS_PER_MS, NS_PER_S
-from memserve.instance.layerwise.budget import LayerBudget, LayeredView, LayerPolicy, LinkRate, Overtaking, layer_order
+from memserve.instance.layerwise.budget import (
+    LayerBudget,
+    LayeredView,
+    LayerPolicy,
+    LinkRate,
+    Overtaking,
+    forecast_blocks,
+    layer_order,
+    least_kept_layers,
+)
 
 
 def test_layer_budget_fits_link_within_token_time() -> None:
@@ -40,10 +51,30 @@ def test_layer_order_spreads_evenly_and_starts_per_request(layers: int) -> None:
             assert max(gaps) <= 2 * layers / kept + 1, f"{kept} of {layers} layers lie at {some}"
 
 
+def test_least_kept_layers_hide_sending_the_others_away() -> None:
+    """LayerKV, equations 3 and 4: of 32 layers the others take (32 - x) / 32 of the time of all."""
+    offload_ns = 64 * NS_PER_MS
+    for prefill_ns in range(0, 130 * NS_PER_MS, NS_PER_MS // 2):
+        kept = least_kept_layers(32, prefill_ns, offload_ns)
+        assert offload_ns * (32 - kept) // 32 <= prefill_ns
+        assert kept == 0 or offload_ns * (32 - kept + 1) // 32 > prefill_ns, "one less would do"
+    assert least_kept_layers(32, 0, offload_ns) == 32 and least_kept_layers(32, 70 * NS_PER_MS, offload_ns) == 0
+
+
+def test_forecast_of_free_blocks_is_that_of_equation_5() -> None:
+    """Free blocks of a stage are those before, and what is released, less what is allocated: a block a sequence."""
+    assert forecast_blocks(10, [], 3) == [10, 10, 10]
+    assert forecast_blocks(10, [(9, 4), (9, 6)], 4) == [10, 8, 6, 4]
+    assert forecast_blocks(3, [(1, 4), (9, 6)], 5) == [3, 1, 1 - 2 + 6, 4, 3], "what ends gives all its blocks back"
+    assert min(forecast_blocks(2, [(7, 1)] * 3, 8)) < 0, "and then sequences are preempted"
+
+
 def test_policies_by_name() -> None:
     assert LayerPolicy.from_name("auto") == LayerPolicy(None, is_staggered=True, parks=True)
     assert LayerPolicy.from_name("prompts-first") == LayerPolicy(None, bounds_delays=False)
-    assert LayerPolicy.from_name("layerkv") == LayerPolicy(None, is_staggered=False, parks=False, bounds_delays=False)
+    published = LayerPolicy(None, is_staggered=False, parks=False, bounds_delays=False, forecasts=True)
+    assert LayerPolicy.from_name("layerkv") == published
+    assert LayerPolicy.from_name("layerkv-staggered") == replace(published, is_staggered=True)
     assert LayerPolicy.from_name("next-layer") == LayerPolicy(0, is_staggered=False, parks=False, bounds_delays=False)
     assert LayerPolicy.from_name("static-12") == LayerPolicy(12, is_staggered=False, parks=False, bounds_delays=False)
 

@@ -248,8 +248,8 @@ def _former_router() -> list[Swap]:
     return [(MemberMachine, "_is_outdated", _up_to_date)]
 
 
-def _arrives_at_once(self: LayerPlacer, plan: StepPlan, *, keeps: bool) -> None:
-    _move(self, plan, keeps=keeps)
+def _arrives_at_once(self: LayerPlacer, plan: StepPlan, decoding: list[Sequence], *, keeps: bool) -> None:
+    _move(self, plan, decoding, keeps=keeps)
     for sequence in self.sequences:
         kv = sequence.layered
         if kv is not None and kv.moving is not None and kv.moving.plan is plan:

@@ -173,6 +173,10 @@ class LayerPolicy:
     """What steps would have to wait for is parked. False: every step reads everything back, and waits."""
     bounds_delays: bool = True
     """Prompts that overtake others put them off by little (:class:`Overtaking`). False: they fill every step."""
+    forecasts: bool = False
+    """As LayerKV: a prompt keeps the least layers that hide sending the others away (:func:`least_kept_layers`), and
+    kept ones go as soon as free blocks are expected to be few (:func:`forecast_blocks`). False: they go when memory is
+    wanted."""
 
     def indices_to_park(
         self, lying: Sequence[LayeredView], budget: LayerBudget, step_ns: int, free_blocks: int
@@ -206,8 +210,28 @@ class LayerPolicy:
         if name in ("auto", "prompts-first"):
             return LayerPolicy(bounds_delays=name == "auto")
         kind, _, count = name.partition("-")
+        published = kind == "layerkv"
         kept_max = {"layerkv": None, "next": 0}.get(kind, int(count) if count.isdecimal() else 0)
-        return LayerPolicy(kept_max, is_staggered=count == "staggered", parks=False, bounds_delays=False)
+        is_staggered = count == "staggered"
+        return LayerPolicy(kept_max, is_staggered, parks=False, bounds_delays=False, forecasts=published)
+
+
+def least_kept_layers(num_layers: int, prefill_ns: int, offload_ns: int) -> int:
+    """LayerKV's x: of ``num_layers``, the least to keep so that sending the others away takes no longer than computing
+    the prompt. ``prefill_ns``: its equation 3; ``offload_ns``: equation 4, of all layers."""
+    return math.ceil(num_layers * (1 - prefill_ns / offload_ns)) if offload_ns > prefill_ns else 0
+
+
+def forecast_blocks(free_blocks: int, sequences: Sequence[tuple[int, int]], stages: int) -> list[int]:
+    """LayerKV's equation 5: blocks that are free at the beginning of each of the next ``stages``, in each of which a
+    sequence fills a block. ``sequences``: the stage, from 0, at whose end each is expected to end, and its blocks."""
+    forecast = []
+    for stage in range(stages):
+        forecast.append(free_blocks)
+        released = sum(blocks + stage + 1 for end, blocks in sequences if end == stage)
+        allocated = sum(end >= stage for end, _ in sequences)
+        free_blocks += released - allocated
+    return forecast
 
 
 def layer_order(num_layers: int, number: int) -> list[int]:

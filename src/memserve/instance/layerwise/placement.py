@@ -48,8 +48,9 @@ class WholeBlocks:
         """Those of ``decoding``, not all, that have no row in the plan that is being made."""
         return ()
 
-    def move(self, plan: StepPlan, *, keeps: bool) -> None:
-        """Before the rows of ``plan``: what is complete moves. ``keeps``: free HBM may be used to keep layers."""
+    def move(self, plan: StepPlan, decoding: Many[Sequence], *, keeps: bool) -> None:
+        """Before the rows of ``plan``: what is complete moves. ``keeps``: free HBM may be used to keep layers, beside
+        those ``decoding``."""
 
     def up_again(self, prefilling: Iterable[Sequence]) -> Many[Sequence]:
         """Those that were parked, and whose blocks are up."""

@@ -18,7 +18,7 @@ first token instead of before it, in the same order, and memory that comes free 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -33,7 +33,9 @@ from memserve.instance.layerwise.budget import (
     LayeredView,
     LayerPolicy,
     Overtaking,
+    forecast_blocks,
     layer_order,
+    least_kept_layers,
 )
 from memserve.instance.layerwise.copies import LayerMoves, SwapIns
 from memserve.instance.layerwise.placement import WholeBlocks
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from memserve.kv.pool import BlockPool
 
 _RESERVE_SHARE = 16  # of HBM: 1 / this, at most
+_FORECAST_STAGES = 8  # blocks that each sequence fills meanwhile
 _IDLE_SHARE = 4  # 1 / this of HBM lies idle: rather than leave that to what may come, let a parked sequence have it
 _SPILL_BLOCKS = 4  # HBM with which a sequence can still send something down: frames for it, and what rows fill
 _RESUMES_SHARE = 3, 4  # of what the link carries may be read back once a sequence resumes: else it is parked again
@@ -78,6 +81,8 @@ class LayerPlacer(WholeBlocks):
         self.link = LinkUse()
         self._balance_ns = 0  # what steps computed, less what they waited for layers; 0: nothing is owed to others
         self.overtaking = Overtaking(block_tokens, costs.model.free_tokens)
+        #: tokens that a sequence is expected to draw yet
+        self.tokens_left: Callable[[Sequence], int] = lambda sequence: sequence.draws_left
 
     @property
     def is_busy(self) -> bool:
@@ -131,9 +136,11 @@ class LayerPlacer(WholeBlocks):
         if sequence.dram_blocks or not self.may_offload(sequence) or complete > pool.available(Tier.DRAM):
             return False
         streams = self.outgrows_hbm(sequence, token_count)
-        if not streams and self.piece_tokens(sequence) > self._chunk_max * self._block_tokens:
+        waits = self.piece_tokens(sequence) > self._chunk_max * self._block_tokens
+        if waits and not (streams or self.policy.forecasts):
             return False  # reading back would take longer than computing
-        needed = 2 * ceil_div(complete, self.num_layers) + entries - complete + headroom
+        kept = self._least_kept(token_count, complete) if self.policy.forecasts else 0
+        needed = (2 + kept) * ceil_div(complete, self.num_layers) + entries - complete + headroom
         if needed >= entries + headroom and not crowded:
             return False
         self._wanted = needed
@@ -146,7 +153,8 @@ class LayerPlacer(WholeBlocks):
             hbm, dram = self._send_down(hbm, dram)
         first, cached = len(hbm), len(hbm) + len(dram)
         fresh = pool.allocate_dram_ids(complete - cached)
-        frames = self._allocate_staging(complete - first) if fresh is not None and needed <= pool.available() else None
+        fits = fresh is not None and needed <= pool.available()
+        frames = self._allocate_staging(complete - first) if fits else None
         if fresh is None or frames is None:
             pool.release(hbm)
             pool.release_dram(dram)
@@ -154,11 +162,30 @@ class LayerPlacer(WholeBlocks):
             return False
         sequence.blocks = hbm
         dram_blocks = [*dram, *fresh.tolist()]
-        sequence.layered = LayeredKV(first, cached, 0, dram_blocks, {}, frames, streams=streams)
+        resident = self._first_resident(sequence, kept, complete - first) if cached == first else {}
+        sequence.layered = LayeredKV(first, cached, 0, dram_blocks, resident, frames, streams=streams)
         sequence.computed, sequence.writable_until = cached * self._block_tokens, complete * self._block_tokens
         self._start_offload(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
         self.admitted += 1
         return True
+
+    def _least_kept(self, tokens: int, blocks: int) -> int:
+        """Layers that a prompt keeps at least while it is computed, where the policy is the published one."""
+        prefill_ns = self._costs.model.prefill.ns(tokens, 0)
+        return least_kept_layers(self.num_layers, prefill_ns, self._budget.link_ns(blocks))
+
+    def _first_resident(self, sequence: Sequence, kept: int, entries: int) -> dict[int, list[int]]:
+        """Frames of the ``kept`` layers of a prompt that is about to be computed, as many as there is room for."""
+        layers, resident = self._order_of(sequence)[:kept], dict[int, list[int]]()
+        for layer in layers:
+            frames = self._pool.allocate(ceil_div(entries, self.num_layers))
+            if frames is None:
+                break
+            resident[layer] = frames
+        return resident
+
+    def _order_of(self, sequence: Sequence) -> list[int]:
+        return layer_order(self.num_layers, sequence.group.arrival if self.policy.is_staggered else 0)
 
     def _send_down(self, hbm: list[int], dram: list[int]) -> tuple[list[int], list[int]]:
         """Blocks of a cached prefix, in HBM and behind it in DRAM: all in DRAM, where that has room."""
@@ -333,8 +360,10 @@ class LayerPlacer(WholeBlocks):
             and not self.arrives(sequence)
         ]  # fmt: skip
 
-    def move(self, plan: StepPlan, *, keeps: bool) -> None:
+    def move(self, plan: StepPlan, decoding: Many[Sequence], *, keeps: bool) -> None:
         """Before the rows of ``plan``: what is complete moves. ``keeps``: free HBM may be used to keep layers."""
+        if self.policy.forecasts and self._evict_by_forecast(decoding):
+            keeps = False
         for sequence, kv in self._offloaded():
             most = self.policy.kept_most(sequence.group.arrival, self.num_layers)
             while len(kv.resident_layers) > most and self._may_evict(kv):
@@ -352,10 +381,26 @@ class LayerPlacer(WholeBlocks):
                 self._add_resident_layer(plan, sequence, kv)
 
     def _add_resident_layer(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
-        number = sequence.group.arrival
-        if len(kv.resident_layers) < self.policy.kept_most(number, self.num_layers):
-            order = layer_order(self.num_layers, number if self.policy.is_staggered else 0)
+        if len(kv.resident_layers) < self.policy.kept_most(sequence.group.arrival, self.num_layers):
+            order = self._order_of(sequence)
             self._moves.make_resident(plan, kv, next(layer for layer in order if layer not in kv.resident_layers))
+
+    def _evict_by_forecast(self, decoding: Many[Sequence]) -> bool:
+        """LayerKV: if free blocks are expected to be few, the latest requests give up the layers that they kept at
+        least, then all. Returns whether that is expected."""
+        size, total = self._block_tokens, self._pool.config.hbm_blocks
+        ends = [(self.tokens_left(sequence) // size, sequence.blocks_held) for sequence in decoding]
+        lacking = total // _RESERVE_SHARE - min(forecast_blocks(self._pool.available(), ends, _FORECAST_STAGES))
+        is_short, wanted = lacking > 0, self._pool.available() + lacking
+        for takes_all in (False, True):
+            for sequence, kv in reversed(self._offloaded()):
+                count = len(kv.resident_layers)
+                if not takes_all:
+                    count = min(count, self._least_kept(sequence.prompt_tokens, len(kv.dram_blocks)))
+                for _ in range(count if self._may_evict(kv) else 0):
+                    if self._pool.available() < wanted:
+                        self._evict_last_layer(kv)
+        return is_short
 
     def place_layers(self, plan: StepPlan) -> None:
         """Behind the rows of a plan: tell the device where everything lies."""

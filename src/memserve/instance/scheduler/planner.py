@@ -106,7 +106,7 @@ class Planner:
         layers.begin_plan(batch.plan, beside=bool(self.state.decoding.items))
         for sequence in layers.sequences_to_park(self.state.decoding.items):
             self.state.preempt_sequence(sequence)
-        layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
+        layers.move(batch.plan, self.state.decoding.items, keeps=not (self.state.waiting or self.state.parked))
         if layers.needs_dram:
             self.state.compute_again(self.sharing.lowest_in_dram())
         budget = self.config.step_tokens

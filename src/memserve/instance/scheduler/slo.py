@@ -354,6 +354,10 @@ class Objectives:
         past = token_count - sequence.since_tokens
         return past, expected.median - token_count if expected.median > token_count + 1 else 0
 
+    def tokens_left(self, sequence: Sequence) -> int:
+        """What ``sequence`` is expected to draw yet: the median of answers like it."""
+        return min(self._length_left(sequence)[1] or sequence.draws_left, sequence.draws_left)
+
     def _decode_step_ns(self, rows: int) -> int:
         return self._costs.decode_ns or self._costs.model.decode.ns(rows, 0)
 
