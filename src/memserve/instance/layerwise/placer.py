@@ -139,7 +139,7 @@ class LayerPlacer(WholeBlocks):
         waits = self.piece_tokens(sequence) > self._chunk_max * self._block_tokens
         if waits and not (streams or self.policy.forecasts):
             return False  # reading back would take longer than computing
-        kept = self._least_kept(token_count, complete) if self.policy.forecasts else 0
+        kept = self._least_kept(token_count, complete) if self.policy.forecasts and not streams else 0
         needed = (2 + kept) * ceil_div(complete, self.num_layers) + entries - complete + headroom
         if needed >= entries + headroom and not crowded:
             return False
