@@ -483,18 +483,15 @@ class EngineOptions:
             hint = "use auto, apart or together"
             raise UserError(f"unknown place {self.window_kv!r} of windows' KV", hint=hint, param="window_kv")
         check_kv_dtypes(self.kv_dtype, self.kv_lower_dtype, self.dram_memory_bytes)
-        if self.kv_folder is not None:
-            self._check_ssd()
         check_kv_codec(self.kv_codec)
 
-    def _check_ssd(self) -> None:
-        rounds = self.kv_lower_dtype != AS_COMPUTED
-        several = self.parallel.worker_count > 1
+    def _check_folder(self, *, on_gpu: bool, rounds: bool) -> None:
         asked = (
+            (on_gpu, "on a GPU", "--device cpu", "device"),
             (rounds, "with another dtype below HBM", "no --kv-lower-dtype", "kv_lower_dtype"),
-            (several, "by several workers", "--tensor-parallel 1", "tensor"),
+            (self.parallel.worker_count > 1, "by several workers", "--tensor-parallel 1", "tensor"),
         )
-        _refuse_asked("KV in a file (--kv-ssd)", asked)
+        _refuse_asked("KV in a file (--kv-ssd)", asked if self.kv_folder is not None else ())
 
     @property
     def lower_bytes(self) -> int:
@@ -531,8 +528,7 @@ class EngineOptions:
         dram_bytes = self.dram_memory_bytes
         lower = self.kv_lower_dtype if self.kv_lower_dtype != geometry.kv_dtype else AS_COMPUTED
         check_tiers(self.scheduler.layerwise, (geometry.kv_dtype, lower), self.lower_bytes, on_gpu=on_gpu)
-        if self.kv_folder is not None:
-            _refuse_asked("KV in a file (--kv-ssd)", ((on_gpu, "on a GPU", "--device cpu", "device"),))
+        self._check_folder(on_gpu=on_gpu, rounds=lower != AS_COMPUTED)
         check_coded(geometry, lower)
         rounded = f"|kv {geometry.kv_dtype}" * (geometry.kv_dtype != AS_COMPUTED) + f"|{lower}" * (lower != AS_COMPUTED)
         rounded += "|latents" * geometry.latent

@@ -16,7 +16,7 @@ from memserve.base.config import EngineOptions
 from memserve.base.types import KV_CODECS, KvCodecMode, Role
 from memserve.host.build import Parts, build_parts
 from memserve.host.member import MemberLinks, MemberProcess
-from memserve.host.profile_file import LearntProfile
+from memserve.host.profile_file import LearntProfile, SharedLengths
 from memserve.journal.survivors import end_when_orphaned
 from memserve.kv.identity import identity_key
 from memserve.protocol.peers import Peer, PeerInfo
@@ -137,8 +137,9 @@ def _nixl_host(place: MemberOptions) -> str | None:
 
 
 def _costs_keeper(parts: Parts, member: MemberProcess) -> Callable[[], None]:
-    """What is called now and then to keep what the instance learns of its costs. Warns where nothing is known yet."""
-    learnt = LearntProfile(parts.profile_path, parts.costs)
+    """What is called now and then to keep what the instance learns of its costs and answers. Warns where nothing is
+    known yet."""
+    learnt, lengths = LearntProfile(parts.profile_path, parts.costs), SharedLengths(parts.profile_path)
     if not parts.costs.is_measured:
         log.warning(
             "what computing and moving KV costs here is assumed until requests have shown it; memserve profile"
@@ -148,6 +149,8 @@ def _costs_keeper(parts: Parts, member: MemberProcess) -> Callable[[], None]:
     def keep() -> None:
         if parts.machine.state.costs.is_complete:
             learnt.save_costs(member.reported_costs, time.monotonic())
+        if parts.machine.state.objectives is not None and lengths.is_due(time.monotonic()):
+            member.share_answers(lengths.exchange_answers)
 
     return keep
 

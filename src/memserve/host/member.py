@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from memserve.base.units import ns_from_s
 from memserve.host.engine import HostedInstance
 from memserve.instance.events import Action, DropSegment, HoldSegment
 from memserve.instance.machine import Instance
+from memserve.instance.scheduler.slo import Answer
 from memserve.protocol.events import EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.protocol.member import MemberMachine
 from memserve.protocol.member_events import (
@@ -273,6 +275,18 @@ class MemberProcess:
                 self._on_left(refused)
             case _:
                 raise InvariantError(f"unknown work {work!r}")
+
+    def share_answers(self, exchange: Callable[[list[Answer]], list[Answer]]) -> None:
+        """Tell others of the answers that ended here, by ``exchange``, and learn how long theirs were. Where the engine
+        is busy, or has ended, those wait for the next time, or are lost."""
+        objectives = self._machine.state.objectives
+        if objectives is None:
+            return
+        lengths = objectives.lengths
+        with suppress(TimeoutError, EngineStopped):
+            own = self._instance.query_machine(lengths.take_untold, READING_TIMEOUT_S)
+            others = exchange(own)
+            self._instance.query_machine(lambda: lengths.learn_answers(others), READING_TIMEOUT_S)
 
     def _read_load(self, with_stats: bool) -> LoadRead:
         try:

@@ -7,6 +7,7 @@ part of the file's name.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import logging
@@ -19,6 +20,7 @@ from typing import Any
 
 from memserve.base.errors import UserError
 from memserve.base.types import AS_COMPUTED, KVGeometry
+from memserve.instance.scheduler.slo import Answer
 from memserve.kv.costs import LEARNT, CopyCurve, CostModel, Quality, Sample
 from memserve.kv.reuse import Prefix, Way, decide_batch
 from memserve.system.process import cache_root
@@ -26,6 +28,7 @@ from memserve.system.process import cache_root
 log = logging.getLogger(__name__)
 
 SAVES_EVERY_S = 60.0
+_ANSWERS_KEPT = 4096
 EXAMPLE_TOKENS = 2048
 EXAMPLE_CROWD = 32
 PREFIX_TOKENS_MAX = 8192
@@ -127,6 +130,55 @@ class LearntProfile:
             return
         if is_first:
             log.info("costs are those of this machine now, as its requests have shown them (%s)", self._path)
+
+
+class SharedLengths:
+    """Lengths of answers beside the profile: instances of this host learn from each other's, and from those of before
+    their start."""
+
+    def __init__(self, path: Path) -> None:
+        """``path``: of the profile."""
+        self._path = path.with_name(f"lengths-{path.name}")
+        self._seen = 0  # answers that this instance has learnt, or told
+        self._next_s = 0.0
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time, once a minute; ``now_s``: any clock."""
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + SAVES_EVERY_S
+        return True
+
+    def exchange_answers(self, own: Sequence[Answer]) -> list[Answer]:
+        """Tell others of ``own``; returns theirs that are new here. The newest are kept; nothing where the folder cannot
+        be written."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                first, answers = self._read_answers()
+                news = answers[max(0, self._seen - first) :]
+                answers += own
+                dropped = max(0, len(answers) - _ANSWERS_KEPT)
+                self._seen = first + len(answers)
+                if own:
+                    save_profile(self._path, {"first": first + dropped, "answers": answers[dropped:]})
+        except (OSError, UserError) as error:
+            log.debug("lengths of answers are not shared: %s", error)
+            return []
+        return news
+
+    def _read_answers(self) -> tuple[int, list[Answer]]:
+        """Number of the first answer that is kept, and all of them; none where the file is damaged."""
+        try:
+            record = json.loads(self._path.read_text())
+            answers = [(str(tenant), int(prompt), int(tokens)) for tenant, prompt, tokens in record["answers"]]
+            return int(record["first"]), [answer for answer in answers if answer[1] >= 0 and answer[2] > 0]
+        except FileNotFoundError:
+            return 0, []
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("the lengths of answers in %s cannot be used: %s", self._path, error)
+            return self._seen, []
 
 
 def _processor() -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from geometries import TINY
 from memserve.base.config import EngineOptions, Parallel
 from memserve.base.errors import UserError
 from memserve.base.types import CopyBlocks, Tier
@@ -92,8 +94,14 @@ def test_no_room_and_what_goes_not_together_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     with pytest.raises(UserError, match="no file of"):
         TierFile(str(tmp_path / "a file"), 0, 8, LAYERS, 64)
-    folder = (str(tmp_path), 1 << 30)
-    with pytest.raises(UserError, match="several workers"):
-        EngineOptions(kv_folder=folder, parallel=Parallel(tensor=2))
-    with pytest.raises(UserError, match="another dtype"):
-        EngineOptions(kv_folder=folder, dram_memory_bytes=1 << 30, kv_lower_dtype="int8")
+    options = EngineOptions(kv_folder=(str(tmp_path), 1 << 30), dram_memory_bytes=1 << 30)
+    for refused, why in (
+        (replace(options, parallel=Parallel(tensor=2)), "several workers"),
+        (replace(options, kv_lower_dtype="int8"), "another dtype"),
+    ):
+        with pytest.raises(UserError, match=why):
+            refused.instance_config(TINY.kv, 64, "n")
+    with pytest.raises(UserError, match="on a GPU"):
+        options.instance_config(TINY.kv, 64, "n", on_gpu=True)
+    pool = options.instance_config(TINY.kv, 64, "n").pool
+    assert pool.dram_blocks == 2 * pool.ssd_blocks and not pool.shares_dram

@@ -33,7 +33,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -66,6 +67,10 @@ EDGES = _bin_edges()
 
 Kind = tuple[str, int]
 """Tenant and size of the prompt (its bits); the more general kinds are ``(tenant, -1)`` and ``("", -2)``."""
+
+
+Answer = tuple[str, int, int]
+"""Of one that has ended: its tenant, tokens of its prompt, and its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,19 @@ class OutputLengths:
         #: finished answers by the class that their length fell into, of the classes that were predicted at the start
         self.classes = dict.fromkeys(CLASSES, 0)
         self.finished = 0
+        #: of answers that ended here and that other instances have not been told of, the newest
+        self._untold: deque[Answer] = deque(maxlen=_KEPT)
+
+    def take_untold(self) -> list[Answer]:
+        """The answers that have ended here since the last call, for other instances and later starts."""
+        answers = list(self._untold)
+        self._untold.clear()
+        return answers
+
+    def learn_answers(self, answers: Iterable[Answer]) -> None:
+        """Answers that have ended elsewhere, or before the start."""
+        for tenant, prompt_tokens, generated in answers:
+            self._count_answer(tenant, prompt_tokens, generated)
 
     def learn_length(self, tenant: str, prompt_tokens: int, generated: int) -> None:
         """An answer has come to its own end after ``generated`` tokens. Not for those that were called off."""
@@ -138,6 +156,10 @@ class OutputLengths:
         if lengths is not None:
             self.classes[CLASSES[self._class_of(lengths, tokens)]] += 1
         self.finished += 1
+        self._untold.append((tenant, prompt_tokens, tokens))
+        self._count_answer(tenant, prompt_tokens, tokens)
+
+    def _count_answer(self, tenant: str, prompt_tokens: int, tokens: int) -> None:
         for kind in _kinds(tenant, prompt_tokens):
             self._lengths_by_kind.setdefault(kind, _Seen()).add_length(tokens)
             self._lengths_by_kind.move_to_end(kind)
