@@ -150,8 +150,8 @@ class SharedLengths:
         return True
 
     def exchange_answers(self, own: Sequence[Answer]) -> list[Answer]:
-        """Tell others of ``own``; returns theirs that are new here. The newest are kept; nothing where the folder cannot
-        be written."""
+        """Tell others of ``own``; returns theirs that are new here. The newest are kept, and none where the folder
+        cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.with_suffix(".lock").open("w") as lock:

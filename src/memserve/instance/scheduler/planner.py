@@ -87,12 +87,21 @@ class Planner:
             state.counters.standstills += 1
             state.preempt_all()
             batch = self._fill_plan(now_ns, begins_ns)
+        swapped_out = (
+            [sequence for line in (*state.parked.lines, *state.waiting.lines) for sequence in line]
+            if state.memory.layers.is_by_layer
+            else []
+        )
+        if not (batch.plan.slots or batch.plan.moves) and any(sequence.dram_blocks for sequence in swapped_out):
+            # the head of the line may need DRAM, too
+            for sequence in swapped_out:
+                if sequence.dram_blocks:
+                    state.compute_again(sequence)
+            batch = self._fill_plan(now_ns, begins_ns)
         pool = state.memory.pool
         # everything is preempted by now: blocks that are still out belong to transfers
-        sequences = [sequence for group in state.groups.values() for sequence in group.sequences.values()]
-        in_dram = sum([len(sequence.dram_blocks) for sequence in sequences])
         lent = pool.available() < pool.config.hbm_blocks
-        lent = lent or pool.available(Tier.DRAM) + in_dram < pool.config.dram_blocks
+        lent = lent or pool.available(Tier.DRAM) < pool.config.dram_blocks
         check(batch.plan.slots or batch.plan.moves or lent, "standing still with everything free: {}", state)
         return batch
 

@@ -364,14 +364,15 @@ class SchedulerState:
 
     def compute_again(self, sequence: Sequence) -> None:
         """Take the KV of ``sequence`` away on both tiers: it waits, and is computed again."""
+        if sequence.phase not in (Phase.PARKED, Phase.WAITING):
+            self.preempt_sequence(sequence, may_swap=False)
+            return
+        self.memory.detach(sequence)
+        self.counters.preempted_by_recompute += 1
+        sequence.group.preemptions += 1
         if sequence.phase is Phase.PARKED:
-            self.memory.detach(sequence)
-            self.counters.preempted_by_recompute += 1
-            sequence.group.preemptions += 1
             self.move(sequence, Cause.PREEMPTED)
             self.resume_sequence(sequence)
-        else:
-            self.preempt_sequence(sequence, may_swap=False)
 
     def preempt_sequence(self, sequence: Sequence, *, may_swap: bool = True) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""
