@@ -486,12 +486,12 @@ class EngineOptions:
         check_kv_codec(self.kv_codec)
 
     def _check_folder(self, *, on_gpu: bool, rounds: bool) -> None:
-        asked = (
+        hurdles = (
             (on_gpu, "on a GPU", "--device cpu", "device"),
             (rounds, "with another dtype below HBM", "no --kv-lower-dtype", "kv_lower_dtype"),
             (self.parallel.worker_count > 1, "by several workers", "--tensor-parallel 1", "tensor"),
         )
-        _refuse_asked("KV in a file (--kv-ssd)", asked if self.kv_folder is not None else ())
+        _refuse_asked("KV in a file (--kv-ssd)", hurdles if self.kv_folder is not None else ())
 
     @property
     def lower_bytes(self) -> int:
@@ -525,25 +525,22 @@ class EngineOptions:
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
         check(geometry.kv_dtype == self.kv_dtype, "a geometry of another KV dtype than the options'")
-        dram_bytes = self.dram_memory_bytes
         lower = self.kv_lower_dtype if self.kv_lower_dtype != geometry.kv_dtype else AS_COMPUTED
         check_tiers(self.scheduler.layerwise, (geometry.kv_dtype, lower), self.lower_bytes, on_gpu=on_gpu)
-        self._check_folder(on_gpu=on_gpu, rounds=lower != AS_COMPUTED)
         check_coded(geometry, lower)
+        self._check_folder(on_gpu=on_gpu, rounds=lower != AS_COMPUTED)
         rounded = f"|kv {geometry.kv_dtype}" * (geometry.kv_dtype != AS_COMPUTED) + f"|{lower}" * (lower != AS_COMPUTED)
         rounded += "|latents" * geometry.latent
         block_bytes = (geometry.block_bytes, lower_block_bytes(geometry, lower))
         memory_bytes = self.kv_memory_bytes if kv_bytes is None else kv_bytes
-        default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU
-        scheduler = dataclasses.replace(
-            self.scheduler, max_step_tokens=self.scheduler.max_step_tokens or default_step_tokens
-        )
+        step_tokens = self.scheduler.max_step_tokens or (STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU)
+        scheduler = dataclasses.replace(self.scheduler, max_step_tokens=step_tokens)
         pages = None
         if states:
             self.check_states(states, on_gpu=on_gpu)
             # what moves between tiers are whole blocks
             sizes = memory_bytes, scheduler.max_running, slot_bytes
-            divided = divide_memory(geometry, states, *sizes, whole_blocks=dram_bytes > 0)
+            divided = divide_memory(geometry, states, *sizes, whole_blocks=self.dram_memory_bytes > 0)
             scheduler = dataclasses.replace(scheduler, max_running=divided.slots)
             first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.digest}"
         else:
@@ -553,11 +550,10 @@ class EngineOptions:
             rounded += f"|layers {layout.digest}"
         parts = None if layout is None else layout.window_pages(geometry.block_tokens, scheduler.chunk_tokens)
         ssd_folder, ssd_bytes = self.kv_folder or ("", 0)
-        ssd_blocks = ssd_bytes // block_bytes[1]
-        blocks = first_blocks, dram_bytes // block_bytes[1] + ssd_blocks
+        blocks = first_blocks, self.dram_memory_bytes // block_bytes[1] + ssd_bytes // block_bytes[1]
         pool = PoolConfig(
             *blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes, states=pages, windows=parts,
-            layers_alike=layout is None, ssd_blocks=ssd_blocks, ssd_folder=ssd_folder,
+            layers_alike=layout is None, ssd_blocks=ssd_bytes // block_bytes[1], ssd_folder=ssd_folder,
         )  # fmt: skip
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),

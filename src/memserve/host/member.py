@@ -284,9 +284,8 @@ class MemberProcess:
             return
         lengths = objectives.lengths
         with suppress(TimeoutError, EngineStopped):
-            own = self._instance.query_machine(lengths.take_untold, READING_TIMEOUT_S)
-            others = exchange(own)
-            self._instance.query_machine(lambda: lengths.learn_answers(others), READING_TIMEOUT_S)
+            answers = exchange(self._instance.query_machine(lengths.take_untold, READING_TIMEOUT_S))
+            self._instance.query_machine(lambda: lengths.learn_answers(answers), READING_TIMEOUT_S)
 
     def _read_load(self, with_stats: bool) -> LoadRead:
         try:

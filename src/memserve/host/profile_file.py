@@ -149,19 +149,19 @@ class SharedLengths:
         self._next_s = now_s + SAVES_EVERY_S
         return True
 
-    def exchange_answers(self, own: Sequence[Answer]) -> list[Answer]:
-        """Tell others of ``own``; returns theirs that are new here. The newest are kept, and none where the folder
-        cannot be written."""
+    def exchange_answers(self, new_answers: Sequence[Answer]) -> list[Answer]:
+        """Tell others of ``new_answers``; returns theirs that are new here. The newest are kept, and none where the
+        folder cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 first, answers = self._read_answers()
                 news = answers[max(0, self._seen - first) :]
-                answers += own
+                answers += new_answers
                 dropped = max(0, len(answers) - _ANSWERS_KEPT)
                 self._seen = first + len(answers)
-                if own:
+                if new_answers:
                     save_profile(self._path, {"first": first + dropped, "answers": answers[dropped:]})
         except (OSError, UserError) as error:
             log.debug("lengths of answers are not shared: %s", error)

@@ -74,7 +74,7 @@ def test_answers_are_shared_and_survive_a_restart(tmp_path: Path) -> None:
     assert not path.exists(), "the profile is another file"
 
 
-def test_shared_answers_are_bounded_and_damage_costs_nothing_else(tmp_path: Path) -> None:
+def test_shared_answers_are_bounded_and_survive_damage(tmp_path: Path) -> None:
     path = tmp_path / "profile-1.json"
     first, second = SharedLengths(path), SharedLengths(path)
     assert first.exchange_answers([("", 1, 5)]) == [] and second.exchange_answers([]) == [("", 1, 5)]

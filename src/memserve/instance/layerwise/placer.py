@@ -139,8 +139,8 @@ class LayerPlacer(WholeBlocks):
         waits = self.piece_tokens(sequence) > self._chunk_max * self._block_tokens
         if waits and not (streams or self.policy.forecasts):
             return False  # reading back would take longer than computing
-        kept = self._least_kept(token_count, complete) if self.policy.forecasts and not streams else 0
-        needed = (2 + kept) * ceil_div(complete, self.num_layers) + entries - complete + headroom
+        least_layers = self._least_kept(token_count, complete) if self.policy.forecasts and not streams else 0
+        needed = (2 + least_layers) * ceil_div(complete, self.num_layers) + entries - complete + headroom
         if needed >= entries + headroom and not crowded:
             return False
         self._wanted = needed
@@ -162,7 +162,7 @@ class LayerPlacer(WholeBlocks):
             return False
         sequence.blocks = hbm
         dram_blocks = [*dram, *fresh.tolist()]
-        resident = self._first_resident(sequence, kept, complete - first) if cached == first else {}
+        resident = self._first_resident(sequence, least_layers, complete - first) if cached == first else {}
         sequence.layered = LayeredKV(first, cached, 0, dram_blocks, resident, frames, streams=streams)
         sequence.computed, sequence.writable_until = cached * self._block_tokens, complete * self._block_tokens
         self._start_offload(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
@@ -174,9 +174,9 @@ class LayerPlacer(WholeBlocks):
         prefill_ns = self._costs.model.prefill.ns(tokens, 0)
         return least_kept_layers(self.num_layers, prefill_ns, self._budget.link_ns(blocks))
 
-    def _first_resident(self, sequence: Sequence, kept: int, entries: int) -> dict[int, list[int]]:
-        """Frames of the ``kept`` layers of a prompt that is about to be computed, as many as there is room for."""
-        layers, resident = self._order_of(sequence)[:kept], dict[int, list[int]]()
+    def _first_resident(self, sequence: Sequence, count: int, entries: int) -> dict[int, list[int]]:
+        """Frames of the ``count`` layers of a prompt that is about to be computed, as many as there is room for."""
+        layers, resident = self._order_of(sequence)[:count], dict[int, list[int]]()
         for layer in layers:
             frames = self._pool.allocate(ceil_div(entries, self.num_layers))
             if frames is None:

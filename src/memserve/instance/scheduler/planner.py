@@ -87,14 +87,10 @@ class Planner:
             state.counters.standstills += 1
             state.preempt_all()
             batch = self._fill_plan(now_ns, begins_ns)
-        swapped_out = (
-            [sequence for line in (*state.parked.lines, *state.waiting.lines) for sequence in line]
-            if state.memory.layers.is_by_layer
-            else []
-        )
-        if not (batch.plan.slots or batch.plan.moves) and any(sequence.dram_blocks for sequence in swapped_out):
+        if state.memory.layers.is_by_layer and not (batch.plan.slots or batch.plan.moves):
             # the head of the line may need DRAM, too
-            for sequence in swapped_out:
+            waiting = [sequence for line in (*state.parked.lines, *state.waiting.lines) for sequence in line]
+            for sequence in waiting:
                 if sequence.dram_blocks:
                     state.compute_again(sequence)
             batch = self._fill_plan(now_ns, begins_ns)
