@@ -43,12 +43,12 @@ class Copy:
     page_bytes: int
     direction: Tier | None = None
     """The tier that it leads to. None: it stays within one."""
+    completed: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
     lower: _core.LowerPages | None = None
     """Converts what changes the tier. None: pages lie alike in both."""
     file: TierFile | None = None
     """Of the last pages of the lower tier. None: all of it is memory."""
-    completed: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
 
     @property
     def nbytes(self) -> int:

@@ -6,9 +6,9 @@
     read      |              [ a sequence's ]  |             [ next layer's ]  |        few runs, as pages of a layer
                                                                                        lie together
 
-The copier (:mod:`memserve.model.copier`), and a plan's copies, read and write here what has no place in memory. A page's
-checksum stays in memory: what a disk gives back is compared before attention may read it, and a page that cannot be
-read as it was written fails the step, so that it is computed again from its tokens. The file has no name: nothing is
+The copier (:mod:`memserve.model.copier`), and a plan's copies, read and write here what has no place in memory. A
+page's checksum stays in memory: what a disk gives back is compared before attention may read it, and a page that cannot
+be read as it was written fails the step, so that it is computed again from its tokens. The file has no name: nothing is
 left of it when the process ends.
 """
 

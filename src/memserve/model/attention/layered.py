@@ -54,7 +54,10 @@ def copies_of(order: MovePages, tiers: Tiers, check_blocks: Callable[[Tier, Page
     ends = address[order.src_tier], address[order.dst_tier]
     direction = order.dst_tier if order.dst_tier is not order.src_tier else None
     pieces = [slice(first, first + unit) for first in range(0, len(src), unit)]
-    return [Copy(*ends, src[part], dst[part], tiers.page_bytes, direction, tiers.lower, tiers.file) for part in pieces]
+    return [
+        Copy(*ends, src[part], dst[part], tiers.page_bytes, direction, lower=tiers.lower, file=tiers.file)
+        for part in pieces
+    ]
 
 
 class PlacedRange:
@@ -88,14 +91,18 @@ class PlacedRange:
         layer, tiers = self.passing[turn], self._tiers
         target = self._buffers[turn % 2][:entries]
         source = self._dram[:entries] + layer
-        return Copy(tiers.dram, tiers.hbm, source, target, tiers.page_bytes, Tier.HBM, tiers.lower, tiers.file)
+        return Copy(
+            tiers.dram, tiers.hbm, source, target, tiers.page_bytes, Tier.HBM, lower=tiers.lower, file=tiers.file
+        )
 
     def write_back(self, layer: int, first: int, end: int) -> Copy:
         """Of what a row has computed of ``layer``: entries ``[first, end)``."""
         tiers = self._tiers
         target = self._dram[first:end] + layer
         source = self.pages_of(layer)[first:end]
-        return Copy(tiers.hbm, tiers.dram, source, target, tiers.page_bytes, Tier.DRAM, tiers.lower, tiers.file)
+        return Copy(
+            tiers.hbm, tiers.dram, source, target, tiers.page_bytes, Tier.DRAM, lower=tiers.lower, file=tiers.file
+        )
 
 
 class _Row:

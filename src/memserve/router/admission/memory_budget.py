@@ -75,16 +75,12 @@ class MemoryBudget:
         # An instance cuts what is generated to its room, and lets sequences of one request take turns: a request whose
         # prompt fits is never too large for its output, and needs no more than the largest instance has.
         largest = {role: self.ledger.blocks_total(self._loads.open_numbers(role)).max(initial=0) for role in _ROLES}
-        teams = self._teams_for(len(request.prompt))
-        # where its prompt is longer than HBM, its layers stream: it is counted as if it took all of HBM
-        able = [max(int(largest[role]) for role, _ in team) for team in teams]
-        prompt = min([prompt, *able])
         names = block_names(self._counted_once(req.identities or b""))[:prompt]
         # a state is handed over beside the KV; where there is no room for it, the request stays where it is
         state, least = self._state_units(), min((int(most) for most in largest.values() if most), default=0)
         prompt, whole = max(prompt, min(prompt + state, least)), whole + state
         by_role = {role: max(prompt, min(whole, int(most))) for role, most in largest.items()}
-        return MemoryNeed(prompt, by_role, names, teams, basis)
+        return MemoryNeed(prompt, by_role, names, self._teams_for(len(request.prompt)), basis)
 
     def _counted_once(self, identities: bytes) -> bytes:
         """Blocks that count once for all requests: every one with cache-aware admission, else those that are pinned."""
