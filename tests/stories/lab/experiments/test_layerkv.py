@@ -59,7 +59,7 @@ def test_staggered_the_link_has_the_same_work_before_each_layer() -> None:
     for one in aligned_and_staggered():
         pages = measure_point("stagger", "llama-2-7b-16k", "l20", 1, one, 10, workload).read_pages
         spreads.append((max(pages) - min(pages)) * len(pages) / sum(pages))
-    assert spreads[0] > 0.4 and spreads[1] < 0.25, spreads
+    assert spreads[0] > 0.3 and spreads[1] < spreads[0] / 3, spreads
 
 
 def test_the_command_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

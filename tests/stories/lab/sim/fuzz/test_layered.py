@@ -42,7 +42,7 @@ def test_all_instances_have_as_many_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "setting"), [(4, "pd-caching-3/by-layer/1P1D/faulty"), (2, "pd-caching-2/by-request/1P1D/faulty")]
+    ("seed", "setting"), [(4, "pd-caching-3/by-layer/1P1D/faulty"), (3, "pd-caching-2/by-request/1P1D/faulty")]
 )
 @pytest.mark.parametrize("layers", sorted({shape.kv.num_layers for shape in SHAPES.values()}))
 def test_clusters_with_as_many_layers_as_real_models(layers: int, seed: int, setting: str) -> None:
