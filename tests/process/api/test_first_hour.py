@@ -10,11 +10,11 @@ import pytest
 from api_world import TinyModel, running_server, says
 from fake_engine import FakeEngine
 from memserve.api.openai.interfaces import sampling_params_of
-from memserve.base.config import EngineOptions
+from memserve.base.config import EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry
 from memserve.base.units import GIB, MIB, flag_bytes, parse_bytes
-from memserve.instance.scheduler.capacity import context_note, context_tokens
+from memserve.instance.scheduler.capacity import context_note, context_tokens, streamed_tokens
 
 GEOMETRY = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
 
@@ -60,6 +60,23 @@ def test_context_note_advises_flag_and_sufficient_value() -> None:
     assert note(EngineOptions(kv_memory_bytes=parse_bytes(advised) - 2 * GEOMETRY.block_bytes))[0] < 8192
     served, why = note(EngineOptions(max_model_tokens=100))
     assert served == 100 and why.startswith("--max-model-tokens 100 ")
+
+
+def test_context_note_by_layer_names_the_tier_that_is_short() -> None:
+    by_layer = SchedulerConfig(layerwise="auto")
+
+    def served(kv_mib: int, dram_mib: int) -> tuple[int, str]:
+        options = EngineOptions(kv_memory_bytes=kv_mib * MIB, dram_memory_bytes=dram_mib * MIB, scheduler=by_layer)
+        config = options.instance_config(GEOMETRY, 8192, "n")
+        tokens = streamed_tokens(8192, config.pool, GEOMETRY.block_tokens, GEOMETRY.num_layers)
+        return tokens, context_note(tokens, 8192, options, config.pool, GEOMETRY)
+
+    tokens, why = served(64, 64)
+    wanted_mib = parse_bytes(why.partition("--dram-memory ")[2].split()[0]) // MIB + 1
+    assert tokens < 8192 and served(64, wanted_mib) == (8192, "")
+    tokens, why = served(4, wanted_mib)
+    more_mib = parse_bytes(why.partition("--kv-memory ")[2].split()[0]) // MIB + 1
+    assert tokens < 8192 and served(more_mib, wanted_mib) == (8192, "") and more_mib < 64
 
 
 def test_prompt_beyond_served_context_is_refused_with_advice() -> None:

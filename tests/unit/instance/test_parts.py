@@ -15,7 +15,7 @@ from memserve.base.errors import InvariantError
 from memserve.base.layer_kv import WindowPages
 from memserve.base.types import FinishReason
 from memserve.instance.scheduler.beam import BeamSearch, BeamState
-from memserve.instance.scheduler.capacity import chunk_tokens, context_tokens, headroom_blocks
+from memserve.instance.scheduler.capacity import chunk_tokens, context_tokens, headroom_blocks, streamed_tokens
 from memserve.instance.scheduler.sequence import Group
 from memserve.instance.scheduler.state import RankedList
 from memserve.kv.costs import PreemptionCosts, PreemptionModel
@@ -49,6 +49,15 @@ def test_the_context_is_what_model_and_pool_allow():
     for blocks in range(60):  # as trying each length says
         fitting = [entries for entries in range(60) if pages.blocks_for(entries) <= blocks]
         assert pages.entries_in(blocks) == fitting[-1]
+
+
+@pytest.mark.parametrize(("hbm", "dram", "layers", "entries"), [
+    (16, 120, 5, 30), (16, 20, 5, 20), (40, 1000, 30, 450), (16, 120, 2, 16), (4, 120, 30, 4), (6, 120, 30, 30),
+])  # fmt: skip
+def test_streamed_context_is_what_dram_and_two_layers_hold(hbm: int, dram: int, layers: int, entries: int) -> None:
+    """Two layers at a time in three quarters of HBM; never less than lies whole."""
+    assert streamed_tokens(100_000, PoolConfig(hbm, dram), 8, layers) == entries * 8 + 1
+    assert streamed_tokens(20, PoolConfig(hbm, dram), 8, layers) == 20
 
 
 def test_headroom_grows_with_what_decodes():
