@@ -195,7 +195,7 @@ class LayerPlacer(WholeBlocks):
     def outgrows_hbm(self, sequence: Sequence, tokens: int) -> bool:
         """Whether so many tokens of ``sequence`` have no room whole, even if all others but those that stream were
         gone."""
-        streaming = sum(2 * len(kv.staging[0]) for other, kv in self._streaming() if other is not sequence)
+        streaming = sum(2 * len(kv.staging[0]) for neighbour, kv in self._streaming() if neighbour is not sequence)
         return ceil_div(tokens, self._block_tokens) > self._pool.config.hbm_blocks - streaming
 
     def _streaming(self) -> list[tuple[Sequence, LayeredKV]]:
@@ -391,14 +391,14 @@ class LayerPlacer(WholeBlocks):
         size, total = self._block_tokens, self._pool.config.hbm_blocks
         ends = [(self.tokens_left(sequence) // size, sequence.blocks_held) for sequence in decoding]
         lacking = total // _RESERVE_SHARE - min(forecast_blocks(self._pool.available(), ends, _FORECAST_STAGES))
-        is_short, wanted = lacking > 0, self._pool.available() + lacking
+        is_short, goal_blocks = lacking > 0, self._pool.available() + lacking
         for takes_all in (False, True):
             for sequence, kv in reversed(self._offloaded()):
                 count = len(kv.resident_layers)
                 if not takes_all:
                     count = min(count, self._least_kept(sequence.prompt_tokens, len(kv.dram_blocks)))
                 for _ in range(count if self._may_evict(kv) else 0):
-                    if self._pool.available() < wanted:
+                    if self._pool.available() < goal_blocks:
                         self._evict_last_layer(kv)
         return is_short
 
