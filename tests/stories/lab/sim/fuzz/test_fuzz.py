@@ -99,7 +99,7 @@ CAUGHT = {
     "router-addresses": (101, "members: "),
     "former-router": (400_005_311, "does not serve"),
     "store-seal": (683, "layers do not belong together|is something else"),
-    "store-arrival": (12, "had, a key already|was sealed as something else"),
+    "store-arrival": (31, "had, a key already|was sealed as something else"),
     "store-write": (37, "is free, and a disk reads it|was changed while a disk read it"),
     "store-generation": (31, "members: |blocks of the store believed"),
     "layer-arrival": (59, "not there yet"),
