@@ -25,6 +25,7 @@ class Row:
 
 _OPENAI, _EXTRAS = "process/api/test_openai.py", "process/api/test_vllm_extras.py"
 _RESPONSES, _REASONING = "process/api/test_responses.py", "process/api/test_reasoning.py"
+_BATCHES = "process/api/test_batches.py"
 _CLIENTS = "process/test_openai_clients.py"
 
 ROWS = (
@@ -88,9 +89,12 @@ ROWS = (
         "process/api/test_lifecycle.py::test_mid_stream_error_reaches_openai_client"),
     Row("keys", "yes; each stands for a tenant",
         "process/api/test_lifecycle.py::test_keys_are_asked_for_and_stand_for_tenants"),
-    Row("`POST /v1/embeddings`", "no: 404 that says why",
-        f"{_REASONING}::test_paths_of_openai_that_no_model_answers_say_why"),
-    Row("audio, images, moderations, files, batches, fine-tuning, assistants", "no: 404 that says why",
+    Row("`POST /v1/embeddings`", "yes, where the model embeds; texts and token ids",
+        "process/api/test_embeddings.py::test_embeddings_equal_transformers"),
+    Row("`/v1/files`", "for batches", f"{_BATCHES}::test_files_are_listed_read_and_deleted"),
+    Row("`/v1/batches`", "yes; chats, completions, responses and embeddings",
+        f"{_BATCHES}::test_batch_answers_each_request_once"),
+    Row("audio, images, moderations, fine-tuning, assistants", "no: 404 that says why",
         f"{_REASONING}::test_paths_of_openai_that_no_model_answers_say_why"),
 )  # fmt: skip
 

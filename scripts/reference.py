@@ -13,12 +13,15 @@ import inspect
 import json
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import typer.main
 
+from memserve.api.batches.batch import BATCH_MOVES
+from memserve.api.batches.routes import batch_families
 from memserve.api.http.config import ApiConfig, EdgeConfig
 from memserve.api.metrics.http import ApiMetrics, Snapshot
 from memserve.api.openai import openapi
@@ -45,7 +48,7 @@ openai_rows = importlib.util.module_from_spec(_ROWS)
 sys.modules["openai_rows"] = openai_rows  # dataclasses look their module up
 _ROWS.loader.exec_module(openai_rows)
 
-MACHINES = (REQUEST_PHASES, ANSWER, SEQUENCE, KEPT_ANSWER, IMPORT, EXPORT)
+MACHINES = (REQUEST_PHASES, ANSWER, SEQUENCE, KEPT_ANSWER, IMPORT, EXPORT, BATCH_MOVES)
 MACHINES_HEAD = """Each object moves through phases by its own table; a move that is not in the table is a bug, and
 raises an error."""
 
@@ -123,6 +126,7 @@ def metric_families() -> list[Any]:
     engine = [*Snapshot(alone, True).collect(), *Snapshot(router, True).collect()]
     fleet = FleetSnapshot((EngineView("", "", up=False),), AdmissionStats())
     engine += fleet.collect()
+    engine += batch_families(Counter(), 0, 0, 0, Counter())
     edge = ApiMetrics()
     families = {family.name: family for family in [*edge.registry.collect(), *edge.by_tenant.collect(), *engine]}
     return [families[name] for name in sorted(families)]
@@ -165,9 +169,10 @@ Paths and fields are OpenAI's, below `/v1/messages` Anthropic's; further fields 
 `session`, ...) are extensions, under vLLM's names where it has them. A field that is malformed or not supported is an
 error that names it; so is an unknown one, except where vLLM knows it (and with `--lenient`): then it has no effect, and
 `x-memserve-ignored` names it, as it names fields that are accepted and promise nothing. With an API key every path
-under `/v1`, and `/invocations`, `/tokenize`, `/detokenize` and `/tokenizer_info`, require `Authorization: Bearer KEY`
-or `x-api-key: KEY`. Every answer has an `x-request-id`: the client's own, if it sent one. The examples are for a server
-at `http://127.0.0.1:8000`; `MODEL` stands for the `id` that `/v1/models` shows. Tests run them.
+under `/v1`, and `/invocations`, `/tokenize`, `/detokenize`, `/tokenizer_info`, `/rerank`, `/v2/rerank` and `/score`,
+require `Authorization: Bearer KEY` or `x-api-key: KEY`. Every answer has an `x-request-id`: the client's own, if it
+sent one. The examples are for a server at `http://127.0.0.1:8000`; `MODEL` stands for the `id` that `/v1/models` shows.
+Tests run them.
 
 Completions, chats and messages take an `Idempotency-Key` (1 to 255 printable characters): the same key with the same
 body gets the same answer again, continued where it is not complete. Events of such a stream have an `id`; with
@@ -183,6 +188,8 @@ def http_page() -> str:
         sections += [f"### {operation.method} {operation.path}", operation.about, f"Answer: {operation.answers}"]
         if operation.body is not None:
             sections.append(f"Body: [{operation.body.__name__}](#{operation.body.__name__.lower()}).")
+        if operation.form:
+            sections.append("Form: " + "; ".join(f"`{name}`: {text}" for name, text in operation.form) + ".")
         for example in operation.examples:
             sections.append(f"{example.title}:\n\n    {curl(operation, example)}")
     rows = [cells(row.what, row.works, f"`tests/{row.test}`") for row in openai_rows.ROWS]

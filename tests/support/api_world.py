@@ -17,7 +17,7 @@ from fake_engine import FakeEngine, Script
 from memserve.api.app import create_app
 from memserve.api.http.server import Server, bind
 from memserve.api.http.tls import Tls
-from memserve.base.types import NO_REGIMES, PositionRegimes
+from memserve.base.types import NO_REGIMES, Pooling, PositionRegimes
 
 MODEL = "tiny/test-model"
 CONTEXT_TOKENS = 256
@@ -88,6 +88,7 @@ class TinyModel:
     quantization: str = "none"
     activation_bits: int = 0
     position_regimes: PositionRegimes = NO_REGIMES
+    pooling: Pooling | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:

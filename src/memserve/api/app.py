@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from memserve.api.anthropic.endpoint import MessagesRoutes
+from memserve.api.batches.routes import open_batches
+from memserve.api.batches.runner import BatchRunner
 from memserve.api.http.config import ApiConfig, EdgeConfig
 from memserve.api.http.errors import model_not_found, shutting_down
 from memserve.api.http.limits import Edge
@@ -29,6 +32,7 @@ from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, LineWrit
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.metrics.traces import Traces, open_traces
 from memserve.api.openai.documents import Documents
+from memserve.api.openai.embeddings import EmbeddingEndpoint, without_generation
 from memserve.api.openai.endpoints import (
     ChatPlanner,
     CompletionPlanner,
@@ -40,6 +44,7 @@ from memserve.api.openai.interfaces import HearingEngine, ModelNames, ServedMode
 from memserve.api.openai.openapi import openapi
 from memserve.api.openai.paths import OwnerOnly, Probes, TrailingSlashes
 from memserve.api.openai.prefixes import DocumentRoutes, SessionRoutes
+from memserve.api.openai.relevance import RelevanceRoutes
 from memserve.api.openai.request.prompts import PromptEncoder
 from memserve.api.openai.response.formats import ChatShape, CompletionShape
 from memserve.api.openai.response.responders import ChoicesWriter
@@ -170,6 +175,10 @@ class FixedPaths:
         await (fixed_app or self._app)(scope, receive, send)
 
 
+async def _no_application(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404)
+
+
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
@@ -196,21 +205,29 @@ def _named_prefixes(shared: EndpointParts, documents: Documents) -> list[Route]:
 
 
 def _generation_routes(
-    shared: EndpointParts, names: ModelNames, tokens: TokenNames, documents: Documents, config: ApiConfig
+    shared: EndpointParts,
+    names: ModelNames,
+    aliases: Sequence[str],
+    tokens: TokenNames,
+    documents: Documents,
+    config: ApiConfig,
 ) -> list[Route]:
     of_model = (shared.model, names, shared.encoder, documents, config)
     chats = ChatPlanner(*of_model)
     chat = GenerationEndpoint(shared, chats, partial(ChoicesWriter, ChatShape(tokens)))
     completion_writer = partial(ChoicesWriter, CompletionShape(tokens))
     completions = GenerationEndpoint(shared, CompletionPlanner(*of_model), completion_writer)
-    return [
+    routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/invocations", InvocationsEndpoint(shared.edge, chat, completions), methods=["POST"]),
         *TokenRoutes(shared, names).routes(),
         *MessagesRoutes(shared, chats, names).routes(),
+        *RelevanceRoutes(shared, names, config.reranker, aliases).routes(),
+        Route("/v1/embeddings", EmbeddingEndpoint(shared, names), methods=["POST"]),
         *ResponsesRoutes(shared, chats, names, ChatShape(tokens)).routes(),
     ]
+    return routes if shared.model.pooling is None else without_generation(routes)
 
 
 def _timelines(model: str, traces: Traces | None, otlp_endpoint: str, closing: ExitStack) -> Timelines:
@@ -226,7 +243,7 @@ def _timelines(model: str, traces: Traces | None, otlp_endpoint: str, closing: E
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
-def _lifespan(engine: ServingEngine, feed: PageFeed, closing: ExitStack) -> Lifespan:
+def _lifespan(engine: ServingEngine, feed: PageFeed, closing: ExitStack, batches: BatchRunner | None) -> Lifespan:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         with closing:
@@ -234,7 +251,11 @@ def _lifespan(engine: ServingEngine, feed: PageFeed, closing: ExitStack) -> Life
                 engine.receive_messages_in(asyncio.get_running_loop())
                 closing.callback(engine.receive_messages_in, None)
             closing.callback(asyncio.create_task(feed.keep_moments()).cancel)
+            if batches is not None:
+                batches.start()
             yield
+            if batches is not None:
+                await batches.stop()
 
     return lifespan
 
@@ -251,6 +272,7 @@ def create_app(
     limits: EdgeConfig | None = None,
     config: ApiConfig | None = None,
     traces: Traces | None = None,
+    batches_folder: Path | None = None,
 ) -> Starlette:
     """The OpenAI API in front of ``engine``. A server drains ``app.state.hub`` and applies ``app.state.edge``'s limits.
 
@@ -258,6 +280,7 @@ def create_app(
     ``aliases``; answers carry its name. Each of ``adapters`` is asked for by its own.
     ``metrics_keys``: ``GET /metrics`` requires one of them, and names tenants; none: it is open and names none.
     ``traces``: closed with the application; ``None``: as ``config.otlp_endpoint`` says.
+    ``batches_folder``: where files and batches are kept; ``None``: there are none.
     Raises :class:`UserError` for malformed keys, and for traces without the package they need.
     """
     limits, config = limits or EdgeConfig(), config or ApiConfig()
@@ -272,8 +295,10 @@ def create_app(
     shared, documents = EndpointParts(hub, model, encoder, metrics, edge), Documents()
     closing.callback(encoder.close)
 
-    generating = _generation_routes(shared, names, tokens, documents, config)
-    routes = [*generating, *pages.routes(), *_named_prefixes(shared, documents), *dashboard.routes()]
+    generating = _generation_routes(shared, names, aliases, tokens, documents, config)
+    behind_guard = Guard(FixedPaths(_no_application, generating), keys, metrics)
+    batches, batch_routes = open_batches(batches_folder, edge, engine, behind_guard)
+    routes = [*generating, *pages.routes(), *_named_prefixes(shared, documents), *batch_routes, *dashboard.routes()]
     app = Application(
         routes=routes,
         middleware=[
@@ -287,7 +312,7 @@ def create_app(
             Middleware(FixedPaths, routes=generating),
         ],
         exception_handlers={HTTPException: on_http_error},
-        lifespan=_lifespan(engine, feed, closing),
+        lifespan=_lifespan(engine, feed, closing, batches),
     )
     app.router.redirect_slashes = False
     app.state.hub, app.state.edge = hub, edge

@@ -471,6 +471,10 @@ class EngineOptions:
     """Tokens of one KV block."""
     threads: int | None = option(None, least=1)
     """CPU threads of the device. None: every core."""
+    pooling: str = option("auto")
+    """Whether the model embeds, for ``/v1/embeddings``, instead of generating. ``auto``: as its files say
+    (``modules.json`` of sentence-transformers). ``last``, ``mean``: by the hidden state of a text's last token, or the
+    mean over all. ``none``: it generates. On CPUs."""
     lora: tuple[str, ...] = option((), form=MANY, vllm="lora_modules", vllm_form=MANY)
     """A LoRA adapter as NAME=FOLDER; requests name it as their model. May be repeated."""
 
@@ -479,6 +483,9 @@ class EngineOptions:
         if self.quantization not in QUANTIZATIONS:
             hint = f"use one of {', '.join(QUANTIZATIONS)}"
             raise UserError(f"unknown quantization {self.quantization!r}", hint=hint, param="quantization")
+        if self.pooling not in ("auto", "last", "mean", "none"):
+            hint = "use auto, last, mean or none"
+            raise UserError(f"unknown pooling {self.pooling!r}", hint=hint, param="pooling")
         if self.window_kv not in ("auto", "apart", "together"):
             hint = "use auto, apart or together"
             raise UserError(f"unknown place {self.window_kv!r} of windows' KV", hint=hint, param="window_kv")

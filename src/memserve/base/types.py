@@ -237,6 +237,19 @@ class NamedPrefix:
     expires_ns: int
 
 
+class Pooling(msgspec.Struct, frozen=True):
+    """How a model makes an embedding of the hidden states of a text's tokens."""
+
+    kind: str  # last: that of the last token; mean: the mean of all
+    normalizes: bool  # to length 1
+    sizes: tuple[int, ...] | None = None  # to which it may be cut; empty: any, None: none
+    size: int = 0  # numbers of a hidden state
+
+
+DEFERRABLE_PRIORITY = (1 << 31) - 1
+"""The highest ``priority`` that a request may have: it runs behind all others, of all tenants."""
+
+
 class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renames it 40 times as fast
     """One generation request as a machine sees it: token ids in, token ids out."""
 
@@ -273,6 +286,11 @@ class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renam
         KV of one adapter can never be another's."""
         return adapter_of(self.salt)
 
+    @property
+    def is_deferrable(self) -> bool:
+        """Whether it runs behind all others, of all tenants."""
+        return self.priority == DEFERRABLE_PRIORITY
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -303,6 +321,8 @@ class TokenOutput(msgspec.Struct, frozen=True):
     offset: int = 0
     """Tokens of this sequence that were generated before these: with it the router recognises outputs that come twice,
     late, before those of another sender, or with some lost in between."""
+    hidden: bytes = b""
+    """First output of a model that embeds: the pooled hidden state of the prompt, float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,10 +190,13 @@ def _load_with_adapters(options: EngineOptions) -> LoadedModel:
     model = load_model(
         options.model, options.dtype, device, block_tokens=options.block_tokens, threads=threads, lora=options.lora,
         on_host=workers > 1, kv_bytes=options.kv_memory_bytes + options.dram_memory_bytes,
-        quantization=options.quantization,
+        quantization=options.quantization, pooling=options.pooling,
     )  # fmt: skip
     if model.device.type == "cpu":
         refuse_without_gpu(options)
+    if model.pooling is not None and (workers > 1 or model.adapters is not None):
+        hint = "leave out --tensor-parallel, --pipeline-parallel and --lora, or use --pooling none"
+        raise UserError("a model that embeds is served by one worker, without adapters", hint=hint, param="pooling")
     return model.keep_kv_as(options.kv_dtype)
 
 

@@ -344,6 +344,9 @@ class StepFinished:
     """What the step used. None: nothing lies by layer."""
     copies_ns: int = 0
     """Of ``device_ns``: before the rows, for ``plan.copies``. 0: there were none, or they are not timed."""
+    hidden: dict[int, bytes] = field(default_factory=dict)
+    """Of a model that embeds: row -> the hidden state of its last token, or for a prompt of which all tokens are
+    reported the sum over those of the row; float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class ModelDevice(Device):
         self._sampled: Drawing = []
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
-        self._vocab_size = model.vocab_size
+        self._vocab_size, self._embeds = model.vocab_size, model.pooling is not None
         #: None: another worker draws
         words = model.tokenizer, model.vocab_size, model.eos_token_ids
         self.grammars = Grammars(*words, slots=scheduler.max_running) if self._is_leader else None
@@ -293,18 +293,30 @@ class ModelDevice(Device):
         logits, drawing = self._compute_logits(plan) if plan.slots else (late[0][:0], [])
         failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
         verified = len(drawing) + sum([plan.counts[row] for row in plan.drafts])
-        prompt_logprobs = self._prompt_logprobs(plan, logits[verified:], failed)
-        rows = torch.cat((logits[: len(drawing)], *late)) if late else logits[: len(drawing)]
+        hidden = self._hidden_states(plan, drawing, logits, verified) if self._embeds else {}
+        prompt_logprobs = {} if self._embeds else self._prompt_logprobs(plan, logits[verified:], failed)
+        rows = torch.cat((logits[: len(drawing)], *late)) if late else logits[: len(drawing), : self._vocab_size]
         sampled = self._sample_tokens(plan, drawing, rows, failed)
         tokens = sampled.tokens.tolist()
         accepted: dict[int, list[int]] = {}
         if plan.drafts:
             first, accepted = self._verify_drafts(plan, logits[len(drawing) : verified], failed)
             tokens += first
-        reports = sampled.logprobs, prompt_logprobs, sampled.candidates
         return StepFinished(
-            plan.step_id, tokens, 0, *reports, accepted_drafts=accepted, failed=failed, late=sampled.late
-        )
+            plan.step_id, tokens, 0, sampled.logprobs, prompt_logprobs, sampled.candidates,
+            accepted_drafts=accepted, failed=failed, late=sampled.late, hidden=hidden,
+        )  # fmt: skip
+
+    @staticmethod
+    def _hidden_states(plan: StepPlan, drawing: list[int], states: Tensor, first: int) -> dict[int, bytes]:
+        """Row -> the state of the prompt's last token, or the sum over the row's tokens where all are reported.
+        ``states``: as of :meth:`_compute_logits`; those of all tokens begin at ``first``."""
+        hidden = {row: states[place].numpy().tobytes() for place, row in enumerate(drawing)}
+        for row in plan.prompt_logprob_rows:
+            count = plan.counts[row]
+            hidden[row] = states[first : first + count].sum(0).numpy().tobytes()
+            first += count
+        return hidden
 
     def _compute_logits(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
         """``[rows, vocab]`` float32 of the rows that draw one token, whose numbers they are, then of all tokens of rows
@@ -349,7 +361,9 @@ class ModelDevice(Device):
                 self._barrier()  # a snapshot is there when all workers have written what they have of it
         if self._crew is not None:
             logits = self._crew.gather_logits(logits)
-        return logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size], drawing
+        if self._embeds or logits.shape[1] <= self._vocab_size:
+            return logits, drawing
+        return logits[:, : self._vocab_size], drawing
 
     def _adapters_of(self, slots: Int64s, counts: Int64s) -> StepAdapters | None:
         digests = self._slots.adapters

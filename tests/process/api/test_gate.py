@@ -18,7 +18,7 @@ from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.streams import REFUSAL_HOLDS_NS, Hub
 from memserve.base.config import AdmissionConfig, ClusterConfig, EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
-from memserve.base.types import Admission, Request, SamplingParams, StopParams
+from memserve.base.types import DEFERRABLE_PRIORITY, Admission, Request, SamplingParams, StopParams
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.cli.cluster.serve import _standalone_options
 from memserve.cli.main import run
@@ -55,9 +55,12 @@ def test_full_queue_rejects_a_burst_of_its_tenant(monkeypatch):
     now_ns = 10**12
     monkeypatch.setattr("memserve.api.openai.streams.time.monotonic_ns", lambda: now_ns)
     hub = Hub(FakeEngine(lambda request, index: []), ApiMetrics(), 1 << 20)
-    hub.note_refusal("a", Rejected("r", "the queue is full", 1.0, Refusal.OVERLOADED))
+    request = Request("r", np.zeros(1, np.int32), tenant="a")
+    hub.note_refusal(request, Rejected("r", "the queue is full", 1.0, Refusal.OVERLOADED))
+    deferrable = structs.replace(request, priority=DEFERRABLE_PRIORITY)
+    hub.note_refusal(deferrable, Rejected("r", "the queue is full", 1.0, Refusal.BUSY))
     hub.check_busy("a", b"{}")
-    hub.note_refusal("a", Rejected("r", "the queue is full", 1.0, Refusal.BUSY))
+    hub.note_refusal(request, Rejected("r", "the queue is full", 1.0, Refusal.BUSY))
     with pytest.raises(ApiError) as refused:
         hub.check_busy("a", b"{}")
     assert (refused.value.status, refused.value.headers["retry-after"]) == (429, "1")

@@ -149,7 +149,7 @@ def test_paths_of_openai_that_no_model_answers_say_why(world: World, client: ope
     with pytest.raises(openai.NotFoundError, match="no embeddings") as refused:
         client.embeddings.create(model=MODEL, input="hello")
     assert refused.value.code == "not_served"
-    for path in ("audio/speech", "images/generations", "moderations", "files", "batches", "threads/t/runs"):
+    for path in ("audio/speech", "images/generations", "moderations", "threads/t/runs"):
         answer = httpx.post(f"{world.url}/v1/{path}", json={})
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_served", path
     unknown = httpx.post(f"{world.url}/v1/embedding", json={})

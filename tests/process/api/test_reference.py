@@ -21,9 +21,11 @@ from memserve.api.openai.openapi import MODEL as PLACEHOLDER
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder = tmp_path_factory.mktemp("batches")
+    engine, model = FakeEngine(says(SCRIPT_TEXT)), TinyModel(max_model_tokens=1024)
     with (
-        running_server(FakeEngine(says(SCRIPT_TEXT)), TinyModel(max_model_tokens=1024)) as world,
+        running_server(engine, model, batches_folder=folder) as world,
         httpx.Client(base_url=world.url, timeout=30) as client,
     ):
         yield client
@@ -44,8 +46,8 @@ def test_the_examples_run(client: httpx.Client, operation: Any) -> None:
         assert answer.status_code in operation.successes, f"{example.title}: {answer.text}"
 
 
-def test_every_route_is_described_and_exists() -> None:
-    app = create_app(FakeEngine(says("x")), TinyModel())
+def test_every_route_is_described_and_exists(tmp_path: Path) -> None:
+    app = create_app(FakeEngine(says("x")), TinyModel(), batches_folder=tmp_path)
     routes = {
         (method, route.path.replace(":path", ""))
         for route in app.routes

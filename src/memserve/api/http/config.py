@@ -9,7 +9,7 @@ from memserve.base.config import DEFAULT_MAX_TOKENS, DRAIN_S
 from memserve.base.errors import UserError
 from memserve.base.options import MANY, MEBIBYTES, SIZE, check_ranges, option
 from memserve.base.types import RequestLogFormat
-from memserve.base.units import KIB, MIB, human_bytes
+from memserve.base.units import GIB, KIB, MIB, human_bytes
 
 _ORIGIN = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~-]+(:[0-9]{1,5})?|[a-z-]+://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?"
@@ -18,6 +18,7 @@ _ORIGIN = re.compile(
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 TOOL_CALL_PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral")
 REASONING_PARSERS = ("auto", "think", "none")
+RERANKERS = ("auto", "qwen3", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,15 @@ class ApiConfig:
     otlp_endpoint: str = option("")
     """Send a trace of each request to this OTLP receiver, e.g. ``http://127.0.0.1:4318``: a span a stage (extra
     ``otel``)."""
+    reranker: str = option("auto")
+    """How the model says whether a document is relevant, for ``/v1/rerank`` and ``/v1/score``: qwen3 (it answers yes or
+    no, in the template of Qwen3-Reranker), none, or auto (qwen3 where the model is called so)."""
 
     def __post_init__(self) -> None:
-        for name, parsers in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        choices = (
+            ("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS), ("reranker", RERANKERS)
+        )  # fmt: skip
+        for name, parsers in choices:
             parser = getattr(self, name)
             if parser not in parsers:
                 words = name.replace("_", " ")
@@ -115,6 +122,10 @@ class EdgeConfig:
     """Seconds that a connection may be idle between two requests."""
     write_timeout_s: float = option(20.0)
     """A client that reads nothing of its answer for this many seconds is cut off, and its request cancelled."""
+    file_bytes_max: int = option(200 * MIB, "--max-file", form=SIZE)
+    """Largest file that may be uploaded for batches."""
+    file_storage_bytes: int = option(4 * GIB, "--file-storage", form=SIZE)
+    """Disk for the files of one tenant: what it uploads, and what its batches write."""
     stream_buffer_bytes: int = option(4 * MIB, "--stream-buffer", form=SIZE)
     """Output of one stream that its client has not read yet; more ends the stream with an error."""
     cors_origins: tuple[str, ...] = option((), "--cors-origin", form=MANY)

@@ -120,16 +120,19 @@ def _digest(key: bytes) -> bytes:
     return hashlib.blake2b(key, digest_size=32).digest()
 
 
+_NO_FOLDER = (
+    "Files and batches are kept in the folder of --metadata, and this server has none: start it with --metadata FOLDER,"
+    " without --in-process and --engine"
+)
 _REASONS = {
-    "embeddings": "This server's models generate text and give no embeddings: use a server of an embedding model",
     "audio": "Audio is not supported: this server's models read and write text",
     "images": "Images are not supported: this server's models read and write text",
     "videos": "Videos are not supported: this server's models read and write text",
     "realtime": "Audio is not supported: this server's models read and write text",
     "moderations": "Moderation is not supported: this server has no model for it",
-    "files": "Files are not kept: send texts in the request, or put a document (PUT /v1/documents/ID)",
-    "uploads": "Files are not kept: send texts in the request, or put a document (PUT /v1/documents/ID)",
-    "batches": "Batches are not supported: send the requests one by one, with a higher `priority` number than others",
+    "files": _NO_FOLDER,
+    "uploads": "Files are not taken in parts: send a whole one (POST /v1/files), or a document (PUT /v1/documents/ID)",
+    "batches": _NO_FOLDER,
     "fine_tuning": "Fine-tuning is not supported",
     "assistants": "Assistants are not supported: use POST /v1/responses",
     "threads": "Threads are not supported: use POST /v1/responses with previous_response_id",
@@ -146,16 +149,18 @@ def why_unserved(path: str) -> str | None:
 
 log = logging.getLogger(__name__)
 
-WORK_ROUTES = ("/invocations", "/tokenize", "/detokenize", "/tokenizer_info")
+WORK_ROUTES = (
+    "/invocations", "/tokenize", "/detokenize", "/tokenizer_info", "/rerank", "/v2/rerank", "/score",
+)  # fmt: skip
 """Outside of ``/v1/``, where clients of others look for them; they need a key as well."""
 KNOWN_ROUTES = (
-    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/models", "/health", "/metrics", "/openapi.json", "/version",
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings",
+    "/v1/rerank", "/v1/score", "/v1/models", "/health", "/metrics", "/openapi.json", "/version",
     "/ping", "/load", *WORK_ROUTES,
 )  # fmt: skip
 """Labels of the request counter: paths that clients invent must not add labels."""
 
-NAMED_ROUTES = ("/v1/documents", "/v1/responses", "/v1/sessions", "/engines", "/ui")
+NAMED_ROUTES = ("/v1/batches", "/v1/documents", "/v1/files", "/v1/responses", "/v1/sessions", "/engines", "/ui")
 """Routes with names as paths below them."""
 
 
@@ -230,7 +235,7 @@ class Guard:
     async def _run_app(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
         """Run the application. Returns the error that the client must get, unless an answer has begun."""
         try:
-            if is_work(scope["path"]):
+            if is_work(scope["path"]) and TENANT_KEY not in scope:  # a batch's requests have its tenant
                 scope[TENANT_KEY] = self._keys.tenant_of(_authorization(scope))
             await self._app(scope, receive, send)
         except ApiError as error:

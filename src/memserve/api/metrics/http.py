@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -164,11 +164,15 @@ class ApiMetrics:
             "memserve_request_seconds", "Seconds from the request to its last token, at the HTTP edge", _REQUEST_S
         )
 
-    def first_token(self, seconds: float, queue_ns: int | None) -> None:
-        """The first token of a request came after ``seconds``."""
-        self.to_first_token.observe(seconds)
+        self.on_interactive_token: Callable[[int | None, int], None] = lambda _queue_ns, _to_first_token_ns: None
+        """Is told of the first token of each request that is not deferrable: as :meth:`first_token`."""
+
+    def first_token(self, to_first_token_ns: int, queue_ns: int | None) -> None:
+        """A request that is not deferrable has its first token, after so long, of it ``queue_ns`` in queues."""
+        self.to_first_token.observe(to_first_token_ns / NS_PER_S)
         if queue_ns is not None:
             self.in_queue.observe(queue_ns / NS_PER_S)
+        self.on_interactive_token(queue_ns, to_first_token_ns)
 
     def count_http_request(self, route: str, status: int) -> None:
         """An HTTP request was answered with ``status``."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from tokenizers import Tokenizer
 
 from memserve.base.errors import UserError
-from memserve.base.types import NamedPrefix, PositionRegimes, Request, SamplingParams, TokenArray, TokenOutput
+from memserve.base.types import NamedPrefix, Pooling, PositionRegimes, Request, SamplingParams, TokenArray, TokenOutput
 from memserve.host.engine import Rejected
 from memserve.model.loading.lora import Adapter
 from memserve.protocol.records import DocumentDropped, DocumentPut
@@ -54,6 +54,10 @@ class ServedModel(Protocol):
     @property
     def activation_bits(self) -> int:
         """To how many bits activations are rounded that meet such weights; 0: they meet none."""
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """How it embeds. None: it generates."""
 
     @property
     def position_regimes(self) -> PositionRegimes:

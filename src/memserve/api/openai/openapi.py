@@ -10,6 +10,9 @@ import msgspec
 
 from memserve import __version__
 from memserve.api.anthropic.body import MessagesBody
+from memserve.api.batches.batch import BatchBody
+from memserve.api.openai.embeddings import EmbeddingBody
+from memserve.api.openai.relevance import RerankBody, ScoreBody
 from memserve.api.openai.request.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
 from memserve.api.openai.responses.body import ResponsesBody
 from memserve.api.openai.tokens import DetokenizeBody, TokenizeBody
@@ -18,15 +21,9 @@ from memserve.base.options import field_docs
 Json = dict[str, Any]
 SCHEMA_PLACE = "#/components/schemas/{name}"
 BODIES = (
-    CompletionBody,
-    ChatBody,
-    ResponsesBody,
-    MessagesBody,
-    DocumentBody,
-    TokenizeBody,
-    DetokenizeBody,
-    StreamOptions,
-)
+    CompletionBody, ChatBody, ResponsesBody, MessagesBody, BatchBody, EmbeddingBody, RerankBody, ScoreBody,
+    DocumentBody, TokenizeBody, DetokenizeBody, StreamOptions,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +46,8 @@ class Operation:
     answers: str
     """Description of a successful answer."""
     body: type[msgspec.Struct] | None = None
+    form: tuple[tuple[str, str], ...] = ()
+    """Fields of a body that is a form: name and meaning; ``file`` is one."""
     successes: tuple[int, ...] = (200,)
     errors: tuple[int, ...] = ()
     """In addition to those that every operation may answer with."""
@@ -87,6 +86,15 @@ _RESPONSE = (
     "`message`, `function_call`), `usage`, and what was asked"
 )
 _RESPONSE_ID = (("response_id", "the response's `id`"),)
+_RANKING = "`results`, the most relevant first: `index`, `relevance_score`, 0 to 1, `document`; `usage`"
+_FILE_ID = (("file_id", "the file's `id`"),)
+_FILE = "`id`, `filename`, `bytes`, `purpose`, `created_at`, `expires_at`"
+_BATCH_ID = (("batch_id", "the batch's `id`"),)
+_BATCH = (
+    "`id`, `status` (`validating`, `in_progress`, `finalizing`, `completed`, `failed`, `cancelling`, `cancelled`, "
+    "`expired`), `request_counts`, `output_file_id`, `error_file_id`, `errors`, and when it had which status"
+)
+_PAGE = "`data`, `has_more`, `first_id`, `last_id`. Parameters: `limit`, `after`, `order` (`desc`, `asc`)"
 _DOCUMENT_ID = (("document_id", "1 to 128 letters, digits, or _ . : -"),)
 
 OPERATIONS = (
@@ -155,6 +163,59 @@ OPERATIONS = (
         "POST", "/v1/messages/count_tokens", "How many tokens the prompt of a message has.", "`input_tokens`",
         body=MessagesBody, errors=_GENERATES,
         examples=(Example("A question", {"model": MODEL, "messages": [QUESTION]}),),
+    ),
+    Operation(
+        "POST", "/v1/embeddings", "The embeddings of texts, by a model that embeds.",
+        "`data`: a list with `index` and `embedding`; `usage`", body=EmbeddingBody, errors=_GENERATES,
+    ),
+    *(
+        Operation(
+            "POST", path, "Rank documents by a query, with a reranker.", _RANKING, body=RerankBody, errors=_GENERATES
+        )
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(
+        Operation(
+            "POST", path, "How relevant each text of one side is to that of the other, by a reranker.",
+            "`data`: a list with `index` and `score`, 0 to 1; `usage`", body=ScoreBody, errors=_GENERATES,
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    Operation(
+        "POST", "/v1/files", "Upload a file for batches, as a form (`multipart/form-data`).", _FILE,
+        form=(
+            ("file", "the file"), ("purpose", "`batch`"),
+            ("expires_after[anchor]", "`created_at`, where the file shall be deleted by itself"),
+            ("expires_after[seconds]", "how long after that: 3,600 to 2,592,000"),
+        ),
+        errors=(404, 413, 415, 503),
+    ),
+    Operation(
+        "GET", "/v1/files", "The files of this key, newest first; with `purpose`: those that have it.", _PAGE,
+        errors=(404,), examples=(Example("Which there are"),),
+    ),
+    Operation("GET", "/v1/files/{file_id}", "What is known of a file.", _FILE, errors=(404,), parameters=_FILE_ID),
+    Operation(
+        "DELETE", "/v1/files/{file_id}", "Delete a file that no open batch needs.", "`deleted`: true", errors=(404,),
+        parameters=_FILE_ID,
+    ),
+    Operation(
+        "GET", "/v1/files/{file_id}/content", "The bytes of a file.", "the file", errors=(404,), parameters=_FILE_ID,
+        media_type="application/octet-stream",
+    ),
+    Operation(
+        "POST", "/v1/batches",
+        "Answer all requests of an uploaded file, a line each, behind all other requests.", _BATCH, body=BatchBody,
+        errors=(400, 404, 413, 415, 429, 503),
+    ),
+    Operation(
+        "GET", "/v1/batches", "The batches of this key, newest first.", _PAGE, errors=(404,),
+        examples=(Example("Which there are"),),
+    ),
+    Operation("GET", "/v1/batches/{batch_id}", "A batch as it is now.", _BATCH, errors=(404,), parameters=_BATCH_ID),
+    Operation(
+        "POST", "/v1/batches/{batch_id}/cancel", "Answer no more of its requests; the answers that it has are kept.",
+        _BATCH, errors=(404, 409), parameters=_BATCH_ID,
     ),
     Operation(
         "POST", "/invocations", "A chat or a completion, by the body's fields: what Amazon SageMaker calls.", _ANSWER,
@@ -293,6 +354,9 @@ ERRORS = (
     Error(400, "context_length_exceeded", "prompt and answer do not fit into the context; the message names the flag"),
     Error(400, "request_rejected", "the request could never run here"),
     Error(400, "too_many_documents", "this key has as many documents as it may; delete some"),
+    Error(400, "too_many_files", "this key has as many files as it may; delete some"),
+    Error(400, "file_storage_full", "the files of this key have no room left (`--file-storage`); delete some"),
+    Error(400, "file_in_use", "a batch that has not ended reads or writes the file"),
     Error(400, "malformed", "not a valid HTTP request"),
     Error(400, "grammar_too_complex", "a grammar beyond the engine's limits, or too large or slow to follow"),
     Error(400, "no_token_left", "penalties, biases and `min_tokens` exclude every token that could come next"),
@@ -304,19 +368,24 @@ ERRORS = (
         404, "response_not_found", "never stored (`store`: false), deleted, forgotten for newer ones, or another key's"
     ),
     Error(404, "document_not_found", "never put, deleted, expired, or another key's"),
+    Error(404, "file_not_found", "never uploaded, deleted, expired, or another key's"),
+    Error(404, "batch_not_found", "never created, forgotten for newer ones, or another key's"),
     Error(404, "request_not_found", "not in flight, not among the last that have ended, or another key's"),
     Error(404, "session_not_found", "kept no KV, was ended, has expired, or is another key's"),
     Error(404, "unknown_url", "no such path"),
     Error(
         404,
         "not_served",
-        "a path of OpenAI's that no model here answers, such as `/v1/embeddings`; the message says why",
+        "a path of OpenAI's that is not answered here, such as `/v1/audio`, `/v1/embeddings` where the model "
+        "generates, or `/v1/batches` without `--metadata`; the message says why",
     ),
     Error(405, "method_not_allowed", "the path does not support this method"),
     Error(408, "header_timeout", "the headers did not arrive in time"),
     Error(408, "body_timeout", "the body did not arrive in time"),
     Error(408, "client_too_slow", "an event at the end of a stream: the client read it too slowly"),
     Error(409, "answer_taken_over", "another connection with the same `Idempotency-Key` reads this answer now"),
+    Error(409, "batch_not_cancellable", "the batch has ended, or has all answers"),
+    Error(413, "file_too_large", "the file is larger than `--max-file`"),
     Error(413, "request_too_large", "the body is longer than the limit"),
     Error(415, None, "the body is compressed, or its `Content-Type` is not `application/json`"),
     Error(422, "idempotency_key_reused", "this `Idempotency-Key` was used with another body"),
@@ -327,7 +396,7 @@ ERRORS = (
     Error(503, "no_engine", "with `--engine`: no engine has answered yet, or none is up; retry"),
     Error(503, "overloaded", "the request waited for too long, or there is no room; retry after `Retry-After` seconds"),
     Error(503, "shutting_down", "the server is shutting down"),
-    Error(503, "not_durable", "the document could not be made durable; retry"),
+    Error(503, "not_durable", "the document or file could not be made durable; retry"),
     Error(503, "owner_only", "another router answers this, and this one was not told where; ask it there"),
     Error(504, "deadline_exceeded", "`timeout_s` has passed"),
 )
@@ -396,6 +465,11 @@ def _operation(operation: Operation) -> Json:
             {"name": name, "in": "path", "required": True, "description": about, "schema": {"type": "string"}}
             for name, about in operation.parameters
         ]
+    if operation.form:
+        kinds = {"file": {"type": "string", "format": "binary"}}
+        fields = {name: kinds.get(name, {"type": "string"}) | {"description": text} for name, text in operation.form}
+        schema = {"type": "object", "properties": fields, "required": ["file", "purpose"]}
+        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
     if operation.body is not None:
         json_form: Json = {"schema": _reference(operation.body.__name__)}
         json_form["examples"] = {example.title: {"value": example.body} for example in operation.examples}

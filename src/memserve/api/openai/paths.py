@@ -1,8 +1,8 @@
 """What a path alone decides: probes, tools written for vLLM and people with a browser ask for ``/version``, ``/ping``,
 ``/load`` and ``/``; paths with a slash at their end; and what a router that is not the owner does not answer itself.
 
-Documents, sessions whose KV is kept, and stored responses are the owner's alone: others say where it answers, by a
-redirect (307).
+Documents, sessions whose KV is kept, stored responses, files and batches are the owner's alone: others say where it
+answers, by a redirect (307).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses")
+_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses", "/v1/files", "/v1/batches")
 _FIELDS = ("document", "session_ttl_s")
 
 

@@ -15,18 +15,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive
 
-from memserve.api.http.errors import ApiError, bad_request, echo, engine_silent, rejected
+from memserve.api.http.errors import ApiError, bad_request, echo, engine_silent
 from memserve.api.http.limits import TENANT_KEY, json_body
 from memserve.api.openai.documents import Document, DocumentMemory, Documents, prepare_document
 from memserve.api.openai.endpoints import EndpointParts
 from memserve.api.openai.interfaces import PinningEngine, ServingEngine
 from memserve.api.openai.request.plan import session_of
 from memserve.api.openai.request.schema import DocumentBody, parse_body
-from memserve.api.openai.response.reply import failure
-from memserve.api.openai.response.responders import abandon_on_disconnect
-from memserve.base.types import NamedPrefix, Request, SamplingParams, StopParams, salt_of
+from memserve.api.openai.response.responders import run_requests
+from memserve.base.types import NamedPrefix, Request, SamplingParams, StopParams, TokenOutput, salt_of
 from memserve.base.units import NS_PER_S, ns_from_s
-from memserve.host.engine import Rejected
 from memserve.system.loop import EngineStopped
 
 PIN_ANSWER_S = 2.0
@@ -109,21 +107,13 @@ class DocumentRoutes:
             session=document.handle,
             salt=self._document_salt(document),
         )
-        call = self._shared.hub.open_call([request])
-        watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
-        cached_tokens, is_ended = 0, False
-        try:
-            while not is_ended:
-                for _, output in await call.next_outputs():
-                    if isinstance(output, Rejected):
-                        raise rejected(output)
-                    if error := failure(output):
-                        raise error
-                    cached_tokens = max(cached_tokens, output.cached_tokens)
-                    is_ended = is_ended or output.finish_reason is not None
-        finally:
-            watcher.cancel()
-            self._shared.hub.close_call(call)
+        cached_tokens = 0
+
+        def take_output(_: int, output: TokenOutput) -> None:
+            nonlocal cached_tokens
+            cached_tokens = max(cached_tokens, output.cached_tokens)
+
+        await run_requests(self._shared.hub, [request], receive, take_output)
         return cached_tokens
 
     def _pin_document(self, document: Document, tenant: str) -> None:

@@ -58,7 +58,7 @@ class StreamCall:
         """Called by the hub, in the loop."""
         if isinstance(output, Rejected):
             self._running[request_index].clear()
-            self._hub.note_refusal(self.requests[request_index].tenant, output)
+            self._hub.note_refusal(self.requests[request_index], output)
         elif output.finish_reason is not None:
             self._running[request_index].discard(output.index)
         if self._error is not None:
@@ -157,10 +157,10 @@ class Hub:
             raise
         return call
 
-    def note_refusal(self, tenant: str, rejection: Rejected) -> None:
-        """Remember the refusal of a request of ``tenant`` if the queue was full."""
-        if rejection.refusal is Refusal.BUSY:
-            self._refused[tenant] = (time.monotonic_ns() + REFUSAL_HOLDS_NS, rejection)
+    def note_refusal(self, request: Request, rejection: Rejected) -> None:
+        """Remember the refusal of ``request`` if the queue was full, unless another one would be taken in its place."""
+        if rejection.refusal is Refusal.BUSY and not request.is_deferrable:
+            self._refused[request.tenant] = (time.monotonic_ns() + REFUSAL_HOLDS_NS, rejection)
 
     def check_busy(self, tenant: str, data: bytes) -> None:
         """Raise the :class:`ApiError` 429 that ``tenant`` was just given, so that a crowd of retries costs little more

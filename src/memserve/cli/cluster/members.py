@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memserve.base.config import ClusterConfig, EngineOptions
@@ -151,6 +152,8 @@ class RunningCluster:
     """One line that names the instances, and one that says what they hold."""
     on_end: Callable[[], None]
     """To be called when the server begins to shut down: instances that end later are not started again."""
+    folder: Path | None = None
+    """Where this host keeps what outlives the router. None: nowhere."""
 
 
 @contextmanager
@@ -209,7 +212,7 @@ def running_cluster(
             supervisor.confirm_started()
             text = _describe(infos, options, engine_options, model)
             with _scaled(engine, options, engine_options, elsewhere or LocalInstances(supervisor, engine).scale_roles):
-                yield RunningCluster(engine, model, text, supervisor.begin_retiring)
+                yield RunningCluster(engine, model, text, supervisor.begin_retiring, metadata.folder)
         finally:
             supervisor.close()
             engine.close()

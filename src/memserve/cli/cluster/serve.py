@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,6 +27,7 @@ from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, 
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
 from memserve.cli.output import print_lines
 from memserve.fleet.messages import FleetOptions
+from memserve.journal.folder import BATCHES
 from memserve.journal.keeper import metadata_place
 from memserve.model.loading.lora import Adapter, read_adapters
 from memserve.store.host.files import with_absolute_folders
@@ -222,6 +224,8 @@ class Served:
     """What is printed about it at the start."""
     on_end: Callable[[], None] = lambda: None
     """Called when the server begins to shut down."""
+    folder: Path | None = None
+    """Where files and batches are kept. None: there are none."""
 
 
 @contextmanager
@@ -252,14 +256,16 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
         if why:
             print_lines(why)
     with running_cluster(options, cluster, log_level, print_lines) as running:
-        yield Served(running.engine, running.model, running.text, running.on_end)
+        folder = None if running.folder is None else running.folder / BATCHES
+        yield Served(running.engine, running.model, running.text, running.on_end, folder)
 
 
 def app_of(
     engine: ServingEngine, model: LoadedModel | RemoteModel, source: str, adapters: tuple[Adapter, ...],
-    http: opt.HttpOptions,
+    http: opt.HttpOptions, batches_folder: Path | None = None,
 ) -> tuple[Any, LoadedModel | RemoteModel]:  # fmt: skip
-    """The application in front of ``engine``, and ``model`` as clients know it. ``source``: as it was configured."""
+    """The application in front of ``engine``, and ``model`` as clients know it. ``source``: as it was configured.
+    ``batches_folder``: as of :func:`memserve.api.app.create_app`."""
     from memserve.api.app import create_app
 
     aliases = (source, model.name)  # as it was configured, and as it calls itself
@@ -271,7 +277,7 @@ def app_of(
     app = create_app(
         engine, model, aliases=aliases, further_names=http.server.served_model_names[1:], adapters=adapters,
         api_keys=http.api_keys.follow_keys(), metrics_keys=http.metrics_keys.follow_keys(), limits=http.limits,
-        config=http.api,
+        config=http.api, batches_folder=batches_folder,
     )  # fmt: skip
     return app, model
 
@@ -287,7 +293,7 @@ def serve_until_signal(
 
     collect_rarely()
     make_room_for_connections(http.limits.connections_max)
-    app, model = app_of(served.engine, served.model, source, adapters, http)
+    app, model = app_of(served.engine, served.model, source, adapters, http, served.folder)
     port = listeners[0].getsockname()[1]
 
     def on_ready() -> None:
@@ -297,7 +303,7 @@ def serve_until_signal(
         if len(listeners) > 1:
             own_url = http.api_url(listeners[1].getsockname()[1])
             text.append(
-                f"documents, sessions and stored responses are the owner's, which has an address of its own: {own_url}"
+                f"documents, sessions, stored responses and batches are the owner's, which answers at {own_url} as well"
             )
         if adapters:
             text.append(f"adapters: {', '.join(adapter.name for adapter in adapters)}")

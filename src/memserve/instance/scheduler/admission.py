@@ -242,10 +242,12 @@ class PrefixSharing:
         """Preempt for ``head``, which did not fit, as far as that is its tenant's due; before a plan is begun.
 
         For those behind it in its tenant's line there are slots as well, as far as they are due: a burst within the
-        share waits for one plan, not for one plan each. Returns whether ``head`` has room now; ``False`` where a single
-        tenant has nothing to share.
+        share waits for one plan, not for one plan each. Deferrable sequences make room for all others, whosever they
+        are. Returns whether ``head`` has room now; ``False`` where a single tenant has nothing to share.
         """
         state, tenant = self._state, head.group.tenant
+        if head.phase is Phase.WAITING and not head.is_deferrable and self._preempt_deferrable(head):
+            return True
         if len(state.turns) == 1 or head.phase not in (Phase.WAITING, Phase.REMOTE_KV_READY):
             return False
         slots = 1 + head.group.forks_pending
@@ -259,12 +261,28 @@ class PrefixSharing:
             return True
         windows, total = state.memory.windows, state.memory.pool.config.hbm_blocks
         blocks = windows.blocks_for(ceil_div(head.known_length, state.memory.block_tokens))
-        while not state.memory.has_blocks_for(head, windows.blocks_for(headroom_blocks(len(state.decoding)))):
+        while not self._has_blocks_for(head):
             blocks_by_tenant = self._blocks_held()
             if 2 * (blocks_by_tenant.get(tenant, 0) + blocks) > state.turns.share_of(tenant, total):
                 return False
             if not self._preempt_above_share(head, blocks, blocks_by_tenant, total):
                 return False
+        return True
+
+    def _has_blocks_for(self, head: Sequence) -> bool:
+        memory = self._state.memory
+        return memory.has_blocks_for(head, memory.windows.blocks_for(headroom_blocks(len(self._state.decoding))))
+
+    def _preempt_deferrable(self, head: Sequence) -> bool:
+        """Preempt deferrable sequences until ``head`` has room. False: there are not enough of them."""
+        state = self._state
+        while len(state.free_slots) < 1 + head.group.forks_pending or not self._has_blocks_for(head):
+            lists = (state.decoding.items, state.prefilling.items, state.idle.items)
+            lasts = [items[-1] for items in lists if items and items[-1].is_deferrable]
+            victims = [sequence for sequence in lasts if sequence.group.tokens_here is None]
+            if not victims:
+                return False
+            state.preempt_sequence(max(victims, key=lambda sequence: sequence.rank))
         return True
 
     def slots_due(self, tenant: str) -> int:

@@ -52,12 +52,13 @@ class InflightPlan:
 class BatchBuilder:
     """Adds rows to a plan, and keeps the sequences in step with what the plan tells the device."""
 
-    __slots__ = ("forking", "inflight", "plan", "prompt_logprobs", "publishing", "state")
+    __slots__ = ("deferrable_tokens", "forking", "inflight", "plan", "prompt_logprobs", "publishing", "state")
 
     def __init__(self, state: SchedulerState, step_id: int) -> None:
         self.state = state
         self.plan = StepPlan(step_id)
         self.inflight = InflightPlan(step_id, self.plan)
+        self.deferrable_tokens = 0  # of prompts, that this plan computes
         self.prompt_logprobs = 0  # prompt tokens of which this plan materialises logits
         #: sequences of which this plan computes full blocks and publishes
         self.publishing: list[Sequence] = []
@@ -143,6 +144,7 @@ class BatchBuilder:
         inflight.prefill_tokens += end - start
         inflight.prefill_pairs += attended_pairs(end - start, start)
         inflight.overtaking_tokens += end - start if sequence.is_overtaking else 0
+        self.deferrable_tokens += end - start if sequence.is_deferrable else 0
         if self.reports_prompt(sequence):
             self.prompt_logprobs += end - start
             plan.prompt_logprob_rows.append(row)

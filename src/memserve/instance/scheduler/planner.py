@@ -28,6 +28,9 @@ from memserve.instance.scheduler.sequence import Phase, Sequence
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.instance.speculation.speculation import Speculation
 
+DEFERRABLE_PART = 8
+"""Prompts of deferrable requests fill at most this part of a step while interactive ones are expected: one that comes
+during such a step waits for its end. Beside its own prompt there are none."""
 _LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step is kept for
 
 
@@ -165,9 +168,13 @@ class Planner:
         return tokens_left if tokens_left >= min(budget, state.memory.layers.least_piece(first)) else 0
 
     def _without_slot(self) -> Sequence | None:
-        """The head of the waiting lines, when no slot is free and several tenants want one."""
+        """The head of the waiting lines, when no slot is free and several tenants want one, or deferrable sequences
+        have some."""
         state, turns = self.state, self.state.turns
-        if state.free_slots or len(turns) == 1 or not state.waiting:
+        if state.free_slots or not state.waiting:
+            return None
+        running = (state.decoding.items, state.prefilling.items)
+        if len(turns) == 1 and not any(items and items[-1].is_deferrable for items in running):
             return None
         tenant = min(state.waiting.tenants, key=lambda name: (state.first_urgency(name), turns.clock_of(name)))
         return state.waiting.line_of(tenant)[0]
@@ -302,9 +309,23 @@ class Planner:
             chunk_max = min(chunk_max, sequence.layered.chunk_tokens)
         if sequence.is_overtaking:
             budget = layers.overtaking_tokens(sequence, budget)
+        if sequence.is_deferrable:
+            budget = min(budget, self._deferrable_budget(batch, budget))
         if batch.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
         return chunk_tokens(sequence.computed, sequence.known_length, chunk_max, budget, block_tokens)
+
+    def _deferrable_budget(self, batch: BatchBuilder, budget: int) -> int:
+        """What of ``budget`` prompts of deferrable requests may still have: nothing beside prompts of others."""
+        state = self.state
+        if not state.expects_interactive_requests:
+            return budget
+        heads = [line[0] for line in (state.prefilling.items, *state.waiting.lines) if line]
+        computes_others = batch.inflight.prefill_tokens > batch.deferrable_tokens
+        if computes_others or not all(sequence.is_deferrable for sequence in heads):
+            return 0
+        most = max(self.state.memory.block_tokens, self.config.step_tokens // DEFERRABLE_PART)
+        return max(0, most - batch.deferrable_tokens)
 
     # -- pass 3
 
@@ -348,6 +369,8 @@ class Planner:
             slots_max -= 1 + sequence.group.forks_pending
             if budget <= 0 or slots_max < 0:
                 break
+            if sequence.is_deferrable and not self._deferrable_budget(batch, budget):
+                break  # those behind it are as well
             if not self._admit_sequence(batch, sequence, now_ns):
                 return None
             if self.state.memory.layers.arrives(sequence):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
+
 from memserve import _core
 from memserve.base.errors import check
 from memserve.base.types import FinishReason, TokenLogprobs, TokenOutput
@@ -61,6 +63,8 @@ class StepResults:
             self._end_failed(plan, event.failed)
         if event.prompt_logprobs:
             self._take_prompt_logprobs(plan, event)
+        if event.hidden:
+            self._take_hidden(plan, event)
         if event.late:
             plan, event = self._skip_late(plan, event)
             targets, tokens = plan.targets, event.tokens
@@ -187,8 +191,18 @@ class StepResults:
                 queue_ns=group.queue_ns if first else None,
                 offset=len(sequence.out) - 1,
                 story=group.take_facts(),
+                hidden=_pooled(sequence) if first and group.hidden is not None else b"",
             )
         )
+
+    def _take_hidden(self, plan: InflightPlan, event: StepFinished) -> None:
+        """Sums of rows are added up; a prompt that is computed again begins anew."""
+        by_slot = plan.by_slot()
+        for row, state in event.hidden.items():
+            group = by_slot[plan.plan.slots[row]].group
+            values = np.frombuffer(state, np.float32)
+            adds_up = group.prompt_logprobs is not None and plan.plan.starts[row] > 0
+            group.hidden = group.hidden + values if adds_up and group.hidden is not None else values
 
     def _take_prompt_logprobs(self, plan: InflightPlan, event: StepFinished) -> None:
         """Entry ``j`` of a row belongs to the token after the row's ``j``-th: its logits were computed there."""
@@ -361,3 +375,10 @@ def _output(group: Group, index: int, hypothesis: Hypothesis | None) -> TokenOut
         queue_ns=group.queue_ns,
         story=group.take_facts(),
     )
+
+
+def _pooled(sequence: Sequence) -> bytes:
+    """The state of the prompt's last token, or the mean over all of its tokens where all were reported; float32."""
+    group = sequence.group
+    count = 1 if group.prompt_logprobs is None else sequence.prompt_tokens
+    return (np.asarray(group.hidden) / np.float32(count)).astype(np.float32).tobytes()

@@ -20,10 +20,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memserve import _core
 from memserve.base.state_table import Transitions
-from memserve.base.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput, TransferMode
+from memserve.base.types import (
+    DEFERRABLE_PRIORITY,
+    FinishReason,
+    Request,
+    TokenArray,
+    TokenLogprobs,
+    TokenOutput,
+    TransferMode,
+)
 from memserve.instance.scheduler.beam import BeamSearch
 from memserve.protocol.messages import Span
 from memserve.protocol.peers import Holder, Peer
@@ -190,6 +199,7 @@ class Group:
         "facts",
         "forks_pending",
         "held_steps",
+        "hidden",
         "isolation",
         "masks_ns",
         "max_tokens",
@@ -234,6 +244,8 @@ class Group:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if request.sampling.prompt_logprobs:
             self.prompt_logprobs = [None] * len(request.prompt)
+        #: of a model that embeds: the hidden state of the prompt's last token, or the sum over all so far
+        self.hidden: NDArray[np.float32] | None = None
         #: the part of a longer sequence that it is. None: it is whole
         self.span: Span | None = None
         #: None: a request of the own process
@@ -380,6 +392,11 @@ class Sequence(_core.SequenceRow):
     def is_overtaking(self) -> bool:
         """Whether its prompt is computed although it has no room whole: by its turn it would wait."""
         return self.layered is not None and not self.out
+
+    @property
+    def is_deferrable(self) -> bool:
+        """Whether it runs behind all others."""
+        return self.rank[1] == DEFERRABLE_PRIORITY
 
     @property
     def blocks_held(self) -> int:

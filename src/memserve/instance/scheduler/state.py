@@ -32,11 +32,15 @@ from memserve import _core
 from memserve.base.errors import InvariantError, check
 from memserve.base.fairness import Turns
 from memserve.base.types import FinishReason, TokenOutput
+from memserve.base.units import NS_PER_S
 from memserve.instance.scheduler.grammar_waits import GrammarWaits, LateMasks
 from memserve.instance.scheduler.memory import SequenceMemory
 from memserve.instance.scheduler.sequence import SEQUENCE, Cause, Group, Phase, Rank, Sequence, is_held_segment
 from memserve.instance.scheduler.slo import Objectives
 from memserve.protocol.peers import Load
+
+INTERACTIVE_NS = 10 * NS_PER_S
+"""How long after a request that is not deferrable the next one is expected."""
 
 
 def _rank(sequence: Sequence) -> Rank:
@@ -218,6 +222,9 @@ class SchedulerState:
         self.counters = SchedulerCounters()
         #: time of the event that is being handled
         self.now = 0
+        #: open requests that are not deferrable, and when the last of those ended that have. None: none has
+        self._interactive_requests = 0
+        self._interactive_ended_ns: int | None = None
         self.grammars = GrammarWaits(slots)
         self.late_masks = LateMasks()
         #: None: requests have no objectives
@@ -260,6 +267,7 @@ class SchedulerState:
     def open_group(self, group: Group) -> None:
         """Register a new request."""
         self.groups[group.request.request_id] = group
+        self._interactive_requests += not group.request.is_deferrable
         self.tenants[group.tenant] = self.tenants.get(group.tenant, 0) + 1
         self.turns.add_tenant(group.tenant, group.request.weight)
         self.grammars.on_request_opened(group.wanted_grammar, self.now)
@@ -269,6 +277,12 @@ class SchedulerState:
         line = self.waiting.line_of(tenant)
         first = next((sequence for sequence in self.prefilling.items if sequence.group.tenant == tenant), None)
         return min([sequence.rank[0] for sequence in (first, *line[:1]) if sequence is not None], default=0)
+
+    @property
+    def expects_interactive_requests(self) -> bool:
+        """Whether there is a request that is not deferrable, or was one lately, so that the next may come any time."""
+        ended_ns = self._interactive_ended_ns
+        return bool(self._interactive_requests) or (ended_ns is not None and self.now - ended_ns < INTERACTIVE_NS)
 
     def serve_decodes(self, steps: int) -> None:
         """Count a token for each decoding sequence in each of ``steps`` steps in the turns of its tenant."""
@@ -485,6 +499,8 @@ class SchedulerState:
 
     def _remove_group(self, group: Group) -> None:
         del self.groups[group.request.request_id]
+        if not group.request.is_deferrable:
+            self._interactive_requests, self._interactive_ended_ns = self._interactive_requests - 1, self.now
         self.grammars.on_request_ended(group.wanted_grammar, self.now)
         count_left = self.tenants[group.tenant] - 1
         if count_left:

@@ -14,7 +14,7 @@ import msgspec
 
 from memserve.base.config import DEFAULT_MAX_TOKENS
 from memserve.base.errors import UserError
-from memserve.base.types import AS_COMPUTED, NO_REGIMES, PositionRegimes
+from memserve.base.types import AS_COMPUTED, NO_REGIMES, Pooling, PositionRegimes
 from memserve.model.loading.sources import ModelFolder
 from memserve.system.imports import remember_model_names
 
@@ -48,6 +48,8 @@ class ModelCard:
     """How KV lies in the first tier."""
     activation_bits: int = 0
     """To how many bits activations are rounded that meet such weights; 0: they meet none."""
+    pooling: Pooling | None = None
+    """How it embeds. None: it generates."""
 
     @classmethod
     def of_model(cls, model: LoadedModel) -> ModelCard:
@@ -65,6 +67,7 @@ class ModelCard:
             model.quantization,
             model.kv_dtype,
             model.activation_bits,
+            model.pooling,
         )
 
     def encode(self) -> bytes:
@@ -111,6 +114,7 @@ class RemoteModel:
     quantization: str = "none"
     kv_dtype: str = AS_COMPUTED
     activation_bits: int = 0
+    pooling: Pooling | None = None
 
     @property
     def max_model_tokens(self) -> int:
@@ -149,6 +153,7 @@ def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> Rem
         quantization=card.quantization,
         kv_dtype=card.kv_dtype,
         activation_bits=card.activation_bits,
+        pooling=card.pooling,
     )
 
 

@@ -13,11 +13,12 @@ from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
 from memserve.base.errors import UserError
 from memserve.base.layer_kv import LayerKv, LayerLayout, keep_every_layer, lay_out
 from memserve.base.states import NO_STATE, StateGeometry, cache_groups
-from memserve.base.types import AS_COMPUTED, COARSE_BITS, NO_REGIMES, KVGeometry, PositionRegimes
+from memserve.base.types import AS_COMPUTED, COARSE_BITS, NO_REGIMES, KVGeometry, Pooling, PositionRegimes
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import load_module, text_weights
 from memserve.model.loading.formats.headers import errors_named
 from memserve.model.loading.lora import Adapter, read_adapters
+from memserve.model.loading.pooling import give_hidden_states, pooling_of
 from memserve.model.loading.sources import (
     DEFAULT_MODEL,
     DEFAULT_MODEL_SAMPLING,
@@ -96,6 +97,7 @@ class LoadedModel:
     query_heads: int = 0  # of every layer; 0: not known, or not alike
     states: StateGeometry = NO_STATE  # what layers carry beside KV
     layers: tuple[LayerKv, ...] = ()  # what each layer that attends keeps
+    pooling: Pooling | None = None  # None: it generates; else logits are hidden states (model/loading/pooling.py)
     layout: LayerLayout | None = None  # where, if not all keep the same in one block; ``geometry`` is that of a block
 
     @property
@@ -153,28 +155,27 @@ def load_model(
     on_host: bool = False,
     kv_bytes: int | None = None,
     quantization: str = "none",
+    pooling: str = "none",
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
     ``dtype`` is one of :data:`DTYPES`, ``device`` auto, cpu or cuda; ``threads`` is how many threads the CPU
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
-    it goes to the device. ``kv_bytes``: of KV memory that is needed beside it: a model that does not fit with it is
-    refused before it is read; None: without a look. ``quantization``: as in the options. Raises :class:`UserError`."""
+    it goes to the device. ``kv_bytes``: KV memory that is needed beside it: a model that does not fit with it is
+    refused before it is read; None: no look. ``quantization``, ``pooling``: the options. Raises :class:`UserError`."""
     place = _choose_device(device)
-    dtype_name = _choose_dtype(dtype, place)
-    adapters = read_adapters(lora)
+    dtype_name, adapters = _choose_dtype(dtype, place), read_adapters(lora)
     import torch
 
     may_keep, on_cpu = quantization != "none" and _takes_stored(dtype, place), place.type == "cpu"
     folder, checkpoint = _resolve_and_check(source, dtype_name, kv_bytes if on_cpu else None, keep_file=may_keep)
     folder = _rounded(folder, quantization)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    loaded_on = torch.device("cpu") if on_host else place
+    torch.set_num_threads(threads or torch.get_num_threads())
     module, identity, geometry, layers = _load_and_probe(
-        folder, dtype_name, loaded_on, block_tokens, checkpoint, may_keep=may_keep, keep_latents=on_cpu
-    )
+        folder, dtype_name, torch.device("cpu") if on_host else place, block_tokens, checkpoint,
+        may_keep=may_keep, keep_latents=on_cpu,
+    )  # fmt: skip
     tokenizer, original = load_tokenizer(folder), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
     kept = _keep_file(module, folder, identity) if may_keep else identity
@@ -201,7 +202,17 @@ def load_model(
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
         states=_states(module, geometry, layers, folder.name),
         layers=tuple(layer.kept for layer in layers),
+        pooling=_pooling(module, pooling_of(folder.path, pooling), place),
     ).lay_out_kv(shares_kv=False)
+
+
+def _pooling(module: Any, pooling: Pooling | None, place: torch.device) -> Pooling | None:
+    """How the module embeds, which gives hidden states from now on. Raises :class:`UserError`."""
+    if pooling is None:
+        return None
+    on_gpu = "models embed on CPUs alone" if place.type != "cpu" else ""
+    quantised = "its weights are quantised: --quantization none" if _keeps_weights(module) else ""
+    return give_hidden_states(module, pooling, on_gpu or quantised)
 
 
 def _attends_plainly(module: Any, layers: list[ProbedLayer]) -> bool:

@@ -108,9 +108,10 @@ def cost_tokens(request: Request, output_tokens_max: int) -> int:
 
 def with_operator_settings(request: Request, config: AdmissionConfig) -> Request:
     """``request`` with the operator's settings: its tenant's weight and objectives, and whether its priority counts
-    across tenants."""
+    across tenants, as that of a deferrable one does in any case."""
     weight = dict(config.weights).get(request.tenant, 1) if config.weights else 1
-    urgency = request.priority if config.priority_across_tenants else 0
+    counts = config.priority_across_tenants or request.is_deferrable
+    urgency = request.priority if counts else 0
     if config.objectives:
         by_tenant = {name: (ttft_ns or None, tpot_ns or None) for name, ttft_ns, tpot_ns in config.objectives}
         ttft_ns, tpot_ns = by_tenant.get(request.tenant, (None, None))

@@ -190,4 +190,5 @@ class OutputMerger:
             queue_ns=None if queue_ns is None else queue_ns + attempt.dispatched_ns - req.arrived_ns,
             story=story + output.story,  # a decode instance tells its part with its first output, the client's second
             offset=len(req.emitted[index]),
+            hidden=output.hidden if first else b"",
         )

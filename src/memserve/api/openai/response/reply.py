@@ -165,6 +165,7 @@ class Reply:
         self._has_cached = [False] * len(plan.prompts)  # whether that of each prompt is known
         self._story: list[list[tuple[str, str | int | float]]] = [[] for _ in plan.prompts]
         self._unfinished = len(self.sequences)
+        self._is_interactive = not any(request.is_deferrable for request in plan.requests)
 
     def _new_sequence(self, prompt_index: int, index: int, tokenizer: Tokenizer) -> ReplySequence:
         stop = self.plan.requests[prompt_index].stop
@@ -227,7 +228,8 @@ class Reply:
         if self._first_ns is None:
             self._first_ns = time.monotonic_ns()
             self._queue_ns = output.queue_ns
-            self._metrics.first_token((self._first_ns - self._started_ns) / NS_PER_S, output.queue_ns)
+            if self._is_interactive:
+                self._metrics.first_token(self._first_ns - self._started_ns, output.queue_ns)
 
     def _advance_sequence(self, call: StreamCall, sequence: ReplySequence, output: TokenOutput) -> Delta:
         opens = not sequence.stream.tokens
@@ -271,7 +273,7 @@ class Reply:
         if self.plan.generates:
             self.completion_tokens += tokens
             self._metrics.generated_tokens.value += tokens
-            if tokens and not opens:
+            if tokens and not opens and self._is_interactive:
                 self._metrics.between_tokens.observe((now_ns - sequence.last_ns) / NS_PER_S / tokens)
         sequence.last_ns = now_ns
 
@@ -294,6 +296,8 @@ class Reply:
         self._metrics.cached_tokens.value += self.cached_tokens
         if self.plan.requests:
             self._metrics.count_answer(self.plan.requests[0].tenant, self.prompt_tokens, self.completion_tokens)
+        if not self._is_interactive:
+            return
         self._metrics.whole_request.observe((now_ns - self._started_ns) / NS_PER_S)
         later = self.completion_tokens - len(self.sequences)
         if self._first_ns is not None and later > 0:

@@ -16,14 +16,15 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from memserve import __version__
-from memserve.api.http.errors import ApiError, internal
+from memserve.api.http.errors import ApiError, internal, rejected
 from memserve.api.http.limits import ClientGone, wait_for_disconnect
 from memserve.api.http.request import WHEN_GONE_KEY
 from memserve.api.openai.request.schema import IGNORED_HEADER
 from memserve.api.openai.response.formats import AnswerFormat
 from memserve.api.openai.response.idempotency import EventIds, split_tokens
-from memserve.api.openai.response.reply import Delta, Reply
+from memserve.api.openai.response.reply import Delta, Reply, failure
 from memserve.api.openai.streams import Hub, News, StreamCall
+from memserve.base.types import Request, TokenOutput
 from memserve.host.engine import Rejected
 
 _encode = msgspec.json.Encoder().encode
@@ -117,6 +118,28 @@ async def read_whole(call: StreamCall, reply: Reply, take_delta: Callable[[Delta
 def frame_event(event: dict[str, Any]) -> bytes:
     """A server-sent event with the name that its ``type`` says."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))
+
+
+async def run_requests(
+    hub: Hub, requests: list[Request], receive: Receive, take_output: Callable[[int, TokenOutput], object]
+) -> None:
+    """Run ``requests`` of one sequence each, without an answer of their own. ``take_output``: gets each output with the
+    place of its request. Raises :class:`ApiError` for one that the engine refuses or gives up, and
+    :class:`ClientGone`."""
+    call, unanswered = hub.open_call(requests), len(requests)
+    watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
+    try:
+        while unanswered:
+            for place, output in await call.next_outputs():
+                if isinstance(output, Rejected):
+                    raise rejected(output)
+                if error := failure(output):
+                    raise error
+                take_output(place, output)
+                unanswered -= output.finish_reason is not None
+    finally:
+        watcher.cancel()
+        hub.close_call(call)
 
 
 async def in_slices(pieces: Iterator[bytes], parts: list[bytes]) -> None:

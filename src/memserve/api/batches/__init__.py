@@ -1,0 +1,1 @@
+"""Files and batches: requests that are answered later, behind all others."""
