@@ -215,7 +215,8 @@ class RelevanceRoutes:
 
     def _prompt(self, body: RerankBody | ScoreBody, query: str, document: str) -> TokenArray:
         before, behind, _ = self._parts()
-        text = f"<Instruct>: {body.instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        pair = f"<Instruct>: {body.instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        text = self._shared.encoder.hide_control_tokens(pair)
         tokens = self._shared.encoder.token_ids(text, add_special_tokens=False)
         return np.array([*before, *tokens[: body.truncate_prompt_tokens], *behind], np.int32)
 

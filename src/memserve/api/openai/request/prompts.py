@@ -292,6 +292,10 @@ class PromptEncoder:
         text, text_cache = self._sealed(text)
         return list(self._encode_text(text, add_special_tokens, text_cache).ids)
 
+    def hide_control_tokens(self, text: str) -> str:
+        """A client's ``text`` as it may stand in a template: control tokens in it are text to :meth:`token_ids`."""
+        return text if self._control_tokens is None else str(self._control_tokens.hide_in(text))
+
     def _encode_rendered(self, text: str, is_cut: bool = False, owner: Owner | None = None) -> Prompt:
         """A text that :meth:`_render_template` made."""
         sealed, text_cache = self._sealed(text)
