@@ -130,6 +130,11 @@ class PoolConfig:
         entries = self.hbm_blocks if self.windows is None else self.windows.entries_in(self.hbm_blocks)
         return entries * block_tokens
 
+    def source_tokens(self, block_tokens: int) -> int:
+        """With ``--nonprefix-reuse``: tokens that are looked through for runs, at most. Most sources share blocks with
+        others, so they are more than the tiers hold."""
+        return 4 * (self.hbm_blocks + self.dram_blocks) * block_tokens
+
     def with_whole_snapshots(self) -> PoolConfig:
         """Snapshots that lie among blocks have whole ones, so that they can go where blocks go."""
         states = self.states
@@ -179,6 +184,11 @@ class SchedulerConfig:
     draft_tokens: int = option(0, "--draft-tokens", least=0, most=64)
     """N: a step also computes up to N tokens that followed the same tokens before, in the sequence or in an earlier
     request of its tenant, and keeps those that are drawn, where that pays. Answers stay the same. 0: no drafts."""
+    nonprefix_reuse: bool = option(False, "--nonprefix-reuse")
+    """Let requests with ``nonprefix_reuse`` take KV of the same text from behind other text, wherever it stood: they
+    are answered sooner, and not exactly. Other requests are served as without it."""
+    nonprefix_recompute: float = option(0.15, "--nonprefix-recompute", least=0.0, most=1.0)
+    """With ``--nonprefix-reuse``: the share of such a text that is computed anew, where it matters most."""
     link_bytes_s: float | None = option(None, "--link-gbps", form=GBIT_S, least=0.001)
     """Emulate a link of this many gigabits a second between KV memory and DRAM, for studies of ``--layerwise`` on
     machines where both are the same memory. None: as fast as the memory is."""
@@ -256,6 +266,8 @@ class InstanceConfig:
     """Token ids that the model can read and draw: ``[0, vocab_size)``."""
     adapters: frozenset[str] = frozenset()
     """Digests of the LoRA adapters that the device has."""
+    why_keys_stay: str = ""
+    """Why KV cannot be used at other positions than those that it was computed at. Empty: it can."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,6 +274,7 @@ class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renam
     key: str = ""
     asked: str = ""  # digest of what the client asked with ``key``
     created_s: int = 0  # with ``key``: seconds since 1970, when the client asked first
+    nonprefix_reuse: bool = False  # KV of the same tokens behind others may stand in: the answer is not exact
 
     @property
     def isolation(self) -> str:
@@ -323,6 +324,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     late, before those of another sender, or with some lost in between."""
     hidden: bytes = b""
     """First output of a model that embeds: the pooled hidden state of the prompt, float32."""
+    inexact_tokens: int = 0  # as ``cached_tokens``: with KV that was computed behind other tokens, not counted there
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from memserve.base.config import EngineOptions, InstanceConfig
 from memserve.base.errors import UserError
 from memserve.base.states import cache_groups
-from memserve.base.types import Role
+from memserve.base.types import AS_COMPUTED, Role
 from memserve.base.units import human_bytes
 from memserve.protocol.peers import Peer
 from memserve.system.process import set_thread_environment
@@ -92,12 +92,7 @@ def _assemble_parts(
     from memserve.system.memory import check_host_memory, memory_bound, resident_bytes
 
     on_gpu = gpu is not None
-    model = model.lay_out_kv(
-        windows_apart=options.keeps_windows_apart(on_gpu=on_gpu), shares_kv=options.shares_layers_kv
-    )
-    if (layout := model.layout) is not None:
-        groups = ", ".join(map(str, cache_groups(model.geometry, layout.layers, model.states)))
-        log.info("KV lies %s: %s", "apart" if layout.is_apart else "together", groups)
+    model = _prepare_model(model, options, on_gpu=on_gpu)
     geometry = model.geometry
     sizes = model_sizes(model)  # with its weights
     kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
@@ -116,7 +111,9 @@ def _assemble_parts(
     exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv, reports_layers=reports_layers)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     adapters = model.adapters.digests if model.adapters is not None else frozenset()
-    config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool, adapters=adapters)
+    config = dataclasses.replace(
+        config, role=role, exchange=exchange, pool=pool, adapters=adapters, why_keys_stay=model.why_keys_stay
+    )
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
     profiled = model.fingerprint, geometry, model.device.type + options.parallel.text, options.threads
     costs = load_profile(*profiled)
@@ -138,6 +135,34 @@ def _assemble_parts(
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
     return Parts(served, config, device, machine, costs, profile_path(*profiled))
+
+
+def _prepare_model(model: LoadedModel, options: EngineOptions, *, on_gpu: bool) -> LoadedModel:
+    """``model`` with places for the KV of its layers and, if that is asked for, with what moves its keys to other
+    positions, or why nothing does."""
+    from memserve.model.rotation import find_rotation
+
+    model = model.lay_out_kv(
+        windows_apart=options.keeps_windows_apart(on_gpu=on_gpu), shares_kv=options.shares_layers_kv
+    )
+    if (layout := model.layout) is not None:
+        groups = ", ".join(map(str, cache_groups(model.geometry, layout.layers, model.states)))
+        log.info("KV lies %s: %s", "apart" if layout.is_apart else "together", groups)
+    if not options.scheduler.nonprefix_reuse:
+        return model
+    cases = (
+        (on_gpu, "instances on GPUs do not move KV yet"),
+        (options.parallel.worker_count > 1, "instances of several workers do not move KV yet"),
+        (options.kv_dtype != AS_COMPUTED, "KV is rounded here (--kv-dtype)"),
+    )
+    reason = next((reason for applies, reason in cases if applies), "")
+    if not reason:
+        try:
+            return dataclasses.replace(model, rotation=find_rotation(model))
+        except UserError as error:
+            reason = error.message
+    log.warning("--nonprefix-reuse: requests are served exactly, because %s", reason)
+    return dataclasses.replace(model, why_keys_stay=reason)
 
 
 def _check_states(model: LoadedModel, options: EngineOptions, config: InstanceConfig, role: Role) -> None:

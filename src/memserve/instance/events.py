@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memserve.base.types import ClockTicked, CopyBlocks, SamplingParams, StopParams, Tier, TokenArray, TokenLogprobs
+from memserve.kv.contents import MoveTokens
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.protocol.events import (
     EmitTokens,
@@ -187,18 +188,20 @@ class PlaceWindow:
 class StepPlan:
     """One device step. The device executes plans strictly in the order in which it gets them.
 
-    Order inside a plan: ``reset_slots``, ``close``, then ``states`` and ``copies`` in order, then ``open``, ``grow``,
-    ``replace``, ``windows``, ``place``, then the rows are computed as one batch, then ``snapshots`` are written and
-    tokens sampled.
+    Order inside a plan: ``reset_slots``, ``close``, then ``states`` and ``copies`` in order, then ``token_moves``,
+    ``open``, ``grow``, ``replace``, ``windows``, ``place``, then the rows are computed as one batch, then ``snapshots``
+    are written and tokens sampled.
     The device keeps, for each slot, a token buffer: a sampled token is written behind the slot's last token on the
     device, so a later plan may name its position before any host has seen it. Row ``r`` computes tokens
     ``[starts[r], starts[r] + counts[r])`` of slot ``slots[r]``: it writes their K and V to the slot's block table and
-    attends to positions ``<= own position``.
+    attends to positions ``<= own position``. Several rows may be of one slot, in the order of their tokens: a layer
+    attends when the KV of all rows is written.
     """
 
     step_id: int
     close: list[int] = field(default_factory=list)  # slots
     copies: list[CopyBlocks] = field(default_factory=list)
+    token_moves: list[MoveTokens] = field(default_factory=list)
     open: list[OpenSequence] = field(default_factory=list)
     grow: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, block ids appended to its table)
     replace: list[tuple[int, int, int]] = field(default_factory=list)  # (slot, table position, new block id)

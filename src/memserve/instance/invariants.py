@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from memserve.base.errors import check
+from memserve.base.types import Tier
 from memserve.base.units import ceil_div
 from memserve.instance.cluster.link import ClusterLink
 from memserve.instance.scheduler.batch import InflightPlan
@@ -29,6 +30,8 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
     state.memory.layers.check_invariants(sequences)
     state.memory.states.check_invariants(sequences)
     state.memory.windows.check_invariants(sequences)
+    if state.memory.contents is not None:
+        state.memory.contents.check_invariants({sequence.key for sequence in sequences if sequence.inexact})
     check(not state.outputs, "outputs left over from an earlier event")
     state.memory.pool.check_invariants()
     if state.objectives is not None:
@@ -149,6 +152,13 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
         )
     elif not sequence.dram_blocks:
         check(sequence.computed == 0 and sequence.lease is None, "{} has no blocks, but KV or a lease", sequence)
+    if sequence.inexact is not None:
+        exact_tokens = sequence.inexact.exact_tokens
+        check(sequence.published <= exact_tokens, "{} has published inexact KV", sequence)
+        holders = len(sequence.group.sequences)
+        for block in sequence.blocks[exact_tokens // block_tokens :]:
+            references = state.memory.pool.ref_count(Tier.HBM, block)
+            check(references <= holders, "inexact KV of {} is cached or lent", sequence)
     if sequence.phase is Phase.DECODING:
         check(sequence.computed == sequence.length - 1, "{} decodes, but is not at its end", sequence)
         check(sequence.left > 0 and sequence.opened, "{} decodes, but has nothing to decode", sequence)

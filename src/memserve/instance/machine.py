@@ -54,7 +54,9 @@ from memserve.instance.stats import (
     instance_stats,
     memory_report,
 )
+from memserve.kv.contents import ContentReuse
 from memserve.kv.costs import PreemptionCosts, PreemptionModel
+from memserve.kv.identity import DEFAULT_KEY
 from memserve.kv.pool import BlockPool
 from memserve.kv.transfer.events import PagesPulled, PagesSealed
 from memserve.protocol.events import (
@@ -108,6 +110,8 @@ class Instance:
             if config.pool.shares_dram or config.role is Role.COLOCATED:
                 layers = geometry.num_layers
                 self._context = streamed_tokens(config.max_model_tokens, config.pool, block_tokens, layers)
+        if scheduler.nonprefix_reuse:
+            _let_reuse_contents(config, memory)
         self.state = SchedulerState(memory, running_max(scheduler), scheduler.preemption)
         if scheduler.scheduling == "slo":
             self.state.objectives = Objectives(scheduler, self.state.costs)
@@ -363,6 +367,22 @@ def _layer_placer(config: InstanceConfig, memory: SequenceMemory, geometry: KVGe
     page_bytes = lower_page_bytes(geometry, config.pool.lower_dtype) if scheduler.link_bytes_s else geometry.page_bytes
     budget = LayerBudget(geometry.num_layers, page_bytes, link, scheduler.slo_tpot_ns or TPOT_NS)
     return LayerPlacer(memory.pool, budget, scheduler, memory.costs)
+
+
+def _let_reuse_contents(config: InstanceConfig, memory: SequenceMemory) -> None:
+    """Let sequences take KV from elsewhere, unless that cannot be right here."""
+    scheduler, pool = config.scheduler, config.pool
+    cases = (
+        (bool(config.why_keys_stay), config.why_keys_stay),
+        (not pool.caching, "no KV is cached here (--no-cache)"),
+        (scheduler.layerwise != "off", "KV lies by layer here (--layerwise)"),
+        (pool.states is not None, "the model keeps a recurrent state"),
+        (pool.windows is not None, "KV of windows lies apart here (--window-kv)"),
+    )
+    memory.why_no_contents = next((reason for applies, reason in cases if applies), "")
+    if not memory.why_no_contents:
+        key = pool.identity_key or DEFAULT_KEY
+        memory.contents = ContentReuse(memory.pool, key, scheduler.nonprefix_recompute)
 
 
 def _pin_name(handle: str, tenant: str) -> str:

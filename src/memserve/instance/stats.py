@@ -49,6 +49,11 @@ class InstanceStats:
         "Prompt tokens of requests admitted with KV that {whose} had or fetched",
         engine="engine_cached_tokens",
     )
+    inexact_tokens: int = counter(
+        "instance_inexact_tokens",
+        "Prompt tokens of requests admitted with KV that {whose} had computed behind other tokens",
+        engine="engine_inexact_tokens",
+    )
     computed_tokens: int = counter(
         "instance_computed_tokens",
         "Tokens that the device of {whose} computed, in prefill and decode",
@@ -261,6 +266,7 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         requests_cancelled=counters.requests_cancelled,
         prompt_tokens=counters.prompt_tokens,
         cached_tokens=counters.cached_tokens,
+        inexact_tokens=counters.inexact_tokens,
         computed_tokens=counters.prefill_tokens + counters.decode_tokens,
         generated_tokens=counters.generated_tokens,
         preemptions_swap=counters.preempted_by_swap,

@@ -19,6 +19,7 @@ from memserve.base.config import InstanceConfig, PoolConfig
 from memserve.base.errors import check
 from memserve.base.types import Tier, TokenLogprobs
 from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, SaveState, StepFinished, StepPlan
+from memserve.kv.contents import MoveTokens
 from memserve.model.arena import ArenaSizes, KvArenas, blocks_of, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention
 from memserve.model.attention.context import (
@@ -40,6 +41,8 @@ from memserve.model.forward import EagerForward, Forward
 from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.lora import StepAdapters, lora_adapters
+from memserve.model.rotary import KeyRotation
+from memserve.model.rotation import TokenMover
 from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotModel, SlotTable, isolate_row
 from memserve.model.states.layers import states_of, step_states
@@ -105,6 +108,7 @@ class ModelDevice(Device):
         addresses = self._arenas.hbm_address, self._arenas.dram.data_ptr()
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower, self._arenas.file)
         self._copier = self._make_copier(scheduler.link_bytes_s)
+        self._mover = None if model.rotation is None else self._make_mover(model.rotation)
         #: None: layers keep KV alone
         self._states = self._open_states(model, pool, scheduler.max_running) if model.states else None
         #: of a worker that follows: slots with late draws, as the one that leads knows them
@@ -150,6 +154,12 @@ class ModelDevice(Device):
     def _make_pages(self, page_bytes: int, pages: int) -> Tensor:
         """Memory ``[pages, page_bytes]`` uint8 for states, where the first tier is."""
         return state_pages(page_bytes, pages)
+
+    def _make_mover(self, rotation: KeyRotation) -> TokenMover:
+        tiers = {Tier.HBM: self._arenas.hbm}
+        if self._arenas.dram.shape[1] == self._geometry.block_bytes:  # else rounded ones are not read in place
+            tiers[Tier.DRAM] = self._arenas.dram
+        return TokenMover(tiers, self._geometry, rotation)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
         """``link_bytes_s``: emulate a link of this rate for KV that lies by layer."""
@@ -223,7 +233,7 @@ class ModelDevice(Device):
         if self.segment_lines is not None:
             self.segment_lines.close()
         self._states = None
-        del self._attention, self._page_attention, self._arenas, self.held_kv
+        del self._attention, self._page_attention, self._mover, self._arenas, self.held_kv
 
     def _apply_plan(self, plan: StepPlan) -> None:
         if plan.reset_slots:
@@ -242,6 +252,8 @@ class ModelDevice(Device):
             self._arenas.copy_blocks(order)
         if plan.copies:
             self._barrier()
+        for move in plan.token_moves:
+            self._move_tokens(move)
         for sequence in plan.open:
             self._will_use(sequence.blocks)
             self._slots.open_slot(sequence)
@@ -256,6 +268,13 @@ class ModelDevice(Device):
         for placement in plan.place:
             self._place_by_layer(placement)
         self._slots.drop_late_tokens(plan.late_draws)
+
+    def _move_tokens(self, move: MoveTokens) -> None:
+        check(self._mover is not None, "this model's KV stays at its positions")
+        self._arenas.check_blocks(move.src_tier, np.array(move.src, np.int32))
+        self._arenas.check_blocks(Tier.HBM, np.array(move.dst, np.int32))
+        with torch.inference_mode():
+            self._mover.move_tokens(move)  # type: ignore[union-attr]  # checked in the first line
 
     @property
     def _is_leader(self) -> bool:

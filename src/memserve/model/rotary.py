@@ -1,8 +1,9 @@
-"""Rotary embeddings whose frequencies depend on a sequence's length: longrope, dynamic NTK.
+"""Rotary embeddings: what moves keys to other positions, and frequencies that depend on a sequence's length (longrope,
+dynamic NTK).
 
-transformers takes them from the longest position of the *call*: right for one sequence in one piece, wrong for a batch,
-and different with every way of cutting a prompt into chunks. Here each token has the length that decides for it, and
-carries it beside its position, so that a step may mix sequences of any length
+transformers takes the latter from the longest position of the *call*: right for one sequence in one piece, wrong for a
+batch, and different with every way of cutting a prompt into chunks. Here each token has the length that decides for it,
+and carries it beside its position, so that a step may mix sequences of any length
 (:class:`memserve.base.types.PositionRegimes` says which length that is, and keeps KV of different regimes apart).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +25,35 @@ LENGTH_SHIFT = 32
 """A position is in the lower bits of what the forward is given, the token's deciding length above them."""
 _POSITION_MASK = (1 << LENGTH_SHIFT) - 1
 _TOLERANCE = 1e-4  # of cosines and sines against transformers' own, in float32
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRotation:
+    """Elements ``first + i`` and ``first + pairs + i`` of a key (``neighbours``: ``first + 2 i`` and the next one) turn
+    by ``frequencies[layer, i]`` a position."""
+
+    frequencies: Tensor
+    """``[layers, pairs]`` float64, radians; zeros in layers without positions."""
+    first: int = 0
+    neighbours: bool = False
+
+    def parts_of(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of both elements of all pairs; ``keys [layers, heads, head_dim, ...]``."""
+        pairs, first = self.frequencies.shape[1], self.first
+        if self.neighbours:
+            return keys[:, :, first : first + 2 * pairs : 2], keys[:, :, first + 1 : first + 2 * pairs : 2]
+        return keys[:, :, first : first + pairs], keys[:, :, first + pairs : first + 2 * pairs]
+
+    def rotate_keys(self, keys: Tensor, shift: int) -> None:
+        """Move ``keys [layers, heads, head_dim, tokens]`` by ``shift`` positions, in place."""
+        if not shift or not self.frequencies.shape[1]:
+            return
+        angles = (self.frequencies * shift).to(keys.device)[:, None, :, None]
+        cosines, sines = angles.cos().float(), angles.sin().float()
+        real, imaginary = self.parts_of(keys)
+        turned = real * cosines - imaginary * sines, imaginary * cosines + real * sines  # float32
+        real.copy_(turned[0])
+        imaginary.copy_(turned[1])
 
 
 class LengthRotary(nn.Module):

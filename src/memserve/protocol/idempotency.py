@@ -80,6 +80,7 @@ class _SequenceLog:
         whole = TokenOutput(
             request_id, first.index, tuple(self.tokens), tuple(self.logprobs), reason, first.cached_tokens,
             first.prompt_logprobs, self.cumulative_logprob, first.queue_ns, first.story,
+            inexact_tokens=first.inexact_tokens,
         )  # fmt: skip
         end = TokenOutput(request_id, first.index, (), finish_reason=self.reason, offset=len(self.tokens))
         return [whole, end] if alone else [whole]

@@ -26,6 +26,8 @@ PROGRAM_BYTES = 510 * MIB
 """Python, torch, transformers and this package, with their code: resident before there are weights."""
 PRIMITIVE_BYTES = 800_000
 """What one of oneDNN's primitives takes at most: measured between 0.3 MB (float32) and 0.8 MB (bfloat16)."""
+SOURCE_TOKEN_BYTES = 32
+"""Of each token that is looked through for runs, where each sequence has published one block of 16 tokens or more."""
 PEERS_BYTES = 8 * MIB
 """What of peers' arenas may count as resident in a process that reads them."""
 LOGITS_COPIES = 4
@@ -118,6 +120,7 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
     step_tokens = max(scheduler.step_tokens, scheduler.max_running)
     streamed = pool.dram_blocks * geometry.block_tokens if scheduler.layerwise != "off" else 0
     longest = min(config.max_model_tokens, max(streamed, pool.tokens_in(geometry.block_tokens)))
+    sources = pool.source_tokens(geometry.block_tokens) if scheduler.nonprefix_reuse else 0
     states = 0 if pool.states is None else scheduler.max_running + pool.states.own_pages  # beside the arena
     return MemoryBound(
         program_bytes=PROGRAM_BYTES,
@@ -129,7 +132,8 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
         primitives_bytes=PRIMITIVES_MAX * PRIMITIVE_BYTES,
         activations_bytes=_activations_bytes(model, step_tokens) + LATENT_SCRATCH_BYTES * geometry.latent,
         logits_bytes=_logits_bytes(model, scheduler.max_running),
-        requests_bytes=(scheduler.max_waiting + scheduler.max_running) * longest * 4,
+        requests_bytes=(scheduler.max_waiting + scheduler.max_running) * longest * 4
+        + sources * SOURCE_TOKEN_BYTES,
     )
 
 

@@ -26,13 +26,14 @@ from memserve.instance.events import (
     StepFinished,
     StepPlan,
 )
+from memserve.kv.contents import MoveTokens
 from memserve.kv.transfer.events import PagesSealed, PullPages, SealPages
 from memserve.protocol.messages import Segment
 from memserve_lab.sim.reference.memory import Cells, SymbolicPages, SymbolicStates, in_layer
 from memserve_lab.sim.reference.oracle import Violation, candidates, cell, draw, mix, require
 
 Writers = dict[int, dict[int, int]]
-"""Block -> position in it -> the row of the plan that writes there. Blocks of DRAM count from -1 down."""
+"""Block -> position in it -> the slot that writes there in a plan. Blocks of DRAM count from -1 down."""
 
 
 class Slot:
@@ -98,6 +99,9 @@ class SymbolicDevice:
         """Asks a holder for the cells of its part of a sequence. None: it does not answer."""
         self.mask_is_late: Callable[[OpenSequence], bool] = lambda opened: False
         """Whether the mask of a grammar is not there when it is needed."""
+        self.token_of: dict[int, int] | None = None
+        """Of each cell that was computed: what is moved to other positions has to be of the same tokens. None: nothing
+        looks at that."""
         self._step_id = 0  # of the plan that was begun last
         self._written_by_layer: list[
             tuple[PlaceByLayer, int, int, int]
@@ -150,7 +154,10 @@ class SymbolicDevice:
 
     def _prepare_plan(self, plan: StepPlan) -> None:
         require(len(plan.slots) == len(plan.starts) == len(plan.counts) == len(plan.sample_slots), "ragged rows")
-        require(len(set(plan.slots)) == len(plan.slots), "a slot has two rows")
+        ends: dict[int, int] = {}
+        for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True):
+            require(start >= ends.get(slot, 0), f"rows of slot {slot} overlap, or are out of order")
+            ends[slot] = start + count
         if plan.reset_slots:
             self.slots.clear()
             if self.states is not None:
@@ -165,9 +172,13 @@ class SymbolicDevice:
             self.kv.copy_blocks(copy)
             if self.states is not None:
                 self.states.copy_blocks(copy)
+        for moved in plan.token_moves:
+            self.kv.move_tokens(moved)
         for opened in plan.open:
             require(opened.slot not in self.slots, f"slot {opened.slot} opened twice")
             self.slots[opened.slot] = Slot(opened)
+        for moved in plan.token_moves:
+            self._check_moved(moved, plan.open)
         for slot, blocks in plan.grow:
             self.slots[slot].table.extend(blocks)
         for slot, place, block in plan.replace:
@@ -179,6 +190,16 @@ class SymbolicDevice:
         for late in plan.late_draws:
             drawing = self.slots[late.slot]
             del drawing.tokens[drawing.first + late.known_tokens :]
+
+    def _check_moved(self, order: MoveTokens, opened: list[OpenSequence]) -> None:
+        for sequence in opened if self.token_of is not None else ():
+            if order.dst[0] in sequence.blocks:
+                first = sequence.blocks.index(order.dst[0]) * self.block_tokens + order.dst_first
+                for position in range(first, first + order.count):
+                    block, place = sequence.blocks[position // self.block_tokens], position % self.block_tokens
+                    value = self.kv.of_block(Tier.HBM, block)[0][place]
+                    token = (self.token_of or {}).get(value or 0)
+                    require(token == sequence.tokens[position], f"KV of token {token} was moved to position {position}")
 
     def _place_window(self, order: PlaceWindow) -> None:
         require(self.windows is not None and order.slot in self.slots, f"slot {order.slot} has no window")
@@ -204,7 +225,7 @@ class SymbolicDevice:
             slot, drafts = self.slots[number], plan.drafts.get(row, [])
             token_count = len(slot.tokens)
             slot.tokens += drafts
-            behind, entries = self._compute_row(row, slot, slot.first + plan.starts[row], plan.counts[row], writers)
+            behind, entries = self._compute_row(number, slot, slot.first + plan.starts[row], plan.counts[row], writers)
             if self.states is not None:
                 start, end = plan.starts[row], plan.starts[row] + plan.counts[row]
                 self.states.pass_row(number, slot.tokens, start, end, keeps=slot.late is None)
@@ -258,11 +279,11 @@ class SymbolicDevice:
     # -- rows
 
     def _compute_row(
-        self, row: int, slot: Slot, start: int, count: int, writers: Writers
+        self, number: int, slot: Slot, start: int, count: int, writers: Writers
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Write the row's cells, reading all before them through the table, but none that another row writes now.
-        Returns what attention has seen behind each of its tokens."""
-        require(count >= 1 and start + count <= len(slot.tokens), f"row {row} computes tokens that do not exist")
+        """Write the cells of a row of slot ``number``, reading all before them through the table, but none that another
+        slot's row writes now. Returns what attention has seen behind each of its tokens."""
+        require(count >= 1 and start + count <= len(slot.tokens), f"slot {number} computes tokens that do not exist")
         hash_seen = 0
         context_cells = self._context_cells(slot, start, writers)
         self._read_window(slot, context_cells, writers)
@@ -274,10 +295,12 @@ class SymbolicDevice:
             order, place, block = slot.placed, slot.place_of(entry), slot.table[entry]
             if order is not None and place is not None:
                 block = -1 - order.dram_blocks[place]
-            if writers.setdefault(block, {}).setdefault(inside, row) != row:
+            if writers.setdefault(block, {}).setdefault(inside, number) != number:
                 raise Violation("two rows write the same cell")
             value = cell(slot.tokens[position], position, hash_seen)
-            self._write_part(row, slot, position, value, writers)
+            if self.token_of is not None:
+                self.token_of[value] = slot.tokens[position]
+            self._write_part(number, slot, position, value, writers)
             if order is not None and place is not None:
                 self._written_by_layer.append((order, place, inside, value))
             else:
@@ -303,8 +326,9 @@ class SymbolicDevice:
                 pages = self.kv.by_layer(order, place)
             else:
                 block = slot.table[entry]
-                if min(writers.get(block, (count,))) < count:
-                    raise Violation("a row reads what another row of the plan writes")
+                written = writers.get(block, {}).items()
+                if any(inside < count and number != slot.opened.slot for inside, number in written):
+                    raise Violation("a row reads what another slot's row of the plan writes")
                 pages = self.kv.of_block(Tier.HBM, block)
             values += _belonging_together(pages, count, f"positions {first} to {first + count - 1}")
         return values

@@ -10,6 +10,7 @@ from typing import cast
 
 from memserve.base.types import CopyBlocks, Tier
 from memserve.instance.events import LoadState, MovePages, PlaceByLayer, SaveState
+from memserve.kv.contents import MoveTokens
 from memserve_lab.sim.reference.oracle import mix, require
 
 Cells = list[list[int | None]]
@@ -55,6 +56,16 @@ class SymbolicPages:
         for src, dst in zip(order.src, order.dst, strict=True):
             target = [list(page) for page in self.of_block(order.src_tier, src)]
             self.tiers[order.dst_tier][dst * self.layers : (dst + 1) * self.layers] = target
+
+    def move_tokens(self, order: MoveTokens) -> None:
+        """The cells of tokens, as they are: a row that reads them has not read its own."""
+        for number in range(order.count):
+            source, from_place = divmod(order.src_first + number, self.block_tokens)
+            target, to_place = divmod(order.dst_first + number, self.block_tokens)
+            pages = self.of_block(order.src_tier, order.src[source]), self.of_block(Tier.HBM, order.dst[target])
+            for page, moved in zip(*pages, strict=True):
+                require(page[from_place] is not None, f"token {number} is moved, and was never written")
+                moved[to_place] = page[from_place]
 
     # -- beside the rows
 

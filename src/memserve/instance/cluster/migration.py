@@ -81,6 +81,8 @@ class MigrationSender:
         by_layer, pool = sequence.layered, self._state.memory.pool
         if by_layer is not None and by_layer.streams and not pool.config.shares_dram:
             return "it has no room whole, and others cannot read what lies below HBM"
+        if sequence.inexact is not None:
+            return "its KV is inexact, and would be taken for exact"
         if self._state.memory.states.has_states and group.request.sampling.grammar:
             return "its state may be behind a row that is computed again"
         return ""

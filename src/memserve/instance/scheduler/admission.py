@@ -159,6 +159,8 @@ class SequenceAdmission:
         counters.queued_ns += now_ns - group.arrived_ns
         counters.prompt_tokens += sequence.prompt_tokens
         counters.cached_tokens += group.cached_tokens
+        group.inexact_tokens = 0 if sequence.inexact is None else sequence.inexact.tokens
+        counters.inexact_tokens += group.inexact_tokens
         if group.remote is not None:
             from_hbm = max(0, sequence.computed - from_dram)
             group.facts += [("cached_tokens_hbm", from_hbm), ("cached_tokens_dram", from_dram)]

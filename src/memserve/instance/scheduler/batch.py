@@ -132,9 +132,15 @@ class BatchBuilder:
         return sequence.computed < sequence.prompt_tokens
 
     def add_chunk(self, sequence: Sequence, end: int) -> int:
-        """Add a row for the known tokens ``[computed, end)``, which draws a token when no known one is left behind it.
-        Returns the number of tokens."""
-        plan, inflight, start = self.plan, self.inflight, sequence.computed
+        """Add a row for the known tokens ``[computed, end)``, which draws a token when no known one is left behind it;
+        rows, where KV stands in for some of them. Returns the number of tokens to compute."""
+        if sequence.inexact is None:
+            return self._add_row(sequence, sequence.computed, end)
+        spans = sequence.inexact.spans_to_compute(sequence.computed, end)
+        return sum([self._add_row(sequence, *span) for span in spans])
+
+    def _add_row(self, sequence: Sequence, start: int, end: int) -> int:
+        plan, inflight = self.plan, self.inflight
         if not sequence.opened:
             self._open_slot(sequence)
         row = len(plan.slots)
@@ -154,8 +160,7 @@ class BatchBuilder:
         self.state.memory.states.note_chunk(sequence, start, end)
         sequence.scheduled_step = plan.step_id
         self.state.turns.serve_tenant(sequence.group.tenant, end - start)
-        block_tokens = self.state.memory.block_tokens
-        if sequence.lease is not None and end // block_tokens * block_tokens > sequence.published:
+        if self.state.memory.has_more_to_publish(sequence) and sequence not in self.publishing[-1:]:
             self.publishing.append(sequence)
         if end < sequence.known_length:
             plan.sample_slots.append(())

@@ -19,6 +19,7 @@ from memserve.base.units import ceil_div
 from memserve.instance.layerwise.placement import WholeBlocks
 from memserve.instance.scheduler.states import states_of
 from memserve.instance.scheduler.windows import windows_of
+from memserve.kv.contents import ContentReuse, describe_runs
 from memserve.kv.pool import BlockPool
 from memserve.kv.state_snapshot import Lease
 
@@ -60,6 +61,9 @@ class SequenceMemory:
         self.windows = windows_of(pool)
         #: None: no store keeps what is cached here
         self.listener: PublishListener | None = None
+        #: None: KV is used at its place alone
+        self.contents: ContentReuse | None = None
+        self.why_no_contents = "the server was started without --nonprefix-reuse"
         self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
 
     # -- coming
@@ -77,6 +81,8 @@ class SequenceMemory:
             return False
         reusable = self.reusable_tokens(tokens)[: self._worth_reusing(sequence, tokens)]
         if self._attach_prefix(sequence, tokens, reusable):
+            if sequence.group.request.nonprefix_reuse:
+                self._take_contents(sequence, tokens)
             return True
         # A fully cached prompt needs a copy of its last block, one block more than its tokens have. Where that does not
         # fit, the last token is computed in a new block.
@@ -151,6 +157,43 @@ class SequenceMemory:
         """What of a sequence's known tokens the cache may stand in for. The last one is computed in any case: where no
         state goes back by one, and no window reaches further back than from a prefix's end, it is not cached either."""
         return tokens[: len(tokens) - 1] if self.needs_more_than_blocks else tokens
+
+    def _take_contents(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """Let KV of the same tokens behind others stand in for what comes behind the cached prefix."""
+        group = sequence.group
+        reason = self._why_exact(sequence)
+        if self.contents is None or reason:
+            group.facts.append(("nonprefix_reuse", f"not used: {reason}"))
+            return
+        result = self.contents.place_runs(sequence.key, group.isolation, tokens, sequence.computed, sequence.blocks)
+        if result is None:
+            group.facts.append(("nonprefix_reuse", "nothing else of the prompt was found"))
+            return
+        sequence.inexact, runs = result
+        found_tokens = sum([run.count for run in runs])
+        group.facts += [
+            ("inexact_tokens", sequence.inexact.tokens),
+            ("inexact_recomputed_tokens", found_tokens - sequence.inexact.tokens),
+            ("inexact_ranges", describe_runs(runs)),
+        ]
+
+    def _why_exact(self, sequence: Sequence) -> str:
+        """Why a sequence is served without inexact KV. Empty: it need not be."""
+        group = sequence.group
+        if self.contents is None:
+            return self.why_no_contents
+        if not self.reads_cache(sequence):
+            return "the request needs its whole prompt computed"
+        if (group.admitted_ns is not None or sequence.out) and not group.inexact_tokens:
+            return "it began exactly, here or elsewhere"
+        if group.beam is not None or group.muted:
+            return "it is a beam search"
+        if group.span is not None:
+            return "instances share the sequence"
+        remote = group.remote
+        if group.is_leaving or (remote is not None and (remote.home or remote.decode_at) is not None):
+            return "prefill and decode instances hand KV over, which has to be exact"
+        return ""
 
     def _acquire_prefix(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
         request = sequence.group.request
@@ -245,12 +288,21 @@ class SequenceMemory:
         sequence.published = 0
         return True
 
+    def _publishable_blocks(self, sequence: Sequence) -> int:
+        # a token that is computed but not known yet has KV without a name: the index could not find it
+        return min(sequence.computed, sequence.known_length, _trusted(sequence)) // self.block_tokens
+
+    def has_more_to_publish(self, sequence: Sequence) -> bool:
+        """Whether :meth:`publish` has anything to do."""
+        return (
+            sequence.lease is not None and self._publishable_blocks(sequence) * self.block_tokens > sequence.published
+        )
+
     def publish(self, sequence: Sequence) -> None:
         """Put the full blocks of the known tokens computed so far into the prefix cache."""
         if sequence.lease is None:
             return
-        # a token that is computed but not known yet has KV without a name: the index could not find it
-        full = min(sequence.computed, sequence.known_length, _trusted(sequence)) // self.block_tokens
+        full = self._publishable_blocks(sequence)
         tokens = full * self.block_tokens
         if tokens > sequence.published:
             known_tokens, blocks = sequence.known_tokens()[:tokens], sequence.blocks[:full]
@@ -258,6 +310,8 @@ class SequenceMemory:
             self.pool.publish(sequence.lease, isolation, known_tokens, blocks, written_by=sequence.scheduled_step)
             if self.listener is not None:
                 self.listener.on_published(sequence, known_tokens, sequence.published // self.block_tokens)
+            if self.contents is not None:
+                self.contents.index.note_published(sequence.key, isolation, known_tokens, sequence.request_id)
             sequence.published = tokens
             self.states.on_published(sequence)
             self.windows.on_published(sequence, known_tokens)
@@ -278,7 +332,7 @@ class SequenceMemory:
             child.blocks = list(child.lease.blocks)
         self.pool.retain(shared)
         child.blocks = child.blocks + shared
-        child.computed = parent.computed
+        child.computed, child.inexact = parent.computed, parent.inexact
         # both must copy the last block before they write: neither knows which of them writes first
         child.writable_until = parent.writable_until = parent.computed
         self.states.fork(parent, child)
@@ -327,6 +381,9 @@ class SequenceMemory:
         self.layers.detach_sequence(sequence, publishes=False)
         self.states.drop_sequence(sequence)
         self.windows.drop_sequence(sequence)
+        if self.contents is not None and sequence.inexact is not None:
+            self.contents.cancel_moves(sequence.key)
+            sequence.inexact = None
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None
@@ -344,8 +401,11 @@ class SequenceMemory:
     def swap_out(self, sequence: Sequence) -> bool:
         """Move the blocks to DRAM. False: it has no room. ``computed`` stays.
 
-        No further block is published: blocks that the index holds, too, would occupy both tiers.
+        No further block is published: blocks that the index holds, too, would occupy both tiers. With inexact KV that
+        lies ahead of what is computed it is not done either: what comes again is looked up again.
         """
+        if sequence.inexact is not None and not sequence.inexact.is_behind(sequence.computed):
+            return False
         has_copy = self.layers.is_in_dram(sequence)
         state_blocks = self.states.reserve_below(sequence)
         if state_blocks is None:
@@ -389,9 +449,12 @@ class SequenceMemory:
 
 
 def _trusted(sequence: Sequence) -> int:
-    """How many tokens have KV that no step under way can spoil. Where earlier parts of the sequence lie elsewhere, a
-    step may fail to read them: what it has computed counts when a token is known that was drawn behind it."""
+    """How many tokens have KV that is exact, and that no step under way can spoil. Where earlier parts of the sequence
+    lie elsewhere, a step may fail to read them: what it has computed counts when a token is known that was drawn behind
+    it."""
     span = sequence.group.span
+    if sequence.inexact is not None:  # what is computed behind it has read it
+        return sequence.inexact.exact_tokens
     if span is None or not span.segments:
         return sequence.known_length
     return sequence.known_length - 1 if len(sequence.out) > sequence.resumed else 0

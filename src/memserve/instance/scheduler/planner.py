@@ -236,6 +236,8 @@ class Planner:
         plan.reset_slots, state.slots_unknown = state.slots_unknown, False
         # last: preempting, growing and forking above have recorded copies that this plan must make
         plan.copies = state.memory.pool.take_copies()
+        if state.memory.contents is not None:
+            plan.token_moves = state.memory.contents.take_moves()
         state.counters.steps += 1
         state.counters.prefill_tokens += batch.inflight.prefill_tokens
         drafted = sum([1 + len(tokens) for tokens in plan.drafts.values()])
@@ -289,18 +291,17 @@ class Planner:
                 break
             if sequence.phase is not Phase.PREFILLING:
                 continue  # preempted for an earlier one
-            count = self._next_chunk_tokens(batch, sequence, budget)
-            if not count:
+            end = self._next_chunk_end(batch, sequence, budget)
+            if not end:
                 continue
-            end = sequence.computed + count
             if self._make_writable(batch, sequence, end):
                 budget -= batch.add_chunk(sequence, end)
             else:
                 starved = True
         return budget, starved
 
-    def _next_chunk_tokens(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
-        """Tokens of ``sequence`` for this plan. 0: it has to wait for the next one."""
+    def _next_chunk_end(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
+        """Up to where ``sequence`` is computed in this plan. 0: it has to wait for the next one."""
         block_tokens, layers = self.state.memory.block_tokens, self.state.memory.layers
         if layers.arrives(sequence):
             return 0
@@ -313,7 +314,10 @@ class Planner:
             budget = min(budget, self._deferrable_budget(batch, budget))
         if batch.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
-        return chunk_tokens(sequence.computed, sequence.known_length, chunk_max, budget, block_tokens)
+        if sequence.inexact is not None:
+            return sequence.inexact.end_of_chunk(sequence.computed, sequence.known_length, min(chunk_max, budget))
+        count = chunk_tokens(sequence.computed, sequence.known_length, chunk_max, budget, block_tokens)
+        return sequence.computed + count if count else 0
 
     def _deferrable_budget(self, batch: BatchBuilder, budget: int) -> int:
         """What of ``budget`` prompts of deferrable requests may still have: nothing beside prompts of others."""
@@ -399,6 +403,5 @@ class Planner:
 
     def _first_row(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
         """A row for an admitted sequence; returns its tokens. 0: the row comes with a later plan."""
-        count = self._next_chunk_tokens(batch, sequence, budget)
-        end = sequence.computed + count
-        return batch.add_chunk(sequence, end) if count and batch.make_writable(sequence, end) else 0
+        end = self._next_chunk_end(batch, sequence, budget)
+        return batch.add_chunk(sequence, end) if end and batch.make_writable(sequence, end) else 0

@@ -187,6 +187,7 @@ class StepResults:
                 logprobs=(logprobs,) if logprobs is not None and tokens else (),
                 finish_reason=reason,
                 cached_tokens=reused,
+                inexact_tokens=group.inexact_tokens if first else 0,
                 prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
                 queue_ns=group.queue_ns if first else None,
                 offset=len(sequence.out) - 1,

@@ -40,6 +40,7 @@ from memserve.protocol.peers import Holder, Peer
 if TYPE_CHECKING:
     from memserve.instance.layerwise.state import LayeredKV
     from memserve.instance.speculation.drafts import Pace
+    from memserve.kv.contents import InexactKv
     from memserve.kv.state_snapshot import Lease
 
 
@@ -200,6 +201,7 @@ class Group:
         "forks_pending",
         "held_steps",
         "hidden",
+        "inexact_tokens",
         "isolation",
         "masks_ns",
         "max_tokens",
@@ -227,6 +229,8 @@ class Group:
         self.admitted_ns: int | None = None
         self.preemptions = 0
         self.cached_tokens = 0
+        #: prompt tokens with KV that was computed behind other tokens
+        self.inexact_tokens = 0
         #: how long its sequences have waited for masks of its grammar
         self.masks_ns = 0
         #: times that admission waited because the next blocks were just being computed by another sequence
@@ -305,6 +309,7 @@ class Sequence(_core.SequenceRow):
         "failures",
         "group",
         "index",
+        "inexact",
         "late",
         "layered",
         "lease",
@@ -351,6 +356,8 @@ class Sequence(_core.SequenceRow):
         #: what lies by layer. None: every block is whole
         self.layered: LayeredKV | None = None
         self.lease: Lease | None = None
+        #: KV that was computed behind other tokens. None: all is its own, or of its prefix
+        self.inexact: InexactKv | None = None
         self.slot: int | None = None
         #: ``(slot,)``, ready for ``StepPlan.sample_slots``
         self.draw: tuple[int, ...] = ()

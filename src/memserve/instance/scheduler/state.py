@@ -180,6 +180,7 @@ class SchedulerCounters:
     kept_tokens: int = 0  # of those, drawn as well
     prompt_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0  # of those, not computed
+    inexact_tokens: int = 0  # of those, with KV that was computed behind other tokens; not among the cached ones
     dropped_tokens: int = 0  # sampled after the sequence had ended (stop tokens are seen one step late)
     preempted_by_swap: int = 0
     preempted_by_recompute: int = 0

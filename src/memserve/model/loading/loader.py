@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from memserve.model.loading.probe import ProbedLayer
     from memserve.model.loading.stored import StoredWeights
     from memserve.model.lora import Adapters
+    from memserve.model.rotary import KeyRotation
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class LoadedModel:
     states: StateGeometry = NO_STATE  # what layers carry beside KV
     layers: tuple[LayerKv, ...] = ()  # what each layer that attends keeps
     pooling: Pooling | None = None  # None: it generates; else logits are hidden states (model/loading/pooling.py)
+    rotation: KeyRotation | None = None  # what moves keys to other positions; None: nothing, or it was not looked for
+    why_keys_stay: str = ""  # why nothing does
     layout: LayerLayout | None = None  # where, if not all keep the same in one block; ``geometry`` is that of a block
 
     @property

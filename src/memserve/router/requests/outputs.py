@@ -185,6 +185,7 @@ class OutputMerger:
             finish_reason=output.finish_reason,
             error=output.error,
             cached_tokens=output.cached_tokens if first else 0,
+            inexact_tokens=output.inexact_tokens if first else 0,
             prompt_logprobs=output.prompt_logprobs if first else None,
             cumulative_logprob=output.cumulative_logprob,
             queue_ns=None if queue_ns is None else queue_ns + attempt.dispatched_ns - req.arrived_ns,
