@@ -65,6 +65,7 @@ class Completion:
     prompt_tokens: list[int]
     outputs: list[Generated]
     cached_tokens: int = 0
+    inexact_tokens: int = 0
     submitted_ns: int = 0
     first_token_ns: int = 0
     finished_ns: int = 0
@@ -147,6 +148,7 @@ class LlmCall:
             result.first_token_ns = received_ns
         result.finished_ns = received_ns
         result.cached_tokens = max(result.cached_tokens, update.cached_tokens)
+        result.inexact_tokens = max(result.inexact_tokens, update.inexact_tokens)
         output = result.outputs[update.index]
         if output.finish_reason is None:
             self._extend_output(output, update)
@@ -213,6 +215,7 @@ class SamplingOptions(TypedDict, total=False):
     slo_tpot_ms: float
     use_cache: bool
     exact: bool
+    nonprefix_reuse: bool
     cache_salt: str
     adapter: str
 

@@ -179,6 +179,10 @@ def _plan(
 ) -> Generation:  # fmt: skip
     if body.exact and (reason := _why_inexact(model)):
         raise bad_request(f"{reason}, so no answer is exact: leave out exact, or ask another server", "exact")
+    if body.exact and body.nonprefix_reuse:
+        raise bad_request("exact and nonprefix_reuse exclude each other", "nonprefix_reuse")
+    if body.nonprefix_reuse and body.stream and len(prompts) > 1:  # the header comes before the last of them
+        raise bad_request("nonprefix_reuse and a stream of several prompts exclude each other", "nonprefix_reuse")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     _check_logprobs(body, logprobs, generates=max_tokens != 0)
@@ -256,6 +260,7 @@ def _requests(
             salt=salt,
             slo_ttft_ns=_ns_of_ms(body.slo_ttft_ms),
             slo_tpot_ns=_ns_of_ms(body.slo_tpot_ms),
+            nonprefix_reuse=bool(body.nonprefix_reuse),
         )
         for index, (prompt, stop, salt) in enumerate(zip(prompts, stops, salts, strict=True))
     ]

@@ -28,6 +28,7 @@ from memserve.api.http.errors import ApiError, bad_request, unsupported
 log = logging.getLogger(__name__)
 
 IGNORED_HEADER = "x-memserve-ignored"
+INEXACT_HEADER = "x-memserve-inexact"
 NAMES_MAX, NAME_CHARS_MAX = 16, 64
 
 FIELDS_OF_VLLM = {
@@ -217,6 +218,10 @@ class GenerationBody(AnswerBody, forbid_unknown_fields=True, frozen=True, kw_onl
     planned by it with `--scheduling slo`."""
     exact: bool | None = None
     """true: refuse the request where its KV may be rounded, that is with `--kv-dtype` or `--kv-lower-dtype` (400)."""
+    nonprefix_reuse: bool | None = None
+    """true: KV of the same text from behind other text may stand in, with `--nonprefix-reuse`. Then the answer is not
+    exact, and has the header `x-memserve-inexact`: how many tokens of the prompt were reused so. Not with
+    `exact`, nor for several prompts with `stream`."""
     explain: bool | None = None
     """Report where the time to the first token went and what was decided, in the answer's `memserve`."""
     session: SessionName | None = None

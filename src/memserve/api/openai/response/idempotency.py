@@ -140,6 +140,7 @@ def split_tokens(output: TokenOutput) -> Iterator[TokenOutput]:
             finish_reason=output.finish_reason if last else None,
             error=output.error if last else "",
             cached_tokens=output.cached_tokens if first else 0,
+            inexact_tokens=output.inexact_tokens if first else 0,
             prompt_logprobs=output.prompt_logprobs if first else None,
             cumulative_logprob=output.cumulative_logprob,
             queue_ns=output.queue_ns if first else None,

@@ -99,6 +99,7 @@ class Account(Struct, frozen=True):
     stream: bool
     prompt_tokens: int
     cached_tokens: int
+    inexact_tokens: int
     output_tokens: int
     finish_reasons: tuple[FinishReason | None, ...]
     """Of each sequence; ``None``: it has none."""
@@ -122,7 +123,8 @@ class Account(Struct, frozen=True):
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
-            "computed_tokens": self.prompt_tokens - self.cached_tokens,
+            **({"inexact_tokens": self.inexact_tokens} if self.inexact_tokens else {}),
+            "computed_tokens": self.prompt_tokens - self.cached_tokens - self.inexact_tokens,
             "queue_ms": round(self.queue_ns / NS_PER_MS, 3) if self.queue_ns is not None else None,
             "prefill_ms": round((first_ns - (self.queue_ns or 0)) / NS_PER_MS, 3) if has_queue_time else None,
             "ttft_ms": round(first_ns / NS_PER_MS, 3),
@@ -162,6 +164,8 @@ class Reply:
         """When the answer was asked for first, in seconds since 1970; ``None``: by this call."""
         self.cached_tokens = 0
         """Prompt tokens with KV from the cache."""
+        self.inexact_tokens = 0
+        """Prompt tokens with KV that was computed behind other tokens; not among the cached ones."""
         self._has_cached = [False] * len(plan.prompts)  # whether that of each prompt is known
         self._story: list[list[tuple[str, str | int | float]]] = [[] for _ in plan.prompts]
         self._unfinished = len(self.sequences)
@@ -218,6 +222,7 @@ class Reply:
         if not self._has_cached[prompt_index]:
             self._has_cached[prompt_index] = True
             self.cached_tokens += output.cached_tokens
+            self.inexact_tokens += output.inexact_tokens
         for fact in output.story:
             if fact[0] == "created":
                 self.created_s = int(fact[1])
@@ -280,12 +285,13 @@ class Reply:
     def usage_fields(self, completion_tokens: int | None = None) -> dict[str, Any]:
         """The ``usage`` object, with all tokens so far or with those that were shown."""
         generated_tokens = self.completion_tokens if completion_tokens is None else completion_tokens
-        thoughts = self.reasoning_tokens
+        thoughts, inexact = self.reasoning_tokens, self.inexact_tokens
+        prompt_details = {"cached_tokens": self.cached_tokens} | ({"inexact_tokens": inexact} if inexact else {})
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": generated_tokens,
             "total_tokens": self.prompt_tokens + generated_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": prompt_details,
             **({} if thoughts is None else {"completion_tokens_details": {"reasoning_tokens": thoughts}}),
         }
 
@@ -315,6 +321,7 @@ class Reply:
             self.plan.stream,
             self.prompt_tokens,
             self.cached_tokens,
+            self.inexact_tokens,
             self.completion_tokens,
             tuple([sequence.stream.finish_reason for sequence in self.sequences]),
             self._started_ns,

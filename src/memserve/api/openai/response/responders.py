@@ -19,7 +19,7 @@ from memserve import __version__
 from memserve.api.http.errors import ApiError, internal, rejected
 from memserve.api.http.limits import ClientGone, wait_for_disconnect
 from memserve.api.http.request import WHEN_GONE_KEY
-from memserve.api.openai.request.schema import IGNORED_HEADER
+from memserve.api.openai.request.schema import IGNORED_HEADER, INEXACT_HEADER
 from memserve.api.openai.response.formats import AnswerFormat
 from memserve.api.openai.response.idempotency import EventIds, split_tokens
 from memserve.api.openai.response.reply import Delta, Reply, failure
@@ -152,9 +152,10 @@ async def in_slices(pieces: Iterator[bytes], parts: list[bytes]) -> None:
             await asyncio.sleep(0)
 
 
-def ignored_header(reply: Reply) -> dict[str, str]:
-    """The fields of the request that had no effect."""
-    return {IGNORED_HEADER: ", ".join(reply.plan.ignored)} if reply.plan.ignored else {}
+def told_headers(reply: Reply) -> dict[str, str]:
+    """The fields of the request that had no effect; how many tokens of the prompt make the answer inexact."""
+    headers = {IGNORED_HEADER: ", ".join(reply.plan.ignored)} if reply.plan.ignored else {}
+    return headers | ({INEXACT_HEADER: str(reply.inexact_tokens)} if reply.inexact_tokens else {})
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -200,7 +201,7 @@ class AnswerWriter(ABC):
     async def run_whole(self) -> None:
         """Wait until every sequence ended, and send one JSON object."""
         await read_whole(self._call, self._reply, self._take_delta)
-        await send_json(self._send, 200, await self._encode_whole(), ignored_header(self._reply))
+        await send_json(self._send, 200, await self._encode_whole(), told_headers(self._reply))
 
     async def run_stream(self) -> None:
         """Stream until every sequence ended."""
@@ -271,7 +272,7 @@ class AnswerWriter(ABC):
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
-                *((name.encode(), value.encode()) for name, value in ignored_header(self._reply).items()),
+                *((name.encode(), value.encode()) for name, value in told_headers(self._reply).items()),
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

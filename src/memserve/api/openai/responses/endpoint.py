@@ -36,9 +36,9 @@ from memserve.api.openai.response.responders import (
     AnswerWriter,
     answer,
     frame_event,
-    ignored_header,
     read_whole,
     send_json,
+    told_headers,
 )
 from memserve.api.openai.responses.body import Items, Messages, ResponsesBody, chat_of, messages_of
 from memserve.api.openai.streams import StreamCall
@@ -187,7 +187,7 @@ class ResponsesRoutes:
         scope[REPLY_KEY] = reply
         if job.body.background:
             queued = self._start_background(job, reply)
-            await send_json(send, 200, _encode(queued), ignored_header(reply))
+            await send_json(send, 200, _encode(queued), told_headers(reply))
             return
         response = job.response
         envelope = AnswerEnvelope(response["id"], response["model"], response["created_at"])
