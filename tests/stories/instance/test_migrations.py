@@ -101,6 +101,19 @@ def test_what_cannot_leave_stays_and_its_router_is_told(shape):
     assert fleet.stayed[0][0] == "a#0" and not fleet.handed_over and job.attempt == 0
 
 
+def test_request_with_inexact_kv_stays_where_that_is():
+    """The other instance would take it for exact, and cache it."""
+    fleet = pair(*2 * [{"hbm": 60, "running": 8, "nonprefix_reuse": True}])
+    fleet.submit(request("text", [1, *PROMPT[:30]], max_tokens=1), "p")
+    fleet.run()
+    job = fleet.submit(request("a", [2, 2, *PROMPT[:30]], max_tokens=30, nonprefix_reuse=True), "p")
+    fleet.run(until=lambda: len(job.got.get(0, ())) >= 8)
+    fleet.migrate(job, "d")
+    fleet.run()
+    assert fleet.stayed == [("a#0", "its KV is inexact, and would be taken for exact")]
+    assert not offers(fleet) and not fleet.handed_over and job.done and len(job.got[0]) == 30
+
+
 def test_unknown_request_is_refused():
     fleet, job = started()
     fleet.run()

@@ -87,6 +87,42 @@ class InstanceLifeOnRealPool(InstanceLife):
     twin = False
 
 
+class InexactLife(InstanceLifeOnRealPool):
+    """Some requests take KV from behind other tokens: all others are served as if none had."""
+
+    @initialize(
+        hbm=st.integers(12, 32),
+        dram=st.sampled_from([0, 3, 12]),
+        running=st.integers(1, 4),
+        step_tokens=st.integers(1, 24),
+        chunk=st.integers(1, 12),
+        depth=st.integers(1, 3),
+        preemption=st.sampled_from(["auto", "swap", "recompute"]),
+        block_bytes=st.sampled_from([1, 1 << 30]),
+        draft_tokens=st.sampled_from([0, 3]),
+        late=st.sampled_from([0.0, 0.3]),
+        nonprefix_recompute=st.sampled_from([0.0, 0.3, 1.0]),
+    )
+    def begin(self, block_bytes, late, **sizes):
+        super().begin(block_bytes, late, nonprefix_reuse=True, caching=True, waiting=100, **sizes)
+
+    @rule(
+        **(ARRIVALS | {"shape": st.sampled_from([(1, 0), (1, 0), (2, 0)]), "prompt_logprobs": st.just(False)}),
+        before=st.integers(0, 5),
+        parts=st.permutations(range(3)),
+        nonprefix_reuse=st.booleans(),
+    )
+    def arrive(self, family, shared, own, shape, before, parts, max_tokens, **rest):
+        self.count += 1
+        n, beam_width = shape
+        texts = [FAMILIES[part][:11] for part in parts[: 2 + shared // 20]]
+        prompt = [self.count % VOCAB, *range(before), *(token for text in texts for token in text), *own, family]
+        max_tokens = max(max_tokens, 1 if beam_width else 0)
+        self.world.arrive(
+            request(f"r{self.count}", prompt, max_tokens=max_tokens, n=n, beam_width=beam_width, seed=family, **rest)
+        )
+
+
 EXAMPLES = int(os.environ.get("MEMSERVE_TEST_EXAMPLES", "100"))
 _SETTINGS = settings(
     max_examples=EXAMPLES, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
@@ -95,6 +131,8 @@ TestInstanceLife = InstanceLife.TestCase
 TestInstanceLife.settings = _SETTINGS
 TestInstanceLifeOnRealPool = InstanceLifeOnRealPool.TestCase
 TestInstanceLifeOnRealPool.settings = _SETTINGS
+TestInexactLife = InexactLife.TestCase
+TestInexactLife.settings = _SETTINGS
 
 
 def test_the_oracle_notices_a_wrong_block():

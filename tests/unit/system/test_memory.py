@@ -104,6 +104,12 @@ def test_the_bound_is_the_sum_of_its_terms() -> None:
     assert all(part.name.removesuffix("_bytes") in str(found) for part in dataclasses.fields(found))
 
 
+def test_index_of_contents_is_in_the_bound() -> None:
+    usual, found = bound(memory.ModelSizes(1, 1, 1, 2)), bound(memory.ModelSizes(1, 1, 1, 2), nonprefix_reuse=True)
+    blocks = found.arenas_bytes // GEOMETRY.block_bytes
+    assert found.requests_bytes - usual.requests_bytes == 4 * blocks * GEOMETRY.block_tokens * 32
+
+
 def test_kv_of_a_configuration_is_what_layers_keep() -> None:
     """Of DeepSeek V3 latents and rotary keys, of others K and V of their KV heads."""
     import transformers
