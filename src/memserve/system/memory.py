@@ -132,8 +132,7 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
         primitives_bytes=PRIMITIVES_MAX * PRIMITIVE_BYTES,
         activations_bytes=_activations_bytes(model, step_tokens) + LATENT_SCRATCH_BYTES * geometry.latent,
         logits_bytes=_logits_bytes(model, scheduler.max_running),
-        requests_bytes=(scheduler.max_waiting + scheduler.max_running) * longest * 4
-        + sources * SOURCE_TOKEN_BYTES,
+        requests_bytes=(scheduler.max_waiting + scheduler.max_running) * longest * 4 + sources * SOURCE_TOKEN_BYTES,
     )
 
 
