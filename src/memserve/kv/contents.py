@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve.base.errors import check
-from memserve.base.types import AS_COMPUTED, Tier, TokenArray
+from memserve.base.types import Tier, TokenArray
 
 if TYPE_CHECKING:
     from memserve.kv.pool import BlockPool
@@ -293,7 +293,7 @@ class ContentReuse:
         hbm, dram = pool.export_blocks(run.source.isolation, tokens, first_block)
         moves.hbm += hbm.tolist()
         moves.dram += dram.tolist()
-        is_readable = pool.config.lower_dtype == AS_COMPUTED  # else it lies in DRAM in another form
+        is_readable = pool.config.shares_dram  # else what lies below HBM is rounded, or in a file
         moved = 0
         for tier, sources in ((Tier.HBM, hbm.tolist()), (Tier.DRAM, dram.tolist() if is_readable else [])):
             count = min(len(sources) * width - offset, run.count - moved)

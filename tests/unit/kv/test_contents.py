@@ -170,14 +170,16 @@ def test_sources_stay_until_the_copies_are_in_a_plan(way):
     pool.check_invariants()
 
 
-def test_blocks_in_dram_are_sources_unless_rounded_there():
-    for lower_dtype, tiers in (("auto", [Tier.DRAM]), ("int8", [])):
-        pool, contents = reuse(hbm=8, dram=8, lower_dtype=lower_dtype)
-        publish(pool, contents, range(16))
-        own = pool.allocate(8)  # moves the cache down
-        placed = contents.place_runs("b", "", array([50, *range(16), 51, 52, 53, 54]), 0, own)
-        assert (placed is not None) == bool(tiers)
-        assert [move.src_tier for move in contents.take_moves()] == tiers
+@pytest.mark.parametrize(
+    ("lower", "tiers"), [({}, [Tier.DRAM]), ({"lower_dtype": "int8"}, []), ({"ssd_blocks": 8}, [])]
+)
+def test_blocks_in_dram_are_sources_unless_rounded_or_in_a_file(lower, tiers):
+    pool, contents = reuse(hbm=8, dram=8, **lower)
+    publish(pool, contents, range(16))
+    own = pool.allocate(8)  # moves the cache down
+    placed = contents.place_runs("b", "", array([50, *range(16), 51, 52, 53, 54]), 0, own)
+    assert (placed is not None) == bool(tiers)
+    assert [move.src_tier for move in contents.take_moves()] == tiers
 
 
 def test_run_ends_where_its_blocks_were_evicted():
