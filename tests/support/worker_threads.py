@@ -145,6 +145,14 @@ def start_workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         self._processes.append(worker)
         self._connections.append(Connection(ours.detach()))
 
+    one_at_a_time, load_model = threading.Lock(), processes.load_model
+
+    def load_alone(*args: Any, **options: Any) -> LoadedModel:
+        """While a model is loaded, transformers' way to make weights is another, for all threads."""
+        with one_at_a_time:
+            return load_model(*args, **options)
+
+    monkeypatch.setattr(processes, "load_model", load_alone)
     monkeypatch.setattr(processes.Processes, "_start_process", start)
 
 
