@@ -276,8 +276,8 @@ class PrefixSharing:
         return memory.has_blocks_for(head, memory.windows.blocks_for(headroom_blocks(len(self._state.decoding))))
 
     def _preempt_deferrable(self, head: Sequence) -> bool:
-        """Preempt deferrable sequences until ``head`` has room. False: there are not enough of them."""
-        state = self._state
+        """Preempt deferrable sequences until ``head`` has room. False: there are not enough of them, or it needs none."""
+        state, has_made_room = self._state, False
         while len(state.free_slots) < 1 + head.group.forks_pending or not self._has_blocks_for(head):
             lists = (state.decoding.items, state.prefilling.items, state.idle.items)
             lasts = [items[-1] for items in lists if items and items[-1].is_deferrable]
@@ -285,7 +285,8 @@ class PrefixSharing:
             if not victims:
                 return False
             state.preempt_sequence(max(victims, key=lambda sequence: sequence.rank))
-        return True
+            has_made_room = True
+        return has_made_room
 
     def slots_due(self, tenant: str) -> int:
         """Slots that ``tenant`` may have besides its own, before others that wait have had theirs.
