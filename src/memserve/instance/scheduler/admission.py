@@ -276,7 +276,7 @@ class PrefixSharing:
         return memory.has_blocks_for(head, memory.windows.blocks_for(headroom_blocks(len(self._state.decoding))))
 
     def _preempt_deferrable(self, head: Sequence) -> bool:
-        """Preempt deferrable sequences until ``head`` has room. False: there are not enough of them, or it needs none."""
+        """Preempt deferrable sequences until ``head`` has room. False: there are too few of them, or it needs none."""
         state, has_made_room = self._state, False
         while len(state.free_slots) < 1 + head.group.forks_pending or not self._has_blocks_for(head):
             lists = (state.decoding.items, state.prefilling.items, state.idle.items)
