@@ -116,3 +116,14 @@ def test_deferrable_prompts_fill_steps_where_no_other_comes() -> None:
     world.now += INTERACTIVE_NS
     world.arrive(request("late", PROMPT[2:32], max_tokens=1, **LATER))
     assert plan_tokens(world, 9)[0] == 30
+
+
+def test_what_has_room_needs_none_of_deferrable_ones() -> None:
+    """Else a sequence that waits for another reason would be taken for one that room was made for."""
+    world = World(config(depth=1))
+    for name in ("now", "next"):  # the second one waits for the plan of the first
+        world.arrive(request(name, PROMPT[:4], max_tokens=3))
+    (head,) = world.machine.state.waiting.line_of("")
+    assert not world.machine.planner.sharing.preempt_for_head(head)
+    world.drain()
+    world.check_all_ended()
