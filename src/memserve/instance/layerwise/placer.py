@@ -327,13 +327,14 @@ class LayerPlacer(WholeBlocks):
         offloaded = [(sequence, kv) for sequence, kv in offloaded if not kv.streams]  # parked, they would wait for ever
         lying, step_ns = [self._policy_view(*pair) for pair in offloaded], self._costs.decode_ns
         indices = self.policy.indices_to_park(lying, self._budget, step_ns, self._pool.blocks_free)
-        self.parked += len(indices)
-        return [offloaded[index][0] for index in indices] + [
+        parked = [offloaded[index][0] for index in indices] + [
             sequence
             for sequence in decoding
             if sequence.layered is None and sequence.computed >= sequence.writable_until
             and self.may_offload(sequence) and self.outgrows_hbm(sequence, sequence.computed + 1)
         ]  # fmt: skip
+        self.parked += len(parked)
+        return parked
 
     def sequences_at_rest(self, decoding: Many[Sequence]) -> Many[Sequence]:
         """Those that stream have a row in half of the time, where others decode: these wait for their layers, too."""

@@ -117,7 +117,9 @@ class PinnedWorld(World):
     def gone_by(self) -> Counter[str]:
         counters = [node.machine.state.counters for node in self.instances]
         by_memory = (c.preempted_by_swap + c.preempted_by_recompute - c.preempted_for_slots for c in counters)
-        preempted = sum(by_memory) + sum(c.standstills for c in counters)
+        # an answer that outgrows all of HBM, of which its need is counted, goes on by layer: it is parked once for that
+        parked = sum(getattr(node.machine.state.memory.layers, "parked", 0) for node in self.instances)
+        preempted = sum(by_memory) - parked + sum(c.standstills for c in counters)
         return self.seen + Counter(preempted=preempted) + self.count_achievements()
 
 
