@@ -91,7 +91,7 @@ class Outcome:
     logprobs: dict[str, list[float]] = field(default_factory=dict)
 
 
-class Asker:
+class SequentialEngine:
     """An engine, asked one request after the other."""
 
     def __init__(self, args: Namespace) -> None:
@@ -226,8 +226,8 @@ def questions(args: Namespace, encode: Callable[[str], list[int]]) -> tuple[list
 
 def ask_all(args: Namespace) -> Iterator[dict[str, Any]]:
     """A row for each way."""
-    asker = Asker(args)
-    tokenizer = asker.parts.model.tokenizer
+    engine = SequentialEngine(args)
+    tokenizer = engine.parts.model.tokenizer
     deviations = Deviations(args) if "deviation" in args.ways else None
     choices: dict[str, Choice] = {"first": keep_all_but_first, "spread": keep_spread}
     if deviations is not None:
@@ -237,26 +237,26 @@ def ask_all(args: Namespace) -> Iterator[dict[str, Any]]:
     ways += [(args.ways[0], share) for share in args.shares] + [(way, args.compared) for way in args.ways[1:]]
     outcomes: dict[tuple[str, float | None], list[Outcome]] = {way: [] for way in ways}
     halves = len(before) // len(measured)
-    asker.ask(np.array(measured[0].head * 20, np.int32), 1)  # the first steps of a process are slower
+    engine.ask(np.array(measured[0].head * 20, np.int32), 1)  # the first steps of a process are slower
     for number, question in enumerate(measured):
         for tokens in before[halves * number : halves * (number + 1)]:
-            asker.ask(tokens, 1, priority=CHUNKS_FIRST)
+            engine.ask(tokens, 1, priority=CHUNKS_FIRST)
             if deviations is not None:
-                deviations.values_of(tokens[: len(tokens) // asker.block_tokens * asker.block_tokens])
+                deviations.values_of(tokens[: len(tokens) // engine.block_tokens * engine.block_tokens])
         reference: list[int] = []
         for way in (ways[0], *random.Random(number).sample(ways[1:], len(ways) - 1)):
             asked = dataclasses.replace(question, chunks=[]) if way[0] == BARE else question
             more: dict[str, Any] = {} if way[1] is None else {"nonprefix_reuse": True}
             if way[1] is not None:
-                asker.choose(choices[way[0]], way[1])
+                engine.choose(choices[way[0]], way[1])
             if deviations is not None:
                 deviations.begin_prompt(asked.prompt())
-            outcome = asker.time_answer(asked.prompt(), args.answer_tokens, **more)
+            outcome = engine.time_answer(asked.prompt(), args.answer_tokens, **more)
             reference = reference or outcome.tokens
             for name, answer in (("data", question.answer), ("own", reference)):
                 if deviations is not None:
                     deviations.begin_prompt(asked.prompt(answer))
-                outcome.logprobs[name] = asker.score(asked.prompt(answer), len(answer), **more)
+                outcome.logprobs[name] = engine.score(asked.prompt(answer), len(answer), **more)
             outcomes[way].append(outcome)
     full = outcomes[ways[0]]
     for way, found in outcomes.items():

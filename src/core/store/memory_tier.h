@@ -6,7 +6,8 @@
 //
 // All published values stand in a queue, the one that was used last at its end: a hit goes there, a look that counts for
 // nothing leaves the order as it is. Eviction is second chance: the oldest that was not hit since it came, or came
-// back, goes, unless it has references. What a client of this host pins stays; a value that is removed while a client pins it waits in limbo until the pin is gone.
+// back, goes, unless it has references. What a client of this host pins stays; a value that is removed while a client
+// pins it waits in limbo until the pin is gone.
 //
 // All accounting is private memory. The shared table (shared_table.h) is written, and read at an adoption alone.
 #pragma once

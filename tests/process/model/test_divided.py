@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def answers_as_model(family: str, folder: Path, **options: int) -> None:
+def check_answers_as_model(family: str, folder: Path, **options: int) -> None:
     """The cache has each prompt but for what must be computed."""
     with serving(folder, **options) as llm:
         workers = options.get("tensor_parallel", 1) * options.get("pipeline_parallel", 1) - 1
@@ -65,12 +65,12 @@ def test_workers_answer_as_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     start_workers_as_threads(monkeypatch)
-    answers_as_model(family, folders[family], **kind, **options)
+    check_answers_as_model(family, folders[family], **kind, **options)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("qwen3_5", TP2), ("deepseek_v3", PP2), ("jamba", BOTH)])
 def test_worker_processes_answer_as_the_model(family: str, kind: dict[str, int], folders: dict[str, Path]) -> None:
-    answers_as_model(family, folders[family], **kind, max_step_tokens=24)
+    check_answers_as_model(family, folders[family], **kind, max_step_tokens=24)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba", "deepseek_v3"])

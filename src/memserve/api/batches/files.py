@@ -159,7 +159,7 @@ class FileStore:
         if sum(record.tenant == tenant for record in self._files.values()) >= FILES_MAX:
             raise bad_request(f"There are {FILES_MAX} files already; delete some", code="too_many_files")
         file_id = f"file-{new_id()}"
-        file = open(self.path_of(file_id, _UNFINISHED), "wb", opener=_open_private)  # noqa: SIM115  # the writer's
+        file = open(self.path_of(file_id, _UNFINISHED), "wb", opener=_open_private)  # noqa: SIM115  # FileWriter closes it
         writer = self._writers[file_id] = FileWriter(self, file_id, tenant, file)
         return writer
 

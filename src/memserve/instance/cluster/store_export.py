@@ -28,6 +28,7 @@ from memserve.instance.cluster.store_offers import (
     KeptState,
     SpreadTarget,
     StoreOffers,
+    forget_old,
     identity_at,
     remember,
 )
@@ -177,8 +178,7 @@ class StoreWriter:
     def _report_reused(self, now_ns: int) -> None:
         """Tell stores of blocks that were used, each once in ``USED_EVERY_NS``."""
         reused, self._reused = self._reused, []
-        while self._used_ns and now_ns - next(iter(self._used_ns.values())) >= USED_EVERY_NS:
-            del self._used_ns[next(iter(self._used_ns))]
+        forget_old(self._used_ns, now_ns - USED_EVERY_NS)
         for identities in reused:
             names = (identity_at(identities, index) for index in range(len(identities) // IDENTITY_BYTES))
             fresh = [name for name in names if name not in self._used_ns]

@@ -55,6 +55,12 @@ def remember(times: dict[bytes, int], identity: bytes, now_ns: int) -> None:
         del times[next(iter(times))]
 
 
+def forget_old(times: dict[bytes, int], since_ns: int) -> None:
+    """Forget what was told at ``since_ns``, or before."""
+    while times and next(iter(times.values())) <= since_ns:
+        del times[next(iter(times))]
+
+
 @dataclass(frozen=True, slots=True)
 class BlockRun:
     """Neighbouring blocks to be offered: those of ``tokens`` from ``first_block`` to the end."""
@@ -301,8 +307,7 @@ class StoreOffers:
 
     def expire_offered(self, now_ns: int) -> None:
         """Forget what was told long ago."""
-        while self._offered_ns and now_ns - next(iter(self._offered_ns.values())) >= AGAIN_NS:
-            del self._offered_ns[next(iter(self._offered_ns))]
+        forget_old(self._offered_ns, now_ns - AGAIN_NS)
 
     def kv_lost(self) -> None:
         """A step failed; the exchange ends all offers, and says so."""
