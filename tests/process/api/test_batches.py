@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
+from memserve.api.batches.answers import encode_missed
 from memserve.api.http.config import EdgeConfig
 from memserve.base.types import DEFERRABLE_PRIORITY
 from waiting import eventually
@@ -174,6 +176,26 @@ def test_requests_that_come_too_late_are_expired(tmp_path: Path, monkeypatch: py
         errors = content(client, batch.error_file_id)
         assert {error["error"]["code"] for error in errors} == {"batch_expired"}
         assert sorted(error["custom_id"] for error in errors) == [f"r{number}" for number in range(9)]
+
+
+def test_expired_lines_are_written_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside_loop: list[bool] = []
+
+    def encode(*fields: str) -> bytes:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            beside_loop.append(True)
+        else:
+            beside_loop.append(False)
+        return encode_missed(*fields)
+
+    monkeypatch.setattr("memserve.api.batches.routes.window_s", lambda text: 1)
+    monkeypatch.setattr("memserve.api.batches.runner.encode_missed", encode)
+    with serve(FakeEngine(says(SCRIPT_TEXT), step_s=None), batches_folder=tmp_path) as world:
+        client = world.client()
+        end_of(client, start(client, [chat_line(f"r{number}") for number in range(3)]))
+    assert beside_loop == [True] * 3
 
 
 def test_server_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:

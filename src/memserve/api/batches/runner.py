@@ -405,16 +405,20 @@ class BatchRunner:
             await self._move_run(run, BatchCause.FILES_KEPT, counts=counts, kept_file_ids=await self._keep_files(run))
 
     async def _end_expired(self, run: _Run, answers: AnswerFiles, plan: InputPlan) -> None:
-        message = "This request could not be executed before the completion window expired."
-        for line in plan.lines:
-            if not answers.is_answered(line.number):
-                custom_id = self._read_line(run.batch, line).custom_id
-                name = line_id(run.batch.batch_id, line.number)
-                missed = encode_missed(name, custom_id, "batch_expired", message)
-                answers.append_answer(line.number, missed, is_error=True)
-                self.results["expired"] += 1
+        # tens of thousands of lines: written in the loop they would hold up every client
+        self.results["expired"] += await asyncio.to_thread(self._append_missed, run.batch, answers, plan)
         counts = answers.counts(run.batch.counts.total)
         await self._move_run(run, BatchCause.WINDOW_PASSED, counts=counts, kept_file_ids=await self._keep_files(run))
+
+    def _append_missed(self, batch: RequestBatch, answers: AnswerFiles, plan: InputPlan) -> int:
+        """A line for each request without an answer; returns how many there were."""
+        message = "This request could not be executed before the completion window expired."
+        missed_lines = [line for line in plan.lines if not answers.is_answered(line.number)]
+        for line in missed_lines:
+            custom_id = self._read_line(batch, line).custom_id
+            missed = encode_missed(line_id(batch.batch_id, line.number), custom_id, "batch_expired", message)
+            answers.append_answer(line.number, missed, is_error=True)
+        return len(missed_lines)
 
     async def _end_broken(self, run: _Run, why: str) -> None:
         """The disk failed: what was written before is kept."""
