@@ -7,10 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from memserve import LLM
-from tiny_models import GREEDY, greedy_answers
+from memserve.instance.scheduler.sequence import Sequence
+from memserve.instance.speculation import speculation
+from memserve.instance.speculation.drafts import Draft
+from memserve.instance.speculation.speculation import Speculation
+from memserve_lab.sim.fuzz.scenario_features import Always
+from tiny_models import GREEDY, VOCAB, greedy_answers, greedy_tokens, prompt
 
 BLOCK = 32
 ANSWER = 20
@@ -28,6 +35,26 @@ def ask(llm: LLM, prompts: list[list[int]], count: int = ANSWER) -> list[tuple[l
     """Greedy answers, and how many tokens of each prompt were cached."""
     results = llm.generate(prompts, GREEDY, max_tokens=count, ignore_eos=True)
     return [(list(result.outputs[0].tokens), result.cached_tokens) for result in results]
+
+
+def check_drafted(monkeypatch: pytest.MonkeyPatch, folder: Path, module: Any, **options: Any) -> None:
+    """Two sequences side by side get the tokens of ``module`` with drafts that are right up to some place or not at
+    all."""
+    prompts = [prompt(45, 6).tolist(), prompt(70, 5).tolist()]
+    expected = [greedy_tokens(module, np.array(tokens, np.int32), 40) for tokens in prompts]
+
+    def foretell(self: Speculation, asking: Sequence, count: int) -> Draft:
+        answer, place = expected[asking.prompt_tokens == len(prompts[1])], len(asking.out) + asking.inflight
+        wrong = (0, 2, 9)[place % 3]
+        return Draft([(token + (k == wrong)) % VOCAB for k, token in enumerate(answer[place:][:count])])
+
+    monkeypatch.setattr(speculation, "Worth", Always)
+    monkeypatch.setattr(speculation.Speculation, "look_up", foretell)
+    with serving(folder, draft_tokens=4, **options) as llm:
+        answers = [[answer for answer, _ in ask(llm, prompts, 40)] for _ in range(2)]
+        stats = llm.stats().instance
+    assert answers == [expected] * 2
+    assert 0 < stats.drafts_kept < stats.drafts_computed
 
 
 def check_cold_and_warm(llm: LLM, module: Any, prompts: list[list[int]], cached: list[int]) -> None:

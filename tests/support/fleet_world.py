@@ -68,7 +68,7 @@ class Member:
         sizes = kv.block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks
         self.device = OracleDevice(*sizes, VOCAB, layers=kv.num_layers)
         if cfg.pool.states is not None:
-            self.device.states = SymbolicStates(self.device.kv)
+            self.device.states = SymbolicStates(self.device.kv, draft_states=cfg.pool.states.draft_states)
         self.device.windows = cfg.pool.windows
         self.plans, self.jobs, self.builds, self.masks = deque(), deque(), deque(), deque()
         self.built = {0}  # jobs

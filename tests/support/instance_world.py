@@ -92,7 +92,7 @@ class World:
         self.device = SymbolicDevice(*sizes, layers=layers)
         if cfg.pool.states is not None:
             kv = None if cfg.pool.states.own_pages else self.device.kv
-            self.device.states = SymbolicStates(kv, cfg.pool.states.per_block)
+            self.device.states = SymbolicStates(kv, cfg.pool.states.per_block, cfg.pool.states.draft_states)
         self.device.windows = cfg.pool.windows
         self.device.token_of = {} if cfg.scheduler.nonprefix_reuse else None
         self.plans, self.builds, self.masks = deque(), deque(), deque()

@@ -557,8 +557,8 @@ class EngineOptions:
         pages = None
         if states:
             self.check_states(states, on_gpu=on_gpu)
+            sizes = memory_bytes, scheduler.max_running, slot_bytes, scheduler.draft_tokens
             # what moves between tiers are whole blocks
-            sizes = memory_bytes, scheduler.max_running, slot_bytes
             divided = divide_memory(geometry, states, *sizes, whole_blocks=self.dram_memory_bytes > 0)
             scheduler = dataclasses.replace(scheduler, max_running=divided.slots)
             first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.digest}"
@@ -632,7 +632,8 @@ class EngineOptions:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
         has_dram = self.dram_memory_bytes > 0
         asked = (
-            *self._plain_only(on_gpu=False),
+            (self.scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
+            (on_gpu and self.scheduler.draft_tokens > 0, "on a GPU with drafts", "no --draft-tokens", "draft_tokens"),
             (on_gpu and self.parallel.worker_count > 1, "by several GPUs", "one GPU", "tensor"),
             (on_gpu and has_dram, "on a GPU with a second tier", "no --dram-memory", "dram_memory"),
             (has_dram and not states.attends, "and no attention with a second tier", "no --dram-memory", "dram_memory"),

@@ -194,6 +194,9 @@ class StatePages:
     """N: there are N pages, each of one whole snapshot, apart from the blocks. 0: pages lie in blocks."""
     per_block: int = 1
     """N: a block has N pages of one snapshot each; page ``p`` lies in block ``p // N``."""
+    draft_states: int = 0
+    """Beside the states of running sequences: those behind the tokens of rows with drafts, until it is known which of
+    these are right. 0: there are no drafts."""
 
     @property
     def whole_blocks(self) -> bool:
@@ -222,25 +225,29 @@ def divide_memory(
     kv_bytes: int,
     slots: int,
     slot_bytes: int = 0,
+    draft_tokens: int = 0,
     *,
     whole_blocks: bool = False,
 ) -> DividedMemory:
     """What ``kv_bytes`` hold with at most ``slots`` running sequences; nothing beyond ``kv_bytes`` is ever used.
-    ``slot_bytes``: what all workers together have of the state of one; 0: one state. ``whole_blocks``: no two snapshots
-    share one. Raises :class:`UserError` where that is too little."""
+    ``slot_bytes``: what all workers together have of the state of one; 0: one state. ``draft_tokens``: of one row, for
+    at least one of which there are states. ``whole_blocks``: no two snapshots share one. Raises :class:`UserError`
+    where that is too little."""
     state_bytes, block_bytes = states.nbytes, geometry.block_bytes
     slot_bytes = slot_bytes or state_bytes
-    slots = min(slots, kv_bytes // _SLOTS_SHARE // slot_bytes)
-    left = kv_bytes - slots * slot_bytes
+    of_one_row = draft_tokens + 1 if draft_tokens else 0
+    slots = max(0, min(slots, kv_bytes // _SLOTS_SHARE // slot_bytes - of_one_row))
+    drafts = max(of_one_row, min(slots, kv_bytes // _SLOTS_SHARE // slot_bytes - slots)) if draft_tokens else 0
+    left = kv_bytes - (slots + drafts) * slot_bytes
     if states.attends:
         in_block = 1 if whole_blocks else max(1, block_bytes // state_bytes)
-        pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes), per_block=in_block)
+        pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes), 0, in_block, drafts)
         blocks = left // block_bytes
-        least = _SLOTS_SHARE * (slot_bytes + block_bytes * (pages.pages_each + 2))
+        least = _SLOTS_SHARE * ((1 + of_one_row) * slot_bytes + block_bytes * (pages.pages_each + 2))
     else:
         blocks = left // _IDS_SHARE // block_bytes
-        pages = StatePages(state_bytes, 1, (left - blocks * block_bytes) // state_bytes)
-        least = _SLOTS_SHARE * 2 * max(slot_bytes, _IDS_SHARE * block_bytes)
+        pages = StatePages(state_bytes, 1, (left - blocks * block_bytes) // state_bytes, draft_states=drafts)
+        least = _SLOTS_SHARE * max((2 + of_one_row) * slot_bytes, 2 * _IDS_SHARE * block_bytes)
     if kv_bytes < least:
         raise UserError(
             f"kv memory of {human_bytes(kv_bytes)} is too little for a model whose state takes "

@@ -17,6 +17,7 @@ from engine_answers import (
     ask_several,
     best_beam,
     check_cold_and_warm,
+    check_drafted,
     own_best_beam,
     resumable,
     serving,
@@ -79,6 +80,14 @@ def test_workers_in_16_bits_pass_their_trial(family: str, folders: dict[str, Pat
     with serving(folders[family], **TP2, dtype="bfloat16") as llm:
         cold, warm = (ask(llm, PROMPTS[2:3], 8)[0] for _ in range(2))
     assert (len(cold[0]), cold[1], warm[1]) == (8, 0, 32)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_5", TP2), ("falcon_h1", PP2), ("jamba", BOTH)])
+def test_states_go_back_to_the_last_right_draft(
+    family: str, kind: dict[str, int], folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_workers_as_threads(monkeypatch)
+    check_drafted(monkeypatch, folders[family], tiny_module(family), **kind)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])

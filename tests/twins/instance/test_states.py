@@ -24,10 +24,10 @@ from memserve_lab.experiments.state_hits import IntervalPolicy
 from memserve_lab.sim.reference.oracle import Violation
 
 PAGES = {
-    "one block": StatePages(10, 1),
-    "three blocks": StatePages(30, 3),
-    "a third of a block": StatePages(10, 1, per_block=3),
-    "own pages": StatePages(10, 1, 5),
+    "one block": StatePages(10, 1, draft_states=5),
+    "three blocks": StatePages(30, 3, draft_states=2),
+    "a third of a block": StatePages(10, 1, per_block=3, draft_states=8),
+    "own pages": StatePages(10, 1, 5, draft_states=4),
 }
 
 
@@ -46,6 +46,7 @@ class StatefulLife(SharingLife):
         depth=st.integers(1, 3),
         late=st.booleans(),
         interval=st.sampled_from([0, 0, 4, 8]),
+        draft_tokens=st.sampled_from([0, 1, 3]),
     )
     def begin(self, pages, late, interval, dram, **sizes):
         sizes["dram"] = dram if PAGES[pages].whole_blocks else 0
@@ -157,9 +158,22 @@ def busy_life(seed, **more):
     return live_busily(World(config(**sizes), 4, twin=False), seed)
 
 
-def swapping_life(seed):
+def _saved_with_drafts_under_way(monkeypatch):
+    def reserve_below(self, sequence):
+        blocks = None if sequence.slot is None else self._pool.allocate_dram_ids(self._pool.state_blocks)
+        return None if blocks is None else blocks.tolist()
+
+    monkeypatch.setattr(RecurrentStates, "reserve_below", reserve_below)
+
+
+def _more_drafts_than_states(monkeypatch):
+    room = RecurrentStates.draft_room
+    monkeypatch.setattr(RecurrentStates, "draft_room", lambda self, sequence, _: room(self, sequence, -9))
+
+
+def swapping_life(seed, **more):
     """On memory for a few of its requests, and a second tier for the others."""
-    return busy_life(seed, dram=24, hbm=9, preemption="swap")
+    return busy_life(seed, dram=24, hbm=9, preemption="swap", **more)
 
 
 def test_a_busy_life_goes_on_from_snapshots():
@@ -174,6 +188,21 @@ def test_a_life_on_two_tiers_swaps_and_loads_from_dram():
     assert sum(world.machine.stats().preemptions_swap for world in worlds) > 0
     assert sum(world.machine.stats().dram_tokens_reused for world in worlds) > 0
     assert sum(world.device.states.loaded for world in worlds) > 10
+
+
+def test_a_life_with_drafts_keeps_states_of_right_ones_alone():
+    worlds = [swapping_life(seed, draft_tokens=3) for seed in range(4)]
+    counters = [world.machine.state.counters for world in worlds]
+    drafted, kept = (sum(getattr(c, name) for c in counters) for name in ("drafted_tokens", "kept_tokens"))
+    assert 0 < kept < drafted and sum(world.machine.stats().preemptions_swap for world in worlds) > 0
+
+
+@pytest.mark.parametrize("plant", [_saved_with_drafts_under_way, _more_drafts_than_states])
+def test_faults_planted_in_drafts_are_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises((Violation, InvariantError, AssertionError, KeyError)):
+        for seed in range(30):
+            swapping_life(seed, draft_tokens=3, states=StatePages(10, 1, draft_states=3))
 
 
 @pytest.mark.parametrize("plant", [_read_where_it_is_copied_to, _saved_behind_the_next_load])

@@ -57,13 +57,18 @@ def test_groups_say_what_a_token_and_a_sequence_take() -> None:
 @pytest.mark.parametrize(("states", "geometry"), [(QWEN3_NEXT, QWEN3_NEXT_KV), (LFM2, LFM2_KV), (MAMBA, NO_KV)])
 @pytest.mark.parametrize("kv_bytes", [64 * MIB, 3000 * MIB, 12345 * MIB + 17])
 @pytest.mark.parametrize("slots", [1, 64])
-def test_memory_is_never_exceeded(states: StateGeometry, geometry: KVGeometry, kv_bytes: int, slots: int) -> None:
+@pytest.mark.parametrize("draft_tokens", [0, 4])
+def test_memory_is_never_exceeded(
+    states: StateGeometry, geometry: KVGeometry, kv_bytes: int, slots: int, draft_tokens: int
+) -> None:
+    of_one_row = draft_tokens + 1 if draft_tokens else 0
     try:
-        divided = divide_memory(geometry, states, kv_bytes, slots)
+        divided = divide_memory(geometry, states, kv_bytes, slots, draft_tokens=draft_tokens)
     except UserError:
-        assert kv_bytes < 8 * states.nbytes + 16 * geometry.block_bytes
+        assert kv_bytes < (8 + 4 * of_one_row) * states.nbytes + 16 * geometry.block_bytes
         return
-    used = divided.slots * states.nbytes + divided.blocks * geometry.block_bytes
+    assert of_one_row <= divided.pages.draft_states <= max(of_one_row, divided.slots) * (draft_tokens > 0)
+    used = (divided.slots + divided.pages.draft_states) * states.nbytes + divided.blocks * geometry.block_bytes
     used += divided.pages.own_pages * states.nbytes
     step = geometry.block_bytes + (0 if states.attends else states.nbytes + 16 * geometry.block_bytes)
     assert kv_bytes - step < used <= kv_bytes
@@ -80,11 +85,14 @@ def test_small_states_share_a_block() -> None:
 
 
 @pytest.mark.parametrize(("states", "geometry"), [(QWEN3_NEXT, QWEN3_NEXT_KV), (LFM2, LFM2_KV), (MAMBA, NO_KV)])
-def test_too_little_memory_says_how_much_would_do(states: StateGeometry, geometry: KVGeometry) -> None:
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+def test_too_little_memory_says_how_much_would_do(
+    states: StateGeometry, geometry: KVGeometry, draft_tokens: int
+) -> None:
     with pytest.raises(UserError, match="is too little for a model whose state takes") as refused:
-        divide_memory(geometry, states, states.nbytes, 8)
+        divide_memory(geometry, states, states.nbytes, 8, draft_tokens=draft_tokens)
     advised = parse_bytes((refused.value.hint or "").split()[-1])
-    assert divide_memory(geometry, states, advised, 8).slots >= 1
+    assert divide_memory(geometry, states, advised, 8, draft_tokens=draft_tokens).slots >= 1
 
 
 def test_where_kv_of_windows_lies_does_not_depend_on_degrees() -> None:

@@ -438,6 +438,11 @@ def _window_early() -> list[Swap]:
     return [(WindowPages, "kept_from", lambda self, tokens: tokens // self.block_tokens)]
 
 
+def _state_drafts() -> list[Swap]:
+    """Rows have drafts whether or not there is a state for each of them."""
+    return [(RecurrentStates, "draft_room", lambda self, sequence, states_taken: self._block_tokens)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -465,6 +470,7 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "two-routers": _two_routers,
     "attempt-router": _attempt_router,
     "stale-ledger": _stale_ledger,
+    "state-drafts": _state_drafts,
     "state-position": _state_position,
     "state-anchor": _state_anchor,
     "state-fence": _state_fence,

@@ -225,7 +225,7 @@ STATES_SHARE = 0.08
 """Of all scenarios, those with recurrent states."""
 STATES_STREAM = "states 153"
 """As ``STREAM``."""
-_STATES = (StatePages(10, 1), StatePages(74, 2), StatePages(192, 3))
+_STATES = (StatePages(10, 1, draft_states=9), StatePages(74, 2, draft_states=4), StatePages(192, 3, draft_states=20))
 """Of blocks of 64 bytes in two layers: a page, a block and a page, three blocks."""
 
 

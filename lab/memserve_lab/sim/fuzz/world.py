@@ -146,7 +146,7 @@ class World:
                 scenario.slo_tpot_ns,
                 layerwise="off" if scenario.layered is None else "auto",
                 link_bytes_s=None if scenario.layered is None else scenario.layered.link_bytes_s,
-                draft_tokens=0 if scenario.states or scenario.windows else draft_tokens(scenario.seed),
+                draft_tokens=0 if scenario.windows else draft_tokens(scenario.seed),
             ),
             role=node.role,
             exchange=ExchangeConfig(
@@ -168,7 +168,7 @@ class World:
         blocks = config.hbm_blocks, config.dram_blocks
         memory = OracleDevice(BLOCK_TOKENS, *blocks, VOCAB, layers=self.geometry.num_layers)
         if config.states is not None:
-            memory.states = SymbolicStates(memory.kv)
+            memory.states = SymbolicStates(memory.kv, draft_states=config.states.draft_states)
         memory.windows = config.windows
         memory.segment = lambda segment, name: cells_of(self.instances, segment, name)
         return FuzzedDevice(_fuzzed(node), memory)

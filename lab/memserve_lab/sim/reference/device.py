@@ -221,6 +221,8 @@ class SymbolicDevice:
     def _compute_plan(self, plan: StepPlan) -> StepFinished:
         writers: Writers = {}
         seen_by_row, logprobs = [], {}
+        if self.states is not None:
+            self.states.check_drafts(plan.drafts.values())
         for row, number in enumerate(plan.slots):
             slot, drafts = self.slots[number], plan.drafts.get(row, [])
             token_count = len(slot.tokens)
@@ -275,6 +277,8 @@ class SymbolicDevice:
             accepted.append(draw(behind, opened.sampling.seed, opened.index, self.vocab))
             slot.tokens.append(accepted[-1])
         event.accepted_drafts[number] = accepted
+        if self.states is not None:  # the last of its tokens was drawn behind the row
+            self.states.settle_drafts(number, slot.tokens, len(slot.tokens) - 1)
 
     # -- rows
 

@@ -5,7 +5,7 @@ Literal recurrent states: a number made of all tokens so far, which a row change
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
 from memserve.base.types import CopyBlocks, Tier
@@ -133,9 +133,10 @@ _SNAPSHOT = (1 << 63) + 5
 class SymbolicStates:
     """The recurrent state of each slot, and snapshots in pages: blocks of HBM, or pages of their own."""
 
-    def __init__(self, kv: SymbolicPages | None, per_block: int = 1) -> None:
-        """``kv``: whose blocks of HBM are the pages, or have ``per_block`` each; None: there are others."""
-        self._kv, self._per_block = kv, per_block
+    def __init__(self, kv: SymbolicPages | None, per_block: int = 1, draft_states: int = 0) -> None:
+        """``kv``: whose blocks of HBM are the pages, or have ``per_block`` each; None: there are others.
+        ``draft_states``: tokens of rows with drafts in a plan, at most."""
+        self._kv, self._per_block, self._draft_states = kv, per_block, draft_states
         self.of_slots: dict[int, tuple[int, int]] = {}
         """Behind how many tokens, and what it is."""
         self.pages: dict[int, tuple[int, int, int]] = {}
@@ -185,6 +186,15 @@ class SymbolicStates:
         if keeps:
             require(self.of_slots[number] == (start, self.behind(tokens[:start])), f"slot {number} has another state")
             self.of_slots[number] = end, self.behind(tokens[:end])
+
+    def check_drafts(self, drafts: Collection[Sequence[int]]) -> None:
+        """A plan has rows with these ``drafts``: there must be a state for each of their tokens."""
+        needed = len(drafts) + sum(map(len, drafts))
+        require(needed <= self._draft_states, f"{needed} states of drafts, and room for {self._draft_states}")
+
+    def settle_drafts(self, number: int, tokens: Sequence[int], end: int) -> None:
+        """Of a row with drafts that slot ``number`` had, ``tokens[:end]`` are right: the state is that behind them."""
+        self.of_slots[number] = end, self.behind(tokens[:end])
 
     def save(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
         """A snapshot behind ``tokens``; what else lay in these pages is gone."""

@@ -1,7 +1,8 @@
 """Recurrent states of sequences, as the scheduler sees them: which slot goes on from what, where snapshots are taken.
 
-A running sequence owns one state, in its slot, which each of its rows changes: it cannot be rolled back. A snapshot is
-an immutable copy of it behind whole blocks of tokens. Which ones there are:
+A running sequence owns one state, in its slot, which each of its rows changes: it cannot be rolled back. Of a row with
+drafts the device keeps the state behind each token until it is known which are right. A snapshot is an immutable copy
+behind whole blocks of tokens. Which ones there are:
 
 * each sequence has one of its own that moves along with it: behind the last whole block that a row has computed. So a
   prompt's end has one, an answer's end, and where a sequence is preempted;
@@ -14,6 +15,7 @@ an immutable copy of it behind whole blocks of tokens. Which ones there are:
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
@@ -82,6 +84,11 @@ class NoStates:
     def note_decodes(self, sequences: Iterable[Sequence]) -> None:
         """The plan that is being made computes a token of each of ``sequences``; ``computed`` counts it already."""
 
+    def draft_room(self, sequence: Sequence, states_taken: int) -> int:
+        """How many drafts may stand behind the last token of ``sequence``, in a plan whose rows with drafts compute
+        ``states_taken`` tokens so far."""
+        return sys.maxsize
+
     def on_published(self, sequence: Sequence) -> None:
         """The index has the blocks of ``published`` tokens of a sequence that goes on."""
 
@@ -124,6 +131,7 @@ class RecurrentStates(NoStates):
     def __init__(self, pool: BlockPool) -> None:
         check(pool.snapshots is not None, "a pool without snapshots")
         self._pool, self._snapshots, self._block_tokens = pool, cast("SnapshotCache", pool.snapshots), pool.block_tokens
+        self._draft_states = pool.config.states.draft_states if pool.config.states is not None else 0
         #: since the last plan: before its rows, in order
         self._orders: list[LoadState | SaveState] = []
         #: of the plan that is being made: slot, tokens, snapshot
@@ -174,9 +182,10 @@ class RecurrentStates(NoStates):
             self._partings[sequence] = prompt.parting_tokens
 
     def reserve_below(self, sequence: Sequence) -> list[int] | None:
-        # what has come from a peer lies in a snapshot still; and where a mask is late, a row has had no meaning, or is
-        # computed again for its logits: then the slot has another state
-        if sequence.slot is None or sequence.wanted_grammar[1]:
+        # what has come from a peer lies in a snapshot still; where a mask is late, a row has had no meaning, or is
+        # computed again for its logits: then the slot has another state; and with drafts under way it is not known
+        # behind how many tokens it is
+        if sequence.slot is None or sequence.wanted_grammar[1] or sequence.awaits_tokens:
             return None
         blocks = self._pool.allocate_dram_ids(self._pool.state_blocks)
         return None if blocks is None else blocks.tolist()
@@ -221,6 +230,13 @@ class RecurrentStates(NoStates):
         if end >= sequence.known_length - 1:
             self._positions.pop(sequence, None)
             self._partings.pop(sequence, None)
+
+    def draft_room(self, sequence: Sequence, states_taken: int) -> int:
+        room = self._draft_states - states_taken - 1
+        if sequence.lease is None:
+            return room
+        # not to the end of a block: a snapshot is taken there, and of drafts it would be of tokens that may be wrong
+        return min(room, self._block_tokens - sequence.computed % self._block_tokens - 2)
 
     def note_decodes(self, sequences: Iterable[Sequence]) -> None:
         size = self._block_tokens

@@ -74,14 +74,18 @@ class Speculation:
         of the sequences that decode."""
         budget -= len(self.state.decoding.items) + len(self.state.prefilling.items)  # drafts delay no prompt
         choices: list[tuple[Sequence, list[int]]] = []
+        states, computed_tokens = self.state.memory.states, 0
         for sequence, draft in self._paying_drafts(budget):
             if not sequence.inflight and batch.make_writable(sequence, sequence.computed + 1):
-                drafts = draft.tokens[: sequence.writable_until - sequence.computed - 1]
+                writable_tokens = sequence.writable_until - sequence.computed - 1
+                room = min(writable_tokens, states.draft_room(sequence, computed_tokens))
+                drafts = draft.tokens[: max(0, room)]
                 if drafts and sequence.pace is not None:
                     sequence.pace.source = draft.source
                     self.state.hold_for_tokens(sequence)
                     sequence.scheduled_step = batch.plan.step_id  # its blocks are not for others any more
                     choices.append((sequence, drafts))
+                    computed_tokens += 1 + len(drafts)
         return choices
 
     def _paying_drafts(self, budget: int, enough_ns: float = math.inf) -> list[tuple[Sequence, Draft]]:

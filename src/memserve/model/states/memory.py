@@ -65,18 +65,23 @@ class SlotStates:
         dram: Tensor | None = None,
         share: StateShare | None = None,
         make_pages: MakePages = state_pages,
+        draft_states: int = 0,
     ) -> None:
         """``pages [pages, page_bytes]`` uint8: where snapshots lie. ``per_block``: or so many in each of these.
         ``dram``: blocks of the second tier, of the same size; plans copy snapshots there. ``share``: of one of several
         workers, which all have these pages and blocks; ``geometry`` is what it has. ``make_pages``: memory where
-        ``pages`` are."""
+        ``pages`` are. ``draft_states``: tokens of rows with drafts in a step, at most."""
         self.geometry, self._share = geometry, share
         #: how many layers attend before those of this worker
         self.attending_before = 0 if share is None else share.attending_before
         self._states = make_pages(geometry.nbytes, slots)
         self._pages, self._per_block, self._dram = pages, per_block, dram
         self.parts = parts_of(self._states, geometry)
-        #: behind how many tokens the state of each slot is
+        #: behind each token of the step's rows with drafts, one row after the other
+        self.draft_states = make_pages(geometry.nbytes, draft_states) if draft_states else self._states[:0]
+        #: slot -> where its row begins among these, and how many tokens that has, until they are known
+        self._drafted: dict[int, tuple[int, int]] = {}
+        #: behind how many tokens the state of each slot is; of one with drafts, behind those before its row
         self.tokens: Int64s = np.full(slots, UNKNOWN, np.int64)
 
     @property
@@ -87,6 +92,22 @@ class SlotStates:
     def forget_all(self) -> None:
         """After a failed step no slot has a state."""
         self.tokens[:] = UNKNOWN
+        self._drafted.clear()
+
+    def keep_drafted(self, rows: dict[int, tuple[int, int]]) -> None:
+        """A step has computed rows with drafts, slot -> begin and count among the :attr:`draft_states`."""
+        self._drafted = rows
+
+    def settle_drafts(self, slot: int, tokens: int) -> None:
+        """Of the row with drafts that ``slot`` had last, the first ``tokens`` are those of its sequence. A slot without
+        one: nothing happens."""
+        row = self._drafted.pop(slot, None)
+        if row is None:
+            return
+        begin, count = row
+        check(1 <= tokens <= count, "slot {} keeps {} of {} tokens", slot, tokens, count)
+        self._states[slot] = self.draft_states[begin + tokens - 1]
+        self.tokens[slot] += tokens
 
     def apply_order(self, order: LoadState | SaveState) -> None:
         """Give a slot another state, or save the one that it has, as the plan says."""
@@ -172,7 +193,8 @@ class _Piece:
     end: int
     slot: int
     is_fresh: bool
-    taken: list[Tensor] | None = None  # parts of the snapshot that is taken behind it, if the row goes on
+    #: where the state behind it goes, if a snapshot is taken there and the row goes on, or if it is one with drafts
+    taken: Tensor | None = None  # [1, nbytes] uint8
 
 
 @dataclass(slots=True)
@@ -196,6 +218,11 @@ class RaggedStates:
         self._memory = memory
         slots, starts, self._counts = rows
         self._slots, self._late = slots, late
+        #: of rows with drafts: see SlotStates.keep_drafted
+        self._drafted: dict[int, tuple[int, int]] = {}
+        for row in plan.drafts:
+            begin = sum(count for _, count in self._drafted.values())
+            self._drafted[int(slots[row])] = begin, int(self._counts[row])
         wrong = np.flatnonzero((memory.tokens[slots] != starts) & ~np.isin(slots, list(late)))
         if len(wrong):
             slot, start = int(slots[wrong[0]]), int(starts[wrong[0]])
@@ -238,8 +265,9 @@ class RaggedStates:
                 inputs, piece.begin, piece.end, states, is_fresh=piece.is_fresh
             )
             if piece.taken is not None:
+                taken = parts_of(piece.taken, self._memory.geometry)
                 for key, part in layer.parts.items():
-                    piece.taken[part].copy_(own[key])
+                    taken[part].copy_(own[key])
         return output
 
     def _make_table(self) -> StatePieces:
@@ -255,7 +283,7 @@ class RaggedStates:
                 rows.append((token, token + 1, places[slot], ends[slot], False))
         for piece in self._pieces:
             before = 0 if piece.is_fresh else places[piece.slot]
-            behind = ends[piece.slot] if piece.taken is None else piece.taken[0].data_ptr()
+            behind = ends[piece.slot] if piece.taken is None else piece.taken.data_ptr()
             is_bounded = piece.is_fresh or piece.end - piece.begin > 1
             rows.append((piece.begin, piece.end, before, behind, is_bounded))
             places[piece.slot] = behind
@@ -267,8 +295,10 @@ class RaggedStates:
             self._memory.write_snapshot(order.pages, state)
         for order in self._at_end:
             self._memory.write_snapshot(order.pages, self._memory.of_slot(order.slot))
-        counts = np.where(np.isin(self._slots, list(self._late)), 0, self._counts) if self._late else self._counts
+        unmoved = [*self._late, *self._drafted]
+        counts = np.where(np.isin(self._slots, unmoved), 0, self._counts) if unmoved else self._counts
         self._memory.tokens[self._slots] += counts
+        self._memory.keep_drafted(self._drafted)
 
     def _run_rows(self, layer: StateLayer, inputs: Tensor, rows: _Rows, calls: LayerCalls) -> Tensor:
         """``inputs [rows, 1, size]``."""
@@ -286,13 +316,17 @@ class RaggedStates:
     def _divide(
         self, slots: list[int], starts: list[int], counts: list[int], inside: dict[int, list[TakeSnapshot]]
     ) -> tuple[_Rows | None, list[_Piece]]:
-        """Rows of one token behind others, all together; of the rest, pieces that end where snapshots are taken."""
+        """Rows of one token behind others, all together; of the rest, pieces that end where snapshots are taken, and
+        of rows with drafts a piece for each token."""
         single: list[tuple[int, int]] = []
         pieces: list[_Piece] = []
         begin = 0
         for slot, start, count in zip(slots, starts, counts, strict=True):
             if count == 1 and start:
                 single.append((begin, slot))
+            elif slot in self._drafted:
+                states = self._memory.draft_states[self._drafted[slot][0] :]
+                pieces += [_Piece(begin + k, begin + k + 1, slot, False, states[k : k + 1]) for k in range(count)]
             else:
                 first, place = begin - start, begin
                 for order in sorted(inside.get(slot, ()), key=lambda order: order.tokens):
@@ -300,8 +334,7 @@ class RaggedStates:
                         (1, self._memory.geometry.nbytes), dtype=torch.uint8, device=self._memory.device
                     )
                     self._taken.append((order, state[0]))
-                    taken = parts_of(state, self._memory.geometry)
-                    pieces.append(_Piece(place, first + order.tokens, slot, not start and place == begin, taken))
+                    pieces.append(_Piece(place, first + order.tokens, slot, not start and place == begin, state))
                     place = first + order.tokens
                 pieces.append(_Piece(place, begin + count, slot, not start and place == begin))
             begin += count
@@ -352,4 +385,5 @@ def open_states(
     elif lying is not None and lying.own_pages:
         pages = make_pages(states.nbytes, lying.own_pages)
     held = states if share is None else share.held
-    return SlotStates(held, slots, pages, per_block, dram, share, make_pages)
+    drafts = 0 if lying is None else lying.draft_states
+    return SlotStates(held, slots, pages, per_block, dram, share, make_pages, drafts)

@@ -15,6 +15,7 @@ from engine_answers import (
     ask_several,
     best_beam,
     check_cold_and_warm,
+    check_drafted,
     own_best_beam,
     resumable,
     serving,
@@ -163,11 +164,17 @@ def test_no_cache_means_no_snapshots(family: str, folders: dict[str, Path]) -> N
         assert [ask(llm, [tokens.tolist()]) for _ in range(2)] == [[(expected, 0)]] * 2
 
 
+@pytest.mark.parametrize("family", STATEFUL)
+def test_states_go_back_to_the_last_right_draft(
+    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_drafted(monkeypatch, folders[family], tiny_module(family))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"dram_memory": "8MiB", "kv_lower_dtype": "int8"}, "rounded KV"),
-        ({"draft_tokens": 4}, "drafts"),
         ({"layerwise": "auto", "dram_memory": "8MiB"}, "by layer"),
         ({"kv_memory": "16KiB"}, "too little"),
     ],

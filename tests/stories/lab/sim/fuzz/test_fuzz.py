@@ -113,6 +113,7 @@ CAUGHT = {
     "two-routers": (207, "no instance has it"),
     "attempt-router": (246, "healthy world"),
     "stale-ledger": (283, "which the owner does not count"),
+    "state-drafts": (568, "states of drafts"),
     "state-position": (22, "a state behind"),
     "state-anchor": (68, "a state behind"),
     "state-fence": (22, "has written to"),
