@@ -464,7 +464,7 @@ class EngineOptions:
     window_kv: str = option("auto")
     """Where KV of layers lies that read a window of the last tokens, beside layers that read everything. ``apart``: it
     goes as soon as no sequence reads it, and prefixes are reused where their last window is there. ``together``: it
-    stays as long as that of the other layers. ``auto``: apart on CPUs, without ``--dram-memory`` and drafts."""
+    stays as long as that of the other layers. ``auto``: apart on CPUs, without ``--dram-memory``."""
     gpu_memory_share: float | None = option(None, least=0.01, most=1.0, vllm="gpu_memory_utilization")
     """Share of the GPU's memory for this instance: weights, steps, and what is left of it KV, instead of
     ``--kv-memory``. None: KV gets ``--kv-memory``, and where that is not set either, the instances that
@@ -592,7 +592,8 @@ class EngineOptions:
             return False
         asked = (
             (self.lower_bytes > 0, "with a second tier", "no --dram-memory", "dram_memory"),
-            *self._plain_only(on_gpu=on_gpu),
+            (on_gpu, "on a GPU", "--device cpu", "device"),
+            (self.scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
         )
         for is_asked, how, hint, param in asked:
             if is_asked and self.window_kv == "apart":
@@ -601,15 +602,6 @@ class EngineOptions:
             if is_asked:
                 return False
         return True
-
-    def _plain_only(self, *, on_gpu: bool) -> Asked:
-        """What goes with plain blocks alone: whether these options ask for it, what, the hint, and the option."""
-        scheduler = self.scheduler
-        return (
-            (on_gpu, "on a GPU", "--device cpu", "device"),
-            (scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
-            (scheduler.draft_tokens > 0, "with drafts", "no --draft-tokens", "draft_tokens"),
-        )
 
     @property
     def shares_layers_kv(self) -> bool:

@@ -39,6 +39,7 @@ class WindowedLife(SharingLife):
         chunk=st.integers(1, 12),
         depth=st.integers(1, 3),
         late=st.booleans(),
+        draft_tokens=st.sampled_from([0, 1, 3, 8]),
     )
     def begin(self, reach, part_blocks, late, **sizes):
         self.world = World(windowed(reach[0], part_blocks, reads_chunk=reach[1], **sizes), BLOCK, twin=False)

@@ -101,5 +101,5 @@ def test_where_kv_of_windows_lies_does_not_depend_on_degrees() -> None:
     assert [options.for_role(role).keeps_windows_apart() for role in (Role.PREFILL, Role.DECODE)] == [True, True]
     assert EngineOptions().for_role(Role.DECODE).keeps_windows_apart()
     assert not EngineOptions().keeps_windows_apart(on_gpu=True)
-    with pytest.raises(UserError, match="with drafts"):
-        EngineOptions(window_kv="apart", scheduler=SchedulerConfig(draft_tokens=2)).keeps_windows_apart()
+    with pytest.raises(UserError, match="by layer"):
+        EngineOptions(window_kv="apart", scheduler=SchedulerConfig(layerwise="auto")).keeps_windows_apart()

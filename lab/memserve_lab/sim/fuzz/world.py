@@ -146,7 +146,7 @@ class World:
                 scenario.slo_tpot_ns,
                 layerwise="off" if scenario.layered is None else "auto",
                 link_bytes_s=None if scenario.layered is None else scenario.layered.link_bytes_s,
-                draft_tokens=0 if scenario.windows else draft_tokens(scenario.seed),
+                draft_tokens=draft_tokens(scenario.seed),
             ),
             role=node.role,
             exchange=ExchangeConfig(

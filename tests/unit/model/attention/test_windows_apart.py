@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine_answers import ask, ask_several, best_beam, own_best_beam, resumable, serving
+from engine_answers import ask, ask_several, best_beam, check_drafted, own_best_beam, resumable, serving
 from memserve import LLM
 from memserve.base.errors import InvariantError, UserError
 from memserve.instance.events import PlaceWindow
@@ -124,6 +124,13 @@ def test_beams_are_those_of_transformers(family: str, folders: dict[str, Path]) 
         assert best_beam(llm, tokens, 3, 12) == own_best_beam(module_of(family), tokens, 3, 12)
 
 
+@pytest.mark.parametrize("family", FORKED)
+def test_drafts_give_the_models_own_tokens(
+    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_drafted(monkeypatch, folders[family], module_of(family), window_kv="apart")
+
+
 def test_rounded_kv_is_read_alike(folders: dict[str, Path]) -> None:
     """Codes lie apart as well: the same tokens as together, cold and warm."""
     prompts = [prompt(length, seed).tolist() for seed, length in enumerate((40, 150))]
@@ -159,7 +166,7 @@ def test_a_context_has_room_that_it_has_not_together(folders: dict[str, Path]) -
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"dram_memory": "8MiB"}, "second tier"), ({"draft_tokens": 4}, "drafts"), ({"window_kv": "beside"}, "'beside'")],
+    [({"dram_memory": "8MiB"}, "second tier"), ({"layerwise": "auto", "dram_memory": "8MiB"}, "second tier"), ({"window_kv": "beside"}, "'beside'")],
 )
 def test_what_cannot_lie_apart_is_refused(options: dict[str, Any], text: str, folders: dict[str, Path]) -> None:
     with pytest.raises(UserError, match=text), serving_apart(folders["gemma2"], **options):
