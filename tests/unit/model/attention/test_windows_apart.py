@@ -166,7 +166,11 @@ def test_a_context_has_room_that_it_has_not_together(folders: dict[str, Path]) -
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"dram_memory": "8MiB"}, "second tier"), ({"layerwise": "auto", "dram_memory": "8MiB"}, "second tier"), ({"window_kv": "beside"}, "'beside'")],
+    [
+        ({"dram_memory": "8MiB"}, "second tier"),
+        ({"layerwise": "auto", "dram_memory": "8MiB"}, "second tier"),
+        ({"window_kv": "beside"}, "'beside'"),
+    ],
 )
 def test_what_cannot_lie_apart_is_refused(options: dict[str, Any], text: str, folders: dict[str, Path]) -> None:
     with pytest.raises(UserError, match=text), serving_apart(folders["gemma2"], **options):
