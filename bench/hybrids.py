@@ -1,7 +1,7 @@
 """Hybrids and latents beside transformers: decode steps and prompts of random models with layers of real sizes.
 
     python bench/hybrids.py [--models delta,mamba2,conv,latents] [--dtype bfloat16] [--rounds 9] [--stored Q4_0]
-        [--profile]
+        [--drafts 4] [--profile]
 
 Four layers each: *delta* has the layers of Qwen3.5 0.8B (three gated delta nets, one of attention), *mamba2* those of
 Granite 4.0 H 1B (three of Mamba-2, one of attention), *conv* those of LFM2 1.2B (three short convolutions, one of
@@ -10,6 +10,8 @@ small. Ours is the forward that an instance would run, with pages and states of 
 with SDPA and its own cache, in the same dtype. *Linears* is what the products with our weights take alone, without
 experts', and how fast that is: GB of weights read, or billions of products, in a second. *Eager* is ours as
 transformers' modules; with ``--stored`` ours is measured with its linears' weights in a format of GGUF files, too.
+With ``--drafts N`` steps of single tokens are measured with N drafts behind each as well: what *one costs* is what the
+step takes longer, by the time of one without.
 Contenders take turns; figures are medians of the CPU time of one thread (``OMP_NUM_THREADS=1``), with the median of the
 rounds' ratios.
 ``--profile`` prints where a step of ours spends its time instead.
@@ -102,25 +104,43 @@ class Ours:
         self.states = states_of(module).geometry
         self.forward = EagerForward(module) if eager else best_forward(module)
 
-    def prepare(self, sequences: int, count: int, context: int) -> Callable[[], Tensor]:
-        """A step over zeros."""
+    def prepare(self, sequences: int, count: int, context: int, drafts: int = 0) -> Callable[[], Tensor]:
+        """A step over zeros; ``drafts``: so many behind the tokens of each sequence, of which half are right."""
+        count, context = count + drafts, context + drafts
         paged = paged_step(self.geometry, COMMON["vocab_size"], sequences, count, context)
-        slots = SlotStates(self.states, sequences, torch.empty((0, 1), dtype=torch.uint8)) if self.states else None
+        slots, pages = None, torch.empty((0, 1), dtype=torch.uint8)
+        if self.states:
+            slots = SlotStates(self.states, sequences, pages, draft_states=sequences * count if drafts else 0)
         state_rows = tuple(np.full(sequences, number, np.int64) for number in (0, context - count, count))
         state_rows[0][:] = np.arange(sequences)
+        plan = StepPlan(0, drafts={row: [0] * drafts for row in range(sequences)} if drafts else {})
+        last = torch.arange(sequences * count) if drafts else paged.last
 
         def step() -> Tensor:
             attention, states = paged.attention(), None
             if slots is not None:
                 slots.tokens[:] = context - count
-                states, attention = RaggedStates(slots, StepPlan(0), state_rows, ()), OrderedAttention(attention)
+                states, attention = RaggedStates(slots, plan, state_rows, ()), OrderedAttention(attention)
             with step_attention(attention), step_states(states):
-                logits = self.forward(paged.ids, paged.positions, paged.last)
-            if states is not None:
+                logits = self.forward(paged.ids, paged.positions, last)
+            if slots is not None and states is not None:
                 states.finish()
+                for slot in range(sequences):
+                    slots.settle_drafts(slot, 1 + drafts // 2)
             return logits
 
         return step
+
+
+class Drafted:
+    """Ours, with drafts behind single tokens."""
+
+    def __init__(self, ours: Ours, drafts: int) -> None:
+        self._ours, self._drafts = ours, drafts
+
+    def prepare(self, sequences: int, count: int, context: int) -> Callable[[], Tensor]:
+        """Prompts have none."""
+        return self._ours.prepare(sequences, count, context, self._drafts if count == 1 else 0)
 
 
 class Linears:
@@ -204,6 +224,7 @@ def main() -> None:
         __doc__, models=Commas(*MODELS), dtype=("bfloat16", "of all", ("bfloat16", "float32")), rounds=9,
         eager=(False, "measure ours as transformers' modules, too"),
         stored=("", "measure ours with weights in this format, too, such as Q4_0"),
+        drafts=(0, "measure ours with so many drafts behind single tokens, too"),
         profile=(False, "print where the time goes"),
     )  # fmt: skip
     torch.set_num_threads(1)
@@ -212,6 +233,7 @@ def main() -> None:
         "transformers": "{transformers:.2f}", "times": "{times:.2f}", "linears": "{linears:.2f}", "at": "{at}",
         **({"eager": "{eager:.2f}", "times eager": "{eager_times:.2f}"} if args.eager else {}),
         **({args.stored: "{stored:.2f}", "times as fast": "{stored_times:.2f}"} if args.stored else {}),
+        **({f"{args.drafts} drafts": "{drafted:.2f}", "one costs": "{draft_cost:.2f}"} if args.drafts else {}),
     })  # fmt: skip
     records = []
     for model in parts_of(args.models, MODELS):
@@ -227,6 +249,8 @@ def main() -> None:
             contenders["eager"] = Ours(random_model(model, args.dtype), args.dtype, eager=True)
         if args.stored:
             contenders["stored"] = Ours(random_model(model, args.dtype), args.dtype, stored=args.stored)
+        if args.drafts:
+            contenders["drafted"] = Drafted(ours, args.drafts)
         for case, shape in CASES.items():
             times = Samples()
             steps = {name: contender.prepare(*shape) for name, contender in contenders.items()}
@@ -237,6 +261,7 @@ def main() -> None:
             row |= {name: times.median(name) for name in steps}
             row |= {"speed": 1e3 * shape[0] * shape[1] / row["ours"], "times": times.ratio("transformers", "ours")}
             row["at"] = linears.speed(shape, row["linears"])
+            row["draft_cost"] = (times.ratio("drafted", "ours") - 1) / args.drafts if args.drafts else 0.0
             row["stored_times"] = times.ratio("ours", "stored") if args.stored else 0.0
             row["eager_times"] = times.ratio("eager", "ours") if args.eager else 0.0
             records.append(row)
