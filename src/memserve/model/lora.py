@@ -64,6 +64,14 @@ def lora_adapters(adapters: StepAdapters | None) -> Iterator[None]:
         _context.adapters = outer
 
 
+@contextmanager
+def adapters_of_tokens(tokens: NDArray[np.int64]) -> Iterator[None]:
+    """Inside, linears compute these ``tokens [n]`` of the running step alone, in this order."""
+    adapters = _context.adapters
+    with lora_adapters(adapters.cut_tokens(tokens) if isinstance(adapters, RowsOf) else adapters):
+        yield
+
+
 def has_lora_rows() -> bool:
     """Whether a row of the running step has an adapter."""
     return _context.adapters is not None
@@ -97,6 +105,8 @@ class RowsOf:
         device: torch.device | None = None,
     ) -> None:
         """``parts``: adapters, each with its rows of the ragged batch, which has ``tokens`` of them."""
+        self._parts, self._device = parts, device
+        self._cuts: dict[bytes, RowsOf] = {}  # every layer asks for the same
         few = [(packed, rows) for packed, rows in parts if packed.has_kernel and len(rows) <= FEW_ROWS]
         self._many = [
             (packed.halves, None if len(rows) == tokens else torch.from_numpy(rows).to(device))
@@ -111,6 +121,14 @@ class RowsOf:
             rows = np.concatenate([rows for _, rows in few])
             joined_places = np.concatenate(places, axis=1)
             self._few = np.ascontiguousarray(np.insert(joined_places, 0, rows, axis=2))
+
+    def cut_tokens(self, tokens: NDArray[np.int64]) -> RowsOf:
+        """Of a batch that has these ``tokens [n]`` alone, in this order."""
+        key = tokens.tobytes()
+        if key not in self._cuts:
+            parts = [(packed, np.flatnonzero(np.isin(tokens, rows))) for packed, rows in self._parts]
+            self._cuts[key] = RowsOf([part for part in parts if len(part[1])], len(tokens), self._device)
+        return self._cuts[key]
 
     def adapt_output(self, y: Tensor, x: Tensor, site: int) -> Tensor:
         """See :class:`StepAdapters`."""
@@ -163,10 +181,12 @@ class AdaptedLinear(nn.Module):
 class Adapters:
     """The adapters of a loaded model, by digest."""
 
-    def __init__(self, module: Any, adapters: Sequence[Adapter]) -> None:
+    def __init__(self, module: Any, adapters: Sequence[Adapter], uncalled: Set[int] = frozenset()) -> None:
         """Load them, and put an :class:`AdaptedLinear` around each linear of ``module`` that one of them names.
+        ``uncalled``: ids of linears whose weights are used as they are.
 
         Raises :class:`UserError` for an adapter that does not fit the model."""
+        self._uncalled = uncalled
         self._sites: dict[str, int] = {}
         self._halves: dict[str, dict[int, Halves]] = {}
         self._packed: dict[str, Packed] = {}
@@ -238,6 +258,8 @@ class Adapters:
         pairs = {}
         for path, (down, up) in halves.items():
             linear = _linear_at(module, path, adapter)
+            if id(linear) in self._uncalled:
+                raise _unfit(adapter, f"adds to {path}, whose weights the model uses without calling it")
             if field := config.leaves_out(path):
                 raise _unfit(adapter, f"has matrices for {path}, which its {field} leaves out")
             rank = down.shape[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -103,3 +104,18 @@ def test_where_kv_of_windows_lies_does_not_depend_on_degrees() -> None:
     assert not EngineOptions().keeps_windows_apart(on_gpu=True)
     with pytest.raises(UserError, match="by layer"):
         EngineOptions(window_kv="apart", scheduler=SchedulerConfig(layerwise="auto")).keeps_windows_apart()
+
+
+@pytest.mark.parametrize(
+    ("options", "on_gpu", "text"),
+    [
+        ({"lora": ("one=folder",), "parallel": Parallel(2)}, False, "by several workers with adapters"),
+        ({"lora": ("one=folder",)}, True, "on a GPU with adapters"),
+        ({"scheduler": SchedulerConfig(draft_tokens=2)}, True, "on a GPU with drafts"),
+        ({"scheduler": SchedulerConfig(layerwise="auto")}, False, "by layer"),
+    ],
+)
+def test_states_are_refused_with_what_is_not_there(options: dict[str, Any], on_gpu: bool, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        EngineOptions(**options).check_states(LFM2, on_gpu=on_gpu)
+    EngineOptions(lora=("one=folder",), scheduler=SchedulerConfig(draft_tokens=2)).check_states(LFM2)

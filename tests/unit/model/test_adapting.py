@@ -26,6 +26,11 @@ TARGETS = {
     "opt": ["q_proj", "fc1", "fc2"],
     "gpt_neox": ["query_key_value", "dense_4h_to_h"],
     "minicpm3": ["q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "qwen3_5": ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"],
+    "lfm2": ["in_proj", "w2", "k_proj"],
+    "jamba": ["in_proj", "x_proj", "out_proj", "q_proj", "down_proj"],
+    "mamba2": ["in_proj", "out_proj"],
+    "falcon_h1": ["in_proj", "v_proj", "down_proj"],
 }
 NEW_TOKENS = 20
 PROMPTS = [prompt(40 + 7 * seed, seed=seed).tolist() for seed in range(3)]
@@ -236,6 +241,14 @@ def test_adapter_of_what_expands_latents_is_refused(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "kv", module, ["o_proj", "kv_b_proj"], seed=1)
     with pytest.raises(UserError, match=r"adds to .*kv_b_proj, which makes keys and values of latents"):
         load(folder, {"kv": adapter})
+
+
+def test_adapter_of_a_linear_that_is_not_called_is_refused(tmp_path: Path) -> None:
+    """Mamba multiplies the weight of its time steps itself: nothing would be added."""
+    module = tiny_module("jamba")
+    folder, adapter = save_folder(module, tmp_path / "model"), save_adapter(tmp_path / "dt", module, ["dt_proj"], 1)
+    with pytest.raises(UserError, match=r"adds to .*dt_proj, whose weights the model uses without calling it"):
+        load(folder, {"dt": adapter})
 
 
 def test_missing_folders_and_duplicate_names_are_refused(llama: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:

@@ -412,9 +412,10 @@ def _choose_bits(module: Any, tokenizer: Any, identity: str) -> tuple[str, int]:
 def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:
     if not adapters:
         return None
+    from memserve.model.forward import linears_alone
     from memserve.model.lora import Adapters
 
-    return Adapters(module, adapters)
+    return Adapters(module, adapters, linears_alone(module))
 
 
 def _choose_device(device: str) -> torch.device:

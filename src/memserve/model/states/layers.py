@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -23,8 +23,10 @@ import torch
 
 from memserve.base.errors import InvariantError
 from memserve.base.states import NO_STATE, StateGeometry, StateShare
+from memserve.model.lora import adapters_of_tokens
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 _ATTRIBUTE = "memserve_states"
@@ -202,12 +204,14 @@ class LayerCalls:
     def call_rows(self, hidden: Tensor, tokens: Tensor | None, states: LayerStates) -> Tensor:
         """Rows of a single token: ``[rows, 1, size]``. ``tokens [rows]``: where they are in the step; None: they are
         all that it has, in order."""
-        return self._call(hidden, states, lambda value: _rows_of(value, tokens, self._tokens))
+        numbers = None if tokens is None else tokens.cpu().numpy()
+        return self._call(hidden, states, lambda value: _rows_of(value, tokens, self._tokens), numbers)
 
     def call_piece(self, hidden: Tensor, begin: int, end: int, states: LayerStates, *, is_fresh: bool) -> Tensor:
         """Tokens ``[begin, end)`` of the step, which are one sequence's: ``[1, end - begin, size]``."""
         if not self._layer.one_by_one or is_fresh or end - begin == 1:
-            return self._call(hidden, states, lambda value: _piece_of(value, begin, end, self._tokens))
+            tokens = np.arange(begin, end)
+            return self._call(hidden, states, lambda value: _piece_of(value, begin, end, self._tokens), tokens)
         outputs = [
             self.call_piece(hidden[:, place - begin : place - begin + 1], place, place + 1, states, is_fresh=False)
             for place in range(begin, end)
@@ -220,10 +224,14 @@ class LayerCalls:
         output: Tensor = self._forward(hidden, *self._args, **options)
         return output
 
-    def _call(self, hidden: Tensor, states: LayerStates, cut: Callable[[Any], Any]) -> Tensor:
+    def _call(
+        self, hidden: Tensor, states: LayerStates, cut: Callable[[Any], Any], tokens: NDArray[np.int64] | None
+    ) -> Tensor:
+        """``tokens``: of the step, by their numbers; None: all."""
         options = {name: cut(value) for name, value in self._options.items()}
         options[self._layer.argument] = states
-        output: Tensor = self._forward(hidden, *map(cut, self._args), **options)
+        with nullcontext() if tokens is None else adapters_of_tokens(tokens):
+            output: Tensor = self._forward(hidden, *map(cut, self._args), **options)
         return output
 
 
