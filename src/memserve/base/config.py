@@ -622,16 +622,15 @@ class EngineOptions:
 
     def check_states(self, states: StateGeometry, *, on_gpu: bool = False) -> None:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
-        has_dram, many_workers = self.dram_memory_bytes > 0, self.parallel.worker_count > 1
+        has_dram = self.dram_memory_bytes > 0
         asked = (
             (self.scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
             (on_gpu and self.scheduler.draft_tokens > 0, "on a GPU with drafts", "no --draft-tokens", "draft_tokens"),
-            (on_gpu and many_workers, "by several GPUs", "one GPU", "tensor"),
+            (on_gpu and self.parallel.worker_count > 1, "by several GPUs", "one GPU", "tensor"),
             (on_gpu and has_dram, "on a GPU with a second tier", "no --dram-memory", "dram_memory"),
             (has_dram and not states.attends, "and no attention with a second tier", "no --dram-memory", "dram_memory"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (self.kv_folder is not None, "with KV in a file", "no --kv-ssd", "kv_ssd"),
             (self.lora != () and on_gpu, "on a GPU with adapters", "no --lora", "lora"),
-            (self.lora != () and many_workers, "by several workers with adapters", "no --lora", "lora"),
         )
         _refuse_asked("a model with a recurrent state", asked)

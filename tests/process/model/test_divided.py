@@ -22,10 +22,21 @@ from engine_answers import (
     resumable,
     serving,
 )
+from lora_files import merged, save_adapter
 from memserve.base.kv_layout import Parallel
 from served_cluster import Server, eventually, served, workers_of
 from slow_costs import save_slow_costs
-from tiny_models import LATENT, STATEFUL, greedy_answers, greedy_tokens, one_engine, prompt, save_folder, tiny_module
+from tiny_models import (
+    GREEDY,
+    LATENT,
+    STATEFUL,
+    greedy_answers,
+    greedy_tokens,
+    one_engine,
+    prompt,
+    save_folder,
+    tiny_module,
+)
 from worker_threads import start_workers_as_threads, worker_threads
 
 PROMPTS = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100))]
@@ -88,6 +99,30 @@ def test_states_go_back_to_the_last_right_draft(
 ) -> None:
     start_workers_as_threads(monkeypatch)
     check_drafted(monkeypatch, folders[family], tiny_module(family), **kind)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "kind"),
+    [
+        ("qwen3_5", ["in_proj_qkv", "in_proj_a", "out_proj", "q_proj"], TP2),
+        ("falcon_h1", ["in_proj", "out_proj", "v_proj", "down_proj"], TP2),
+        ("jamba", ["in_proj", "x_proj", "out_proj", "down_proj"], PP2),
+    ],
+)
+def test_adapters_beside_states_are_cut_alike(
+    family: str, targets: list[str], kind: dict[str, int], folders: dict[str, Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    start_workers_as_threads(monkeypatch)
+    module = tiny_module(family)
+    adapter = save_adapter(tmp_path / "adapter", module, targets, seed=1)
+    wholes = {"": module, "one": merged(module, adapter)}
+    with serving(folders[family], **kind, lora=[f"one={adapter}"]) as llm:
+        for name, whole in wholes.items():
+            more = {"adapter": name} if name else {}
+            results = llm.generate(PROMPTS, GREEDY, max_tokens=ANSWER, ignore_eos=True, **more)
+            answers = [list(result.outputs[0].tokens) for result in results]
+            assert answers == greedy_answers(whole, PROMPTS, ANSWER, answers)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])

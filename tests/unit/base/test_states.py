@@ -109,7 +109,6 @@ def test_where_kv_of_windows_lies_does_not_depend_on_degrees() -> None:
 @pytest.mark.parametrize(
     ("options", "on_gpu", "text"),
     [
-        ({"lora": ("one=folder",), "parallel": Parallel(2)}, False, "by several workers with adapters"),
         ({"lora": ("one=folder",)}, True, "on a GPU with adapters"),
         ({"scheduler": SchedulerConfig(draft_tokens=2)}, True, "on a GPU with drafts"),
         ({"scheduler": SchedulerConfig(layerwise="auto")}, False, "by layer"),
