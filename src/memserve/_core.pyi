@@ -165,9 +165,14 @@ class RadixIndex:
         """Keep ``evict`` from the whole blocks of ``tokens`` on either tier, until ``unhold``, ``delete`` or ``clear``;
         they count as evictable all the same. 0: not all of them are cached."""
     def unhold(self, hold: int, tier: int) -> None:
-        """End a hold on a tier. Raises where its path has been deleted or cleared."""
+        """End a hold on a tier: the path is evicted when its last use says, as if it had not been held. Raises where it
+        has been deleted or cleared."""
     def is_held(self, hold: int, tier: int) -> bool:
         """Whether this hold stands on the tier."""
+    def make_oldest(self, namespace: bytes, tokens: Ids) -> int:
+        """What only ``tokens`` (whole blocks) leads to, with the one path that may go on behind them, is the next that
+        ``evict`` takes of its owner from either tier, as far as it is neither pinned nor held. Returns its blocks; 0
+        also where several paths go on behind ``tokens``, or not all of them are cached."""
     def set_demotes_held_only(self) -> None:
         """From now on ``evict`` moves down from HBM only what is held in DRAM, drops the rest, and frees fewer than it
         was asked for where the former find no room in DRAM."""
@@ -189,6 +194,8 @@ class RadixIndex:
         """The pinned path's first DRAM blocks move to ``hbm_blocks``; the pin moves to the end of HBM."""
     def evictable(self, tier: int) -> bool:
         """Whether ``evict`` finds anything."""
+    def evictable_blocks(self, tier: int, at_most: int) -> int:
+        """How many blocks of the tier are neither pinned nor held; not counted further than to ``at_most``."""
     def evict(self, tier: int, count: int) -> Eviction:
         """Free ``count`` blocks of a tier (HBM: moved down to DRAM where it has room) that nothing holds.
 

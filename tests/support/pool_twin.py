@@ -32,6 +32,15 @@ class TwinLease:
     path: list[Node]
 
 
+class NothingRetained:
+    """What instances ask of retained prefixes, where there are none."""
+
+    next_deadline_ns = None
+
+    def expire_retained(self, now_ns):
+        """There are none."""
+
+
 class TwinPool:
     """Blocks and a prefix cache; LRU order is a counter, evictable blocks are found by looking at all."""
 
@@ -43,6 +52,7 @@ class TwinPool:
         self.nodes: dict[tuple, Node] = {}
         self.copies: list[CopyBlocks] = []
         self.clock = 0
+        self.retained = NothingRetained()
 
     # -- prefix cache
 

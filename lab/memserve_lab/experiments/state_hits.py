@@ -141,7 +141,7 @@ class LruPolicy:
             snapshot = entry[-1]
             if self._used.get(snapshot) == entry[:-1]:
                 passed.append(entry)
-                victim = snapshot if snapshot.tier is tier and not snapshot.pins else None
+                victim = snapshot if snapshot.tier is tier and snapshot.is_ordinary else None
         for entry in passed:
             heapq.heappush(self._line, entry)
         return victim
@@ -207,7 +207,7 @@ class MarconiPolicy:
 
     def choose_victim(self, owner: bytes, tier: Tier) -> StateSnapshot | None:
         """The least score of those with at most one child."""
-        here = [s for s in self._used if s.tier is tier and not s.pins]
+        here = [s for s in self._used if s.tier is tier and s.is_ordinary]
         candidates = [s for s in here if len(s.children) <= 1]
         if not candidates:
             return here[0] if here else None

@@ -154,6 +154,11 @@ void bind_radix(nb::module_& m) {
       .def("is_held",
            [](const RadixIndex& self, uint32_t hold, int tier) { return self.is_held(hold, valid_tier(tier)); },
            nb::arg("hold"), nb::arg("tier"))
+      .def("make_oldest",
+           [](RadixIndex& self, nb::bytes name, nb::handle tokens) {
+             return self.make_oldest(namespace_of(name), IntSpan(tokens).span());
+           },
+           nb::arg("namespace"), nb::arg("tokens"))
       .def("set_demotes_held_only", &RadixIndex::set_demotes_held_only)
       .def("insert", &insert, nb::arg("namespace"), nb::arg("tokens"), nb::arg("blocks"),
            nb::arg("hbm_blocks") = -1, nb::arg("pin") = false, nb::arg("owner") = nb::bytes(""))
@@ -162,6 +167,11 @@ void bind_radix(nb::module_& m) {
            nb::arg("pin"), nb::arg("hbm_blocks"))
       .def("evictable", [](const RadixIndex& self, int tier) { return self.evictable(valid_tier(tier)); },
            nb::arg("tier"))
+      .def("evictable_blocks",
+           [](const RadixIndex& self, int tier, size_t at_most) {
+             return self.evictable_blocks(valid_tier(tier), at_most);
+           },
+           nb::arg("tier"), nb::arg("at_most"))
       .def("evict", &evict, nb::arg("tier"), nb::arg("count"))
       .def("delete", &erase, nb::arg("namespace"), nb::arg("tokens"))
       .def("clear", [](RadixIndex& self) { Eviction out; self.clear(out); return out; })

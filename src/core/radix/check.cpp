@@ -45,6 +45,7 @@ void RadixIndex::check_list(const Owner& owner, int tier) const {
     check(node->owner == &owner, "a node is in the list of another owner");
     check(node->listed[tier] && node->newer[tier] == newer, "an LRU list is linked wrongly");
     check(rank.emplace(node, rank.size()).second, "an LRU list has a cycle");
+    check(!newer || node->used[tier] <= newer->used[tier], "a node stands before one that was used later");
   }
   check(owner.lists[tier].oldest == newer, "an LRU list ends elsewhere");
   size_t listed = 0, held = 0;

@@ -43,6 +43,16 @@ RadixIndex::Victim RadixIndex::next_victim(int tier) const {
   return found;
 }
 
+size_t RadixIndex::evictable_blocks(int tier, size_t at_most) const {
+  size_t blocks = 0;
+  for (const auto& owner : owners_) {
+    for (const Node* node = owner.lists[tier].oldest; node && blocks < at_most; node = node->newer[tier]) {
+      blocks += node->in_tier(tier);
+    }
+  }
+  return std::min(blocks, at_most);
+}
+
 // Drops the index's reference on blocks of a tier; returns how many became free (all, without an allocator).
 size_t RadixIndex::release_one(Owner* owner, int tier, const int32_t* blocks, size_t count) {
   this->count(owner, tier, -static_cast<ptrdiff_t>(count));
@@ -115,16 +125,17 @@ void RadixIndex::demote_tail(Node* node, uint32_t count, Eviction& out) {
 }
 
 // Frees `count` HBM blocks, the heaviest owner's oldest leaves first, block-exact. Contents move to DRAM if there is
-// room (made by the same rule), else they are dropped. A block with further references leaves the index without
-// becoming free. Returns the number of blocks freed: fewer than `count` only if nothing unpinned is left, or blocks that
-// are held in DRAM find no room there.
+// room (made by the same rule), else they are dropped; before that, holds in DRAM on what goes on behind them end. A
+// block with further references leaves the index without becoming free. Returns the number of blocks freed: fewer than
+// `count` only if nothing is left that is neither pinned nor held, or blocks that are held in DRAM find no room there.
 size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
   const size_t before = out.freed;
   while (out.freed - before < count) {
     const Victim victim = next_victim(kHbm);
     if (!victim.owner) break;
     Node* node = victim.owner->lists[kHbm].oldest;
-    if (node->listed[kDram] && victim.owner->lists[kDram].newest != node) {
+    const bool is_newest = node->listed[kDram] ? victim.owner->lists[kDram].newest == node : node->used[kDram] == touched_;
+    if (node->in_tier(kDram) > 0 && !is_newest) {
       node = split(node, node->hbm);  // demoted blocks must not make older DRAM blocks of this edge new again
     }
     const size_t here = std::min<size_t>(victim.blocks, node->hbm);
@@ -139,6 +150,8 @@ size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
     if (demotes_held_only_ && !is_dropped) {
       if (room == 0) break;  // a hold in DRAM must end first
       demote_tail(node, room, out);
+    } else if (room < wanted && node->holds[kDram] > 0) {
+      end_holds_below(node, out);  // then what they held in DRAM makes room there
     } else if (room < wanted) {
       drop_unlocked_below(node, out);
       if (node->in_tier(kDram) > 0) drop_tail_dram(node, node->in_tier(kDram), out);

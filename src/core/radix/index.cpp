@@ -78,6 +78,32 @@ void RadixIndex::unhold(uint32_t hold, int tier) {
   end_holds(&nodes_[hold - 1], tier, 1);
 }
 
+size_t RadixIndex::make_oldest(const NamespaceId& name, std::span<const int32_t> tokens) {
+  const Position end = walk(name, tokens);
+  if (end.depth == 0 || end.depth < tokens.size() / block_tokens_) return 0;
+  Node* leaf = end.node;
+  while (leaf->first_child && !leaf->first_child->next_sibling) leaf = leaf->first_child;
+  std::vector<Node*> path;  // the deepest first; a held node's parents are held, and a locked one's locked
+  size_t blocks = 0;
+  for (Node* node = leaf; node->parent && node->locks + node->holds[kHbm] + node->holds[kDram] == 0;
+       node = node->parent) {
+    const Node* const child = path.empty() ? nullptr : path.back();
+    if (node->first_child != child || (child && child->next_sibling)) break;
+    path.push_back(node);
+    blocks += node->size;
+  }
+  for (auto step = path.rbegin(); step != path.rend(); ++step) {
+    Node* const node = *step;
+    --aged_;
+    for (const int tier : {kHbm, kDram}) {
+      unlist(tier, node);
+      node->used[tier] = aged_;
+      if (node->in_tier(tier) > 0) list_between(tier, node, node->owner->lists[tier].oldest, nullptr);
+    }
+  }
+  return blocks;
+}
+
 // Takes over the caller's HBM blocks where the node has the same tokens in DRAM. The node must be locked.
 void RadixIndex::adopt(Node* node, uint32_t upto, const int32_t* blocks, Insertion& out) {
   if (upto <= node->hbm) return;

@@ -12,18 +12,19 @@
 //   * node.locks = pins that end in the node's subtree. Locked nodes are in no LRU list and are never evicted.
 //   * node.holds[tier] = holds on that tier that end in the node's subtree. A held node is evictable by count, and not in
 //     the tier's LRU list: it waits until all of them are over. So what is not held goes first (a path that no recurrent
-//     state stands behind). Blocks that are held in DRAM alone leave HBM for DRAM.
+//     state stands behind, or that is not retained). Then it stands where its last use puts it, as if it had not been
+//     held. Blocks that are held in DRAM alone leave HBM for DRAM.
 //   * A pin is a use, and the only one: requests, forks, transfers and hand-overs all take blocks by it.
 //   * A node without locks, and holds on a tier, is in its owner's LRU list of that tier if it has blocks there, and never
 //     behind (older than) a child of its own in that list: the list's tail is always evictable. Paths are touched
-//     deepest node first to keep it so.
+//     deepest node first to keep it so. Along a list, from its newest node on, used[tier] never rises.
 //   * Each root has one owner (a tenant); its namespaces (one per salt) share lists and counts. Eviction takes the
 //     oldest leaf of the owner with the heaviest blocks: they count double for each time that as many blocks as a tier
 //     has have entered the index since the owner used it. So a flood evicts its own blocks, and an absent owner loses
 //     its blocks. Ties go to the owner whose last use is longest ago. A lone owner may hold everything.
 //   * A child is found by the 64-bit hash of (parent, first block of its edge); tokens are always compared, so a hash
 //     collision costs time and never gives wrong KV.
-// Order comes from the lists alone. The one counter (`entered_`, blocks) has 64 bits.
+// Order comes from the lists alone. The counters (`entered_`, `touched_`, `aged_`) have 64 bits.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -83,6 +84,7 @@ struct alignas(64) Node {
   uint32_t pins = 0;   // pins that end at this node
   uint32_t holds[kTiers] = {};  // holds that end in this subtree
   uint32_t ends[kTiers] = {};   // holds that end at this node
+  int64_t used[kTiers] = {};    // `touched_` when it last became the newest of the tier, `aged_` when the oldest
   bool listed[kTiers] = {};
   Node* first_child = nullptr;
   Node* next_sibling = nullptr;
@@ -113,7 +115,7 @@ struct Eviction {
     int32_t from, to;
   };
   std::vector<Change> changes;
-  std::vector<uint32_t> ended_holds;  // their path is not whole any more
+  std::vector<uint32_t> ended_holds;  // their path is not whole any more, or could not stay so
   size_t freed = 0;  // blocks of the asked tier that became free
 };
 
@@ -160,6 +162,9 @@ class RadixIndex {
   uint32_t hold(const NamespaceId& name, std::span<const int32_t> tokens);
   void unhold(uint32_t hold, int tier);
   bool is_held(uint32_t hold, int tier) const;
+  // What only `tokens` leads to, with the one path that may go on behind them, is the next of its owner to leave either
+  // tier. Returns its blocks; 0 also where several paths go on behind them, or not all of them are cached.
+  size_t make_oldest(const NamespaceId& name, std::span<const int32_t> tokens);
 
   // blocks[0, hbm_blocks) lie in HBM, the rest in DRAM. With `keep_pin` the deepest node stays pinned.
   // `owner` is used for a namespace with nothing in the index yet; others keep theirs.
@@ -167,6 +172,7 @@ class RadixIndex {
                    size_t hbm_blocks, bool keep_pin, const NamespaceId& owner = {});
   Promotion promote(uint32_t pin, std::span<const int32_t> hbm_blocks);
   bool evictable(int tier) const { return next_victim(tier).owner; }  // without what is held
+  size_t evictable_blocks(int tier, size_t at_most) const;             // as far as they are counted, without what is held
   // From now on only blocks that are held in DRAM go there from HBM; others are dropped. Where the former find no room,
   // eviction from HBM ends early.
   void set_demotes_held_only() { demotes_held_only_ = true; }
@@ -214,13 +220,16 @@ class RadixIndex {
   Node* split(Node* node, uint32_t at);
   void remove_childless(Node* node);
   void touch_in(int tier, Node* node);
+  void list_between(int tier, Node* node, Node* newer, Node* older);
   void list_before(int tier, Node* node, Node* older);
+  void list_by_use(int tier, Node* node);
   void unlist(int tier, Node* node);
   void touch(Node* node);
   void lock_path(Node* node);
   void unlock_path(Node* node);
   void end_holds(Node* node, int tier, uint32_t count);
   void end_all_holds(Node* node, Eviction& out);
+  void end_holds_below(Node* node, Eviction& out);
   void set_idle(Node* node, bool idle);
   uint64_t edge_hash(const Node* parent, const int32_t* block) const;
   uint32_t equal_blocks(const Node* node, const int32_t* tokens, size_t blocks, Lookahead& next) const;
@@ -259,6 +268,8 @@ class RadixIndex {
   size_t blocks_in_[kTiers] = {};
   size_t blocks_locked_[kTiers] = {};
   uint64_t entered_ = 0;              // blocks that ever entered
+  int64_t touched_ = 0;               // up by one when a node becomes the newest of a tier
+  int64_t aged_ = 0;                  // down by one when a node becomes the oldest of both
   bool demotes_held_only_ = false;
   std::list<Owner> owners_;           // by last use, longest ago first
   std::unordered_map<NamespaceId, Owner*, NamespaceHash> owner_of_;

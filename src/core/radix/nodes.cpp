@@ -167,6 +167,7 @@ Node* RadixIndex::split(Node* node, uint32_t at) {
   upper->hbm = std::min(node->hbm, at);
   upper->locks = node->locks;
   std::copy_n(node->holds, size_t{kTiers}, upper->holds);
+  std::copy_n(node->used, size_t{kTiers}, upper->used);
   upper->owner = node->owner;
   node->hbm -= upper->hbm;
   node->rows = rows_.skip(node->rows, at);
@@ -190,16 +191,31 @@ void RadixIndex::remove_childless(Node* node) {
   if (parent->root_of && !parent->first_child) remove_root(parent);
 }
 
-// Inserts `node` on the newer side of `older` in its owner's list; at the newest end if `older` is null.
-void RadixIndex::list_before(int tier, Node* node, Node* older) {
+// Inserts `node` between two neighbours of its owner's list; null is the list's end.
+void RadixIndex::list_between(int tier, Node* node, Node* newer, Node* older) {
   List& list = node->owner->lists[tier];
-  if (!older) older = list.newest;
-  Node* newer = older ? older->newer[tier] : nullptr;
   node->newer[tier] = newer;
   node->older[tier] = older;
   (newer ? newer->older[tier] : list.newest) = node;
   (older ? older->newer[tier] : list.oldest) = node;
   node->listed[tier] = true;
+}
+
+// Inserts `node` on the newer side of `older`; at the newest end if `older` is null.
+void RadixIndex::list_before(int tier, Node* node, Node* older) {
+  if (!older) older = node->owner->lists[tier].newest;
+  list_between(tier, node, older ? older->newer[tier] : nullptr, older);
+}
+
+// Inserts `node` where its last use puts it, looked for from both ends: what was held for a time stands near one of them.
+void RadixIndex::list_by_use(int tier, Node* node) {
+  const List& list = node->owner->lists[tier];
+  Node* older = list.newest;
+  Node* newer = list.oldest;
+  for (; older && older->used[tier] > node->used[tier]; older = older->older[tier], newer = newer->newer[tier]) {
+    if (newer->used[tier] > node->used[tier]) return list_between(tier, node, newer, newer->older[tier]);
+  }
+  list_between(tier, node, older ? older->newer[tier] : list.oldest, older);
 }
 
 void RadixIndex::unlist(int tier, Node* node) {
@@ -213,6 +229,7 @@ void RadixIndex::unlist(int tier, Node* node) {
 // Lists an unlocked node that is not held on a tier as the newest of it, if it has blocks there.
 void RadixIndex::touch_in(int tier, Node* node) {
   unlist(tier, node);
+  node->used[tier] = ++touched_;
   if (node->holds[tier] == 0 && node->in_tier(tier) > 0) list_before(tier, node, nullptr);
 }
 
@@ -254,13 +271,14 @@ void RadixIndex::unlock_path(Node* node) {
   }
 }
 
-// `count` of the holds on `tier` that end at `node` are over. As in `unlock_path`, a parent is listed after its child.
+// `count` of the holds on `tier` that end at `node` are over. As in `unlock_path`, a parent is listed after its child:
+// it was used no earlier.
 void RadixIndex::end_holds(Node* node, int tier, uint32_t count) {
   if (count == 0) return;
   node->ends[tier] -= count;
   for (; node; node = node->parent) {
     node->holds[tier] -= count;
-    if (node->locks == 0) touch_in(tier, node);
+    if (node->locks == 0 && node->holds[tier] == 0 && node->in_tier(tier) > 0) list_by_use(tier, node);
   }
 }
 
@@ -269,6 +287,15 @@ void RadixIndex::end_all_holds(Node* node, Eviction& out) {
   if (node->ends[kHbm] + node->ends[kDram] == 0) return;
   out.ended_holds.push_back(node->id);
   for (int tier = 0; tier < kTiers; ++tier) end_holds(node, tier, node->ends[tier]);
+}
+
+// All holds that end in the node's subtree are over, deepest first.
+void RadixIndex::end_holds_below(Node* node, Eviction& out) {
+  std::vector<Node*> order{node};
+  for (size_t i = 0; i < order.size(); ++i) {
+    for (Node* child = order[i]->first_child; child; child = child->next_sibling) order.push_back(child);
+  }
+  for (auto step = order.rbegin(); step != order.rend(); ++step) end_all_holds(*step, out);
 }
 
 }  // namespace memserve

@@ -41,7 +41,7 @@ from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LinkRate
 from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.scheduler.batch import InflightPlan
 from memserve.instance.scheduler.capacity import context_tokens, running_max, streamed_tokens
-from memserve.instance.scheduler.memory import Pins, SequenceMemory
+from memserve.instance.scheduler.memory import SequenceMemory
 from memserve.instance.scheduler.planner import Planner
 from memserve.instance.scheduler.results import StepResults
 from memserve.instance.scheduler.sequence import Cause
@@ -58,6 +58,7 @@ from memserve.kv.contents import ContentReuse
 from memserve.kv.costs import PreemptionCosts, PreemptionModel
 from memserve.kv.identity import DEFAULT_KEY
 from memserve.kv.pool import BlockPool
+from memserve.kv.retention import Pins
 from memserve.kv.transfer.events import PagesPulled, PagesSealed
 from memserve.protocol.events import (
     EmitTokens,
@@ -167,6 +168,7 @@ class Instance:
         actions, self._refusals = self._refusals, []
         self.intake.expire_requests(now_ns)
         self.pins.expire_pins(now_ns)
+        self.pool.retained.expire_retained(now_ns)
         if link is not None:
             link.settle_transfers(now_ns)
             actions += link.segments.take_dropped()
@@ -289,7 +291,8 @@ class Instance:
     def next_deadline_ns(self) -> int | None:
         """When a ``ClockTicked`` is worth sending. None: nothing has a deadline."""
         soonest, link = self.intake.next_deadline_ns, self.link
-        deadlines = self.pins.next_deadline_ns, self._plan_at_ns, link.next_deadline_ns if link is not None else None
+        lapses = self.pins.next_deadline_ns, self.pool.retained.next_deadline_ns
+        deadlines = *lapses, self._plan_at_ns, link.next_deadline_ns if link is not None else None
         for deadline in deadlines:
             if deadline is not None and (soonest is None or deadline < soonest):
                 soonest = deadline

@@ -28,6 +28,7 @@ from memserve.kv.identity import (
     part_identities,
     state_identities,
 )
+from memserve.kv.retention import RetainedPrefixes
 from memserve.kv.snapshots import SnapshotCache, SnapshotReport
 from memserve.kv.state_snapshot import Lease, StateSnapshot
 from memserve.kv.windows import WindowCache, WindowPart, WindowReport
@@ -65,6 +66,8 @@ class BlockPool:
         if config.windows is not None:
             check(not config.dram_blocks and config.states is None, "parts lie on one tier, and without states")
             self.windows = WindowCache(config.windows, self._hbm, self.release)
+        self.retained = RetainedPrefixes(self, self._index, self._hbm, self._dram)
+
         #: None unless something other than plans touches blocks (see ``kv_transfer/barriers``)
         self.access: BlockAccessLog | None = None
 
@@ -74,7 +77,7 @@ class BlockPool:
 
     def identities(self, tenant: str, tokens: TokenArray) -> bytes:
         """Of all whole blocks of ``tokens``, 16 bytes each: it names namespace, tenant, and tokens up to there."""
-        return _core.block_identities(self._key, self._namespace_id(tenant), tokens, self.block_tokens)
+        return _core.block_identities(self._key, self.namespace_of(tenant), tokens, self.block_tokens)
 
     def state_identities(self, identity: bytes) -> list[bytes]:
         """Under which stores have the snapshot behind the block of this ``identity``, or its part; one a block."""
@@ -88,13 +91,13 @@ class BlockPool:
         """Cached prefix of ``tokens`` in tokens, whole blocks: as far as a sequence can go on from it. Changes nothing,
         not even the order of eviction."""
         if self.snapshots is not None:
-            snapshot = self._longest_snapshot(tenant, tokens)
+            snapshot = self.cached_snapshot(tenant, tokens)
             return snapshot.tokens if snapshot is not None else 0
         return self.match_kv(tenant, tokens) if self.windows is None else self._match_windows(tenant, tokens)
 
     def match_kv(self, tenant: str, tokens: TokenArray) -> int:
         """As :meth:`match`, for KV alone: a sequence can go on from less where layers keep a recurrent state, too."""
-        name = self._names.get(tenant) or self._namespace_id(tenant)
+        name = self._names.get(tenant) or self.namespace_of(tenant)
         return self._index.match(name, tokens) if self.config.caching else 0
 
     def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
@@ -107,13 +110,13 @@ class BlockPool:
         """As :meth:`match_blocks`, for KV alone."""
         if not self.config.caching:
             return 0, 0
-        matched = self._index.match_blocks(self._namespace_id(tenant), tokens)
+        matched = self._index.match_blocks(self.namespace_of(tenant), tokens)
         return len(matched.hbm), len(matched.dram)
 
     def cached_continuation(self, tenant: str, tokens: TokenArray, count: int) -> list[int]:
         """Up to ``count`` tokens that followed ``tokens`` in an earlier request. Empty: none did, or not all of
         ``tokens`` are cached. Changes nothing."""
-        return self._index.continuation(self._namespace_id(tenant), tokens, count)
+        return self._index.continuation(self.namespace_of(tenant), tokens, count)
 
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
         """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
@@ -135,7 +138,7 @@ class BlockPool:
 
     def _acquire_behind_snapshot(self, tenant: str, tokens: TokenArray) -> Lease:
         snapshots = self._snapshots()
-        while (snapshot := self._longest_snapshot(tenant, tokens)) is not None:
+        while (snapshot := self.cached_snapshot(tenant, tokens)) is not None:
             snapshots.pin(snapshot)
             lease = self.acquire_kv(tenant, tokens[: snapshot.tokens])
             if lease.tokens == snapshot.tokens and snapshot.pages:
@@ -152,7 +155,7 @@ class BlockPool:
         """As :meth:`acquire`, for KV alone."""
         if not self.config.caching:
             return Lease()
-        matched = self._index.acquire(self._namespace_id(tenant), tokens)
+        matched = self._index.acquire(self.namespace_of(tenant), tokens)
         lease = Lease(matched.hbm.tolist(), matched.tokens, 0, matched.pin)
         if len(matched.dram):
             self._promote_blocks(lease, len(matched.dram))
@@ -168,7 +171,7 @@ class BlockPool:
         """
         if not self.config.caching or len(tokens) < self.block_tokens:
             return 0
-        name = self._namespace_id(tenant)
+        name = self.namespace_of(tenant)
         inserted = self._index.insert(name, tokens, blocks, pin=True, owner=self._owners[tenant])
         self._index.unpin(lease.pin)
         lease.pin = inserted.pin
@@ -184,14 +187,7 @@ class BlockPool:
         """As :meth:`acquire` without a lease: HBM blocks of the cached prefix, one reference each, nothing pinned.
         Eviction may remove their entries meanwhile; the caller keeps the blocks until ``release``.
         """
-        if not self.config.caching:
-            return _core.BlockIds()
-        matched = self._index.acquire(self._namespace_id(tenant), tokens)
-        if not len(matched.dram):
-            self._index.unpin(matched.pin)
-            return matched.hbm
-        lease = Lease(matched.hbm.tolist(), matched.tokens, 0, matched.pin)
-        self._promote_blocks(lease, len(matched.dram))
+        lease = self.acquire_kv(tenant, tokens)
         self._index.unpin(lease.pin)
         return _core.BlockIds(lease.blocks)
 
@@ -205,7 +201,7 @@ class BlockPool:
         """
         if not self.config.caching:
             return _core.BlockIds(), _core.BlockIds()
-        matched = self._index.acquire(self._namespace_id(tenant), tokens)
+        matched = self._index.acquire(self.namespace_of(tenant), tokens)
         hbm, dram = matched.hbm[first_block:], matched.dram[max(0, first_block - len(matched.hbm)) :]
         self._dram.retain(dram)
         self._index.unpin(matched.pin)
@@ -216,7 +212,7 @@ class BlockPool:
         """As :meth:`publish` without a lease; ``blocks[:hbm_blocks]`` lie in HBM, the rest in DRAM."""
         if not self.config.caching:
             return 0
-        name = self._namespace_id(tenant)
+        name = self.namespace_of(tenant)
         inserted = self._index.insert(name, tokens, blocks, hbm_blocks, owner=self._owners[tenant])
         if self._events.enabled:
             self._log_published(name, tokens, inserted)
@@ -228,14 +224,12 @@ class BlockPool:
         That is: every unpinned entry that extends ``tokens``, then the blocks of ``tokens`` from the end upwards as
         far as they are unpinned and lead nowhere else. Removes nothing if ``tokens`` is not cached in full.
         """
-        evicted = self._index.delete(self._namespace_id(tenant), tokens)
-        self._log_eviction(evicted)
-        return len(evicted.dropped_hbm) + len(evicted.dropped_dram)
+        return self._log_eviction(self._index.delete(self.namespace_of(tenant), tokens))
 
     def demote_blocks(self, count: int) -> int:
         """Move up to ``count`` unpinned cached blocks, in the order of eviction, to DRAM; returns how many moved."""
         room = self._dram.blocks_free + self._dram.blocks_evictable
-        return len(self._evict_blocks(min(count, self._hbm.blocks_evictable, room)).moved_from)
+        return self._evict_blocks(Tier.HBM, min(count, self._hbm.blocks_evictable, room))[1]
 
     def unpin(self, lease: Lease) -> None:
         """End the lease's protection from eviction. Its blocks are returned separately, by :meth:`release`."""
@@ -261,7 +255,7 @@ class BlockPool:
         windows = self.windows
         if windows is None or not parts:
             return
-        blocks = self._index.match_blocks(self._namespace_id(tenant), tokens).hbm
+        blocks = self._index.match_blocks(self.namespace_of(tenant), tokens).hbm
         for block, part in zip(blocks[first : first + len(parts)], parts, strict=False):
             if windows.anchor_part(part, block) and self.access is not None:
                 self.access.on_blocks_filled(part.blocks, written_by)
@@ -278,7 +272,7 @@ class BlockPool:
     def _match_windows(self, tenant: str, tokens: TokenArray) -> int:
         if self.windows is None or not self.config.caching:
             return 0
-        matched = self._index.match_blocks(self._namespace_id(tenant), tokens)
+        matched = self._index.match_blocks(self.namespace_of(tenant), tokens)
         return self.windows.count_resumable(matched.hbm) * self.block_tokens
 
     # -- snapshots
@@ -293,11 +287,11 @@ class BlockPool:
         KV; it stays the caller's."""
         if self.snapshots is None or not snapshot.pages or not self.config.caching:
             return False
-        matched = self._index.match_blocks(self._namespace_id(tenant), tokens)
+        matched = self._index.match_blocks(self.namespace_of(tenant), tokens)
         identities = self.identities(tenant, tokens)
         if len(matched.hbm) * self.block_tokens < len(tokens) or self.snapshots.has(identities):
             return False
-        hold = self._index.hold(self._namespace_id(tenant), tokens)
+        hold = self._index.hold(self.namespace_of(tenant), tokens)
         self.snapshots.keep(snapshot, identities, tokens, hold=hold, owner=self._owners[tenant])
         return True
 
@@ -321,7 +315,7 @@ class BlockPool:
         room for it."""
         snapshots = self._snapshots()
         check(self.state_blocks, "snapshots here cannot be lent")
-        if snapshot.tier is Tier.DRAM and not snapshots.move_up(self._namespace_id(tenant), snapshot):
+        if snapshot.tier is Tier.DRAM and not snapshots.move_up(self.namespace_of(tenant), snapshot):
             return None
         snapshots.pin(snapshot)
         self.retain(snapshot.pages)
@@ -337,7 +331,7 @@ class BlockPool:
         and the block where it begins. None: there is none."""
         if self.windows is None:
             return None
-        blocks = self._index.match_blocks(self._namespace_id(tenant), tokens).hbm
+        blocks = self._index.match_blocks(self.namespace_of(tenant), tokens).hbm
         first, parts = self.windows.find_parts(blocks, first, count)
         return (first, self.lend_parts(parts, (first + len(parts)) * self.block_tokens)) if parts else None
 
@@ -346,9 +340,9 @@ class BlockPool:
         of that many ``blocks``. Where windows lie apart: the parts behind the longest prefix that has them."""
         if self.windows is not None:
             tokens = tokens[: self._match_windows(tenant, tokens)]
-            blocks_hbm = self._index.match_blocks(self._namespace_id(tenant), tokens).hbm
+            blocks_hbm = self._index.match_blocks(self.namespace_of(tenant), tokens).hbm
             return self.lend_parts(self.windows.tail_of(blocks_hbm), len(tokens)) if len(tokens) else None
-        snapshot = self._longest_snapshot(tenant, tokens) if blocks and blocks == self.state_blocks else None
+        snapshot = self.cached_snapshot(tenant, tokens) if blocks and blocks == self.state_blocks else None
         return None if snapshot is None else self.lend_snapshot(tenant, snapshot)
 
     def adopt_snapshot(self, tokens: int, blocks: Sequence[int]) -> StateSnapshot:
@@ -382,14 +376,14 @@ class BlockPool:
 
     def forget_snapshots(self, tenant: str, tokens: TokenArray) -> None:
         """Give up every snapshot of a prefix of ``tokens``."""
-        while (snapshot := self._longest_snapshot(tenant, tokens)) is not None:
+        while (snapshot := self.cached_snapshot(tenant, tokens)) is not None:
             self._snapshots().forget(snapshot)
 
     def _snapshots(self) -> SnapshotCache:
         check(self.snapshots is not None, "a model without a recurrent state has no snapshots")
         return cast(SnapshotCache, self.snapshots)
 
-    def _longest_snapshot(self, tenant: str, tokens: TokenArray) -> StateSnapshot | None:
+    def cached_snapshot(self, tenant: str, tokens: TokenArray) -> StateSnapshot | None:
         """The longest prefix with both: whole blocks of KV, and behind them a snapshot."""
         if self.snapshots is None or not self.snapshots.cached:
             return None
@@ -417,7 +411,7 @@ class BlockPool:
         missing_blocks = count - self._hbm.blocks_free
         if missing_blocks > self._hbm.blocks_evictable:
             return None
-        self._evict_blocks(missing_blocks)
+        self._evict_blocks(Tier.HBM, missing_blocks)
         return self._hbm.allocate(count)
 
     def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
@@ -433,8 +427,7 @@ class BlockPool:
         missing_blocks = count - self._dram.blocks_free
         if missing_blocks > self._dram.blocks_evictable:
             return None
-        if missing_blocks > 0:
-            self._log_eviction(self._index.evict(Tier.DRAM, missing_blocks))
+        self._evict_blocks(Tier.DRAM, missing_blocks)
         return self._dram.allocate(count)
 
     def available(self, tier: Tier = Tier.HBM) -> int:
@@ -543,17 +536,11 @@ class BlockPool:
         sizes = blocks.blocks_total, blocks.blocks_free, blocks.blocks_used
         return TierReport(tier, *sizes, *cached, blocks.pages_free, blocks.pages_stranded)
 
-    def index_bytes(self) -> int:
-        """Host memory of the index itself: nodes, token copies, block ids, hash table."""
-        return self._index.nbytes
-
     def clear_cache(self) -> int:
         """Drop every unpinned entry of the index, and every snapshot that is not; returns how many blocks it named."""
         if self.snapshots is not None:
             self.snapshots.forget_all(with_pinned=False)
-        evicted = self._index.clear()
-        self._log_eviction(evicted)
-        return len(evicted.dropped_hbm) + len(evicted.dropped_dram)
+        return self._log_eviction(self._index.clear())
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the accounts do not balance."""
@@ -562,6 +549,7 @@ class BlockPool:
         self._index.check_invariants()
         if self._beside is not None:
             self._beside.check_invariants()
+        self.retained.check_invariants()
 
     # -- inside
 
@@ -577,11 +565,14 @@ class BlockPool:
         while hbm.blocks_free < count:
             if hbm.blocks_evictable and self._index.evictable(Tier.HBM):
                 step = min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP)
-                if not self._evict_blocks(step).freed and not beside.give_up_below():
+                if not self._evict_blocks(Tier.HBM, step)[0] and not beside.give_up_below():
                     break
-            elif not beside.give_up_cached() and (for_snapshot or not beside.give_up_last()):
+            elif not beside.give_up_cached() and (for_snapshot or not self._give_up_last(beside)):
                 break
         return hbm.blocks_free >= count
+
+    def _give_up_last(self, beside: SnapshotCache | WindowCache) -> bool:
+        return beside.give_up_last() or self.retained.give_up(Tier.HBM)
 
     def _blocks_beside(self, tier: Tier) -> tuple[int, int]:
         """Blocks of what the cache has beside the index, and of them those that can be had."""
@@ -601,7 +592,7 @@ class BlockPool:
         if self.access is not None:
             self.access.on_copies_recorded(src_tier, src, dst_tier, dst)
 
-    def _namespace_id(self, tenant: str) -> bytes:
+    def namespace_of(self, tenant: str) -> bytes:
         name = self._names.get(tenant)
         if name is None:
             if len(self._names) >= NAMES_MAX:  # salts come and go; names are quick to recompute
@@ -611,12 +602,18 @@ class BlockPool:
             self._owners[tenant] = namespace_id(tenant_of(tenant), self.namespace, self._key)
         return name
 
-    def _evict_blocks(self, count: int) -> _core.Eviction:
-        """Free ``count`` HBM blocks of the cache, down to DRAM where it has room."""
-        evicted = self._index.evict(Tier.HBM, count)
-        self.record_copies(Tier.HBM, evicted.moved_from, Tier.DRAM, evicted.moved_to)
-        self._log_eviction(evicted)
-        return evicted
+    def _evict_blocks(self, tier: Tier, count: int) -> tuple[int, int]:
+        """Free ``count`` blocks of the cache, from HBM down to DRAM where that has room; what is retained goes last.
+        Returns how many are free, and how many went down."""
+        freed = moved = 0
+        while freed < count:
+            evicted = self._index.evict(tier, count - freed)
+            self.record_copies(Tier.HBM, evicted.moved_from, Tier.DRAM, evicted.moved_to)
+            self._log_eviction(evicted)
+            freed, moved = freed + evicted.freed, moved + len(evicted.moved_from)
+            if freed < count and (self._beside is not None or not self.retained.give_up(tier)):
+                break
+        return freed, moved
 
     def _promote_blocks(self, lease: Lease, dram_blocks: int) -> None:
         above = self.allocate_ids(min(dram_blocks, self.available()))
@@ -632,11 +629,14 @@ class BlockPool:
         lease.tokens = len(lease.blocks) * self.block_tokens
         lease.dram_tokens = len(above) * self.block_tokens
 
-    def _log_eviction(self, evicted: _core.Eviction) -> None:
+    def _log_eviction(self, evicted: _core.Eviction) -> int:
+        """What the index has given up is told; returns how many blocks it named."""
         if self._beside is not None:
             self._beside.on_evicted(evicted)
+        self.retained.on_evicted(evicted)
         if self._events.enabled:
             self._events.on_evicted(evicted.changes)
+        return len(evicted.dropped_hbm) + len(evicted.dropped_dram)
 
     def _log_published(self, name: bytes, tokens: TokenArray, inserted: _core.Insertion) -> None:
         """The index has all of ``tokens`` now: report what is new and what came up from DRAM."""

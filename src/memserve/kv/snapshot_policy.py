@@ -51,7 +51,7 @@ class SnapshotPolicy(Protocol):
         """It lies there."""
 
     def choose_victim(self, owner: bytes, tier: Tier) -> StateSnapshot | None:
-        """The cached snapshot of ``owner`` that leaves ``tier`` next. None: each is pinned, or there is none."""
+        """The cached snapshot of ``owner`` that leaves ``tier`` next. None: there is none that may."""
 
     def score_of(self, snapshot: StateSnapshot) -> float:
         """What it is expected to save, for what it takes: the one with the least goes first."""
@@ -297,7 +297,7 @@ class MeasuredPolicy:
         """The least of the oldest in each line; see the module."""
         victim, least = None, 0.0
         for line in self._lines.get((owner, tier), {}).values():
-            oldest = next((snapshot for snapshot in line if not snapshot.pins), None)
+            oldest = next((snapshot for snapshot in line if snapshot.is_ordinary), None)
             if oldest is None:
                 continue
             score = self.score_of(oldest)

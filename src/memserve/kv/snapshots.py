@@ -211,6 +211,9 @@ class SnapshotCache:
         self._by_identity: dict[bytes, StateSnapshot] = {}
         self._by_hold: dict[int, StateSnapshot] = {}
         self._running: dict[StateSnapshot, None] = {}  # in the order in which they were taken
+        self._retained: dict[StateSnapshot, None] = {}  # of the cached ones
+        #: hears of one that is cached no more
+        self.on_retained_gone: Callable[[StateSnapshot], None] = lambda snapshot: None
         self._owners: dict[Tier, dict[bytes, int]] = {tier: {} for tier in Tier}  # of cached ones -> how many
         self._first: dict[StateSnapshot, None] = {}  # cached ones without a parent
         self._used = self._given_up = 0
@@ -263,8 +266,8 @@ class SnapshotCache:
         return (self.shares_blocks and self.give_up_running()) or self.give_up_pinned(Tier.HBM)
 
     def give_up_cached(self) -> bool:
-        """For room in HBM, a cached one goes: of the owner whose blocks weigh most, what its policy says; to DRAM where
-        it is worth that. False: each is pinned, or there is none."""
+        """For room in HBM, a cached one goes: of the owner whose blocks weigh most, what its policy says, and what is
+        retained last; to DRAM where it is worth that. False: each is pinned, or there is none."""
         snapshot = self._choose_victim(Tier.HBM)
         if snapshot is None:
             return False
@@ -274,7 +277,23 @@ class SnapshotCache:
 
     def _choose_victim(self, tier: Tier) -> StateSnapshot | None:
         victims = (self.policy.choose_victim(owner, tier) for owner in self._owners_by_weight(tier))
-        return next((victim for victim in victims if victim is not None), None)
+        victim = next((victim for victim in victims if victim is not None), None)
+        if victim is None and self._retained:
+            here = (snapshot for snapshot in self._retained if snapshot.tier is tier and not snapshot.pins)
+            victim = min(here, key=self._worth_of, default=None)
+        return victim
+
+    def _worth_of(self, snapshot: StateSnapshot) -> tuple[bool, float, int]:
+        retained = snapshot.retained
+        return (False, self.policy.score_of(snapshot), 0) if retained is None else (True, *retained)
+
+    def retain(self, snapshot: StateSnapshot, retained: tuple[float, int] | None) -> None:
+        """A cached one goes behind all others, by its priority, and when that lapses. None: as the policy says."""
+        snapshot.retained = retained
+        if retained is None:
+            self._retained.pop(snapshot, None)
+        else:
+            self._retained[snapshot] = None
 
     def _owners_by_weight(self, tier: Tier) -> list[bytes]:
         owners = self._owners[tier]
@@ -290,7 +309,7 @@ class SnapshotCache:
             return False
         while (blocks := self._room.allocate_below(self.pages.layout.pages_each)) is None:
             other = self._choose_victim(Tier.DRAM)
-            if other is None or self.policy.score_of(other) >= self.policy.score_of(snapshot):
+            if other is None or self._worth_of(other) >= self._worth_of(snapshot):
                 return False
             self._give_up(other, evicted=True)
         self._move(snapshot, Tier.DRAM, self._pages_on[Tier.DRAM].adopt(blocks))
@@ -446,6 +465,9 @@ class SnapshotCache:
         for child in list(snapshot.children):
             self._set_parent(child, snapshot.parent)
         self._children_of(snapshot.parent).pop(snapshot)
+        if snapshot.retained is not None:
+            self.retain(snapshot, None)
+            self.on_retained_gone(snapshot)
         self.policy.on_gone(snapshot, evicted=evicted)
         snapshot.parent = None
         self._count_owner(snapshot, -1)
@@ -515,6 +537,8 @@ class SnapshotCache:
             owners = Counter(s.owner for s in here if s.is_cached)
             check(self._owners[tier] == owners, "owners were counted wrongly")
         check(all(s.is_cached for s in cached), "a snapshot is cached without a name")
+        check(all(s.is_cached and s.retained for s in self._retained), "a snapshot that is retained is not cached")
+        check(all((s.retained is not None) == (s in self._retained) for s in cached), "a retained one is not listed")
         check(not any(s.is_cached or s.hold for s in self._running), "a running snapshot has what a cached one has")
         check(all(self._by_hold[s.hold] is s for s in cached), "holds and snapshots disagree")
         check(len(self._by_hold) == len(cached), "a hold is of no snapshot")

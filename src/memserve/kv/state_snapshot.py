@@ -41,6 +41,9 @@ class StateSnapshot:
     """Cached: its tokens, which a match compares."""
     pins: int = 0
     """Holders that keep it from being given up."""
+    retained: tuple[float, int] | None = None
+    """Cached: the priority of the retained prefix behind which it stands, and when that lapses. It goes when all others
+    have gone, the one with the lowest first. None: it is not retained."""
     kind: SnapshotKind = SnapshotKind.ANSWER
     uses: int = 0
     """Cached: sequences that went on from it."""
@@ -64,6 +67,11 @@ class StateSnapshot:
     def source(self) -> tuple[Tier, list[int]]:
         """Where loads of the plan that is being made find it."""
         return self.before_copies or (self.tier, self.pages)
+
+    @property
+    def is_ordinary(self) -> bool:
+        """Neither pinned nor retained: a policy says when it goes."""
+        return not self.pins and self.retained is None
 
     @property
     def is_cached(self) -> bool:

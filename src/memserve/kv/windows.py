@@ -38,6 +38,8 @@ class WindowPart:
     """Sequences and leases that need it."""
     anchor: int = _NO_BLOCK
     """The cached block that it belongs to."""
+    retains: int = 0
+    """Retained prefixes behind which it stands in the last window."""
     uses: int = 0
     """Sequences that began with it. The first is usually the next turn, which leaves other parts; where there are more,
     prompts part, and it goes with its anchor, not before."""
@@ -73,6 +75,7 @@ class WindowCache:
         # without users, in the order in which they lost the last one
         self._passed: dict[WindowPart, None] = {}
         self._ends: dict[WindowPart, None] = {}
+        self._retained: dict[WindowPart, None] = {}
         self._passes = self._given_up = 0
 
     # -- of sequences
@@ -88,8 +91,7 @@ class WindowCache:
         for part in parts:
             part.users += 1
             part.uses += is_new_sequence
-            self._passed.pop(part, None)
-            self._ends.pop(part, None)
+            self._leave_line(part)
 
     def release_parts(self, parts: Iterable[WindowPart], *, is_end: bool) -> None:
         """One user less of each. ``is_end``: they stand in the last window of a sequence that ends there; else they
@@ -99,10 +101,37 @@ class WindowCache:
             self._passes += not is_end
             if part.users:
                 continue
-            if part.is_cached:
+            if part.retains:
+                self._retained[part] = None
+            elif part.is_cached:
                 (self._ends if is_end or part.uses > 1 else self._passed)[part] = None
             else:
                 self._release_blocks(part.blocks)
+
+    def retain_parts(self, parts: Iterable[WindowPart]) -> None:
+        """One retained prefix more that ends with each: it goes when its block does, not before."""
+        for part in parts:
+            part.retains += 1
+            if not part.users:
+                self._leave_line(part)
+                self._retained[part] = None
+
+    def end_retention(self, parts: Iterable[WindowPart]) -> None:
+        """One less of each; some may have gone with their blocks."""
+        for part in parts:
+            part.retains -= 1
+            if not part.retains and part in self._retained:
+                del self._retained[part]
+                self._ends[part] = None
+
+    def release_tail(self, blocks: Sequence[int]) -> None:
+        """What stands in the last window before the end of ``blocks``, and is there for that alone, goes first."""
+        first = self.pages.first_entry(len(blocks) * self.pages.block_tokens)
+        for block in blocks[first:]:
+            part = self._by_anchor.get(block)
+            if part in self._ends and part.uses <= 1:
+                del self._ends[part]
+                self._passed[part] = None
 
     # -- the cache
 
@@ -163,7 +192,7 @@ class WindowCache:
     @property
     def blocks_evictable(self) -> int:
         """Blocks of parts without users."""
-        return (len(self._passed) + len(self._ends)) * self.pages.part_blocks
+        return (len(self._passed) + len(self._ends) + len(self._retained)) * self.pages.part_blocks
 
     @property
     def blocks_used(self) -> int:
@@ -192,13 +221,14 @@ class WindowCache:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not balance."""
-        idle = [*self._passed, *self._ends]
+        idle = [*self._passed, *self._ends, *self._retained]
         check(len(set(idle)) == len(idle), "a part stands in two lines")
         check(all(not part.users for part in idle), "a part without users has some")
         check({id(part) for part in idle} <= {id(part) for part in self._by_anchor.values()}, "a part hangs at nothing")
         for block, part in self._by_anchor.items():
             check(part.anchor == block, "the part of block {} hangs at another one", block)
-            check(bool(part.users) != (part in self._passed or part in self._ends), "a part with users may go")
+            check(bool(part.users) != (part in idle), "a part with users may go")
+            check(part.users or bool(part.retains) == (part in self._retained), "a part is not retained as counted")
             check(self._allocator.ref_count(block) > 0, "a part hangs at block {}, which is free", block)
             check(all(self._allocator.ref_count(own) > 0 for own in part.blocks), "a block of a part is free")
         check(np.flatnonzero(self._has_part).tolist() == sorted(self._by_anchor), "blocks with parts are not those")
@@ -215,6 +245,9 @@ class WindowCache:
         return True
 
     def _drop_idle(self, part: WindowPart) -> None:
-        self._passed.pop(part, None)
-        self._ends.pop(part, None)
+        self._leave_line(part)
         self._release_blocks(part.blocks)
+
+    def _leave_line(self, part: WindowPart) -> None:
+        for line in (self._passed, self._ends, self._retained):
+            line.pop(part, None)

@@ -116,6 +116,22 @@ class SnapshotLife(RuleBasedStateMachine):
         self.pool.unpin(lease)
         self.pool.release(lease.blocks)
 
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        tokens=st.lists(st.integers(0, 1), max_size=20),
+        priority=st.sampled_from([-1.0, 0.0, 1.0]),
+        name=st.sampled_from("abc"),
+    )
+    def retain(self, tenant, tokens, priority, name):
+        tokens = np.array(tokens, np.int32)
+        expected = self._brute_match(tenant, tokens)
+        kept = self.pool.retained.retain_prefix(name, tenant, tokens, 100, priority)
+        assert kept == (expected if priority >= 0 else 0) == self.pool.retained.retained_tokens(name)
+
+    @rule(name=st.sampled_from("abc"))
+    def end_retention(self, name):
+        self.pool.retained.end_retention(name)
+
     @rule(count=st.integers(0, 6))
     def allocate(self, count):
         before = self.pool.available()

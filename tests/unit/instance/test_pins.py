@@ -12,8 +12,8 @@ from instance_world import PROMPT, World, building_worlds, request
 from memserve.base.config import PoolConfig
 from memserve.base.types import ClockTicked, Tier
 from memserve.base.units import NS_PER_S
-from memserve.instance.scheduler.memory import Pins
 from memserve.kv.pool import BlockPool
+from memserve.kv.retention import Pins
 from memserve.protocol.events import PrefixPinned, PrefixUnpinned
 from memserve.protocol.messages import (
     Pin,

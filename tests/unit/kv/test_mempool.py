@@ -196,7 +196,7 @@ def test_tenants_and_models_do_not_share() -> None:
     tokens = np.arange(8, dtype=np.int32)
     one, two = make(4, tenant="a"), make(4, tenant="b")
     assert store(one, tokens)
-    names = {p._pool._namespace_id(p.tenant) for p in (one, two, make(4, tenant="a", namespace="m"))}
+    names = {p._pool.namespace_of(p.tenant) for p in (one, two, make(4, tenant="a", namespace="m"))}
     assert len(names) == 3 and two.cached_tokens(tokens) == 0
 
 

@@ -25,9 +25,9 @@ from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.events import Action
 from memserve.instance.intake import RequestIntake
-from memserve.instance.scheduler.memory import Pins
 from memserve.instance.scheduler.sequence import Cause, Group
 from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.retention import Pins
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import RejectRequest, Send
 from memserve.protocol.idempotency import AnswerHeld, AnswersHeld, AnswerTaken, QueryAnswers

@@ -23,10 +23,10 @@ from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.admission import PrefixSharing, SequenceAdmission
 from memserve.instance.scheduler.batch import BatchBuilder, InflightPlan
 from memserve.instance.scheduler.capacity import chunk_tokens
-from memserve.instance.scheduler.memory import Pins
 from memserve.instance.scheduler.sequence import Phase, Sequence
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.instance.speculation.speculation import Speculation
+from memserve.kv.retention import Pins
 
 DEFERRABLE_PART = 8
 """Prompts of deferrable requests fill at most this part of a step while interactive ones are expected: one that comes
