@@ -173,6 +173,9 @@ class RadixIndex:
         """What only ``tokens`` (whole blocks) leads to, with the one path that may go on behind them, is the next that
         ``evict`` takes of its owner from either tier, as far as it is neither pinned nor held. Returns its blocks; 0
         also where several paths go on behind ``tokens``, or not all of them are cached."""
+    def demote(self, namespace: bytes, tokens: Ids) -> Eviction:
+        """The same path leaves HBM for DRAM, as far as that has room or others make it; what is held in DRAM, too. That
+        is a use of it."""
     def set_demotes_held_only(self) -> None:
         """From now on ``evict`` moves down from HBM only what is held in DRAM, drops the rest, and frees fewer than it
         was asked for where the former find no room in DRAM."""

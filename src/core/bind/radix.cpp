@@ -159,6 +159,13 @@ void bind_radix(nb::module_& m) {
              return self.make_oldest(namespace_of(name), IntSpan(tokens).span());
            },
            nb::arg("namespace"), nb::arg("tokens"))
+      .def("demote",
+           [](RadixIndex& self, nb::bytes name, nb::handle tokens) {
+             Eviction out;
+             self.demote(namespace_of(name), IntSpan(tokens).span(), out);
+             return out;
+           },
+           nb::arg("namespace"), nb::arg("tokens"))
       .def("set_demotes_held_only", &RadixIndex::set_demotes_held_only)
       .def("insert", &insert, nb::arg("namespace"), nb::arg("tokens"), nb::arg("blocks"),
            nb::arg("hbm_blocks") = -1, nb::arg("pin") = false, nb::arg("owner") = nb::bytes(""))

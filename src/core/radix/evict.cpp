@@ -163,6 +163,22 @@ size_t RadixIndex::evict_hbm(size_t count, Eviction& out) {
   return out.freed - before;
 }
 
+void RadixIndex::demote(const NamespaceId& name, std::span<const int32_t> tokens, Eviction& out) {
+  const std::vector<Node*> path = sole_path(name, tokens, true);
+  uint32_t wanted = 0;
+  for (const Node* const node : path) wanted += node->hbm;
+  if (wanted == 0) return;
+  lock_path(path.front());  // the path must not make room for itself
+  uint32_t room = reserve_dram(wanted, out);
+  unlock_path(path.front());
+  for (Node* const node : path) {
+    const uint32_t count = std::min(room, node->hbm);
+    if (count > 0) demote_tail(node, count, out);
+    room -= count;
+    if (node->hbm > 0) return;
+  }
+}
+
 // Removes, deepest first, every unlocked node below `node`.
 void RadixIndex::drop_unlocked_below(Node* node, Eviction& out) {
   std::vector<Node*> order{node};

@@ -78,20 +78,27 @@ void RadixIndex::unhold(uint32_t hold, int tier) {
   end_holds(&nodes_[hold - 1], tier, 1);
 }
 
-size_t RadixIndex::make_oldest(const NamespaceId& name, std::span<const int32_t> tokens) {
+// What only `tokens` leads to, with the one path that may go on behind them, the deepest node first, as far as it is
+// neither locked nor held. A held node's parents are held, and a locked one's locked.
+std::vector<Node*> RadixIndex::sole_path(const NamespaceId& name, std::span<const int32_t> tokens, bool held_in_dram) {
+  std::vector<Node*> path;
   const Position end = walk(name, tokens);
-  if (end.depth == 0 || end.depth < tokens.size() / block_tokens_) return 0;
+  if (end.depth == 0 || end.depth < tokens.size() / block_tokens_) return path;
   Node* leaf = end.node;
   while (leaf->first_child && !leaf->first_child->next_sibling) leaf = leaf->first_child;
-  std::vector<Node*> path;  // the deepest first; a held node's parents are held, and a locked one's locked
-  size_t blocks = 0;
-  for (Node* node = leaf; node->parent && node->locks + node->holds[kHbm] + node->holds[kDram] == 0;
-       node = node->parent) {
+  for (Node* node = leaf; node->parent; node = node->parent) {
+    if (node->locks + node->holds[kHbm] + (held_in_dram ? 0 : node->holds[kDram]) > 0) break;
     const Node* const child = path.empty() ? nullptr : path.back();
     if (node->first_child != child || (child && child->next_sibling)) break;
     path.push_back(node);
-    blocks += node->size;
   }
+  return path;
+}
+
+size_t RadixIndex::make_oldest(const NamespaceId& name, std::span<const int32_t> tokens) {
+  const std::vector<Node*> path = sole_path(name, tokens, false);
+  size_t blocks = 0;
+  for (const Node* const node : path) blocks += node->size;
   for (auto step = path.rbegin(); step != path.rend(); ++step) {
     Node* const node = *step;
     --aged_;

@@ -165,6 +165,8 @@ class RadixIndex {
   // What only `tokens` leads to, with the one path that may go on behind them, is the next of its owner to leave either
   // tier. Returns its blocks; 0 also where several paths go on behind them, or not all of them are cached.
   size_t make_oldest(const NamespaceId& name, std::span<const int32_t> tokens);
+  // The same path leaves HBM for DRAM, as far as there is room; what is held in DRAM, too. That is a use of it.
+  void demote(const NamespaceId& name, std::span<const int32_t> tokens, Eviction& out);
 
   // blocks[0, hbm_blocks) lie in HBM, the rest in DRAM. With `keep_pin` the deepest node stays pinned.
   // `owner` is used for a namespace with nothing in the index yet; others keep theirs.
@@ -239,6 +241,7 @@ class RadixIndex {
   Node* append(Node* parent, std::span<const int32_t> tokens, std::span<const int32_t> blocks, size_t hbm_blocks);
   uint32_t pin_at(Node* node);
   Node* node_ending_at(const Position& end);
+  std::vector<Node*> sole_path(const NamespaceId& name, std::span<const int32_t> tokens, bool held_in_dram);
 
   // evict.cpp
   uint64_t burden(const Owner& owner, int tier, size_t beside = 0) const;

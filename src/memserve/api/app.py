@@ -41,9 +41,10 @@ from memserve.api.openai.endpoints import (
     InvocationsEndpoint,
 )
 from memserve.api.openai.interfaces import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
+from memserve.api.openai.kv_hints import GivenHints
 from memserve.api.openai.openapi import openapi
 from memserve.api.openai.paths import OwnerOnly, Probes, TrailingSlashes
-from memserve.api.openai.prefixes import DocumentRoutes, SessionRoutes
+from memserve.api.openai.prefixes import DocumentRoutes, HintRoutes, SessionRoutes
 from memserve.api.openai.relevance import RelevanceRoutes
 from memserve.api.openai.request.prompts import PromptEncoder
 from memserve.api.openai.response.formats import ChatShape, CompletionShape
@@ -192,8 +193,9 @@ def request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[
     return [Middleware(RequestLog, kind=kind, model=model, writer=writer)]
 
 
-def _named_prefixes(shared: EndpointParts, documents: Documents) -> list[Route]:
+def _named_prefixes(shared: EndpointParts, names: ModelNames, documents: Documents) -> list[Route]:
     document_routes, sessions = DocumentRoutes(shared, documents), SessionRoutes(shared.hub.engine)
+    hints = HintRoutes(shared, names, documents)
     return [
         Route("/v1/documents", document_routes.list_documents),
         Route("/v1/documents/{document_id}", document_routes.put_document, methods=["PUT"]),
@@ -201,6 +203,8 @@ def _named_prefixes(shared: EndpointParts, documents: Documents) -> list[Route]:
         Route("/v1/documents/{document_id}", document_routes.delete_document, methods=["DELETE"]),
         Route("/v1/sessions", sessions.list_sessions),
         Route("/v1/sessions/{name:path}", sessions.delete_session, methods=["DELETE"]),
+        Route("/v1/kv_hints", hints.post_hints, methods=["POST"]),
+        Route("/v1/kv_hints/{message_id:path}", hints.get_hints),
     ]
 
 
@@ -292,13 +296,19 @@ def create_app(
     timelines = _timelines(model.name, traces, config.otlp_endpoint, closing)
     feed = PageFeed(EngineSource(hub, model.name), metrics, timelines)
     dashboard = Dashboard(feed, timelines, keys, operators)
-    shared, documents = EndpointParts(hub, model, encoder, metrics, edge), Documents()
+    shared, documents = EndpointParts(hub, model, encoder, metrics, edge, GivenHints()), Documents()
     closing.callback(encoder.close)
 
     generating = _generation_routes(shared, names, aliases, tokens, documents, config)
     behind_guard = Guard(FixedPaths(_no_application, generating), keys, metrics)
     batches, batch_routes = open_batches(batches_folder, edge, engine, behind_guard)
-    routes = [*generating, *pages.routes(), *_named_prefixes(shared, documents), *batch_routes, *dashboard.routes()]
+    routes = [
+        *generating,
+        *pages.routes(),
+        *_named_prefixes(shared, names, documents),
+        *batch_routes,
+        *dashboard.routes(),
+    ]
     app = Application(
         routes=routes,
         middleware=[

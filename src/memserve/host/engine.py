@@ -45,6 +45,7 @@ from memserve.protocol.events import (
     RequestCancelled,
     SequenceStopped,
 )
+from memserve.protocol.kv_hints import HintResult, KvHinted
 from memserve.system.loop import ANSWER_TIMEOUT_S, MachineLoop
 from memserve.system.memory import resident_bytes
 from memserve.transport.ports import Device
@@ -373,6 +374,15 @@ class Engine:
     def unpin_prefix(self, handle: str, tenant: str) -> None:
         """Give the name up; unknown ones are ignored."""
         self._instance.post_event(PrefixUnpinned(handle, tenant))
+
+    def give_hint(self, hint: KvHinted) -> None:
+        """Do something with cached KV, after what was asked for before."""
+        self._instance.post_event(hint)
+
+    def hint_results(self, hint_ids: Sequence[str]) -> list[HintResult | None]:
+        """What became of each hint; ``None``: not known yet, or any more. Raises as :meth:`stats`."""
+        results = self._instance.machine.hints.results
+        return self._instance.query_machine(lambda: [results.result_of(hint_id) for hint_id in hint_ids])
 
     def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
         """How much of it is pinned. Raises as :meth:`stats`."""

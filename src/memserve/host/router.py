@@ -29,6 +29,7 @@ from memserve.host.engine import EngineClients, Sink
 from memserve.host.stats import RouterStats
 from memserve.host.supervisor import ChildStats
 from memserve.journal.keeper import Durability, MetaKeeper
+from memserve.protocol.kv_hints import HintResult, KvHinted
 from memserve.protocol.member_events import (
     AddPeer,
     ChangeGeneration,
@@ -215,6 +216,15 @@ class RouterEngine:
     def unpin_prefix(self, handle: str, tenant: str) -> None:
         """Give the name up; unknown ones are ignored."""
         self._loop.post_event(PrefixUnpinned(handle, tenant))
+
+    def give_hint(self, hint: KvHinted) -> None:
+        """Do something with cached KV, after what was asked for before."""
+        self._loop.post_event(hint)
+
+    def hint_results(self, hint_ids: Sequence[str]) -> list[HintResult | None]:
+        """What became of each hint; ``None``: not known yet, or any more. Raises as :meth:`stats`."""
+        hints = self._machine.hints
+        return self._loop.query_machine(lambda: [hints.result_of(hint_id) for hint_id in hint_ids])
 
     def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
         """How much of each is pinned; ``None`` while nothing was heard of it. Raises as :meth:`stats`."""

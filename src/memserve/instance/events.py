@@ -27,6 +27,7 @@ from memserve.protocol.events import (
     Send,
     SequenceStopped,
 )
+from memserve.protocol.kv_hints import KvHinted
 from memserve.protocol.messages import Segment
 
 GRAMMAR_FAILED = "the form that is asked of the answer is more than the grammar engine takes"
@@ -383,6 +384,7 @@ Event = (
     | PagesPulled
     | PrefixPinned
     | PrefixUnpinned
+    | KvHinted
 )
 Action = (
     RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls | BuildGrammar | ForgetGrammar

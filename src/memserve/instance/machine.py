@@ -35,6 +35,7 @@ from memserve.instance.events import (
     StepFailed,
     StepFinished,
 )
+from memserve.instance.hints import HintRunner
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
 from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LinkRate
@@ -69,6 +70,7 @@ from memserve.protocol.events import (
     RequestCancelled,
     SequenceStopped,
 )
+from memserve.protocol.kv_hints import KvHinted
 from memserve.protocol.member_events import LoadRead
 from memserve.protocol.peers import Load, Peer
 
@@ -120,6 +122,7 @@ class Instance:
                 memory.layers.tokens_left = self.state.objectives.tokens_left
         self.intake = RequestIntake(self.state, config, self._context, whole)
         self.pins = Pins(pool)
+        self.hints = HintRunner(self.state, self.pins)
         drafts = 0 if memory.layers.is_by_layer else scheduler.draft_tokens
         speculation = Speculation(self.state, drafts) if drafts else None
         self.planner = Planner(self.state, scheduler, self.pins, speculation)
@@ -134,7 +137,7 @@ class Instance:
             if geometry is None:
                 raise InvariantError("a member of a cluster must know the geometry of its KV")
             self.link = ClusterLink(
-                InstanceParts(self.state, self.intake, self.pins, self.load), config, geometry, self_peer
+                InstanceParts(self.state, self.intake, self.pins, self.hints, self.load), config, geometry, self_peer
             )
         self._refusals: list[Action] = []  # of requests of this event
         self._handlers = self._handlers_of_events()
@@ -154,6 +157,7 @@ class Instance:
             MaskComputed: lambda event, now_ns: self.state.late_masks.on_mask_computed(event.job_id, now_ns),
             PrefixPinned: self._pin_prefix,
             PrefixUnpinned: lambda event, _: self.pins.unpin_prefix(_pin_name(event.handle, event.tenant)),
+            KvHinted: self._on_hint,
             ClockTicked: lambda _event, _now_ns: None,
         }
 
@@ -211,7 +215,7 @@ class Instance:
             if inflight and self._ends_ns - now_ns > AHEAD_MAX_NS:
                 self._plan_at_ns = self._ends_ns - AHEAD_MAX_NS
                 return
-            copies_only = link is not None and link.exchange.wants_plan
+            copies_only = self.hints.take_moved() or (link is not None and link.exchange.wants_plan)
             begins_ns = max(now_ns, self._ends_ns) if inflight else now_ns
             result = self.planner.make_plan(now_ns, begins_ns, nothing_under_way=not inflight, copies_only=copies_only)
             if result is None:
@@ -253,7 +257,11 @@ class Instance:
 
     def _pin_prefix(self, event: PrefixPinned, now_ns: int) -> None:
         name, until_ns = _pin_name(event.handle, event.tenant), now_ns + event.ttl_ns
-        self.pins.pin_prefix(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
+        tenant, priority = event.tenant, event.priority
+        self.pins.pin_prefix(name, event.isolation, event.tokens, until_ns, tenant=tenant, priority=priority)
+
+    def _on_hint(self, event: KvHinted, now_ns: int) -> None:
+        self.hints.run_named(event, _pin_name(event.handle, event.tenant), now_ns)
 
     def _on_request_arrived(self, request: Request, now_ns: int) -> None:
         refusal = self.intake.rejection_of(request, now_ns)

@@ -102,9 +102,8 @@ class BlockPool:
 
     def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
         """Blocks of the cached prefix of ``tokens`` in HBM, and behind them in DRAM. Changes nothing."""
-        if self._beside is not None:
-            tokens = tokens[: self.match(tenant, tokens)]
-        return self.match_kv_blocks(tenant, tokens)
+        whole = tokens if self._beside is None else tokens[: self.match(tenant, tokens)]
+        return self.match_kv_blocks(tenant, whole)
 
     def match_kv_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
         """As :meth:`match_blocks`, for KV alone."""
@@ -179,14 +178,12 @@ class BlockPool:
             self.access.on_blocks_filled(
                 blocks if len(inserted.adopted_dram) else blocks[len(blocks) - inserted.added :], written_by
             )
-        if self._events.enabled:
-            self._log_published(name, tokens, inserted)
+        self._log_published(name, tokens, inserted)
         return inserted.added
 
     def borrow_blocks(self, tenant: str, tokens: TokenArray) -> _core.BlockIds:
         """As :meth:`acquire` without a lease: HBM blocks of the cached prefix, one reference each, nothing pinned.
-        Eviction may remove their entries meanwhile; the caller keeps the blocks until ``release``.
-        """
+        Eviction may remove their entries meanwhile; the caller keeps the blocks until ``release``."""
         lease = self.acquire_kv(tenant, tokens)
         self._index.unpin(lease.pin)
         return _core.BlockIds(lease.blocks)
@@ -214,8 +211,7 @@ class BlockPool:
             return 0
         name = self.namespace_of(tenant)
         inserted = self._index.insert(name, tokens, blocks, hbm_blocks, owner=self._owners[tenant])
-        if self._events.enabled:
-            self._log_published(name, tokens, inserted)
+        self._log_published(name, tokens, inserted)
         return inserted.added
 
     def delete(self, tenant: str, tokens: TokenArray) -> int:
@@ -228,8 +224,14 @@ class BlockPool:
 
     def demote_blocks(self, count: int) -> int:
         """Move up to ``count`` unpinned cached blocks, in the order of eviction, to DRAM; returns how many moved."""
-        room = self._dram.blocks_free + self._dram.blocks_evictable
-        return self._evict_blocks(Tier.HBM, min(count, self._hbm.blocks_evictable, room))[1]
+        count = min(count, self._hbm.blocks_evictable, self._dram.blocks_free + self._dram.blocks_evictable)
+        return self._evict_blocks(Tier.HBM, count)[1]
+
+    def demote_path(self, tenant: str, tokens: TokenArray) -> int:
+        """Move what only ``tokens`` leads to from HBM to DRAM, if there is room; returns how many blocks moved."""
+        evicted = self._index.demote(self.namespace_of(tenant), tokens)
+        self._log_eviction(evicted)
+        return len(evicted.moved_from)
 
     def unpin(self, lease: Lease) -> None:
         """End the lease's protection from eviction. Its blocks are returned separately, by :meth:`release`."""
@@ -359,10 +361,9 @@ class BlockPool:
             self.windows.release_parts(parts, is_end=True)
             return self._match_windows(tenant, tokens) == len(tokens)
         snapshot = self.adopt_snapshot(len(tokens), blocks)
-        is_kept = self.keep_snapshot(tenant, tokens, snapshot)
-        if not is_kept:
-            self._snapshots().forget(snapshot)
-        return is_kept
+        if self.keep_snapshot(tenant, tokens, snapshot):
+            return True
+        return not self._snapshots().forget(snapshot)
 
     def note_state_access(self, snapshot: StateSnapshot, *, writes: bool) -> None:
         """The next plan reads a snapshot, before its copies, or writes it, behind its rows."""
@@ -408,11 +409,7 @@ class BlockPool:
             return blocks
         if self._beside is not None:
             return self._hbm.allocate(count) if count <= self.available() and self.make_room(count) else None
-        missing_blocks = count - self._hbm.blocks_free
-        if missing_blocks > self._hbm.blocks_evictable:
-            return None
-        self._evict_blocks(Tier.HBM, missing_blocks)
-        return self._hbm.allocate(count)
+        return self._allocate_evicting(Tier.HBM, self._hbm, count)
 
     def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
         """``count`` DRAM blocks with one reference each; cached blocks are evicted to make room. None: no room."""
@@ -424,11 +421,14 @@ class BlockPool:
 
     def allocate_below(self, count: int) -> _core.BlockIds | None:
         """As :meth:`allocate_dram_ids`, without KV that a snapshot stands behind."""
-        missing_blocks = count - self._dram.blocks_free
-        if missing_blocks > self._dram.blocks_evictable:
+        return self._allocate_evicting(Tier.DRAM, self._dram, count)
+
+    def _allocate_evicting(self, tier: Tier, blocks: _core.BlockAllocator, count: int) -> _core.BlockIds | None:
+        missing_blocks = count - blocks.blocks_free
+        if missing_blocks > blocks.blocks_evictable:
             return None
-        self._evict_blocks(Tier.DRAM, missing_blocks)
-        return self._dram.allocate(count)
+        self._evict_blocks(tier, missing_blocks)
+        return blocks.allocate(count)
 
     def available(self, tier: Tier = Tier.HBM) -> int:
         """Blocks of ``tier`` that can be allocated now: free ones and evictable ones."""
@@ -525,14 +525,14 @@ class BlockPool:
     def report(self) -> PoolReport:
         """The state of the memory."""
         tiers = self._report_of(Tier.HBM, self._hbm), self._report_of(Tier.DRAM, self._dram)
-        snapshots = SnapshotReport() if self.snapshots is None else self.snapshots.report()
-        windows = WindowReport() if self.windows is None else self.windows.report()
+        snapshots = self.snapshots.report() if self.snapshots is not None else SnapshotReport()
+        windows = self.windows.report() if self.windows is not None else WindowReport()
         return PoolReport(tiers, self.block_tokens, len(self._copies), snapshots, windows)
 
     def _report_of(self, tier: Tier, blocks: _core.BlockAllocator) -> TierReport:
-        cached = self._index.blocks(tier), self._index.blocks_pinned(tier), blocks.blocks_evictable
         used, evictable = self._blocks_beside(tier)
-        cached = cached[0] + used, cached[1] + used - evictable, cached[2] + evictable
+        pinned = self._index.blocks_pinned(tier) + used - evictable
+        cached = self._index.blocks(tier) + used, pinned, blocks.blocks_evictable + evictable
         sizes = blocks.blocks_total, blocks.blocks_free, blocks.blocks_used
         return TierReport(tier, *sizes, *cached, blocks.pages_free, blocks.pages_stranded)
 
@@ -567,12 +567,11 @@ class BlockPool:
                 step = min(count - hbm.blocks_free, hbm.blocks_evictable, _EVICTION_STEP)
                 if not self._evict_blocks(Tier.HBM, step)[0] and not beside.give_up_below():
                     break
-            elif not beside.give_up_cached() and (for_snapshot or not self._give_up_last(beside)):
+            elif beside.give_up_cached() or (not for_snapshot and beside.give_up_last()):
+                continue
+            elif for_snapshot or not self.retained.give_up(Tier.HBM):
                 break
         return hbm.blocks_free >= count
-
-    def _give_up_last(self, beside: SnapshotCache | WindowCache) -> bool:
-        return beside.give_up_last() or self.retained.give_up(Tier.HBM)
 
     def _blocks_beside(self, tier: Tier) -> tuple[int, int]:
         """Blocks of what the cache has beside the index, and of them those that can be had."""
@@ -608,7 +607,6 @@ class BlockPool:
         freed = moved = 0
         while freed < count:
             evicted = self._index.evict(tier, count - freed)
-            self.record_copies(Tier.HBM, evicted.moved_from, Tier.DRAM, evicted.moved_to)
             self._log_eviction(evicted)
             freed, moved = freed + evicted.freed, moved + len(evicted.moved_from)
             if freed < count and (self._beside is not None or not self.retained.give_up(tier)):
@@ -630,7 +628,8 @@ class BlockPool:
         lease.dram_tokens = len(above) * self.block_tokens
 
     def _log_eviction(self, evicted: _core.Eviction) -> int:
-        """What the index has given up is told; returns how many blocks it named."""
+        """What the index has given up is copied, and told; returns how many blocks it named."""
+        self.record_copies(Tier.HBM, evicted.moved_from, Tier.DRAM, evicted.moved_to)
         if self._beside is not None:
             self._beside.on_evicted(evicted)
         self.retained.on_evicted(evicted)
@@ -640,6 +639,8 @@ class BlockPool:
 
     def _log_published(self, name: bytes, tokens: TokenArray, inserted: _core.Insertion) -> None:
         """The index has all of ``tokens`` now: report what is new and what came up from DRAM."""
+        if not self._events.enabled:
+            return
         adopted = inserted.adopted_dram.tolist()
         if not inserted.added and not adopted:
             return

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+
 from memserve import _core
 from memserve.base.errors import check
 from memserve.base.fairness import TenantStore
@@ -83,10 +85,15 @@ class PinnedPaths(Protocol):
     def unpin(self, lease: Lease) -> None:
         """End the pin."""
 
+    @property
+    def retained(self) -> RetainedPrefixes:
+        """What leaves late."""
+
 
 @dataclass(slots=True, eq=False)
 class _Pin:
     handle: str
+    tokens: TokenArray  # that were asked for
     lease: Lease  # the pin alone: the references on its blocks were released at once
     until_ns: int
     tenant: str | None
@@ -109,19 +116,31 @@ class Pins:
         self.lost: list[str] = []
 
     def pin_prefix(
-        self, handle: str, isolation: str, tokens: TokenArray, until_ns: int, *, tenant: str | None = None
+        self,
+        handle: str,
+        isolation: str,
+        tokens: TokenArray,
+        until_ns: int,
+        *,
+        tenant: str | None = None,
+        priority: float | None = None,
     ) -> int:
         """Keep the cached prefix of ``tokens``, brought up from DRAM as far as HBM has room. Returns its tokens.
 
         An earlier pin of this name ends: it is renewed, extended or shortened. ``tenant``: the pin counts in its share
-        of all pins, of which the oldest go. None: a router has counted it.
+        of all pins, of which the oldest go. None: a router has counted it. ``priority``: the prefix is retained instead
+        (:meth:`RetainedPrefixes.retain_prefix`).
         """
+        if priority is not None:
+            kept = self._pool.retained.retain_prefix(handle, isolation, tokens, until_ns, priority, tenant=tenant)
+            self._end_pin(handle)
+            return kept
         # before the earlier pin of this name goes: its path must not be evicted in between
         lease = self._pool.acquire(isolation, tokens)
         self._pool.release(lease.blocks)
         self.unpin_prefix(handle)
         if lease.tokens:
-            pin = self._pins[handle] = _Pin(handle, lease, until_ns, tenant)
+            pin = self._pins[handle] = _Pin(handle, tokens, lease, until_ns, tenant)
             self._lapses.add(until_ns, pin)
             if tenant is not None:
                 for dropped_handle in self._quota.put(tenant, handle, handle, len(tokens)):
@@ -131,7 +150,11 @@ class Pins:
         return lease.tokens
 
     def unpin_prefix(self, handle: str) -> None:
-        """Give up a name; unknown ones are ignored."""
+        """Give up a name, of what is pinned or retained; unknown ones are ignored."""
+        self._end_pin(handle)
+        self._pool.retained.end_retention(handle)
+
+    def _end_pin(self, handle: str) -> None:
         pin = self._pins.pop(handle, None)
         if pin is not None:
             self._pool.unpin(pin.lease)
@@ -142,12 +165,18 @@ class Pins:
     def pinned_tokens(self, handle: str) -> int:
         """Tokens kept under the name. 0: the name is unknown."""
         pin = self._pins.get(handle)
-        return pin.lease.tokens if pin is not None else 0
+        return pin.lease.tokens if pin is not None else self._pool.retained.retained_tokens(handle)
+
+    def named_tokens(self, handle: str) -> TokenArray | None:
+        """What was asked for under the name. None: it is unknown."""
+        pin = self._pins.get(handle)
+        return pin.tokens if pin is not None else self._pool.retained.retained_prefix(handle)
 
     def prefixes_of(self, tenant: str) -> list[NamedPrefix]:
         """The prefixes of a tenant that is known here, under the names that :meth:`pin_prefix` was given."""
         pins = [self._pins[handle] for handle in self._quota.values_of(tenant)]
-        return [NamedPrefix(pin.handle, pin.lease.tokens, pin.until_ns) for pin in pins]
+        pinned = [NamedPrefix(pin.handle, pin.lease.tokens, pin.until_ns) for pin in pins]
+        return pinned + self._pool.retained.prefixes_of(tenant)
 
     def expire_pins(self, now_ns: int) -> None:
         """End the pins with no time left."""
@@ -222,7 +251,7 @@ class RetainedPrefixes:
     def __init__(
         self, paths: CachedPaths, index: _core.RadixIndex, hbm: _core.BlockAllocator, dram: _core.BlockAllocator
     ) -> None:
-        self._paths, self._index, self._dram = paths, index, dram
+        self._paths, self._index, self._hbm, self._dram = paths, index, hbm, dram
         #: of all whose tenants are known here; beyond, the tenant with most gives up its lowest
         self.tokens_max = (hbm.blocks_total + dram.blocks_total) * index.block_tokens // QUOTA_PART
         self._prefixes: dict[str, RetainedPrefix] = {}
@@ -307,10 +336,34 @@ class RetainedPrefixes:
 
     # -- what is retained
 
+    def spare_blocks(self, kept: int) -> int:
+        """HBM blocks that are free, or cached and neither pinned nor retained, but for ``kept`` of these."""
+        return self._hbm.blocks_free + max(0, self._index.evictable_blocks(Tier.HBM, self._hbm.blocks_total) - kept)
+
+    def leave_hbm(self, isolation: str, tokens: TokenArray) -> None:
+        """What begins with ``tokens`` is to go down: it is retained in DRAM alone."""
+        namespace = self._paths.namespace_of(isolation)
+        for prefix in list(self._prefixes.values()):
+            begins = prefix.namespace == namespace and np.array_equal(prefix.prefix[: len(tokens)], tokens)
+            if begins and prefix.tiers == {Tier.HBM, Tier.DRAM} and self._dram.blocks_total:
+                self._index.unhold(prefix.hold, Tier.HBM)
+                prefix.tiers.discard(Tier.HBM)
+                self._push(Tier.DRAM, prefix)
+
     def retained_tokens(self, handle: str) -> int:
         """Tokens retained under the name. 0: it is unknown, was given up, or has lapsed."""
         prefix = self._prefixes.get(handle)
         return len(prefix.prefix) if prefix is not None else 0
+
+    def retained_prefix(self, handle: str) -> TokenArray | None:
+        """The tokens that are retained under the name. None: none are."""
+        prefix = self._prefixes.get(handle)
+        return prefix.prefix if prefix is not None else None
+
+    def prefixes_of(self, tenant: str) -> list[NamedPrefix]:
+        """The prefixes that count in a tenant's quota."""
+        theirs = (prefix for prefix in self._prefixes.values() if prefix.tenant == tenant)
+        return [NamedPrefix(prefix.handle, len(prefix.prefix), prefix.until_ns) for prefix in theirs]
 
     def tokens_by_tenant(self) -> dict[str, int]:
         """Retained tokens of each tenant that is known here."""

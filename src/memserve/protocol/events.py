@@ -49,6 +49,9 @@ class PrefixPinned:
     tokens: TokenArray
     ttl_ns: int
     salt: str = ""  # of the requests that computed the prefix
+    priority: float | None = None
+    """It is retained: given up when room is needed and nothing else can make any, the lowest priority first. None: it
+    is pinned."""
 
     @property
     def isolation(self) -> str:

@@ -56,6 +56,7 @@ import msgspec
 from memserve.base.types import Request, Tier, TokenArray, TokenOutput, TransferMode
 from memserve.protocol.admission import AdmissionGrants, AdmissionRequests
 from memserve.protocol.idempotency import AnswersHeld, AnswerTaken, QueryAnswers
+from memserve.protocol.kv_hints import KvHint, KvHintDone
 from memserve.protocol.peers import Holder, Load, Message, Natural, Peer, PeerInfo
 from memserve.protocol.store import CALL_KEYS_MAX, KEY_BYTES, JoinRequest, StoreMessage
 
@@ -322,6 +323,8 @@ class Pin(Message, frozen=True, tag=True):
     tenant: str
     tokens: TokenArray
     ttl_ns: Natural
+    priority: float | None = None
+    """Retain it instead; a member of an older release pins it."""
 
 
 class Pinned(Message, frozen=True, tag=True):
@@ -496,7 +499,7 @@ AnyMessage: TypeAlias = (
     | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | QueryKvEvents | Offer | MoreBlocks | Wanted |
     Ready
     | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | SegmentHeld | JoinRequest | StoreMessage
-    | AnswersHeld | QueryAnswers | AnswerTaken | AdmissionRequests | AdmissionGrants
+    | AnswersHeld | QueryAnswers | AnswerTaken | AdmissionRequests | AdmissionGrants | KvHint | KvHintDone
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

@@ -117,6 +117,7 @@ class HandlePinned(Record, frozen=True, tag=True):
     tokens: bytes
     expires_ns: int
     salt: str = ""  # digest of the client's ``cache_salt``
+    priority: float | None = None  # it is retained; None: pinned
 
 
 class HandleDropped(Record, frozen=True, tag=True):

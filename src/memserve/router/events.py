@@ -21,6 +21,7 @@ from memserve.protocol.events import (
     Send,
     SequenceStopped,
 )
+from memserve.protocol.kv_hints import KvHinted
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import AnyRecord, RecoveredState
 from memserve.protocol.store import STORE
@@ -122,6 +123,7 @@ ClusterEvent = (
     | InstanceDied
     | PrefixPinned
     | PrefixUnpinned
+    | KvHinted
     | StateRecovered
     | StoreNamed
     | RouterEnds

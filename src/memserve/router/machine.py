@@ -26,6 +26,7 @@ from memserve.base.types import FinishReason, NamedPrefix, Request, TokenOutput
 from memserve.kv.identity import DEFAULT_KEY
 from memserve.protocol.admission import AdmissionRequests
 from memserve.protocol.idempotency import AnswersHeld, AnswerTaken
+from memserve.protocol.kv_hints import KvHintDone, KvHinted
 from memserve.protocol.messages import (
     AnyMessage,
     AttemptsUnknown,
@@ -73,6 +74,7 @@ from memserve.router.parts import RouterParts
 from memserve.router.placement.placer import Placer
 from memserve.router.placement.prefix_directory import PrefixNode, Trees, is_sane
 from memserve.router.report import ClusterStats, Counters, InstanceView
+from memserve.router.requests.hints import HintRelay
 from memserve.router.requests.lifecycle import Lifecycle
 from memserve.router.requests.outputs import OutputMerger
 from memserve.router.requests.requests import RequestPhase, RequestState, RouteStory
@@ -107,7 +109,10 @@ class Cluster:
         handles = NamedPrefixes(config, tables, timers, outbox)
         sessions = Sessions(registry, outbox)
         placer = Placer(config, tables, sessions, handles)
-        parts = RouterParts(config, tables, admission, sessions, handles, placer, timers, outbox, counters, follows)
+        self.hints = hints = HintRelay(tables, handles, placer, timers, outbox)
+        parts = RouterParts(
+            config, tables, admission, sessions, handles, placer, hints, timers, outbox, counters, follows
+        )
         self._counters, self._timers, self._outbox = counters, timers, outbox
         self._registry, self._loads, self._trees = registry, loads, trees
         self._named_prefixes, self._sessions, self._placer = handles, sessions, placer
@@ -132,6 +137,7 @@ class Cluster:
             InstanceDied: self._on_instance_died,
             PrefixPinned: self._named_prefixes.pin_prefix,
             PrefixUnpinned: lambda event, _: self._named_prefixes.unpin_prefix(event),
+            KvHinted: self.hints.start_hint,
             StateRecovered: self._recover_state,
             StoreNamed: lambda event, now_ns: self._store_calls.start_calls(event, now_ns),
             RouterEnds: lambda _event, _now_ns: self._store_calls.stop_calls(),
@@ -155,6 +161,7 @@ class Cluster:
             SegmentHeld: lambda member, message, now_ns: lifecycle.on_segment_held(message.request_id, member, now_ns),
             AdmissionRequests: lifecycle.remote_requests.on_requests,
             Pinned: self._named_prefixes.on_pinned,
+            KvHintDone: self.hints.on_done,
             Drain: lambda member, _message, now_ns: membership.drain_member(member, now_ns),
             Leave: lambda member, _message, now_ns: membership.remove_member(member, "it left", now_ns, died=False),
         }
@@ -388,6 +395,7 @@ class Cluster:
         self._membership.check_invariants()
         self._trees.check_invariants()
         self._named_prefixes.check_invariants()
+        self.hints.check_invariants()
         requests = self._lifecycle.requests
         requests.check_invariants(self._registry)
         self._lifecycle.remote_requests.check_invariants()

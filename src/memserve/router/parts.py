@@ -16,6 +16,7 @@ from memserve.router.admission.controller import RequestAdmission
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.placement.placer import Placer
 from memserve.router.report import Counters
+from memserve.router.requests.hints import HintRelay
 from memserve.router.requests.requests import RequestState
 from memserve.router.requests.sessions import MemberTables, NamedPrefixes, Sessions
 
@@ -30,6 +31,7 @@ class RouterParts:
     sessions: Sessions
     named_prefixes: NamedPrefixes
     placer: Placer
+    hints: HintRelay
     timers: Timers
     outbox: Outbox
     counters: Counters

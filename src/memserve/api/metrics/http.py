@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -25,6 +25,7 @@ from memserve.api.metrics.families import (
     preemption_family,
 )
 from memserve.base.units import NS_PER_S
+from memserve.protocol.kv_hints import HintAction
 from memserve.system.memory import resident_bytes
 
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -135,6 +136,10 @@ class ApiMetrics:
             "memserve_http_slow_readers", "Clients that did not take their answers: their requests were cancelled",
             ["ending"], registry=self.registry,
         )  # fmt: skip
+        self.kv_hints = Counter(
+            "memserve_kv_hints", "Hints on KV by action, and by what was known of it when the client was answered",
+            ["action", "outcome"], registry=self.registry,
+        )  # fmt: skip
         self.connections = Gauge("memserve_http_connections", "HTTP connections open now", registry=self.registry)
         self.body_bytes = Gauge(
             "memserve_http_body_bytes", "Bytes of request bodies that are being read or parsed", registry=self.registry
@@ -184,6 +189,13 @@ class ApiMetrics:
         self.tenant_requests.inc(label)
         self.tenant_prompt_tokens.inc(label, prompt_tokens)
         self.tenant_generated_tokens.inc(label, generated_tokens)
+
+    def count_hints(self, results: Sequence[Mapping[str, Any]]) -> None:
+        """Hints on KV were given, with these outcomes (:class:`~memserve.api.openai.kv_hints.GivenHints`)."""
+        for result in results:
+            name = str(result["action_type"]).removeprefix("kv.")
+            action = name if name in list(HintAction) else "other"
+            self.kv_hints.labels(action, str(result["outcome"])).inc()
 
     def read_process(self) -> None:
         """Bring the gauges of this process up to date, before they are read."""

@@ -18,7 +18,8 @@ from memserve.api.http.middleware import REPLY_KEY
 from memserve.api.http.request import new_id
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.documents import Document, Documents
-from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServedModel, ServingEngine
+from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServedModel
+from memserve.api.openai.kv_hints import GivenHints, HintTarget, plan_hint
 from memserve.api.openai.paths import send_to_owner_if_kept
 from memserve.api.openai.request.messages import check_messages
 from memserve.api.openai.request.plan import Caller, Generation, plan_chat, plan_completion, prefix_handle
@@ -231,6 +232,7 @@ class EndpointParts:
     encoder: PromptEncoder
     metrics: ApiMetrics
     edge: Edge
+    hints: GivenHints
 
 
 class GenerationEndpoint:
@@ -258,22 +260,30 @@ class GenerationEndpoint:
         scope[REPLY_KEY] = reply
         envelope = new_envelope(response_id, plan.model or shared.model.name)
         await answer(shared.hub, reply, self._make_writer, envelope, scope, receive, send)
-        keep_prefixes(shared.hub.engine, reply)
+        keep_prefixes(shared, reply)
 
 
-def keep_prefixes(engine: ServingEngine, reply: Reply) -> None:
+def keep_prefixes(shared: EndpointParts, reply: Reply) -> None:
     """Pin what the session's next request will begin with (the prompt, and the answer if there is just one), and the
-    prefixes that the request asks to keep."""
-    plan = reply.plan
-    keeps = plan.session_ttl_ns is not None or plan.kept_prefixes
+    prefixes that the request asks to keep; and give its hints."""
+    plan, engine = reply.plan, shared.hub.engine
+    keeps = plan.session_ttl_ns is not None or plan.kept_prefixes or plan.kv_hints
     if not keeps or not isinstance(engine, PinningEngine):
         return
     request = plan.requests[-1]
+    tokens = request.prompt
+    if len(reply.sequences) == 1:
+        tokens = np.concatenate((tokens, np.array(reply.sequences[0].stream.tokens, dtype=np.int32)))
     if plan.session_ttl_ns is not None:
-        tokens = request.prompt
-        if len(reply.sequences) == 1:
-            tokens = np.concatenate((tokens, np.array(reply.sequences[0].stream.tokens, dtype=np.int32)))
         engine.pin_prefix(request.session, request.tenant, tokens, plan.session_ttl_ns, request.salt)
+    if plan.kv_hints is not None:
+        handle = request.session or prefix_handle(tokens, request.salt)
+        target = HintTarget(request.tenant, handle, tokens, request.salt)
+        given, message_id = shared.hints, plan.kv_hints.message_id
+        given.open_message(request.tenant, message_id)
+        for hint in plan.kv_hints.actions:
+            given.give_hint(engine, message_id, plan_hint(hint, in_request=True), target)
+        shared.metrics.count_hints(given.cards_of(request.tenant, message_id))
     for prefix in plan.kept_prefixes:
         tokens = request.prompt[: prefix.tokens]
         engine.pin_prefix(prefix_handle(tokens, request.salt), request.tenant, tokens, prefix.ttl_ns, request.salt)

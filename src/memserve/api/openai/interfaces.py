@@ -16,6 +16,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import NamedPrefix, Pooling, PositionRegimes, Request, SamplingParams, TokenArray, TokenOutput
 from memserve.host.engine import Rejected
 from memserve.model.loading.lora import Adapter
+from memserve.protocol.kv_hints import HintResult, KvHinted
 from memserve.protocol.records import DocumentDropped, DocumentPut
 from memserve.router.placement.prefix_directory import PrefixNode
 
@@ -140,6 +141,17 @@ class PinningEngine(ServingEngine, Protocol):
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
         """A tenant's named prefixes, least recently renewed first; their expiry is a ``time.monotonic_ns``. May wait
         for the engine thread."""
+
+
+@runtime_checkable
+class HintedEngine(ServingEngine, Protocol):
+    """An engine that takes hints on KV."""
+
+    def give_hint(self, hint: KvHinted) -> None:
+        """Do it, after what it was asked for before."""
+
+    def hint_results(self, hint_ids: Sequence[str]) -> list[HintResult | None]:
+        """What became of each; ``None``: not known yet, or any more. May wait for the engine thread, once."""
 
 
 @runtime_checkable

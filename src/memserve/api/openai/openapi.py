@@ -12,6 +12,7 @@ from memserve import __version__
 from memserve.api.anthropic.body import MessagesBody
 from memserve.api.batches.batch import BatchBody
 from memserve.api.openai.embeddings import EmbeddingBody
+from memserve.api.openai.kv_hints import KvHintsEnvelope
 from memserve.api.openai.relevance import RerankBody, ScoreBody
 from memserve.api.openai.request.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
 from memserve.api.openai.responses.body import ResponsesBody
@@ -95,6 +96,10 @@ _BATCH = (
     "`expired`), `request_counts`, `output_file_id`, `error_file_id`, `errors`, and when it had which status"
 )
 _PAGE = "`data`, `has_more`, `first_id`, `last_id`. Parameters: `limit`, `after`, `order` (`desc`, `asc`)"
+_HINT_RESULTS = (
+    "`results`, one for each action: `action_id`, `action_type`, `outcome` (`accepted`, `clipped`, `deferred`, "
+    "`rejected`, `missing`), `tokens` it was done for, and the `reason` where that is less than all"
+)
 _DOCUMENT_ID = (("document_id", "1 to 128 letters, digits, or _ . : -"),)
 
 OPERATIONS = (
@@ -269,6 +274,34 @@ OPERATIONS = (
         "DELETE", "/v1/sessions/{name}",
         "End a session: its KV may be evicted from now on. New requests may reuse its name.", "`deleted`: true",
         errors=(404, 503), parameters=(("name", "the session's name; slashes need no escape"),),
+    ),
+    Operation(
+        "POST", "/v1/kv_hints",
+        "Say what to do with cached KV, in the words of vLLM's proposals: `kv.retain` (evict it last, for `ttl_s`, the "
+        "lowest `priority` first), `kv.prefetch` (bring it up to HBM), `kv.demote` (to DRAM, now), `kv.share` (copy it "
+        "to a `destination`: an instance, or `store`), `kv.release` (end its names, evict it first). Each `payload` has "
+        "one target: `session`, `document`, `prompt`, `tokens`, or `messages` (with `tools`); with `cache_salt` where "
+        "requests have one.",
+        _HINT_RESULTS, body=KvHintsEnvelope, errors=(503,),
+        examples=(
+            Example(
+                "While a tool runs",
+                {
+                    "protocol_version": "0.1", "message_id": "turn-17",
+                    "actions": [
+                        {
+                            "action_id": "keep", "action_type": "kv.retain", "action_version": "1.0",
+                            "payload": {"messages": [{"role": "user", "content": "Hi"}], "ttl_s": 60, "priority": 5},
+                        }
+                    ],
+                },
+            ),
+        ),
+    ),
+    Operation(
+        "GET", "/v1/kv_hints/{message_id}", "What became of the hints of a call, or of a request's `kv_hints`.",
+        _HINT_RESULTS, errors=(404, 503), parameters=(("message_id", "that of the envelope"),),
+        examples=(Example("The one above", path="/v1/kv_hints/turn-17"),),
     ),
     Operation(
         "GET", "/v1/models", "The served model.",

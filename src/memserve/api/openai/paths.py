@@ -79,8 +79,8 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses", "/v1/files", "/v1/batches")
-_FIELDS = ("document", "session_ttl_s")
+_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses", "/v1/files", "/v1/batches", "/v1/kv_hints")
+_FIELDS = ("document", "session_ttl_s", "kv_hints")
 
 
 def owner_url(engine: ServingEngine) -> str | None:

@@ -1,5 +1,5 @@
-"""Routes of named prefixes: ``/v1/documents``, computed once for many requests, and ``/v1/sessions``,
-conversations whose KV is kept."""
+"""Routes of named prefixes: ``/v1/documents``, computed once for many requests, ``/v1/sessions``, conversations whose KV
+is kept, and ``/v1/kv_hints``, what else is to be done with cached KV."""
 
 from __future__ import annotations
 
@@ -19,9 +19,18 @@ from memserve.api.http.errors import ApiError, bad_request, echo, engine_silent
 from memserve.api.http.limits import TENANT_KEY, json_body
 from memserve.api.openai.documents import Document, DocumentMemory, Documents, prepare_document
 from memserve.api.openai.endpoints import EndpointParts
-from memserve.api.openai.interfaces import PinningEngine, ServingEngine
-from memserve.api.openai.request.plan import session_of
-from memserve.api.openai.request.schema import DocumentBody, parse_body
+from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServingEngine
+from memserve.api.openai.kv_hints import (
+    VERSION,
+    HintPayload,
+    HintTarget,
+    KvHintsEnvelope,
+    PlannedHint,
+    plan_hint,
+)
+from memserve.api.openai.request.messages import check_messages
+from memserve.api.openai.request.plan import digest_salt, prefix_handle, session_handle, session_of
+from memserve.api.openai.request.schema import ChatBody, DocumentBody, parse_body
 from memserve.api.openai.response.responders import run_requests
 from memserve.base.types import NamedPrefix, Request, SamplingParams, StopParams, TokenOutput, salt_of
 from memserve.base.units import NS_PER_S, ns_from_s
@@ -169,6 +178,9 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+_PlannedTarget = tuple[PlannedHint, HintTarget | None, str]
+
+
 class SessionRoutes:
     """The handlers. A session is visible to its tenant alone. Sessions of one name with different ``cache_salt`` are
     listed separately and end together, because salts are never shown."""
@@ -213,3 +225,91 @@ def _session_card(name: str, prefix: NamedPrefix, now_ns: int) -> dict[str, Any]
         "pinned_tokens": prefix.pinned_tokens,
         "expires_in_s": round(remaining_s, 3),
     }
+
+
+class HintRoutes:
+    """The handlers of hints on KV. An envelope is visible to its tenant alone."""
+
+    def __init__(self, shared: EndpointParts, names: ModelNames, documents: Documents) -> None:
+        self._shared, self._names, self._documents = shared, names, documents
+
+    async def post_hints(self, request: HttpRequest) -> Response:
+        """``POST /v1/kv_hints``: do what an envelope asks for, and say what became of it."""
+        tenant, shared = request.scope[TENANT_KEY], self._shared
+        async with json_body(request.scope, request.receive, shared.edge) as data:
+
+            def planned(data: bytes = data) -> tuple[KvHintsEnvelope, list[_PlannedTarget]]:
+                body = parse_body(data, KvHintsEnvelope)
+                return body, [self._target_of(plan_hint(hint, in_request=False), tenant) for hint in body.actions]
+
+            body, targets = await shared.encoder.run_work(tenant, len(data), data, planned)
+        del data, planned
+        given = shared.hints
+        given.open_message(tenant, body.message_id)
+        for planned_hint, target, reason in targets:
+            if target is None:
+                given.reject_hint(tenant, body.message_id, planned_hint, reason)
+            else:
+                given.give_hint(shared.hub.engine, body.message_id, planned_hint, target)
+        deadline_s = time.monotonic() + PIN_ANSWER_S
+        while not await self._update_results(tenant, body.message_id) and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_S)
+        answer = self._answer(tenant, body.message_id)
+        shared.metrics.count_hints(answer["results"])
+        return _json(answer)
+
+    async def get_hints(self, request: HttpRequest) -> Response:
+        """``GET /v1/kv_hints/{message_id}``: what became of an envelope, of a call or of a request."""
+        tenant, message_id = request.scope[TENANT_KEY], request.path_params["message_id"]
+        if not self._shared.hints.knows_message(tenant, message_id):
+            message = f"There are no hints {echo(message_id)!r}: they were never given, or are forgotten"
+            raise ApiError(404, message, param="message_id", code="kv_hints_not_found")
+        await self._update_results(tenant, message_id)
+        return _json(self._answer(tenant, message_id))
+
+    async def _update_results(self, tenant: str, message_id: str) -> bool:
+        try:
+            engine, given = self._shared.hub.engine, self._shared.hints
+            return await asyncio.to_thread(given.update_results, engine, tenant, message_id)
+        except (TimeoutError, EngineStopped):
+            raise engine_silent() from None
+
+    def _answer(self, tenant: str, message_id: str) -> dict[str, Any]:
+        results = self._shared.hints.cards_of(tenant, message_id)
+        return {
+            "object": "kv_hints.results",
+            "protocol_version": VERSION,
+            "message_id": message_id,
+            "results": results,
+        }
+
+    def _target_of(self, planned: PlannedHint, tenant: str) -> _PlannedTarget:
+        """Which prefix an action is for; or why it is not done."""
+        if planned.action is None:
+            return planned, None, planned.reason
+        try:
+            return planned, self._find_target(planned.payload, tenant), ""
+        except ApiError as error:
+            return planned, None, error.message
+
+    def _find_target(self, payload: HintPayload, tenant: str) -> HintTarget:
+        if payload.document is not None:
+            document = self._documents.get_document(tenant, payload.document)
+            return HintTarget(tenant, document.handle, document.tokens, self._salt(len(document.tokens)))
+        own_salt = digest_salt(payload.cache_salt)
+        if payload.session is not None:
+            salt = salt_of(own_salt, "", self._shared.model.position_regimes.regime_of(0))
+            return HintTarget(tenant, session_handle(payload.session, salt), None, salt)
+        encoder = self._shared.encoder
+        if payload.messages is not None:
+            chat = ChatBody(model=self._names.served, tools=payload.tools, add_generation_prompt=False)
+            tokens = encoder.chat_prompt(chat, check_messages(payload.messages), tenant).tokens
+        else:
+            given = payload.tokens if payload.prompt is None else payload.prompt
+            (prompt,) = encoder.completion_prompts(given, add_special_tokens=True, echo=False, is_cut=False)
+            tokens = prompt.tokens
+        salt = self._salt(len(tokens), own_salt)
+        return HintTarget(tenant, prefix_handle(tokens, salt), tokens, salt)
+
+    def _salt(self, tokens: int, own_salt: str = "") -> str:
+        return salt_of(own_salt, "", self._shared.model.position_regimes.regime_of(tokens))

@@ -24,6 +24,7 @@ from memserve.instance.cluster.prefix_fetch import Fetches
 from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.events import Action
+from memserve.instance.hints import HintRunner
 from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.sequence import Cause, Group
 from memserve.instance.scheduler.state import SchedulerState
@@ -52,6 +53,7 @@ class InstanceParts:
     state: SchedulerState
     intake: RequestIntake
     pins: Pins
+    hints: HintRunner
     load: Callable[[], Load]
     """How busy the instance is."""
 

@@ -25,6 +25,7 @@ from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.cluster.store_export import StoreWriter
 from memserve.instance.events import Action, StepPlan
+from memserve.instance.hints import NO_STORE
 from memserve.instance.scheduler.capacity import headroom_blocks
 from memserve.instance.scheduler.sequence import Fact, Group, Sequence
 from memserve.kv.events import KvFeed
@@ -43,6 +44,15 @@ from memserve.kv.transfer.events import (
 )
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived, RejectRequest, Send
+from memserve.protocol.kv_hints import (
+    NOTHING_CACHED,
+    HintAction,
+    HintOutcome,
+    HintResult,
+    KvHint,
+    KvHintDone,
+    result_for,
+)
 from memserve.protocol.messages import (
     AnyMessage,
     Drain,
@@ -87,7 +97,7 @@ class ClusterLink:
         self.changes = RouterChanges(parts, self_peer)
         self._state = state
         self._intake = intake
-        self._pins = instance.pins
+        self._pins, self._hints = instance.pins, instance.hints
         self._geometry = geometry
         self._pulls: dict[int, tuple[str, int]] = {}  # pull job -> name of the peer, pieces
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
@@ -95,6 +105,7 @@ class ClusterLink:
         self._owner_messages: dict[type, Callable[[Any, int], None]] = {
             JoinAccepted: self._on_join_accepted, PeerJoined: self._on_peer_joined, PeerGone: self._on_peer_gone,
             Expelled: self._on_expelled, Drain: self._on_drain, Pin: self._on_pin, Unpin: self._on_unpin,
+            KvHint: self._on_hint,
         }  # fmt: skip
         self.commands = RouterCommands(
             parts, self.changes, self.segments, self.router_updates, self._outbox, config.scheduler.step_tokens
@@ -269,7 +280,9 @@ class ClusterLink:
                 case HandoffFailed():
                     self.commands.reject_attempt(self.receiver.on_failed(outcome))
                 case FetchEnded():
-                    self.fetches.on_fetch_ended(outcome, now_ns)
+                    prefetched = self.fetches.on_fetch_ended(outcome, now_ns)
+                    if prefetched is not None:
+                        self._run_hint(prefetched)
                 case Released(offer_id, _, used, reason):
                     is_others = self.writer.on_released(offer_id, used)
                     is_others = is_others or self.migrations.on_released(offer_id, used, reason)
@@ -342,12 +355,41 @@ class ClusterLink:
         self.restart_as(self.self_peer)
 
     def _on_pin(self, message: Pin, now_ns: int) -> None:
-        tokens = self._pins.pin_prefix(message.handle, message.tenant, message.tokens, now_ns + message.ttl_ns)
+        until_ns = now_ns + message.ttl_ns
+        tokens = self._pins.pin_prefix(
+            message.handle, message.tenant, message.tokens, until_ns, priority=message.priority
+        )
         self.writer.keep_prefix(message.tenant, message.tokens[:tokens], now_ns)
         self.commands.notify_owner(Pinned(message.handle, tokens))
 
     def _on_unpin(self, message: Unpin, now_ns: int) -> None:
         self._pins.unpin_prefix(message.handle)
+
+    def _on_hint(self, message: KvHint, now_ns: int) -> None:
+        if message.action == HintAction.SHARE:
+            self._answer_hint(message.hint_id, self._share_with_store(message, now_ns))
+        elif not self.fetches.start_prefetch(message, now_ns):
+            self._run_hint(message)
+
+    def _run_hint(self, message: KvHint) -> None:
+        if message.action not in list(HintAction):
+            result = HintResult(HintOutcome.REJECTED, 0, f"{message.action!r} is not known here")
+        else:
+            result = self._hints.run_action(HintAction(message.action), message.tenant, message.tokens)
+        self._answer_hint(message.hint_id, result)
+
+    def _share_with_store(self, message: KvHint, now_ns: int) -> HintResult:
+        pool = self._state.memory.pool
+        cached = pool.match_kv(message.tenant, message.tokens)
+        if self.writer.target is None:
+            return HintResult(HintOutcome.REJECTED, 0, NO_STORE)
+        if not cached:
+            return NOTHING_CACHED
+        self.writer.keep_prefix(message.tenant, message.tokens[:cached], now_ns)
+        return result_for(cached, len(message.tokens) // pool.block_tokens * pool.block_tokens, "less is cached")
+
+    def _answer_hint(self, hint_id: str, result: HintResult) -> None:
+        self.commands.notify_owner(KvHintDone(hint_id, result.outcome.value, result.tokens, result.reason))
 
     # -- another life, another owner
 

@@ -36,6 +36,7 @@ from memserve.kv.store_shares import KEY_BYTES
 from memserve.kv.transfer.events import FetchEnded
 from memserve.kv.transfer.exchange import Exchange
 from memserve.kv.transfer.spread import SpreadPrefix
+from memserve.protocol.kv_hints import HintAction, KvHint
 from memserve.protocol.peers import Holder, PeerInfo
 
 TRIAL_AFTER_NS = 5 * NS_PER_S
@@ -165,6 +166,8 @@ class Fetches:
         self._flights: dict[str, _Flight] = {}
         #: fetch ids of those that no request waits for
         self._trials: set[str] = set()
+        #: by fetch id, what was asked for before any request came
+        self._prefetches: dict[str, KvHint] = {}
         self._tried = 0  # links that were tried
         #: names of peers with pages that come over a network
         self.far: dict[str, bool] = {}
@@ -207,6 +210,28 @@ class Fetches:
         self.undecided.append(group)
         if self.decide_at_ns is None:
             self.decide_at_ns = now_ns + GATHER_NS
+
+    def start_prefetch(self, hint: KvHint, now_ns: int) -> bool:
+        """Ask for a prefix that no request waits for, of the holder with most of it, as far as that costs nothing that
+        is pinned or retained. False: no holder has more than there is here, or there is no room."""
+        pool = self._state.memory.pool
+        if hint.action != HintAction.PREFETCH or not (pool.config.caching and self._exchange.shares_kv):
+            return False
+        hbm, dram = pool.match_blocks(hint.tenant, hint.tokens)
+        spare = pool.retained.spare_blocks(kept=hbm) - dram - pool.state_blocks
+        holder = max(hint.holders, key=lambda holder: (holder.prefix_tokens, -holder.disk_tokens), default=None)
+        if holder is None:
+            return False
+        size = self._geometry.block_tokens
+        end = min(min(holder.prefix_tokens, len(hint.tokens)) // size, hbm + dram + max(0, spare))
+        if end <= hbm + dram:
+            return False
+        begin, deadline_ns = (hbm + dram) * size, now_ns + self._wait_max_ns
+        fetch_id = self._send_fetch(
+            hint.tenant, hint.tokens[: end * size], holder, begin, now_ns, deadline_ns, link_ns=0
+        )
+        self._prefetches[fetch_id] = hint
+        return True
 
     def tokens_to_compute(self) -> int:
         """Tokens of prompts that wait for a prefix from elsewhere, and that are computed here in any case."""
@@ -333,28 +358,28 @@ class Fetches:
         remote, end = group.remote, own_tokens + choice.tokens
         if remote is None:
             return
+        tokens, deadline_ns = _tokens_of(group)[:end], now_ns + choice.wait_ns
         remote.fetch_id = self._send_fetch(
-            group, holder, own_tokens, end, now_ns, now_ns + choice.wait_ns, choice.link_ns
+            group.isolation, tokens, holder, own_tokens, now_ns, deadline_ns, link_ns=choice.link_ns
         )
         self.pending[remote.fetch_id] = (group, holder)
 
     def _send_fetch(
-        self, group: Group, holder: Holder, begin: int, end: int, now_ns: int, deadline_ns: int, link_ns: int,
-        *, is_trial: bool = False,
+        self, isolation: str, tokens: TokenArray, holder: Holder, begin: int, now_ns: int, deadline_ns: int,
+        *, link_ns: int, is_trial: bool = False,
     ) -> str:  # fmt: skip
-        """Ask for the tokens ``[begin, end)``, whole blocks."""
-        first_block, end_block = begin // self._geometry.block_tokens, end // self._geometry.block_tokens
-        tokens = _tokens_of(group)[:end]
+        """Ask for ``tokens`` from ``begin`` on, whole blocks."""
+        first_block, end_block = begin // self._geometry.block_tokens, len(tokens) // self._geometry.block_tokens
         near = self._is_near(holder)
         flight = _Flight(holder, now_ns + self._link_busy_ns(now_ns), link_ns, first_block, end_block, near, now_ns)
         if holder.places:
-            identities = self._state.memory.pool.identities(group.isolation, tokens)[first_block * KEY_BYTES :]
+            identities = self._state.memory.pool.identities(isolation, tokens)[first_block * KEY_BYTES :]
             wanted = slice(first_block, end_block)
             spread = SpreadPrefix(holder.stores, holder.places[wanted], identities, holder.spares[wanted])
-            fetch_id = self._exchange.fetch_spread(spread, group.isolation, tokens, first_block, now_ns, deadline_ns)
+            fetch_id = self._exchange.fetch_spread(spread, isolation, tokens, first_block, now_ns, deadline_ns)
         else:
             fetch_id = self._exchange.fetch_blocks(
-                holder.peer, group.isolation, tokens, first_block, end_block, now_ns, deadline_ns,
+                holder.peer, isolation, tokens, first_block, end_block, now_ns, deadline_ns,
                 is_trial=is_trial,
             )  # fmt: skip
         self._flights[fetch_id] = flight
@@ -385,7 +410,12 @@ class Fetches:
             blocks = LINK_TRIAL_BLOCKS[self._tried - 1]
         end = prefix.own_tokens + min(blocks * self._geometry.block_tokens, prefix.remote_tokens)
         deadline_ns = now_ns + self._wait_max_ns
-        self._trials.add(self._send_fetch(group, holder, prefix.own_tokens, end, now_ns, deadline_ns, 0, is_trial=True))
+        tokens = _tokens_of(group)[:end]
+        self._trials.add(
+            self._send_fetch(
+                group.isolation, tokens, holder, prefix.own_tokens, now_ns, deadline_ns, link_ns=0, is_trial=True
+            )
+        )
 
     def _plans_ns(self, blocks: int) -> int:
         """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""
@@ -400,13 +430,18 @@ class Fetches:
         for sequence in group.sequences.values():
             self._state.move(sequence, Cause.FETCH_ENDED)
 
-    def on_fetch_ended(self, outcome: FetchEnded, now_ns: int) -> None:
-        """The KV is in the index, or will not come; then the next holder may be asked."""
+    def on_fetch_ended(self, outcome: FetchEnded, now_ns: int) -> KvHint | None:
+        """The KV is in the index, or will not come; then the next holder may be asked. Returns the hint that asked for
+        it, whose rest is to be done here. None: it was a request, or a trial."""
         flight = self._flights.pop(outcome.transfer_id)
         self._learn_read_speed(flight, outcome, now_ns)
         if outcome.transfer_id in self._trials:
             self._trials.remove(outcome.transfer_id)
-            return
+        elif outcome.transfer_id not in self._prefetches:
+            self._end_request_fetch(flight, outcome, now_ns)
+        return self._prefetches.pop(outcome.transfer_id, None)
+
+    def _end_request_fetch(self, flight: _Flight, outcome: FetchEnded, now_ns: int) -> None:
         group, holder = self.pending.pop(outcome.transfer_id)
         remote = group.remote
         if remote is None:
@@ -465,7 +500,7 @@ class Fetches:
     @property
     def trial_ids(self) -> frozenset[str]:
         """Ids of the fetches that no request waits for: no router counts their blocks."""
-        return frozenset(self._trials)
+        return frozenset(self._trials) | self._prefetches.keys()
 
     def give_up_trials(self) -> bool:
         """A request needs the blocks that trials write to. False: there is no trial."""
@@ -480,6 +515,7 @@ class Fetches:
         """All fetches have ended silently: requests of an earlier life, and trials."""
         self._flights.clear()
         self._trials.clear()
+        self._prefetches.clear()
         self.pending.clear()
 
     def on_request_ended(self, group: Group) -> None:

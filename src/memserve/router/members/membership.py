@@ -177,7 +177,7 @@ class Membership:
         self._config, self._counters, self._lifecycle = parts.config, parts.counters, lifecycle
         tables = parts.tables
         self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
-        self._named_prefixes, self._outbox = parts.named_prefixes, parts.outbox
+        self._named_prefixes, self._hints, self._outbox = parts.named_prefixes, parts.hints, parts.outbox
         dead_after_ns = parts.config.dead_after_ns
         self._silence = SilenceWatch(
             tables.registry, parts.timers, dead_after_ns, partial(self.remove_member, died=True)
@@ -393,6 +393,7 @@ class Membership:
         self._trees.remove_member(member.number)
         self._notify_others(member, PeerGone(member.peer, reason))
         self._named_prefixes.on_member_removed(member, now_ns)
+        self._hints.on_member_removed(member)
         # only after all tables have forgotten the member: a request must not be placed on it again
         for req in failed:
             self._lifecycle.place_request(req, now_ns)

@@ -125,7 +125,8 @@ class Placer:
         decided = self._decide(ask, first_of, decoders[0] if decoders else ())
         first = self._registry.member_by_number(decided.first.number)
         decode_at = decided.decode_at and self._registry.member_by_number(decided.decode_at.number)
-        holders = self._fetch_holders(ask, decided.first, most, identities) if first.info.caching else ()
+        matched_tokens = decided.first.matched_tokens
+        holders = self._fetch_holders(first, matched_tokens, most, identities) if first.info.caching else ()
         transfer = self._choose_transfer(ask, decided, first)
         return Placement(decided, first, decode_at or None, holders, prompt_tokens, transfer=transfer)
 
@@ -303,27 +304,35 @@ class Placer:
             costs=member.costs,
         )
 
-    def _fetch_holders(self, ask: Ask, first: Candidate, most: list[Most], identities: bytes) -> tuple[Holder, ...]:
+    def holders_for(self, member: Member, identities: bytes, matches: Matches) -> tuple[Holder, ...]:
+        """From where ``member`` may fetch more than it has of a prefix with these ``identities``."""
+        matched_tokens = int(matches.blocks[member.number]) * self._block_tokens() if matches.holders else 0
+        return self._fetch_holders(member, matched_tokens, self._longest_holders(matches), identities)
+
+    def _fetch_holders(
+        self, first: Member, matched_tokens: int, most: list[Most], identities: bytes
+    ) -> tuple[Holder, ...]:
         """Instances and stores that have more of the prompt than ``first``: most of it first, of equal ones HBM before
         DRAM before a store's DRAM before its disks."""
+        block_tokens, has_more = self._block_tokens(), self._registry.state_blocks
         # where more is needed than KV, one with as much may have the state or the window that ``first`` has given up
-        least_tokens = first.matched_tokens + (0 if ask.state_blocks else 1)
+        least_tokens = matched_tokens + (0 if has_more else 1)
         holders = (
-            self._make_holder(number, blocks * ask.block_tokens, lower * ask.block_tokens)
+            self._make_holder(number, blocks * block_tokens, lower * block_tokens)
             for number, blocks, lower in most
-            if blocks * ask.block_tokens >= least_tokens and number != first.number
+            if blocks * block_tokens >= least_tokens and number != first.number
         )
-        if not self._trees.stores.is_joint or ask.state_blocks:
+        if not self._trees.stores.is_joint or has_more:
             return tuple(holders)
-        return tuple(self._with_sources(holder, first, ask.block_tokens, identities) for holder in holders)
+        return tuple(self._with_sources(holder, first, block_tokens, identities) for holder in holders)
 
-    def _with_sources(self, holder: Holder, first: Candidate, block_tokens: int, identities: bytes) -> Holder:
+    def _with_sources(self, holder: Holder, first: Member, block_tokens: int, identities: bytes) -> Holder:
         """``holder``, if it stands for all stores: with the store of each block."""
         member = self._registry.get(holder.peer)
         if member is None or not member.is_store:
             return holder
         stores = {
-            store.number: (store.peer, bool(first.host_id) and store.info.host_id == first.host_id)
+            store.number: (store.peer, bool(first.info.host_id) and store.info.host_id == first.info.host_id)
             for store in self._registry
             if store.is_store and store.state is not MemberState.REJOINING
         }

@@ -94,6 +94,8 @@ class Handle:
     identities: bytes
     expires_ns: int
     salt: str = ""
+    priority: float | None = None
+    """It is retained, and takes no room from requests. None: it is pinned."""
     place: Member | None = None
     """Where a ``Pin`` was sent to, or will be when there is room; nothing is pinned anywhere else."""
     pinned_tokens: int | None = None
@@ -157,18 +159,22 @@ class NamedPrefixes:
         if handle is None:
             handle = Handle(event.handle, event.tenant, event.tokens, b"", expires_ns, event.salt)
         handle.tokens, handle.identities, handle.expires_ns = event.tokens, b"", expires_ns
-        handle.salt = event.salt
+        handle.salt, handle.priority = event.salt, event.priority
+        if event.priority is not None:
+            self._memory.on_unpinned(handle.wire_name)
         handle.pinned_tokens, handle.misses = None, 0
         self._store_handle(handle)
         tokens = event.tokens.astype("<i4", copy=False).tobytes() if self._outbox.remembers else b""
-        self._outbox.record_ahead(HandlePinned(event.tenant, event.handle, tokens, expires_ns, event.salt))
+        self._outbox.record_ahead(
+            HandlePinned(event.tenant, event.handle, tokens, expires_ns, event.salt, event.priority)
+        )
         self._place_pin(handle, now_ns)
 
     def recover_pin(self, pin: HandlePinned, now_ns: int) -> None:
         """An earlier router had the handle. Its place is looked for when members have answered."""
         if pin.expires_ns > now_ns:
             tokens = np.frombuffer(pin.tokens, "<i4").astype(np.int32)
-            handle = Handle(pin.handle, pin.tenant, tokens, b"", pin.expires_ns, pin.salt)
+            handle = Handle(pin.handle, pin.tenant, tokens, b"", pin.expires_ns, pin.salt, pin.priority)
             self._store_handle(handle)
             self._arm_timer(handle, now_ns + REJOIN_NS)
         else:
@@ -186,7 +192,9 @@ class NamedPrefixes:
         handle = self._by_wire.get(answer.handle)
         if handle is not None and handle.place is sender:
             handle.pinned_tokens = answer.tokens
-            if not answer.tokens or (handle.is_asked and handle.unanswered <= 1):  # else it answers an earlier one
+            # of several that are under way, an answer with tokens may be an earlier one's
+            is_last = handle.is_asked and handle.unanswered <= 1
+            if handle.priority is None and (is_last or not answer.tokens):
                 self._memory.on_pinned(handle.wire_name, sender, handle.identities, answer.tokens)
             handle.unanswered = max(0, handle.unanswered - 1)
 
@@ -202,6 +210,19 @@ class NamedPrefixes:
         """Where a handle lies."""
         handle = self._named.get(tenant, name) if name else None
         return handle.place if handle is not None else None
+
+    def tokens_of(self, tenant: str, name: str) -> TokenArray | None:
+        """What a handle keeps. None: there is none of this name."""
+        handle = self._named.get(tenant, name)
+        return handle.tokens if handle is not None else None
+
+    def retained_tokens(self) -> dict[str, int]:
+        """By tenant, how much of its handles is retained, as the instances said last."""
+        tokens: dict[str, int] = {}
+        for handle in self._by_wire.values():
+            if handle.priority is not None:
+                tokens[handle.tenant] = tokens.get(handle.tenant, 0) + (handle.pinned_tokens or 0)
+        return tokens
 
     def extend_pin(self, tenant: str, name: str, now_ns: int) -> None:
         """A request of this session has ended: the missing part of the prefix may have been computed."""
@@ -273,14 +294,19 @@ class NamedPrefixes:
             handle.pinned_tokens = 0
             self._arm_timer(handle, handle.expires_ns)
             return
-        if place is not None and self._memory.may_pin(handle.wire_name, place, handle.identities, tokens):
+        if place is not None and self._has_room(handle, place, tokens):
             ttl_ns = max(1, handle.expires_ns - now_ns)
-            self._outbox.send(place.peer, Pin(handle.wire_name, handle.isolation, handle.tokens, ttl_ns))
+            pin = Pin(handle.wire_name, handle.isolation, handle.tokens, ttl_ns, handle.priority)
+            self._outbox.send(place.peer, pin)
             handle.is_asked = True
             handle.unanswered += 1
         else:
             handle.misses = min(handle.misses + 1, MISSES_MAX)
         self._arm_timer(handle, min(now_ns + (REPEAT_NS << max(0, handle.misses - 1)), handle.expires_ns))
+
+    def _has_room(self, handle: Handle, place: Member, tokens: int) -> bool:
+        is_retained = handle.priority is not None
+        return is_retained or self._memory.may_pin(handle.wire_name, place, handle.identities, tokens)
 
     def _arm_timer(self, handle: Handle, when_ns: int) -> None:
         if handle.wake_ns is None or when_ns < handle.wake_ns:

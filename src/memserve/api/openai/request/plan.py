@@ -15,6 +15,7 @@ from msgspec import structs
 from memserve.api.http.errors import bad_request
 from memserve.api.openai.documents import document_handle
 from memserve.api.openai.interfaces import ServedModel, sampling_params_of
+from memserve.api.openai.kv_hints import KvHintsEnvelope
 from memserve.api.openai.request.prompts import Prompt, context_exceeded
 from memserve.api.openai.request.schema import AnswerBody, ChatBody, CompletionBody, GenerationBody
 from memserve.api.openai.request.structured_output import structure_of
@@ -68,6 +69,7 @@ class Generation(msgspec.Struct, frozen=True):
     include_usage: bool
     explain: bool
     session_ttl_ns: int | None = None  # how long the session's KV is kept after the answer
+    kv_hints: KvHintsEnvelope | None = None  # what to do with its KV when it has ended
     kept_prefixes: tuple[KeptPrefix, ...] = ()  # of the one prompt, shortest first
     prompt_logprobs: bool = False  # reported beside the answer, in vLLM's form
     token_ids: bool = False  # reported
@@ -225,6 +227,7 @@ def _plan(
         include_usage=bool(options and options.include_usage),
         explain=caller.explain or bool(body.explain),
         session_ttl_ns=_session_ttl_ns(body),
+        kv_hints=body.kv_hints,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
         names_token_ids=bool(body.return_tokens_as_token_ids),
@@ -240,7 +243,7 @@ def _requests(
     request_id: str, model: ServedModel, *, sample_count: int, beam_width: int,
 ) -> list[Request]:  # fmt: skip
     """One for each prompt."""
-    own_salt, adapter = _salt(body), caller.adapter.digest if caller.adapter is not None else ""
+    own_salt, adapter = digest_salt(body.cache_salt), caller.adapter.digest if caller.adapter is not None else ""
     salts = [salt_of(own_salt, adapter, model.position_regimes.regime_of(len(prompt.tokens))) for prompt in prompts]
     deadline_ns = time.monotonic_ns() + ns_from_s(body.timeout_s) if body.timeout_s else None
     return [
@@ -293,16 +296,24 @@ def _check(request: Request, model: ServedModel) -> None:
 _SESSION = re.compile(r"(?:salted:[0-9a-z-]+:)?session:(.*)", re.DOTALL)
 
 
-def _salt(body: GenerationBody) -> str:
+def digest_salt(cache_salt: str | None) -> str:
     """A digest of the salt: of a fixed size, and the client's own text goes no further."""
-    if body.cache_salt is None:
+    if cache_salt is None:
         return ""
-    return hashlib.blake2b(body.cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _session(body: GenerationBody, salt: str) -> str:
     """The name by which a cluster keeps requests together: the session's, else the document's, else OpenAI's key."""
-    name = _session_name(body)
+    return _salted(_session_name(body), salt)
+
+
+def session_handle(session: str, salt: str) -> str:
+    """The name of a session among the prefixes that are kept; ``salt`` as :func:`salt_of` gives it."""
+    return _salted(f"session:{session}", salt)
+
+
+def _salted(name: str, salt: str) -> str:
     return f"salted:{salt}:{name}" if name and salt else name
 
 

@@ -24,6 +24,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from memserve._core import json_shape
 from memserve.api.http.errors import ApiError, bad_request, unsupported
+from memserve.api.openai.kv_hints import KvHintsEnvelope
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ class AnswerBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
     model: ModelName | None = None
     """The served model's name, one of its aliases, or an adapter's; letter case does not matter. Default: the served
     model."""
+    kv_hints: KvHintsEnvelope | None = None
+    """What to do with the request's KV when it has ended: see `POST /v1/kv_hints`."""
     temperature: Temperature | None = None
     """0: greedy. Default: what the model's `generation_config.json` recommends, else 1."""
     top_p: PositiveProbability | None = None

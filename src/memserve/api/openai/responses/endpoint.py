@@ -299,7 +299,7 @@ class ResponsesRoutes:
         self, job: _PlannedResponse, reply: Reply, response: Json, entry: StoredResponse | None = None
     ) -> None:
         """Keep ``response``, and the KV that what continues it begins with. ``entry``: of one in the background."""
-        keep_prefixes(self._shared.hub.engine, reply)
+        keep_prefixes(self._shared, reply)
         if job.body.store is False:
             return
         messages = [*job.messages, *messages_of(job.items.closed_items)]
