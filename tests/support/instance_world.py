@@ -147,7 +147,7 @@ class World:
                 self.rejected[action.request_id] = action
         assert len(self.plans) <= self.cfg.scheduler.steps_in_flight
         for plan in self.plans:
-            assert plan.moves or plan.late_draws or plan.num_tokens > 0
+            assert plan.moves or plan.copies or plan.late_draws or plan.num_tokens > 0
             assert plan.num_tokens <= self.cfg.scheduler.max_step_tokens
         self.machine.check_invariants()
         report = self.machine.report()

@@ -40,6 +40,17 @@ class NothingRetained:
     def expire_retained(self, now_ns):
         """There are none."""
 
+    def end_retention(self, handle):
+        """As above."""
+
+    def retained_tokens(self, handle):
+        """As above."""
+        return 0
+
+    def prefixes_of(self, tenant):
+        """As above."""
+        return []
+
 
 class TwinPool:
     """Blocks and a prefix cache; LRU order is a counter, evictable blocks are found by looking at all."""

@@ -55,8 +55,7 @@ class BlockPool:
         self._index = _core.RadixIndex(geometry_block_tokens, self._hbm, self._dram)
         self._copies = CopyLog()
         self._events = EventLog(event_capacity)
-        #: None: layers keep KV alone
-        self.snapshots: SnapshotCache | None = None
+        self.snapshots: SnapshotCache | None = None  # None: layers keep KV alone
         if config.states is not None:
             dram = self._dram if config.dram_blocks else None
             self.snapshots = SnapshotCache(config.states, (self._hbm, dram), self, self._index, self.block_tokens)
@@ -628,7 +627,7 @@ class BlockPool:
         lease.dram_tokens = len(above) * self.block_tokens
 
     def _log_eviction(self, evicted: _core.Eviction) -> int:
-        """What the index has given up is copied, and told; returns how many blocks it named."""
+        """Copy and tell what the index has given up; returns how many blocks it dropped."""
         self.record_copies(Tier.HBM, evicted.moved_from, Tier.DRAM, evicted.moved_to)
         if self._beside is not None:
             self._beside.on_evicted(evicted)

@@ -385,6 +385,10 @@ class Cluster:
         """How much of each of a tenant's named prefixes is pinned; ``None``: unknown, or not answered yet."""
         return self._named_prefixes.pinned_tokens(tenant, handles)
 
+    def retained_tokens(self) -> dict[str, int]:
+        """By tenant, how much is retained of what it has given names to, as the instances said last."""
+        return self._named_prefixes.retained_tokens()
+
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
         """A tenant's named prefixes, least recently renewed first."""
         return self._named_prefixes.prefixes_of(tenant)

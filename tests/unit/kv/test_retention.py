@@ -1,4 +1,4 @@
-"""Retained prefixes: golden cases of who leaves first, on one tier and two, with states and with windows."""
+"""Retained prefixes: golden cases of which leaves first, on one tier and two, with states and with windows."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ OPERATIONS = (
         "POST", "/v1/kv_hints",
         "Say what to do with cached KV, in the words of vLLM's proposals: `kv.retain` (evict it last, for `ttl_s`, the "
         "lowest `priority` first), `kv.prefetch` (bring it up to HBM), `kv.demote` (to DRAM, now), `kv.share` (copy it "
-        "to a `destination`: an instance, or `store`), `kv.release` (end its names, evict it first). Each `payload` has "
+        "to a `destination`: an instance, or `store`), `kv.release` (end its names, evict it first). A `payload` has "
         "one target: `session`, `document`, `prompt`, `tokens`, or `messages` (with `tools`); with `cache_salt` where "
         "requests have one.",
         _HINT_RESULTS, body=KvHintsEnvelope, errors=(503,),

@@ -1,5 +1,5 @@
-"""Routes of named prefixes: ``/v1/documents``, computed once for many requests, ``/v1/sessions``, conversations whose KV
-is kept, and ``/v1/kv_hints``, what else is to be done with cached KV."""
+"""Routes of named prefixes: ``/v1/documents``, computed once for many requests, ``/v1/sessions``, conversations whose
+KV is kept, and ``/v1/kv_hints``, what else is to be done with cached KV."""
 
 from __future__ import annotations
 
