@@ -35,7 +35,7 @@ class TwinLease:
 class NothingRetained:
     """What instances ask of retained prefixes, where there are none."""
 
-    next_deadline_ns = None
+    next_deadline_ns, tokens = None, 0
 
     def expire_retained(self, now_ns):
         """There are none."""

@@ -144,6 +144,9 @@ class InstanceStats:
     """Peer or link gone or stalled, or a checksum that differed."""
     pins: int = 0
     """Named prefixes."""
+    retained_tokens: int = gauge(
+        "instance_retained_tokens", "Tokens of cached prefixes that are evicted last", engine="retained_tokens"
+    )
     store_tokens: int = counter("instance_store_tokens", "Prompt tokens with KV out of a store")
     """Part of ``fetched_tokens``."""
     store_ssd_tokens: int = counter(
@@ -257,6 +260,7 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
     memory = memory_report(state)
     hbm_bytes, dram_bytes = state.memory.pool.config.block_bytes_by_tier
     return InstanceStats(
+        retained_tokens=state.memory.pool.retained.tokens,
         requests_waiting=sum(s.slot is None for s in sequences),
         sequences_running=sum(s.slot is not None for s in sequences),
         sequences_swapped=sum(bool(s.dram_blocks) for s in sequences),

@@ -29,6 +29,7 @@ from memserve.base.types import NamedPrefix, Tier, TokenArray
 from memserve.kv.snapshots import SnapshotCache
 from memserve.kv.state_snapshot import Lease, StateSnapshot
 from memserve.kv.windows import WindowCache, WindowPart
+from memserve.protocol.kv_hints import names_to_release
 
 PINNED_TOKENS_MAX = 4 << 20
 """Tokens of all pins whose tenants are known here. Beyond, the tenant with most tokens loses its oldest pin."""
@@ -311,10 +312,14 @@ class RetainedPrefixes:
             self._forget(prefix)
 
     def release_prefix(self, isolation: str, tokens: TokenArray) -> int:
-        """What only ``tokens`` leads to is the next of its tenant to leave, unless it is pinned or retained. Returns
-        its blocks."""
+        """What only ``tokens`` leads to is the next of its tenant to leave, unless it is pinned or shared with what is
+        retained; the names of what goes on behind ``tokens`` end. Returns its blocks."""
         paths, windows = self._paths, self._paths.windows
-        tokens = tokens[: self._index.match(paths.namespace_of(isolation), tokens)]
+        namespace = paths.namespace_of(isolation)
+        tokens = tokens[: self._index.match(namespace, tokens)]
+        here = ((p.handle, p.prefix) for p in self._prefixes.values() if p.namespace == namespace)
+        for handle in names_to_release(tokens, here):
+            self.end_retention(handle)
         snapshot = paths.cached_snapshot(isolation, tokens)
         if snapshot is not None and snapshot.is_ordinary and not snapshot.children and snapshot.uses <= 1:
             check(paths.snapshots is not None, "a snapshot is of no cache")
@@ -364,6 +369,11 @@ class RetainedPrefixes:
         """The prefixes that count in a tenant's quota."""
         theirs = (prefix for prefix in self._prefixes.values() if prefix.tenant == tenant)
         return [NamedPrefix(prefix.handle, len(prefix.prefix), prefix.until_ns) for prefix in theirs]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all of them; where several share some, these count for each."""
+        return sum([len(prefix.prefix) for prefix in self._prefixes.values()])
 
     def tokens_by_tenant(self) -> dict[str, int]:
         """Retained tokens of each tenant that is known here."""

@@ -8,7 +8,10 @@ are done once, where the prefix lies, and answered.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from memserve.base.types import TokenArray, isolation
 from memserve.protocol.peers import Holder, Message, Natural
@@ -119,6 +122,15 @@ class HintResults:
     def result_of(self, hint_id: str) -> HintResult | None:
         """None: it is not known, yet or any more."""
         return self._results.get(hint_id)
+
+
+def names_to_release(target: TokenArray, named: Iterable[tuple[str, TokenArray]]) -> list[str]:
+    """Names of retained prefixes that end with a release of ``target``, whole blocks: those that begin with it, if all
+    of them lie on one path. Else they share it, and none ends."""
+    begin = [(name, tokens) for name, tokens in named if np.array_equal(tokens[: len(target)], target)]
+    longest = max((tokens for _, tokens in begin), key=len, default=target)
+    is_one_path = all(np.array_equal(longest[: len(tokens)], tokens) for _, tokens in begin)
+    return [name for name, _ in begin] if is_one_path and len(target) else []
 
 
 def result_for(done: int, wanted: int, reason: str = "") -> HintResult:

@@ -356,6 +356,7 @@ class Cluster:
             admission=admission,
             prompt_tokens=self._lifecycle.request_counters.ceiling.total_counts(),
             tenant_prompt_tokens=self._lifecycle.request_counters.ceiling.counts_by_tenant(),
+            tenant_retained_tokens=self._named_prefixes.retained_tokens(),
         )
 
     def instances(self) -> tuple[InstanceView, ...]:
@@ -384,10 +385,6 @@ class Cluster:
     def pinned_tokens(self, tenant: str, handles: Sequence[str]) -> list[int | None]:
         """How much of each of a tenant's named prefixes is pinned; ``None``: unknown, or not answered yet."""
         return self._named_prefixes.pinned_tokens(tenant, handles)
-
-    def retained_tokens(self) -> dict[str, int]:
-        """By tenant, how much is retained of what it has given names to, as the instances said last."""
-        return self._named_prefixes.retained_tokens()
 
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
         """A tenant's named prefixes, least recently renewed first."""

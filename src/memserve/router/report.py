@@ -155,3 +155,5 @@ class ClusterStats:
     """What an unlimited cache would have had of all prompts."""
     tenant_prompt_tokens: dict[str, PromptTokens] = field(default_factory=dict)
     """The same by tenant; of a bounded number of tenants."""
+    tenant_retained_tokens: dict[str, int] = field(default_factory=dict)
+    """What instances said last that they retain of named prefixes."""

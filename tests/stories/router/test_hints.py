@@ -75,6 +75,21 @@ def test_a_release_goes_to_all_that_have_it(make_cluster):
     assert not world.cluster.handles()
 
 
+def test_a_release_by_tokens_ends_what_retains_them(make_cluster):
+    """Names of its own path, under whatever name; none where two of them part behind it."""
+    world = make_cluster(("c1", C))
+    longer, other = np.array([*PROMPT, 30, 31, 32, 33], np.int32), np.array([*PROMPT, *range(40, 44)], np.int32)
+    for name, tokens in (("a", longer), ("b", other)):
+        cached(world, "c1", tokens.tolist())
+        world.post(PrefixPinned(name, "", tokens, 60 * NS_PER_S, "", 1.0))
+    give(world, HintAction.RELEASE)
+    assert [view.handle for view in world.cluster.handles()] == ["a", "b"]
+    give(world, HintAction.RELEASE, tokens=longer)
+    assert [view.handle for view in world.cluster.handles()] == ["b"]
+    give(world, HintAction.RELEASE)
+    assert not world.cluster.handles()
+
+
 @pytest.mark.parametrize("action", [HintAction.DEMOTE, HintAction.PREFETCH, HintAction.RELEASE])
 def test_what_no_member_has_is_missing(make_cluster, action):
     world = make_cluster(("c1", C))
@@ -113,10 +128,10 @@ def test_what_is_retained_is_no_reservation(make_cluster):
     world.hear(Peer("c1", 1), Pinned("0::h", 16))
     assert result(world, HintAction.RETAIN) == ("clipped", 16, "no more of it is cached")
     (view,) = world.cluster.handles()
-    assert view.pinned_tokens == 16 and world.cluster.retained_tokens() == {"": 16}
+    assert view.pinned_tokens == 16 and world.cluster.stats().tenant_retained_tokens == {"": 16}
     world.cluster.check_invariants()
     world.wait(6 * NS_PER_S)
-    assert not world.cluster.handles() and world.cluster.retained_tokens() == {}
+    assert not world.cluster.handles() and world.cluster.stats().tenant_retained_tokens == {}
 
 
 def test_a_retained_prefix_is_journalled_with_its_priority():
@@ -129,4 +144,4 @@ def test_a_retained_prefix_is_journalled_with_its_priority():
     assert record == HandlePinned("", "h", TOKENS.tobytes(), 5 * NS_PER_S + 1, "", 2.5)
     again = Cluster(ClusterConfig(), remembers=True)
     again.handle(StateRecovered(RecoveredState(handles=(record,)), Peer("router", 2), "tcp://h:1", 0), 2)
-    assert again.retained_tokens() == {"": 0} and len(again.handles()) == 1
+    assert again.stats().tenant_retained_tokens == {"": 0} and len(again.handles()) == 1

@@ -156,7 +156,12 @@ class PlainRetention:
             self.end(min((r for r in self.names.values() if r.tenant == most), key=lambda r: r.place[:2]))
 
     def release(self, path: Path) -> int:
-        """What only it leads to, with the one path behind it."""
+        """What only it leads to, with the one path behind it; names that retain that end, unless they part."""
+        named = [r for r in self.names.values() if path and r.path[: len(path)] == path]
+        longest = max((r.path for r in named), key=len, default=())
+        if all(longest[: len(r.path)] == r.path for r in named):
+            for retained in named:
+                self.end(retained)
         while path:
             longer = [p for p in self.blocks if len(p) == len(path) + BLOCK and p[: len(path)] == path]
             if len(longer) != 1:

@@ -164,10 +164,29 @@ def test_a_release_spares_what_others_share_or_retain() -> None:
     leave(pool, 5, 6)
     assert pool.retained.release_prefix("", tokens_of(1, 2)) == 0, "two go on behind it"
     assert pool.retained.release_prefix("", tokens_of(1, 2, 3)) == 1
-    retain(pool, "a", 5, 6)
-    assert pool.retained.release_prefix("", tokens_of(5, 6)) == 0
-    assert pool.retained.release_prefix("", tokens_of(5, 6, 7)) == 0, "not all of it is cached, and what is, retained"
+    retain(pool, "long", 1, 2, 4)
+    retain(pool, "other", 1, 2, 3)
+    assert pool.retained.release_prefix("", tokens_of(1, 2)) == 0 and len(pool.retained) == 2, "two retain it"
+    retain(pool, "a", 5)
+    assert pool.retained.release_prefix("", tokens_of(5, 6)) == 1 and len(pool.retained) == 3
+    lease = pool.acquire("", tokens_of(5, 6))
+    assert pool.retained.release_prefix("", tokens_of(5, 6)) == 0, "it is in use"
+    pool.release(lease.blocks)
+    pool.unpin(lease)
     assert pool.retained.release_prefix("", tokens_of(9)) == 0
+
+
+def test_a_release_ends_the_names_on_its_path() -> None:
+    """Whatever they are: of the prompt with its answer, of the prompt alone."""
+    pool = BlockPool(PoolConfig(8), BLOCK, "m")
+    leave(pool, 1, 2, 3)
+    leave(pool, 5, 6)
+    retain(pool, "prompt", 1, 2)
+    retain(pool, "answer", 1, 2, 3)
+    retain(pool, "other", 5, 6)
+    assert pool.retained.release_prefix("", tokens_of(1, 2)) == 3
+    assert len(pool.retained) == 1 and pool.retained.retained_tokens("other") == 2 * BLOCK
+    pool.check_invariants()
 
 
 def test_a_tenant_beyond_its_quota_loses_its_lowest() -> None:

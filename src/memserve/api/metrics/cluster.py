@@ -171,6 +171,7 @@ def _cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(declared(PromptTokens), [((), stats.cluster.prompt_tokens)])
     if names_tenants:
         yield from tenant_ceiling_families(stats.cluster)
+        yield _retained(stats.cluster)
     instances = [member for member in stats.members if member.view.role.has_model]
     members = [((member.view.peer.name, member.view.role.value), member) for member in instances]
     yield from families(INSTANCE_GAUGES, members, ("instance", "role"))
@@ -186,6 +187,14 @@ def tenant_ceiling_families(cluster: Any) -> Iterator[Metric]:
     ]
     tenants = [((tenant,), count) for tenant, count in cluster.tenant_prompt_tokens.items()]
     yield from families(table, tenants, ("tenant",))
+
+
+def _retained(cluster: Any) -> Metric:
+    about = "Tokens of named prefixes that instances retain, by tenant"
+    retained = GaugeMetricFamily("memserve_tenant_retained_tokens", about, labels=["tenant"])
+    for tenant, tokens in cluster.tenant_retained_tokens.items():
+        retained.add_metric([tenant], float(tokens))
+    return retained
 
 
 def _by_label(counters: Any) -> Iterator[Metric]:

@@ -42,9 +42,14 @@ class KvHintAction(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     """One action of an envelope."""
 
     action_id: ShortName
+    """A name of the action, which its result has."""
     action_type: ShortName
+    """`kv.retain`, `kv.prefetch`, `kv.demote`, `kv.share` or `kv.release`."""
     action_version: str = "1.0"
+    """`1.0`."""
     payload: dict[str, Any] = {}
+    """Bounds: `ttl_s`, `priority`, `destination`; in a call a target: `session`, `document`, `prompt`, `tokens`, or
+    `messages` and `tools`; and `cache_salt`."""
 
 
 class KvHintsEnvelope(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -55,8 +60,7 @@ class KvHintsEnvelope(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     message_id: ShortName
     """A name of the envelope, by which `GET /v1/kv_hints/{message_id}` tells what became of it."""
     actions: Annotated[list[KvHintAction], Meta(max_length=ACTIONS_MAX)]
-    """Objects with `action_id`, `action_type` (`kv.retain`, `kv.prefetch`, `kv.demote`, `kv.share`, `kv.release`),
-    `action_version` (`1.0`) and `payload`."""
+    """What is to be done, in this order."""
 
 
 class HintPayload(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from memserve import __version__
 from memserve.api.anthropic.body import MessagesBody
 from memserve.api.batches.batch import BatchBody
 from memserve.api.openai.embeddings import EmbeddingBody
-from memserve.api.openai.kv_hints import KvHintsEnvelope
+from memserve.api.openai.kv_hints import KvHintAction, KvHintsEnvelope
 from memserve.api.openai.relevance import RerankBody, ScoreBody
 from memserve.api.openai.request.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
 from memserve.api.openai.responses.body import ResponsesBody
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 SCHEMA_PLACE = "#/components/schemas/{name}"
 BODIES = (
     CompletionBody, ChatBody, ResponsesBody, MessagesBody, BatchBody, EmbeddingBody, RerankBody, ScoreBody,
-    DocumentBody, TokenizeBody, DetokenizeBody, StreamOptions,
+    DocumentBody, KvHintsEnvelope, KvHintAction, TokenizeBody, DetokenizeBody, StreamOptions,
 )  # fmt: skip
 
 
@@ -282,7 +282,7 @@ OPERATIONS = (
         "to a `destination`: an instance, or `store`), `kv.release` (end its names, evict it first). A `payload` has "
         "one target: `session`, `document`, `prompt`, `tokens`, or `messages` (with `tools`); with `cache_salt` where "
         "requests have one.",
-        _HINT_RESULTS, body=KvHintsEnvelope, errors=(503,),
+        _HINT_RESULTS, body=KvHintsEnvelope, errors=_GENERATES,
         examples=(
             Example(
                 "While a tool runs",

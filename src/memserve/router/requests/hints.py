@@ -76,6 +76,9 @@ class HintRelay:
         if tokens is None or geometry is None:
             self.results.put_result(event.hint_id, HintResult(HintOutcome.MISSING, 0, UNKNOWN_NAME))
             return
+        if event.action is HintAction.RELEASE:
+            whole = len(tokens) // geometry.block_tokens * geometry.block_tokens
+            self._named_prefixes.release_retained(event.tenant, event.salt, tokens[:whole])
         identities = self._trees.prompt_identities(
             event.isolation, self._registry.namespace, tokens, geometry.block_tokens
         )

@@ -18,6 +18,7 @@ from memserve.base.errors import check
 from memserve.base.fairness import TenantStore
 from memserve.base.types import Caching, NamedPrefix, Role, TokenArray, isolation
 from memserve.base.units import NS_PER_S
+from memserve.protocol.kv_hints import names_to_release
 from memserve.protocol.messages import Pin, Pinned, Unpin
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import HandleDropped, HandlePinned, SessionRouted
@@ -215,6 +216,13 @@ class NamedPrefixes:
         """What a handle keeps. None: there is none of this name."""
         handle = self._named.get(tenant, name)
         return handle.tokens if handle is not None else None
+
+    def release_retained(self, tenant: str, salt: str, tokens: TokenArray) -> None:
+        """Drop the handles that retain ``tokens``, whole blocks, or what goes on behind them alone."""
+        theirs = [handle for handle in self._named.values_of(tenant) if handle.priority is not None]
+        named = [(handle.name, handle.tokens) for handle in theirs if handle.salt == salt]
+        for name in names_to_release(tokens, named):
+            self.unpin_prefix(PrefixUnpinned(name, tenant))
 
     def retained_tokens(self) -> dict[str, int]:
         """By tenant, how much of its handles is retained, as the instances said last."""
