@@ -27,6 +27,7 @@ NO_DRAM = "there is no DRAM tier (--dram-memory)"
 NO_STORE = "there is no store"
 IS_KEPT = "others share it, or it is pinned or retained"
 NO_ROOM = "there is no room that costs nothing that is pinned or retained"
+NEEDED = "a request needed the room"
 NO_QUOTA = "the quota for retained prefixes is full, and what it has of this tenant is of higher priority"
 ALONE = "there is no other instance"
 

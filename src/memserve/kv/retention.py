@@ -321,9 +321,9 @@ class RetainedPrefixes:
         for handle in names_to_release(tokens, here):
             self.end_retention(handle)
         snapshot = paths.cached_snapshot(isolation, tokens)
-        if snapshot is not None and snapshot.is_ordinary and not snapshot.children and snapshot.uses <= 1:
-            check(paths.snapshots is not None, "a snapshot is of no cache")
-            paths.snapshots.forget(snapshot)  # type: ignore[union-attr]  # checked in the line before
+        is_unshared = snapshot is not None and not snapshot.children and snapshot.uses <= 1 and snapshot.is_ordinary
+        if is_unshared and snapshot is not None and paths.snapshots is not None:
+            paths.snapshots.forget(snapshot)
         blocks = self._index.make_oldest(paths.namespace_of(isolation), tokens)
         if blocks and windows is not None:
             windows.release_tail(self._index.match_blocks(paths.namespace_of(isolation), tokens).hbm)

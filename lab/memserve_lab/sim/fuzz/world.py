@@ -15,6 +15,7 @@ from memserve.base.units import ns_from_s
 from memserve.instance.machine import Instance
 from memserve.kv.costs import CopyCurve, CostModel, PreemptionCosts
 from memserve.protocol.events import MessageArrived, RequestArrived, RequestCancelled, SequenceStopped
+from memserve.protocol.kv_hints import HintAction, KvHinted
 from memserve.protocol.messages import Heartbeat, RequestRefused
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.router.events import ClusterAction, PrefixPinned, PrefixUnpinned
@@ -279,9 +280,19 @@ class World:
             self.clock.call_after(0, self._submit_event, PrefixUnpinned(name, tenant))
         else:
             tokens = np.asarray(conversation.prefix + conversation.context, dtype=np.int32)
-            self.clock.call_after(
-                0, self._submit_event, PrefixPinned(name, tenant, tokens, conversation.pin_ns, conversation.salt)
-            )
+            priority = float(conversation.done) if conversation.done % 2 else None
+            pin = PrefixPinned(name, tenant, tokens, conversation.pin_ns, conversation.salt, priority)
+            self.clock.call_after(0, self._submit_event, pin)
+            self._hint_conversation(conversation)
+
+    def _hint_conversation(self, conversation: Conversation) -> None:
+        """While the client thinks its KV goes down and comes up, or to another instance; or it is released."""
+        actions = HintAction.DEMOTE, HintAction.PREFETCH, HintAction.SHARE, HintAction.RELEASE
+        action = actions[conversation.done % len(actions)]
+        name, destination = conversation.session, self.instances[-1].peer.name if self.instances else ""
+        hint_id = f"{conversation.tenant}/{name}/{conversation.done}"
+        hint = KvHinted(hint_id, action, conversation.tenant, name, None, conversation.salt, destination)
+        self.clock.call_after(1, self._submit_event, hint)
 
     # -- watching
 

@@ -25,7 +25,7 @@ from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.cluster.store_export import StoreWriter
 from memserve.instance.events import Action, StepPlan
-from memserve.instance.hints import NO_STORE
+from memserve.instance.hints import NEEDED, NO_STORE
 from memserve.instance.scheduler.capacity import headroom_blocks
 from memserve.instance.scheduler.sequence import Fact, Group, Sequence
 from memserve.kv.events import KvFeed
@@ -245,6 +245,9 @@ class ClusterLink:
             actions[:0] = [Send(self.router, message) for message in messages]
         actions[:0] = self.changes.take_answers()
         self._outbox += self.router_updates.take_messages(now_ns)
+        for hint in self.fetches.given_up:
+            self._answer_hint(hint.hint_id, HintResult(HintOutcome.REJECTED, 0, NEEDED))
+        self.fetches.given_up.clear()
         for handle in self._pins.lost:
             self.commands.notify_owner(Pinned(handle, 0))
         self._pins.lost.clear()

@@ -168,6 +168,8 @@ class Fetches:
         self._trials: set[str] = set()
         #: by fetch id, what was asked for before any request came
         self._prefetches: dict[str, KvHint] = {}
+        #: prefetches that gave way to a request; the link empties the list
+        self.given_up: list[KvHint] = []
         self._tried = 0  # links that were tried
         #: names of peers with pages that come over a network
         self.far: dict[str, bool] = {}
@@ -503,13 +505,15 @@ class Fetches:
         return frozenset(self._trials) | self._prefetches.keys()
 
     def give_up_trials(self) -> bool:
-        """A request needs the blocks that trials write to. False: there is no trial."""
-        for fetch_id in self._trials:
+        """A request needs the blocks that trials and prefetches write to. False: there are none."""
+        given_up = self.trial_ids
+        for fetch_id in sorted(given_up):
             self._exchange.give_up(fetch_id, "the blocks are needed")
             del self._flights[fetch_id]
-        had_any = bool(self._trials)
+        self.given_up += self._prefetches.values()
         self._trials.clear()
-        return had_any
+        self._prefetches.clear()
+        return bool(given_up)
 
     def clear(self) -> None:
         """All fetches have ended silently: requests of an earlier life, and trials."""
