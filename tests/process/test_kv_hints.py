@@ -34,11 +34,12 @@ class Hinting:
         answer = self.http.post("kv_hints", json=body)
         assert answer.status_code == 200, answer.text
 
-        def result() -> dict:
-            return self.http.get(f"kv_hints/{message_id}").json()["results"][0]
+        eventually(lambda: self.result_of(message_id)["outcome"] != "deferred")
+        result = self.result_of(message_id)
+        return result["outcome"], result["tokens"], result.get("reason", "")
 
-        eventually(lambda: result()["outcome"] != "deferred")
-        return result()["outcome"], result()["tokens"], result().get("reason", "")
+    def result_of(self, message_id: str) -> dict:
+        return self.http.get(f"kv_hints/{message_id}").json()["results"][0]
 
     def ask(self, tokens: list[int], **more: object) -> dict:
         """Where one token was computed, and how much of the prompt was cached there."""
@@ -91,8 +92,7 @@ def test_a_retained_prefix_outlives_pressure(hinting: Hinting) -> None:
         "actions": [{"action_id": "a", "action_type": "kv.retain", "payload": {"ttl_s": 300, "priority": 3}}],
     }
     hinting.ask(tokens, kv_hints=hints)
-    hints_of = lambda: hinting.http.get("kv_hints/with-request").json()["results"][0]  # noqa: E731
-    eventually(lambda: hints_of()["outcome"] == "accepted")
+    eventually(lambda: hinting.result_of("with-request")["outcome"] == "accepted")
 
     def press(first: int) -> None:
         for seed in range(first, first + 36):

@@ -302,13 +302,8 @@ def create_app(
     generating = _generation_routes(shared, names, aliases, tokens, documents, config)
     behind_guard = Guard(FixedPaths(_no_application, generating), keys, metrics)
     batches, batch_routes = open_batches(batches_folder, edge, engine, behind_guard)
-    routes = [
-        *generating,
-        *pages.routes(),
-        *_named_prefixes(shared, names, documents),
-        *batch_routes,
-        *dashboard.routes(),
-    ]
+    prefix_routes = _named_prefixes(shared, names, documents)
+    routes = [*generating, *pages.routes(), *prefix_routes, *batch_routes, *dashboard.routes()]
     app = Application(
         routes=routes,
         middleware=[

@@ -56,13 +56,13 @@ class HintRunner:
 
     def _retain(self, hint: KvHinted, handle: str, tokens: TokenArray, now_ns: int) -> HintResult:
         pool, until_ns = self._memory.pool, now_ns + hint.ttl_ns
-        kept = self._pins.pin_prefix(
+        tokens_kept = self._pins.pin_prefix(
             handle, hint.isolation, tokens, until_ns, tenant=hint.tenant, priority=hint.priority
         )
-        if not kept:
+        if not tokens_kept:
             has_any = pool.match(hint.isolation, tokens) > 0
             return HintResult(HintOutcome.REJECTED, 0, NO_QUOTA) if has_any else NOTHING_CACHED
-        return result_for(kept, len(tokens) // pool.block_tokens * pool.block_tokens, "no more of it is cached")
+        return result_for(tokens_kept, len(tokens) // pool.block_tokens * pool.block_tokens, "no more of it is cached")
 
     def run_action(self, action: HintAction, isolation: str, tokens: TokenArray) -> HintResult:
         """Do it with the cached prefix of ``tokens``."""

@@ -60,8 +60,7 @@ class BlockPool:
             dram = self._dram if config.dram_blocks else None
             self.snapshots = SnapshotCache(config.states, (self._hbm, dram), self, self._index, self.block_tokens)
             self._index.set_demotes_held_only()
-        #: None: the KV of all layers lies together
-        self.windows: WindowCache | None = None
+        self.windows: WindowCache | None = None  # None: the KV of all layers lies together
         if config.windows is not None:
             check(not config.dram_blocks and config.states is None, "parts lie on one tier, and without states")
             self.windows = WindowCache(config.windows, self._hbm, self.release)
@@ -591,6 +590,7 @@ class BlockPool:
             self.access.on_copies_recorded(src_tier, src, dst_tier, dst)
 
     def namespace_of(self, tenant: str) -> bytes:
+        """The root of the index under which an isolation has its KV: 16 bytes."""
         name = self._names.get(tenant)
         if name is None:
             if len(self._names) >= NAMES_MAX:  # salts come and go; names are quick to recompute

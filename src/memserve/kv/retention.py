@@ -133,9 +133,11 @@ class Pins:
         (:meth:`RetainedPrefixes.retain_prefix`).
         """
         if priority is not None:
-            kept = self._pool.retained.retain_prefix(handle, isolation, tokens, until_ns, priority, tenant=tenant)
+            tokens_retained = self._pool.retained.retain_prefix(
+                handle, isolation, tokens, until_ns, priority, tenant=tenant
+            )
             self._end_pin(handle)
-            return kept
+            return tokens_retained
         # before the earlier pin of this name goes: its path must not be evicted in between
         lease = self._pool.acquire(isolation, tokens)
         self._pool.release(lease.blocks)
@@ -317,8 +319,8 @@ class RetainedPrefixes:
         paths, windows = self._paths, self._paths.windows
         namespace = paths.namespace_of(isolation)
         tokens = tokens[: self._index.match(namespace, tokens)]
-        here = ((p.handle, p.prefix) for p in self._prefixes.values() if p.namespace == namespace)
-        for handle in names_to_release(tokens, here):
+        names = ((prefix.handle, prefix.prefix) for prefix in self._prefixes.values() if prefix.namespace == namespace)
+        for handle in names_to_release(tokens, names):
             self.end_retention(handle)
         snapshot = paths.cached_snapshot(isolation, tokens)
         is_unshared = snapshot is not None and not snapshot.children and snapshot.uses <= 1 and snapshot.is_ordinary
@@ -367,8 +369,8 @@ class RetainedPrefixes:
 
     def prefixes_of(self, tenant: str) -> list[NamedPrefix]:
         """The prefixes that count in a tenant's quota."""
-        theirs = (prefix for prefix in self._prefixes.values() if prefix.tenant == tenant)
-        return [NamedPrefix(prefix.handle, len(prefix.prefix), prefix.until_ns) for prefix in theirs]
+        tenant_prefixes = (prefix for prefix in self._prefixes.values() if prefix.tenant == tenant)
+        return [NamedPrefix(prefix.handle, len(prefix.prefix), prefix.until_ns) for prefix in tenant_prefixes]
 
     @property
     def tokens(self) -> int:
@@ -511,14 +513,14 @@ class RetainedPrefixes:
             heapq.heappop(order)
         if also_on is None or not order:
             return order[0][3] if order else None
-        both = (entry for entry in order if {tier, also_on} <= entry[3].tiers)
-        return min(both, default=(None,))[-1]
+        on_both_tiers = (entry for entry in order if {tier, also_on} <= entry[3].tiers)
+        return min(on_both_tiers, default=(None,))[-1]
 
     def _keep_quotas(self, newest: str) -> None:
         while sum(self._tenant_tokens.values()) > self.tokens_max:
             tenant = max(self._tenant_tokens, key=lambda name: (self._tenant_tokens[name], name == newest, name))
-            theirs = [prefix for prefix in self._prefixes.values() if prefix.tenant == tenant]
-            self.end_retention(min(theirs, key=lambda prefix: prefix.place).handle)
+            tenant_prefixes = [prefix for prefix in self._prefixes.values() if prefix.tenant == tenant]
+            self.end_retention(min(tenant_prefixes, key=lambda prefix: prefix.place).handle)
 
 
 Place = TypeVar("Place")

@@ -279,8 +279,8 @@ class SnapshotCache:
         victims = (self.policy.choose_victim(owner, tier) for owner in self._owners_by_weight(tier))
         victim = next((victim for victim in victims if victim is not None), None)
         if victim is None and self._retained:
-            here = (snapshot for snapshot in self._retained if snapshot.tier is tier and not snapshot.pins)
-            victim = min(here, key=self._worth_of, default=None)
+            candidates = (snapshot for snapshot in self._retained if snapshot.tier is tier and not snapshot.pins)
+            victim = min(candidates, key=self._worth_of, default=None)
         return victim
 
     def _worth_of(self, snapshot: StateSnapshot) -> tuple[bool, float, int]:

@@ -90,7 +90,7 @@ class KvHint(Message, frozen=True, tag=True):
     """Its isolation, as of a ``Pin``."""
     tokens: TokenArray
     holders: tuple[Holder, ...] = ()
-    """Of ``prefetch``: those who have more of it."""
+    """Of ``prefetch``: where more of it lies."""
 
 
 class KvHintDone(Message, frozen=True, tag=True):
@@ -103,7 +103,7 @@ class KvHintDone(Message, frozen=True, tag=True):
 
 
 RESULTS_MAX = 4096
-"""Results that are kept for those who ask for them."""
+"""Results that are kept until a client asks for them."""
 
 
 class HintResults:
@@ -124,13 +124,13 @@ class HintResults:
         return self._results.get(hint_id)
 
 
-def names_to_release(target: TokenArray, named: Iterable[tuple[str, TokenArray]]) -> list[str]:
+def names_to_release(target: TokenArray, names: Iterable[tuple[str, TokenArray]]) -> list[str]:
     """Names of retained prefixes that end with a release of ``target``, whole blocks: those that begin with it, if all
     of them lie on one path. Else they share it, and none ends."""
-    begin = [(name, tokens) for name, tokens in named if np.array_equal(tokens[: len(target)], target)]
-    longest = max((tokens for _, tokens in begin), key=len, default=target)
-    is_one_path = all(np.array_equal(longest[: len(tokens)], tokens) for _, tokens in begin)
-    return [name for name, _ in begin] if is_one_path and len(target) else []
+    continuations = [(name, tokens) for name, tokens in names if np.array_equal(tokens[: len(target)], target)]
+    longest = max((tokens for _, tokens in continuations), key=len, default=target)
+    is_one_path = all(np.array_equal(longest[: len(tokens)], tokens) for _, tokens in continuations)
+    return [name for name, _ in continuations] if is_one_path and len(target) else []
 
 
 def result_for(done: int, wanted: int, reason: str = "") -> HintResult:

@@ -85,7 +85,7 @@ def envelope(*actions: tuple[str, dict], message_id: str = "m") -> dict:
     return {"protocol_version": "0.1", "message_id": message_id, "actions": listed}
 
 
-def test_a_retained_chat_outlives_pressure_and_a_released_does_not(world: World) -> None:
+def test_a_retained_chat_outlives_pressure_a_released_does_not(world: World) -> None:
     call = Caller(world)
     call.chat()
     call.press()

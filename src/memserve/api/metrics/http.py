@@ -104,6 +104,11 @@ class Spread:
         yield family
 
 
+def _count_of_hints(registry: CollectorRegistry) -> LabelledTally:
+    about = "Hints on KV by action, and by what was known of it when the client was answered"
+    return LabelledTally("memserve_kv_hints", about, ["action", "outcome"], registry)
+
+
 class ApiMetrics:
     """Counters and histograms of one server. What requests and tokens change belongs to the event loop alone."""
 
@@ -136,16 +141,12 @@ class ApiMetrics:
             "memserve_http_slow_readers", "Clients that did not take their answers: their requests were cancelled",
             ["ending"], registry=self.registry,
         )  # fmt: skip
-        self.kv_hints = Counter(
-            "memserve_kv_hints", "Hints on KV by action, and by what was known of it when the client was answered",
-            ["action", "outcome"], registry=self.registry,
-        )  # fmt: skip
+        self.kv_hints = _count_of_hints(self.registry)
         self.connections = Gauge("memserve_http_connections", "HTTP connections open now", registry=self.registry)
         self.body_bytes = Gauge(
             "memserve_http_body_bytes", "Bytes of request bodies that are being read or parsed", registry=self.registry
         )
-        #: shown to readers that may know the tenants
-        self.by_tenant = CollectorRegistry()
+        self.by_tenant = CollectorRegistry()  # shown to readers that may know the tenants
         self.tenant_requests = self._of_tenants("requests", "Generation requests that were answered, by tenant")
         self.tenant_prompt_tokens = self._of_tenants("prompt_tokens", "Prompt tokens of answered requests, by tenant")
         self.tenant_generated_tokens = self._of_tenants("generated_tokens", "Tokens generated for clients, by tenant")
@@ -195,7 +196,7 @@ class ApiMetrics:
         for result in results:
             name = str(result["action_type"]).removeprefix("kv.")
             action = name if name in list(HintAction) else "other"
-            self.kv_hints.labels(action, str(result["outcome"])).inc()
+            self.kv_hints.inc((action, str(result["outcome"])))
 
     def read_process(self) -> None:
         """Bring the gauges of this process up to date, before they are read."""

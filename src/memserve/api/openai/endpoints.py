@@ -279,11 +279,11 @@ def keep_prefixes(shared: EndpointParts, reply: Reply) -> None:
     if plan.kv_hints is not None:
         handle = request.session or prefix_handle(tokens, request.salt)
         target = HintTarget(request.tenant, handle, tokens, request.salt)
-        given, message_id = shared.hints, plan.kv_hints.message_id
-        given.open_message(request.tenant, message_id)
+        hints, message_id = shared.hints, plan.kv_hints.message_id
+        hints.open_message(request.tenant, message_id)
         for hint in plan.kv_hints.actions:
-            given.give_hint(engine, message_id, plan_hint(hint, in_request=True), target)
-        shared.metrics.count_hints(given.cards_of(request.tenant, message_id))
+            hints.give_hint(engine, message_id, plan_hint(hint, in_request=True), target)
+        shared.metrics.count_hints(hints.cards_of(request.tenant, message_id))
     for prefix in plan.kept_prefixes:
         tokens = request.prompt[: prefix.tokens]
         engine.pin_prefix(prefix_handle(tokens, request.salt), request.tenant, tokens, prefix.ttl_ns, request.salt)

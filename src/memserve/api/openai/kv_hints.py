@@ -150,7 +150,7 @@ class HintTarget:
 
 
 @dataclass(slots=True)
-class _Given:
+class _HintRecord:
     planned: PlannedHint
     hint_id: str
     """Empty: the engine was never asked."""
@@ -161,7 +161,7 @@ class GivenHints:
     """The envelopes that were taken, and what became of each action."""
 
     def __init__(self) -> None:
-        self._messages: TenantStore[list[_Given]] = TenantStore(MESSAGES_MAX)
+        self._messages: TenantStore[list[_HintRecord]] = TenantStore(MESSAGES_MAX)
 
     def open_message(self, tenant: str, message_id: str) -> None:
         """An envelope has come; an earlier one of this name is forgotten."""
@@ -173,7 +173,7 @@ class GivenHints:
 
     def reject_hint(self, tenant: str, message_id: str, planned: PlannedHint, reason: str) -> None:
         """An action is not done."""
-        self._put(tenant, message_id, _Given(planned, "", HintResult(HintOutcome.REJECTED, 0, reason)))
+        self._put(tenant, message_id, _HintRecord(planned, "", HintResult(HintOutcome.REJECTED, 0, reason)))
 
     def give_hint(self, engine: ServingEngine, message_id: str, planned: PlannedHint, target: HintTarget) -> None:
         """Ask ``engine`` for an action."""
@@ -194,27 +194,27 @@ class GivenHints:
                 planned.priority,
             )
         )
-        self._put(target.tenant, message_id, _Given(planned, hint_id, ON_ITS_WAY))
+        self._put(target.tenant, message_id, _HintRecord(planned, hint_id, ON_ITS_WAY))
 
-    def _put(self, tenant: str, message_id: str, given: _Given) -> None:
+    def _put(self, tenant: str, message_id: str, record: _HintRecord) -> None:
         message = self._messages.get(tenant, message_id)
         if message is not None:
-            message.append(given)
+            message.append(record)
 
     def update_results(self, engine: ServingEngine, tenant: str, message_id: str) -> bool:
         """Ask ``engine`` what has become of what is deferred; may wait for its thread. False: some of it still is."""
         message = self._messages.get(tenant, message_id) or []
-        deferred = [given for given in message if given.result.outcome is HintOutcome.DEFERRED]
+        deferred = [record for record in message if record.result.outcome is HintOutcome.DEFERRED]
         if not deferred or not isinstance(engine, HintedEngine):
             return not deferred
-        for given, result in zip(deferred, engine.hint_results([given.hint_id for given in deferred]), strict=True):
+        for record, result in zip(deferred, engine.hint_results([record.hint_id for record in deferred]), strict=True):
             if result is not None:
-                given.result = _clipped(result, given.planned.reason)
-        return all(given.result.outcome is not HintOutcome.DEFERRED for given in deferred)
+                record.result = _clipped(result, record.planned.reason)
+        return all(record.result.outcome is not HintOutcome.DEFERRED for record in deferred)
 
     def cards_of(self, tenant: str, message_id: str) -> list[dict[str, Any]]:
         """The outcomes of an envelope's actions, as clients see them."""
-        return [_card(given) for given in self._messages.get(tenant, message_id) or []]
+        return [_card(record) for record in self._messages.get(tenant, message_id) or []]
 
 
 def _clipped(result: HintResult, reason: str) -> HintResult:
@@ -223,11 +223,11 @@ def _clipped(result: HintResult, reason: str) -> HintResult:
     return result
 
 
-def _card(given: _Given) -> dict[str, Any]:
+def _card(record: _HintRecord) -> dict[str, Any]:
     card: dict[str, Any] = {
-        "action_id": given.planned.action_id,
-        "action_type": given.planned.action_type,
-        "outcome": given.result.outcome.value,
-        "tokens": given.result.tokens,
+        "action_id": record.planned.action_id,
+        "action_type": record.planned.action_type,
+        "outcome": record.result.outcome.value,
+        "tokens": record.result.tokens,
     }
-    return card | ({"reason": given.result.reason} if given.result.reason else {})
+    return card | ({"reason": record.result.reason} if record.result.reason else {})

@@ -244,13 +244,13 @@ class HintRoutes:
 
             body, targets = await shared.encoder.run_work(tenant, len(data), data, planned)
         del data, planned
-        given = shared.hints
-        given.open_message(tenant, body.message_id)
+        hints = shared.hints
+        hints.open_message(tenant, body.message_id)
         for planned_hint, target, reason in targets:
             if target is None:
-                given.reject_hint(tenant, body.message_id, planned_hint, reason)
+                hints.reject_hint(tenant, body.message_id, planned_hint, reason)
             else:
-                given.give_hint(shared.hub.engine, body.message_id, planned_hint, target)
+                hints.give_hint(shared.hub.engine, body.message_id, planned_hint, target)
         deadline_s = time.monotonic() + PIN_ANSWER_S
         while not await self._update_results(tenant, body.message_id) and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_S)
@@ -269,8 +269,8 @@ class HintRoutes:
 
     async def _update_results(self, tenant: str, message_id: str) -> bool:
         try:
-            engine, given = self._shared.hub.engine, self._shared.hints
-            return await asyncio.to_thread(given.update_results, engine, tenant, message_id)
+            engine, hints = self._shared.hub.engine, self._shared.hints
+            return await asyncio.to_thread(hints.update_results, engine, tenant, message_id)
         except (TimeoutError, EngineStopped):
             raise engine_silent() from None
 
@@ -305,8 +305,8 @@ class HintRoutes:
             chat = ChatBody(model=self._names.served, tools=payload.tools, add_generation_prompt=False)
             tokens = encoder.chat_prompt(chat, check_messages(payload.messages), tenant).tokens
         else:
-            given = payload.tokens if payload.prompt is None else payload.prompt
-            (prompt,) = encoder.completion_prompts(given, add_special_tokens=True, echo=False, is_cut=False)
+            text_or_ids = payload.tokens if payload.prompt is None else payload.prompt
+            (prompt,) = encoder.completion_prompts(text_or_ids, add_special_tokens=True, echo=False, is_cut=False)
             tokens = prompt.tokens
         salt = self._salt(len(tokens), own_salt)
         return HintTarget(tenant, prefix_handle(tokens, salt), tokens, salt)

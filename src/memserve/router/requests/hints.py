@@ -117,10 +117,10 @@ class HintRelay:
         if hint_id not in self._retained:
             return self.results.result_of(hint_id)
         tenant, name, wanted = self._retained[hint_id]
-        (kept,) = self._named_prefixes.pinned_tokens(tenant, (name,))
-        if kept is None:
+        (kept_tokens,) = self._named_prefixes.pinned_tokens(tenant, (name,))
+        if kept_tokens is None:
             return None
-        return result_for(kept, wanted, "no more of it is cached") if kept else NOTHING_CACHED
+        return result_for(kept_tokens, wanted, "no more of it is cached") if kept_tokens else NOTHING_CACHED
 
     def _find_target(self, event: KvHinted, blocks: Ints | None) -> Member | str:
         """Which instance shall have the prefix: the one that is named, the one with most of it, or the one with the

@@ -219,9 +219,9 @@ class NamedPrefixes:
 
     def release_retained(self, tenant: str, salt: str, tokens: TokenArray) -> None:
         """Drop the handles that retain ``tokens``, whole blocks, or what goes on behind them alone."""
-        theirs = [handle for handle in self._named.values_of(tenant) if handle.priority is not None]
-        named = [(handle.name, handle.tokens) for handle in theirs if handle.salt == salt]
-        for name in names_to_release(tokens, named):
+        handles = [handle for handle in self._named.values_of(tenant) if handle.priority is not None]
+        names = [(handle.name, handle.tokens) for handle in handles if handle.salt == salt]
+        for name in names_to_release(tokens, names):
             self.unpin_prefix(PrefixUnpinned(name, tenant))
 
     def retained_tokens(self) -> dict[str, int]:

@@ -198,16 +198,9 @@ def _plan(
     )  # fmt: skip
     stops = [_stop(body, model, _answer_tokens(body, prompt, max_tokens, model)) for prompt in prompts]
     requests = _requests(
-        body,
-        prompts,
-        stops,
-        sampling,
-        caller,
-        request_id,
-        model,
-        sample_count=sample_count,
-        beam_width=_beam_width(body, n),
-    )
+        body, prompts, stops, sampling, caller, request_id, model,
+        sample_count=sample_count, beam_width=_beam_width(body, n),
+    )  # fmt: skip
     for request in requests:
         _check(request, model)
     alternatives = max(logprobs or 0, body.prompt_logprobs or 0, len(body.logprob_token_ids or ()))
