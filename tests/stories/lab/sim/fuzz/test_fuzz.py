@@ -109,7 +109,7 @@ CAUGHT = {
     "segment-drop": (2895, "is stale"),
     "segment-share": (29, "instead of"),
     "segment-turns": (4056, "healthy world"),
-    "worker-late": (3, "has written to"),
+    "worker-late": (13, "has written to"),
     "two-routers": (207, "no instance has it"),
     "attempt-router": (246, "healthy world"),
     "stale-ledger": (283, "which the owner does not count"),
@@ -117,7 +117,7 @@ CAUGHT = {
     "state-position": (22, "a state behind"),
     "state-anchor": (68, "a state behind"),
     "state-fence": (22, "has written to"),
-    "window-hole": (55, "of a window has no part|a part of other tokens"),
+    "window-hole": (129, "of a window has no part|a part of other tokens"),
     "window-early": (10, "lacks a part of its window"),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/guides/SIMULATOR.md has the
