@@ -1,11 +1,13 @@
-"""vLLM's own tests of its OpenAI server, run against memserve or against vLLM itself.
+"""vLLM's own tests of its server (OpenAI's API, Anthropic's messages, embeddings), against memserve or vLLM itself.
 
     .venv/bin/python scripts/vllm_server_tests.py --tests FOLDER --vllm PYTHON [--server vllm] [--json FILE] [FILE ...]
 
 FOLDER: the folder ``tests`` of vLLM's sources, of the version that PYTHON imports (``scripts/vllm_suite.py`` says
 where it comes from). PYTHON needs pytest, pytest-asyncio and openai as well; ``--path`` names a folder with those that
 it lacks. Nothing of the tests is changed: they are copied, and where they start a server (``RemoteOpenAIServer``), they
-get the address of one that serves the bundled model in float32 under all names that they ask for.
+get the address of one that serves the bundled model in float32 under all names that they ask for. Tests of embeddings
+get a random model of the size that they expect, with the bundled model's tokenizer, and a mean over all tokens; what
+they compare with sentence-transformers is compared with transformers' own forward of it.
 
 Printed for each test: passed, skipped by the test itself, or FAILED with its last line. ``--beside FILE``: the results
 (``--json``) of the other server, for the table: passed by vLLM, passed by memserve, and why each remaining test is not.
@@ -15,6 +17,7 @@ Many tests ask a language model for sense: what the bundled 135 million paramete
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -25,6 +28,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-OPENAI = Path("entrypoints/openai")
+ENTRYPOINTS = Path("entrypoints")
+OPENAI = ENTRYPOINTS / "openai"
 FILES = (
     "completion/test_completion.py", "chat_completion/test_chat.py", "chat_completion/test_chat_echo.py",
     "chat_completion/test_chat_logit_bias_validation.py", "chat_completion/test_completion_with_function_calling.py",
@@ -41,17 +46,31 @@ FILES = (
     "responses/test_basic.py", "responses/test_errors.py", "responses/test_function_call.py",
     "responses/test_parsable_context.py", "responses/test_protocol.py", "responses/test_sampling_params.py",
     "responses/test_simple.py", "responses/test_stateful.py", "responses/test_streaming_events.py",
-    "responses/test_structured_output.py",
+    "responses/test_structured_output.py", "anthropic/test_messages.py", "pooling/basic/test_truncation.py",
+    "pooling/embed/test_online.py", "pooling/embed/test_online_dimensions.py", "pooling/embed/test_online_long_text.py",
+    "pooling/embed/test_cohere_online.py", "pooling/embed/test_cohere_openai_parity.py",
+    "pooling/scoring/test_bi_encoder_online.py",
 )  # fmt: skip
-"""211 tests. More of the folder can be named on the command line."""
+"""Below ``openai``, or ``entrypoints``. More can be named on the command line."""
+HELPERS = (
+    "ci_envs.py", "models/__init__.py", "models/utils.py", "models/registry.py", "models/language/__init__.py",
+    "models/language/pooling/__init__.py", "models/language/pooling/embed_utils.py",
+)  # fmt: skip
+"""Of vLLM's tests, what those of embeddings import."""
 NAMES = (
     "Qwen/Qwen3-0.6B", "facebook/opt-125m", "HuggingFaceH4/zephyr-7b-beta", "zephyr-lora", "qwen3-lora",
     "Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B",
-    "openai-community/gpt2",
+    "openai-community/gpt2", "claude-3-7-sonnet-latest",
 )  # fmt: skip
 """Of models, as the tests ask for them."""
 FLAGS = {"--return-tokens-as-token-ids": 0, "--root-path": 1, "--enable-force-include-usage": 0}
 """Of the tests' servers: what changes an answer's form, with the number of its values. Others are about memory."""
+EMBEDDERS = ("intfloat/", "Snowflake/", "BAAI/", "sentence-transformers/")
+"""Whose models the tests of embeddings ask for."""
+EMBEDDER_FLAGS = {"--max-model-len": 1, "--pooler-config": 1}
+"""Of servers of those: the second one is vLLM's alone."""
+EMBEDDING_SIZE = 384
+"""Of the model that most of them are written for."""
 PLAN = "MEMSERVE_VLLM_SERVER_TESTS"
 """The environment variable that tells the part inside pytest what to use."""
 START_S, ANSWER_S, TEST_S, STOP_S = 300.0, 110.0, 400.0, 30.0
@@ -64,6 +83,12 @@ _THOUGHTS = "asks for thoughts, which the bundled model does not write"
 _COUNTS = "counts the tokens of another model's tokenizer, or of its answer"
 _ENDLESS = "the bundled model's answer, or the arguments of its call, come to no end in time"
 _HARMONY = "needs the package gpt_oss"
+_COUNTED_ONCE = (
+    "expects all uncached tokens as created, and all of the prompt as input where the stream begins; memserve counts "
+    "as Anthropic does: as created what cache_control keeps, and the rest without it as input from the beginning on"
+)
+_ERROR_TYPE = "looks for vLLM's type of the error on OpenAI's path; memserve has OpenAI's"
+_EMBEDDINGS = "pooling/embed/test_online.py::"
 _CHAT, _TOOLS = "chat_completion/test_chat.py::", "chat_completion/test_completion_with_function_calling.py::"
 _CALLS, _KEPT, _SIMPLE = (f"responses/test_{name}.py::" for name in ("function_call", "stateful", "simple"))
 REASONS: dict[str, str] = {
@@ -105,6 +130,11 @@ REASONS: dict[str, str] = {
     f"{_KEPT}test_store": _ENDLESS + ", now and then: it is drawn",
     f"{_KEPT}test_previous_response_id": _SENSE,
     f"{_KEPT}test_two_responses_with_same_prev_id": _SENSE,
+    "anthropic/test_messages.py::test_anthropic_streaming": _COUNTED_ONCE,
+    "anthropic/test_messages.py::test_anthropic_streaming_cache_usage": _COUNTED_ONCE,
+    "pooling/basic/test_truncation.py::test_bigger_truncation_size": _ERROR_TYPE,
+    f"{_EMBEDDINGS}test_params_not_supported": "looks for pydantic's name of the error; memserve names the field",
+    f"{_EMBEDDINGS}test_pooling_not_supported[token_embed": "expects a hint to an option of vLLM's",
     "responses/test_structured_output.py::test_structured_output": _SENSE,
     "responses/test_structured_output.py::test_structured_output_with_parse": _SENSE,
 }
@@ -118,7 +148,7 @@ class Servers:
     """Servers by the flags that tests give them: started when first asked for, stopped at the end."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
-        self._plan = plan
+        self.plan = self._plan = plan
         self._urls: dict[tuple[str, ...], str] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -132,7 +162,7 @@ class Servers:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [*self._plan["command"], "--port", str(port), *flags]
+        command = [*flags, "--port", str(port)]
         environment = dict(os.environ, **self._plan["environment"])
         environment["PYTHONPATH"] = self._plan["path"]
         with Path(self._plan["log"]).open("ab") as log:
@@ -172,13 +202,18 @@ class StandIn:
     servers: Servers
 
     def __init__(self, model: str, arguments: list[str], *, env_dict: dict[str, str] | None = None, **_: Any) -> None:
-        flags: list[str] = []
-        for index, name in enumerate(arguments):
-            if name in FLAGS:
-                flags += arguments[index : index + 1 + FLAGS[name]]
+        plan = self.servers.plan
+        embeds = model.startswith(EMBEDDERS)
+        flags = _those_of(arguments, EMBEDDER_FLAGS if embeds else FLAGS)
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             flags += ["--api-key", key]
-        self.url_root = self.servers.url(tuple(flags))
+        if embeds:
+            if plan["server"] == "memserve" and "--pooler-config" in flags:
+                place = flags.index("--pooler-config")
+                longest = json.loads(flags[place + 1])["max_embed_len"]
+                flags[place : place + 2] = ["--embedding-tokens-max", str(longest)]
+            flags += ["--served-model-name", model, "--model", embedder(plan, arguments)]
+        self.url_root = self.servers.url((*plan["embedding" if embeds else "chatting"], *flags))
 
     def __enter__(self) -> StandIn:
         return self
@@ -200,6 +235,75 @@ class StandIn:
 
         options.setdefault("timeout", ANSWER_S)
         return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+    def get_async_client_anthropic(self, **options: Any) -> Any:
+        import anthropic
+
+        options.setdefault("timeout", ANSWER_S)
+        return anthropic.AsyncAnthropic(base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options)
+
+
+def _those_of(arguments: list[str], known: dict[str, int]) -> list[str]:
+    flags: list[str] = []
+    for index, name in enumerate(arguments):
+        if name in known:
+            flags += arguments[index : index + 1 + known[name]]
+    return flags
+
+
+def embedder(plan: dict[str, Any], arguments: list[str]) -> str:
+    """The folder of a model that embeds, with the chat template and sizes that ``arguments`` of a server ask for."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    options = dict(itertools.pairwise(arguments))
+    template, overrides = options.get("--chat-template", ""), json.loads(options.get("--hf_overrides", "{}"))
+    folder = Path(plan["folder"]) / f"embedder-{zlib.crc32(json.dumps([template, overrides]).encode())}"
+    if folder.exists():
+        return str(folder)
+    tokenizer = AutoTokenizer.from_pretrained(plan["model"])
+    tokenizer.chat_template = template or tokenizer.chat_template
+    sizes = {"hidden_size": EMBEDDING_SIZE, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 6}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id, **sizes, **overrides,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    kinds = ("Transformer", "", "Pooling", "1_Pooling", "Normalize", "2_Normalize")
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (kind, path) in enumerate(zip(kinds[::2], kinds[1::2], strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": EMBEDDING_SIZE, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return str(folder)
+
+
+class ModelStandIn:
+    """In place of vLLM's ``HfRunner``: the same embeddings by transformers."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = embedder(StandIn.servers.plan, [])
+        self._model, self._tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+    def __enter__(self) -> ModelStandIn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held."""
+
+    def encode(self, prompts: list[str], **_: Any) -> list[Any]:
+        import torch
+
+        with torch.inference_mode():
+            states = [self._model(**self._tokenizer(text, return_tensors="pt")).last_hidden_state for text in prompts]
+        return [torch.nn.functional.normalize(state[0].mean(0), dim=-1).numpy() for state in states]
 
 
 class Plugin:
@@ -224,6 +328,10 @@ class Plugin:
         for module in {item.module for item in items}:
             for name in replacements.keys() & vars(module).keys():
                 setattr(module, name, replacements[name])
+            if hasattr(module, "input_tokens"):
+                module.input_tokens = tokenizer.encode(module.input_text)
+            if hasattr(module, "EMBEDDING_SIZE"):
+                module.EMBEDDING_SIZE = EMBEDDING_SIZE
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -249,7 +357,7 @@ class Plugin:
 
 
 def _short(nodeid: str) -> str:
-    return nodeid.partition(f"{OPENAI}/")[2] or nodeid
+    return nodeid.partition(f"{OPENAI}/")[2] or nodeid.partition(f"{ENTRYPOINTS}/")[2] or nodeid
 
 
 def _last_line(error: str) -> str:
@@ -268,33 +376,47 @@ def pytest_configure(config: Any) -> None:
 
 def copied(tests: Path, folder: Path, files: list[str]) -> list[str]:
     """The package of tests, its helpers in ``tests.utils`` replaced. Returns the paths of ``files`` that are there."""
-    target = folder / "tests" / OPENAI
-    shutil.copytree(tests / OPENAI, target, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(tests / OPENAI.parent / "conftest.py", target.parent / "conftest.py")
-    for package in (target.parent, folder / "tests"):
-        (package / "__init__.py").touch()
+    target = folder / "tests" / ENTRYPOINTS
+    for package in ("openai", "anthropic", "pooling"):
+        shutil.copytree(
+            tests / ENTRYPOINTS / package, target / package, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True
+        )
+    shutil.copy(tests / ENTRYPOINTS / "conftest.py", target / "conftest.py")
+    for name in HELPERS:
+        (folder / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tests / name, folder / "tests" / name)
+    for package_folder in (target, folder / "tests"):
+        (package_folder / "__init__.py").touch()
     (folder / "tests" / "utils.py").write_text(
         "from vllm_server_tests import StandIn as RemoteOpenAIServer\nROCM_EXTRA_ARGS = []\nVLLM_PATH = None\n"
+    )
+    (folder / "tests" / "conftest.py").write_text(
+        "import pytest\nfrom vllm_server_tests import ModelStandIn as HfRunner\n"
+        "hf_runner = pytest.fixture(scope='session')(lambda: HfRunner)\n"
     )
     (folder / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n    skip_global_cleanup: of vLLM's\n    cpu_test: of vLLM's\n"
     )
-    return [str(target / name) for name in files if (target / name).is_file()]
+    paths = [place / name for name in files for place in (target / "openai", target) if (place / name).is_file()]
+    return list(map(str, paths))
 
 
-def server_command(options: argparse.Namespace, model: str) -> tuple[list[str], dict[str, str]]:
-    """How one server is started, without its port, and its environment."""
+def server_commands(options: argparse.Namespace, model: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """How servers are started that chat and that embed, without what differs, and their environment."""
     if options.server == "memserve":
         names = [word for name in NAMES for word in ("--served-model-name", name)]
-        command = [sys.executable, "-m", "memserve", "serve", "--model", model, "--dtype", "float32", *names]
-        command += ["--colocated", "1", "--metadata", "none", "--default-max-tokens", str(TOKENS_MAX)]
-        return command, {}
-    command = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
-    command += ["--served-model-name", *NAMES, "--enforce-eager", "--block-size", "32"]
-    command += ["--override-generation-config", json.dumps({"max_new_tokens": TOKENS_MAX})]
-    command += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+        command = [sys.executable, "-m", "memserve", "serve", "--dtype", "float32"]
+        command += ["--colocated", "1", "--metadata", "none"]
+        chatting = ["--model", model, *names, "--default-max-tokens", str(TOKENS_MAX)]
+        return {"chatting": command + chatting, "embedding": command}, {}
+    command = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32"]
+    command += ["--enforce-eager", "--block-size", "32"]
+    chatting = ["--model", model, "--served-model-name", *NAMES]
+    chatting += ["--override-generation-config", json.dumps({"max_new_tokens": TOKENS_MAX})]
+    chatting += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return command, {**threads, "VLLM_ENABLE_RESPONSES_API_STORE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {**threads, "VLLM_ENABLE_RESPONSES_API_STORE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return {"chatting": command + chatting, "embedding": [*command, "--runner", "pooling"]}, environment
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
@@ -302,12 +424,12 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     from memserve.model.loading.sources import resolve_source
 
     model = str(resolve_source(DEFAULT_MODEL, "float32").path)
-    command, environment = server_command(options, model)
+    commands, environment = server_commands(options, model)
     results, log = folder / "results.json", folder / "server.log"
     path = "" if options.server == "vllm" else os.environ.get("PYTHONPATH", "")
     plan = {
-        "model": model, "command": command, "environment": environment, "path": path,
-        "log": str(log), "results": str(results),
+        **commands, "server": options.server, "model": model, "environment": environment, "path": path,
+        "folder": str(folder), "log": str(log), "results": str(results),
     }  # fmt: skip
     files = copied(options.tests, folder, options.files or list(FILES))
     paths = [str(folder), str(ROOT / "scripts"), *([str(options.path)] if options.path else [])]
@@ -360,7 +482,7 @@ def table(vllm: dict[str, list[str]], memserve: dict[str, list[str]]) -> str:
 
 def reason(name: str) -> str:
     """Why memserve does not pass a test; empty: not known."""
-    return REASONS.get(name) or REASONS.get(name.partition("[")[0], "")
+    return REASONS.get(name) or REASONS.get(name.partition("-")[0]) or REASONS.get(name.partition("[")[0], "")
 
 
 def main() -> None:

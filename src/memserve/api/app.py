@@ -32,7 +32,7 @@ from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, LineWrit
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.metrics.traces import Traces, open_traces
 from memserve.api.openai.documents import Documents
-from memserve.api.openai.embeddings import EmbeddingEndpoint, without_generation
+from memserve.api.openai.embeddings import Embedder, embedding_routes, without_generation
 from memserve.api.openai.endpoints import (
     ChatPlanner,
     CompletionPlanner,
@@ -217,6 +217,7 @@ def _generation_routes(
     config: ApiConfig,
 ) -> list[Route]:
     of_model = (shared.model, names, shared.encoder, documents, config)
+    embedder = Embedder(shared)
     chats = ChatPlanner(*of_model)
     chat = GenerationEndpoint(shared, chats, partial(ChoicesWriter, ChatShape(tokens)))
     completion_writer = partial(ChoicesWriter, CompletionShape(tokens))
@@ -224,14 +225,14 @@ def _generation_routes(
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/invocations", InvocationsEndpoint(shared.edge, chat, completions), methods=["POST"]),
+        Route("/invocations", InvocationsEndpoint(shared.edge, {b'"messages"': chat}, completions), methods=["POST"]),
         *TokenRoutes(shared, names).routes(),
         *MessagesRoutes(shared, chats, names).routes(),
-        *RelevanceRoutes(shared, names, config.reranker, aliases).routes(),
-        Route("/v1/embeddings", EmbeddingEndpoint(shared, names), methods=["POST"]),
+        *RelevanceRoutes(shared, names, config.reranker, aliases, embedder).routes(),
+        *embedding_routes(shared, names, embedder),
         *ResponsesRoutes(shared, chats, names, ChatShape(tokens)).routes(),
     ]
-    return routes if shared.model.pooling is None else without_generation(routes)
+    return routes if shared.model.pooling is None else without_generation(routes, shared)
 
 
 def _timelines(model: str, traces: Traces | None, otlp_endpoint: str, closing: ExitStack) -> Timelines:
@@ -288,7 +289,10 @@ def create_app(
     Raises :class:`UserError` for malformed keys, and for traces without the package they need.
     """
     limits, config = limits or EdgeConfig(), config or ApiConfig()
-    metrics, encoder = ApiMetrics(), PromptEncoder(model, trusts_content=config.trust_content_tokens)
+    metrics, encoder = (
+        ApiMetrics(),
+        PromptEncoder(model, trusts_content=config.trust_content_tokens, tokens_max=config.embedding_tokens_max),
+    )
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names, adapters)
     keys, operators, closing = KeyRing(api_keys), KeyRing(metrics_keys), ExitStack()

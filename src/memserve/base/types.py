@@ -244,6 +244,7 @@ class Pooling(msgspec.Struct, frozen=True):
     normalizes: bool  # to length 1
     sizes: tuple[int, ...] | None = None  # to which it may be cut; empty: any, None: none
     size: int = 0  # numbers of a hidden state
+    prompts: tuple[tuple[str, str], ...] = ()  # what goes before a text, by what the text is
 
 
 DEFERRABLE_PRIORITY = (1 << 31) - 1

@@ -157,7 +157,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _foreign(token: Any, vocab_size: int, param: str) -> UserError:
-    message = f"{param}: token id {_shown(int(token))} is outside the model's vocabulary [0, {vocab_size})"
+    message = f"{param}: token id {_shown(int(token))} is out of vocabulary [0, {vocab_size})"
     return UserError(message, param=param)
 
 

@@ -108,21 +108,23 @@ def _assemble_parts(
     if gpu_workers is not None and self_peer is not None:
         shares_kv = shares_gpu_kv(gpu_workers.why_unshared, role)
     reports_layers = config.pool.page_is_layer and options.parallel.pipeline == 1  # no worker sees all layers of stages
+    drawn = int(model.pooling is not None)  # behind a text that fills the context, by a step that has its last token
     exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv, reports_layers=reports_layers)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     adapters = model.adapters.digests if model.adapters is not None else frozenset()
     config = dataclasses.replace(
-        config, role=role, exchange=exchange, pool=pool, adapters=adapters, why_keys_stay=model.why_keys_stay
-    )
+        config, role=role, exchange=exchange, pool=pool, adapters=adapters, why_keys_stay=model.why_keys_stay,
+        max_model_tokens=config.max_model_tokens + drawn,
+    )  # fmt: skip
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
     profiled = model.fingerprint, geometry, model.device.type + options.parallel.text, options.threads
     costs = load_profile(*profiled)
     preemption_costs = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
     machine = Instance(config, geometry.block_tokens, preemption_costs, self_peer=self_peer, geometry=geometry)
-    note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool, geometry)
+    note = context_note(machine.context_tokens - drawn, model.max_model_tokens, options, config.pool, geometry)
     served = dataclasses.replace(
         model,
-        max_model_tokens=machine.context_tokens,
+        max_model_tokens=machine.context_tokens - drawn,
         context_note=note,
         kv_tokens=kv_tokens(config.pool.hbm_blocks, machine.pool.state_blocks, geometry.block_tokens),
         kv_lower_dtype=options.kv_lower_dtype,

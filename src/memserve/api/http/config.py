@@ -71,6 +71,9 @@ class ApiConfig:
     reranker: str = option("auto")
     """How the model says whether a document is relevant, for ``/v1/rerank`` and ``/v1/score``: qwen3 (it answers yes or
     no, in the template of Qwen3-Reranker), none, or auto (qwen3 where the model is called so)."""
+    embedding_tokens_max: int = option(0, least=0)
+    """Longest text that is embedded, in tokens. What is longer than the context is embedded in pieces; the embedding is
+    their mean, weighted by tokens. 0: as long as the context."""
 
     def __post_init__(self) -> None:
         choices = (

@@ -151,6 +151,7 @@ log = logging.getLogger(__name__)
 
 WORK_ROUTES = (
     "/invocations", "/tokenize", "/detokenize", "/tokenizer_info", "/rerank", "/v2/rerank", "/score",
+    "/pooling", "/v2/embed",
 )  # fmt: skip
 """Outside of ``/v1/``, where clients of others look for them; they need a key as well."""
 KNOWN_ROUTES = (

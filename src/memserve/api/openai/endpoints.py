@@ -290,15 +290,16 @@ def keep_prefixes(shared: EndpointParts, reply: Reply) -> None:
 
 
 class InvocationsEndpoint:
-    """``POST /invocations``: what Amazon SageMaker calls. A chat, or a completion, by the body's fields."""
+    """``POST /invocations``: what Amazon SageMaker calls. What is asked is told by the body's fields."""
 
-    def __init__(self, edge: Edge, chat: ASGIApp, completions: ASGIApp) -> None:
-        self._edge, self._chat, self._completions = edge, chat, completions
+    def __init__(self, edge: Edge, apps: dict[bytes, ASGIApp], default: ASGIApp) -> None:
+        """``apps``: by a field's name in quotes; the first one that stands in a body."""
+        self._edge, self._apps, self._default = edge, apps, default
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with json_body(scope, receive, self._edge) as data:
-            is_chat = b'"messages"' in data
-        await (self._chat if is_chat else self._completions)(scope, _replay_body(data, receive), send)
+            app = next((app for field, app in self._apps.items() if field in data), self._default)
+        await app(scope, _replay_body(data, receive), send)
 
 
 def _replay_body(data: bytes, receive: Receive) -> Receive:

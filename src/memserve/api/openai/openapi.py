@@ -11,7 +11,7 @@ import msgspec
 from memserve import __version__
 from memserve.api.anthropic.body import MessagesBody
 from memserve.api.batches.batch import BatchBody
-from memserve.api.openai.embeddings import EmbeddingBody
+from memserve.api.openai.embeddings import CohereBody, EmbeddingBody, PoolingBody
 from memserve.api.openai.kv_hints import KvHintAction, KvHintsEnvelope
 from memserve.api.openai.relevance import RerankBody, ScoreBody
 from memserve.api.openai.request.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
@@ -22,8 +22,8 @@ from memserve.base.options import field_docs
 Json = dict[str, Any]
 SCHEMA_PLACE = "#/components/schemas/{name}"
 BODIES = (
-    CompletionBody, ChatBody, ResponsesBody, MessagesBody, BatchBody, EmbeddingBody, RerankBody, ScoreBody,
-    DocumentBody, KvHintsEnvelope, KvHintAction, TokenizeBody, DetokenizeBody, StreamOptions,
+    CompletionBody, ChatBody, ResponsesBody, MessagesBody, BatchBody, EmbeddingBody, PoolingBody, CohereBody,
+    RerankBody, ScoreBody, DocumentBody, KvHintsEnvelope, KvHintAction, TokenizeBody, DetokenizeBody, StreamOptions,
 )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ _RESPONSE = (
     "`message`, `function_call`), `usage`, and what was asked"
 )
 _RESPONSE_ID = (("response_id", "the response's `id`"),)
-_RANKING = "`results`, the most relevant first: `index`, `relevance_score`, 0 to 1, `document`; `usage`"
+_RANKING = "`results`, the most relevant first: `index`, `relevance_score`, of a reranker 0 to 1, `document`; `usage`"
 _FILE_ID = (("file_id", "the file's `id`"),)
 _FILE = "`id`, `filename`, `bytes`, `purpose`, `created_at`, `expires_at`"
 _BATCH_ID = (("batch_id", "the batch's `id`"),)
@@ -173,16 +173,27 @@ OPERATIONS = (
         "POST", "/v1/embeddings", "The embeddings of texts, by a model that embeds.",
         "`data`: a list with `index` and `embedding`; `usage`", body=EmbeddingBody, errors=_GENERATES,
     ),
+    Operation(
+        "POST", "/pooling", "The same in vLLM's form: its errors have vLLM's types.",
+        "`data`: a list with `index` and `data`; `usage`", body=PoolingBody, errors=_GENERATES,
+    ),
+    Operation(
+        "POST", "/v2/embed", "The same in Cohere's form.",
+        "`embeddings`: lists by the names of `embedding_types`; `texts`; `meta.billed_units`", body=CohereBody,
+        errors=_GENERATES,
+    ),
     *(
         Operation(
-            "POST", path, "Rank documents by a query, with a reranker.", _RANKING, body=RerankBody, errors=_GENERATES
+            "POST", path, "Rank documents by a query: a reranker, or a model that embeds.", _RANKING, body=RerankBody,
+            errors=_GENERATES,
         )
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     *(
         Operation(
-            "POST", path, "How relevant each text of one side is to that of the other, by a reranker.",
-            "`data`: a list with `index` and `score`, 0 to 1; `usage`", body=ScoreBody, errors=_GENERATES,
+            "POST", path,
+            "How relevant each text of one side is to that of the other: a reranker, or a model that embeds.",
+            "`data`: a list with `index` and `score`, of a reranker 0 to 1; `usage`", body=ScoreBody, errors=_GENERATES,
         )
         for path in ("/v1/score", "/score")
     ),

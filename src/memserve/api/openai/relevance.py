@@ -1,7 +1,9 @@
-"""``/v1/rerank`` and ``/v1/score``: how relevant documents are to a query, by a model that answers *yes* or *no*.
+"""``/v1/rerank`` and ``/v1/score``: how relevant documents are to a query, by a model that answers *yes* or *no*, or by
+one that embeds.
 
 The template is that of Qwen3-Reranker's card, and so is the score: the probability of *yes* beside *no* as the first
-token of the answer. Prompts of one query share their beginning, so it is computed once.
+token of the answer. Prompts of one query share their beginning, so it is computed once. Of a model that embeds, the
+score is the cosine of the angle between two embeddings.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from memserve.api.http.errors import ApiError, bad_request
 from memserve.api.http.limits import TENANT_KEY, json_body
 from memserve.api.http.request import new_id
+from memserve.api.openai.embeddings import Embedder, EmbeddingPlan, normalized
 from memserve.api.openai.endpoints import EndpointParts, addressed
 from memserve.api.openai.interfaces import ModelNames
 from memserve.api.openai.request.plan import Caller
@@ -82,6 +86,12 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     """Another name of `text_1`."""
     documents: str | Texts | None = None
     """Another name of `text_2`."""
+    items: str | Texts | None = None
+    """Another name of `text_2`."""
+    data_1: str | Texts | None = None
+    """Another name of `text_1`."""
+    data_2: str | Texts | None = None
+    """Another name of `text_2`."""
     truncate_prompt_tokens: TokenCount | None = None
     """Read at most this many tokens of a query with its document. Default: all; more than fit are refused."""
     instruction: str | None = None
@@ -97,6 +107,11 @@ class _Pairs:
     texts: list[tuple[str, str]]
     """Query and document."""
     body: RerankBody | ScoreBody
+
+    @property
+    def distinct_texts(self) -> list[str]:
+        """Each once, in order."""
+        return list(dict.fromkeys(text for pair in self.texts for text in pair))
 
     def count_bytes(self) -> int:
         """Of all texts, each query as often as it is read. Raises :class:`ApiError` 400 for too many."""
@@ -121,7 +136,8 @@ def _text_of(document: Any, place: int) -> str:
 
 def _pairs_of_score(data: bytes) -> _Pairs:
     body = parse_body(data, ScoreBody)
-    queries, documents = body.text_1 or body.queries, body.text_2 or body.documents
+    queries = body.text_1 or body.queries or body.data_1
+    documents = body.text_2 or body.documents or body.items or body.data_2
     if not queries or not documents:
         raise bad_request("give text_1 and text_2", "text_1", "missing_required_parameter")
     first, second = ([side] if isinstance(side, str) else side for side in (queries, documents))
@@ -133,9 +149,11 @@ def _pairs_of_score(data: bytes) -> _Pairs:
 class RelevanceRoutes:
     """All routes of both."""
 
-    def __init__(self, shared: EndpointParts, names: ModelNames, reranker: str, aliases: Sequence[str]) -> None:
+    def __init__(
+        self, shared: EndpointParts, names: ModelNames, reranker: str, aliases: Sequence[str], embedder: Embedder
+    ) -> None:
         """``reranker``: as ``--reranker`` says. ``aliases``: further names of the model, which may tell what it is."""
-        self._shared, self._names = shared, names
+        self._shared, self._names, self._embedder = shared, names, embedder
         known_names = " ".join((shared.model.name, *aliases)).casefold()
         self._is_reranker = reranker == "qwen3" or (reranker == "auto" and "qwen3-reranker" in known_names)
         self._template: tuple[list[int], list[int], tuple[int, int]] | None = None
@@ -149,19 +167,26 @@ class RelevanceRoutes:
 
     async def answer_pairs(self, scope: Scope, receive: Receive, send: Send, parse: Callable[[bytes], _Pairs]) -> None:
         """Score what the body says."""
-        shared, tenant = self._shared, scope[TENANT_KEY]
-        self._check_model()
+        shared, tenant, embeds = self._shared, scope[TENANT_KEY], self._shared.model.pooling is not None
+        if not embeds:
+            self._check_model()
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(tenant, data)
             workers = shared.encoder.workers
             await workers.wait_turn(tenant)
             pairs = await workers.run_work(tenant, len(data) // PARSING, partial(parse, data))
             caller = addressed(pairs.body.model, self._names, Caller(tenant))
-            requests = await workers.run_work(tenant, pairs.count_bytes(), lambda: self._requests(pairs, caller))
-        scores = await self._run_requests(requests, receive)
-        prompt_tokens = sum(len(request.prompt) for request in requests)
-        shared.metrics.prompt_tokens.value += prompt_tokens
-        shared.metrics.count_answer(tenant, prompt_tokens, 0)
+            planned = self._plan_embeddings if embeds else self._requests
+            plan = await workers.run_work(tenant, pairs.count_bytes(), lambda: planned(pairs, caller))
+        if isinstance(plan, EmbeddingPlan):
+            prompt_tokens = plan.prompt_tokens
+            vectors = await self._embedder.run_plan(plan, tenant, receive)
+            scores = _cosines(pairs, list(map(normalized, vectors)))
+        else:
+            prompt_tokens = sum(len(request.prompt) for request in plan)
+            scores = await self._run_requests(plan, receive)
+            shared.metrics.prompt_tokens.value += prompt_tokens
+            shared.metrics.count_answer(tenant, prompt_tokens, 0)
         model = shared.model.name if caller.adapter is None else caller.adapter.name
         usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
         fields = _ranking(pairs.body, pairs, scores) if isinstance(pairs.body, RerankBody) else _scores(scores)
@@ -171,9 +196,19 @@ class RelevanceRoutes:
         if not self._is_reranker:
             message = (
                 "This server's model gives no relevance: serve a reranker that answers yes or no, such as"
-                " Qwen3-Reranker, or say that it is one: --reranker qwen3"
+                " Qwen3-Reranker, or say that it is one: --reranker qwen3; or serve a model that embeds"
             )
             raise ApiError(404, message, code="not_served")
+
+    def _plan_embeddings(self, pairs: _Pairs, caller: Caller) -> EmbeddingPlan:
+        """Of each text of ``pairs``, however often it is there. Raises :class:`ApiError` 400."""
+        encoder, body = self._shared.encoder, pairs.body
+        texts = (
+            encoder.token_ids(encoder.hide_control_tokens(text), add_special_tokens=True)
+            for text in pairs.distinct_texts
+        )
+        tokens = [self._embedder.fit_tokens(ids, body.truncate_prompt_tokens) for ids in texts]
+        return self._embedder.plan_texts(tokens, caller, body.priority)
 
     def _parts(self) -> tuple[list[int], list[int], tuple[int, int]]:
         """Tokens before a pair, tokens behind it, and those of *yes* and *no*. Raises :class:`ApiError` 404 for a model
@@ -231,6 +266,12 @@ class RelevanceRoutes:
 
         await run_requests(self._shared.hub, requests, receive, take_output)
         return scores
+
+
+def _cosines(pairs: _Pairs, vectors: list[NDArray[np.float32]]) -> list[float]:
+    """Of the angles between both sides; ``vectors``: of all distinct texts, of length 1."""
+    by_text = dict(zip(pairs.distinct_texts, vectors, strict=True))
+    return [float(by_text[query] @ by_text[document]) for query, document in pairs.texts]
 
 
 class _Endpoint:

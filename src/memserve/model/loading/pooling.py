@@ -30,7 +30,7 @@ def pooling_of(folder: Path, choice: str) -> Pooling | None:
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules or []]
     normalizes = "Normalize" in kinds or not modules
     if choice != "auto":
-        return Pooling(choice, normalizes, _sizes(folder))
+        return Pooling(choice, normalizes, _sizes(folder), prompts=_prompts(folder))
     if "Pooling" not in kinds:
         return None
     settings = _read_json(folder / str(modules[kinds.index("Pooling")].get("path", "1_Pooling")) / "config.json") or {}
@@ -39,7 +39,7 @@ def pooling_of(folder: Path, choice: str) -> Pooling | None:
         features = ", ".join([*modes, *(kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize"))])
         hint = "mean and last token pooling are served; --pooling none serves it without embeddings"
         raise UserError(f"this model embeds by {features or 'no pooling'}", hint=hint, param="pooling")
-    return Pooling(KINDS[modes[0]], normalizes, _sizes(folder))
+    return Pooling(KINDS[modes[0]], normalizes, _sizes(folder), prompts=_prompts(folder))
 
 
 def _sizes(folder: Path) -> tuple[int, ...] | None:
@@ -49,6 +49,13 @@ def _sizes(folder: Path) -> tuple[int, ...] | None:
     if isinstance(sizes, list) and all(isinstance(size, int) for size in sizes):
         return tuple(sizes)
     return () if config.get("is_matryoshka") or "qwen3-embedding" in folder.name.casefold() else None
+
+
+def _prompts(folder: Path) -> tuple[tuple[str, str], ...]:
+    """What goes before a text, by what the text is: as sentence-transformers writes it."""
+    prompts = (_read_json(folder / "config_sentence_transformers.json") or {}).get("prompts")
+    known = prompts if isinstance(prompts, dict) else {}
+    return tuple((name, text) for name, text in known.items() if isinstance(text, str))
 
 
 def _read_json(path: Path) -> Any:

@@ -178,9 +178,10 @@ class Prompt(msgspec.Struct, frozen=True):
 class PromptEncoder:
     """Tokenizes clients' texts for one model; tenants take turns."""
 
-    def __init__(self, model: ServedModel, *, trusts_content: bool = False) -> None:
-        """``trusts_content``: control tokens in what clients write are control tokens."""
-        self._model = model
+    def __init__(self, model: ServedModel, *, trusts_content: bool = False, tokens_max: int = 0) -> None:
+        """``trusts_content``: control tokens in what clients write are control tokens. ``tokens_max``: of a text that
+        is read although the context is shorter."""
+        self._model, self._tokens_max = model, tokens_max
         self.tokenizer: Tokenizer = model.tokenizer.backend_tokenizer
         self.tokenizer.no_truncation()  # a tokenizer.json may ask for it, and prompts must never be cut silently
         self.tokenizer.no_padding()
@@ -196,6 +197,11 @@ class PromptEncoder:
     def close(self) -> None:
         """Stop the threads."""
         self.workers.close()
+
+    @property
+    def text_tokens_max(self) -> int:
+        """Of one text."""
+        return max(self._model.max_model_tokens, self._tokens_max)
 
     async def run_work(self, tenant: str, text_bytes: int, data: bytes, work: Callable[[], Result]) -> Result:
         """As :meth:`TextWorkers.run_work`, for prompts of a body ``data``. The first one with a control token in its
@@ -226,8 +232,6 @@ class PromptEncoder:
 
     def chat_prompt(self, body: ChatBody, messages: Messages, tenant: str = "") -> Prompt:
         """Checked messages of ``tenant`` through the model's chat template, with the options of ``body``."""
-        if body.continue_final_message and body.add_generation_prompt:
-            raise bad_request("continue_final_message and add_generation_prompt exclude each other")
         echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else None
         is_cut = body.truncate_prompt_tokens is not None
         text = self._render_template(messages, body)
@@ -373,6 +377,8 @@ class PromptEncoder:
             raise bad_request(error.message, error.param) from None
 
     def _render_template(self, messages: Messages, body: ChatBody) -> str:
+        if body.continue_final_message and body.add_generation_prompt:
+            raise bad_request("continue_final_message and add_generation_prompt exclude each other")
         final = bool(body.continue_final_message)
         start_answer = body.add_generation_prompt if body.add_generation_prompt is not None else not final
         tokenizer = self._model.tokenizer
@@ -411,14 +417,14 @@ class PromptEncoder:
 
     def _refuse_unservable(self, text: str, text_cache: KnownTexts) -> None:
         """Refuse a text that cannot fit the context however it is tokenized: tokenizing it would take seconds."""
-        most_bytes = self._model.max_model_tokens * (text_cache.token_bytes_max or sys.maxsize)
+        most_bytes = self.text_tokens_max * (text_cache.token_bytes_max or sys.maxsize)
         if len(text) > most_bytes or len(text.encode()) > most_bytes:
             raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
 
     def _refuse_many_tokens(self, text: str, text_cache: KnownTexts) -> None:
         """Refuse a long text of far too many tokens, counted piece by piece: a tokenizer takes over a hundred bytes for
         each. A cut adds or saves a few tokens of thousands."""
-        most = 2 * max(self._model.max_model_tokens, _COUNTED_CHARS)
+        most = 2 * max(self.text_tokens_max, _COUNTED_CHARS)
         count = 0
         for begin in range(0, len(text), _COUNTED_CHARS):
             (piece,) = text_cache.tokenizer.encode_batch_fast(
@@ -429,7 +435,7 @@ class PromptEncoder:
                 raise context_exceeded(self._model, f"a prompt of {len(text)} characters, more than {most} tokens")
 
     def _refuse_more_than_fit(self, tokens: int) -> None:
-        if tokens > self._model.max_model_tokens:
+        if tokens > self.text_tokens_max:
             raise context_exceeded(self._model, f"{tokens} tokens in the prompt")
 
 
@@ -461,7 +467,7 @@ def context_exceeded(model: ServedModel, size_text: str) -> Exception:
     """400: prompt and answer do not fit into the served context."""
     note = f" (of this server: {model.context_note})" if model.context_note else ""
     limit = f"This model's maximum context length is {model.max_model_tokens} tokens{note}."
-    message = f"{limit} However, your request has {size_text}."
+    message = f"{limit} However, your request has {size_text}. Please reduce the length of the input prompt."
     return bad_request(message, code="context_length_exceeded")
 
 

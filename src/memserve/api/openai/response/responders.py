@@ -160,7 +160,14 @@ def told_headers(reply: Reply) -> dict[str, str]:
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
     """One whole JSON response."""
-    raw = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send_body(send, status, body, b"application/json", headers)
+
+
+async def send_body(
+    send: Send, status: int, body: bytes, media_type: bytes, headers: dict[str, str] | None = None
+) -> None:
+    """One whole response."""
+    raw = [(b"content-type", media_type), (b"content-length", b"%d" % len(body))]
     raw += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
