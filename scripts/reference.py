@@ -170,10 +170,9 @@ Paths and fields are OpenAI's, below `/v1/messages` Anthropic's; further fields 
 error that names it; so is an unknown one, except where vLLM knows it (and with `--lenient`): then it has no effect, and
 `x-memserve-ignored` names it, as it names fields that are accepted and promise nothing. With an API key every path
 under `/v1`, and `/invocations`, `/tokenize`, `/detokenize`, `/tokenizer_info`, `/rerank`, `/v2/rerank`, `/score`,
-`/pooling` and `/v2/embed`, require `Authorization: Bearer KEY` or `x-api-key: KEY`. Every answer has an `x-request-
-id`: the client's own, if it sent one. The examples are for a server at `http://127.0.0.1:8000`; `MODEL` stands for
-the `id` that `/v1/models` shows.
-Tests run them.
+`/pooling` and `/v2/embed`, require `Authorization: Bearer KEY` or `x-api-key: KEY`. Every answer has an
+`x-request-id`: the client's own, if it sent one. The examples are for a server at `http://127.0.0.1:8000`; `MODEL`
+stands for the `id` that `/v1/models` shows. Tests run them.
 
 Completions, chats and messages take an `Idempotency-Key` (1 to 255 printable characters): the same key with the same
 body gets the same answer again, continued where it is not complete. Events of such a stream have an `id`; with

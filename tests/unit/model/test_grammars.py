@@ -60,6 +60,27 @@ def grammars() -> Iterator[Grammars]:
     made.end_processes()
 
 
+@pytest.mark.parametrize("more_tokens", [0, 1, 31])
+def test_masks_of_slots_side_by_side_leave_each_other_alone(more_tokens: int) -> None:
+    """Also where a mask of the vocabulary is whole words, at whose end the grammar engine writes one more."""
+    model = TinyModel()
+    grammars = Grammars(model.tokenizer, 2048 + more_tokens, model.eos_token_ids, slots=3)
+    try:
+        assert build(grammars, 1, f"start: {' | '.join(map(json.dumps, 'abcdefgh!#$%&()*+,-./0123456789:'))}") == ""
+        for slot in range(3):
+            grammars.open_slot(slot, 1, [])
+        first_mask = mask(grammars, 0).copy()
+        assert first_mask[:32].any(), "the first tokens are among those that may come"
+        for slot in (2, 1, 0):  # each writes behind its own place, if it does
+            grammars.close_slot(slot)
+            grammars.open_slot(slot, 1, [])
+            mask(grammars, slot)
+        for slot in range(3):
+            np.testing.assert_array_equal(mask(grammars, slot), first_mask)
+    finally:
+        grammars.end_processes()
+
+
 def test_a_mask_follows_the_tokens_to_the_end(grammars: Grammars) -> None:
     assert build(grammars, 1, 'start: "hello" | "help"') == ""
     grammars.open_slot(3, 1, [])

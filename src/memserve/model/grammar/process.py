@@ -254,6 +254,7 @@ class Grammar:
         self._send_reply(FAULT if why else MASK, cell, serial, begun_ns, why)
 
     def _write_cell(self, cell: int, data: bytes) -> None:
+        data = data[: self._cell_bytes]  # llguidance's mask has a word more where the vocabulary is whole words
         first = cell * self._cell_bytes
         self._memory[first : first + len(data)] = data
 
