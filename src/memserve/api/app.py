@@ -289,10 +289,8 @@ def create_app(
     Raises :class:`UserError` for malformed keys, and for traces without the package they need.
     """
     limits, config = limits or EdgeConfig(), config or ApiConfig()
-    metrics, encoder = (
-        ApiMetrics(),
-        PromptEncoder(model, trusts_content=config.trust_content_tokens, tokens_max=config.embedding_tokens_max),
-    )
+    metrics, trusts_content = ApiMetrics(), config.trust_content_tokens
+    encoder = PromptEncoder(model, trusts_content=trusts_content, tokens_max=config.embedding_tokens_max)
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names, adapters)
     keys, operators, closing = KeyRing(api_keys), KeyRing(metrics_keys), ExitStack()

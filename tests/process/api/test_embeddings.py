@@ -165,6 +165,7 @@ def test_base64_usage_and_length(served: Embedder) -> None:
                                     {"input": "x", "encoding_format": "int8"}, {"input": "hello " * 2000},
                                     {"input": "x", "dims": 1}, {}, {"input": "x", "messages": CHAT},
                                     {"messages": [{"role": "user"}]}, {"input": [-1]},
+                                    {"input": ["x"] * 1025, "padding": "max_length"},
                                     {"input": "x", "truncate_prompt_tokens": CONTEXT + 1},
                                     {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
                                     ])  # fmt: skip

@@ -31,7 +31,7 @@ from memserve.api.openai.endpoints import EndpointParts, InvocationsEndpoint, ad
 from memserve.api.openai.interfaces import ModelNames
 from memserve.api.openai.request.messages import check_messages
 from memserve.api.openai.request.plan import Caller
-from memserve.api.openai.request.prompts import PARSING, context_exceeded
+from memserve.api.openai.request.prompts import PARSING, PROMPTS_MAX, context_exceeded
 from memserve.api.openai.request.schema import ChatBody, ModelName, Priority, TokenCount, parse_body
 from memserve.api.openai.response.responders import run_requests, send_body, send_json
 from memserve.base.types import Pooling, Request, SamplingParams, StopParams, TokenArray, TokenOutput, salt_of
@@ -39,6 +39,8 @@ from memserve.base.validation import check_request
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 """What a model that embeds does not do."""
+PADDED_TOKENS_MAX = 1 << 20
+"""Of one request whose texts are padded: a few bytes may ask for many tokens."""
 Vector = NDArray[np.float32]
 
 
@@ -95,7 +97,7 @@ class CohereBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_onl
 
     model: ModelName | None = None
     """The served model's name. Default: the served model."""
-    texts: Annotated[list[str], Meta(min_length=1)]
+    texts: Annotated[list[str], Meta(min_length=1, max_length=PROMPTS_MAX)]
     """What is embedded."""
     input_type: str | None = None
     """What the texts are, by a name for which the model's files have what goes before such a text. `search_query` and
@@ -252,7 +254,8 @@ class _OpenAIForm:
                     body.input, add_special_tokens=special, echo=False, is_cut=cut is not None
                 )
             ]
-        return [self._padded(body, self._embedder.fit_tokens(tokens, cut, body.truncation_side)) for tokens in texts]
+        fitted = [self._embedder.fit_tokens(tokens, cut, body.truncation_side) for tokens in texts]
+        return self._padded(fitted) if body.padding == "max_length" else fitted
 
     def _chat_tokens(self, body: EmbeddingBody, messages: list[Any]) -> list[int]:
         encoder = self._shared.encoder
@@ -265,13 +268,13 @@ class _OpenAIForm:
         text = encoder.chat_text(chat, check_messages(messages))
         return encoder.token_ids(text, add_special_tokens=bool(body.add_special_tokens))
 
-    def _padded(self, body: EmbeddingBody, tokens: TokenArray) -> TokenArray:
-        if body.padding != "max_length":
-            return tokens
-        tokenizer = self._shared.model.tokenizer
+    def _padded(self, texts: list[TokenArray]) -> list[TokenArray]:
+        tokenizer, longest = self._shared.model.tokenizer, self._shared.model.max_model_tokens
+        if len(texts) * longest > PADDED_TOKENS_MAX:
+            most = PADDED_TOKENS_MAX // longest
+            raise bad_request(f"{len(texts)} texts padded to {longest} tokens; at most {most} at once", "padding")
         token = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
-        missing = max(0, self._shared.model.max_model_tokens - len(tokens))
-        return np.pad(tokens, (0, missing), constant_values=token)
+        return [np.pad(ids, (0, max(0, longest - len(ids))), constant_values=token) for ids in texts]
 
     def answer(
         self, body: EmbeddingBody, embeddings: list[Vector], prompt_tokens: int
