@@ -8,7 +8,9 @@ tool of the turn before has run. Its own traces for that scenario are on a hub a
 shortest run is a quarter of an hour, so the sessions are made here, from a seed, in AIPerf's form ``dag-jsonl``: each
 turn is a recorded call, the tool's result, and a delay; prompts are the same for all systems, as in its replays. Every
 answer is a tool call: the tool of the turn is named in ``tool_choice``, its argument is one of four, and both systems
-draw within that grammar. Tools differ in how long they run, by a lognormal around ``--gaps-s`` of each.
+draw within that grammar, without blanks that JSON does not need. The model gets a chat template of the script's own,
+because where a template knows no tools, memserve describes them and vLLM does not: so prompts are the same, token by
+token. Tools differ in how long they run, by a lognormal around ``--gaps-s`` of each.
 
 Systems, in turn in each round, with sessions of their own (all run from start to end, one at a time is loaded):
 
@@ -54,13 +56,21 @@ KEEPS = "--keep-tool-prefixes"
 SYSTEMS = ("automatic", "lru", "vllm", "unlimited")
 TOOLS = ("read_file", "run_tests", "search_code")
 FILES = ("src/main.py", "src/util.py", "tests/one.py", "tests/two.py")
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% for tool in tools %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ANSWER_TOKENS = 48
 """At most. A call is shorter, and ends by itself."""
-TEMPLATE_TOKENS, TOOL_TOKENS = 24, 110
+TEMPLATE_TOKENS, TOOL_TOKENS = 8, 40
 """What a message and the descriptions of the tools cost in the prompt, roughly."""
 RUN_S = 3600.0
 COLUMNS = {
-    "system": "{system}", "session": "{session_s:.1f} s", "by lru": "{by_lru:.2f}", "by vllm": "{by_vllm:.2f}",
+    "system": "{system}", "prompt": "{prompt_tokens:.0f}", "answer": "{answer_tokens:.1f}",
+    "session": "{session_s:.1f} s", "by lru": "{by_lru:.2f}", "by vllm": "{by_vllm:.2f}",
     "computing": "{computing_s:.1f} s", "TTFT, mean": "{ttft_s:.2f} s", "TTFT, p90": "{ttft_p90_s:.2f} s",
     "hits": "{hit_rate:.1%}", "of unlimited": "{by_unlimited:.2f}", "CPU": "{cpu_s:.0f} s", "note": "{note}",
 }  # fmt: skip
@@ -120,11 +130,23 @@ def _ran(tool: str, call: str, result: str, rng: random.Random) -> list[dict[str
 def longest_tokens(args: Namespace) -> int:
     """Of a session at its end, roughly."""
     per_turn = args.result_tokens + 2 * TEMPLATE_TOKENS
-    first: int = args.shared_tokens + args.task_tokens + TOOL_TOKENS + 2 * TEMPLATE_TOKENS
-    return first + (args.turns - 1) * per_turn
+    first = args.shared_tokens + args.task_tokens + TOOL_TOKENS + 2 * TEMPLATE_TOKENS
+    longest: int = first + (args.turns - 1) * per_turn
+    return longest
 
 
 # -- AIPerf
+
+
+def with_template(model: str, folder: Path) -> str:
+    """A folder like ``model``, with :data:`TEMPLATE`."""
+    place = folder / "model"
+    place.mkdir(exist_ok=True)
+    for path in Path(model).resolve().iterdir():
+        if path.name != "chat_template.jinja" and not (place / path.name).exists():
+            (place / path.name).symlink_to(path)
+    (place / "chat_template.jinja").write_text(TEMPLATE)
+    return str(place)
 
 
 def hub_cache(folder: Path, model: str) -> dict[str, str]:
@@ -214,6 +236,7 @@ def vllm(args: Namespace, blocks: int, folder: Path) -> Iterator[System]:
     context = min(args.context, (blocks - 1) * BLOCK_TOKENS)  # of its blocks vLLM gives one to nothing
     flags = ["--num-gpu-blocks-override", str(blocks), "--max-model-len", str(context)]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    flags += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True})]
     server = Vllm(args.vllm, args.model, None, folder / "vllm.log", args.cpus, flags, dtype=args.dtype)
     with running(server):
         assert server.process is not None
@@ -276,6 +299,7 @@ def main() -> None:
     )  # fmt: skip
     args.model, args.only = args.model or bundled_model(args.dtype), [name for name in args.only if name]
     with working_folder(args.folder) as folder:
+        args.model = with_template(args.model, folder)
         rows = measure(args, folder)
     show(rows, COLUMNS)
     save(args, rows)
