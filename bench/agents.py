@@ -236,7 +236,7 @@ def vllm(args: Namespace, blocks: int, folder: Path) -> Iterator[System]:
     context = min(args.context, (blocks - 1) * BLOCK_TOKENS)  # of its blocks vLLM gives one to nothing
     flags = ["--num-gpu-blocks-override", str(blocks), "--max-model-len", str(context)]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    flags += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True})]
+    flags += ["--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
     server = Vllm(args.vllm, args.model, None, folder / "vllm.log", args.cpus, flags, dtype=args.dtype)
     with running(server):
         assert server.process is not None
