@@ -8,7 +8,8 @@ tool of the turn before has run. Its own traces for that scenario are on a hub a
 shortest run is a quarter of an hour, so the sessions are made here, from a seed, in AIPerf's form ``dag-jsonl``: each
 turn is a recorded call, the tool's result, and a delay; prompts are the same for all systems, as in its replays. Every
 answer is a tool call: the tool of the turn is named in ``tool_choice``, its argument is one of four, and both systems
-draw within that grammar, without blanks that JSON does not need. The model gets a chat template of the script's own,
+draw within that grammar, without blanks that JSON does not need (vLLM writes the call in the form of its parser, with
+the tool's name: some 25 tokens more). The model gets a chat template of the script's own,
 because where a template knows no tools, memserve describes them and vLLM does not: so prompts are the same, token by
 token. Tools differ in how long they run, by a lognormal around ``--gaps-s`` of each.
 
@@ -60,7 +61,8 @@ TEMPLATE = (
     "{% if tools %}<|im_start|>system\n"
     "{% for tool in tools %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}"
     "<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %} {{ call.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ANSWER_TOKENS = 48
@@ -113,7 +115,8 @@ def sessions(args: Namespace, seed: int) -> Iterator[dict[str, Any]]:
 def _described(name: str) -> dict[str, Any]:
     path = {"type": "string", "enum": list(FILES)}
     schema = {"type": "object", "properties": {"path": path}, "required": ["path"], "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "description": name.replace("_", " "), "parameters": schema}}
+    described = {"name": name, "description": name.replace("_", " "), "strict": True, "parameters": schema}
+    return {"type": "function", "function": described}
 
 
 def _ran(tool: str, call: str, result: str, rng: random.Random) -> list[dict[str, Any]]:
