@@ -9,9 +9,9 @@ shortest run is a quarter of an hour, so the sessions are made here, from a seed
 turn is a recorded call, the tool's result, and a delay; prompts are the same for all systems, as in its replays. Every
 answer is a tool call: the tool of the turn is named in ``tool_choice``, its argument is one of four, and both systems
 draw within that grammar, without blanks that JSON does not need (vLLM writes the call in the form of its parser, with
-the tool's name: some 25 tokens more). The model gets a chat template of the script's own,
-because where a template knows no tools, memserve describes them and vLLM does not: so prompts are the same, token by
-token. Tools differ in how long they run, by a lognormal around ``--gaps-s`` of each.
+the tool's name: some 25 tokens more). The model gets a chat template of the script's own, because where a template
+knows no tools, memserve describes them and vLLM does not: prompts shall have equally many tokens (``prompt``).
+Tools differ in how long they run, by a lognormal around ``--gaps-s`` of each.
 
 Systems, in turn in each round, with sessions of their own (all run from start to end, one at a time is loaded):
 
