@@ -63,7 +63,9 @@ static void put_sums(const q::Product& op, std::ptrdiff_t row, std::ptrdiff_t st
   }
 }
 
-static void put_sums(const q::Product& op, Dtype dtype, std::ptrdiff_t row, std::ptrdiff_t strip, const Floats* sums) {
+// Not in line: it is called from hundreds of kernels, and writes little of what they have summed.
+static __attribute__((noinline)) void put_sums(const q::Product& op, Dtype dtype, std::ptrdiff_t row,
+                                               std::ptrdiff_t strip, const Floats* sums) {
   if (dtype == Dtype::float32) return put_sums<float>(op, row, strip, sums);
   if (dtype == Dtype::bfloat16) return put_sums<Bf16>(op, row, strip, sums);
   put_sums<Fp16>(op, row, strip, sums);
@@ -163,9 +165,9 @@ struct Chunk {
   }
 };
 
-// Groups [begin, end) of the weight's inputs.
+// Groups [begin, end) of the weight's inputs. Not in line: five kernels of a format call it, once a chunk.
 template <q::Format kFormat>
-static void unpack(Chunk& chunk, const std::uint8_t* strip, std::ptrdiff_t begin, std::ptrdiff_t end) {
+static __attribute__((noinline)) void unpack(Chunk& chunk, const std::uint8_t* strip, std::ptrdiff_t begin, std::ptrdiff_t end) {
   constexpr Layout of = q::layout_of(kFormat);
   float *scales = chunk.scales, *minima = chunk.minima;
   for (std::ptrdiff_t i = begin; i < end; ++i) {
