@@ -42,6 +42,7 @@ class FakeEngine:
         self.submitted: list[Request] = []
         self.cancelled: list[str] = []
         self.stopped: list[tuple[str, int]] = []
+        self.tools: list[tuple[str, str]] = []
         self.stats_error: Exception | None = None
         self.submit_error: Exception | None = None
         self.logprob_of: Callable[[int], float] = lambda index: -0.5  # of every token that a sequence draws
@@ -92,6 +93,9 @@ class FakeEngine:
             if running is not None:
                 self._end(running, index, FinishReason.STOP)
             self._changed.notify_all()
+
+    def note_tool(self, request_id: str, tool: str) -> None:
+        self.tools.append((request_id, tool))
 
     def stats(self) -> EngineStats:
         if self.stats_error is not None:

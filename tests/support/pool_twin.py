@@ -6,6 +6,7 @@ It weighs no tenants, and its order of eviction is compared with nothing: that t
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -51,6 +52,10 @@ class NothingRetained:
         """As above."""
         return []
 
+    def retain_prefix(self, *_, **__):
+        """Nothing is."""
+        return 0
+
 
 class TwinPool:
     """Blocks and a prefix cache; LRU order is a counter, evictable blocks are found by looking at all."""
@@ -77,6 +82,14 @@ class TwinPool:
                 break
             path.append(node)
         return path
+
+    def identities(self, tenant, tokens):
+        ends = range(self.block_tokens, len(tokens) + 1, self.block_tokens)
+        names = [f"{tenant} {[int(token) for token in tokens[:end]]}".encode() for end in ends]
+        return b"".join(hashlib.blake2b(name, digest_size=16).digest() for name in names)
+
+    def identity(self, tenant, tokens):
+        return self.identities(tenant, tokens)[-16:]
 
     def match(self, tenant, tokens):
         return len(self._path(tenant, tokens)) * self.block_tokens

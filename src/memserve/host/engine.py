@@ -44,6 +44,7 @@ from memserve.protocol.events import (
     RequestArrived,
     RequestCancelled,
     SequenceStopped,
+    ToolCalled,
 )
 from memserve.protocol.kv_hints import HintResult, KvHinted
 from memserve.system.loop import ANSWER_TIMEOUT_S, MachineLoop
@@ -366,6 +367,10 @@ class Engine:
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
         self._instance.post_event(SequenceStopped(request_id, index))
+
+    def note_tool(self, request_id: str, tool: str) -> None:
+        """The answer calls ``tool``; unknown ids are ignored."""
+        self._instance.post_event(ToolCalled(request_id, tool))
 
     def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
         """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""

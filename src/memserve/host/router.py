@@ -60,6 +60,7 @@ from memserve.router.events import (
     SequenceStopped,
     StateRecovered,
     StoreNamed,
+    ToolCalled,
 )
 from memserve.router.follower import Follower, FollowerStarts
 from memserve.router.machine import Cluster
@@ -208,6 +209,10 @@ class RouterEngine:
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
         self._loop.post_event(SequenceStopped(request_id, index))
+
+    def note_tool(self, request_id: str, tool: str) -> None:
+        """The answer calls ``tool``; unknown ids are ignored."""
+        self._loop.post_event(ToolCalled(request_id, tool))
 
     def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
         """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""

@@ -26,6 +26,7 @@ from memserve.protocol.events import (
     RequestCancelled,
     Send,
     SequenceStopped,
+    ToolCalled,
 )
 from memserve.protocol.kv_hints import KvHinted
 from memserve.protocol.messages import Segment
@@ -373,6 +374,7 @@ Event = (
     RequestArrived
     | RequestCancelled
     | SequenceStopped
+    | ToolCalled
     | StepFinished
     | StepFailed
     | ClockTicked

@@ -22,6 +22,7 @@ from memserve.protocol.events import RejectRequest
 from memserve.protocol.messages import RETRY_S, Dispatch
 from memserve.protocol.peers import Peer
 
+TOOL_CHARS_MAX = 128  # of the names of all tools that an answer calls
 _TOO_SLOW = (
     f"what may come next was not known within {MASK_NS // NS_PER_S} s, or {MASKS_NS // NS_PER_S} s in all of the answer"
 )
@@ -114,6 +115,8 @@ class RequestIntake:
         """A group without sequences yet; ``deadline_ns`` is absolute."""
         group = Group(request, self._arrivals, self.tokens_to_generate(request), now_ns)
         self._arrivals += 1
+        if self._state.returns is not None:
+            self._state.returns.on_request_opened(group)
         self._state.open_group(group)
         if deadline_ns is not None:
             # with the arrival: an id may come again after its request has ended, and the old deadline is not its own
@@ -256,6 +259,12 @@ class RequestIntake:
         sequence = group.sequences.get(index)
         if sequence is not None and sequence.out:
             self.finish_known(sequence, FinishReason.STOP)
+
+    def note_tool(self, request_id: str, tool: str) -> None:
+        """The edge has read in an answer that it calls ``tool``, perhaps beside others."""
+        group = self._state.groups.get(request_id)
+        if group is not None and tool not in group.tool.split("+"):
+            group.tool = f"{group.tool}+{tool}"[:TOOL_CHARS_MAX] if group.tool else tool[:TOOL_CHARS_MAX]
 
     def expire_requests(self, now_ns: int) -> None:
         """End all requests that have outlived their deadlines, or wait too long for their grammars or masks."""

@@ -36,6 +36,8 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
     state.memory.pool.check_invariants()
     if state.objectives is not None:
         state.objectives.check_invariants()
+    if state.returns is not None:
+        state.returns.check_invariants()
     if link is not None:
         link.exchange.check_invariants()
         link.writer.check_invariants()

@@ -40,6 +40,7 @@ from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
 from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LinkRate
 from memserve.instance.layerwise.placer import LayerPlacer
+from memserve.instance.returns.policy import ReturnPolicy
 from memserve.instance.scheduler.batch import InflightPlan
 from memserve.instance.scheduler.capacity import context_tokens, running_max, streamed_tokens
 from memserve.instance.scheduler.memory import SequenceMemory
@@ -69,6 +70,7 @@ from memserve.protocol.events import (
     RequestArrived,
     RequestCancelled,
     SequenceStopped,
+    ToolCalled,
 )
 from memserve.protocol.kv_hints import KvHinted
 from memserve.protocol.member_events import LoadRead
@@ -120,6 +122,8 @@ class Instance:
             self.state.objectives = Objectives(scheduler, self.state.costs)
             if isinstance(memory.layers, LayerPlacer):
                 memory.layers.tokens_left = self.state.objectives.tokens_left
+        if scheduler.keep_tool_prefixes == "auto" and _sees_whole_sessions(config):
+            self.state.returns = ReturnPolicy(self.state)
         self.intake = RequestIntake(self.state, config, self._context, whole)
         self.pins = Pins(pool)
         self.hints = HintRunner(self.state, self.pins)
@@ -153,6 +157,7 @@ class Instance:
             RequestArrived: lambda event, now_ns: self._on_request_arrived(event.request, now_ns),
             RequestCancelled: lambda event, _: intake.cancel_request(event.request_id),
             SequenceStopped: lambda event, _: intake.stop_sequence(event.request_id, event.index),
+            ToolCalled: lambda event, _: intake.note_tool(event.request_id, event.tool),
             GrammarBuilt: lambda event, _: intake.on_grammar_built(event),
             MaskComputed: lambda event, now_ns: self.state.late_masks.on_mask_computed(event.job_id, now_ns),
             PrefixPinned: self._pin_prefix,
@@ -367,6 +372,11 @@ class Instance:
 
     def __repr__(self) -> str:
         return f"<Instance {self.state} in_flight={len(self.inflight)}>"
+
+
+def _sees_whole_sessions(config: InstanceConfig) -> bool:
+    """Whether answers end where the next prompts of their sessions come to, and KV lies in whole blocks."""
+    return config.pool.caching and config.role is Role.COLOCATED and config.scheduler.layerwise == "off"
 
 
 def _layer_placer(config: InstanceConfig, memory: SequenceMemory, geometry: KVGeometry) -> LayerPlacer:

@@ -84,6 +84,25 @@ class InstanceStats:
     """Plans made."""
     dropped_tokens: int = 0
     """Sampled after the sequence had ended: stop tokens are seen one step late."""
+    prefixes_kept: int = gauge(
+        "instance_prefixes_kept", "Sessions of {whose} whose KV is kept until they come back", engine="prefixes_kept"
+    )
+    turns_returned: int = counter(
+        "instance_turns_returned", "Requests that went on from an answer of {whose}", engine="engine_turns_returned"
+    )
+    turns_kept: int = counter(
+        "instance_turns_kept", "Of those, requests whose KV was all there still in {whose}", engine="engine_turns_kept"
+    )
+    turns_delayed: int = counter(
+        "instance_turns_delayed",
+        "Requests that waited in {whose} for room which was kept for earlier sessions",
+        engine="engine_turns_delayed",
+    )
+    retention_off: int = counter(
+        "instance_retention_off",
+        "Times that the order of last use did better in {whose}, so that nothing was kept for a while",
+        engine="engine_retention_off",
+    )
     drafts_computed: int = counter(
         "instance_drafts_computed", "Tokens that {whose} computed as drafts", engine="engine_drafts_computed"
     )
@@ -284,6 +303,11 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         plans_in_flight=plans_in_flight,
         steps=counters.steps,
         dropped_tokens=counters.dropped_tokens,
+        prefixes_kept=state.returns.kept_prefixes if state.returns is not None else 0,
+        turns_returned=counters.returned_turns,
+        turns_kept=counters.kept_turns,
+        turns_delayed=counters.delayed_turns,
+        retention_off=counters.retention_off,
         drafts_computed=counters.drafted_tokens,
         drafts_kept=counters.kept_tokens,
         copied_on_write=state.memory.copied_on_write,

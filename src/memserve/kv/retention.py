@@ -265,6 +265,8 @@ class RetainedPrefixes:
             Tier.DRAM: [],
         }
         self._made = 0
+        #: called before one is given up: priorities may change
+        self.on_giving_up: Callable[[], None] = _nothing
         self._at_hold: dict[int, dict[RetainedPrefix, None]] = {}
         self._at_snapshot: dict[StateSnapshot, dict[RetainedPrefix, None]] = {}
         #: tokens of each tenant that is known here
@@ -304,6 +306,17 @@ class RetainedPrefixes:
             self._tenant_tokens[tenant] = self._tenant_tokens.get(tenant, 0) + len(prefix.prefix)
             self._keep_quotas(tenant)
         return self.retained_tokens(handle)
+
+    def change_priority(self, handle: str, priority: float) -> None:
+        """From now on it goes in another order; unknown names are ignored."""
+        prefix = self._prefixes.get(handle)
+        if prefix is None or prefix.priority == priority:
+            return
+        prefix.priority = priority
+        if prefix.snapshot is not None:
+            self._rank_snapshot(prefix.snapshot)
+        elif prefix.tiers:
+            self._push(min(prefix.tiers), prefix)
 
     def end_retention(self, handle: str) -> None:
         """The name is an ordinary entry of the cache from now on; unknown ones are ignored."""
@@ -377,6 +390,10 @@ class RetainedPrefixes:
         """Tokens of all of them; where several share some, these count for each."""
         return sum([len(prefix.prefix) for prefix in self._prefixes.values()])
 
+    def room_beside(self, at_most: int) -> int:
+        """HBM blocks that can be allocated while all that is retained stays; not counted further than needed."""
+        return self._hbm.blocks_free + self._index.evictable_blocks(Tier.HBM, at_most)
+
     def tokens_by_tenant(self) -> dict[str, int]:
         """Retained tokens of each tenant that is known here."""
         return dict(self._tenant_tokens)
@@ -391,6 +408,7 @@ class RetainedPrefixes:
 
         One that leaves HBM may leave no room for lower ones in DRAM.
         """
+        self.on_giving_up()
         prefix = self._lowest(tier)
         if prefix is None and tier is Tier.DRAM:
             prefix = self._lowest(Tier.HBM, also_on=Tier.DRAM)  # a part of it may lie there
@@ -501,7 +519,7 @@ class RetainedPrefixes:
     def _push(self, tier: Tier, prefix: RetainedPrefix) -> None:
         order = self._orders[tier]
         if len(order) > 2 * len(self._prefixes) + 8:
-            order = self._orders[tier] = [entry for entry in order if tier in entry[3].tiers]
+            order = self._orders[tier] = [entry for entry in order if _stands(entry, tier)]
             heapq.heapify(order)
         heapq.heappush(order, (*prefix.place, self._made, prefix))
         self._made += 1
@@ -509,11 +527,11 @@ class RetainedPrefixes:
     def _lowest(self, tier: Tier, also_on: Tier | None = None) -> RetainedPrefix | None:
         """The first to be given up on ``tier``; with ``also_on`` of those that are held there, too."""
         order = self._orders[tier]
-        while order and tier not in order[0][3].tiers:
+        while order and not _stands(order[0], tier):
             heapq.heappop(order)
         if also_on is None or not order:
             return order[0][3] if order else None
-        on_both_tiers = (entry for entry in order if {tier, also_on} <= entry[3].tiers)
+        on_both_tiers = (entry for entry in order if _stands(entry, tier) and also_on in entry[3].tiers)
         return min(on_both_tiers, default=(None,))[-1]
 
     def _keep_quotas(self, newest: str) -> None:
@@ -521,6 +539,16 @@ class RetainedPrefixes:
             tenant = max(self._tenant_tokens, key=lambda name: (self._tenant_tokens[name], name == newest, name))
             tenant_prefixes = [prefix for prefix in self._prefixes.values() if prefix.tenant == tenant]
             self.end_retention(min(tenant_prefixes, key=lambda prefix: prefix.place).handle)
+
+
+def _stands(entry: tuple[float, int, int, RetainedPrefix], tier: Tier) -> bool:
+    """Whether an entry of an order is not overtaken: the prefix is held on the tier still, with this priority."""
+    priority, _, _, prefix = entry
+    return tier in prefix.tiers and priority == prefix.priority
+
+
+def _nothing() -> None:
+    """Nothing hears of it."""
 
 
 Place = TypeVar("Place")

@@ -37,6 +37,14 @@ class SequenceStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCalled:
+    """The edge has read in an answer that it calls a tool: the request's session waits for that after its end."""
+
+    request_id: str
+    tool: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixPinned:
     """A client asked to keep the cached prefix of ``tokens`` for ``ttl_ns`` under a name.
 

@@ -257,6 +257,13 @@ class StopSequence(Message, frozen=True, tag=True):
     index: Natural
 
 
+class NoteTool(Message, frozen=True, tag=True):
+    """The answer calls a tool, whose result its session waits for when it has ended."""
+
+    request_id: str
+    tool: str
+
+
 class Tokens(Message, frozen=True, tag=True):
     """New outputs of requests, in order; one message a step."""
 
@@ -494,7 +501,7 @@ class Free(Message, frozen=True, tag=True):
 
 AnyMessage: TypeAlias = (
     Join | JoinAccepted | RejoinRequest | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
-    | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | QueryAttempts | AttemptsUnknown | HandedOver
+    | HeartbeatAck | Dispatch | Cancel | StopSequence | NoteTool | Tokens | QueryAttempts | AttemptsUnknown | HandedOver
     | Migrate | MigrationRefused
     | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | QueryKvEvents | Offer | MoreBlocks | Wanted |
     Ready

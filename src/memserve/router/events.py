@@ -20,6 +20,7 @@ from memserve.protocol.events import (
     RequestCancelled,
     Send,
     SequenceStopped,
+    ToolCalled,
 )
 from memserve.protocol.kv_hints import KvHinted
 from memserve.protocol.peers import Peer
@@ -117,6 +118,7 @@ ClusterEvent = (
     RequestArrived
     | RequestCancelled
     | SequenceStopped
+    | ToolCalled
     | ClockTicked
     | MessageArrived
     | InstanceDrained
@@ -152,4 +154,5 @@ __all__ = [
     "SequenceStopped",
     "StateRecovered",
     "StoreNamed",
+    "ToolCalled",
 ]

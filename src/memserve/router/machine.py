@@ -38,6 +38,7 @@ from memserve.protocol.messages import (
     KvSnapshot,
     Leave,
     MigrationRefused,
+    NoteTool,
     Pinned,
     Refused,
     RequestRefused,
@@ -65,6 +66,7 @@ from memserve.router.events import (
     SequenceStopped,
     StateRecovered,
     StoreNamed,
+    ToolCalled,
 )
 from memserve.router.members.loads import LoadTable
 from memserve.router.members.membership import Following, Membership, StoreCalls
@@ -133,6 +135,7 @@ class Cluster:
             RequestArrived: lambda event, now_ns: self._on_request(event.request, now_ns),
             RequestCancelled: lambda event, now_ns: self._cancel_request(event.request_id, now_ns),
             SequenceStopped: lambda event, now_ns: self._stop_sequence(event.request_id, event.index, now_ns),
+            ToolCalled: lambda event, _: self._note_tool(event),
             InstanceDrained: lambda event, now_ns: self._drain_instance(event.name, now_ns),
             InstanceDied: self._on_instance_died,
             PrefixPinned: self._named_prefixes.pin_prefix,
@@ -268,6 +271,13 @@ class Cluster:
         elif req.attempt is not None:
             for member in req.attempt.involved:
                 self._outbox.send(member.peer, StopSequence(req.attempt.attempt_id, index))
+
+    def _note_tool(self, event: ToolCalled) -> None:
+        """Instances keep what a session comes back to."""
+        req = self._lifecycle.requests.by_id.get(self.answers.request_of(event.request_id))
+        if req is not None and req.attempt is not None:
+            for member in req.attempt.involved:
+                self._outbox.send(member.peer, NoteTool(req.attempt.attempt_id, event.tool))
 
     # -- messages
 

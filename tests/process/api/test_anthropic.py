@@ -147,6 +147,7 @@ def test_events_come_in_anthropics_order(world: World) -> None:
 
 
 def test_calls_are_blocks_whole_and_streamed(caller: World) -> None:
+    told_before = len(caller.engine.tools)
     with client_of(caller) as client:
         whole = ask(client, tools=[WEATHER], max_tokens=200)
         with client.messages.stream(model=MODEL, max_tokens=200, messages=HELLO, tools=[WEATHER]) as stream:
@@ -158,6 +159,7 @@ def test_calls_are_blocks_whole_and_streamed(caller: World) -> None:
         assert isinstance(first, anthropic.types.ToolUseBlock) and isinstance(second, anthropic.types.ToolUseBlock)
         assert (first.name, first.input, second.input) == ("weather", {"city": "Rome"}, {})
         assert first.id.startswith("toolu_") and first.id != second.id
+    assert [tool for _, tool in caller.engine.tools[told_before:]] == ["weather"] * 4  # the engine is told of each
 
 
 def test_a_call_that_is_cut_off_has_no_input() -> None:

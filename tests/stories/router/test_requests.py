@@ -14,6 +14,7 @@ from memserve.protocol.messages import (
     HandedOver,
     KvChange,
     KvEvents,
+    NoteTool,
     RequestRefused,
     StopSequence,
     Tokens,
@@ -21,6 +22,7 @@ from memserve.protocol.messages import (
 from memserve.protocol.peers import Peer
 from memserve.router.events import (
     RequestArrived,
+    ToolCalled,
 )
 
 P, D, C, S = Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE
@@ -233,6 +235,14 @@ def test_a_cancel_reaches_all_involved(make_cluster):
     assert client.reasons == [FinishReason.CANCELLED] * 2
     assert {name for name, i in world.instances.items() if Cancel("r#1") in i.heard} == {"p", "d"}
     world.cancel("r")  # it may just have ended
+
+
+def test_called_tool_is_told_to_all_involved(make_cluster):
+    world = make_cluster(("p", P), ("d", D))
+    world.ask(a_request("r", PROMPT))
+    world.post(ToolCalled("r", "shell"))
+    assert {name for name, i in world.instances.items() if NoteTool("r#1", "shell") in i.heard} == {"p", "d"}
+    world.post(ToolCalled("unknown", "shell"))  # it may just have ended
 
 
 def test_a_stop_string_ends_one_sequence_at_once(make_cluster):

@@ -110,6 +110,9 @@ class ServingEngine(Protocol):
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence: its stop string was found."""
 
+    def note_tool(self, request_id: str, tool: str) -> None:
+        """The answer of the request calls ``tool``: its session waits for the result."""
+
     def stats(self) -> Any:
         """A snapshot of counters. May wait for the engine thread.
 

@@ -92,6 +92,10 @@ class StreamCall:
         self._running[request_index].discard(index)
         self._hub.engine.stop_sequence(self.requests[request_index].request_id, index)
 
+    def note_tool(self, request_index: int, tool: str) -> None:
+        """Tell the engine that an answer calls ``tool``: its session comes back with the result."""
+        self._hub.engine.note_tool(self.requests[request_index].request_id, tool)
+
     def cancel_rest(self) -> None:
         """Cancel every request that has not ended."""
         for request_index, request in enumerate(self.requests):

@@ -38,6 +38,7 @@ from memserve.protocol.messages import (
     Cancel,
     Dispatch,
     Migrate,
+    NoteTool,
     QueryAttempts,
     QueryKvEvents,
     RequestRefused,
@@ -223,7 +224,7 @@ class RouterCommands:
         self._load, self._step_tokens = instance.load, step_tokens
         self._handlers: dict[type, Callable[[Any, Peer, int], None]] = {
             Dispatch: self._on_dispatch, Cancel: self._on_cancel, StopSequence: self._on_stop,
-            QueryKvEvents: self._on_query_events,
+            NoteTool: self._on_note_tool, QueryKvEvents: self._on_query_events,
             QueryAttempts: self._on_query_attempts, QueryAnswers: self._on_query_answers, Migrate: self._on_migrate,
         }  # fmt: skip
 
@@ -312,6 +313,10 @@ class RouterCommands:
     def _on_stop(self, message: StopSequence, sender: Peer, now_ns: int) -> None:
         if self._routers.is_of(message.request_id, sender):
             self._intake.stop_sequence(message.request_id, message.index)
+
+    def _on_note_tool(self, message: NoteTool, sender: Peer, now_ns: int) -> None:
+        if self._routers.is_of(message.request_id, sender):
+            self._intake.note_tool(message.request_id, message.tool)
 
     def _on_migrate(self, message: Migrate, sender: Peer, now_ns: int) -> None:
         if self._routers.is_of(message.request_id, sender):

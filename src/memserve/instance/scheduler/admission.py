@@ -31,8 +31,9 @@ _HOLDS_PER_PLAN = 64  # how far behind held-back sequences one plan looks
 _HOLDS_PER_REQUEST = 256  # after N the request no longer steps aside
 _OVERTAKES_MAX = 256  # after N prompts the next parked sequence goes on before any other begins
 
-Standing = tuple[int, int, int, int]
-"""(urgency, what earlier sequences of the tenant hold, arrival, index): the highest gives way first."""
+Standing = tuple[int, int, int, int, int]
+"""(urgency, what earlier sequences of the tenant hold, arrival of the session, arrival, index): the highest gives way
+first."""
 
 
 class SequenceAdmission:
@@ -65,7 +66,9 @@ class SequenceAdmission:
             # the line is in rank order, so all behind it are later, too
             if sequence.rank[0] > urgency:
                 return
-            if publishing and self._should_hold(sequence, publishing):
+            if self.state.returns is not None and self.state.returns.should_wait(sequence):
+                holds += 1
+            elif publishing and self._should_hold(sequence, publishing):
                 sequence.group.held_steps += 1
                 self.state.counters.prefix_holds += 1
                 holds += 1
@@ -159,6 +162,8 @@ class SequenceAdmission:
         counters.queued_ns += now_ns - group.arrived_ns
         counters.prompt_tokens += sequence.prompt_tokens
         counters.cached_tokens += group.cached_tokens
+        if self.state.returns is not None:
+            self.state.returns.on_admitted(group)
         group.inexact_tokens = 0 if sequence.inexact is None else sequence.inexact.tokens
         counters.inexact_tokens += group.inexact_tokens
         if group.remote is not None:
@@ -227,8 +232,8 @@ class PrefixSharing:
         for sequence in sorted(holders, key=lambda sequence: sequence.rank):
             group = sequence.group
             before = blocks_by_tenant.get(group.tenant, 0)
-            urgency, _, arrival, index = sequence.rank
-            standings[sequence] = urgency, before * SCALE // turns.weight_of(group.tenant), arrival, index
+            urgency, _, begun, arrival, index = sequence.rank
+            standings[sequence] = urgency, before * SCALE // turns.weight_of(group.tenant), begun, arrival, index
             blocks_by_tenant[group.tenant] = before + self._state.memory.blocks_held(sequence)
         return standings
 

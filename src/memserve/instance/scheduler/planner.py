@@ -105,6 +105,8 @@ class Planner:
         return batch
 
     def _fill_plan(self, now_ns: int, begins_ns: int) -> BatchBuilder:
+        if self.state.returns is not None:
+            self.state.returns.average_running()
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
         has_room = head is None or self.sharing.preempt_for_head(head)
         # what was preempted for it must not go first to what is parked

@@ -82,7 +82,7 @@ class RemoteState:
     """It leaves, or is being copied so that it can, although it was to be decoded here."""
 
 
-Rank = tuple[int, int, int, int]
+Rank = tuple[int, int, int, int, int]
 """(urgency, priority, arrival, index): total order; of one tenant's sequences the smaller runs first."""
 
 
@@ -196,6 +196,7 @@ class Group:
         "arrival",
         "arrived_ns",
         "beam",
+        "begun",
         "cached_tokens",
         "facts",
         "forks_pending",
@@ -213,16 +214,24 @@ class Group:
         "request",
         "reserved_slots",
         "sequences",
+        "shared_tokens",
         "span",
         "stops",
         "tenant",
         "tokens_here",
+        "tool",
     )
 
     def __init__(self, request: Request, arrival: int, max_tokens: int, now_ns: int) -> None:
         self.request = request
         self.tenant, self.isolation = request.tenant, request.isolation
         self.arrival = arrival
+        #: arrival of the session's first request, as far as it is known: earlier sessions come first
+        self.begun = arrival
+        #: tokens of the session that were cached when it began. None: this is its first request
+        self.shared_tokens: int | None = None
+        #: the tool that its answer calls, as far as the edge has read it
+        self.tool = ""
         self.max_tokens = max_tokens
         self.stops = frozenset(request.stop.stop_token_ids)
         self.arrived_ns = now_ns
@@ -334,7 +343,7 @@ class Sequence(_core.SequenceRow):
         self.group = group
         self.request_id = request.request_id
         self.index = index
-        self.rank: Rank = (request.urgency, request.priority, group.arrival, index)
+        self.rank: Rank = (request.urgency, request.priority, group.begun, group.arrival, index)
         self.prompt_tokens = len(request.prompt)
         self.max_tokens = group.max_tokens
         self.min_tokens = request.stop.min_tokens

@@ -33,6 +33,7 @@ from memserve.base.errors import InvariantError, check
 from memserve.base.fairness import Turns
 from memserve.base.types import FinishReason, TokenOutput
 from memserve.base.units import NS_PER_S
+from memserve.instance.returns.policy import ReturnPolicy
 from memserve.instance.scheduler.grammar_waits import GrammarWaits, LateMasks
 from memserve.instance.scheduler.memory import SequenceMemory
 from memserve.instance.scheduler.sequence import SEQUENCE, Cause, Group, Phase, Rank, Sequence, is_held_segment
@@ -186,6 +187,10 @@ class SchedulerCounters:
     preempted_by_recompute: int = 0
     preempted_for_slots: int = 0  # of both: for a slot that another tenant was due
     standstills: int = 0  # times that everything was preempted because nothing could move
+    returned_turns: int = 0  # requests that went on from an answer of this instance
+    kept_turns: int = 0  # of those, with all of its KV still here
+    delayed_turns: int = 0  # admissions put off because the room was kept for earlier sessions
+    retention_off: int = 0  # times that the order of last use had been better
     prefix_holds: int = 0  # admissions put off because the prefix was being computed for another sequence
     device_ns: int = 0
     queued_ns: int = 0  # sum over admitted requests of the time until they were first scheduled
@@ -230,6 +235,8 @@ class SchedulerState:
         self.late_masks = LateMasks()
         #: None: requests have no objectives
         self.objectives: Objectives | None = None
+        #: None: what sessions leave between two turns is not told apart
+        self.returns: ReturnPolicy | None = None
         #: None: outside a cluster, where no request has transfers
         self.transfers: Transfers | None = None
         #: all and only unfinished requests, in order of arrival
@@ -476,7 +483,11 @@ class SchedulerState:
         wants_kv = group.remote is not None and group.remote.home is not None
         if wants_kv and reason in (FinishReason.STOP, FinishReason.LENGTH) and self.transfers is not None:
             self.transfers.sequence_completed(sequence)
+        returns = self.returns if reason in (FinishReason.STOP, FinishReason.LENGTH) else None
+        tokens = None if returns is None else sequence.known_tokens()
         self._retire_sequence(sequence)
+        if returns is not None and tokens is not None:  # only now has it left its KV to the cache
+            returns.on_answer_left(group, tokens, len(sequence.out))
         self.counters.count_finish(reason)
         if not group.sequences:
             self.forget_group(group)
@@ -500,6 +511,8 @@ class SchedulerState:
 
     def _remove_group(self, group: Group) -> None:
         del self.groups[group.request.request_id]
+        if self.returns is not None:
+            self.returns.on_request_ended(group.request.request_id)
         if not group.request.is_deferrable:
             self._interactive_requests, self._interactive_ended_ns = self._interactive_requests - 1, self.now
         self.grammars.on_request_ended(group.wanted_grammar, self.now)

@@ -255,6 +255,9 @@ class Reply:
                 self.reasoning_tokens += token_count
             if self.plan.is_keyed:
                 self._name_calls(sequence, pieces)
+            for piece in pieces:
+                if piece.begins and piece.call is not None:
+                    call.note_tool(sequence.prompt_index, piece.call.name)
         if not self.plan.stream:
             sequence.texts += [text] if pieces is None else [piece.content for piece in pieces]
             sequence.thoughts += [piece.reasoning for piece in pieces or ()]

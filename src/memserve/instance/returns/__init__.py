@@ -1,0 +1,1 @@
+"""Sessions between two turns: when they come back, and whose KV is kept for them."""
