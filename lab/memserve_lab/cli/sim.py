@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from memserve_lab.cli import sim_fuzz, sim_run, sim_search
+from memserve_lab.cli import sim_studies as sim_agents
 from memserve_lab.cli import sim_studies as sim_layerkv
 from memserve_lab.cli import sim_studies as sim_thrash
 from memserve_lab.cli.bench_load import command
@@ -20,6 +21,7 @@ app.command("compare")(sim_search.compare)
 app.command("search")(sim_search.search)
 app.command("fuzz")(sim_fuzz.fuzz)
 app.command("thrash")(sim_thrash.thrash)
+app.command("agents")(sim_agents.agents)
 app.command("layerkv")(sim_layerkv.layerkv)
 
 

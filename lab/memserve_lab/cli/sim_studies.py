@@ -1,5 +1,7 @@
 """``memserve sim thrash``: more conversations than fit into memory, without and with admission and a store.
 
+``memserve sim agents``: agents whose sessions do not all fit, and what is kept of them while their tools run.
+
 ``memserve sim layerkv``: LayerKV's figures from the production scheduler.
 """
 
@@ -114,6 +116,41 @@ def read_multiples(text: str) -> tuple[float, ...]:
     if not multiples or not 0 < multiples[0] <= multiples[-1] < 1e4:
         raise UserError(f"cannot read {text!r} as multiples", hint="for example --multiples 1,2,4,8")
     return tuple(multiples)
+
+
+AGENTS = Wanted(model="llama-3-8b", device="h100")
+GAPS_DEFAULT = "tools,two-kinds"
+SHARES_DEFAULT = "0.25,0.33,0.5"
+
+
+@opt.grouped
+def agents(
+    *,
+    wanted: Annotated[Wanted, opt.Only("model", "device", "profile", "block_tokens")] = AGENTS,
+    gaps: Annotated[str, typer.Option(help="How long tools take: tools, two-kinds, any, against.")] = GAPS_DEFAULT,
+    shares: Annotated[str, typer.Option(help="KV memory, as a share of the open sessions' whole KV.")] = SHARES_DEFAULT,
+    users: Annotated[int, typer.Option(min=1, help="Sessions that are open at a time.")] = 18,
+    sessions: Annotated[int, typer.Option(min=1, help="Sessions in all.")] = 54,
+    turns: Annotated[int, typer.Option(min=1, help="Median turns of a session.")] = 12,
+    first_tokens: Annotated[int, typer.Option(min=16, help="Median tokens of a session's first prompt.")] = 20_000,
+    seeds: Annotated[int, typer.Option(min=1, help="Workloads to average over.")] = 1,
+    out: Folder = None,
+) -> None:
+    """Session times and hit rates of agents, by what is kept of sessions while their tools run.
+
+    Four rules: an unlimited cache, the order of last use, CacheTTL (Continuum, arXiv 2511.02230), and
+    --keep-tool-prefixes auto. Gaps by tool, and of two kinds, can be learnt; "any" and "against" cannot.
+    """
+    from memserve_lab.bench.study import RunFolder
+    from memserve_lab.experiments.agents import AgentResults, AgentStudy, Plan
+    from memserve_lab.workloads.agents import AgentShape
+
+    machine = wanted.make_machine()
+    shape = AgentShape(turns=turns, first_tokens=first_tokens)
+    names = tuple(name.strip() for name in gaps.split(","))
+    plan = Plan(machine, names, read_multiples(shares), shape=shape, users=users, sessions=sessions, seeds=seeds)
+    study = AgentStudy(plan, AgentResults(command=command(), machine={"simulated": f"one instance, {machine.name}"}))
+    run_study(study, RunFolder(out))
 
 
 FIGURES = ("context", "devices", "rate", "stagger", "orbitflow")

@@ -99,6 +99,8 @@ class Turn:
     """Seconds between the end of the answer before and this turn."""
     stop: tuple[str, ...] = ()
     """Stop strings (an agent's step ends before the next observation)."""
+    tool: str = ""
+    """The tool that the answer calls, for simulation; its result is the next turn. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

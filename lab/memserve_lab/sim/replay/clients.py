@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from memserve.base.types import FinishReason, Request, SamplingParams, StopParams, TokenArray, TokenOutput
 from memserve.base.units import ns_from_s
-from memserve.protocol.events import RequestArrived
+from memserve.protocol.events import RequestArrived, ToolCalled
 from memserve_lab.sim.clock import Clock
 from memserve_lab.sim.replay.scripts import Script
 from memserve_lab.sim.replay.setup import Surroundings
@@ -80,7 +80,7 @@ class Clients:
         clock: Clock,
         around: Surroundings,
         moments: Moments,
-        submit: Callable[[RequestArrived], None],
+        submit: Callable[[RequestArrived | ToolCalled], None],
         workload: Workload,
         make_script: MakeScript = Script,
     ) -> None:
@@ -155,6 +155,8 @@ class Clients:
             talk.answer.extend(tokens)
             if served.first_ns is None:
                 served.first_ns = served.token_ns[0]
+                if tool := talk.session.turns[talk.number].tool:
+                    self._submit(ToolCalled(output.request_id, tool))
         if output.cached_tokens:
             served.cached_tokens = output.cached_tokens
         for fact, value in output.story:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Protocol
 
 from memserve.base.types import Role
-from memserve.protocol.events import RequestArrived
+from memserve.protocol.events import RequestArrived, ToolCalled
 from memserve.protocol.messages import AnyMessage, Dispatch
 from memserve.protocol.peers import ROUTER, Peer
 from memserve_lab.sim.clock import Cores
@@ -44,8 +44,11 @@ class Balancer:
         self.routers: Sequence[Process] = ()
         """All of a cluster."""
 
-    def submit_event(self, event: RequestArrived) -> None:
-        """A client opens a connection, and asks."""
+    def submit_event(self, event: RequestArrived | ToolCalled) -> None:
+        """A client opens a connection, and asks; or its edge has read a call."""
+        if isinstance(event, ToolCalled):
+            self._at[event.request_id].submit_event(event)
+            return
         router = self._random.choice([router for router in self.routers if router.alive])
         self._at[event.request.request_id] = router
         router.submit_event(event)
