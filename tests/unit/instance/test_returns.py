@@ -219,7 +219,7 @@ def test_policy_turns_off_where_last_use_has_more_and_on_again(make, monkeypatch
     world.diary.clear()  # it has more than events in it
 
 
-def test_turns_take_room_from_earlier_sessions_only_where_it_pays(make, monkeypatch):
+def test_room_of_earlier_sessions_is_taken_only_where_it_pays(make, monkeypatch):
     """Two sessions fill memory and wait for their tools, a third request runs: a new session waits while that delays
     others by more than a turn takes, and no longer than until nothing runs."""
     for turn_ns, waits in ((10**3, True), (10**15, False)):
@@ -240,7 +240,7 @@ def test_turns_take_room_from_earlier_sessions_only_where_it_pays(make, monkeypa
         world.diary.clear()  # it has more than events in it
 
 
-def test_request_with_an_objective_for_its_first_token_does_not_wait(make):
+def test_request_with_an_objective_for_ttft_does_not_wait(make):
     world = make(hbm=12)
     world.machine.state.returns._turn_ns = 10**3
     for number in (1, 2):

@@ -3,7 +3,7 @@
 A gap is the time from the end of an answer to the arrival of the request that goes on from it. Gaps are counted in
 bins whose edges grow by the root of two, from 50 ms to more than half an hour; old counts fade. What a tool has not
 shown yet is taken from the tenant's other tools, and without those from a broad guess. Answers that call no tool are a
-class of their own: somebody reads them, or the session is over.
+class of their own: a person reads them, or the session is over.
 
 The *worth* of waiting on is Gittins' index: over all lengths of the wait, the most that is to be had of
 

@@ -6,7 +6,7 @@ a part of them instead of cycling through all:
 
 *Which KV goes.* What an answer leaves is retained (``kv/retention.py``) by what it saves in a second of each of its
 blocks: the time to compute it again, times the worth of waiting for the session (``forecasts.py``). Of those that save
-about as much, the session that began later goes first. KV that belongs to nobody's next turn goes before all of them.
+about as much, the session that began later goes first. KV that no next turn is expected for goes before all of them.
 
 *Which turn waits.* A turn whose KV is here runs at once. One that would take room from others is admitted as long as
 the work that it causes (its own prompt, what it displaces, as likely as that returns) delays all others together by
@@ -278,13 +278,13 @@ class ReturnPolicy:
             return
         self._ranked_ns = now_ns
         retained = self._pool.retained
-        kept = [absence for absence in self._kept.values() if retained.retained_tokens(absence.handle)]
-        for absence in kept:
+        kept_absences = [absence for absence in self._kept.values() if retained.retained_tokens(absence.handle)]
+        for absence in kept_absences:
             if not absence.has_returned:
                 self._rank_absence(absence)
                 retained.change_priority(absence.handle, self._priority_of(absence))
-        kept.sort(key=lambda absence: (absence.has_returned, self._priority_of(absence)))
-        self._kept = {absence.arrival: absence for absence in kept}
+        kept_absences.sort(key=lambda absence: (absence.has_returned, self._priority_of(absence)))
+        self._kept = {absence.arrival: absence for absence in kept_absences}
 
     def _rank_absence(self, absence: Absence) -> None:
         waited_ns = self._state.now - absence.since_ns
@@ -316,7 +316,7 @@ class ReturnPolicy:
         self._averaged_ns = now_ns
 
     def should_wait(self, sequence: Sequence) -> bool:
-        """Whether ``sequence``, which waits for admission, leaves the room to those for whom it is kept."""
+        """Whether ``sequence``, which waits for admission, leaves the room to sessions for which it is kept."""
         state, request = self._state, sequence.group.request
         runs = state.decoding.items or state.prefilling.items or state.idle.items
         if not (self._kept and runs and self.is_on) or sequence.out or sequence.dram_blocks:
@@ -327,14 +327,14 @@ class ReturnPolicy:
         if delay is not None and now_ns < delay.check_ns:
             return True
         caused_ns = self._caused_ns(sequence)
-        others = self._running + len(self._delays) - (delay is not None)
-        if caused_ns * others <= self._turn_ns:
+        delayed = self._running + len(self._delays) - (delay is not None)
+        if caused_ns * delayed <= self._turn_ns:
             return False
         if delay is None:
             delay = self._delays[request.request_id] = Delay(
                 now_ns, now_ns, sequence.prompt_tokens // self._block_tokens
             )
-        if FORCED_PART * caused_ns * (others + 1) < now_ns - max(delay.since_ns, self._forced_ns):
+        if FORCED_PART * caused_ns * (delayed + 1) < now_ns - max(delay.since_ns, self._forced_ns):
             self._forced_ns = now_ns
             return False
         delay.check_ns = now_ns + RECHECK_NS
@@ -345,8 +345,8 @@ class ReturnPolicy:
         KV will have to go as well, and what is displaced of sessions that began earlier. 0: it takes none."""
         state, group, tokens = self._state, sequence.group, sequence.known_tokens()
         matched = self._pool.match(group.isolation, tokens)
-        own = self._returned.get(group.request.request_id)
-        if own is not None and matched >= own.tokens:
+        own_absence = self._returned.get(group.request.request_id)
+        if own_absence is not None and matched >= own_absence.tokens:
             return 0.0
         wanted = ceil_div(len(tokens) - matched, self._block_tokens) + headroom_blocks(len(state.decoding))
         growing = sum(not absence.has_returned for absence in self._kept.values())
@@ -359,7 +359,7 @@ class ReturnPolicy:
         for absence in self._kept.values():
             if lacking <= 0:
                 break
-            if absence is own:
+            if absence is own_absence:
                 continue
             own_blocks = max(1, absence.own_tokens // self._block_tokens)
             if absence.tenant == group.tenant:
@@ -405,8 +405,11 @@ class ReturnPolicy:
             of_isolation = lengths.setdefault(isolation, {})
             of_isolation[absence.blocks] = of_isolation.get(absence.blocks, 0) + 1
         check(lengths == self._lengths, "absences were counted wrongly")
-        kept = [absence for absence in self._kept.values() if not absence.has_returned]
-        check(all(self._absences.get(absence.place) is absence for absence in kept), "what is kept is of no absence")
+        kept_absences = [absence for absence in self._kept.values() if not absence.has_returned]
+        check(
+            all(self._absences.get(absence.place) is absence for absence in kept_absences),
+            "what is kept is of no absence",
+        )
         returned = [absence for absence in self._kept.values() if absence.has_returned]
         check(len(returned) <= len(self._returned), "a turn that has come back is not waited for")
         open_requests = self._state.groups

@@ -232,8 +232,14 @@ class PrefixSharing:
         for sequence in sorted(holders, key=lambda sequence: sequence.rank):
             group = sequence.group
             before = blocks_by_tenant.get(group.tenant, 0)
-            urgency, _, begun, arrival, index = sequence.rank
-            standings[sequence] = urgency, before * SCALE // turns.weight_of(group.tenant), begun, arrival, index
+            urgency, _, session_arrival, arrival, index = sequence.rank
+            standings[sequence] = (
+                urgency,
+                before * SCALE // turns.weight_of(group.tenant),
+                session_arrival,
+                arrival,
+                index,
+            )
             blocks_by_tenant[group.tenant] = before + self._state.memory.blocks_held(sequence)
         return standings
 

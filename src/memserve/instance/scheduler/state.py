@@ -31,9 +31,8 @@ from typing import Protocol
 from memserve import _core
 from memserve.base.errors import InvariantError, check
 from memserve.base.fairness import Turns
-from memserve.base.types import FinishReason, TokenOutput
+from memserve.base.types import FinishReason, TokenArray, TokenOutput
 from memserve.base.units import NS_PER_S
-from memserve.instance.returns.policy import ReturnPolicy
 from memserve.instance.scheduler.grammar_waits import GrammarWaits, LateMasks
 from memserve.instance.scheduler.memory import SequenceMemory
 from memserve.instance.scheduler.sequence import SEQUENCE, Cause, Group, Phase, Rank, Sequence, is_held_segment
@@ -217,6 +216,35 @@ class Transfers(Protocol):
         """Take back blocks that are lent without need. False: there are none."""
 
 
+class TurnRetention(Protocol):
+    """What is kept of sessions between their turns (:class:`~memserve.instance.returns.policy.ReturnPolicy`)."""
+
+    @property
+    def kept_prefixes(self) -> int:
+        """Sessions whose KV waits for them."""
+
+    def on_request_opened(self, group: Group) -> None:
+        """A request has come; before it has sequences."""
+
+    def on_admitted(self, group: Group) -> None:
+        """The request has its blocks."""
+
+    def on_request_ended(self, request_id: str) -> None:
+        """The request waits no more."""
+
+    def on_answer_left(self, group: Group, tokens: TokenArray, drawn: int) -> None:
+        """An answer of ``drawn`` tokens has ended, and left KV of ``tokens`` to the cache."""
+
+    def average_running(self) -> None:
+        """A plan is made."""
+
+    def should_wait(self, sequence: Sequence) -> bool:
+        """Whether ``sequence``, which waits for admission, leaves room to kept sessions."""
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if its books contradict each other."""
+
+
 class SchedulerState:
     """Sequences by phase, slots, outputs to emit. Every move keeps slots and blocks accounted exactly once."""
 
@@ -236,7 +264,7 @@ class SchedulerState:
         #: None: requests have no objectives
         self.objectives: Objectives | None = None
         #: None: what sessions leave between two turns is not told apart
-        self.returns: ReturnPolicy | None = None
+        self.returns: TurnRetention | None = None
         #: None: outside a cluster, where no request has transfers
         self.transfers: Transfers | None = None
         #: all and only unfinished requests, in order of arrival
