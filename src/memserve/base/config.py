@@ -181,10 +181,10 @@ class SchedulerConfig:
     (and within ``--slo-tpot-ms``); the rest is parked behind its first token until there is room. What puts off answers
     is kept to about a twentieth of their time. ``prompts-first``: the same without that bound. For studies:
     ``layerkv``, ``layerkv-staggered``, ``next-layer``, ``static-N`` (see ``instance/layerwise/budget.py``)."""
-    keep_tool_prefixes: str = option("auto")
-    """Whose KV stays between the turns of sessions where not all of it fits. ``auto``: what is expected to save most,
-    by when sessions came back after the same tool, and turns wait that would take room from earlier sessions for more
-    work than they gain; it turns itself off where the order of last use does better. ``off``: the order of last use."""
+    keep_tool_prefixes: str = option("off")
+    """Whose KV stays between the turns of sessions where not all of it fits. ``off``: the order of last use. ``auto``:
+    what is expected to save most, by when sessions came back after the same tool, and turns wait that would take room
+    from earlier sessions for more work than they gain; it turns itself off where the order of last use does better."""
     draft_tokens: int = option(0, "--draft-tokens", least=0, most=64)
     """N: a step also computes up to N tokens that followed the same tokens before, in the sequence or in an earlier
     request of its tenant, and keeps those that are drawn, where that pays. Answers stay the same. 0: no drafts."""

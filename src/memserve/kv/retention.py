@@ -426,9 +426,9 @@ class RetainedPrefixes:
 
     def _make_room_below(self, prefix: RetainedPrefix) -> None:
         """Let those in DRAM go that are lower, as far as ``prefix`` lacks the room there."""
-        wanted = len(self._index.match_blocks(prefix.namespace, prefix.prefix).hbm)
+        needed_blocks = len(self._index.match_blocks(prefix.namespace, prefix.prefix).hbm)
         while (lowest := self._lowest(Tier.DRAM)) is not None and lowest.place < prefix.place:
-            if self._dram.blocks_free + self._index.evictable_blocks(Tier.DRAM, wanted) >= wanted:
+            if self._dram.blocks_free + self._index.evictable_blocks(Tier.DRAM, needed_blocks) >= needed_blocks:
                 return
             self.end_retention(lowest.handle)
 
@@ -455,8 +455,8 @@ class RetainedPrefixes:
             stands = bool(prefix.tiers) if snapshot is None else prefix in self._at_snapshot.get(snapshot, ())
             check(stands, "a retained prefix stands nowhere")
             check(all(part.retains for part in prefix.parts), "a part of a retained window is not")
-        held = {prefix for prefixes in self._at_hold.values() for prefix in prefixes}
-        check(held == {prefix for prefix in live if prefix.hold}, "holds and retained prefixes disagree")
+        holding = {prefix for prefixes in self._at_hold.values() for prefix in prefixes}
+        check(holding == {prefix for prefix in live if prefix.hold}, "holds and retained prefixes disagree")
         for snapshot, prefixes in self._at_snapshot.items():
             best = max((prefix.place for prefix in prefixes), default=None)
             check(snapshot.retained == best is not None, "a snapshot is not retained as its prefixes are")

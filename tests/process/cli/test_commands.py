@@ -335,7 +335,7 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
         "scheduling": ("--scheduling", "slo"), "slo_tpot_ns": ("--slo-tpot-ms", "60.5", 60_500_000),
         "slo_ttft_ns": ("--slo-ttft-ms", "3000", 3_000_000_000), "layerwise": ("--layerwise", "auto"),
         "link_bytes_s": ("--link-gbps", "16", 2e9), "draft_tokens": ("--draft-tokens", "6", 6),
-        "keep_tool_prefixes": ("--keep-tool-prefixes", "off"),
+        "keep_tool_prefixes": ("--keep-tool-prefixes", "auto"),
         "window_kv": ("--window-kv", "together"), "nonprefix_reuse": ("--nonprefix-reuse", None, True),
         "nonprefix_recompute": ("--nonprefix-recompute", "0.5", 0.5),
         "kv_dtype": ("--kv-dtype", "int8"), "kv_lower_dtype": ("--kv-lower-dtype", "int8"),

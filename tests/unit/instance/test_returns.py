@@ -14,7 +14,13 @@ from memserve.protocol.events import RequestCancelled, ToolCalled
 
 QUICK_NS, SLOW_NS = 500 * NS_PER_MS, 60 * NS_PER_S
 
-make = pytest.fixture(params=["real"])(building_worlds)
+worlds = pytest.fixture(params=["real"])(building_worlds)
+
+
+@pytest.fixture
+def make(worlds):
+    """Builds a world that keeps what sessions come back to."""
+    return lambda **sizes: worlds(**({"keep_tool_prefixes": "auto"} | sizes))
 
 
 def learnt(gaps_ns, tool="t", tenant="a"):

@@ -281,12 +281,12 @@ class _OpenAIForm:
     ) -> tuple[bytes, dict[str, str] | None]:
         form, dtype, order = body.encoding_format or "float", body.embed_dtype or "float32", body.endianness or "native"
         usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-        told = {"id": self._id(), "created": int(time.time()), "model": self._shared.model.name, "usage": usage}
+        fields = {"id": self._id(), "created": int(time.time()), "model": self._shared.model.name, "usage": usage}
         if form == "float":
-            return self._json(told, [values.tolist() for values in embeddings]), None
+            return self._json(fields, [values.tolist() for values in embeddings]), None
         packed = [pack_numbers(values, dtype, order) for values in embeddings]
         if form == "base64":
-            return self._json(told, [base64.b64encode(values).decode() for values in packed]), None
+            return self._json(fields, [base64.b64encode(values).decode() for values in packed]), None
         if form == "bytes_only":
             return b"".join(packed), {}
         size = len(packed[0])
@@ -297,7 +297,7 @@ class _OpenAIForm:
             }
             for place in range(len(packed))
         ]  # fmt: skip
-        return b"".join(packed), {"metadata": json.dumps({**told, "data": data})}
+        return b"".join(packed), {"metadata": json.dumps({**fields, "data": data})}
 
     def _json(self, told: dict[str, Any], values: list[Any]) -> bytes:
         data = [self._entry(place, value) for place, value in enumerate(values)]
@@ -351,11 +351,11 @@ class _CohereForm:
     def _before_texts(self, kind: str | None) -> str:
         if kind is None:
             return ""
-        known = dict(self._embedder.pooling.prompts)
+        prompts = dict(self._embedder.pooling.prompts)
         for name in (kind, kind.removeprefix("search_")):
-            if name in known:
-                return known[name]
-        shown = f"its files name {', '.join(sorted(known))}" if known else "its files name none"
+            if name in prompts:
+                return prompts[name]
+        shown = f"its files name {', '.join(sorted(prompts))}" if prompts else "its files name none"
         raise bad_request(f"Unsupported input_type {kind!r} of this model: {shown}", "input_type", "invalid_value")
 
     def answer(
@@ -369,8 +369,8 @@ class _CohereForm:
             forms[kind] = [_COHERE_FORMS[kind](values) for values in embeddings]
         units = {"input_tokens": prompt_tokens, "image_tokens": 0}
         meta = {"api_version": {"version": "2"}, "billed_units": units}
-        told = {"id": f"embd-{new_id()}", "response_type": "embeddings_by_type"}
-        return msgspec.json.encode({**told, "embeddings": forms, "texts": body.texts, "meta": meta}), None
+        fields = {"id": f"embd-{new_id()}", "response_type": "embeddings_by_type"}
+        return msgspec.json.encode({**fields, "embeddings": forms, "texts": body.texts, "meta": meta}), None
 
 
 _COHERE_FORMS: dict[str, Any] = {

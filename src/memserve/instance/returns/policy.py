@@ -348,10 +348,10 @@ class ReturnPolicy:
         own_absence = self._returned.get(group.request.request_id)
         if own_absence is not None and matched >= own_absence.tokens:
             return 0.0
-        wanted = ceil_div(len(tokens) - matched, self._block_tokens) + headroom_blocks(len(state.decoding))
+        needed_blocks = ceil_div(len(tokens) - matched, self._block_tokens) + headroom_blocks(len(state.decoding))
         growing = sum(not absence.has_returned for absence in self._kept.values())
-        wanted += int(GROWTH_TURNS * growing * self._growth_tokens) // self._block_tokens
-        lacking = wanted - self._pool.retained.room_beside(wanted)
+        needed_blocks += int(GROWTH_TURNS * growing * self._growth_tokens) // self._block_tokens
+        lacking = needed_blocks - self._pool.retained.room_beside(needed_blocks)
         if lacking <= 0:
             return 0.0
         self.rank_absences()

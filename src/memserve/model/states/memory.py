@@ -179,8 +179,11 @@ class SlotStates:
             while done < run.nbytes:  # a run may go on in the next page
                 page, offset = divmod(place + done, size)
                 count = min(run.nbytes - done, size - offset)
-                there, here = whole[pages[page], offset : offset + count], own[run.own + done : run.own + done + count]
-                target, source = (there, here) if to_pages else (here, there)
+                page_part, own_part = (
+                    whole[pages[page], offset : offset + count],
+                    own[run.own + done : run.own + done + count],
+                )
+                target, source = (page_part, own_part) if to_pages else (own_part, page_part)
                 target[:] = source
                 done += count
 
@@ -265,9 +268,9 @@ class RaggedStates:
                 inputs, piece.begin, piece.end, states, is_fresh=piece.is_fresh
             )
             if piece.taken is not None:
-                taken = parts_of(piece.taken, self._memory.geometry)
+                parts_behind = parts_of(piece.taken, self._memory.geometry)
                 for key, part in layer.parts.items():
-                    taken[part].copy_(own[key])
+                    parts_behind[part].copy_(own[key])
         return output
 
     def _make_table(self) -> StatePieces:

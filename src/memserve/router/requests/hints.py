@@ -116,11 +116,11 @@ class HintRelay:
         """What became of a hint. None: it is not known, yet or any more."""
         if hint_id not in self._retained:
             return self.results.result_of(hint_id)
-        tenant, name, wanted = self._retained[hint_id]
+        tenant, name, tokens = self._retained[hint_id]
         (kept_tokens,) = self._named_prefixes.pinned_tokens(tenant, (name,))
         if kept_tokens is None:
             return None
-        return result_for(kept_tokens, wanted, "no more of it is cached") if kept_tokens else NOTHING_CACHED
+        return result_for(kept_tokens, tokens, "no more of it is cached") if kept_tokens else NOTHING_CACHED
 
     def _find_target(self, event: KvHinted, blocks: Ints | None) -> Member | str:
         """Which instance shall have the prefix: the one that is named, the one with most of it, or the one with the
@@ -186,8 +186,8 @@ class HintRelay:
         for hint_id, hint in list(self._open.items()):
             hint.waits_for.discard(member.name)
             if not hint.waits_for:
-                gone = HintResult(HintOutcome.MISSING, 0, f"{member.name} is gone")
-                self.results.put_result(hint_id, hint.best or gone)
+                lost = HintResult(HintOutcome.MISSING, 0, f"{member.name} is gone")
+                self.results.put_result(hint_id, hint.best or lost)
                 del self._open[hint_id]
 
     def check_invariants(self) -> None:
