@@ -6,7 +6,8 @@ What every member of a cluster has in virtual time, whatever its machine: a mail
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from msgspec import structs
@@ -24,6 +25,7 @@ from memserve.instance.events import (
     HoldSegment,
     LayerFinished,
     MaskComputed,
+    MoveGate,
     RunStep,
     StepFailed,
     StepFinished,
@@ -170,6 +172,9 @@ class Device(Protocol):
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
         """``layer`` of the plan under way is computed. Returns whether to report it."""
 
+    def lose_rows(self, plan: StepPlan, slots: Sequence[int]) -> None:
+        """What rows of these slots wait for will not come: they fail alone."""
+
     def run_plan(self, plan: StepPlan) -> StepFinished | StepFailed:
         """The plan has been executed, or has failed."""
 
@@ -243,6 +248,8 @@ class InstanceNode(MemberNode):
         self.port = self.host.new_port(self)
         self.plans: deque[StepPlan] = deque()
         self._working = False
+        self._gates: dict[int, int | None] = {}  # of the plan under way and later ones: as ``MoveGate`` says
+        self._at_gate: Callable[[], None] | None = None  # what goes on when one moves
         self.forget_lines()
         info, config = self.host.peer_info(self), self.host.member_config
         self.member = MemberMachine(info, self.host.router_addresses, config)
@@ -326,6 +333,8 @@ class InstanceNode(MemberNode):
                 self.port_job(action)
             case HoldSegment() | DropSegment():
                 self.change_segment(action)
+            case MoveGate():
+                self._move_gate(action)
             case BuildGrammar():
                 self.call_later(GRAMMAR_NS, self.post_event, GrammarBuilt(action.job_id))
             case AwaitMask():
@@ -344,20 +353,54 @@ class InstanceNode(MemberNode):
         if self._working or not self.plans:
             return
         self._working = True
-        plan = self.plans[0]
-        spent_ns = self.device.step_ns(plan)
-        if plan.report_layers:
-            layers = self.device.layers
-            for layer in range(layers):
-                self.call_later(spent_ns * (layer + 1) // (layers + 1), self._finish_layer, plan, layer)
-        self.call_later(spent_ns, self._finish_step)
+        self._run_layers(self.plans[0], self.device.step_ns(self.plans[0]))
+
+    def _run_layers(self, plan: StepPlan, spent_ns: int) -> None:
+        """Let ``plan`` take its time, and longer where it waits for layers of others."""
+        layers = self.device.layers
+        if plan.gates:
+            self._enter_layer(plan, 0, spent_ns // (layers + 1))
+            return
+        for layer in range(layers if plan.report_layers else 0):
+            self.call_later(spent_ns * (layer + 1) // (layers + 1), self._finish_layer, plan, layer)
+        self._end_later(spent_ns)
+
+    def _end_later(self, rest_ns: int) -> None:
+        self.call_later(rest_ns, self._finish_step)
+
+    def _enter_layer(self, plan: StepPlan, layer: int, layer_ns: int) -> None:
+        """``layer`` begins, once what its rows read of others has come."""
+        moves = [self._gates.get(gate, 0) for gate in plan.gates.values()]
+        if any(layers is not None and layers <= layer for layers in moves):
+            self._at_gate = partial(self._enter_layer, plan, layer, layer_ns)
+            return
+        self._at_gate = None
+        self.call_later(layer_ns, self._leave_layer, plan, layer, layer_ns)
+
+    def _leave_layer(self, plan: StepPlan, layer: int, layer_ns: int) -> None:
+        lost = [slot for slot, gate in plan.gates.items() if self._gates.get(gate, 0) is None]
+        self.device.lose_rows(plan, lost)
+        self._finish_layer(plan, layer)
+        if layer + 1 < self.device.layers:
+            self._enter_layer(plan, layer + 1, layer_ns)
+        else:
+            self._end_later(layer_ns)
+
+    def _move_gate(self, move: MoveGate) -> None:
+        if not any(move.gate in plan.gates.values() for plan in self.plans):
+            return  # its plan has ended
+        self._gates[move.gate] = move.layers
+        if self._at_gate is not None:
+            self._at_gate()
 
     def _finish_layer(self, plan: StepPlan, layer: int) -> None:
-        if self.device.finish_layer(plan, layer):
+        if self.device.finish_layer(plan, layer) and plan.report_layers:
             self.post_event(LayerFinished(plan.step_id, layer))
 
     def _finish_step(self) -> None:
         plan = self.plans.popleft()
+        for gate in plan.gates.values():
+            self._gates.pop(gate, None)
         self._working = False
         self.post_event(self.device.run_plan(plan))
         self._start_step()

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from memserve.base.types import Tier
-from memserve.instance.events import StepFinished, StepPlan
+from memserve.instance.events import RowFailed, StepFinished, StepPlan
 from memserve.kv.costs import CostModel, attended_pairs
 from memserve_lab.sim.clock import Clock
 from memserve_lab.sim.hardware import Machine
@@ -101,6 +101,7 @@ class TimedDevice:
         """The time of the step under way."""
         self.copies_ns = 0
         """Of it: of the copies before its rows."""
+        self._lost: set[int] = set()  # slots of the step under way
 
     def step_ns(self, plan: StepPlan) -> int:
         """How long ``plan`` takes, its copies before its rows."""
@@ -151,9 +152,16 @@ class TimedDevice:
         """Each layer of a plan with ``report_layers`` is reported, at equal distances over the step."""
         return True
 
+    def lose_rows(self, plan: StepPlan, slots: Sequence[int]) -> None:
+        """They have drawn nothing of meaning."""
+        self._lost.update(slots)
+
     def run_plan(self, plan: StepPlan) -> StepFinished:
         """The step has ended now."""
         self.busy_ns += self.spent_ns
         draws = plan.decodes + sum(map(len, plan.sample_slots[plan.decodes :]))
         tokens = self._moments.add_moment([self._clock.now]) * draws if draws else []
-        return StepFinished(plan.step_id, tokens, self.spent_ns, link=self.link.used, copies_ns=self.copies_ns)
+        failed, self._lost = {slot: RowFailed("") for slot in self._lost}, set()
+        return StepFinished(
+            plan.step_id, tokens, self.spent_ns, failed=failed, link=self.link.used, copies_ns=self.copies_ns
+        )

@@ -28,6 +28,7 @@ from memserve.instance.events import (
     GrammarBuilt,
     LayerFinished,
     MaskComputed,
+    MoveGate,
     RunStep,
     StepFailed,
     StepFinished,
@@ -299,6 +300,8 @@ class HostedInstance:
                 self._device.forget_grammar(action.job_id)
             elif isinstance(action, AwaitMask):
                 self._device.await_mask(action.slot, partial(self.post_event, MaskComputed(action.job_id)))
+            elif isinstance(action, MoveGate):
+                self._device.move_gate(action.gate, action.layers)
             else:
                 self._outlet(action)
 

@@ -237,4 +237,14 @@ def _describe_peer(parts: Parts, place: MemberOptions, self_peer: Peer, segments
         state_blocks=parts.machine.pool.state_blocks if config.exchange.shares_kv else 0,
         reports_layers=config.exchange.reports_layers,
         step_tokens=config.scheduler.step_tokens,
+        computes_stripes=_computes_stripes(parts),
     )
+
+
+def _computes_stripes(parts: Parts) -> bool:
+    """Whether KV may come into its blocks layer by layer while it computes. On a GPU layers are not waited for, and of
+    several workers none waits for the others' parts."""
+    config, exchange = parts.config, parts.config.exchange
+    has_gates = hasattr(parts.device, "gates") and parts.model.device.type == "cpu"
+    whole = config.scheduler.layerwise == "off" and config.pool.states is None and config.pool.windows is None
+    return has_gates and whole and exchange.shares_kv and exchange.reports_layers

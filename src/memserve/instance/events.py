@@ -229,6 +229,8 @@ class StepPlan:
     """Of models with a recurrent state: a slot has one from its first order here on, open or not."""
     snapshots: list[TakeSnapshot] = field(default_factory=list)
     reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot
+    gates: dict[int, int] = field(default_factory=dict)
+    """Slot -> the gate of its row: KV before it comes layer by layer. A layer attends when the gate is open for it."""
     report_layers: int = 0
     """N: report each Nth layer as soon as K and V up to it are written for all rows (``LayerFinished``), where the
     forward can; the end of the step reports all layers in any case. 0: report none."""
@@ -277,6 +279,15 @@ class DropSegment:
     """Answer no more queries about ``name``, before any further plan: its blocks may be written again."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoveGate:
+    """The row of a gate (``StepPlan.gates``) may read the first ``layers`` layers of all KV before it. None: it never
+    can; it fails alone. It comes behind the plan, and a gate begins with none."""
+
+    gate: int
+    layers: int | None
 
 
 # -- what the device answers
@@ -390,5 +401,5 @@ Event = (
 )
 Action = (
     RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls | BuildGrammar | ForgetGrammar
-    | AwaitMask | HoldSegment | DropSegment
+    | AwaitMask | HoldSegment | DropSegment | MoveGate
 )  # fmt: skip

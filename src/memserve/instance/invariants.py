@@ -43,6 +43,7 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
         link.writer.check_invariants()
         link.replay_buffer.check_invariants(state.groups)
         link.segments.check_invariants()
+        link.striped.check_invariants()
         link.migrations.check_invariants()
         link.routers.check_invariants(state.groups)
         link.router_updates.check_invariants()

@@ -36,7 +36,14 @@ from memserve.model.attention.expansions import expanding_layers
 from memserve.model.attention.latents import choose_attention, find_costs
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
 from memserve.model.attention.layouts import LayoutPages, PartTables
-from memserve.model.attention.sequence_parallel import HeldKv, SegmentLines, SpannedAttention, SpannedRow
+from memserve.model.attention.sequence_parallel import (
+    GatedAttention,
+    HeldKv,
+    LayerGates,
+    SegmentLines,
+    SpannedAttention,
+    SpannedRow,
+)
 from memserve.model.copier import Copy, PageCopier
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.grammar.masks import Grammars, OnBuilt
@@ -121,6 +128,8 @@ class ModelDevice(Device):
             self.held_kv = HeldKv(self._arenas.hbm_address, geometry)
         #: the way to the other segments
         self.segment_lines: SegmentLines | None = None
+        #: what has come of KV that rows wait for
+        self.gates = LayerGates()
         if gc.isenabled():  # else it is done at the end of the start, once
             gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
             trim_heap()
@@ -187,6 +196,8 @@ class ModelDevice(Device):
         except BaseException:
             self._copier.cancel_copies()  # later plans may use the same pages
             raise
+        finally:
+            self.gates.end_gates(plan.gates.values())
         link, copies_ns = self._copier.take_link_use(), self._arenas.take_copied_ns()
         return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link, copies_ns=copies_ns)
 
@@ -203,6 +214,10 @@ class ModelDevice(Device):
         """See :class:`memserve.transport.ports.Device`."""
         check(self.grammars is not None, "this worker draws no tokens")
         self.grammars.await_mask(slot, on_mask)  # type: ignore[union-attr]  # checked in the line before
+
+    def move_gate(self, gate: int, layers: int | None) -> None:
+        """See :class:`memserve.transport.ports.Device`."""
+        self.gates.move_gate(gate, layers)
 
     def take_sampled(self) -> Drawing:
         """What was drawn since the last call."""
@@ -363,6 +378,8 @@ class ModelDevice(Device):
         attention = self._attention_of(slots, q_starts, (starts + counts).astype(np.int32))
         adapters = self._adapters_of(slots, counts)
         seen_attention, states = self._reporting_attention(plan, attention), None
+        if plan.gates:
+            seen_attention = GatedAttention(seen_attention, self.gates, plan.gates, self._on_segment_lost)
         if self._states is not None:
             late = self._slots.late if self._is_leader else self._late_elsewhere
             states = RaggedStates(self._states, plan, (slots, starts, counts), late)
@@ -446,7 +463,7 @@ class ModelDevice(Device):
         return SpannedAttention(attention, self.segment_lines, rows, self._on_segment_lost)  # type: ignore[arg-type]  # checked in the line before
 
     def _on_segment_lost(self, slot: int, why: str) -> None:
-        """A slot has read nothing of an earlier part: what it computes has no meaning from there on."""
+        """A slot cannot read all that is before its row: what it computes has no meaning from there on."""
         log.info("a part of a longer sequence is lost: %s", why)  # also when it has just ended elsewhere
         self._slots.failed.setdefault(slot, RowFailed(""))
 

@@ -45,6 +45,16 @@ Sequences larger than an instance: their parts, and what is said about them, bes
 
 All dispatches of an attempt have one id: it names the held segments. A holder repeats ``SegmentHeld``, so that a router
 that has forgotten the attempt can cancel it.
+
+Prompts that several instances compute at once, in stripes: all of them are dispatched together, and KV moves.
+
+::
+
+    router                     A (stripes 0, 2)   runner (stripes 1, 3)
+    Dispatch(span: stripes) -> --> computes 0     --> waits for layer 0 of stripe 0
+                               Offer(part_of), Ready (layer 0) -->  pulls, begins with stripe 1
+                               Ready (layer 1)                 -->  pulls, while it computes layer 0 ...
+    Cancel                 --> when the runner has drawn
 """
 
 from __future__ import annotations
@@ -110,6 +120,14 @@ class Segment(Message, frozen=True):
     tokens: Natural
 
 
+class Stripe(Message, frozen=True):
+    """Tokens of a prompt, behind those of the stripe before: whole blocks, but for the last stripe."""
+
+    peer: Peer
+    """Computes them, or has them cached."""
+    tokens: Natural
+
+
 class Span(Message, frozen=True):
     """Which part of a sequence the receiver of a ``Dispatch`` computes: what the request has as its prompt."""
 
@@ -119,6 +137,9 @@ class Span(Message, frozen=True):
     """The instances that keep the KV of those, in order."""
     holds: bool
     """True: compute the prompt, and keep it until ``Cancel``. False: this is the last part, with the answer."""
+    stripes: tuple[Stripe, ...] = ()
+    """Of the whole prompt, one behind the other, which these instances compute at once: nothing is ``before``, and the
+    receiver's prompt ends with the last of its own stripes. Empty: segments are computed one after the other."""
 
 
 class SegmentHeld(Message, frozen=True, tag=True):
@@ -397,6 +418,9 @@ class Offer(Message, frozen=True, tag=True):
     """Of ``dst_blocks``, pages of layers ``[first, end)`` alone are brought; the others are there. None: of all."""
     before: Identities = b""
     """With ``identities``, to a store: of the blocks that lead to these and are its own as well."""
+    part_of: str = ""
+    """An attempt with ``Span.stripes`` that the receiver has as well: these are the blocks of a stripe, and go into those
+    of its own sequence. ``tokens`` are those of the stripe. Empty: they are of no such attempt."""
 
 
 class MoreBlocks(Message, frozen=True, tag=True):

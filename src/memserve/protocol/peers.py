@@ -135,6 +135,8 @@ class PeerInfo(Message, frozen=True):
     same, or no worker sees all of them."""
     step_tokens: Natural = 0
     """Of prompts and answers that one step computes; 0: not known."""
+    computes_stripes: bool = False
+    """Whether it takes part in prompts that several instances compute at once."""
 
 
 class Load(Message, frozen=True):

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from memserve.base.errors import MemserveError
+from memserve.base.errors import InvariantError, MemserveError
 from memserve.base.types import Tier
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.kv.transfer.events import PageJob, PagesPulled, PagesSealed
@@ -53,6 +53,11 @@ class Device(Protocol):
 
     def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
         """``on_mask`` is called, from any thread, once it is known what may come next in a slot whose draw was late."""
+
+    def move_gate(self, gate: int, layers: int | None) -> None:
+        """The rows of a gate may read so many layers of what comes before them; None: never more. From any thread.
+        Raises :class:`InvariantError` where layers are not waited for: such rows are not asked for there."""
+        raise InvariantError("this device waits for no layers")
 
     def close(self) -> None:
         """Give back arenas and threads."""

@@ -100,11 +100,11 @@ class ReplayNode(InstanceNode):
         if self._cores is not None:
             self._share_cores(self._cores, spent_ns)
             return
-        if plan.report_layers:  # by-layer: the KV of a layer leaves while the next ones are computed
-            layers = self.device.layers
-            for layer in range(layers):
-                self.call_later(spent_ns * (layer + 1) // (layers + 1), self._finish_layer, plan, layer)
-        self._await_end(now, now + spent_ns)
+        self._begun_ns = self._end_ns = now
+        self._run_layers(plan, spent_ns)
+
+    def _end_later(self, rest_ns: int) -> None:
+        self._await_end(self._begun_ns, self.host.clock.now + rest_ns)
 
     def _share_cores(self, cores: Cores, spent_ns: int) -> None:
         plan, beside = self.plans[0], self.host.setup.around.beside or (1.0, 1.0)

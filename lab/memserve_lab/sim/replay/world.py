@@ -180,7 +180,7 @@ class ReplayWorld:
             node.peer, node.role, f"virtual://{node.peer.name}", NAMESPACE, self.setup.machine.geometry,
             config.pool.hbm_blocks, config.pool.dram_blocks, node.machine.context_tokens, config.pool.caching,
             host_id=self._host_of(node.place), costs=self._costs, reports_layers=self.setup.reports_layers,
-            step_tokens=config.scheduler.step_tokens,
+            step_tokens=config.scheduler.step_tokens, computes_stripes=self.setup.reports_layers,
         )  # fmt: skip
 
     # -- what happens

@@ -23,6 +23,7 @@ from memserve.instance.cluster.migration import MigrationSender
 from memserve.instance.cluster.prefix_fetch import Fetches
 from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
+from memserve.instance.cluster.stripes import StripedPrompts
 from memserve.instance.events import Action
 from memserve.instance.hints import HintRunner
 from memserve.instance.intake import RequestIntake
@@ -204,6 +205,7 @@ class RouterCommands:
         parts: LinkParts,
         changes: RouterChanges,
         segments: HeldSegments,
+        striped: StripedPrompts,
         news: RouterUpdates,
         outbox: list[Action],
         step_tokens: int,
@@ -219,7 +221,7 @@ class RouterCommands:
             parts.fetches,
             segments,
         )
-        self._migrations = parts.migrations
+        self._migrations, self._striped = parts.migrations, striped
         self._router_updates, self._outbox = news, outbox
         self._load, self._step_tokens = instance.load, step_tokens
         self._handlers: dict[type, Callable[[Any, Peer, int], None]] = {
@@ -285,6 +287,12 @@ class RouterCommands:
         self._sender.prepare_handoff(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
         cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
         self._intake.enqueue_group(group, cause, order.generated if resumed else (), order.ended)
+        if order.span is not None and order.span.stripes:
+            problem = self._striped.add_part(group, self._changes.self_peer)
+            if problem:
+                self._state.drop_group(group)
+                self.reject_attempt(RejectRequest(request.request_id, problem, 0.0))
+                return
         self._router_updates.on_attempt_placed(sender)
         if order.holders and group.sequences:
             self._fetches.start_fetch(group, now_ns)

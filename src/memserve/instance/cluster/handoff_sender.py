@@ -14,12 +14,11 @@ withdrawn, and a new one made when the request is admitted again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from memserve.base.errors import check
 from memserve.base.types import Tier, TokenArray, TransferMode
 from memserve.base.units import NS_PER_S, ceil_div
 from memserve.instance.cluster.idempotency import ReplayBuffer
+from memserve.instance.cluster.layer_announcer import LayerAnnouncer
 from memserve.instance.cluster.routers import Routers
 from memserve.instance.events import StepPlan
 from memserve.instance.intake import RequestIntake
@@ -32,16 +31,6 @@ from memserve.protocol.peers import Peer
 _ARRIVAL_NS = 2 * NS_PER_S
 """A request that migrates with all of its KV runs nowhere until it has arrived: after this long it is tried again from
 its tokens."""
-
-
-@dataclass(slots=True)
-class _Layers:
-    """Blocks that a plan under way computes, to be named layer by layer."""
-
-    offer_id: str
-    first_block: int
-    end_block: int
-    next_layer: int = 0
 
 
 class HandoffSender:
@@ -59,13 +48,11 @@ class HandoffSender:
         self._state, self._replay_buffer, self._routers = state, replay_buffer, routers
         self._intake = intake
         self._exchange = exchange
-        self._num_layers = num_layers
+        self._announcer = LayerAnnouncer(exchange, num_layers)
         #: all and only the live requests with ``tokens_here``, by id
         self.leaving: dict[str, Group] = {}
         #: open offers of requests that have left: offer id -> request id
         self.departed: dict[str, str] = {}
-        #: plan -> what it computes for offers by layer
-        self._layers: dict[int, list[_Layers]] = {}
         #: requests that were to migrate and go on here, and why, for their routers
         self.stayed: list[tuple[str, str]] = []
         self.handed_over = 0
@@ -168,8 +155,7 @@ class HandoffSender:
             return
         memory = self._state.memory
         if remote.mode is TransferMode.BY_LAYER and sequence.layered is None and memory.pool.config.page_is_layer:
-            plan.report_layers = 1
-            self._layers.setdefault(plan.step_id, []).append(_Layers(offer_id, remote.named_blocks, end_block))
+            self._announcer.add_blocks(plan, offer_id, (remote.named_blocks, end_block), last_waits=False)
         else:
             self._exchange.announce_computed(offer_id, remote.named_blocks, end_block, fence=plan.step_id)
         remote.named_blocks = end_block
@@ -231,25 +217,15 @@ class HandoffSender:
 
     def layer_finished(self, step_id: int, layer: int) -> None:
         """The device has written ``layer`` for all rows of the plan."""
-        for part in self._layers.get(step_id, ()):
-            if part.next_layer <= layer:
-                self._announce_layers(part, layer + 1)
+        self._announcer.layer_finished(step_id, layer)
 
     def step_finished(self, step_id: int) -> None:
         """All layers are written, reported or not. Hand over the requests whose tokens are known."""
-        for part in self._layers.pop(step_id, ()):
-            if part.next_layer < self._num_layers:
-                self._announce_layers(part, self._num_layers)
+        self._announcer.step_finished(step_id)
         drawn_groups = {id(s.group): s.group for s in self._state.idle.items if s.group.tokens_here is not None}
         for group in drawn_groups.values():
             if not group.forks_pending and all(self._is_done(sequence) for sequence in group.sequences.values()):
                 self._hand_over(group)
-
-    def _announce_layers(self, part: _Layers, end_layer: int) -> None:
-        self._exchange.announce_computed(
-            part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0
-        )
-        part.next_layer = end_layer
 
     # -- leaving
 
@@ -359,7 +335,7 @@ class HandoffSender:
 
     def kv_lost(self) -> None:
         """A step failed, and with it every offer."""
-        self._layers.clear()
+        self._announcer.clear()
         for group in self.leaving.values():
             if group.remote is not None:
                 group.remote.offer_id = None
@@ -372,7 +348,7 @@ class HandoffSender:
     def clear(self) -> None:
         """The instance was expelled: requests that have left are forgotten, too."""
         self.departed.clear()
-        self._layers.clear()
+        self._announcer.clear()
 
 
 def places_of(sequence: Sequence) -> list[Place]:

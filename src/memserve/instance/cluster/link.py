@@ -24,6 +24,7 @@ from memserve.instance.cluster.prefix_fetch import Fetches
 from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.cluster.store_export import StoreWriter
+from memserve.instance.cluster.stripes import StripedPrompts
 from memserve.instance.events import Action, StepPlan
 from memserve.instance.hints import NEEDED, NO_STORE
 from memserve.instance.scheduler.capacity import headroom_blocks
@@ -36,11 +37,14 @@ from memserve.kv.transfer.events import (
     HandoffFailed,
     HandoffOffered,
     Inserted,
+    LayersArrived,
     Outcome,
     PagesPulled,
     PagesSealed,
     PullPages,
     Released,
+    StripeLost,
+    StripeOffered,
 )
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived, RejectRequest, Send
@@ -86,6 +90,7 @@ class ClusterLink:
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
         self.segments = HeldSegments(state)
+        self.striped = StripedPrompts(state, self.exchange, geometry.num_layers)
         capacity = config.exchange.event_capacity
         self.router_updates = RouterUpdates(self.routers, KvFeed(pool, capacity) if capacity else None, instance.load)
         #: messages that only the router may send, from another process or an earlier router
@@ -108,7 +113,7 @@ class ClusterLink:
             KvHint: self._on_hint,
         }  # fmt: skip
         self.commands = RouterCommands(
-            parts, self.changes, self.segments, self.router_updates, self._outbox, config.scheduler.step_tokens
+            parts, self.changes, self.segments, self.striped, self.router_updates, self._outbox, config.scheduler.step_tokens
         )
         state.transfers = self
 
@@ -170,18 +175,21 @@ class ClusterLink:
         """A plan was executed, and its tokens were taken into account; or it failed."""
         self.sender.step_finished(step_id)
         self.writer.offers.step_finished(step_id)
+        self.striped.step_finished(step_id)
         self._apply_outcomes(self.exchange.plan_finished(step_id, now_ns), now_ns)
 
     def layer_finished(self, step_id: int, layer: int) -> None:
         """The device has written ``layer`` for all rows of a plan."""
         self.sender.layer_finished(step_id, layer)
         self.writer.offers.layer_finished(step_id, layer)
+        self.striped.layer_finished(step_id, layer)
 
     def kv_lost(self, now_ns: int) -> list[Outcome]:
         """A step failed: to be called before the cache is cleared. The outcomes are for :meth:`start_over`, which comes
         behind that: a request that asked for its prefix before would still find it."""
         self.sender.kv_lost()
         self.writer.kv_lost()
+        self.striped.kv_lost()
         return self.exchange.everything_failed(now_ns)
 
     def start_over(self, lost: list[Outcome], now_ns: int) -> None:
@@ -201,10 +209,12 @@ class ClusterLink:
         self.receiver.on_request_ended(group)
         self.fetches.on_request_ended(group)
         self.segments.on_request_ended(group)
+        self.striped.on_request_ended(group)
 
     def request_preempted(self, group: Group) -> None:
-        """The KV of ``group``, which is being handed over, has gone."""
-        self.sender.on_preempted(group)
+        """The KV of ``group``, which other instances have to do with, has gone."""
+        if not self.striped.fail_part(group, "preempted"):
+            self.sender.on_preempted(group)
 
     def sequence_completed(self, sequence: Sequence) -> None:
         """Another instance wants the KV that ``sequence`` has generated."""
@@ -224,6 +234,8 @@ class ClusterLink:
         self.replay_buffer.expire_answers(now_ns)
         self.changes.end_overdue(now_ns)
         self.segments.report_complete(now_ns)
+        for refusal in self.striped.take_failed():
+            self.commands.reject_attempt(refusal)
         state = self._state
         parked = len(state.parked) if state.memory.layers.parks else None
         self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
@@ -236,10 +248,14 @@ class ClusterLink:
         if self.sender.leaving:
             self.sender.on_plan_made(plan, now_ns)
         self.writer.on_plan_made(plan, now_ns)
+        if self.striped.parts:
+            self.striped.on_plan_made(plan, now_ns)
 
     def append_messages(self, actions: list[Action], now_ns: int) -> None:
         """Append messages and page jobs, behind plans and tokens, which are more urgent. What is kept of answers goes
         before further tokens of them."""
+        self._apply_outcomes(self.striped.place_offered(now_ns), now_ns)
+        actions += self.striped.take_moves()
         if self.replay_buffer.report_due and self.router is not None:
             messages = self.replay_buffer.take_messages(self.routers.follower_of)
             actions[:0] = [Send(self.router, message) for message in messages]
@@ -294,6 +310,12 @@ class ClusterLink:
                         self.commands.reject_attempt(
                             RejectRequest(departed_id, f"no instance took it over: {reason}", 0.0)
                         )
+                case StripeOffered():
+                    self.striped.on_offered(outcome)
+                case LayersArrived():
+                    self.striped.on_layers_arrived(outcome)
+                case StripeLost():
+                    self.striped.on_stripe_lost(outcome)
                 case Inserted():
                     self.blocks_come_home += outcome.pulled_blocks
 
@@ -419,6 +441,7 @@ class ClusterLink:
         self.receiver.clear()
         self.fetches.clear()
         self.writer.clear()
+        self.striped.clear()
         self._pins.release_all()
         self._pins.lost.clear()
         self._outbox.clear()
@@ -438,7 +461,7 @@ class ClusterLink:
         """When something is due here: the end of a lease, a fetch, news for a router ... None: nothing is."""
         ends = [
             part.next_deadline_ns
-            for part in (self.exchange, self.segments, self.replay_buffer, self.routers, self.router_updates)
+            for part in (self.exchange, self.segments, self.striped, self.replay_buffer, self.routers, self.router_updates)
         ]
         ends.append(self.fetches.decide_at_ns)
         return min([end for end in ends if end is not None], default=None)

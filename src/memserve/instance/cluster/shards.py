@@ -45,8 +45,8 @@ class HeldSegments:
         for name, group in self.groups.items():
             sequence = next(iter(group.sequences.values()))
             if name not in self.reported_ns and sequence.out:
-                tokens = sequence.prompt_tokens
-                self._orders.append(HoldSegment(name, list(sequence.blocks), tokens))
+                if not _is_striped(group):
+                    self._orders.append(HoldSegment(name, list(sequence.blocks), sequence.prompt_tokens))
             elif name not in self.reported_ns or now_ns < self.reported_ns[name] + TELL_EVERY_NS:
                 continue
             self.reported_ns[name] = now_ns
@@ -57,7 +57,7 @@ class HeldSegments:
         name = group.request.request_id
         if self.groups.get(name) is group:
             del self.groups[name]
-            if self.reported_ns.pop(name, None) is not None:
+            if self.reported_ns.pop(name, None) is not None and not _is_striped(group):
                 self._dropped.append(DropSegment(name))
 
     def start_over(self) -> None:
@@ -95,3 +95,8 @@ class HeldSegments:
             (sequence,) = self.groups[name].sequences.values()
             whole = len(sequence.blocks) * self._state.memory.block_tokens >= sequence.prompt_tokens
             check(whole and sequence.computed >= sequence.prompt_tokens, "{} is held, but not all there", sequence)
+
+
+def _is_striped(group: Group) -> bool:
+    """Whether others read its blocks, and ask nothing about them."""
+    return group.span is not None and bool(group.span.stripes)

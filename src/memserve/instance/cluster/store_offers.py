@@ -18,6 +18,7 @@ import numpy as np
 from memserve.base.errors import check
 from memserve.base.types import KVGeometry, Tier, TokenArray, TransferMode
 from memserve.base.units import MIB, NS_PER_S, ceil_div
+from memserve.instance.cluster.layer_announcer import LayerAnnouncer
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.sequence import SequenceKey
 from memserve.kv.state_snapshot import Lease
@@ -128,17 +129,6 @@ class _Open:
 
 
 @dataclass(slots=True)
-class _Layers:
-    """An offer's blocks that a plan under way computes, to be announced group by group of layers."""
-
-    offer_id: str
-    first_block: int
-    end_block: int
-    group: int
-    next_layer: int = 0
-
-
-@dataclass(slots=True)
 class ExportCounters:
     """Blocks, in total."""
 
@@ -173,7 +163,7 @@ class StoreOffers:
         #: blocks of all open offers
         self.exported = 0
         self._open: dict[str, _Open] = {}
-        self._layers: dict[int, list[_Layers]] = {}  # plan -> what it computes for offers
+        self._announcer = LayerAnnouncer(exchange, geometry.num_layers)
         self._offered_ns: dict[bytes, int] = {}  # identity -> when it was offered; oldest first
         self.counters = ExportCounters()
 
@@ -223,9 +213,7 @@ class StoreOffers:
         for index in range(count):
             remember(self._offered_ns, identity_at(run.identities, index), now_ns)
         if by_layer and plan is not None:
-            plan.report_layers = min(plan.report_layers or group, group)
-            part = _Layers(offer_id, run.first_block, run.end_block, group)
-            self._layers.setdefault(plan.step_id, []).append(part)
+            self._announcer.add_blocks(plan, offer_id, (run.first_block, run.end_block), every=group)
         else:
             self._exchange.announce_computed(offer_id, run.first_block, run.end_block, fence=run.written_by)
 
@@ -248,23 +236,12 @@ class StoreOffers:
     # -- while it is computed
 
     def layer_finished(self, step_id: int, layer: int) -> None:
-        """The device has written ``layer`` for all rows of the plan. The last group waits for the end of the step: no
-        offer is complete while its row may still fail."""
-        for part in self._layers.get(step_id, ()):
-            end = layer + 1
-            if end - part.next_layer >= part.group and end < self._geometry.num_layers:
-                self._announce_layers(part, end)
+        """The device has written ``layer`` for all rows of the plan."""
+        self._announcer.layer_finished(step_id, layer)
 
     def step_finished(self, step_id: int) -> None:
         """All layers of the plan are written, reported or not."""
-        for part in self._layers.pop(step_id, ()):
-            self._announce_layers(part, self._geometry.num_layers)
-
-    def _announce_layers(self, part: _Layers, end_layer: int) -> None:
-        self._exchange.announce_computed(
-            part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0
-        )
-        part.next_layer = end_layer
+        self._announcer.step_finished(step_id)
 
     # -- endings
 
@@ -311,7 +288,7 @@ class StoreOffers:
 
     def kv_lost(self) -> None:
         """A step failed; the exchange ends all offers, and says so."""
-        self._layers.clear()
+        self._announcer.clear()
 
     def store_changed(self) -> None:
         """Another store, or another incarnation of it, was told of nothing."""
@@ -319,7 +296,7 @@ class StoreOffers:
 
     def clear(self) -> None:
         """All offers have ended silently."""
-        self._layers.clear()
+        self._announcer.clear()
         self._open.clear()
         self.exported = 0
 

@@ -449,6 +449,8 @@ def _trusted(sequence: Sequence) -> int:
     span = sequence.group.span
     if sequence.inexact is not None:  # what is computed behind it has read it
         return sequence.inexact.exact_tokens
+    if span is not None and span.stripes:  # until its prompt is complete
+        return 0
     if span is None or not span.segments:
         return sequence.known_length
     return sequence.known_length - 1 if len(sequence.out) > sequence.resumed else 0

@@ -20,6 +20,7 @@ from memserve.base.config import PROMPT_LOGPROBS_MAX, SchedulerConfig
 from memserve.base.errors import check
 from memserve.base.types import Tier
 from memserve.instance.events import StepPlan
+from memserve.instance.layerwise.placement import WholeBlocks
 from memserve.instance.scheduler.admission import PrefixSharing, SequenceAdmission
 from memserve.instance.scheduler.batch import BatchBuilder, InflightPlan
 from memserve.instance.scheduler.capacity import chunk_tokens
@@ -66,7 +67,8 @@ class Planner:
         if any(lines) or state.late_masks.due_sequences():
             batch = self._fill_plan(now_ns, begins_ns)
             stands = not (batch.plan.gives_tokens or batch.plan.moves)
-            if stands and nothing_under_way and not state.late_masks:  # masks come, or their sequences end
+            # masks come, or their sequences end, and so do stripes
+            if stands and nothing_under_way and not (state.late_masks or self._awaits_stripes()):
                 batch = self._start_over(batch, now_ns, begins_ns)
         elif copies_only:
             batch = BatchBuilder(state, self.next_step_id)
@@ -76,6 +78,9 @@ class Planner:
             return None
         self.next_step_id += 1
         return self._finish_plan(batch)
+
+    def _awaits_stripes(self) -> bool:
+        return any(s.striped is not None and not s.striped.loss for s in self.state.prefilling.items)
 
     def _start_over(self, batch: BatchBuilder, now_ns: int, begins_ns: int) -> BatchBuilder:
         """No sequence can move: give up all pins, then preempt everything and begin at the head of the queue.
@@ -304,9 +309,11 @@ class Planner:
 
     def _next_chunk_end(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
         """Up to where ``sequence`` is computed in this plan. 0: it has to wait for the next one."""
-        block_tokens, layers = self.state.memory.block_tokens, self.state.memory.layers
-        if layers.arrives(sequence):
+        block_tokens, layers, row_end = self.state.memory.block_tokens, self.state.memory.layers, sequence.known_length
+        if not _may_go_on(sequence, layers):
             return 0
+        if sequence.striped is not None and (row := sequence.striped.next_row(sequence)):
+            sequence.computed, row_end = row  # what is between comes from others
         chunk_max = self.config.chunk_tokens
         if sequence.layered is not None and sequence.layered.chunk_tokens:
             chunk_max = min(chunk_max, sequence.layered.chunk_tokens)
@@ -318,7 +325,7 @@ class Planner:
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
         if sequence.inexact is not None:
             return sequence.inexact.end_of_chunk(sequence.computed, sequence.known_length, min(chunk_max, budget))
-        count = chunk_tokens(sequence.computed, sequence.known_length, chunk_max, budget, block_tokens)
+        count = chunk_tokens(sequence.computed, row_end, chunk_max, budget, block_tokens)
         return sequence.computed + count if count else 0
 
     def _deferrable_budget(self, batch: BatchBuilder, budget: int) -> int:
@@ -379,7 +386,7 @@ class Planner:
                 break  # those behind it are as well
             if not self._admit_sequence(batch, sequence, now_ns):
                 return None
-            if self.state.memory.layers.arrives(sequence):
+            if not _may_go_on(sequence, self.state.memory.layers):
                 continue
             spent = self._first_row(batch, sequence, budget)
             if not spent:
@@ -407,3 +414,9 @@ class Planner:
         """A row for an admitted sequence; returns its tokens. 0: the row comes with a later plan."""
         end = self._next_chunk_end(batch, sequence, budget)
         return batch.add_chunk(sequence, end) if end and batch.make_writable(sequence, end) else 0
+
+
+def _may_go_on(sequence: Sequence, layers: WholeBlocks) -> bool:
+    """Whether its next row can be computed: what is before it is there, or is on its way layer by layer."""
+    awaits_stripe = sequence.striped is not None and sequence.striped.next_row(sequence) is None
+    return not (awaits_stripe or layers.arrives(sequence))

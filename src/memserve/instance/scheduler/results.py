@@ -41,7 +41,7 @@ class StepResults:
             alone_ns = costs.model.prefill.work_ns(plan.prefill_tokens, plan.prefill_pairs)
             more_ns = round(share * (step_ns - costs.decode_ns))
             overtaking.learn_delay(plan.overtaking_tokens, more_ns, share * alone_ns, 1 + len(state.parked))
-        if plan.plan.slots and not plan.drafts:
+        if plan.plan.slots and not (plan.drafts or plan.plan.gates):  # these have waited for others
             costs.learn_step(plan.prefill_tokens, plan.decode_rows, step_ns, plan.prefill_pairs, plan.reported_layers)
             if not (plan.prefill_tokens or costs.is_measured):
                 costs.learn_decode(plan.decode_rows, sum(plan.plan.starts) + plan.decode_rows, step_ns)

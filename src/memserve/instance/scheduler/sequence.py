@@ -39,6 +39,7 @@ from memserve.protocol.peers import Holder, Peer
 
 if TYPE_CHECKING:
     from memserve.instance.layerwise.state import LayeredKV
+    from memserve.instance.scheduler.stripes import StripedPrompt
     from memserve.instance.speculation.drafts import Pace
     from memserve.kv.contents import InexactKv
     from memserve.kv.state_snapshot import Lease
@@ -336,6 +337,7 @@ class Sequence(_core.SequenceRow):
         "since_ns",
         "since_tokens",
         "slot",
+        "striped",
     )
 
     def __init__(self, group: Group, index: int) -> None:
@@ -367,6 +369,8 @@ class Sequence(_core.SequenceRow):
         self.lease: Lease | None = None
         #: KV that was computed behind other tokens. None: all is its own, or of its prefix
         self.inexact: InexactKv | None = None
+        #: parts of its prompt that other instances compute meanwhile. None: all is computed here
+        self.striped: StripedPrompt | None = None
         self.slot: int | None = None
         #: ``(slot,)``, ready for ``StepPlan.sample_slots``
         self.draw: tuple[int, ...] = ()

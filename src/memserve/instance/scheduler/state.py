@@ -207,7 +207,7 @@ class Transfers(Protocol):
         """``group`` has ended, or continues on another instance."""
 
     def request_preempted(self, group: Group) -> None:
-        """The KV of ``group``, which is being handed over, has gone."""
+        """The KV of ``group``, which other instances have to do with, has gone."""
 
     def sequence_completed(self, sequence: Sequence) -> None:
         """Another instance wants the KV that ``sequence`` has generated; its blocks are released after this call."""
@@ -441,8 +441,9 @@ class SchedulerState:
         self._release_slot(sequence)
         self.move(sequence, Cause.PREEMPTED)
         self.resume_sequence(sequence)
-        if sequence.group.tokens_here is not None and self.transfers is not None:
-            self.transfers.request_preempted(sequence.group)
+        group = sequence.group
+        if (group.tokens_here is not None or sequence.striped is not None) and self.transfers is not None:
+            self.transfers.request_preempted(group)
 
     def _stop_waiting(self, sequence: Sequence) -> None:
         """It loses its slot, and with it the logits that it would have drawn from."""

@@ -178,6 +178,36 @@ class Delivered:
 
 
 @dataclass(frozen=True, slots=True)
+class StripeOffered:
+    """A peer computes blocks of a sequence that is computed here as well (``offer.part_of``). Nothing is pulled before
+    :meth:`Exchange.place_stripe`. Unless it is given up, :class:`LayersArrived` with all layers, or :class:`StripeLost`
+    follows, before the lease's end at the latest."""
+
+    transfer_id: str
+    sender: Peer
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class LayersArrived:
+    """Of a stripe, the pages of the first ``layers`` layers are here, each with the checksum that its owner computed.
+    With the last layer the import has ended."""
+
+    transfer_id: str
+    offer: Offer
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class StripeLost:
+    """The rest of a stripe will not come."""
+
+    transfer_id: str
+    offer: Offer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """An own offer has ended, not by the owner: its references are released."""
 
@@ -206,6 +236,9 @@ Outcome = (
     | FetchEnded
     | Inserted
     | Delivered
+    | StripeOffered
+    | LayersArrived
+    | StripeLost
     | Released
     | RemoteAllocated
 )  # fmt: skip

@@ -89,6 +89,7 @@ class OfferTerms:
     """The transfer id of the fetch that it answers. Empty: none."""
     migrates: bool = False
     layers: tuple[int, int] | None = None
+    part_of: str = ""
 
 
 AS_USUAL = OfferTerms()
@@ -175,6 +176,7 @@ class Exchange:
             identities=offered.identities,
             before=offered.before,
             migrates=terms.migrates,
+            part_of=terms.part_of,
         )
         context.retain(Tier.DRAM, dram_blocks)
         places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
@@ -278,6 +280,12 @@ class Exchange:
         """As :meth:`fetch_blocks`, of a prefix whose blocks from ``first_block`` to the end of ``tokens`` lie in
         several stores, without a state behind it."""
         return self._spread.start_fetch(spread, tenant, tokens.copy(), first_block, now_ns, max(now_ns, deadline_ns))
+
+    def place_stripe(self, transfer_id: str, blocks: list[int], now_ns: int) -> list[Outcome]:
+        """The sequence of a stripe (:class:`StripeOffered`) has blocks here: the stripe's last ones are pulled into these,
+        with references of their own; those before them are cached. Ignored when the import has ended."""
+        self._receiver.place_stripe(transfer_id, blocks)
+        return self._take_outcomes(now_ns)
 
     def give_up(self, transfer_id: str, reason: str) -> None:
         """End an import or a fetch: nothing is held for it any more, no outcome follows. Ignored when it has ended."""

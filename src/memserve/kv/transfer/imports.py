@@ -7,6 +7,7 @@ that ends an import leaves nothing held.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,15 @@ from memserve.base.units import ceil_div
 from memserve.kv.state_snapshot import Lease
 from memserve.kv.transfer.barriers import Barriers
 from memserve.kv.transfer.context import Place, TransferContext
-from memserve.kv.transfer.events import Delivered, FetchEnded, HandoffArrived, HandoffFailed, Inserted
+from memserve.kv.transfer.events import (
+    Delivered,
+    FetchEnded,
+    HandoffArrived,
+    HandoffFailed,
+    Inserted,
+    LayersArrived,
+    StripeLost,
+)
 from memserve.kv.transfer.remote_allocation import RemoteAllocation
 from memserve.protocol.messages import Handoff, Offer, Ready, Release
 from memserve.protocol.peers import Peer
@@ -123,6 +132,12 @@ class ImportPlacement:
         return bool(self.arrived.all())
 
     @property
+    def whole_layers(self) -> int:
+        """Layers of which all pages have come, before the first of which some have not."""
+        broken = np.flatnonzero(~self.arrived.all(axis=0))
+        return int(broken[0]) if broken.size else self.arrived.shape[1]
+
+    @property
     def unbroken_blocks(self) -> int:
         """Blocks to pull that have come in full, before the first that has not; those of a state are the last."""
         broken = np.flatnonzero(~self.arrived.all(axis=1))
@@ -147,6 +162,8 @@ class Import:
     early: list[Ready] = field(default_factory=list)
     """Pages that were ready before there was a place for them."""
     handoff: Handoff | None = None
+    layers_told: int = 0
+    """Of a stripe: its owner has heard of so many layers."""
 
     def advance_phase(self, cause: ImportCause) -> None:
         """Go on, or end. Raises :class:`InvariantError` where ``IMPORT`` has no such move."""
@@ -221,6 +238,8 @@ def objection(context: TransferContext, offer: Offer) -> str | None:
         return "another identity: namespace, key, tenant or tokens differ"
     if offer.insert and offer.request is None and not pool.config.caching:
         return "nothing is cached here"
+    if offer.part_of and (offer.insert or offer.request is not None or offer.dst_blocks):
+        return "a stripe that goes anywhere but into its sequence"
     return _objection_to_state(offer, pool.blocks_behind(len(offer.tokens)), pool.block_tokens)
 
 
@@ -312,15 +331,33 @@ def give_up_lease(context: TransferContext, lease: Lease) -> None:
     context.pool.release(lease.blocks)
 
 
+def place_stripe(
+    context: TransferContext, barriers: Barriers, imported: Import, blocks: list[int]
+) -> ImportPlacement | NoPlace:
+    """``blocks`` of the own sequence for the last blocks of a stripe: those before them are cached here."""
+    reason = context.incompatibility(imported.sender)
+    if reason is not None:
+        return NoPlace(reason)
+    base = imported.end_block - len(blocks)
+    placement = _allocate_placement(context, barriers, imported, Lease(), base, into=blocks)
+    return placement if placement is not None else NoPlace("no blocks")
+
+
 def _allocate_placement(
-    context: TransferContext, barriers: Barriers, imported: Import, lease: Lease, base: int, tier: Tier | None = None
+    context: TransferContext,
+    barriers: Barriers,
+    imported: Import,
+    lease: Lease,
+    base: int,
+    tier: Tier | None = None,
+    into: Sequence[int] = (),
 ) -> ImportPlacement | None:
     """The lease's blocks, which are block ``base`` and following, and new ones up to the import's end, on ``tier``
-    (None: as the offer says)."""
+    (None: as the offer says), or blocks of others: ``into`` or those that the offer names."""
     tier = imported.offer.dst_tier if tier is None else tier
     count = imported.end_block - base - len(lease.blocks)
-    if imported.offer.dst_blocks:
-        new = list(imported.offer.dst_blocks)
+    if into or imported.offer.dst_blocks:
+        new = list(into or imported.offer.dst_blocks)
         check(len(new) == count, "{!r}: {} destinations for {} blocks", imported, len(new), count)
         context.retain(tier, new)
     else:
@@ -359,6 +396,9 @@ def complete_import(context: TransferContext, imported: Import, placement: Impor
     context.send(imported.sender, Release(imported.transfer_id))
     if imported.handoff is not None:
         _hand_over(context, imported, placement, imported.handoff)
+    elif imported.offer.part_of:
+        release_import(context, imported)
+        context.outcomes.append(LayersArrived(imported.transfer_id, imported.offer, context.geometry.num_layers))
     elif imported.offer.insert:
         _insert(context, imported, placement, reason)
     elif imported.offer.layers is not None:
@@ -377,6 +417,8 @@ def report_failure(context: TransferContext, imported: Import, reason: str) -> N
         context.outcomes.append(failed)
     elif imported.fetching is not None:
         context.outcomes.append(FetchEnded(imported.transfer_id, False, 0, reason, was_offered=True))
+    elif imported.offer.part_of:
+        context.outcomes.append(StripeLost(imported.transfer_id, imported.offer, reason))
 
 
 def release_import(context: TransferContext, imported: Import) -> None:

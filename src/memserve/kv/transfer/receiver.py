@@ -21,17 +21,19 @@ from memserve.base.fairness import FairQueue
 from memserve.base.types import Tier, tenant_of
 from memserve.kv.transfer.barriers import Barriers
 from memserve.kv.transfer.context import Deadlines, PeerStatus, Place, TransferContext, is_gone, runs
-from memserve.kv.transfer.events import HandoffOffered, PagesPulled
+from memserve.kv.transfer.events import HandoffOffered, LayersArrived, PagesPulled, StripeOffered
 from memserve.kv.transfer.fetches import PendingFetches, Pull, Pulls, answers_fetch
 from memserve.kv.transfer.imports import (
     Fetching,
     Import,
     ImportCause,
+    ImportPlacement,
     NoPlace,
     complete_import,
     end_block_of,
     objection,
     place_import,
+    place_stripe,
     release_import,
     report_failure,
 )
@@ -58,6 +60,7 @@ class Receiver:
         self.open: dict[str, Import] = {}
         self._waiting: FairQueue[Import] = FairQueue()  # for room
         self._awaiting_member: list[Import] = []  # for news of their sender; some may have ended
+        self._awaiting_sequence: dict[str, Import] = {}  # stripes, for blocks of their sequence
         self._ended: dict[str, None] = {}  # ids, oldest first
 
     # -- what the owner of the blocks says
@@ -157,6 +160,10 @@ class Receiver:
 
     def _wait_for_room(self, imported: Import) -> None:
         imported.advance_phase(ImportCause.SENDER_KNOWN)
+        if imported.offer.part_of:
+            self._awaiting_sequence[imported.transfer_id] = imported
+            self._context.outcomes.append(StripeOffered(imported.transfer_id, imported.sender, imported.offer))
+            return
         tenant, blocks = tenant_of(imported.offer.tenant), imported.end_block - imported.offer.first_block
         self._waiting.push(tenant, imported.transfer_id, imported, blocks)
 
@@ -168,14 +175,23 @@ class Receiver:
             if first.transfer_id in self._waiting:
                 self._waiting.pop()
 
+    def place_stripe(self, transfer_id: str, blocks: list[int]) -> None:
+        """The sequence of a stripe has blocks: its last ones go into these; the others are cached here."""
+        imported = self._awaiting_sequence.pop(transfer_id, None)
+        if imported is not None:
+            self._take_place(imported, place_stripe(self._context, self._barriers, imported, blocks))
+
     def _try_place(self, imported: Import) -> bool:
         """False: no room now."""
         placement = place_import(self._context, self._remote, self._barriers, imported)
-        if placement is None:
-            return False
+        if placement is not None:
+            self._take_place(imported, placement)
+        return placement is not None
+
+    def _take_place(self, imported: Import, placement: ImportPlacement | NoPlace) -> None:
         if isinstance(placement, NoPlace):
             self._refuse_import(imported, placement.reason)
-            return True
+            return
         imported.advance_phase(ImportCause.PLACED)
         imported.placement = placement
         if placement.pull_from > imported.offer.first_block:
@@ -185,7 +201,6 @@ class Receiver:
         for message in early:
             self._announce_pages(imported, message)
         self._complete_if_done(imported)
-        return True
 
     # -- pages
 
@@ -226,6 +241,10 @@ class Receiver:
         # marked only now, when the checksums were right: a page that is announced is not yet one that may be read
         pull.placement.arrived[pull.first_row : pull.end_row, pull.first_layer : pull.end_layer] = True
         self._complete_if_done(imported)
+        if imported.offer.part_of and not imported.over and pull.placement.whole_layers > imported.layers_told:
+            imported.layers_told = pull.placement.whole_layers
+            arrived = LayersArrived(imported.transfer_id, imported.offer, imported.layers_told)
+            self._context.outcomes.append(arrived)
 
     def _complete_if_done(self, imported: Import) -> None:
         """End the import if everything is here, or can never be."""
@@ -304,6 +323,7 @@ class Receiver:
         imported.advance_phase(cause)
         del self.open[imported.transfer_id]
         self._waiting.remove(imported.transfer_id)
+        self._awaiting_sequence.pop(imported.transfer_id, None)
         self._ended[imported.transfer_id] = None
         if len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
@@ -332,7 +352,7 @@ class Receiver:
         for transfer_id, imported in self.open.items():
             placement = imported.placement
             check(transfer_id == imported.transfer_id and not imported.over, "{!r} has ended, and is open", imported)
-            in_line = transfer_id in self._waiting or transfer_id in lines
+            in_line = any(transfer_id in line for line in (self._waiting, lines, self._awaiting_sequence))
             check((placement is None) == in_line, "{!r} has no place, or is in line for a second one", imported)
             if placement is not None:
                 blocks = imported.end_block - placement.base

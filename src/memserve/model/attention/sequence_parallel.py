@@ -1,14 +1,17 @@
-"""Attention over a context that lies on several instances.
+"""Attention over a context that lies on several instances, or that comes from them layer by layer.
 
 The instance that computes a part of a sequence sends the queries of each layer to the holders of the earlier parts, of
 which each answers with its own attention and the statistics of its softmax; meanwhile it computes its own part, and
 merges. Tokens of earlier parts come before all queries, so nothing is masked there.
+
+Of a prompt in stripes the KV itself comes, into blocks of the own sequence: a layer attends as ever, once it is there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +24,7 @@ from memserve.base.errors import MemserveError, UserError
 from memserve.base.types import KVGeometry
 from memserve.instance.events import Before
 from memserve.model.attention.backends import KernelAttention
-from memserve.model.attention.context import StepRows
+from memserve.model.attention.context import StepAttention, StepRows
 from memserve.protocol.messages import Segment
 
 Parts = tuple[Tensor, Tensor]
@@ -164,6 +167,76 @@ class SpannedAttention:
             self._lines.receive_answer(number, parts[place], weights[place])
         parts[-1], weights[-1] = row_outputs, statistics[row.first : row.end]
         outputs[row.first : row.end] = merge_parts(parts, weights)
+
+
+GATE_S = 20.0
+"""How long a layer may be on its way. What comes from an instance that has died is given up long before."""
+
+
+class LayerGates:
+    """Up to which layer the KV before some rows has come (:class:`~memserve.instance.events.MoveGate`). The device's
+    thread waits, another one moves them."""
+
+    def __init__(self, wait_s: float = GATE_S) -> None:
+        self._wait_s = wait_s
+        self._moved = threading.Condition()
+        self._layers: dict[int, int | None] = {}  # of gates whose plans have not ended
+        self._ended = 0  # gates up to this one have ended; later ones have higher numbers
+        #: time in which steps stood still
+        self.waited_ns = 0
+
+    def move_gate(self, gate: int, layers: int | None) -> None:
+        """Rows behind ``gate`` may read so many layers. None: they never can read more."""
+        with self._moved:
+            if gate > self._ended:
+                self._layers[gate] = layers
+                self._moved.notify_all()
+
+    def wait_for_layer(self, gate: int, layer: int) -> None:
+        """Until ``layer`` may be read. Raises :class:`SegmentLostError` when it will not come, or not in time."""
+        with self._moved:
+            if self._may_read(gate, layer):
+                return
+            began_ns = time.monotonic_ns()
+            came = self._moved.wait_for(
+                lambda: self._layers.get(gate, 0) is None or self._may_read(gate, layer), self._wait_s
+            )
+            self.waited_ns += time.monotonic_ns() - began_ns
+            if not self._may_read(gate, layer):
+                raise SegmentLostError(f"layer {layer} {'will not come' if came else 'has not come in time'}")
+
+    def end_gates(self, gates: Iterable[int]) -> None:
+        """The plan with ``gates`` has ended."""
+        with self._moved:
+            for gate in gates:
+                self._layers.pop(gate, None)
+                self._ended = max(self._ended, gate)
+
+    def _may_read(self, gate: int, layer: int) -> bool:
+        layers = self._layers.get(gate, 0)
+        return layers is not None and layer < layers
+
+
+class GatedAttention:
+    """A step's attention of which some rows read KV that is still coming."""
+
+    def __init__(
+        self, attention: StepAttention, gates: LayerGates, by_slot: Mapping[int, int], lost: Callable[[int, str], None]
+    ) -> None:
+        """``by_slot``: the gate of each row that has one. ``lost``: what a slot waits for does not come, and why; its
+        row goes on without meaning."""
+        self._attention, self._gates, self._on_lost = attention, gates, lost
+        self._by_slot = dict(by_slot)
+
+    def run_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """See :meth:`memserve.model.attention.context.StepAttention.run_attention`."""
+        for slot, gate in list(self._by_slot.items()):
+            try:
+                self._gates.wait_for_layer(gate, layer)
+            except SegmentLostError as error:
+                del self._by_slot[slot]
+                self._on_lost(slot, str(error))
+        return self._attention.run_attention(layer, q, k, v, **options)
 
 
 def merge_parts(outputs: Tensor, statistics: Tensor) -> Tensor:

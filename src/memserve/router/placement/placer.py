@@ -79,18 +79,26 @@ class Placement(NamedTuple):
     """Of a sequence that is shared; ``first`` has the first of them. Empty: ``first`` has all of it."""
     transfer: TransferChoice = IN_BLOCKS
     """Of what ``decode_at`` lacks."""
+    striped: bool = False
+    """``parts`` are stripes, computed at once; ``first`` has the last of them."""
 
     @property
     def members(self) -> list[Member]:
-        """All that compute, in the order of their turns."""
+        """All that compute, in the order of their turns; of stripes, the one that decodes first."""
+        if self.striped:
+            return list({id(part.member): part.member for part in reversed(self.parts)}.values())
         if self.parts:
             return [part.member for part in self.parts]
         return [self.first] if self.decode_at is None else [self.first, self.decode_at]
 
     def work_by_member(self, width: int) -> tuple[tuple[Member, Work], ...]:
-        """The prompt's first, then that of decoding ``width`` sequences."""
-        uncached = max(1, self.prompt_tokens - self.route.first.matched_tokens)
+        """The prompt's first, of each that computes some of it, then that of decoding ``width`` sequences."""
         decoding = Work(0, width, width * self.prompt_tokens)
+        if self.striped:
+            tokens = [sum([p.end - p.first for p in self.parts if p.member is member]) for member in self.members]
+            shares = zip(self.members, map(Work, tokens), strict=True)
+            return *shares, (self.first, decoding)
+        uncached = max(1, self.prompt_tokens - self.route.first.matched_tokens)
         return (self.first, Work(prefill_tokens=uncached)), (self.decode_at or self.first, decoding)
 
 

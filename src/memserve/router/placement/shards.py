@@ -63,7 +63,7 @@ class SpanPlacer:
     def _is_busy(self, req: RequestState) -> bool:
         """Whether another one runs, or tries again and again to get instances: one does, not all that wait."""
         running, waiting = self._requests.by_attempt.values(), self._requests.unplaced.values()
-        if any(rival.attempt is not None and rival.attempt.parts for rival in running):
+        if any(rival.attempt is not None and rival.attempt.is_shared for rival in running):
             return True
         return not was_refused(req) and any(was_refused(rival) for rival in waiting)
 

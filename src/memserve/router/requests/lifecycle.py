@@ -31,6 +31,7 @@ from memserve.router.placement.candidates import Candidate, Route
 from memserve.router.placement.placer import Placement, Placer
 from memserve.router.placement.prefix_directory import IDENTITY_BYTES, RecentPrompts
 from memserve.router.placement.reuse_ceiling import ReuseCeiling
+from memserve.router.placement.stripes import StripePlacer
 from memserve.router.placement.shards import PATIENCE, SpanPlacer
 from memserve.router.report import Counters
 from memserve.router.requests.idempotency import ReplayLog
@@ -206,6 +207,7 @@ class Lifecycle:
         follower = parts.follower
         self.requests = RequestTable(f"{follower.name}.{follower.generation}-" if follower is not None else "")
         self._shard_placer = SpanPlacer(parts.config, tables.registry, tables.loads, self.requests)
+        self._stripe_placer = StripePlacer(parts.config, tables.registry, tables.loads, self.requests)
         self.answers = ReplayLog(parts, self)
         self.request_counters = RequestCounters(parts.config, parts.placer, parts.outbox, parts.counters)
         self.remote_requests = RemoteRequests(parts, self.requests, self)
@@ -243,6 +245,8 @@ class Lifecycle:
         placement = self._placer.choose_placement(req)
         if placement is None and self._gives_second_chance(req):
             placement = self._placer.choose_placement(req)
+        if placement is not None:
+            placement = self._stripe_placer.divide_prompt(req, placement)
         placement = placement or self._shard_placer.choose_placement(req)
         if placement is None:
             self._on_no_instance(req, now_ns)
@@ -321,24 +325,27 @@ class Lifecycle:
         number = self.requests.next_number()
         attempt_id = self.requests.attempt_name(req, number)
         first, decode_at, involved = placement.first, placement.decode_at, placement.members
-        self._counters.sequences_split += bool(placement.parts)
+        self._counters.sequences_split += bool(placement.parts) and not placement.striped
+        self._counters.prompts_striped += placement.striped
         may_be_stale = not placement.parts and req.stale_retries < STALE_RETRIES_MAX
         known_tokens = self._loads.prefill_tokens_of(first.number) if may_be_stale else None
         attempt = Attempt(
             attempt_id, number, first, decode_at, placement.holders, placement.route, now_ns, now_ns, involved,
             self._charge_work(req, placement), parts=placement.parts, known_tokens=known_tokens,
-            transfer=placement.transfer,
+            part=len(placement.parts) - 1 if placement.striped else 0, striped=placement.striped,
+            is_shared=bool(placement.parts), transfer=placement.transfer,
         )  # fmt: skip
         self._start_attempt(req, attempt, now_ns)
         self.request_counters.on_dispatched(req, placement, now_ns)
-        if not placement.parts:
-            self._expect_blocks(req, involved, now_ns)
-        self._send_dispatch(req, attempt, first, now_ns)
+        if not placement.parts or placement.striped:
+            self._expect_blocks(req, [first] if placement.striped else involved, now_ns)
+        for member in involved if placement.striped else [first]:
+            self._send_dispatch(req, attempt, member, now_ns)
 
     def _send_dispatch(self, req: RequestState, attempt: Attempt, to: Member, now_ns: int) -> None:
         to.totals.dispatches += 1
         outputs = self.answers.emitted_outputs(req.request_id) if req.request.key else ()
-        self._outbox.send(to.peer, req.make_dispatch(attempt, self._config, outputs, now_ns))
+        self._outbox.send(to.peer, req.make_dispatch(attempt, to, self._config, outputs, now_ns))
 
     def _start_attempt(self, req: RequestState, attempt: Attempt, now_ns: int) -> None:
         self.requests.start_attempt(req, attempt)
@@ -416,7 +423,11 @@ class Lifecycle:
         if req.phase is RequestPhase.PREFILLING:
             req.change_phase(RequestCause.PREFILLED)
             self.admission.memory.on_prefilled(attempt)
-            self._loads.discharge_work(attempt.charges.pop(0))
+            while len(attempt.charges) > 1:
+                self._loads.discharge_work(attempt.charges.pop(0))
+            if attempt.striped:
+                for member in self.requests.end_sharing(attempt):
+                    self._outbox.send(member.peer, Cancel(attempt.attempt_id))
 
     def on_handed_over(self, attempt_id: str, sender: Member, now_ns: int) -> None:
         """The decode instance has all that it needs: the prefill instance no longer matters."""
@@ -549,7 +560,7 @@ class Lifecycle:
             held_ns = self._release_attempt(attempt, completed=req.request.use_cache)
             if held_ns:
                 self._timers.arm(now_ns + held_ns, self._on_hold_ended, None)
-            if req.is_stopped or attempt.parts:  # instances may go on, and keep parts
+            if req.is_stopped or attempt.is_shared:  # instances may go on, and keep parts
                 self._cancel_attempt(attempt)
         self.admission.release_request(req, now_ns)
         if req.request.key:

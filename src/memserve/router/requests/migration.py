@@ -102,7 +102,7 @@ class Migrations:
     def _may_migrate(self, req: RequestState, attempt: Attempt, member: Member) -> bool:
         """Whether ``member`` runs it, alone, and can give it away. A request that is on its way has to arrive first."""
         is_settled = req.phase is RequestPhase.HANDED_OVER or attempt.decode_at is None
-        one_line = req.request.n == 1 and not req.request.beam_width and not attempt.parts
+        one_line = req.request.n == 1 and not req.request.beam_width and not attempt.is_shared
         kept_often = self._refusals.get(attempt.attempt_id, 0) >= _REFUSALS_MAX
         return attempt.runs_at is member and is_settled and one_line and not attempt.early and not kept_often
 

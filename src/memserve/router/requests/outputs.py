@@ -93,7 +93,7 @@ class OutputMerger:
         self, req: RequestState, attempt: Attempt, sender: Member, output: TokenOutput, now_ns: int
     ) -> None:
         if not attempt.is_generated_by(sender):
-            if output.finish_reason is not None:  # its part is lost
+            if output.finish_reason is not None and sender in attempt.involved:  # its part is lost
                 self._lifecycle.attempt_failed(req, "error", now_ns)
             return
         if self._is_contradictory(req, output, now_ns):

@@ -31,7 +31,7 @@ from memserve.base.types import (
     salt_of,
 )
 from memserve.base.units import NS_PER_MS
-from memserve.protocol.messages import Dispatch, Segment, Span
+from memserve.protocol.messages import Dispatch, Segment, Span, Stripe
 from memserve.protocol.peers import Holder, Peer
 from memserve.router.admission.needs import MemoryNeed
 from memserve.router.members.loads import Charge
@@ -64,13 +64,28 @@ def dispatch_for(parts: Parts, place: int, whole: Dispatch) -> Dispatch:
     room = min(p.member.info.sequence_tokens for p in parts) - len(prompt)
     stop = structs.replace(request.stop, max_tokens=min(request.stop.max_tokens, room))
     request = structs.replace(request, stop=stop)
-    if holds:  # a prompt, and a draw that no client gets
-        request = structs.replace(
-            request, n=1, sampling=SamplingParams(temperature=0.0), stop=StopParams(max_tokens=2), slo_tpot_ns=None
-        )
+    if holds:
+        request = _silent(request)
         whole = structs.replace(whole, generated=(), ended=())
     span = Span(prompt[: part.first], segments, holds)
     return structs.replace(whole, request=request, decode_at=None, holders=(), return_kv=False, span=span)
+
+
+def stripes_for(parts: Parts, member: Member, whole: Dispatch) -> Dispatch:
+    """What ``member`` is told, which computes some of the stripes ``parts``: its prompt ends with the last of its own."""
+    stripes = tuple(Stripe(part.member.peer, part.end - part.first) for part in parts)
+    end, request = max(part.end for part in parts if part.member is member), whole.request
+    holds = parts[-1].member is not member
+    if holds:
+        request = _silent(structs.replace(request, prompt=request.prompt[:end], slo_ttft_ns=None))
+    return structs.replace(whole, request=request, span=Span(whole.request.prompt[:0], (), holds, stripes))
+
+
+def _silent(request: Request) -> Request:
+    """A prompt, and a draw that no client gets."""
+    return structs.replace(
+        request, n=1, sampling=SamplingParams(temperature=0.0), stop=StopParams(max_tokens=2), slo_tpot_ns=None
+    )
 
 
 def _salt(salt: str, before: TokenArray) -> str:
@@ -85,6 +100,14 @@ def describe_places(parts: Parts) -> str:
     """The parts, for people."""
     texts = [f"{part.member.name}: tokens {part.first} to {part.end}" for part in parts[:-1]]
     return ", ".join([*texts, f"{parts[-1].member.name}: from {parts[-1].first} on"])
+
+
+def describe_stripes(parts: Parts) -> str:
+    """Whose stripes lie where, for people."""
+    by_name: dict[str, list[str]] = {}
+    for part in parts:
+        by_name.setdefault(part.member.name, []).append(f"{part.first} to {part.end}")
+    return "; ".join([f"{name}: tokens {', '.join(bounds)}" for name, bounds in sorted(by_name.items())])
 
 
 _STALL_DOUBLINGS_MAX = 6
@@ -187,15 +210,19 @@ class Attempt:
     involved: list[Member]
     """All and only the members that fail it when they die."""
     charges: list[Charge]
-    """Work not yet discharged; while the request is prefilling the prompt's is the first one."""
+    """Work not yet discharged; while the request is prefilling, the prompt's first, of each that computes some of it."""
     early: list[TokenOutput] = field(default_factory=list)
     """Outputs behind tokens that have not come, in order of arrival: two members may speak, on two ways."""
     gap_ns: int | None = None
     """Since when there are any."""
     parts: Parts = ()
-    """Of a sequence that instances share; empty: one instance has all of it."""
+    """Of a sequence that instances share, or have shared; empty: one instance has all of it."""
     part: int = 0
     """The last one that was dispatched."""
+    striped: bool = False
+    """``parts`` are stripes, all dispatched at once; ``first`` has the last one, and all when the prompt is computed."""
+    is_shared: bool = False
+    """Whether it takes all instances of ``parts`` to go on."""
     known_tokens: int | None = None
     """Tokens of prompts that wait at ``first``, as far as is known. None: it is to run there however many wait."""
     transfer: TransferChoice = IN_BLOCKS
@@ -206,7 +233,7 @@ class Attempt:
 
     def is_from(self, peer: Peer) -> bool:
         """Whether ``peer`` may speak for it: a prefill instance's last words may come after its part has ended."""
-        if self.parts:
+        if self.is_shared:
             return any(peer == part.member.peer for part in self.parts[: self.part + 1])
         return (
             peer == self.first.peer
@@ -221,18 +248,18 @@ class Attempt:
 
     def is_with(self, member: Member) -> bool:
         """Whether ``member``, which is involved, must know it: the decode instance does from the handover on."""
-        if self.parts:
+        if self.is_shared:
             return any(part.member is member for part in self.parts[: self.part + 1])
         return self.first is member or self.first not in self.involved
 
     @property
     def holder(self) -> Member | None:
         """The member that is computing a part for others. None: none is, the last part is under way, or all of it."""
-        return self.parts[self.part].member if self.part < len(self.parts) - 1 else None
+        return self.parts[self.part].member if self.is_shared and self.part < len(self.parts) - 1 else None
 
     def is_generated_by(self, member: Member) -> bool:
         """Whether clients get what ``member`` draws."""
-        return not self.parts or self.parts[-1].member is member
+        return not self.is_shared or self.parts[-1].member is member
 
     def make_story(self, failure: str) -> AttemptStory:
         """What is kept of it."""
@@ -309,10 +336,10 @@ class RequestState:
         return (index for index, reason in enumerate(self.finished) if reason is None)
 
     def make_dispatch(
-        self, attempt: Attempt, config: ClusterConfig, outputs: tuple[TokenOutput, ...], now_ns: int
+        self, attempt: Attempt, to: Member, config: ClusterConfig, outputs: tuple[TokenOutput, ...], now_ns: int
     ) -> Dispatch:
-        """What the first instance is told, or the one that computes the present part. ``outputs``: what the client
-        was, of a request with a key."""
+        """What ``to`` is told: the first instance, one that computes stripes, or the one that computes the present part.
+        ``outputs``: what the client was, of a request with a key."""
         request = self.request
         generated: tuple[tuple[int, ...], ...] = ()
         ended_sequences: tuple[int, ...] = ()
@@ -334,6 +361,8 @@ class RequestState:
             told=outputs if generated else (),
             known_tokens=attempt.known_tokens,
         )
+        if attempt.striped:
+            return stripes_for(attempt.parts, to, dispatch)
         return dispatch_for(attempt.parts, attempt.part, dispatch) if attempt.parts else dispatch
 
     def stalled_after_ns(self, config: ClusterConfig) -> int:
@@ -347,10 +376,12 @@ class RequestState:
             return (("attempts", len(self.past)), ("last_failure", self.past[-1].failure)) if self.past else ()
         places = attempt.first.name + (f" to {attempt.decode_at.name}" if attempt.decode_at is not None else "")
         if attempt.parts:
-            places = " and ".join(part.member.name for part in attempt.parts)
+            places = " and ".join(dict.fromkeys(part.member.name for part in attempt.parts))
         story: tuple[tuple[str, str | int | float], ...]
         story = ("route", places), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
-        if attempt.parts:
+        if attempt.striped:
+            story = *story, ("stripes", describe_stripes(attempt.parts))
+        elif attempt.parts:
             story = *story, ("segments", describe_places(attempt.parts))
         if attempt.transfer.reason:
             story = *story, ("transfer", attempt.transfer.mode.value), ("transfer_why", attempt.transfer.reason)
@@ -398,7 +429,7 @@ class RequestTable:
         """``attempt`` is under way for ``req``."""
         req.change_phase(RequestCause.DISPATCHED)
         del self.unplaced[req.request_id]
-        req.attempt, req.parts = attempt, attempt.parts
+        req.attempt, req.parts = attempt, () if attempt.striped else attempt.parts
         self.by_attempt[attempt.attempt_id] = req
         for member in attempt.involved:
             member.attempts[attempt.attempt_id] = None
@@ -408,6 +439,13 @@ class RequestTable:
         req.change_phase(RequestCause.HANDED_OVER)
         attempt.involved.remove(attempt.first)
         del attempt.first.attempts[attempt.attempt_id]
+
+    def end_sharing(self, attempt: Attempt) -> list[Member]:
+        """The first instance has all KV of a striped prompt. Returns the others, which no longer matter."""
+        others, attempt.involved, attempt.is_shared = attempt.involved[1:], attempt.involved[:1], False
+        for member in others:
+            del member.attempts[attempt.attempt_id]
+        return others
 
     def start_migration(self, req: RequestState, attempt: Attempt, target: Member) -> None:
         """The instance that runs ``attempt`` is to hand it to ``target``."""
@@ -479,7 +517,8 @@ def _check_attempt(req: RequestState, attempt: Attempt, registry: Registry) -> N
     check(
         has_left == (req.phase is RequestPhase.HANDED_OVER), "{} is {}, and depends on wrong instances", name, req.phase
     )
-    charges = 1 + (req.phase is RequestPhase.PREFILLING)
+    computing = len(attempt.involved) if attempt.striped else 1
+    charges = 1 + computing * (req.phase is RequestPhase.PREFILLING)
     check(len(attempt.charges) == charges, "{} is {}, and charged {}", name, req.phase, attempt.charges)
     check(bool(attempt.early) == (attempt.gap_ns is not None), "{}: a gap without end", name)
     for output in attempt.early:

@@ -1,0 +1,167 @@
+"""When a prompt is computed by several instances at once, in stripes, and by which.
+
+::
+
+    instance A   | stripe 0 |         | stripe 4 |  ...
+    instance B      | stripe 1 |         | stripe 5 |
+    instance C         | stripe 2 |         | stripe 6 |
+    runner                | stripe 3 |         | stripe 7 |        has the last one, and decodes
+
+A stripe is what one step computes. It may begin one layer behind the stripe before it, and computes a layer when that
+one's has come. So the instances are as busy as one alone would be, for an Nth of the time, plus N - 1 layers at the
+beginning. It is done where instances have no prompts to compute, and where that is quicker by a margin: by the costs that
+the instances have measured, never by assumed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memserve.base.config import ClusterConfig
+from memserve.base.types import Admission, Role
+from memserve.base.units import NS_PER_MS, ceil_div
+from memserve.kv.costs import CopyCurve, CostModel
+from memserve.router.members.loads import LoadTable
+from memserve.router.members.registry import Member, MemberState, Registry
+from memserve.router.placement.placer import Placement
+from memserve.router.requests.requests import Part, Parts, RequestState, RequestTable
+
+MARGIN = 1.25
+"""How many times as long one instance must be expected to take."""
+INSTANCES_MAX = 16
+"""Of one prompt: each of them reads what all others compute."""
+
+
+class StripeCosts(NamedTuple):
+    """What the time of a striped prompt depends on."""
+
+    costs: CostModel
+    link: CopyCurve
+    """Of pulls from another instance."""
+    layers: int
+    token_bytes: int
+    block_tokens: int
+
+    def alone_ns(self, ends: Sequence[int], cached: int) -> int:
+        """Expected time of one instance for stripes that end at ``ends``, behind ``cached`` tokens."""
+        return sum([self.costs.prefill_ns(end - first, first) for first, end in _bounds(ends, cached)])
+
+    def striped_ns(self, ends: Sequence[int], cached: int, instances: int) -> int:
+        """Expected time of ``instances`` that take stripes by turns; one of them has the ``cached`` tokens."""
+        blocks = ceil_div(cached, self.block_tokens)
+        cached_ns = self.link.ns(cached * self.token_bytes, blocks)
+        free_ns = [cached_ns] * instances  # when each may begin with its next stripe
+        start_ns = end_ns = layer_ns = hop_ns = 0
+        for place, (first, end) in enumerate(_bounds(ends, cached)):
+            computed_ns = self.costs.prefill_ns(end - first, first) + round(self.layers * self.costs.report_ns)
+            begins_ns = max(free_ns[place % instances], start_ns + layer_ns + hop_ns)
+            layer_bytes, layer_blocks = (end - first) * self.token_bytes // self.layers, (end - first) // self.block_tokens
+            pull_ns = self.link.ns(layer_bytes, max(1, layer_blocks))
+            # what others compute meanwhile has to come in that time, too
+            computed_ns = max(computed_ns, (instances - 1) * self.layers * pull_ns)
+            ends_ns = max(begins_ns + computed_ns, end_ns + hop_ns + computed_ns // self.layers)
+            start_ns, end_ns, layer_ns, hop_ns = begins_ns, ends_ns, computed_ns // self.layers, pull_ns
+            free_ns[place % instances] = end_ns
+        return end_ns
+
+
+class StripePlacer:
+    """Decides; changes nothing."""
+
+    def __init__(self, config: ClusterConfig, registry: Registry, loads: LoadTable, requests: RequestTable) -> None:
+        self._config, self._registry, self._loads, self._requests = config, registry, loads, requests
+
+    def divide_prompt(self, req: RequestState, placement: Placement) -> Placement:
+        """``placement``, of one instance, or one of several that compute the prompt of ``req`` at once."""
+        runner, prompt = placement.first, len(req.request.prompt)
+        cached = placement.route.first.matched_tokens
+        step_tokens = runner.info.step_tokens
+        if not step_tokens or prompt - cached < 2 * step_tokens or not self._may_divide(req, placement):
+            return placement
+        helpers = self._helpers(runner, prompt)
+        if not helpers or any(a.attempt and a.attempt.is_shared for a in self._requests.by_attempt.values()):
+            return placement
+        info = runner.info
+        near = bool(info.host_id) and all(helper.info.host_id == info.host_id for helper in helpers)
+        geometry, costs = info.geometry, runner.costs
+        model = StripeCosts(
+            costs, costs.link_curve(near), geometry.num_layers, geometry.token_bytes, geometry.block_tokens
+        )
+        busy = max(self._loads.work_of(member.number).sequences for member in (runner, *helpers))
+        size = (min(m.info.step_tokens for m in (runner, *helpers)) - busy) // geometry.block_tokens
+        if size < 1:
+            return placement
+        return _quickest(model, placement, [runner, *helpers], prompt, cached, size * geometry.block_tokens)
+
+    def _may_divide(self, req: RequestState, placement: Placement) -> bool:
+        """What needs all of a prompt at one instance stays there, and so does what was tried before."""
+        request, mode = req.request, self._config.admission.mode
+        plain = not (request.beam_width or request.sampling.prompt_logprobs or request.key or request.nonprefix_reuse)
+        alone = placement.decode_at is None and not placement.holders and _computes_stripes(placement.first)
+        again = req.past or req.has_begun
+        return (
+            plain and alone and not again and self._config.sequence_instances_max > 1
+            and mode in (Admission.NONE, Admission.BOUNDED) and not self._loads.prefill_tokens_of(placement.first.number)
+        )  # fmt: skip
+
+    def _helpers(self, runner: Member, prompt: int) -> list[Member]:
+        """Those without a prompt to compute and with room for this one: the least busy ones first."""
+        block_tokens, loads = runner.info.geometry.block_tokens, self._loads
+        able = [
+            member
+            for member in self._registry
+            if member is not runner and _computes_stripes(member) and not loads.prefill_tokens_of(member.number)
+            and member.info.context_tokens > prompt
+            and int(loads.room_blocks[member.number]) * block_tokens - int(loads.tables[2, 2, member.number]) > prompt
+        ]  # fmt: skip
+        able.sort(key=lambda member: (sum(loads.work_of(member.number)), member.number))
+        return able[: min(INSTANCES_MAX, self._config.sequence_instances_max) - 1]
+
+
+def _computes_stripes(member: Member) -> bool:
+    """Whether it may compute stripes, and knows what that costs."""
+    info = member.info
+    able = info.computes_stripes and info.role is Role.COLOCATED and member.state is MemberState.LIVE
+    return able and member.costs.is_measured
+
+
+def _quickest(
+    model: StripeCosts, placement: Placement, members: Sequence[Member], prompt: int, cached: int, size: int
+) -> Placement:
+    """Of as many of ``members`` as pays; the first one is to have the last stripe. ``size``: tokens of one, at most."""
+    cached = min(cached, prompt - 1) // model.block_tokens * model.block_tokens
+    fewest = ceil_div(prompt - cached, size)
+    alone_ns = model.alone_ns(_equal_ends(cached, prompt, fewest, model.block_tokens), cached)
+    best_ns, best, count = alone_ns, list[int](), 1
+    for instances in range(2, min(len(members), fewest) + 1):
+        for stripes in {fewest, ceil_div(fewest, instances) * instances}:  # of a last turn that all take part in
+            ends = _equal_ends(cached, prompt, stripes, model.block_tokens)
+            expected_ns = model.striped_ns(ends, cached, instances)
+            if len(ends) >= instances and expected_ns < best_ns:
+                best_ns, best, count = expected_ns, ends, instances
+    if best_ns * MARGIN > alone_ns:
+        return placement
+    parts = _parts_of(best, cached, members[:count])
+    why = (
+        f"{placement.route.reason}; {count} instances compute {len(best)} stripes at once: {best_ns / NS_PER_MS:.0f} ms"
+        f" expected, {alone_ns / NS_PER_MS:.0f} ms alone"
+    )
+    return placement._replace(route=placement.route._replace(reason=why), parts=parts, striped=True)
+
+
+def _parts_of(ends: Sequence[int], cached: int, members: Sequence[Member]) -> Parts:
+    """By turns, so that the first of ``members``, which has what is cached, gets the last one."""
+    stripes = _bounds(ends, cached)
+    own = [Part(members[(len(ends) - 1 - place) % len(members)], *bounds) for place, bounds in enumerate(stripes)]
+    return (Part(members[0], 0, cached), *own) if cached else tuple(own)
+
+
+def _equal_ends(first: int, end: int, count: int, block_tokens: int) -> list[int]:
+    """``count`` stripes or fewer of ``[first, end)``, whole blocks but for the last."""
+    size = ceil_div(ceil_div(end - first, count), block_tokens) * block_tokens
+    return [*range(first + size, end, size), end]
+
+
+def _bounds(ends: Sequence[int], first: int) -> list[tuple[int, int]]:
+    return list(zip((first, *ends[:-1]), ends, strict=True))
