@@ -221,6 +221,8 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
             counts.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
             counts.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
             counts.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
+            if link.striped.completed:
+                counts["striped: completed"] = link.striped.completed
         counters = self.machine.state.counters
         if counters.late_draws:
             counts["late draws"] = counters.late_draws
@@ -288,6 +290,12 @@ class FuzzedDevice:
             return False
         self.memory.finish_layer(plan, layer)
         return True
+
+    def lose_rows(self, plan: StepPlan, slots: Sequence[int]) -> None:
+        """Unless the plan follows one that failed: then nothing of it counts."""
+        if plan.step_id not in self._void:
+            self.memory.begin_plan(plan)
+            self.memory.lose_rows(plan, slots)
 
     def run_plan(self, plan: StepPlan) -> StepFinished | StepFailed:
         """The end of the plan's time. Plans that were under way when one failed may do anything."""

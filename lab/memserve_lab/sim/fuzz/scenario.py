@@ -17,19 +17,24 @@ from memserve_lab.sim.fuzz.scenario_features import (
     LAYERED_SHARE,
     SHARED_FAULTS,
     SHARED_SHARE,
+    STRIPED_FAULTS,
+    STRIPED_SHARE,
     LayeredSetup,
     SharedSetup,
     StoreSetup,
+    StripedSetup,
     crowd,
     draw_layered,
     draw_shared,
     draw_states,
     draw_store,
+    draw_striped,
     draw_windows,
     long_prompts,
     put_followers,
     put_keys,
     put_migrations,
+    striped_prompts,
     with_others,
 )
 from memserve_lab.sim.reference.device import LAYERS
@@ -157,6 +162,8 @@ class Scenario:
     """Routers beside the owner that place requests."""
     shared: SharedSetup | None = None
     """None: every sequence fits an instance."""
+    striped: StripedSetup | None = None
+    """None: each prompt is computed by one instance."""
     states: StatePages | None = None
     """How snapshots of recurrent states lie. None: layers keep KV alone."""
     windows: WindowPages | None = None
@@ -168,6 +175,12 @@ class Scenario:
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Of the instances, in order. Where prompts are computed in stripes, all compute and decode."""
+        mix = ALL_MIXES[self.setting.mix]
+        return mix if self.striped is None else (Role.COLOCATED,) * len(mix)
+
     def __str__(self) -> str:
         kinds = sorted({fault.kind for fault in self.faults})
         requests = sum(len(c.turns) for c in self.conversations)
@@ -175,6 +188,7 @@ class Scenario:
         if self.store is not None and self.store.count > 1:
             store += f" x{self.store.count} copies={self.store.copies}"
         layered = " by layer" if self.layered is not None else " shared" if self.shared is not None else ""
+        layered += " striped" * (self.striped is not None)
         layered += " states" * (self.states is not None) + " windows" * (self.windows is not None)
         layered += " transfer=auto" * self.chooses_transfer
         layered += " keyed" * self.keyed + f" followers={self.followers}" * bool(self.followers)
@@ -232,6 +246,7 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     if layerwise != "off":
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
     _put_shared(scenario, len(roles))
+    _put_striped(scenario, len(roles))
     _put_states(scenario)
     _put_windows(scenario)
     _put_transfer(scenario, roles)
@@ -260,14 +275,14 @@ def _put_transfer(scenario: Scenario, roles: tuple[Role, ...]) -> None:
 
 def _put_states(scenario: Scenario) -> None:
     """Some scenarios have recurrent states. Drawn from a stream of its own."""
-    if scenario.layered is None and scenario.shared is None:
+    if scenario.layered is None and scenario.shared is None and scenario.striped is None:
         scenario.states = draw_states(scenario.seed, scenario.setting)
 
 
 def _put_windows(scenario: Scenario) -> None:
     """In some scenarios KV of windows lies apart, on one tier. Drawn from a stream of its own. Memory grows with it: a
     prompt that fitted fits."""
-    if scenario.layered is not None or scenario.shared is not None or scenario.states is not None:
+    if any(part is not None for part in (scenario.layered, scenario.shared, scenario.states, scenario.striped)):
         return
     step_tokens = min(scenario.chunk, scenario.step_tokens)
     scenario.windows = windows = draw_windows(scenario.seed, scenario.setting, BLOCK_TOKENS, step_tokens)
@@ -288,6 +303,23 @@ def _put_shared(scenario: Scenario, instances: int) -> None:
     scenario.faults = [fault for fault in scenario.faults if fault.kind != ROW]  # of a holder, it costs no request
     if scenario.setting.weather != "healthy":
         kinds = random.choices(SHARED_FAULTS, k=random.choice([0, 1, 2, 3]))
+        scenario.faults = _in_order([*scenario.faults, *(_draw_fault(random, kind, instances) for kind in kinds)])
+
+
+def _put_striped(scenario: Scenario, instances: int) -> None:
+    """Some scenarios have prompts that instances compute at once. Drawn from a stream of its own."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/striped")
+    unfit = instances == 1 or scenario.layered is not None or scenario.shared is not None
+    if random.random() >= STRIPED_SHARE or unfit or scenario.admission.mode is not Admission.NONE:
+        return
+    scenario.striped = striped = draw_striped(random, BLOCK_TOKENS)
+    scenario.context_tokens, scenario.step_tokens = striped.context_tokens, striped.step_tokens
+    scenario.chunk = striped.chunk
+    blocks = striped.context_tokens // BLOCK_TOKENS
+    scenario.hbm_blocks = tuple(blocks + random.choice([2, blocks // 2, 2 * blocks]) for _ in range(instances))
+    scenario.conversations = striped_prompts(random, scenario.conversations, striped)
+    if scenario.setting.weather != "healthy":
+        kinds = random.choices(STRIPED_FAULTS, k=random.choice([0, 1, 2, 3]))
         scenario.faults = _in_order([*scenario.faults, *(_draw_fault(random, kind, instances) for kind in kinds)])
 
 

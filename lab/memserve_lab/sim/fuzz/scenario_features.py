@@ -308,6 +308,56 @@ def _shared_turn(random: Random) -> Turn:
     )
 
 
+STRIPED_SHARE = 0.08
+"""Of all scenarios with several instances, those where prompts are computed in stripes: all compute and decode."""
+STRIPED_FAULTS = ("device", "kill", "pause", "lose", "delay", "partition", "slow-link", "corrupt")
+STRIPED_COSTS = CostModel(
+    machine="stripes", prefill=PrefillCurve(NS_PER_MS, NS_PER_MS, 0.0), report_ns=0.0,
+    same_host=CopyCurve(0.0, 0.0, 0.0), network=CopyCurve(0.0, 0.0, 0.0),
+)  # fmt: skip
+"""Computing is slow and moving is quick: stripes pay from two steps on."""
+
+
+@dataclass(frozen=True)
+class StripedSetup:
+    """What a seed decides of prompts in stripes."""
+
+    context_tokens: int
+    step_tokens: int
+    chunk: int
+    layers: int
+    documents: tuple[tuple[int, ...], ...]
+    """Which prompts begin with."""
+
+
+def draw_striped(random: Random, block_tokens: int) -> StripedSetup:
+    """Prompts of several steps."""
+    context = random.choice([96, 128, 192])
+    documents = tuple(tuple(random.randrange(VOCAB) for _ in range(context)) for _ in range(2))
+    step_tokens = random.choice([2, 3, 4]) * block_tokens
+    return StripedSetup(
+        context, step_tokens + random.choice([0, 3]), step_tokens - random.choice([0, 0, block_tokens]),
+        random.choice([2, 3, 5]), documents,
+    )  # fmt: skip
+
+
+def striped_prompts(random: Random, conversations: list[Conversation], setup: StripedSetup) -> list[Conversation]:
+    """Some of the clients, and clients with long documents."""
+    few = conversations[: random.choice([1, 4])]
+    tenants = sorted({conversation.tenant for conversation in few}) or [""]
+    return few + [
+        Conversation(
+            f"s{number}",
+            random.choice(tenants),
+            random.choice(["", f"s{number}"]),
+            list(random.choice(setup.documents)[: int(random.choice([0.5, 0.7, 0.8]) * setup.context_tokens)]),
+            [_shared_turn(random) for _ in range(random.choice([1, 1, 2]))],
+            random.randint(0, 400) * NS_PER_MS,
+        )
+        for number in range(random.randint(2, 4))
+    ]
+
+
 STORE_FAULTS = (
     "store-kill",
     "store-power",

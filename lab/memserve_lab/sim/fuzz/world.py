@@ -38,8 +38,8 @@ from memserve_lab.sim.fuzz.routers import (
     cluster_config,
     new_follower,
 )
-from memserve_lab.sim.fuzz.scenario import ALL_MIXES, BLOCK_TOKENS, LEASE_NS, MS, NAMESPACE, Scenario
-from memserve_lab.sim.fuzz.scenario_features import draft_tokens, foretell
+from memserve_lab.sim.fuzz.scenario import BLOCK_TOKENS, LEASE_NS, MS, NAMESPACE, Scenario
+from memserve_lab.sim.fuzz.scenario_features import STRIPED_COSTS, draft_tokens, foretell
 from memserve_lab.sim.fuzz.stores import FuzzedStore
 from memserve_lab.sim.nodes import ROUTER_ADDRESS, FollowerNode, InstanceNode, RouterNode
 from memserve_lab.sim.process import Process
@@ -77,7 +77,8 @@ class World:
         self.network.log = self.log_line
         self._log = log
         self._story: deque[tuple[int, str, object]] = deque(maxlen=story_lines)
-        layers = LAYERS if scenario.layered is None else scenario.layered.layers
+        by_layer_setup = scenario.layered or scenario.striped
+        layers = LAYERS if by_layer_setup is None else by_layer_setup.layers
         self.geometry = KVGeometry(layers, 1, 1, 1, "float32", BLOCK_TOKENS)
         pools = [PoolConfig(blocks, windows=scenario.windows) for blocks in scenario.hbm_blocks]
         rooms = [min(scenario.context_tokens, pool.tokens_in(BLOCK_TOKENS) + 1) for pool in pools]
@@ -100,7 +101,7 @@ class World:
         self.network.nodes[self.router.peer.name] = self.router
         self.routers = Routers(self)
         self.instances: list[FuzzedInstance] = []
-        for place, role in enumerate(ALL_MIXES[scenario.setting.mix]):
+        for place, role in enumerate(scenario.roles):
             node = FuzzedInstance(self, f"{role.value[0]}{place}", role, place)
             self.instances.append(node)
             self.network.nodes[node.peer.name] = node
@@ -198,10 +199,13 @@ class World:
             state_blocks=node.machine.pool.state_blocks,
             reports_layers=config.pool.page_is_layer,
             step_tokens=config.scheduler.step_tokens,
+            computes_stripes=self.scenario.striped is not None,
         )
 
     def _profile_of(self, node: InstanceNode) -> CostModel | None:
         store = self.scenario.store
+        if self.scenario.striped is not None:
+            return STRIPED_COSTS
         if self.scenario.chooses_transfer:
             # a block takes as long as computing its tokens: what is best depends on the prompt, and on what waits
             link = CopyCurve(0.2 * MS, 0.0, MS / self.geometry.block_bytes)

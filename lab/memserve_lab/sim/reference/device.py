@@ -289,7 +289,8 @@ class SymbolicDevice:
         slot's row writes now. Returns what attention has seen behind each of its tokens."""
         require(count >= 1 and start + count <= len(slot.tokens), f"slot {number} computes tokens that do not exist")
         hash_seen = 0
-        context_cells = self._context_cells(slot, start, writers)
+        is_lost = slot.is_lost and slot.opened.before is None  # then there may be anything before it
+        context_cells = [] if is_lost else self._context_cells(slot, start, writers)
         self._read_window(slot, context_cells, writers)
         for value in context_cells:
             hash_seen = mix(hash_seen, value)
@@ -333,9 +334,13 @@ class SymbolicDevice:
                 written = writers.get(block, {}).items()
                 if any(inside < count and number != slot.opened.slot for inside, number in written):
                     raise Violation("a row reads what another slot's row of the plan writes")
-                pages = self.kv.of_block(Tier.HBM, block)
+                pages = self._pages_read(slot, block, count)
             values += _belonging_together(pages, count, f"positions {first} to {first + count - 1}")
         return values
+
+    def _pages_read(self, slot: Slot, block: int, count: int) -> Cells:
+        """Of a whole block, of which a row of ``slot`` reads ``count`` cells."""
+        return self.kv.of_block(Tier.HBM, block)
 
     def _read_window(self, slot: Slot, context_cells: list[int], writers: Writers) -> None:
         """Of the cells before a row, those in its window are there for the layers that read it as well."""
@@ -478,6 +483,8 @@ class OracleDevice(SymbolicDevice, PageMemory):
         self._late: list[tuple[int, int, int]] | None = None
         self.written: set[tuple[int, int]] = set()
         """Blocks of HBM and positions in them that the present plan writes."""
+        self.gated_reads: dict[int, list[tuple[int, list[int]]]] = {}
+        """Slot with a gate in the plan under way -> blocks before its row, and the cells that layer 0 has there."""
         self.behind: set[tuple[int, int]] = set()
         """Where a worker has still to write its part: others than its own rows find something else there."""
 
@@ -493,9 +500,12 @@ class OracleDevice(SymbolicDevice, PageMemory):
         result = self._results.pop(plan.step_id, None)
         if result is None:
             return super().run_plan(plan)
+        for number in plan.gates:
+            if self.slots[number].is_lost:  # since it has computed
+                fail_row(plan, result, number, RowFailed(""))
         for layer in range(1, self.layers):
             self._write_layer(layer)
-        self._late = None
+        self._late, self.gated_reads = None, {}
         self._end_plan()
         return result
 
@@ -504,12 +514,38 @@ class OracleDevice(SymbolicDevice, PageMemory):
         if layer == 0:
             self._late = []
             self.begin_plan(plan)
+            self.gated_reads = {slot: [] for slot in plan.gates}
             self._results[plan.step_id] = self._compute_plan(plan)
         else:
+            self._read_layer(layer)
             self._write_layer(layer)
+
+    def lose_rows(self, plan: StepPlan, slots: Sequence[int]) -> None:
+        """What these slots of the plan under way wait for does not come: they read on without meaning, and so does what
+        is drawn there."""
+        for slot, draws in zip(plan.slots, plan.sample_slots, strict=True):
+            for lost in (slot, *draws) if slot in slots else ():
+                self.slots[lost].is_lost = True
+            self.gated_reads = {number: reads for number, reads in self.gated_reads.items() if number not in slots}
+
+    def _pages_read(self, slot: Slot, block: int, count: int) -> Cells:
+        reads, pages = self.gated_reads.get(slot.opened.slot), super()._pages_read(slot, block, count)
+        if reads is None:
+            return pages
+        require(None not in pages[0][:count], f"slot {slot.opened.slot} reads layer 0 before it has come")
+        reads.append((block, cast("list[int]", list(pages[0][:count]))))
+        return pages[:1]
+
+    def _read_layer(self, layer: int) -> None:
+        for slot, reads in self.gated_reads.items():
+            for block, values in reads:
+                cells = self.kv.of_block(Tier.HBM, block)[layer][: len(values)]
+                expected = [in_layer(value, layer) for value in values]
+                require(cells == expected, f"slot {slot} reads layer {layer} of block {block} before it has come")
 
     def abandon_layers(self, plan: StepPlan) -> None:
         """The plan under way fails, perhaps after half of its layers."""
+        self.gated_reads = {}
         self._results.pop(plan.step_id, None)
         self._late = None
 

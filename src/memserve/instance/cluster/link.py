@@ -90,7 +90,7 @@ class ClusterLink:
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
         self.segments = HeldSegments(state)
-        self.striped = StripedPrompts(state, self.exchange, geometry.num_layers)
+        self.striped = StripedPrompts(state, self.exchange, geometry.num_layers, config.exchange.lease_ns)
         capacity = config.exchange.event_capacity
         self.router_updates = RouterUpdates(self.routers, KvFeed(pool, capacity) if capacity else None, instance.load)
         #: messages that only the router may send, from another process or an earlier router
@@ -234,7 +234,7 @@ class ClusterLink:
         self.replay_buffer.expire_answers(now_ns)
         self.changes.end_overdue(now_ns)
         self.segments.report_complete(now_ns)
-        for refusal in self.striped.take_failed():
+        for refusal in self.striped.take_failed(now_ns):
             self.commands.reject_attempt(refusal)
         state = self._state
         parked = len(state.parked) if state.memory.layers.parks else None

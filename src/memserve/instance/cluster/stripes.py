@@ -53,6 +53,8 @@ class _Part:
     """Of each of its stripes, who needs it: all that compute a later one."""
     is_placed: bool = False
     """Its sequence has blocks."""
+    until_ns: int = 0
+    """From when on the next stripe of others, if one is awaited, is late: a message is lost, or who computes it."""
     is_complete: bool = False
     """The prompt, as far as it is computed here."""
     offers: dict[int, list[str]] = field(default_factory=dict)
@@ -67,8 +69,10 @@ class _Part:
 class StripedPrompts:
     """All of them, from their dispatch until they are complete, or end."""
 
-    def __init__(self, state: SchedulerState, exchange: Exchange, num_layers: int) -> None:
+    def __init__(self, state: SchedulerState, exchange: Exchange, num_layers: int, patience_ns: int) -> None:
+        """``patience_ns``: how long a sequence that has blocks waits for the next stripe."""
         self._state, self._exchange, self._num_layers = state, exchange, num_layers
+        self._patience_ns = patience_ns
         self._announcer = LayerAnnouncer(exchange, num_layers)
         #: all and only the live requests whose stripes are not complete, by id
         self.parts: dict[str, _Part] = {}
@@ -119,7 +123,7 @@ class StripedPrompts:
                 continue
             outcomes += self._place_stripes(part, now_ns)
             if not part.is_placed:
-                part.is_placed = True
+                part.is_placed, part.until_ns = True, now_ns + self._patience_ns
                 for place, stripe in enumerate(part.striped.stripes):
                     if stripe.is_own and stripe.first < part.striped.cached_tokens:
                         self._announce_cached(part, place, min(stripe.end, part.striped.cached_tokens), now_ns)
@@ -161,6 +165,7 @@ class StripedPrompts:
             if part.striped.layers_before(start) < self._num_layers:
                 self._gates_made += 1
                 plan.gates[slot], part.gates[self._gates_made] = self._gates_made, _Gate(plan.step_id, start)
+            part.until_ns = now_ns + self._patience_ns
             self._name_computed(part, plan, start, now_ns)
         self._move_gates(self.parts.values())
 
@@ -225,7 +230,7 @@ class StripedPrompts:
         place = part.imports.get(outcome.transfer_id) if part is not None else None
         if part is None or place is None:
             return
-        part.striped.stripes[place].layers = outcome.layers
+        part.striped.stripes[place].layers, part.until_ns = outcome.layers, self._state.now + self._patience_ns
         if outcome.layers == self._num_layers:
             del part.imports[outcome.transfer_id]
         self._move_gates([part])
@@ -259,12 +264,20 @@ class StripedPrompts:
         part.striped.loss = part.striped.loss or reason
         return True
 
-    def take_failed(self) -> list[RejectRequest]:
-        """End the parts that have failed: their router is to hear that."""
+    def take_failed(self, now_ns: int) -> list[RejectRequest]:
+        """End the parts that have failed, or wait in vain: their router is to hear that."""
+        for part in self.parts.values():
+            if part.is_placed and part.until_ns <= now_ns and self._awaits_stripe(part):
+                self.fail_part(part.group, "it has not come in time")
         failed = [part for part in self.parts.values() if part.striped.loss]
         for part in failed:
             self._state.drop_group(part.group)
         return [RejectRequest(p.group.request.request_id, f"a stripe is lost: {p.striped.loss}", 0.0) for p in failed]
+
+    @staticmethod
+    def _awaits_stripe(part: _Part) -> bool:
+        begins_later = part.sequence.computed < part.sequence.prompt_tokens
+        return begins_later and part.striped.next_row(part.sequence) is None
 
     def on_request_ended(self, group: Group) -> None:
         """Nothing more of it is needed, nor given."""
@@ -300,7 +313,9 @@ class StripedPrompts:
     @property
     def next_deadline_ns(self) -> int | None:
         """When :meth:`take_failed` has something to do. None: never."""
-        return self._state.now if any(part.striped.loss for part in self.parts.values()) else None
+        ends = [self._state.now for part in self.parts.values() if part.striped.loss]
+        ends += [part.until_ns for part in self.parts.values() if part.is_placed and self._awaits_stripe(part)]
+        return min(ends, default=None)
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself."""
