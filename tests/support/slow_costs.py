@@ -18,9 +18,15 @@ from memserve.model.loading.loader import load_model
 SLOW = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), same_host=CopyCurve(2.0 * NS_PER_S, 0.0, 0.0), machine="slow")
 
 
+STRIPES = CostModel(
+    PrefillCurve(token_ns=0.2 * NS_PER_S), same_host=CopyCurve(0.0, 0.0, 0.0), report_ns=0.0, machine="stripes"
+)
+"""Whatever fills two steps is computed in stripes."""
+
+
 def save_slow_costs(
     folder: Path, block_tokens: int = 32, kv_dtypes: tuple[str, ...] = (AS_COMPUTED,), *, windows_apart: bool = False,
-    workers: tuple[str, ...] = ("",),
+    workers: tuple[str, ...] = ("",), costs: CostModel = SLOW,
 ) -> None:  # fmt: skip
     """For instances of the model in ``folder``, in float32 with one thread, and this process's cache folder.
     ``workers``: of each kind of instance, as :attr:`memserve.base.kv_layout.Parallel.text` says it."""
@@ -29,4 +35,4 @@ def save_slow_costs(
     for kv_dtype in kv_dtypes:
         geometry = replace(loaded.geometry, kv_dtype=kv_dtype)
         for text in workers:
-            save_profile(profile_path(loaded.fingerprint, geometry, f"cpu{text}", 1), {"costs": SLOW.to_dict()})
+            save_profile(profile_path(loaded.fingerprint, geometry, f"cpu{text}", 1), {"costs": costs.to_dict()})

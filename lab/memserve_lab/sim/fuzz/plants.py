@@ -29,6 +29,7 @@ from memserve.instance.scheduler.batch import InflightPlan
 from memserve.instance.scheduler.results import StepResults
 from memserve.instance.scheduler.sequence import Group, Phase
 from memserve.instance.scheduler.states import RecurrentStates
+from memserve.instance.scheduler.stripes import StripedPrompt
 from memserve.journal.store import Store
 from memserve.kv import pool as pool_module
 from memserve.kv.identity import DEFAULT_KEY, namespace_id
@@ -342,6 +343,15 @@ def _segment_turns() -> list[Swap]:
     return [(RequestIntake, "_has_part", _has_no_part), (spans_module, "in_turn", _by_number)]
 
 
+def _opens_at_once(self: StripedPrompt, start: int) -> int:
+    return self.num_layers
+
+
+def _stripe_gate() -> list[Swap]:
+    """A row of a prompt in stripes reads all layers of those before it as soon as their first one has come."""
+    return [(StripedPrompt, "layers_before", _opens_at_once)]
+
+
 def _says_it_runs(self: RouterChanges, answer: AnswerHeld, router: Peer) -> AnswerHeld:
     return answer
 
@@ -466,6 +476,7 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "segment-drop": _segment_drop,
     "segment-share": _segment_share,
     "segment-turns": _segment_turns,
+    "stripe-gate": _stripe_gate,
     "worker-late": _worker_late,
     "two-routers": _two_routers,
     "attempt-router": _attempt_router,

@@ -19,6 +19,7 @@ from memserve_lab.sim.fuzz.scenario_features import (
     SHARED_SHARE,
     STRIPED_FAULTS,
     STRIPED_SHARE,
+    STRIPED_STREAM,
     LayeredSetup,
     SharedSetup,
     StoreSetup,
@@ -308,7 +309,7 @@ def _put_shared(scenario: Scenario, instances: int) -> None:
 
 def _put_striped(scenario: Scenario, instances: int) -> None:
     """Some scenarios have prompts that instances compute at once. Drawn from a stream of its own."""
-    random = Random(f"{scenario.seed}/{scenario.setting}/striped")
+    random = Random(f"{scenario.seed}/{scenario.setting}/{STRIPED_STREAM}")
     unfit = instances == 1 or scenario.layered is not None or scenario.shared is not None
     if random.random() >= STRIPED_SHARE or unfit or scenario.admission.mode is not Admission.NONE:
         return

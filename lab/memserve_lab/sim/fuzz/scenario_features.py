@@ -308,8 +308,9 @@ def _shared_turn(random: Random) -> Turn:
     )
 
 
-STRIPED_SHARE = 0.08
-"""Of all scenarios with several instances, those where prompts are computed in stripes: all compute and decode."""
+STRIPED_SHARE, STRIPED_STREAM = 0.06, "stripes 4539"
+"""Of all scenarios with several instances, those where prompts are computed in stripes: all compute and decode. Of the
+numbers that decide, whose name was chosen as that of ``STREAM``."""
 STRIPED_FAULTS = ("device", "kill", "pause", "lose", "delay", "partition", "slow-link", "corrupt")
 STRIPED_COSTS = CostModel(
     machine="stripes", prefill=PrefillCurve(NS_PER_MS, NS_PER_MS, 0.0), report_ns=0.0,
