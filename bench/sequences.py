@@ -7,7 +7,9 @@ room for everything, then ``--instances``, each of which holds its share of a pr
 project's pages. Printed: whether the greedy answers are equal, the seconds to the first token, the milliseconds a
 token behind it, and what the exchange adds for each token and layer. ``--kill``: then one of the holders is killed
 (SIGKILL) while prompts are computed, and once while tokens are drawn; the answers must be equal again.
-``--round-trips``: only what a layer of a step waits for one holder, in another process of this host.
+``--round-trips``: only what a layer of a step waits for one holder, in another process of this host. ``--stripes``:
+only prompts of 16 steps that several instances compute at once, beside one instance: in the simulator with the rates of
+an H100, and in processes here, where all instances share this machine's cores.
 """
 
 from __future__ import annotations
@@ -31,11 +33,16 @@ from harness.processes import end
 from harness.rounds import median, percentile, seconds
 from harness.tables import Table, show
 
-from memserve.base.types import KVGeometry
+from memserve.base.config import SchedulerConfig
+from memserve.base.types import KVGeometry, Role
 from memserve.model.attention.query_server import SegmentServer, ZmqSegmentLines
 from memserve.model.attention.sequence_parallel import HeldKv, Query
 from memserve.protocol.messages import Segment
 from memserve.protocol.peers import Peer
+from memserve_lab.sim.hardware import machine
+from memserve_lab.sim.replay.setup import Setup
+from memserve_lab.sim.replay.world import ReplayWorld
+from memserve_lab.workloads.sessions import uniform_workload
 from served_cluster import Server, eventually
 
 SECRET = "a secret for this measurement"
@@ -47,7 +54,7 @@ def texts(count: int) -> list[str]:
     """Pieces of the pages, each longer than any prompt here."""
     whole = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("concepts/*.md")))
     step = len(whole) // count
-    return [whole[place * step :][:30_000] for place in range(count)]
+    return [whole[place * step :][:60_000] for place in range(count)]
 
 
 def body_of(text: str, prompt_tokens: int) -> Json:
@@ -135,6 +142,61 @@ def round_trips(tokens: int) -> list[Json]:
 TRIPS = {
     "rows": "{rows}", "tokens of a segment": "{tokens}", "10th percentile": "{tenth:.0f} us", "median": "{half:.0f} us"
 }  # fmt: skip
+SIMULATED = {"instances": "{instances}", "first token": "{first_ms:.0f} ms", "of one instance": "{share:.2f}"}
+STRIPED = {
+    "": "{name}", "first token": "{first_s:.2f} s", "of one core": "{share:.2f}", "prompts in stripes": "{striped}",
+    "equal answers": "{equal}",
+}  # fmt: skip
+STEPS = 16
+
+
+def simulate_stripes(step_tokens: int) -> list[Json]:
+    """A prompt of 16 steps of Llama 3 8B on instances with an H100 each, alone in the cluster."""
+    table, rows = Table(SIMULATED), list[Json]()
+    for instances in (1, 2, 4, 8):
+        scheduler = SchedulerConfig(max_running=256, max_step_tokens=step_tokens)
+        setup = Setup({Role.COLOCATED: instances}, machine("llama-3-8b", "h100"), scheduler=scheduler)
+        workload = uniform_workload(1, prompt_tokens=STEPS * step_tokens, output_tokens=NEW_TOKENS)
+        world = ReplayWorld(setup, workload)
+        world.run_workload()
+        first_ms = world.clients.served[0].first_ns / 1e6
+        alone_ms = rows[0]["first_ms"] if rows else first_ms
+        rows.append({"instances": instances, "first_ms": first_ms, "share": first_ms / alone_ms})
+        table.show(rows[-1])
+    return rows
+
+
+def measure_stripes(prompts: list[str], step_tokens: int) -> list[Json]:
+    """The same here: one instance with a core, one with all cores, and several with a core each."""
+    tokens = str(STEPS * step_tokens + 2 * NEW_TOKENS)
+    memory = ("--kv-memory", str((STEPS * step_tokens // 32 + 8) * BLOCK_BYTES), "--max-step-tokens", str(step_tokens))
+    places = {
+        "one, 1 thread": ("--threads", "1"), "one, 2 threads": ("--threads", "2"),
+        "two, 1 thread each": ("--threads", "1", "--colocated", "2"),
+        "four, 1 thread each": ("--threads", "1", "--colocated", "4"),
+    }  # fmt: skip
+    table, rows = Table(STRIPED), list[Json]()
+    for name, words in places.items():
+        server = Server(Path(MODEL), *memory, *words, "--max-model-tokens", tokens)
+        url = server.url.removesuffix("/v1")
+        try:
+            for count in range(8):  # all instances learn what computing and moving cost
+                stream(url, body_of(prompts[count % len(prompts)][count * 64 :], 2 * step_tokens)).checked()
+            result = measure(url, prompts, STEPS * step_tokens)
+            page = httpx.get(f"{url}/metrics", timeout=600).text
+        finally:
+            end(server.process)
+        found = re.search(r"^memserve_router_prompts_striped_total (.+)$", page, re.M)
+        first = rows[0] if rows else result
+        equal = sum(a == b for a, b in zip(result["texts"], first["texts"], strict=True))
+        striped = int(float(found[1])) if found else 0
+        rows.append(
+            result | {"name": name, "share": result["first_s"] / first["first_s"], "equal": equal, "striped": striped}
+        )
+        table.show(rows[-1])
+    return rows
+
+
 COLUMNS = {"": "{name}", "first token": "{first_s:.2f} s", "a token": "{token_ms:.1f} ms"}
 
 
@@ -142,7 +204,12 @@ def main() -> None:
     args = options(
         __doc__, instances=3, blocks=(20, "KV blocks of 32 tokens of each instance"), prompts=4, threads=1,
         kill=(False, "kill holders"), round_trips=(False, "only what a layer waits for a holder"),
+        stripes=(False, "only prompts that are computed in stripes"),
     )  # fmt: skip
+    if args.stripes:
+        simulated = simulate_stripes(2048)
+        save(args, {"simulated": simulated, "measured": measure_stripes(texts(args.prompts), 448)})
+        return
     if args.round_trips:
         save(args, round_trips(args.blocks * 32))
         return

@@ -6,7 +6,7 @@ What every member of a cluster has in virtual time, whatever its machine: a mail
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -172,7 +172,7 @@ class Device(Protocol):
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
         """``layer`` of the plan under way is computed. Returns whether to report it."""
 
-    def lose_rows(self, plan: StepPlan, slots: Sequence[int]) -> None:
+    def lose_rows(self, plan: StepPlan, slots: Iterable[int]) -> None:
         """What rows of these slots wait for will not come: they fail alone."""
 
     def run_plan(self, plan: StepPlan) -> StepFinished | StepFailed:

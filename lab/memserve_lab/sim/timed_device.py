@@ -152,7 +152,7 @@ class TimedDevice:
         """Each layer of a plan with ``report_layers`` is reported, at equal distances over the step."""
         return True
 
-    def lose_rows(self, plan: StepPlan, slots: Sequence[int]) -> None:
+    def lose_rows(self, plan: StepPlan, slots: Iterable[int]) -> None:
         """They have drawn nothing of meaning."""
         self._lost.update(slots)
 

@@ -419,8 +419,8 @@ class Offer(Message, frozen=True, tag=True):
     before: Identities = b""
     """With ``identities``, to a store: of the blocks that lead to these and are its own as well."""
     part_of: str = ""
-    """An attempt with ``Span.stripes`` that the receiver has as well: these are the blocks of a stripe, and go into those
-    of its own sequence. ``tokens`` are those of the stripe. Empty: they are of no such attempt."""
+    """An attempt with ``Span.stripes`` that the receiver has as well: these are the blocks of a stripe, and go into
+    those of its own sequence. ``tokens`` are those of the stripe. Empty: they are of no such attempt."""
 
 
 class MoreBlocks(Message, frozen=True, tag=True):

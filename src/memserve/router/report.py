@@ -39,7 +39,9 @@ class Counters:
     )
     migrations: int = counter("router_migrations", "Running requests that instances were asked to hand to another one")
     migrated: int = counter("router_migrated", "Running requests that went on at another instance with their KV")
-    prompts_striped: int = counter("router_prompts_striped", "Attempts with a prompt that several instances compute at once")
+    prompts_striped: int = counter(
+        "router_prompts_striped", "Attempts with a prompt that several instances compute at once"
+    )
     sequences_split: int = counter("router_sequences_split", "Attempts with a sequence that several instances share")
     """Because it fits none of them."""
     outputs_late: int = counter(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from instance_world import request
 from memserve.base.errors import InvariantError
 from memserve.instance.scheduler.sequence import Group, Sequence
 from memserve.instance.scheduler.stripes import StripedPrompt, StripeProgress
-from instance_world import request
 
 LAYERS = 3
 

@@ -291,7 +291,7 @@ class FuzzedDevice:
         self.memory.finish_layer(plan, layer)
         return True
 
-    def lose_rows(self, plan: StepPlan, slots: Sequence[int]) -> None:
+    def lose_rows(self, plan: StepPlan, slots: Iterable[int]) -> None:
         """Unless the plan follows one that failed: then nothing of it counts."""
         if plan.step_id not in self._void:
             self.memory.begin_plan(plan)

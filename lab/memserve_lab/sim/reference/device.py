@@ -10,7 +10,7 @@ A literal device whose memory others can read: checksums, pulls, layers that fin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -520,13 +520,14 @@ class OracleDevice(SymbolicDevice, PageMemory):
             self._read_layer(layer)
             self._write_layer(layer)
 
-    def lose_rows(self, plan: StepPlan, slots: Sequence[int]) -> None:
-        """What these slots of the plan under way wait for does not come: they read on without meaning, and so does what
+    def lose_rows(self, plan: StepPlan, slots: Iterable[int]) -> None:
+        """What these slots of the plan under way wait for does not come: they read on without meaning, and so is what
         is drawn there."""
-        for slot, draws in zip(plan.slots, plan.sample_slots, strict=True):
-            for lost in (slot, *draws) if slot in slots else ():
+        draws = dict(zip(plan.slots, plan.sample_slots, strict=True))
+        for slot in slots:
+            self.gated_reads.pop(slot, None)
+            for lost in (slot, *draws[slot]):
                 self.slots[lost].is_lost = True
-            self.gated_reads = {number: reads for number, reads in self.gated_reads.items() if number not in slots}
 
     def _pages_read(self, slot: Slot, block: int, count: int) -> Cells:
         reads, pages = self.gated_reads.get(slot.opened.slot), super()._pages_read(slot, block, count)

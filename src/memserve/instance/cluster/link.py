@@ -113,8 +113,9 @@ class ClusterLink:
             KvHint: self._on_hint,
         }  # fmt: skip
         self.commands = RouterCommands(
-            parts, self.changes, self.segments, self.striped, self.router_updates, self._outbox, config.scheduler.step_tokens
-        )
+            parts, self.changes, self.segments, self.striped, self.router_updates, self._outbox,
+            config.scheduler.step_tokens,
+        )  # fmt: skip
         state.transfers = self
 
     # -- what has happened
@@ -459,9 +460,7 @@ class ClusterLink:
     @property
     def next_deadline_ns(self) -> int | None:
         """When something is due here: the end of a lease, a fetch, news for a router ... None: nothing is."""
-        ends = [
-            part.next_deadline_ns
-            for part in (self.exchange, self.segments, self.striped, self.replay_buffer, self.routers, self.router_updates)
-        ]
+        own_parts = self.exchange, self.segments, self.striped, self.replay_buffer
+        ends = [part.next_deadline_ns for part in (*own_parts, self.routers, self.router_updates)]
         ends.append(self.fetches.decide_at_ns)
         return min([end for end in ends if end is not None], default=None)

@@ -86,7 +86,7 @@ class StripedPrompts:
     # -- coming
 
     def add_part(self, group: Group, self_peer: Peer) -> str:
-        """``group``, whose sequence has just been made, is computed in stripes. Returns what contradicts that, or ""."""
+        """``group``, whose sequence was just made, is computed in stripes. Returns what contradicts that, or ""."""
         stripes = group.span.stripes if group.span is not None else ()
         sequence, progress, first = next(iter(group.sequences.values())), list[StripeProgress](), 0
         for stripe in stripes:
@@ -98,8 +98,9 @@ class StripedPrompts:
             return problem
         sequence.striped = StripedPrompt(progress, self._num_layers)
         peers = [stripe.peer for stripe in stripes]
+        receivers, count = _receivers(stripes, self_peer), len(progress)
         self.parts[group.request.request_id] = _Part(
-            group, sequence, sequence.striped, peers[: len(progress)], _receivers(stripes, self_peer)[: len(progress)]
+            group, sequence, sequence.striped, peers[:count], receivers[:count]
         )
         return ""
 
@@ -188,9 +189,9 @@ class StripedPrompts:
     def _offer_stripe(self, part: _Part, place: int, now_ns: int) -> int:
         """Offer an own stripe, if it is not offered yet. Returns its first block that was not announced."""
         if place not in part.offers:
-            stripe, request, block_tokens = part.striped.stripes[place], part.group.request, self._state.memory.block_tokens
-            first = part.named_blocks[place] = stripe.first // block_tokens
-            blocks = part.sequence.blocks[first : stripe.end // block_tokens]
+            stripe, request = part.striped.stripes[place], part.group.request
+            first = part.named_blocks[place] = stripe.first // self._state.memory.block_tokens
+            blocks = part.sequence.blocks[first : stripe.end // self._state.memory.block_tokens]
             tokens = request.prompt[stripe.first : stripe.end]
             offered = OfferedBlocks(request.isolation, tokens, blocks, first_block=first)
             terms = OfferTerms(TransferMode.BY_LAYER, insert=False, part_of=request.request_id)
@@ -320,9 +321,7 @@ class StripedPrompts:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself."""
         striped = {
-            name: group
-            for name, group in self._state.groups.items()
-            if group.span is not None and group.span.stripes
+            name: group for name, group in self._state.groups.items() if group.span is not None and group.span.stripes
         }
         check(striped == {name: part.group for name, part in self.parts.items()}, "striped prompts are lost, or twice")
         check(not self._moves, "moves of gates that were not told")

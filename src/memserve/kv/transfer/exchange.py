@@ -282,8 +282,8 @@ class Exchange:
         return self._spread.start_fetch(spread, tenant, tokens.copy(), first_block, now_ns, max(now_ns, deadline_ns))
 
     def place_stripe(self, transfer_id: str, blocks: list[int], now_ns: int) -> list[Outcome]:
-        """The sequence of a stripe (:class:`StripeOffered`) has blocks here: the stripe's last ones are pulled into these,
-        with references of their own; those before them are cached. Ignored when the import has ended."""
+        """The sequence of a stripe (:class:`StripeOffered`) has blocks here: the stripe's last ones are pulled into
+        these, with references of their own; those before them are cached. Ignored when the import has ended."""
         self._receiver.place_stripe(transfer_id, blocks)
         return self._take_outcomes(now_ns)
 

@@ -9,8 +9,8 @@
 
 A stripe is what one step computes. It may begin one layer behind the stripe before it, and computes a layer when that
 one's has come. So the instances are as busy as one alone would be, for an Nth of the time, plus N - 1 layers at the
-beginning. It is done where instances have no prompts to compute, and where that is quicker by a margin: by the costs that
-the instances have measured, never by assumed ones.
+beginning. It is done where instances have no prompts to compute, and where that is quicker by a margin: by the costs
+that the instances have measured, never by assumed ones.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from memserve.router.requests.requests import Part, Parts, RequestState, Request
 
 MARGIN = 1.25
 """How many times as long one instance must be expected to take."""
+PULLS_AT_ONCE = 4
+"""While one pull begins, others bring pages (``ExchangeConfig.pulls_in_flight``)."""
 INSTANCES_MAX = 16
 """Of one prompt: each of them reads what all others compute."""
 
@@ -56,10 +58,12 @@ class StripeCosts(NamedTuple):
         for place, (first, end) in enumerate(_bounds(ends, cached)):
             computed_ns = self.costs.prefill_ns(end - first, first) + round(self.layers * self.costs.report_ns)
             begins_ns = max(free_ns[place % instances], start_ns + layer_ns + hop_ns)
-            layer_bytes, layer_blocks = (end - first) * self.token_bytes // self.layers, (end - first) // self.block_tokens
-            pull_ns = self.link.ns(layer_bytes, max(1, layer_blocks))
+            stripe_bytes, blocks = (end - first) * self.token_bytes, ceil_div(end - first, self.block_tokens)
+            pull_ns = self.link.ns(stripe_bytes // self.layers, blocks)
             # what others compute meanwhile has to come in that time, too
-            computed_ns = max(computed_ns, (instances - 1) * self.layers * pull_ns)
+            pulls = (instances - 1) * self.layers
+            link_ns = self.link.ns((instances - 1) * stripe_bytes, pulls * blocks)
+            computed_ns = max(computed_ns, link_ns + round(pulls * self.link.start_ns / PULLS_AT_ONCE))
             ends_ns = max(begins_ns + computed_ns, end_ns + hop_ns + computed_ns // self.layers)
             start_ns, end_ns, layer_ns, hop_ns = begins_ns, ends_ns, computed_ns // self.layers, pull_ns
             free_ns[place % instances] = end_ns
@@ -100,10 +104,10 @@ class StripePlacer:
         plain = not (request.beam_width or request.sampling.prompt_logprobs or request.key or request.nonprefix_reuse)
         alone = placement.decode_at is None and not placement.holders and _computes_stripes(placement.first)
         again = req.past or req.has_begun
-        return (
-            plain and alone and not again and self._config.sequence_instances_max > 1
-            and mode in (Admission.NONE, Admission.BOUNDED) and not self._loads.prefill_tokens_of(placement.first.number)
-        )  # fmt: skip
+        if not (plain and alone) or again or self._config.sequence_instances_max < 2:
+            return False
+        is_idle = not self._loads.prefill_tokens_of(placement.first.number)
+        return is_idle and mode in (Admission.NONE, Admission.BOUNDED)
 
     def _helpers(self, runner: Member, prompt: int) -> list[Member]:
         """Those without a prompt to compute and with room for this one: the least busy ones first."""

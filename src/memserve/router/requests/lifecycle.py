@@ -31,8 +31,8 @@ from memserve.router.placement.candidates import Candidate, Route
 from memserve.router.placement.placer import Placement, Placer
 from memserve.router.placement.prefix_directory import IDENTITY_BYTES, RecentPrompts
 from memserve.router.placement.reuse_ceiling import ReuseCeiling
-from memserve.router.placement.stripes import StripePlacer
 from memserve.router.placement.shards import PATIENCE, SpanPlacer
+from memserve.router.placement.stripes import StripePlacer
 from memserve.router.report import Counters
 from memserve.router.requests.idempotency import ReplayLog
 from memserve.router.requests.migration import Migrations

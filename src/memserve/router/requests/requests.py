@@ -72,7 +72,7 @@ def dispatch_for(parts: Parts, place: int, whole: Dispatch) -> Dispatch:
 
 
 def stripes_for(parts: Parts, member: Member, whole: Dispatch) -> Dispatch:
-    """What ``member`` is told, which computes some of the stripes ``parts``: its prompt ends with the last of its own."""
+    """What ``member`` is told, which has some of the stripes ``parts``: its prompt ends with the last of its own."""
     stripes = tuple(Stripe(part.member.peer, part.end - part.first) for part in parts)
     end, request = max(part.end for part in parts if part.member is member), whole.request
     holds = parts[-1].member is not member
@@ -210,7 +210,7 @@ class Attempt:
     involved: list[Member]
     """All and only the members that fail it when they die."""
     charges: list[Charge]
-    """Work not yet discharged; while the request is prefilling, the prompt's first, of each that computes some of it."""
+    """Work not yet discharged; while the request is prefilling, the prompt's first, of each that has some of it."""
     early: list[TokenOutput] = field(default_factory=list)
     """Outputs behind tokens that have not come, in order of arrival: two members may speak, on two ways."""
     gap_ns: int | None = None
@@ -220,7 +220,7 @@ class Attempt:
     part: int = 0
     """The last one that was dispatched."""
     striped: bool = False
-    """``parts`` are stripes, all dispatched at once; ``first`` has the last one, and all when the prompt is computed."""
+    """``parts`` are stripes, all dispatched at once; ``first`` has the last, and all when the prompt is computed."""
     is_shared: bool = False
     """Whether it takes all instances of ``parts`` to go on."""
     known_tokens: int | None = None
@@ -338,7 +338,7 @@ class RequestState:
     def make_dispatch(
         self, attempt: Attempt, to: Member, config: ClusterConfig, outputs: tuple[TokenOutput, ...], now_ns: int
     ) -> Dispatch:
-        """What ``to`` is told: the first instance, one that computes stripes, or the one that computes the present part.
+        """What ``to`` is told: the first instance, one that has stripes, or the one that computes the present part.
         ``outputs``: what the client was, of a request with a key."""
         request = self.request
         generated: tuple[tuple[int, ...], ...] = ()
