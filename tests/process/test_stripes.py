@@ -21,13 +21,8 @@ from tiny_models import prompt, save_folder, tiny_module
 from waiting import stop_process
 
 STEP, PROMPT_TOKENS, ANSWER_TOKENS = 32, 230, 12
-FAMILIES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
-    "llama": ({}, ()),
-    "mqa": ({"num_key_value_heads": 1}, ()),
-    "gemma2": ({}, ("--window-kv", "together")),
-    "deepseek_v3": ({}, ()),
-}
-"""Sizes, and flags of the server: windows that lie with all other KV, latents."""
+FLAGS = {"llama": (), "gemma2": ("--window-kv", "together")}
+"""By family; ``test_gates.py`` has more of them. Windows take part where their KV lies with all other."""
 
 
 def tokens(seed: int) -> list[int]:
@@ -37,13 +32,12 @@ def tokens(seed: int) -> list[int]:
 @contextmanager
 def served(family: str, tmp_path: Path) -> Iterator[tuple[Server, list[str]]]:
     """Three instances that believe that computing is slow, and the answers of one engine."""
-    sizes, flags = FAMILIES[family]
-    folder = save_folder(tiny_module("llama" if family == "mqa" else family, **sizes), tmp_path / "tiny")
+    folder = save_folder(tiny_module(family), tmp_path / "tiny")
     save_slow_costs(folder, costs=STRIPES)
     with LLM(str(folder), dtype="float32", kv_memory="4MiB", threads=1) as one:
         options = {"max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
         expected = [one.generate(tokens(seed), **options)[0].text for seed in range(3)]
-    server = Server(folder, "--colocated", "3", "--max-step-tokens", str(STEP), *flags)
+    server = Server(folder, "--colocated", "3", "--max-step-tokens", str(STEP), *FLAGS[family])
     try:
         yield server, expected
     finally:
@@ -67,7 +61,7 @@ def striped(server: Server) -> int:
     return int(float(re.search(r"^memserve_router_prompts_striped_total (.+)$", page, re.M)[1]))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FLAGS)
 def test_three_instances_compute_what_one_does(family: str, tmp_path: Path) -> None:
     with served(family, tmp_path) as (server, expected):
         answer = complete(server, 0)

@@ -23,6 +23,7 @@ from memserve.instance.events import (
     GrammarBuilt,
     LayerFinished,
     MaskComputed,
+    MoveGate,
     RunStep,
 )
 from memserve.instance.machine import Instance
@@ -74,7 +75,7 @@ class Member:
         self.built = {0}  # jobs
         chance = Random(name)
         self.device.mask_is_late = lambda opened: chance.random() < 0.4
-        self.void, self.layers_told = set(), 0
+        self.void, self.layers_told, self.gates = set(), 0, {}
         self.tells_layers = True
         self.corrupt_pulls = 0
         self.said = []  # messages and endings, for tests to look at
@@ -117,6 +118,8 @@ class Member:
             self.built.discard(action.job_id)
         elif isinstance(action, AwaitMask):
             self.masks.append(action)
+        elif isinstance(action, MoveGate):
+            self.gates[action.gate] = action.layers
         else:
             assert isinstance(action, CancelPulls)
 
@@ -137,13 +140,25 @@ class Member:
             return self.post(self.device.fail_plan(plan, fail))
         is_void = plan.step_id in self.void
         has_more = self.layers_told < self.geometry.num_layers
-        if plan.report_layers and self.tells_layers and has_more and not is_void:
+        if (plan.gates or (plan.report_layers and self.tells_layers)) and has_more and not is_void:
+            self.device.begin_plan(plan)
+            self.device.lose_rows(plan, [slot for slot, gate in plan.gates.items() if self.gates.get(gate, 0) is None])
             self.device.finish_layer(plan, self.layers_told)
             self.layers_told += 1
-            return self.post(LayerFinished(plan.step_id, self.layers_told - 1))
+            tells = plan.report_layers and self.tells_layers
+            return self.post(LayerFinished(plan.step_id, self.layers_told - 1)) if tells else []
         self.plans.popleft()
         self.layers_told = 0
         return self.post(self.device.run_void(plan) if is_void else self.device.run_plan(plan))
+
+    @property
+    def can_go_on(self):
+        """Whether there is a plan, and its next layer need not wait for other instances."""
+        plan = self.plans[0] if self.plans else None
+        if plan is None or plan.step_id in self.void or self.layers_told == self.geometry.num_layers:
+            return plan is not None
+        opened = [self.gates.get(gate, 0) for gate in plan.gates.values()]
+        return all(layers is None or layers > self.layers_told for layers in opened)
 
     def stand_still(self):
         """As if nothing could move: everything is taken from all sequences."""
@@ -294,7 +309,7 @@ class Fleet:
         """Everything that could happen next."""
         choices = [(self.deliver, wire) for wire in self.wires]
         for member in self.members.values():
-            choices += [(member.do_plan, None)] if member.plans else []
+            choices += [(member.do_plan, None)] if member.can_go_on else []
             choices += [(member.do_job, None)] if member.jobs else []
             choices += [(member.do_build, None)] if member.builds else []
             choices += [(member.do_mask, None)] if member.masks else []

@@ -15,7 +15,7 @@ cached as a whole has its last token recomputed for the logits: that is the cost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,6 +107,10 @@ class SourceDevice:
     def finish_layer(self, plan: StepPlan, layer: int) -> bool:
         """Layers are not reported one by one."""
         return False
+
+    def lose_rows(self, plan: StepPlan, slots: Iterable[int]) -> None:
+        """A single instance waits for no layers of others."""
+        check(False, f"slots {slots} wait for other instances")
 
     def run_plan(self, plan: StepPlan) -> StepFinished:
         """The step has ended: every token is 1."""
