@@ -204,11 +204,11 @@ def main() -> None:
     args = options(
         __doc__, instances=3, blocks=(20, "KV blocks of 32 tokens of each instance"), prompts=4, threads=1,
         kill=(False, "kill holders"), round_trips=(False, "only what a layer waits for a holder"),
-        stripes=(False, "only prompts that are computed in stripes"),
+        stripes=(False, "only prompts that are computed in stripes"), step_tokens=(448, "of a stripe that is measured"),
     )  # fmt: skip
     if args.stripes:
         simulated = simulate_stripes(2048)
-        save(args, {"simulated": simulated, "measured": measure_stripes(texts(args.prompts), 448)})
+        save(args, {"simulated": simulated, "measured": measure_stripes(texts(args.prompts), args.step_tokens)})
         return
     if args.round_trips:
         save(args, round_trips(args.blocks * 32))

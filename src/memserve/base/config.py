@@ -354,8 +354,8 @@ class ClusterConfig:
     behind the prefill, page by page; ``by-request-agg``, behind it, in whole blocks; ``auto``: as is quickest for each
     request, by its size, what waits before it, and measured costs."""
     sequence_parallel: str = option("auto")
-    """How many instances may share a sequence that fits none of them. ``auto``: as many as there are. ``off``: none; it
-    is rejected. N: at most N."""
+    """How many instances may share a sequence: one that fits none of them, or a long prompt, which they compute at once
+    where that is quicker. ``auto``: as many as there are. ``off``: none; what fits none is rejected. N: at most N."""
     migration: str = option("drain")
     """When a running request goes on at another instance, with its KV. ``drain``: when its own one drains (SIGTERM,
     ``memserve scale``, an upgrade). ``auto``: also where requests wait for memory and another instance has room.

@@ -22,7 +22,7 @@ from memserve.kv.identity import identity_key
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.system.gpus import take_gpu
 from memserve.system.imports import leave_compiler_out
-from memserve.system.memory import keep_heap_small, objects_that_stay, trim_heap
+from memserve.system.memory import keep_heap_small, objects_that_stay, trim_heap, usable_cores
 from memserve.system.process import HealthFile, SignalCounter, new_generation, on_ending_signals
 from memserve.system.secrets import Secret, as_followed
 from memserve.transport.data_port import open_data_port, uses_nixl
@@ -216,6 +216,8 @@ def _free_tokenizer(parts: Parts) -> None:
 
 
 def _describe_peer(parts: Parts, place: MemberOptions, self_peer: Peer, segments: SegmentPort | None) -> PeerInfo:
+    import torch
+
     from memserve.model.loading.card import ModelCard
 
     config = parts.config
@@ -238,6 +240,7 @@ def _describe_peer(parts: Parts, place: MemberOptions, self_peer: Peer, segments
         reports_layers=config.exchange.reports_layers,
         step_tokens=config.scheduler.step_tokens,
         computes_stripes=_computes_stripes(parts),
+        cores_share=torch.get_num_threads() / usable_cores() if parts.model.device.type == "cpu" else 0.0,
     )
 
 

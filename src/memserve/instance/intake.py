@@ -19,7 +19,7 @@ from memserve.instance.scheduler.grammar_waits import BUILD_NS, MASK_NS, MASKS_N
 from memserve.instance.scheduler.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.protocol.events import RejectRequest
-from memserve.protocol.messages import RETRY_S, Dispatch
+from memserve.protocol.messages import RETRY_S, Dispatch, Span
 from memserve.protocol.peers import Peer
 
 TOOL_CHARS_MAX = 128  # of the names of all tools that an answer calls
@@ -198,7 +198,7 @@ class RequestIntake:
         refusal = self.rejection_of(request, now_ns) or self._reject_contradiction(order)
         if refusal is not None:
             return refusal
-        if order.span is not None and self._has_part():
+        if order.span is not None and self._has_part(order.span):
             return RejectRequest(request.request_id, "it has a part of another long sequence", RETRY_S)
         remote = self._remote_state(order, self_peer, now_ns)
         group = self.open_group(
@@ -207,10 +207,11 @@ class RequestIntake:
         group.remote, group.span = remote, order.span
         return group
 
-    def _has_part(self) -> bool:
+    def _has_part(self, span: Span) -> bool:
         """Whether a part of a sequence that instances share is here: another one would wait for its memory, and be
-        waited for elsewhere."""
-        return any(group.span is not None for group in self._state.groups.values())
+        waited for elsewhere. Of prompts in stripes, each of which fits, several may be here."""
+        here = (group.span for group in self._state.groups.values() if group.span is not None)
+        return any(not (span.stripes and other.stripes) for other in here)
 
     def _remote_state(self, order: Dispatch, self_peer: Peer, now_ns: int) -> RemoteState:
         """A beam search leaves by a substitute, if it leaves at all."""

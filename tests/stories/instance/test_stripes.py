@@ -8,7 +8,7 @@ from msgspec import structs
 from fleet_world import BLOCK, LAYERS, ROUTER_PEER, Fleet, Job, computed, fleet_config
 from instance_world import PROMPT, request
 from memserve.base.types import SamplingParams, StopParams
-from memserve.protocol.messages import Cancel, Dispatch, Offer, Ready, Span, Stripe, Withdraw
+from memserve.protocol.messages import Cancel, Dispatch, Offer, Ready, RequestRefused, Span, Stripe, Withdraw
 
 STRIPE = 2 * BLOCK
 
@@ -208,14 +208,29 @@ def test_nothing_is_cached_before_the_prompt_is_complete() -> None:
     assert job.attempt == 1
 
 
-def test_part_of_another_such_prompt_is_refused() -> None:
+def test_such_prompts_in_opposite_orders_do_not_wait_for_each_other() -> None:
+    it = fleet("ab", hbm=60, running=4)
+    jobs = [
+        divide(it, long_request(f"r{number}", seed=number), "ababab" if number else "bababa") for number in range(2)
+    ]
+    it.run(lambda: all(job.done for job in jobs))
+    assert not it.refused and not any(job.attempt for job in jobs)
+    for job in jobs:
+        release(it, job)
+    it.finish()
+
+
+def test_part_of_a_sequence_that_fits_none_is_refused_meanwhile() -> None:
+    """It would hold memory that the prompt needs, and wait for others that wait for that."""
     it = fleet("ab")
-    first = divide(it, long_request("r1"), "ababab")
-    second = divide(it, long_request("r2"), "bababa")
-    it.run(lambda: it.refused)
-    assert "another long sequence" in it.refused[0].reason and it.refused[0].request_id == second.attempt_id[:-1] + "0"
-    it.run(lambda: first.done)
-    release(it, first)
+    job = divide(it, long_request(), "ababab")
+    it.run(lambda: computed(it, "b"))
+    other = long_request("other", tokens=STRIPE)
+    order = Dispatch(structs.replace(other, request_id="other#0"), span=Span(other.prompt[:0], (), True))
+    it.members["b"].hear(order)
+    assert "another long sequence" in said(it, "b", RequestRefused)[0].reason
+    it.run(lambda: job.done)
+    release(it, job)
     it.finish()
 
 

@@ -24,6 +24,7 @@ from memserve.router.placement.stripes import StripeCosts, _equal_ends
 GEOMETRY = KVGeometry(32, 8, 128, 128, "bfloat16", 32)
 FREE = CopyCurve(0.0, 0.0, 0.0)
 COSTS = CostModel(PrefillCurve(NS_PER_MS, 10_000.0, 0.0), same_host=FREE, report_ns=0.0, machine="m")
+FAR = replace(COSTS, network=FREE)
 
 
 def model(link: CopyCurve = FREE, costs: CostModel = COSTS) -> StripeCosts:
@@ -52,6 +53,18 @@ def test_cached_prefix_is_moved_before_others_begin() -> None:
     ends = [8192 + 1024 * (place + 1) for place in range(4)]
     with_prefix = model(link).striped_ns(ends, 8192, 4)
     assert with_prefix > link.ns(8192 * GEOMETRY.token_bytes), "whatever they compute then"
+
+
+def test_instances_that_share_all_cores_gain_nothing() -> None:
+    """Two of a host with half of its cores each compute as quickly as one; four take twice as long."""
+    ends = [1024 * (place + 1) for place in range(16)]
+    alone = model().alone_ns(ends, 0)
+    assert model().striped_ns(ends, 0, 4, 4.0) > alone
+    for share, count in ((1.0, 1), (0.5, 2), (0.25, 4)):
+        members = [member(name, cores_share=share) for name in "abcd"]
+        assert len(Router(*members).asked(6 * STEP)) == count
+    apart = [member(name, cores_share=1.0, host_id=name) for name in "abcd"]
+    assert len(Router(*(structs.replace(info, costs=FAR.to_json()) for info in apart)).asked(6 * STEP)) == 4
 
 
 def test_stripes_are_equal_whole_blocks() -> None:
@@ -90,7 +103,8 @@ class Router:
         return self.handle(MessageArrived(Peer(name, 1), message))
 
     def asked(self, tokens: int, name: str = "r", **more: Any) -> dict[str, Dispatch]:
-        actions = self.handle(RequestArrived(a_request(name, np.arange(tokens) % 40, **more)))
+        prompt = (np.arange(tokens) + sum(map(ord, name))) % 40
+        actions = self.handle(RequestArrived(a_request(name, prompt, **more)))
         return dict(told(actions, Dispatch))
 
 
@@ -148,10 +162,11 @@ def test_what_fails_is_tried_again_in_the_ordinary_way(how: str) -> None:
     assert {to for to, _ in told(actions, Cancel)} >= orders.keys() - {helper}
 
 
-def test_one_such_prompt_runs_at_a_time_on_idle_instances() -> None:
-    it = Router(*(member(name) for name in "abcd"), sequence_parallel="2")
-    assert len(it.asked(6 * STEP, "r1")) == 2
-    assert len(it.asked(6 * STEP, "r2")) == 1, "as any other"
+def test_instances_with_a_prompt_to_compute_take_no_stripes() -> None:
+    it = Router(*(member(name) for name in "abcde"), sequence_parallel="2")
+    first, second = it.asked(6 * STEP, "r1"), it.asked(6 * STEP, "r2")
+    assert len(first) == len(second) == 2 and not first.keys() & second.keys(), "several at once, each its own"
+    assert len(it.asked(6 * STEP, "r3")) == 1, "as any other: one instance is left"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from memserve.kv.transfer.receiver import Receiver
 from memserve.kv.windows import WindowCache, WindowPart
 from memserve.protocol.idempotency import AnswerHeld, AnswerLog
 from memserve.protocol.member import MemberMachine, RouterAddresses
-from memserve.protocol.messages import Expelled, Offer, QueryKvEvents
+from memserve.protocol.messages import Expelled, Offer, QueryKvEvents, Span
 from memserve.protocol.peers import Peer
 from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.events import ClusterAction
@@ -330,7 +330,7 @@ def _segment_share() -> list[Swap]:
     return [(batch_module, "_before", _last_part_alone)]
 
 
-def _has_no_part(self: RequestIntake) -> bool:
+def _has_no_part(self: RequestIntake, span: Span) -> bool:
     return False
 
 

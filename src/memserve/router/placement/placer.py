@@ -95,11 +95,16 @@ class Placement(NamedTuple):
         """The prompt's first, of each that computes some of it, then that of decoding ``width`` sequences."""
         decoding = Work(0, width, width * self.prompt_tokens)
         if self.striped:
-            tokens = [sum([p.end - p.first for p in self.parts if p.member is member]) for member in self.members]
-            shares = zip(self.members, map(Work, tokens), strict=True)
-            return *shares, (self.first, decoding)
+            return *((member, self._stripes_of(member)) for member in self.members), (self.first, decoding)
         uncached = max(1, self.prompt_tokens - self.route.first.matched_tokens)
         return (self.first, Work(prefill_tokens=uncached)), (self.decode_at or self.first, decoding)
+
+
+    def _stripes_of(self, member: Member) -> Work:
+        """The tokens that it computes, and beside the runner's, which count as decoding, those that it keeps."""
+        own = [part for part in self.parts if part.member is member]
+        kept_tokens = 0 if member is self.first else own[-1].end
+        return Work(sum([part.end - part.first for part in own]), 0, kept_tokens)
 
 
 class Placer:

@@ -9,8 +9,8 @@
 
 A stripe is what one step computes. It may begin one layer behind the stripe before it, and computes a layer when that
 one's has come. So the instances are as busy as one alone would be, for an Nth of the time, plus N - 1 layers at the
-beginning. It is done where instances have no prompts to compute, and where that is quicker by a margin: by the costs
-that the instances have measured, never by assumed ones.
+beginning. It is done among instances that have no prompts to compute, so that those that wait do not wait longer, and
+where that is quicker by a margin: by the costs that the instances have measured, never by assumed ones.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ class StripeCosts(NamedTuple):
         """Expected time of one instance for stripes that end at ``ends``, behind ``cached`` tokens."""
         return sum([self.costs.prefill_ns(end - first, first) for first, end in _bounds(ends, cached)])
 
-    def striped_ns(self, ends: Sequence[int], cached: int, instances: int) -> int:
-        """Expected time of ``instances`` that take stripes by turns; one of them has the ``cached`` tokens."""
+    def striped_ns(self, ends: Sequence[int], cached: int, instances: int, slowness: float = 1.0) -> int:
+        """Expected time of ``instances`` that take stripes by turns; one of them has the ``cached`` tokens.
+        ``slowness``: how many times as long each of them computes as it does alone."""
         blocks = ceil_div(cached, self.block_tokens)
         cached_ns = self.link.ns(cached * self.token_bytes, blocks)
         free_ns = [cached_ns] * instances  # when each may begin with its next stripe
         start_ns = end_ns = layer_ns = hop_ns = 0
         for place, (first, end) in enumerate(_bounds(ends, cached)):
-            computed_ns = self.costs.prefill_ns(end - first, first) + round(self.layers * self.costs.report_ns)
+            alone_ns = self.costs.prefill_ns(end - first, first) + self.layers * self.costs.report_ns
+            computed_ns = round(alone_ns * slowness)
             begins_ns = max(free_ns[place % instances], start_ns + layer_ns + hop_ns)
             stripe_bytes, blocks = (end - first) * self.token_bytes, ceil_div(end - first, self.block_tokens)
             pull_ns = self.link.ns(stripe_bytes // self.layers, blocks)
@@ -84,7 +86,8 @@ class StripePlacer:
         if not step_tokens or prompt - cached < 2 * step_tokens or not self._may_divide(req, placement):
             return placement
         helpers = self._helpers(runner, prompt)
-        if not helpers or any(a.attempt and a.attempt.is_shared for a in self._requests.by_attempt.values()):
+        shared = (rival.attempt for rival in self._requests.by_attempt.values() if rival.attempt is not None)
+        if not helpers or any(attempt.is_shared and not attempt.striped for attempt in shared):
             return placement
         info = runner.info
         near = bool(info.host_id) and all(helper.info.host_id == info.host_id for helper in helpers)
@@ -139,9 +142,10 @@ def _quickest(
     alone_ns = model.alone_ns(_equal_ends(cached, prompt, fewest, model.block_tokens), cached)
     best_ns, best, count = alone_ns, list[int](), 1
     for instances in range(2, min(len(members), fewest) + 1):
+        slowness = _slowness(members[:instances])
         for stripes in {fewest, ceil_div(fewest, instances) * instances}:  # of a last turn that all take part in
             ends = _equal_ends(cached, prompt, stripes, model.block_tokens)
-            expected_ns = model.striped_ns(ends, cached, instances)
+            expected_ns = model.striped_ns(ends, cached, instances, slowness)
             if len(ends) >= instances and expected_ns < best_ns:
                 best_ns, best, count = expected_ns, ends, instances
     if best_ns * MARGIN > alone_ns:
@@ -159,6 +163,15 @@ def _parts_of(ends: Sequence[int], cached: int, members: Sequence[Member]) -> Pa
     stripes = _bounds(ends, cached)
     own = [Part(members[(len(ends) - 1 - place) % len(members)], *bounds) for place, bounds in enumerate(stripes)]
     return (Part(members[0], 0, cached), *own) if cached else tuple(own)
+
+
+def _slowness(members: Sequence[Member]) -> float:
+    """How many times as long ``members`` take when all of them compute: those of a host may share its cores."""
+    shares: dict[str, float] = {}
+    for place, member in enumerate(members):
+        host = member.info.host_id or f"unknown {place}"
+        shares[host] = shares.get(host, 0.0) + member.info.cores_share
+    return max(1.0, *shares.values())
 
 
 def _equal_ends(first: int, end: int, count: int, block_tokens: int) -> list[int]:
