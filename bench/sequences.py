@@ -14,6 +14,7 @@ an H100, and in processes here, where all instances share this machine's cores.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -22,6 +23,8 @@ import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -33,7 +36,7 @@ from harness.processes import end
 from harness.rounds import median, percentile, seconds
 from harness.tables import Table, show
 
-from memserve.base.config import SchedulerConfig
+from memserve.base.config import ClusterConfig, SchedulerConfig
 from memserve.base.types import KVGeometry, Role
 from memserve.model.attention.query_server import SegmentServer, ZmqSegmentLines
 from memserve.model.attention.sequence_parallel import HeldKv, Query
@@ -42,6 +45,7 @@ from memserve.protocol.peers import Peer
 from memserve_lab.sim.hardware import machine
 from memserve_lab.sim.replay.setup import Setup
 from memserve_lab.sim.replay.world import ReplayWorld
+from memserve_lab.workloads.records import Blocks, History, Session, Span, Turn, Workload
 from memserve_lab.workloads.sessions import uniform_workload
 from served_cluster import Server, eventually
 
@@ -147,19 +151,56 @@ STRIPED = {
     "": "{name}", "first token": "{first_s:.2f} s", "of one core": "{share:.2f}", "prompts in stripes": "{striped}",
     "equal answers": "{equal}",
 }  # fmt: skip
-STEPS = 16
+LOADED = {
+    "requests a second": "{rate}", "in stripes": "{striped}", "long prompts": "{long_ms:.0f} ms",
+    "short": "{short_ms:.0f} ms", "a token": "{token_ms:.1f} ms",
+}  # fmt: skip
+STEPS, STEP_TOKENS, LONG_FROM = 16, 2048, 12_000
 
 
-def simulate_stripes(step_tokens: int) -> list[Json]:
-    """A prompt of 16 steps of Llama 3 8B on instances with an H100 each, alone in the cluster."""
+def simulate(workload: Workload, instances: int, sharing: str = "auto") -> ReplayWorld:
+    """Llama 3 8B on instances with an H100 each."""
+    scheduler = SchedulerConfig(max_running=256, max_step_tokens=STEP_TOKENS)
+    model, cluster = machine("llama-3-8b", "h100"), ClusterConfig(sequence_parallel=sharing)
+    world = ReplayWorld(Setup({Role.COLOCATED: instances}, model, cluster, scheduler), workload)
+    world.run_workload()
+    return world
+
+
+def crowd(rate: float) -> Workload:
+    """150 requests, a fifth of which has a long prompt."""
+    random, due_s, first, sessions = Random(1), 0.0, 0, []
+    for number in range(150):
+        due_s += random.expovariate(rate)
+        tokens = random.randrange(LONG_FROM, 30_000) if random.random() < 0.2 else random.randrange(200, 2000)
+        turn = Turn(Blocks(16, (Span(first, tokens),)), random.randrange(50, 300), due_s=due_s)
+        sessions.append(Session(f"s{number}", (turn,), history=History.GIVEN))
+        first += tokens // 16 + 2
+    return Workload("crowd", "a fifth is long", tuple(sessions))
+
+
+def simulate_load() -> list[Json]:
+    """Mean times on four instances, with and without stripes."""
+    table, rows = Table(LOADED), list[Json]()
+    for rate, sharing in itertools.product((1, 4, 8, 12), ("off", "auto")):
+        world = simulate(crowd(rate), 4, sharing)
+        waits_ms: dict[bool, list[float]] = {True: [], False: []}
+        for served in world.clients.served:
+            waits_ms[served.prompt_tokens >= LONG_FROM].append((served.first_ns - served.scheduled_ns) / 1e6)
+        token_ms = [(one.end_ns - one.first_ns) / 1e6 / (len(one.token_ns) - 1) for one in world.clients.served]
+        striped = world.router.machine.stats().counters.prompts_striped
+        means = {"long_ms": fmean(waits_ms[True]), "short_ms": fmean(waits_ms[False]), "token_ms": fmean(token_ms)}
+        rows.append({"rate": rate, "striped": f"{striped} ({sharing})", **means})
+        table.show(rows[-1])
+    return rows
+
+
+def simulate_stripes() -> list[Json]:
+    """A prompt of 16 steps, alone in the cluster."""
     table, rows = Table(SIMULATED), list[Json]()
     for instances in (1, 2, 4, 8):
-        scheduler = SchedulerConfig(max_running=256, max_step_tokens=step_tokens)
-        setup = Setup({Role.COLOCATED: instances}, machine("llama-3-8b", "h100"), scheduler=scheduler)
-        workload = uniform_workload(1, prompt_tokens=STEPS * step_tokens, output_tokens=NEW_TOKENS)
-        world = ReplayWorld(setup, workload)
-        world.run_workload()
-        first_ms = world.clients.served[0].first_ns / 1e6
+        workload = uniform_workload(1, prompt_tokens=STEPS * STEP_TOKENS, output_tokens=NEW_TOKENS)
+        first_ms = simulate(workload, instances).clients.served[0].first_ns / 1e6
         alone_ms = rows[0]["first_ms"] if rows else first_ms
         rows.append({"instances": instances, "first_ms": first_ms, "share": first_ms / alone_ms})
         table.show(rows[-1])
@@ -207,7 +248,7 @@ def main() -> None:
         stripes=(False, "only prompts that are computed in stripes"), step_tokens=(448, "of a stripe that is measured"),
     )  # fmt: skip
     if args.stripes:
-        simulated = simulate_stripes(2048)
+        simulated = {"alone": simulate_stripes(), "loaded": simulate_load()}
         save(args, {"simulated": simulated, "measured": measure_stripes(texts(args.prompts), args.step_tokens)})
         return
     if args.round_trips:
