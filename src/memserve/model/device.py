@@ -122,13 +122,11 @@ class ModelDevice(Device):
         #: of a worker that follows: slots with late draws, as the one that leads knows them
         self._late_elsewhere: frozenset[int] = frozenset()
         #: the segments of longer sequences that are kept here; None: none can be
-        self.held_kv: HeldKv | None = None
         is_kernel = isinstance(self._attention, partial) and self._attention.func is KernelAttention
-        if is_kernel and crew is None:
-            self.held_kv = HeldKv(self._arenas.hbm_address, geometry)
-        #: the way to the other segments
+        keeps = is_kernel and crew is None
+        self.held_kv: HeldKv | None = HeldKv(self._arenas.hbm_address, geometry) if keeps else None
+        #: the way to the other segments; what has come of KV that moves instead
         self.segment_lines: SegmentLines | None = None
-        #: what has come of KV that rows wait for
         self.gates = LayerGates()
         if gc.isenabled():  # else it is done at the end of the start, once
             gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)

@@ -1,4 +1,4 @@
-"""Prompts that several instances compute at once: who computes what, what is read when, what is left of a failure."""
+"""Prompts that several instances compute at once: what each computes, reads and keeps, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_nothing_is_cached_before_the_prompt_is_complete() -> None:
     assert job.attempt == 1
 
 
-def test_such_prompts_in_opposite_orders_do_not_wait_for_each_other() -> None:
+def test_two_prompts_in_opposite_orders_both_end() -> None:
     it = fleet("ab", hbm=60, running=4)
     jobs = [
         divide(it, long_request(f"r{number}", seed=number), "ababab" if number else "bababa") for number in range(2)

@@ -22,20 +22,24 @@ def stripes(*bounds: tuple[int, int, bool]) -> StripedPrompt:
     return StripedPrompt([StripeProgress(*each) for each in bounds], LAYERS)
 
 
+def next_row(striped: StripedPrompt, sequence: Sequence) -> tuple[int, int] | None:
+    return striped.next_row(sequence.computed, sequence.published)
+
+
 def test_own_first_stripe_waits_for_nothing() -> None:
     striped = stripes((0, 8, True), (8, 16, False), (16, 20, True))
-    assert striped.next_row(sequence_of(20)) == (0, 8)
-    assert striped.next_row(sequence_of(20, computed=4)) == (4, 8), "the rest of it"
+    assert next_row(striped, sequence_of(20)) == (0, 8)
+    assert next_row(striped, sequence_of(20, computed=4)) == (4, 8), "the rest of it"
     assert striped.layers_before(0) == striped.layers_before(4) == LAYERS
 
 
 def test_row_waits_for_the_first_layer_of_all_before_it() -> None:
     striped, sequence = stripes((0, 8, False), (8, 16, False), (16, 20, True)), sequence_of(20)
-    assert striped.next_row(sequence) is None
+    assert next_row(striped, sequence) is None
     striped.stripes[1].layers = LAYERS
-    assert striped.next_row(sequence) is None, "the stripe before that is still missing"
+    assert next_row(striped, sequence) is None, "the stripe before that is still missing"
     striped.stripes[0].layers = 1
-    assert striped.next_row(sequence) == (16, 20)
+    assert next_row(striped, sequence) == (16, 20)
     assert striped.layers_before(16) == 1, "of the others it reads no more than of that one"
     striped.stripes[0].layers = 2
     assert striped.layers_before(16) == 2
@@ -45,17 +49,17 @@ def test_row_waits_for_the_first_layer_of_all_before_it() -> None:
 
 def test_cached_stripes_of_others_are_not_awaited() -> None:
     striped = stripes((0, 8, False), (8, 16, False), (16, 20, True))
-    assert striped.next_row(sequence_of(20, computed=8, cached=8)) is None
-    assert striped.next_row(sequence_of(20, computed=16, cached=16)) == (16, 20)
+    assert next_row(striped, sequence_of(20, computed=8, cached=8)) is None
+    assert next_row(striped, sequence_of(20, computed=16, cached=16)) == (16, 20)
     assert striped.layers_before(16) == LAYERS
     sequence = sequence_of(20, computed=16)
-    assert striped.next_row(sequence) == (16, 20), "although the pin on what is cached was given up since"
+    assert next_row(striped, sequence) == (16, 20), "although the pin on what is cached was given up since"
 
 
 def test_nothing_is_computed_behind_a_loss() -> None:
     striped = stripes((0, 8, True), (8, 16, False), (16, 20, True))
     striped.loss = "its instance is gone"
-    assert striped.next_row(sequence_of(20)) is None
+    assert next_row(striped, sequence_of(20)) is None
 
 
 def test_stripes_of_a_prompt_end_with_an_own_one() -> None:

@@ -247,7 +247,6 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     if layerwise != "off":
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
     _put_shared(scenario, len(roles))
-    _put_striped(scenario, len(roles))
     _put_states(scenario)
     _put_windows(scenario)
     _put_transfer(scenario, roles)
@@ -293,7 +292,12 @@ def _put_windows(scenario: Scenario) -> None:
 
 
 def _put_shared(scenario: Scenario, instances: int) -> None:
-    """Some scenarios have sequences that instances share. Drawn from a stream of its own."""
+    """Some scenarios have sequences that instances share, some prompts in stripes. Drawn from streams of their own."""
+    _put_segments(scenario, instances)
+    _put_striped(scenario, instances)
+
+
+def _put_segments(scenario: Scenario, instances: int) -> None:
     random = Random(f"{scenario.seed}/{scenario.setting}/shared")
     unfit = instances == 1 or scenario.layered is not None or scenario.admission.mode is not Admission.NONE
     if random.random() >= SHARED_SHARE or unfit:

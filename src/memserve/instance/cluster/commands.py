@@ -71,6 +71,7 @@ class LinkParts:
     fetches: Fetches
     exchange: Exchange
     migrations: MigrationSender
+    striped: StripedPrompts
 
 
 class RouterChanges:
@@ -205,7 +206,6 @@ class RouterCommands:
         parts: LinkParts,
         changes: RouterChanges,
         segments: HeldSegments,
-        striped: StripedPrompts,
         news: RouterUpdates,
         outbox: list[Action],
         step_tokens: int,
@@ -221,7 +221,7 @@ class RouterCommands:
             parts.fetches,
             segments,
         )
-        self._migrations, self._striped = parts.migrations, striped
+        self._migrations, self._striped = parts.migrations, parts.striped
         self._router_updates, self._outbox = news, outbox
         self._load, self._step_tokens = instance.load, step_tokens
         self._handlers: dict[type, Callable[[Any, Peer, int], None]] = {

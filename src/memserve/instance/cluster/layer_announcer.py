@@ -2,7 +2,7 @@
 
 ::
 
-    plan made       add_blocks      the blocks of its rows, and who is offered them
+    plan made       add_blocks      the blocks of its rows, by offer
     LayerFinished   layer_finished  pages of each Nth layer
     StepFinished    step_finished   pages of all layers that were not announced
 

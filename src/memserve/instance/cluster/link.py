@@ -97,8 +97,9 @@ class ClusterLink:
         self.messages_ignored = 0
         self.blocks_come_home = 0
         parts = LinkParts(
-            instance, self.routers, self.replay_buffer, self.sender, self.fetches, self.exchange, self.migrations
-        )
+            instance, self.routers, self.replay_buffer, self.sender, self.fetches, self.exchange, self.migrations,
+            self.striped,
+        )  # fmt: skip
         self.changes = RouterChanges(parts, self_peer)
         self._state = state
         self._intake = intake
@@ -113,9 +114,8 @@ class ClusterLink:
             KvHint: self._on_hint,
         }  # fmt: skip
         self.commands = RouterCommands(
-            parts, self.changes, self.segments, self.striped, self.router_updates, self._outbox,
-            config.scheduler.step_tokens,
-        )  # fmt: skip
+            parts, self.changes, self.segments, self.router_updates, self._outbox, config.scheduler.step_tokens
+        )
         state.transfers = self
 
     # -- what has happened

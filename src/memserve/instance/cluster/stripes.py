@@ -7,9 +7,9 @@
     a layer came  the gates of rows that wait for it are moved
     drawn         the prompt is complete: of the runner it is an ordinary sequence from now on
 
-Of a stripe the last layer is announced when the step has ended and its row has not failed. Who has all layers of all
-stripes before its own row knows therefore that none of them has: what the runner draws is right, and may be cached. A
-stripe that does not come ends the part here; the router tries the request again, in the ordinary way.
+Of a stripe the last layer is announced when the step has ended and its row has not failed. An instance that has all
+layers of all stripes before its own row knows therefore that none of them has: what the runner draws is right, and may
+be cached. A stripe that does not come ends the part here; the router tries the request again, in the ordinary way.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class _Part:
     sequence: Sequence
     striped: StripedPrompt
     peers: list[Peer]
-    """Of each of its stripes, who computes it."""
+    """Of each of its stripes, the instance that computes it."""
     receivers: list[list[Peer]]
-    """Of each of its stripes, who needs it: all that compute a later one."""
+    """Of each of its stripes, those that need it: all that compute a later one."""
     is_placed: bool = False
     """Its sequence has blocks."""
     until_ns: int = 0
-    """From when on the next stripe of others, if one is awaited, is late: a message is lost, or who computes it."""
+    """From when on the next stripe of others, if one is awaited, is late: a message is lost, or its instance."""
     is_complete: bool = False
     """The prompt, as far as it is computed here."""
     offers: dict[int, list[str]] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class StripedPrompts:
         self._announcer.layer_finished(step_id, layer)
 
     def step_finished(self, step_id: int) -> None:
-        """The results of a plan were taken into account: who failed has ended."""
+        """The results of a plan were taken into account: sequences whose rows failed have ended."""
         self._announcer.step_finished(step_id)
         for part in list(self.parts.values()):
             for gate in [gate for gate, waiting in part.gates.items() if waiting.step_id <= step_id]:
@@ -277,8 +277,9 @@ class StripedPrompts:
 
     @staticmethod
     def _awaits_stripe(part: _Part) -> bool:
-        begins_later = part.sequence.computed < part.sequence.prompt_tokens
-        return begins_later and part.striped.next_row(part.sequence) is None
+        sequence = part.sequence
+        begins_later = sequence.computed < sequence.prompt_tokens
+        return begins_later and part.striped.next_row(sequence.computed, sequence.published) is None
 
     def on_request_ended(self, group: Group) -> None:
         """Nothing more of it is needed, nor given."""
@@ -332,7 +333,7 @@ class StripedPrompts:
 
 
 def _receivers(stripes: tuple[Stripe, ...], self_peer: Peer) -> list[list[Peer]]:
-    """Of each stripe, who computes a later one."""
+    """Of each stripe, those that compute a later one."""
     later: list[list[Peer]] = []
     peers: list[Peer] = []
     for stripe in reversed(stripes):

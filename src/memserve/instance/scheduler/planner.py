@@ -26,6 +26,7 @@ from memserve.instance.scheduler.batch import BatchBuilder, InflightPlan
 from memserve.instance.scheduler.capacity import chunk_tokens
 from memserve.instance.scheduler.sequence import Phase, Sequence
 from memserve.instance.scheduler.state import SchedulerState
+from memserve.instance.scheduler.stripes import StripedPrompt
 from memserve.instance.speculation.speculation import Speculation
 from memserve.kv.retention import Pins
 
@@ -312,7 +313,7 @@ class Planner:
         block_tokens, layers, row_end = self.state.memory.block_tokens, self.state.memory.layers, sequence.known_length
         if not _may_go_on(sequence, layers):
             return 0
-        if sequence.striped is not None and (row := sequence.striped.next_row(sequence)):
+        if sequence.striped is not None and (row := _next_row(sequence, sequence.striped)):
             sequence.computed, row_end = row  # what is between comes from others
         chunk_max = self.config.chunk_tokens
         if sequence.layered is not None and sequence.layered.chunk_tokens:
@@ -418,5 +419,9 @@ class Planner:
 
 def _may_go_on(sequence: Sequence, layers: WholeBlocks) -> bool:
     """Whether its next row can be computed: what is before it is there, or is on its way layer by layer."""
-    awaits_stripe = sequence.striped is not None and sequence.striped.next_row(sequence) is None
+    awaits_stripe = sequence.striped is not None and _next_row(sequence, sequence.striped) is None
     return not (awaits_stripe or layers.arrives(sequence))
+
+
+def _next_row(sequence: Sequence, striped: StripedPrompt) -> tuple[int, int] | None:
+    return striped.next_row(sequence.computed, sequence.published)

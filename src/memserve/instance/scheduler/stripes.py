@@ -15,12 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from memserve.base.errors import check
-
-if TYPE_CHECKING:
-    from memserve.instance.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -47,16 +43,17 @@ class StripedPrompt:
         #: tokens that the cache had when the sequence got its blocks
         self.cached_tokens = 0
 
-    def next_row(self, sequence: Sequence) -> tuple[int, int] | None:
-        """Tokens ``[start, end)`` that are to be computed next: no row goes beyond ``end``. None: they cannot yet."""
+    def next_row(self, computed: int, published: int) -> tuple[int, int] | None:
+        """Tokens ``[start, end)`` that come next behind ``computed`` ones: no row goes beyond ``end``. None: they
+        cannot be computed yet. ``published``: tokens that the cache has of the sequence."""
         if self.loss:
             return None
-        self.cached_tokens = max(self.cached_tokens, sequence.published)
+        self.cached_tokens = max(self.cached_tokens, published)
         for stripe in self.stripes:
-            if stripe.end <= sequence.computed:
+            if stripe.end <= computed:
                 continue
             if stripe.is_own:
-                return max(stripe.first, sequence.computed), stripe.end
+                return max(stripe.first, computed), stripe.end
             if not self._layers_of(stripe):
                 return None
         return None

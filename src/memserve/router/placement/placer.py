@@ -99,7 +99,6 @@ class Placement(NamedTuple):
         uncached = max(1, self.prompt_tokens - self.route.first.matched_tokens)
         return (self.first, Work(prefill_tokens=uncached)), (self.decode_at or self.first, decoding)
 
-
     def _stripes_of(self, member: Member) -> Work:
         """The tokens that it computes, and beside the runner's, which count as decoding, those that it keeps."""
         own = [part for part in self.parts if part.member is member]
