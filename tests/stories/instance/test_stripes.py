@@ -120,6 +120,15 @@ def test_what_is_cached_is_offered_at_once_and_not_asked_for() -> None:
     it.finish()
 
 
+def test_first_row_behind_cached_blocks_of_its_own_stripe() -> None:
+    it = fleet("ab")
+    earlier = it.submit(long_request("earlier", tokens=BLOCK, max_tokens=1), "a")
+    it.run(lambda: earlier.done)
+    job = divide(it, long_request(), "ababab")
+    end(it, job)
+    assert not job.attempt and computed(it, "a") == BLOCK + 3 * STRIPE - BLOCK
+
+
 def test_parallel_answers_fork_from_a_prompt_in_stripes() -> None:
     it = fleet()
     job = divide(it, long_request(n=3), "abcabc")

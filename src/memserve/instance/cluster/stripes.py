@@ -179,8 +179,10 @@ class StripedPrompts:
         part.named_blocks[place] = max(named, end_block)
 
     def _announce_cached(self, part: _Part, place: int, end: int, now_ns: int) -> None:
-        """The own stripe ``place`` is cached up to token ``end``."""
+        """The own stripe ``place`` is cached up to token ``end``. Its first row may have announced that already."""
         first, end_block = self._offer_stripe(part, place, now_ns), end // self._state.memory.block_tokens
+        if end_block <= first:
+            return
         fence = self._exchange.fence_of_cached([(Tier.HBM, block) for block in part.sequence.blocks[first:end_block]])
         for offer_id in part.offers[place]:
             self._exchange.announce_computed(offer_id, first, end_block, fence=fence)
