@@ -137,7 +137,7 @@ class PeerInfo(Message, frozen=True):
     """Of prompts and answers that one step computes; 0: not known."""
     computes_stripes: bool = False
     """Whether it takes part in prompts that several instances compute at once."""
-    cores_share: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    cores_share: float = 0.0
     """Of its host's cores, what its steps use; 0: it has a device of its own."""
 
 
