@@ -1,4 +1,4 @@
-"""Long prompts that three instances compute at once, token for token as one engine does; a member killed meanwhile."""
+"""Long prompts that two instances compute at once, token for token as one engine does; a member killed meanwhile."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import httpx
 import pytest
 
 from memserve import LLM
+from memserve.system.memory import usable_cores
 from served_cluster import WAIT_S, Server, eventually
 from slow_costs import STRIPES, save_slow_costs
 from tiny_models import prompt, save_folder, tiny_module
 from waiting import stop_process
 
+pytestmark = pytest.mark.skipif(usable_cores() < 2, reason="instances that share one core compute no stripes")
 STEP, PROMPT_TOKENS, ANSWER_TOKENS = 32, 230, 12
 FLAGS = {"llama": (), "gemma2": ("--window-kv", "together")}
 """By family; ``test_gates.py`` has more of them. Windows take part where their KV lies with all other."""
@@ -31,13 +33,13 @@ def tokens(seed: int) -> list[int]:
 
 @contextmanager
 def served(family: str, tmp_path: Path) -> Iterator[tuple[Server, list[str]]]:
-    """Three instances that believe that computing is slow, and the answers of one engine."""
+    """Two instances that believe that computing is slow, and the answers of one engine."""
     folder = save_folder(tiny_module(family), tmp_path / "tiny")
     save_slow_costs(folder, costs=STRIPES)
     with LLM(str(folder), dtype="float32", kv_memory="4MiB", threads=1) as one:
         options = {"max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
         expected = [one.generate(tokens(seed), **options)[0].text for seed in range(3)]
-    server = Server(folder, "--colocated", "3", "--max-step-tokens", str(STEP), *FLAGS[family])
+    server = Server(folder, "--colocated", "2", "--max-step-tokens", str(STEP), *FLAGS[family])
     try:
         yield server, expected
     finally:
@@ -62,12 +64,12 @@ def striped(server: Server) -> int:
 
 
 @pytest.mark.parametrize("family", FLAGS)
-def test_three_instances_compute_what_one_does(family: str, tmp_path: Path) -> None:
+def test_two_instances_compute_what_one_does(family: str, tmp_path: Path) -> None:
     with served(family, tmp_path) as (server, expected):
         answer = complete(server, 0)
         assert text(answer) == expected[0] and striped(server) == 1
         told = re.search(r"'stripes', 'value': '([^']+)'", str(answer))[1]
-        assert len(re.findall(r"\bc\d: tokens", told)) == 3 and f"to {PROMPT_TOKENS}" in told
+        assert {"c1: tokens", "c2: tokens"} <= set(re.findall(r"c\d: tokens", told)) and f"to {PROMPT_TOKENS}" in told
         assert text(complete(server, 0)) == expected[0], "out of the cache"
         assert server.counter("cached_tokens") >= PROMPT_TOKENS - STEP
 
@@ -79,7 +81,7 @@ def test_member_killed_while_the_prompt_is_computed(who: str, tmp_path: Path) ->
         told = re.search(r"'stripes', 'value': '([^']+)'", str(complete(server, 1)))[1]
         runner = re.search(rf"(c\d): [^;]*to {PROMPT_TOKENS}", told)[1]
         server.fresh_metrics()
-        name = runner if who == "runner" else next(iter({"c1", "c2", "c3"} - {runner}))
+        name = runner if who == "runner" else next(iter({"c1", "c2"} - {runner}))
         process, before = server.children()[name], striped(server)
         stop_process(process)
         with ThreadPoolExecutor(1) as pool:
