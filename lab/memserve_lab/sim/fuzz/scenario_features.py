@@ -308,7 +308,7 @@ def _shared_turn(random: Random) -> Turn:
     )
 
 
-STRIPED_SHARE, STRIPED_STREAM = 0.06, "stripes 4539"
+STRIPED_SHARE, STRIPED_STREAM = 0.06, "stripes 6358"
 """Of all scenarios with several instances, those where prompts are computed in stripes: all compute and decode. Of the
 numbers that decide, whose name was chosen as that of ``STREAM``."""
 STRIPED_FAULTS = ("device", "kill", "pause", "lose", "delay", "partition", "slow-link", "corrupt")

@@ -110,7 +110,7 @@ CAUGHT = {
     "segment-share": (29, "instead of"),
     "segment-turns": (4056, "healthy world"),
     "worker-late": (13, "has written to"),
-    "stripe-gate": (117, "not there yet"),
+    "stripe-gate": (53, "not there yet"),
     "two-routers": (207, "no instance has it"),
     "attempt-router": (246, "healthy world"),
     "stale-ledger": (283, "which the owner does not count"),
