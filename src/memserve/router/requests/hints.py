@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memserve.base.errors import check
-from memserve.base.types import Role, TokenArray
+from memserve.base.types import Admission, Role, TokenArray
 from memserve.base.units import NS_PER_S
 from memserve.protocol.kv_hints import (
     NOTHING_CACHED,
@@ -36,6 +36,7 @@ from memserve.router.requests.sessions import MemberTables, NamedPrefixes
 
 ANSWERED_WITHIN_NS = 30 * NS_PER_S
 """A hint is forgotten after this long: its message was lost, or its answers."""
+COUNTED = "admission counts each block of memory: no KV is moved ahead of a request (--admission bounded)"
 STORE = "store"
 """The destination that stands for all stores."""
 
@@ -53,11 +54,13 @@ class HintRelay:
     """All hints under way."""
 
     def __init__(
-        self, tables: MemberTables, named_prefixes: NamedPrefixes, placer: Placer, timers: Timers, outbox: Outbox
-    ) -> None:
+        self, tables: MemberTables, named_prefixes: NamedPrefixes, placer: Placer, timers: Timers, outbox: Outbox,
+        admission: Admission = Admission.NONE,
+    ) -> None:  # fmt: skip
         self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
         self._named_prefixes, self._placer = named_prefixes, placer
         self._timers, self._outbox = timers, outbox
+        self._moves_kv = admission in (Admission.NONE, Admission.BOUNDED)
         self._open: dict[str, _OpenHint] = {}
         self.results = HintResults()
         #: tenant, name and whole tokens of those that are retained, by hint
@@ -87,7 +90,8 @@ class HintRelay:
         if not matches.holders:
             self.results.put_result(event.hint_id, NOTHING_CACHED)
         elif event.action is HintAction.PREFETCH or (event.action is HintAction.SHARE and event.destination != STORE):
-            target = self._find_target(event, blocks)
+            # an admitted request is promised its memory: nothing may take blocks that were not counted for anybody
+            target = self._find_target(event, blocks) if self._moves_kv else COUNTED
             if isinstance(target, Member):
                 holders = self._placer.holders_for(target, identities, matches)
                 self._send_hint(event, HintAction.PREFETCH, tokens, {target: holders}, now_ns)
