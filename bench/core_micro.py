@@ -192,7 +192,7 @@ def bench_tree(prompts: int, block: int, reps: int) -> Iterator[Record]:
     pool = build(prompts, block)
     resident = resident_bytes(os.getpid()) - resident
     cached = pool.report().by_tier[Tier.HBM].blocks_cached
-    per_block = round(pool.index_bytes() / cached, 1)
+    per_block = round(pool._index.nbytes / cached, 1)
     records = [*bench_match(pool, prompts, reps), *bench_acquire(pool, prompts, reps), *bench_insert(pool, reps)]
     if prompts >= 1000:
         records.append({"op": "index memory", "bytes_per_block": per_block, "blocks": cached})

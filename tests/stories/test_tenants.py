@@ -275,9 +275,9 @@ def test_a_hundred_thousand_salts_leave_nothing_behind():
         pool.unpin(lease)
         pool.release(blocks)
         if at == 1000:
-            before = pool.index_bytes()
+            before = pool._index.nbytes
     pool.clear_cache()
-    assert pool.index_bytes() <= before and pool.blocks_free == 64
+    assert pool._index.nbytes <= before and pool.blocks_free == 64
     assert len(pool._names) <= NAMES_MAX and len(trees._names) <= NAMES_MAX
 
 

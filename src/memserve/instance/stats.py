@@ -164,7 +164,9 @@ class InstanceStats:
     pins: int = 0
     """Named prefixes."""
     retained_tokens: int = gauge(
-        "instance_retained_tokens", "Tokens of cached prefixes of {whose} that are evicted last", engine="retained_tokens"
+        "instance_retained_tokens",
+        "Tokens of cached prefixes of {whose} that are evicted last",
+        engine="retained_tokens",
     )
     store_tokens: int = counter("instance_store_tokens", "Prompt tokens with KV out of a store")
     """Part of ``fetched_tokens``."""

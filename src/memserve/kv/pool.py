@@ -21,7 +21,12 @@ from memserve.base.types import CopyBlocks, Tier, TokenArray, tenant_of
 from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
 from memserve.kv.identity import (
-    DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id, part_identities, state_identities,
+    DEFAULT_KEY,
+    NAMES_MAX,
+    block_identities,
+    namespace_id,
+    part_identities,
+    state_identities,
 )  # fmt: skip
 from memserve.kv.retention import RetainedPrefixes
 from memserve.kv.snapshots import SnapshotCache, SnapshotReport
@@ -528,10 +533,6 @@ class BlockPool:
         cached = self._index.blocks(tier) + used, pinned, blocks.blocks_evictable + evictable
         sizes = blocks.blocks_total, blocks.blocks_free, blocks.blocks_used
         return TierReport(tier, *sizes, *cached, blocks.pages_free, blocks.pages_stranded)
-
-    def index_bytes(self) -> int:
-        """Host memory of the index itself: nodes, token copies, block ids, hash table."""
-        return self._index.nbytes
 
     def clear_cache(self) -> int:
         """Drop every unpinned entry of the index, and every snapshot that is not; returns how many blocks it named."""

@@ -152,7 +152,7 @@ def test_ledger_without_updates_is_noticed(method: str, seed: int, monkeypatch: 
         looked_at([seed])
 
 
-CROWDED = (10, 28, 90, 131)
+CROWDED = (1, 10, 12, 19, 28, 90, 131)
 """Where pins at a decode instance leave no room for handovers."""
 
 
