@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cluster_world import cached
-from memserve.base.config import ClusterConfig
-from memserve.base.types import Role, Tier
+from memserve.base.config import AdmissionConfig, ClusterConfig
+from memserve.base.types import Admission, Role, Tier
 from memserve.base.units import NS_PER_S
 from memserve.protocol.kv_hints import HintAction, KvHint, KvHintDone, KvHinted
 from memserve.protocol.messages import Leave, Pin, Pinned, Unpin
@@ -56,6 +56,15 @@ def test_a_share_makes_its_destination_fetch(make_cluster):
     assert result(world, HintAction.SHARE)[0] == "rejected"
     ((name, hint),) = world.sent(give(world, HintAction.SHARE, destination="store"), KvHint)
     assert (name, hint.action) == ("c1", "share")
+
+
+@pytest.mark.parametrize("action", [HintAction.PREFETCH, HintAction.SHARE])
+def test_nothing_moves_where_admission_counts_memory(make_cluster, action):
+    """An admitted request is promised its memory, and a fetch that no request waits for is counted nowhere."""
+    world = make_cluster(("c1", C), ("c2", C), admission=AdmissionConfig(Admission.MEMORY))
+    cached(world, "c1", PROMPT)
+    assert not world.sent(give(world, action, destination="c2"), KvHint)
+    assert result(world, action)[0] == "rejected" and "--admission bounded" in result(world, action)[2]
 
 
 def test_a_release_goes_to_all_that_have_it(make_cluster):
