@@ -105,5 +105,5 @@ def test_a_retained_prefix_outlives_pressure(hinting: Hinting) -> None:
     assert hinting.hint("kv.prefetch", tokens=tokens)[0] == "missing"
 
 
-def test_no_block_is_held_at_the_end(hinting: Hinting) -> None:
+def test_no_name_is_left_at_the_end(hinting: Hinting) -> None:
     eventually(lambda: not hinting.server.gauge("router_handles"))

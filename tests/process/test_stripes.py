@@ -74,14 +74,14 @@ def test_two_instances_compute_what_one_does(family: str, tmp_path: Path) -> Non
         assert server.counter("cached_tokens") >= PROMPT_TOKENS - STEP
 
 
-@pytest.mark.parametrize("who", ["runner", "other"])
-def test_member_killed_while_the_prompt_is_computed(who: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["runner", "other"])
+def test_member_killed_while_the_prompt_is_computed(victim: str, tmp_path: Path) -> None:
     """It stands still before its order comes, and dies before it computes anything: the others wait for its layers."""
     with served("llama", tmp_path) as (server, expected):
         told = re.search(r"'stripes', 'value': '([^']+)'", str(complete(server, 1)))[1]
         runner = re.search(rf"(c\d): [^;]*to {PROMPT_TOKENS}", told)[1]
         server.fresh_metrics()
-        name = runner if who == "runner" else next(iter({"c1", "c2"} - {runner}))
+        name = runner if victim == "runner" else next(iter({"c1", "c2"} - {runner}))
         process, before = server.children()[name], striped(server)
         stop_process(process)
         with ThreadPoolExecutor(1) as pool:

@@ -602,7 +602,7 @@ class EngineOptions:
         asked = (
             (self.lower_bytes > 0, "with a second tier", "no --dram-memory", "dram_memory"),
             (on_gpu, "on a GPU", "--device cpu", "device"),
-            (self.scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
+            self._by_layer,
         )
         for is_asked, how, hint, param in asked:
             if is_asked and self.window_kv == "apart":
@@ -613,6 +613,10 @@ class EngineOptions:
         return True
 
     @property
+    def _by_layer(self) -> tuple[bool, str, str, str]:
+        return self.scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"
+
+    @property
     def shares_layers_kv(self) -> bool:
         """Whether layers that read the KV of another one keep none. Else each has what it reads."""
         return self.scheduler.layerwise == "off" and self.parallel.worker_count == 1
@@ -621,7 +625,7 @@ class EngineOptions:
         """Raises :class:`UserError` for options that a model whose layers keep KV of several shapes cannot be served
         with: not yet."""
         asked = (
-            (self.scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
+            self._by_layer,
             (self.parallel.tensor > 1, "by several workers", "--tensor-parallel 1", "tensor"),
             (on_gpu and self.parallel.pipeline > 1, "by several GPUs", "--pipeline-parallel 1", "pipeline"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
@@ -633,7 +637,7 @@ class EngineOptions:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
         has_dram = self.dram_memory_bytes > 0
         asked = (
-            (self.scheduler.layerwise != "off", "by layer", "--layerwise off", "layerwise"),
+            self._by_layer,
             (on_gpu and self.scheduler.draft_tokens > 0, "on a GPU with drafts", "no --draft-tokens", "draft_tokens"),
             (on_gpu and self.parallel.worker_count > 1, "by several GPUs", "one GPU", "tensor"),
             (on_gpu and has_dram, "on a GPU with a second tier", "no --dram-memory", "dram_memory"),

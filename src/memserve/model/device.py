@@ -232,8 +232,9 @@ class ModelDevice(Device):
         step; ``late``: its :attr:`late_slots` before this one."""
         for slots, tokens in sampled:
             self._slots.append_tokens(slots, tokens)
-        for slot, count in Counter(slot for slots, _ in sampled for slot in slots.tolist()).items():
-            self._settle_drafts(slot, count)
+        if self._states is not None:
+            for slot, count in Counter(slot for slots, _ in sampled for slot in slots.tolist()).items():
+                self._states.settle_drafts(slot, count)
         is_over = {*plan.close, *(draw.slot for draw in plan.late_draws)}
         self._late_elsewhere = frozenset() if plan.reset_slots else late - is_over
         self._apply_plan(plan)
@@ -336,8 +337,9 @@ class ModelDevice(Device):
         accepted: dict[int, list[int]] = {}
         if plan.drafts:
             first, accepted = self._verify_drafts(plan, logits[len(drawing) : verified], failed)
-            for slot, more in accepted.items():
-                self._settle_drafts(slot, 1 + len(more))
+            if self._states is not None:
+                for slot, more in accepted.items():
+                    self._states.settle_drafts(slot, 1 + len(more))
             tokens += first
         return StepFinished(
             plan.step_id, tokens, 0, sampled.logprobs, prompt_logprobs, sampled.candidates,
@@ -403,11 +405,6 @@ class ModelDevice(Device):
         if self._embeds or logits.shape[1] <= self._vocab_size:
             return logits, drawing
         return logits[:, : self._vocab_size], drawing
-
-    def _settle_drafts(self, slot: int, tokens: int) -> None:
-        """Of the last row of ``slot``, if it had drafts, the first ``tokens`` are right: one for each that it drew."""
-        if self._states is not None:
-            self._states.settle_drafts(slot, tokens)
 
     def _adapters_of(self, slots: Int64s, counts: Int64s) -> StepAdapters | None:
         digests = self._slots.adapters

@@ -35,6 +35,7 @@ from memserve.base.types import TokenArray
 from memserve.base.units import NS_PER_MS, NS_PER_S, ceil_div
 from memserve.instance.returns.forecasts import ReturnForecasts
 from memserve.instance.scheduler.capacity import headroom_blocks
+from memserve.kv.store_shares import KEY_BYTES
 
 if TYPE_CHECKING:
     from memserve.instance.scheduler.sequence import Group, Sequence
@@ -240,8 +241,8 @@ class ReturnPolicy:
             return None
         identities = self._pool.identities(group.isolation, request.prompt)
         for blocks in sorted(lengths, reverse=True):
-            identity = identities[16 * blocks - 16 : 16 * blocks]
-            absence = self._absences.get((group.isolation, identity)) if len(identity) == 16 else None
+            identity = identities[KEY_BYTES * (blocks - 1) : KEY_BYTES * blocks]
+            absence = self._absences.get((group.isolation, identity)) if len(identity) == KEY_BYTES else None
             if absence is not None:
                 return absence
         return None
