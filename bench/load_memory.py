@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 from harness.flags import options, save
+from harness.processes import children_of
 from harness.tables import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -153,12 +154,8 @@ def measure_start(model: str, cache: Path, **options: object) -> Start:
 def _sample(pid: int, start: Start) -> None:
     for name, size in _status(pid).items():
         start.peak[name] = max(start.peak.get(name, 0), size)
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in children:
-        start.children_bytes = max(start.children_bytes, _status(int(child)).get("VmHWM", 0))
+    for child in children_of(pid):
+        start.children_bytes = max(start.children_bytes, _status(child).get("VmHWM", 0))
 
 
 def _status(pid: int) -> dict[str, int]:

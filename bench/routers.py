@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.flags import Commas, options, save
-from harness.processes import process
+from harness.processes import children_of, command_of, process
 from harness.rounds import medians, turns
 from harness.routers import memserve_router, need_wrk, run_wrk, vocabulary_of, wait_until_ready, write_load
 from harness.tables import Table, show
@@ -167,12 +167,7 @@ def cluster(args: Namespace, routers: int) -> Iterator[tuple[str, list[int]]]:
 
 def routers_of(owner: int) -> list[int]:
     """The process ids of ``owner`` and of its followers."""
-    results = [owner]
-    for children in Path(f"/proc/{owner}/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            if "router" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-                results.append(pid)
-    return results
+    return [owner, *(child for child in children_of(owner) if "router" in command_of(child))]
 
 
 def measure(args: Namespace, script: Path, routers: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -44,14 +44,10 @@ class Server:
     def children(self) -> dict[str, int]:
         """Name -> process id; one that is only just being started, or has ended, has no name."""
         found = {}
-        for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            for pid in children.read_text().split():
-                try:
-                    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                except OSError:
-                    continue
-                if "--name" in words:
-                    found[words[words.index("--name") + 1]] = int(pid)
+        for pid in children_of(self.process.pid):
+            words = command_of(pid)
+            if "--name" in words:
+                found[words[words.index("--name") + 1]] = pid
         return found
 
     def members(self) -> set[str]:
@@ -119,26 +115,31 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that any thread of ``pid`` has started and that run, or wait to be asked about."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended since it was listed
+            found += map(int, path.read_text().split())
+    return found
+
+
+def command_of(pid: int) -> list[str]:
+    """The words of its command line; none where it is only just being started, or has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
 def processes_below(pid: int) -> list[int]:
     """The process and all that it has started, and they."""
-    found = [pid]
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            found += processes_below(int(child))
-    return found
+    return [pid, *(below for child in children_of(pid) for below in processes_below(child))]
 
 
 def workers_of(pid: int) -> list[int]:
     """The processes of workers that ``pid`` leads."""
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            try:
-                if WORKER in Path(f"/proc/{child}/cmdline").read_text():
-                    found.append(child)
-            except OSError:
-                continue
-    return found
+    return [child for child in children_of(pid) if WORKER in command_of(child)]
 
 
 def unlink_store_memory(pid: int) -> None:

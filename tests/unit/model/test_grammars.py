@@ -8,7 +8,6 @@ import queue
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from memserve.model.grammar.matcher import STOPPED
 from memserve.model.grammar.processes import TOGETHER
 from memserve.model.sampling import sample
 from memserve.model.slots import SlotModel, SlotTable
+from served_cluster import children_of
 from waiting import stop_process
 
 pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
@@ -290,5 +290,4 @@ def test_tokenizer_is_released_and_its_text_retained(grammars: Grammars) -> None
 
 def _children(grammars: Grammars) -> list[int]:
     """The processes of grammars."""
-    source = grammars._processes._source
-    return [int(pid) for pid in Path(f"/proc/{source.pid}/task/{source.pid}/children").read_text().split()]
+    return children_of(grammars._processes._source.pid)

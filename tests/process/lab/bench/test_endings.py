@@ -23,6 +23,7 @@ from memserve_lab.bench.load.prompts import Manner, Outcome, read_records
 from memserve_lab.bench.servers import ServedChild
 from memserve_lab.workloads.arrivals import Constant, by_session
 from memserve_lab.workloads.sessions import uniform_workload
+from served_cluster import children_of, command_of
 from tiny_models import VOCAB, save_folder, tiny_module
 
 WAIT_S = 60.0
@@ -42,14 +43,9 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def children(pid: int) -> list[int]:
-    """Processes that ``pid`` started and that still run."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def servers(pid: int) -> list[int]:
     """Those of them that are ``memserve serve``; a bench starts others too, for a moment."""
-    return [child for child in children(pid) if "serve" in Path(f"/proc/{child}/cmdline").read_text().split("\0")[:5]]
+    return [child for child in children_of(pid) if "serve" in command_of(child)[:5]]
 
 
 def is_alive(pid: int) -> bool:
