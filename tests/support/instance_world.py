@@ -212,11 +212,22 @@ class World:
         self.now = max(self.now, now)
         return self.post(ClockTicked())
 
+    @property
+    def next_check_ns(self):
+        """When a turn that waits while nothing runs is looked at again."""
+        returns = self.machine.state.returns
+        return returns.next_check_ns if returns is not None else None
+
+    def wait(self):
+        """Time passes until a turn that waits while nothing runs is looked at again."""
+        self.now = max(self.now, self.next_check_ns)
+        return self.post(ClockTicked())
+
     def drain(self, limit=30_000):
         """Run until nothing is under way. Where nine of ten masks are late, dozens of requests take thousands of
         steps."""
-        while self.plans or self.builds or self.masks:
-            self.step() if self.plans else self.build() if self.builds else self.mask()
+        while self.plans or self.builds or self.masks or self.next_check_ns is not None:
+            self.step() if self.plans else self.build() if self.builds else self.mask() if self.masks else self.wait()
             limit -= 1
             assert limit, f"no end: {self.machine}"
 

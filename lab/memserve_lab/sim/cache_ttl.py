@@ -48,7 +48,8 @@ class CacheTtl(ReturnPolicy):
         self._stopped_step = -1
 
     def on_request_opened(self, group: Group) -> None:
-        absence = self._find_absence(group)
+        found = self._find_absence(group)
+        absence = found[0] if found is not None else None
         if absence is not None and absence.tool:
             gap_ns = self._state.now - absence.since_ns
             insort(self._gaps_ns.setdefault(absence.tool, []), gap_ns)
@@ -78,7 +79,7 @@ class CacheTtl(ReturnPolicy):
         if not ttl_ns:
             return 0
         priority, until_ns = 1 / (2 + absence.begun), self._state.now + ttl_ns
-        return self._pool.retained.retain_prefix(absence.handle, absence.place[0], tokens, until_ns, priority)
+        return self._pool.retained.retain_prefix(absence.handle, absence.places[0][0], tokens, until_ns, priority)
 
     def _time_to_live_ns(self, absence: Absence) -> int:
         if len(self._all_gaps_ns) <= HISTORY:

@@ -305,7 +305,8 @@ class Instance:
         """When a ``ClockTicked`` is worth sending. None: nothing has a deadline."""
         soonest, link = self.intake.next_deadline_ns, self.link
         lapses = self.pins.next_deadline_ns, self.pool.retained.next_deadline_ns
-        deadlines = *lapses, self._plan_at_ns, link.next_deadline_ns if link is not None else None
+        turns_ns = self.state.returns.next_check_ns if self.state.returns is not None else None
+        deadlines = *lapses, self._plan_at_ns, turns_ns, link.next_deadline_ns if link is not None else None
         for deadline in deadlines:
             if deadline is not None and (soonest is None or deadline < soonest):
                 soonest = deadline

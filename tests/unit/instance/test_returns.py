@@ -160,6 +160,19 @@ def test_gap_is_learnt_by_tool_and_told(make):
     assert (counters.returned_turns, counters.kept_turns) == (1, 1)
 
 
+def test_turn_is_found_where_the_answer_is_written_anew(make):
+    """A client renders a tool call in words of its own: the next prompt shares the prompt alone. The same prompt sent
+    again is no next turn, and nothing is left that is waited for."""
+    world = make(hbm=32)
+    turn(world, "a1", prompt_of(1, 16), max_tokens=6)
+    turn(world, "a2", [*prompt_of(1, 16), 11, 11, 11, 11, 11, 11])
+    counters = world.machine.state.counters
+    assert (counters.returned_turns, counters.kept_turns) == (1, 1) and kept(world) == [1]
+    turn(world, "b1", prompt_of(5, 16))
+    turn(world, "b2", prompt_of(5, 16))
+    assert counters.returned_turns == 1
+
+
 def test_several_tools_of_an_answer_are_one_class(make):
     world = make(hbm=32)
     world.arrive(request("a1", prompt_of(1), max_tokens=2))
@@ -227,7 +240,7 @@ def test_policy_turns_off_where_last_use_has_more_and_on_again(make, monkeypatch
 
 def test_room_of_earlier_sessions_is_taken_only_where_it_pays(make, monkeypatch):
     """Two sessions fill memory and wait for their tools, a third request runs: a new session waits while that delays
-    others by more than a turn takes, and no longer than until nothing runs."""
+    others by more than half of what a turn takes."""
     for turn_ns, waits in ((10**3, True), (10**15, False)):
         world = make(hbm=12)
         world.machine.state.returns._turn_ns = turn_ns
@@ -244,6 +257,45 @@ def test_room_of_earlier_sessions_is_taken_only_where_it_pays(make, monkeypatch)
         world.drain()
         assert world.machine.state.counters.delayed_turns == waits
         world.diary.clear()  # it has more than events in it
+
+
+@pytest.mark.parametrize(("gap_ns", "waits"), [(QUICK_NS, True), (SLOW_NS, False)], ids=["quick", "slow"])
+def test_turn_waits_for_what_is_about_to_return_while_nothing_runs(make, gap_ns, waits):
+    """Two sessions fill memory. A new one waits if theirs come back sooner than its own prompt is computed, and not
+    longer than that takes."""
+    world = make(hbm=12)
+    returns, caused_ns = world.machine.state.returns, 4 * NS_PER_S
+    returns._caused_ns = lambda sequence: caused_ns
+    for _ in range(50):
+        returns.forecasts.learn_gap("", "t", gap_ns)
+    for number in (1, 2):
+        turn(world, f"a{number}", prompt_of(number))
+    returns._running = 5.0
+    world.arrive(request("new", prompt_of(7, 22), max_tokens=2))
+    arrived_ns, group = world.now, world.machine.state.groups["new"]
+    assert (group.admitted_ns is None) == waits == (world.machine.next_deadline_ns < arrived_ns + NS_PER_S)
+    world.drain()
+    waited_ns = group.admitted_ns - arrived_ns
+    world.diary.clear()  # it has more than events in it
+    assert QUICK_NS < waited_ns <= caused_ns if waits else not waited_ns
+
+
+def test_two_tenants_that_wait_by_choice_and_for_room_both_begin(make):
+    """Nothing runs; of two requests one leaves room to its tenant's kept sessions, the other has none until pins are
+    given up: neither keeps the other from it."""
+    world = make(hbm=12)
+    returns = world.machine.state.returns
+    returns._caused_ns = lambda sequence: 4 * NS_PER_S * (sequence.group.tenant == "a")
+    for _ in range(50):
+        returns.forecasts.learn_gap("a", "t", QUICK_NS)
+    for number in (1, 2):
+        turn(world, f"a{number}", prompt_of(number), tenant="a")
+    returns._running = 5.0
+    world.arrive(request("new", prompt_of(7, 22), max_tokens=2, tenant="a"))
+    world.arrive(request("large", prompt_of(9, 40), max_tokens=2, tenant="b"))
+    world.drain()
+    assert world.final["new", 0] and world.final["large", 0]
+    world.diary.clear()  # it has more than events in it
 
 
 def test_request_with_an_objective_for_ttft_does_not_wait(make):

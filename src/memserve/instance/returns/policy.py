@@ -9,9 +9,11 @@ blocks: the time to compute it again, times the worth of waiting for the session
 about as much, the session that began later goes first. KV that no next turn is expected for goes before all of them.
 
 *Which turn waits.* A turn whose KV is here runs at once. One that would take room from others is admitted as long as
-the work that it causes (its own prompt, what it displaces, as likely as that returns) delays all others together by
-less than a turn takes; else it waits until a session ends, until nothing runs, or until it has waited as long as it
-would delay the others. Sessions that began earlier come before later ones. So there is always progress, and a bound.
+the work that it causes (its own prompt, what it displaces, as likely as that is back within a turn) delays all that
+run together by less than half of what a turn takes; else it waits until a session ends, or until it has waited four
+times as long as it would delay the others. Where nothing runs it waits only while a kept session is about to come back, and never longer than
+that work; nowhere longer than ``WAIT_MAX_NS``. Sessions that began earlier come before later ones. So there is always
+progress, and a bound.
 
 ::
 
@@ -52,6 +54,12 @@ RANK_NS = 100 * NS_PER_MS
 FORCED_PART = 4
 """A turn that has waited for long is admitted in any case: so rarely that the delays which it causes are at most one
 part in so many of the time."""
+CAUSED_WEIGHT = 2
+"""Work that admitting a turn causes counts so many times: what it displaces displaces others in turn."""
+SOON_SHARE = 0.5
+"""Where nothing runs, a turn waits for a session that is expected back within this share of the work it would cause."""
+WAIT_MAX_NS = 90 * NS_PER_S
+"""No turn waits longer, whatever it displaces."""
 GROWTH_TURNS = 8
 """Turns of the kept sessions for whose growth a turn that would begin beside them leaves room."""
 KEPT_CHANCE = 0.25
@@ -69,14 +77,18 @@ WORSE_SHARE = 0.98
 """It is worse when it had less than this share of what the order of last use would have had."""
 
 
+Place = tuple[str, bytes, int]
+"""A cached prefix: isolation, identity of its last block, its blocks."""
+
+
 @dataclass(slots=True, eq=False)
 class Absence:
     """A session between the end of an answer and the request that goes on from it."""
 
     arrival: int
     """Of the request that left it."""
-    place: tuple[str, bytes]
-    """Isolation, and identity of the last block."""
+    places: tuple[Place, ...]
+    """Of what it left, and of its prompt alone: clients write an answer again in words of their own."""
     tenant: str
     tool: str
     begun: int
@@ -84,7 +96,7 @@ class Absence:
     tokens: int
     own_tokens: int
     """Of them: not of a prefix that was cached when the session began."""
-    blocks: int
+    prompt_tokens: int
     since_ns: int
     drawn_tokens: int
     """Of its answer."""
@@ -93,6 +105,8 @@ class Absence:
     saved: float = 0.0
     """Time that keeping it saves, by nanosecond and block, when it was ranked last."""
     chance: float = 1.0
+    near_chance: float = 1.0
+    """That it comes back within the time of a turn, roughly: lower for calls that are overdue."""
     has_returned: bool = False
     """Its next request waits for admission."""
 
@@ -120,9 +134,11 @@ class ReturnPolicy:
         self._pool = state.memory.pool
         self._block_tokens = state.memory.block_tokens
         self.forecasts = ReturnForecasts()
-        #: in the order of their beginnings: the order of last use, too
-        self._absences: OrderedDict[tuple[str, bytes], Absence] = OrderedDict()
-        #: by isolation: how many absences have so many blocks
+        #: by arrival, in the order of their beginnings: the order of last use, too
+        self._absences: OrderedDict[int, Absence] = OrderedDict()
+        #: of several with one prompt, the last
+        self._at_place: dict[Place, Absence] = {}
+        #: by isolation: how many places have so many blocks
         self._lengths: dict[str, dict[int, int]] = {}
         #: retained ones by arrival, lowest priority first since they were ranked last
         self._kept: dict[int, Absence] = {}
@@ -130,6 +146,9 @@ class ReturnPolicy:
         self._returned: dict[str, Absence] = {}
         self._delays: dict[str, Delay] = {}
         self._ranked_ns = self._averaged_ns = self._forced_ns = 0
+        #: when something ran last, and when a turn that waits while nothing runs is looked at again
+        self._ran_ns, self._did_run = 0, False
+        self._recheck_ns: int | None = None
         #: running sequences, averaged over a turn
         self._running = 0.0
         #: a turn with its gap and without waiting, averaged
@@ -153,13 +172,19 @@ class ReturnPolicy:
         retained = self._pool.retained
         return sum(retained.retained_tokens(absence.handle) > 0 for absence in self._kept.values())
 
+    @property
+    def next_check_ns(self) -> int | None:
+        """When a turn that waits while nothing runs is looked at again. None: there is none."""
+        return self._recheck_ns if self._delays else None
+
     # -- a session's way
 
     def on_request_opened(self, group: Group) -> None:
         """A request has come; before it has sequences."""
-        absence = self._find_absence(group)
-        if absence is None:
+        found = self._find_absence(group)
+        if found is None:
             return
+        absence, common_tokens = found
         now_ns, counters = self._state.now, self._state.counters
         gap_ns = now_ns - absence.since_ns
         self.forecasts.learn_gap(absence.tenant, absence.tool, gap_ns)
@@ -169,7 +194,8 @@ class ReturnPolicy:
         if self.is_on:
             group.begun = max(absence.begun, group.begun - SENIORITY_MAX)
         group.shared_tokens = absence.tokens - absence.own_tokens
-        had_tokens = min(absence.tokens, self._pool.match(group.isolation, group.request.prompt))
+        absence.tokens, absence.own_tokens = common_tokens, max(1, common_tokens - group.shared_tokens)
+        had_tokens = min(common_tokens, self._pool.match(group.isolation, group.request.prompt))
         counters.returned_turns += 1
         counters.kept_turns += had_tokens == absence.tokens
         self._judge_return(absence, had_tokens)
@@ -208,18 +234,20 @@ class ReturnPolicy:
         if cached <= (group.shared_tokens or 0) or request.n > 1 or request.beam_width or request.is_deferrable:
             return
         now_ns, tokens = self._state.now, tokens[:cached]
-        place = (group.isolation, self._pool.identity(group.isolation, tokens))
-        if (earlier := self._absences.get(place)) is not None:
+        places = self._places_of(group, tokens)
+        if (earlier := self._at_place.get(places[0])) is not None and earlier.places[0] == places[0]:
             self._forget_absence(earlier)
             self._end_retention(earlier)
         rows = max(1, len(self._state.decoding.items))
-        absence = self._absences[place] = Absence(
-            group.arrival, place, group.tenant, group.tool, group.begun, cached,
-            cached - (group.shared_tokens or 0), cached // self._block_tokens,
-            now_ns, drawn, drawn * self._state.costs.model.decode_step_ns(rows, rows * cached),
+        absence = self._absences[group.arrival] = Absence(
+            group.arrival, places, group.tenant, group.tool, group.begun, cached, cached - (group.shared_tokens or 0),
+            len(request.prompt), now_ns, drawn, drawn * self._state.costs.model.decode_step_ns(rows, rows * cached),
         )  # fmt: skip
-        lengths = self._lengths.setdefault(group.isolation, {})
-        lengths[absence.blocks] = lengths.get(absence.blocks, 0) + 1
+        for place in places:
+            self._leave_place(place)
+            self._at_place[place] = absence
+            lengths = self._lengths.setdefault(group.isolation, {})
+            lengths[place[2]] = lengths.get(place[2], 0) + 1
         if self.is_on and self.retain_answer(absence, tokens):
             self._kept[absence.arrival] = absence
         self._expire_absences()
@@ -231,10 +259,19 @@ class ReturnPolicy:
         if absence.chance < KEPT_CHANCE:
             return 0
         until_ns, priority = absence.since_ns + HORIZON_NS, self._priority_of(absence)
-        return self._pool.retained.retain_prefix(absence.handle, absence.place[0], tokens, until_ns, priority)
+        return self._pool.retained.retain_prefix(absence.handle, absence.places[0][0], tokens, until_ns, priority)
 
-    def _find_absence(self, group: Group) -> Absence | None:
-        """The longest one that the request goes on from."""
+    def _places_of(self, group: Group, tokens: TokenArray) -> tuple[Place, ...]:
+        """Of ``tokens``, which are cached, and of the blocks of its prompt that no other session begins with."""
+        identities, blocks = self._pool.identities(group.isolation, tokens), len(tokens) // self._block_tokens
+        prompt_blocks = min(len(group.request.prompt) // self._block_tokens, blocks)
+        if prompt_blocks * self._block_tokens <= (group.shared_tokens or 0):
+            prompt_blocks = blocks
+        ends = dict.fromkeys((blocks, prompt_blocks))
+        return tuple((group.isolation, identities[KEY_BYTES * (end - 1) : KEY_BYTES * end], end) for end in ends)
+
+    def _find_absence(self, group: Group) -> tuple[Absence, int] | None:
+        """The longest one that the request goes on from, and how many tokens of it."""
         request = group.request
         lengths = self._lengths.get(group.isolation)
         if not lengths or not request.use_cache:
@@ -242,9 +279,10 @@ class ReturnPolicy:
         identities = self._pool.identities(group.isolation, request.prompt)
         for blocks in sorted(lengths, reverse=True):
             identity = identities[KEY_BYTES * (blocks - 1) : KEY_BYTES * blocks]
-            absence = self._absences.get((group.isolation, identity)) if len(identity) == KEY_BYTES else None
-            if absence is not None:
-                return absence
+            absence = self._at_place.get((group.isolation, identity, blocks))
+            # a prompt that is sent again is no next turn
+            if absence is not None and len(request.prompt) > absence.prompt_tokens:
+                return absence, blocks * self._block_tokens
         return None
 
     def _expire_absences(self) -> None:
@@ -257,12 +295,20 @@ class ReturnPolicy:
             self._end_retention(first)
 
     def _forget_absence(self, absence: Absence) -> None:
-        del self._absences[absence.place]
-        isolation = absence.place[0]
+        del self._absences[absence.arrival]
+        for place in absence.places:
+            if self._at_place.get(place) is absence:
+                self._leave_place(place)
+
+    def _leave_place(self, place: Place) -> None:
+        """It leads to no absence, if it did."""
+        if self._at_place.pop(place, None) is None:
+            return
+        isolation, _, blocks = place
         lengths = self._lengths[isolation]
-        lengths[absence.blocks] -= 1
-        if not lengths[absence.blocks]:
-            del lengths[absence.blocks]
+        lengths[blocks] -= 1
+        if not lengths[blocks]:
+            del lengths[blocks]
             if not lengths:
                 del self._lengths[isolation]
 
@@ -291,6 +337,7 @@ class ReturnPolicy:
         waited_ns = self._state.now - absence.since_ns
         forecast = self.forecasts.forecast_return(absence.tenant, absence.tool, waited_ns)
         absence.chance = forecast.chance
+        absence.near_chance = min(forecast.chance, forecast.worth * self._turn_ns)
         absence.saved = forecast.worth * self._reload_ns(absence) * self._block_tokens / absence.own_tokens
 
     def _priority_of(self, absence: Absence) -> float:
@@ -315,31 +362,53 @@ class ReturnPolicy:
         share = min(1.0, (now_ns - self._averaged_ns) / self._turn_ns)
         self._running += (running - self._running) * share
         self._averaged_ns = now_ns
+        runs = running > 0 or bool(state.idle.items)
+        if runs or self._did_run:
+            self._ran_ns = now_ns
+        self._did_run, self._recheck_ns = runs, None
 
     def should_wait(self, sequence: Sequence) -> bool:
         """Whether ``sequence``, which waits for admission, leaves the room to sessions for which it is kept."""
         state, request = self._state, sequence.group.request
-        runs = state.decoding.items or state.prefilling.items or state.idle.items
-        if not (self._kept and runs and self.is_on) or sequence.out or sequence.dram_blocks:
+        if not (self._kept and self.is_on) or sequence.out or sequence.dram_blocks:
             return False
         if request.slo_ttft_ns is not None or state.memory.needs_more_than_blocks:
             return False
         now_ns, delay = state.now, self._delays.get(request.request_id)
+        if not self._did_run:
+            self._recheck_ns = now_ns + RECHECK_NS
         if delay is not None and now_ns < delay.check_ns:
             return True
         caused_ns = self._caused_ns(sequence)
-        delayed = self._running + len(self._delays) - (delay is not None)
-        if caused_ns * delayed <= self._turn_ns:
+        delayed = self._running + 1  # what is displaced, too; turns that wait lack room, not computing
+        if CAUSED_WEIGHT * caused_ns * delayed <= self._turn_ns:
             return False
+        if not self._did_run:
+            idle_ns = now_ns - self._ran_ns
+            if idle_ns >= caused_ns or self._expected_return_ns() > SOON_SHARE * caused_ns:
+                return False
         if delay is None:
             delay = self._delays[request.request_id] = Delay(
                 now_ns, now_ns, sequence.prompt_tokens // self._block_tokens
             )
-        if FORCED_PART * caused_ns * (delayed + 1) < now_ns - max(delay.since_ns, self._forced_ns):
+        if now_ns - delay.since_ns >= WAIT_MAX_NS:
+            return False
+        if FORCED_PART * caused_ns * delayed < now_ns - max(delay.since_ns, self._forced_ns):
             self._forced_ns = now_ns
             return False
         delay.check_ns = now_ns + RECHECK_NS
         return True
+
+    def _expected_return_ns(self) -> float:
+        """From now until the first of the kept sessions comes back: each at a constant rate, by the median of the rest
+        of its gap."""
+        rate = 0.0
+        for absence in self._kept.values():
+            if not absence.has_returned:
+                waited_ns = self._state.now - absence.since_ns
+                forecast = self.forecasts.forecast_return(absence.tenant, absence.tool, waited_ns)
+                rate += forecast.chance / max(1, forecast.wait_ns)
+        return 1 / rate if rate else math.inf
 
     def _caused_ns(self, sequence: Sequence) -> float:
         """Work that admitting ``sequence`` causes, where it takes room that is kept for its tenant: its prompt, for its
@@ -366,7 +435,7 @@ class ReturnPolicy:
             if absence.tenant == group.tenant:
                 caused_ns = caused_ns or float(state.costs.model.prefill_ns(len(tokens) - matched, matched))
                 if absence.begun < group.begun:
-                    chance = 1.0 if absence.has_returned else absence.chance
+                    chance = 1.0 if absence.has_returned else absence.near_chance
                     caused_ns += chance * self._reload_ns(absence) * min(1.0, lacking / own_blocks)
             lacking -= own_blocks
         return caused_ns
@@ -402,13 +471,16 @@ class ReturnPolicy:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books contradict each other."""
         lengths: dict[str, dict[int, int]] = {}
-        for (isolation, _), absence in self._absences.items():
-            of_isolation = lengths.setdefault(isolation, {})
-            of_isolation[absence.blocks] = of_isolation.get(absence.blocks, 0) + 1
+        for place, absence in self._at_place.items():
+            check(
+                place in absence.places and self._absences.get(absence.arrival) is absence, "a place is of no absence"
+            )
+            of_isolation = lengths.setdefault(place[0], {})
+            of_isolation[place[2]] = of_isolation.get(place[2], 0) + 1
         check(lengths == self._lengths, "absences were counted wrongly")
         kept_absences = [absence for absence in self._kept.values() if not absence.has_returned]
         check(
-            all(self._absences.get(absence.place) is absence for absence in kept_absences),
+            all(self._absences.get(absence.arrival) is absence for absence in kept_absences),
             "what is kept is of no absence",
         )
         returned = [absence for absence in self._kept.values() if absence.has_returned]

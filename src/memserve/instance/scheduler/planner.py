@@ -68,8 +68,12 @@ class Planner:
         if any(lines) or state.late_masks.due_sequences():
             batch = self._fill_plan(now_ns, begins_ns)
             stands = not (batch.plan.gives_tokens or batch.plan.moves)
-            # masks come, or their sequences end, and so do stripes
-            if stands and nothing_under_way and not (state.late_masks or self._awaits_stripes()):
+            # masks come, or their sequences end, and so do stripes and sessions that are away
+            if (
+                stands
+                and nothing_under_way
+                and not (state.late_masks or self._awaits_stripes() or self._awaits_returns())
+            ):
                 batch = self._start_over(batch, now_ns, begins_ns)
         elif copies_only:
             batch = BatchBuilder(state, self.next_step_id)
@@ -82,6 +86,11 @@ class Planner:
 
     def _awaits_stripes(self) -> bool:
         return any(s.striped is not None and not s.striped.loss for s in self.state.prefilling.items)
+
+    def _awaits_returns(self) -> bool:
+        """Whether all that could begin waits for room which is kept for others, for a bounded time."""
+        returns = self.state.returns
+        return returns is not None and returns.next_check_ns is not None and self._no_room_for is None
 
     def _start_over(self, batch: BatchBuilder, now_ns: int, begins_ns: int) -> BatchBuilder:
         """No sequence can move: give up all pins, then preempt everything and begin at the head of the queue.
@@ -107,7 +116,11 @@ class Planner:
         # everything is preempted by now: blocks that are still out belong to transfers
         lent = pool.available() < pool.config.hbm_blocks
         lent = lent or pool.available(Tier.DRAM) < pool.config.dram_blocks
-        check(batch.plan.slots or batch.plan.moves or lent, "standing still with everything free: {}", state)
+        check(
+            batch.plan.slots or batch.plan.moves or lent or self._awaits_returns(),
+            "standing still with everything free: {}",
+            state,
+        )
         return batch
 
     def _fill_plan(self, now_ns: int, begins_ns: int) -> BatchBuilder:

@@ -223,6 +223,10 @@ class TurnRetention(Protocol):
     def kept_prefixes(self) -> int:
         """Sessions whose KV waits for them."""
 
+    @property
+    def next_check_ns(self) -> int | None:
+        """When a turn that waits while nothing runs is looked at again. None: there is none."""
+
     def on_request_opened(self, group: Group) -> None:
         """A request has come; before it has sequences."""
 
