@@ -56,8 +56,9 @@ class CacheTtl(ReturnPolicy):
             insort(self._all_gaps_ns, gap_ns)
         super().on_request_opened(group)
         if absence is None or not self._pool.retained.retained_tokens(absence.handle):
-            group.begun += _UNPINNED
+            group.place = group.begun + _UNPINNED
         else:  # pinned until it is admitted, however long that takes
+            group.place = group.begun
             prefix, until_ns = group.request.prompt[: absence.tokens], self._state.now + HORIZON_NS
             self._pool.retained.retain_prefix(absence.handle, group.isolation, prefix, until_ns, 1.0)
 
@@ -66,7 +67,6 @@ class CacheTtl(ReturnPolicy):
         super().on_admitted(group)
 
     def on_answer_left(self, group: Group, tokens: TokenArray, drawn: int) -> None:
-        group.begun %= _UNPINNED
         turns = self._turns[group.begun] = self._turns.get(group.begun, 0) + 1
         if not group.tool:
             self._turn_pairs += [(turn, turns - turn) for turn in range(1, turns + 1)]

@@ -11,9 +11,8 @@ about as much, the session that began later goes first. KV that no next turn is 
 *Which turn waits.* A turn whose KV is here runs at once. One that would take room from others is admitted as long as
 the work that it causes (its own prompt, what it displaces, as likely as that is back within a turn) delays all that
 run together by less than half of what a turn takes; else it waits until a session ends, or until it has waited four
-times as long as it would delay the others. Where nothing runs it waits only while a kept session is about to come back, and never longer than
-that work; nowhere longer than ``WAIT_MAX_NS``. Sessions that began earlier come before later ones. So there is always
-progress, and a bound.
+times as long as it would delay the others. Where nothing runs it waits only while a kept session is about to come back,
+and never longer than that work; nowhere longer than ``WAIT_MAX_NS``. So there is always progress, and a bound.
 
 ::
 
@@ -28,7 +27,7 @@ that were used since. Where that is more, the policy is off for a while, and the
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,8 +46,6 @@ HORIZON_NS = 1800 * NS_PER_S
 """After this long a session has not come back."""
 ABSENCES_MAX = 4096
 """Sessions whose return is waited for; beyond, the first of them counts as not come back."""
-SENIORITY_MAX = 4096
-"""A session's turn comes before requests that arrived up to so many requests earlier."""
 RANK_NS = 100 * NS_PER_MS
 """Priorities are as old as that at most; with many absences they may be older."""
 FORCED_PART = 4
@@ -67,6 +64,9 @@ KEPT_CHANCE = 0.25
 otherwise."""
 RECHECK_NS = 25 * NS_PER_MS
 """A turn that waits is looked at again after this long."""
+SENIORITY_NS = 60 * NS_PER_S
+"""A session's turn comes before requests that arrived at most so much earlier: else sessions that wait for their first
+turn, and have nothing to lose, come between the turns of those that have."""
 TURN_NS = 10 * NS_PER_S
 """What a turn takes with its gap, before any was seen."""
 JUDGED_RETURNS = 64
@@ -145,6 +145,8 @@ class ReturnPolicy:
         #: those whose next request has come, by its id
         self._returned: dict[str, Absence] = {}
         self._delays: dict[str, Delay] = {}
+        #: when the requests of the last time arrived
+        self._arrivals: deque[tuple[int, int]] = deque(maxlen=ABSENCES_MAX)
         self._ranked_ns = self._averaged_ns = self._forced_ns = 0
         #: when something ran last, and when a turn that waits while nothing runs is looked at again
         self._ran_ns, self._did_run = 0, False
@@ -181,18 +183,23 @@ class ReturnPolicy:
 
     def on_request_opened(self, group: Group) -> None:
         """A request has come; before it has sequences."""
+        arrivals, now_ns = self._arrivals, self._state.now
+        arrivals.append((now_ns, group.arrival))
+        while now_ns - arrivals[0][0] > SENIORITY_NS:
+            arrivals.popleft()
         found = self._find_absence(group)
         if found is None:
             return
         absence, common_tokens = found
-        now_ns, counters = self._state.now, self._state.counters
+        counters = self._state.counters
         gap_ns = now_ns - absence.since_ns
         self.forecasts.learn_gap(absence.tenant, absence.tool, gap_ns)
         self._turn_ns += (gap_ns + absence.answer_ns - self._turn_ns) / JUDGED_RETURNS
         grown_tokens = len(group.request.prompt) - absence.tokens + absence.drawn_tokens
         self._growth_tokens += (grown_tokens - self._growth_tokens) / JUDGED_RETURNS
         if self.is_on:
-            group.begun = max(absence.begun, group.begun - SENIORITY_MAX)
+            group.begun = absence.begun
+            group.place = max(absence.begun, self._arrivals[0][1])
         group.shared_tokens = absence.tokens - absence.own_tokens
         absence.tokens, absence.own_tokens = common_tokens, max(1, common_tokens - group.shared_tokens)
         had_tokens = min(common_tokens, self._pool.match(group.isolation, group.request.prompt))

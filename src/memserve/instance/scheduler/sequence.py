@@ -209,6 +209,7 @@ class Group:
         "max_tokens",
         "muted",
         "next_index",
+        "place",
         "preemptions",
         "prompt_logprobs",
         "remote",
@@ -227,7 +228,9 @@ class Group:
         self.request = request
         self.tenant, self.isolation = request.tenant, request.isolation
         self.arrival = arrival
-        #: arrival of the session's first request, as far as it is known: earlier sessions come first
+        #: among requests of equal priority: by arrival
+        self.place = arrival
+        #: arrival of the session's first request, as far as it is known
         self.begun = arrival
         #: tokens of the session that were cached when it began. None: this is its first request
         self.shared_tokens: int | None = None
@@ -345,7 +348,7 @@ class Sequence(_core.SequenceRow):
         self.group = group
         self.request_id = request.request_id
         self.index = index
-        self.rank: Rank = (request.urgency, request.priority, group.begun, group.arrival, index)
+        self.rank: Rank = (request.urgency, request.priority, group.place, group.arrival, index)
         self.prompt_tokens = len(request.prompt)
         self.max_tokens = group.max_tokens
         self.min_tokens = request.stop.min_tokens
