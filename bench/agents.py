@@ -44,7 +44,7 @@ from typing import Any
 
 from harness.engines import Vllm, running
 from harness.flags import Commas, options, parts_of, save, working_folder
-from harness.processes import cpu_s, process_cpu_s
+from harness.processes import cpu_s, end_in_order, process_cpu_s
 from harness.prompts import words
 from harness.rounds import mean, median, ratio, turns
 from harness.served import BLOCK as BLOCK_TOKENS
@@ -291,6 +291,7 @@ def _row(name: str, passes: dict[str, list[dict[str, float]]], note: str) -> dic
 
 
 def main() -> None:
+    end_in_order()
     args = options(
         __doc__, aiperf=("aiperf", "AIPerf's command"), vllm="", model="", dtype="bfloat16", rounds=3,
         warm=(0, "rounds before them that do not count"), sessions=9, turns=8,
