@@ -15,8 +15,8 @@ Tools differ in how long they run, by a lognormal around ``--gaps-s`` of each.
 
 Systems, in turn in each round, with sessions of their own (all run from start to end, one at a time is loaded):
 
-    automatic    memserve as it is by default: prefixes that wait for a tool are kept
-    lru          ``--keep-tool-prefixes off``
+    automatic    ``--keep-tool-prefixes auto``: prefixes that wait for a tool are kept
+    lru          memserve as it is by default, ``off``
     vllm         vLLM on the CPU, its own prefix cache
     unlimited    memserve with KV for all sessions: the hits that there are to be had
 

@@ -48,8 +48,8 @@ class CacheTtl(ReturnPolicy):
         self._stopped_step = -1
 
     def on_request_opened(self, group: Group) -> None:
-        found = self._find_absence(group)
-        absence = found[0] if found is not None else None
+        match = self._find_absence(group)
+        absence = match[0] if match is not None else None
         if absence is not None and absence.tool:
             gap_ns = self._state.now - absence.since_ns
             insort(self._gaps_ns.setdefault(absence.tool, []), gap_ns)

@@ -181,7 +181,7 @@ class SchedulerConfig:
     (and within ``--slo-tpot-ms``); the rest is parked behind its first token until there is room. What puts off answers
     is kept to about a twentieth of their time. ``prompts-first``: the same without that bound. For studies:
     ``layerkv``, ``layerkv-staggered``, ``next-layer``, ``static-N`` (see ``instance/layerwise/budget.py``)."""
-    keep_tool_prefixes: str = option("auto")
+    keep_tool_prefixes: str = option("off")
     """Whose KV stays between the turns of sessions where not all of it fits. ``off``: the order of last use. ``auto``:
     what is expected to save most, by when sessions came back after the same tool, and turns wait that would take room
     from earlier sessions for more work than they gain; it turns itself off where the order of last use does better."""

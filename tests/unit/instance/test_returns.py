@@ -260,7 +260,7 @@ def test_room_of_earlier_sessions_is_taken_only_where_it_pays(make, monkeypatch)
 
 
 @pytest.mark.parametrize(("gap_ns", "waits"), [(QUICK_NS, True), (SLOW_NS, False)], ids=["quick", "slow"])
-def test_turn_waits_for_what_is_about_to_return_while_nothing_runs(make, gap_ns, waits):
+def test_turn_waits_for_what_soon_returns_while_nothing_runs(make, gap_ns, waits):
     """Two sessions fill memory. A new one waits if theirs come back sooner than its own prompt is computed, and not
     longer than that takes."""
     world = make(hbm=12)
@@ -280,7 +280,7 @@ def test_turn_waits_for_what_is_about_to_return_while_nothing_runs(make, gap_ns,
     assert QUICK_NS < waited_ns <= caused_ns if waits else not waited_ns
 
 
-def test_two_tenants_that_wait_by_choice_and_for_room_both_begin(make):
+def test_waits_by_choice_and_for_room_end_beside_each_other(make):
     """Nothing runs; of two requests one leaves room to its tenant's kept sessions, the other has none until pins are
     given up: neither keeps the other from it."""
     world = make(hbm=12)

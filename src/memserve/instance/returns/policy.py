@@ -60,8 +60,7 @@ WAIT_MAX_NS = 90 * NS_PER_S
 GROWTH_TURNS = 8
 """Turns of the kept sessions for whose growth a turn that would begin beside them leaves room."""
 KEPT_CHANCE = 0.25
-"""A session that is less likely to come back is not waited for: most answers without a tool call, until they have shown
-otherwise."""
+"""A session that is less likely to come back is not waited for."""
 RECHECK_NS = 25 * NS_PER_MS
 """A turn that waits is looked at again after this long."""
 SENIORITY_NS = 60 * NS_PER_S
@@ -187,19 +186,19 @@ class ReturnPolicy:
         arrivals.append((now_ns, group.arrival))
         while now_ns - arrivals[0][0] > SENIORITY_NS:
             arrivals.popleft()
-        found = self._find_absence(group)
-        if found is None:
+        match = self._find_absence(group)
+        if match is None:
             return
-        absence, common_tokens = found
+        absence, common_tokens = match
         counters = self._state.counters
         gap_ns = now_ns - absence.since_ns
         self.forecasts.learn_gap(absence.tenant, absence.tool, gap_ns)
         self._turn_ns += (gap_ns + absence.answer_ns - self._turn_ns) / JUDGED_RETURNS
         grown_tokens = len(group.request.prompt) - absence.tokens + absence.drawn_tokens
         self._growth_tokens += (grown_tokens - self._growth_tokens) / JUDGED_RETURNS
-        if self.is_on:
+        if self.is_on and absence.tool:
             group.begun = absence.begun
-            group.place = max(absence.begun, self._arrivals[0][1])
+            group.place = max(absence.begun, arrivals[0][1])
         group.shared_tokens = absence.tokens - absence.own_tokens
         absence.tokens, absence.own_tokens = common_tokens, max(1, common_tokens - group.shared_tokens)
         had_tokens = min(common_tokens, self._pool.match(group.isolation, group.request.prompt))
@@ -263,7 +262,8 @@ class ReturnPolicy:
         """Keep what an answer left, as long as nothing that saves more needs the room. Returns its tokens; 0: the
         session is not expected back, and what it left is like any other entry of the cache."""
         self._rank_absence(absence)
-        if absence.chance < KEPT_CHANCE:
+        # people who read an answer are no agents: turns that waited for them waited for long
+        if not absence.tool or absence.chance < KEPT_CHANCE:
             return 0
         until_ns, priority = absence.since_ns + HORIZON_NS, self._priority_of(absence)
         return self._pool.retained.retain_prefix(absence.handle, absence.places[0][0], tokens, until_ns, priority)
@@ -284,7 +284,8 @@ class ReturnPolicy:
         if not lengths or not request.use_cache:
             return None
         identities = self._pool.identities(group.isolation, request.prompt)
-        for blocks in sorted(lengths, reverse=True):
+        whole_blocks = len(request.prompt) // self._block_tokens
+        for blocks in sorted((length for length in lengths if length <= whole_blocks), reverse=True):
             identity = identities[KEY_BYTES * (blocks - 1) : KEY_BYTES * blocks]
             absence = self._at_place.get((group.isolation, identity, blocks))
             # a prompt that is sent again is no next turn
