@@ -262,7 +262,7 @@ class ReturnPolicy:
         """Keep what an answer left, as long as nothing that saves more needs the room. Returns its tokens; 0: the
         session is not expected back, and what it left is like any other entry of the cache."""
         self._rank_absence(absence)
-        # people who read an answer are no agents: turns that waited for them waited for long
+        # after an answer without a call the next turn may be minutes away, and new prompts would wait meanwhile
         if not absence.tool or absence.chance < KEPT_CHANCE:
             return 0
         until_ns, priority = absence.since_ns + HORIZON_NS, self._priority_of(absence)
