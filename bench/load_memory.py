@@ -28,13 +28,13 @@ from pathlib import Path
 
 import torch
 from harness.flags import options, save
-from harness.processes import children_of
 from harness.tables import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from gguf_files import write_tensors
 from memserve.model.loading.conversion import SafetensorsWriter
+from process_tree import children_of
 
 SAMPLE_S = 0.005
 WEIGHTS_FACTOR, PROGRAM_BYTES = 1.15, 700_000_000

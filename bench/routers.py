@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.flags import Commas, options, save
-from harness.processes import children_of, command_of, process
+from harness.processes import process
 from harness.rounds import medians, turns
 from harness.routers import memserve_router, need_wrk, run_wrk, vocabulary_of, wait_until_ready, write_load
 from harness.tables import Table, show
@@ -48,6 +48,7 @@ from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.ports import Device
 from memserve.transport.request_server import ListenAddress
+from process_tree import children_of, command_of
 
 PERIOD_US = 100_000
 """A router's share is given to it anew this often: the kernel's default. Shorter ones cost the routers more."""

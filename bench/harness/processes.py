@@ -150,30 +150,3 @@ def cpu_s(group: int) -> float:
             pid, fields = int(path.parent.name), path.read_text().rpartition(")")[2].split()
             spent_s += process_cpu_s(pid) if group in (pid, int(fields[2])) else 0.0
     return spent_s
-
-
-def children(pid: int) -> dict[str, int]:
-    """The members that a ``memserve serve`` has started: name -> process id."""
-    results = {}
-    for child in children_of(pid):
-        words = command_of(child)
-        if "--name" in words:
-            results[words[words.index("--name") + 1]] = child
-    return results
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that any thread of ``pid`` has started and that run, or wait to be asked about."""
-    results: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended since it was listed
-            results += map(int, path.read_text().split())
-    return results
-
-
-def command_of(pid: int) -> list[str]:
-    """The words of its command line; none where it is only just being started, or has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []

@@ -19,8 +19,9 @@ from typing import Any
 
 from harness import SUPPORT
 from harness.clients import Answer, ask_all, completion
-from harness.processes import children, end, metrics_of, resident_bytes, wait_until
+from harness.processes import end, metrics_of, resident_bytes, wait_until
 from ports import free_port
+from process_tree import named_children
 
 WAIT_S, STATS_S = 90.0, 2.5
 """For a condition; until the next heartbeat with statistics."""
@@ -57,7 +58,7 @@ class Served:
 
     def children(self) -> dict[str, int]:
         """Its instances and store: name -> process id."""
-        return children(self.process.pid)
+        return named_children(self.process.pid)
 
     def metrics(self) -> dict[str, float]:
         """``/metrics`` as ``name{labels}`` -> value."""

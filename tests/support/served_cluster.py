@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +16,7 @@ import httpx
 import openai
 
 import waiting
+from process_tree import children_of, command_of, named_children
 from tiny_models import prompt
 
 WAIT_S = 120.0
@@ -43,12 +44,7 @@ class Server:
 
     def children(self) -> dict[str, int]:
         """Name -> process id; one that is only just being started, or has ended, has no name."""
-        found = {}
-        for pid in children_of(self.process.pid):
-            words = command_of(pid)
-            if "--name" in words:
-                found[words[words.index("--name") + 1]] = pid
-        return found
+        return named_children(self.process.pid)
 
     def members(self) -> set[str]:
         """The members that take requests, by the metrics page."""
@@ -113,28 +109,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def children_of(pid: int) -> list[int]:
-    """The processes that any thread of ``pid`` has started and that run, or wait to be asked about."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended since it was listed
-            found += map(int, path.read_text().split())
-    return found
-
-
-def command_of(pid: int) -> list[str]:
-    """The words of its command line; none where it is only just being started, or has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
-
-
-def processes_below(pid: int) -> list[int]:
-    """The process and all that it has started, and they."""
-    return [pid, *(below for child in children_of(pid) for below in processes_below(child))]
 
 
 def workers_of(pid: int) -> list[int]:

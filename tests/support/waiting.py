@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -26,7 +27,12 @@ def stop_process(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
     def stands_still() -> bool:
-        states = (path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat"))
-        return all(state == "T" for state in states)
+        return all(state == "T" for state in _states_of_threads(pid))
 
     eventually(stands_still)
+
+
+def _states_of_threads(pid: int) -> Iterator[str]:
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended since it was listed
+            yield path.read_text().rpartition(")")[2].split()[0]

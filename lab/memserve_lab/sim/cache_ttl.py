@@ -56,9 +56,9 @@ class CacheTtl(ReturnPolicy):
             insort(self._all_gaps_ns, gap_ns)
         super().on_request_opened(group)
         if absence is None or not self._pool.retained.retained_tokens(absence.handle):
-            group.place = group.begun + _UNPINNED
+            group.ranked_arrival = group.begun + _UNPINNED
         else:  # pinned until it is admitted, however long that takes
-            group.place = group.begun
+            group.ranked_arrival = group.begun
             prefix, until_ns = group.request.prompt[: absence.tokens], self._state.now + HORIZON_NS
             self._pool.retained.retain_prefix(absence.handle, group.isolation, prefix, until_ns, 1.0)
 

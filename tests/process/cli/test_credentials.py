@@ -15,7 +15,8 @@ import pytest
 from memserve.base.errors import UserError
 from memserve.cli.credentials import api_keys, read_secret
 from memserve.cli.main import run
-from served_cluster import Server, processes_below
+from process_tree import processes_below
+from served_cluster import Server
 from tiny_models import save_folder, tiny_module
 
 KEYS = ("in-a-file-0123456789", "in-a-variable-0123456789")

@@ -22,7 +22,8 @@ from memserve.transport.network_devices import address_towards, device_of, own_a
 from memserve.transport.probe import ProbeResult, probe_address
 from memserve.transport.request_server import ListenAddress
 from ports import free_port
-from served_cluster import Server, eventually, is_alive, processes_below
+from process_tree import processes_below
+from served_cluster import Server, eventually, is_alive
 from tiny_models import save_folder, tiny_module
 
 NIXL = pytest.mark.skipif(not nixl_agent.nixl_is_installed(), reason="NIXL (extra: nixl) is not installed")

@@ -23,7 +23,7 @@ from memserve.model.grammar.matcher import STOPPED
 from memserve.model.grammar.processes import TOGETHER
 from memserve.model.sampling import sample
 from memserve.model.slots import SlotModel, SlotTable
-from served_cluster import children_of
+from process_tree import children_of
 from waiting import stop_process
 
 pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")

@@ -198,7 +198,7 @@ class ReturnPolicy:
         self._growth_tokens += (grown_tokens - self._growth_tokens) / JUDGED_RETURNS
         if self.is_on and absence.tool:
             group.begun = absence.begun
-            group.place = max(absence.begun, arrivals[0][1])
+            group.ranked_arrival = max(absence.begun, arrivals[0][1])
         group.shared_tokens = absence.tokens - absence.own_tokens
         absence.tokens, absence.own_tokens = common_tokens, max(1, common_tokens - group.shared_tokens)
         had_tokens = min(common_tokens, self._pool.match(group.isolation, group.request.prompt))

@@ -209,9 +209,9 @@ class Group:
         "max_tokens",
         "muted",
         "next_index",
-        "place",
         "preemptions",
         "prompt_logprobs",
+        "ranked_arrival",
         "remote",
         "request",
         "reserved_slots",
@@ -228,8 +228,8 @@ class Group:
         self.request = request
         self.tenant, self.isolation = request.tenant, request.isolation
         self.arrival = arrival
-        #: among requests of equal priority: by arrival
-        self.place = arrival
+        #: where it stands among requests of equal priority: its own arrival, or an earlier one
+        self.ranked_arrival = arrival
         #: arrival of the session's first request, as far as it is known
         self.begun = arrival
         #: tokens of the session that were cached when it began. None: this is its first request
@@ -348,7 +348,7 @@ class Sequence(_core.SequenceRow):
         self.group = group
         self.request_id = request.request_id
         self.index = index
-        self.rank: Rank = (request.urgency, request.priority, group.place, group.arrival, index)
+        self.rank: Rank = (request.urgency, request.priority, group.ranked_arrival, group.arrival, index)
         self.prompt_tokens = len(request.prompt)
         self.max_tokens = group.max_tokens
         self.min_tokens = request.stop.min_tokens

@@ -23,7 +23,8 @@ from memserve_lab.bench.load.prompts import Manner, Outcome, read_records
 from memserve_lab.bench.servers import ServedChild
 from memserve_lab.workloads.arrivals import Constant, by_session
 from memserve_lab.workloads.sessions import uniform_workload
-from served_cluster import children_of, command_of
+from process_tree import children_of, command_of
+from served_cluster import is_alive
 from tiny_models import VOCAB, save_folder, tiny_module
 
 WAIT_S = 60.0
@@ -46,13 +47,6 @@ def until(holds: Callable[[], bool]) -> None:
 def servers(pid: int) -> list[int]:
     """Those of them that are ``memserve serve``; a bench starts others too, for a moment."""
     return [child for child in children_of(pid) if "serve" in command_of(child)[:5]]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def signals_after(count: int, signal_number: int, bench: list[subprocess.Popen[str]]) -> Callable[[Asked], Script]:
