@@ -34,7 +34,7 @@ from harness.rounds import median
 from harness.served import Served, serving
 from harness.tables import Table
 
-from served_cluster import processes_below
+from process_tree import processes_below
 
 TENANTS = ("bombs", "choices", "plain")
 TOKENS = 400
