@@ -16,6 +16,7 @@ import certifi
 import pytest
 from hypothesis import settings
 
+from forked_processes import executed, fork_processes
 from lean_imports import leave_compiler_out
 
 # Before torch, here and in all children. Tests that need several threads set their number.
@@ -64,8 +65,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C and SIGHUP are heard: in the background of a shell, or under nohup, a process ignores them, and its
-    children would, too. At the end torch's objects are not taken apart: a second of CPU in each worker."""
+    """Processes of memserve are forked from one that has imported what they need. Ctrl-C and SIGHUP are heard: in the
+    background of a shell, or under nohup, a process ignores them, and its children would, too. At the end torch's
+    objects are not taken apart: a second of CPU in each worker."""
+    fork_processes()
     atexit.register(gc.freeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,6 +97,14 @@ def what_stays_is_not_searched() -> None:
     """Garbage of the file before is freed; what lives is put aside. A file's own objects are searched as ever."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def executed_processes() -> Iterator[None]:
+    """For a file about what only an executed process has: its own imports, its environment in ``/proc``, its whole
+    end."""
+    with executed():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ from memserve.api.llm import Completion
 from served_cluster import GREEDY, WAIT_S, Server, eventually, is_alive
 from tiny_models import prompt, save_folder, tiny_module
 
+pytestmark = pytest.mark.usefixtures("executed_processes")
+
 TOKENS = 200
 LONG = {"max_tokens": TOKENS, "ignore_eos": True}
 DRAWN = {"temperature": 1.0, "seed": 11}

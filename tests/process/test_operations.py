@@ -16,6 +16,8 @@ from ports import free_port
 from served_cluster import GREEDY, WAIT_S, Server, eventually, is_alive
 from tiny_models import prompt, save_folder, tiny_module
 
+pytestmark = pytest.mark.usefixtures("executed_processes")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -19,6 +19,8 @@ from process_tree import processes_below
 from served_cluster import Server
 from tiny_models import save_folder, tiny_module
 
+pytestmark = pytest.mark.usefixtures("executed_processes")
+
 KEYS = ("in-a-file-0123456789", "in-a-variable-0123456789")
 
 

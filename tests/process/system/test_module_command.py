@@ -15,6 +15,8 @@ from memserve.system.process import SAFE_PATH, module_command
 from served_cluster import WAIT_S
 from tiny_models import save_folder, tiny_module
 
+pytestmark = pytest.mark.usefixtures("executed_processes")
+
 TRAPS = ("h2", "json", "socket", "zmq", "numpy", "uvloop", "llguidance")
 
 

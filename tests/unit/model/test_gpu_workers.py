@@ -562,8 +562,10 @@ def main(names: list[str]) -> None:
     import time
     import traceback
 
+    from forked_processes import fork_processes
     from lean_imports import interpret_quickly, leave_compiler_out
 
+    fork_processes()
     leave_compiler_out()
     interpret_quickly()
     from fake_gpu import attend_with_kernels

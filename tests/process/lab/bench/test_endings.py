@@ -27,6 +27,8 @@ from process_tree import children_of, command_of
 from served_cluster import is_alive
 from tiny_models import VOCAB, save_folder, tiny_module
 
+pytestmark = pytest.mark.usefixtures("executed_processes")
+
 WAIT_S = 60.0
 
 

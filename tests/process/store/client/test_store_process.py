@@ -19,6 +19,8 @@ from memserve.store.client import connection
 from served_store import WAIT_S, ServedStore
 from waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("executed_processes")
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStore]:
