@@ -227,6 +227,7 @@ class _LaterCompiler(types.ModuleType):
     allow_in_graph: Callable[..., Any] = staticmethod(_mark)
     assume_constant_result: Callable[..., Any] = staticmethod(_mark)
     disable: Callable[..., Any] = staticmethod(_mark)
+    mark_static_address: Callable[..., Any] = staticmethod(_mark)  # of each cache with states that transformers makes
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

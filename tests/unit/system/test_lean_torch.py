@@ -35,6 +35,8 @@ read, fetch = [], import_utils.fetch__all__
 import_utils.fetch__all__ = lambda text: read.append(0) or fetch(text)
 importlib.metadata.packages_distributions = None
 import transformers.models.llama.modeling_llama
+from transformers.cache_utils import LinearAttentionLayer
+LinearAttentionLayer().lazy_initialization(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 3))  # states of a model
 left_out = ("torch._inductor", "torch.distributed.tensor", "sympy", "triton", "scipy")
 print([name for name in left_out if sys.modules.get(name)])
 print(len(read) < 50, import_utils.is_kernels_available(), transformers.LlamaForCausalLM.__name__)
