@@ -26,7 +26,8 @@ def tell(**more):
     state = {"words": sys.argv[1:], "line": line, "main": __name__, "file": os.path.basename(sys.argv[0]),
              "parent": os.getppid(), "group": os.getpgid(0) == os.getpid(), "session": os.getsid(0) == os.getpid(),
              "folder": os.getcwd(), "first": sys.path[0] == os.getcwd(), "mark": os.environ.get("MEMSERVE_MARK"),
-             "fds": [fd for fd in range(64) if is_open(fd)], "stopped": signal.getsignal(signal.SIGHUP).name, **more}
+             "fds": sorted(filter(is_open, map(int, os.listdir("/proc/self/fd")))),
+             "stopped": signal.getsignal(signal.SIGHUP).name, **more}
     print(json.dumps(state), flush=True)
 
 def is_open(fd):

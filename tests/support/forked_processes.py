@@ -8,10 +8,11 @@ that come from it::
                                                                            a child of the test, its subreaper just then
     process -- Popen --> its own template, forked at its beginning
 
-Such a process is a child of the one that started it, with its own environment, descriptors, group, signals, folder and
-command line in ``/proc``. What else is different: its hash seed and ``/proc/*/environ`` are the template's, torch is
-loaded in a router as well, and at the end Python takes nothing apart. Where a test is about those, :func:`executed` has
-all processes executed; so are those whose environment has something else that libraries read when they are loaded.
+Such a process is a child of the one that started it, with its own environment, descriptors, group, signals, network,
+folder and command line in ``/proc``. What else is different: its hash seed and ``/proc/*/environ`` are the template's,
+torch is loaded in a router as well, and at the end Python takes nothing apart. Where a test is about those,
+:func:`executed` has all processes executed; so are those whose environment has something else that libraries read when
+they are loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ SCRIPTS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("faul
 HEARD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _REQUEST_BYTES = 1 << 17
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
-_LIBC = ctypes.CDLL(None)
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 _start = subprocess.Popen._execute_child
 _names = list(signature(_start).parameters)[1:]
@@ -115,6 +117,7 @@ def _request(given: dict[str, Any]) -> dict[str, Any] | None:
         "options": options, "program": program, "words": words, "environment": environment,
         "folder": os.path.abspath(os.fsdecode(given["cwd"] or os.getcwd())),
         "cores": os.sched_getaffinity(0), "group": given["process_group"], "session": given["start_new_session"],
+        "network": f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net",
         "ignored": [sig for sig in HEARD if signal.getsignal(sig) is signal.SIG_IGN],
     }  # fmt: skip
 
@@ -141,6 +144,15 @@ class ForkingPopen(subprocess.Popen):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         own = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in own))
+
+
+def enter_network(path: str) -> None:
+    """Let this thread, and what it starts, be in the network namespace at ``path``. Raises :class:`OSError`."""
+    if os.path.samefile(path, "/proc/thread-self/ns/net"):
+        return  # which needs no rights
+    with open(path) as file:
+        if _LIBC.setns(file.fileno(), _NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def _is_open(fd: int) -> bool:
@@ -202,6 +214,7 @@ def serve(line_fd: int) -> None:
     if own:
         os.environ["PYTHONPATH"] = os.pathsep.join(own)
     _loaded.update(_early(dict(os.environ)))
+    enter_network(f"/proc/{os.getppid()}/ns/net")  # of its first thread: another one may have begun this
     del sys.path[0]  # '' of -c
     if sys.path[0] not in own:
         del sys.path[0]  # this file's folder
@@ -276,6 +289,7 @@ def _run(request: dict[str, Any], fds: list[int]) -> None:
         os.setsid()
     if request["group"] is not None and request["group"] >= 0:
         os.setpgid(0, request["group"])
+    enter_network(request["network"])
     os.chdir(request["folder"])
     os.sched_setaffinity(0, request["cores"])
     os.environ.clear()

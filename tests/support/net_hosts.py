@@ -15,7 +15,6 @@ Everything lies in namespaces that are made here, and ends with them: no traffic
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -36,10 +35,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-_CLONE_NEWNET = 0x40000000
+from forked_processes import enter_network
+
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 Made = TypeVar("Made")
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_none(*, wired: bool = False) -> str | None:
@@ -183,6 +182,8 @@ class Host:
 
     def popen(self, command: Sequence[str], setup: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
         """Start ``command`` here. ``setup``: lines of shell that run before, in a mount namespace of this process."""
+        if not setup:
+            return _inside(self.namespace, lambda: subprocess.Popen(command, text=True, **options))
         script = "\n".join(["set -e", *setup, f"exec {shlex.join(command)}"])
         return subprocess.Popen(["ip", "netns", "exec", self.namespace, "sh", "-c", script], text=True, **options)
 
@@ -237,9 +238,7 @@ def _inside(namespace: str, make: Callable[[], Made]) -> Made:
 
     def enter_and_make() -> None:  # a thread of its own: it stays in the namespace
         try:
-            with Path(f"/run/netns/{namespace}").open() as file:
-                if _libc.setns(file.fileno(), _CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
+            enter_network(f"/run/netns/{namespace}")
             made.put(make())
         except OSError as error:
             made.put(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import socket
 import subprocess
@@ -60,8 +61,9 @@ class Cluster:
 
     def _start(self, name: str, *words: str) -> None:
         log = (self._folder / f"{name}.log").open("w")
-        command = ["env", "UCX_TLS=tcp,self", sys.executable, "-m", "memserve", *words, *self._known]
-        self.processes[name] = self.network[name].popen(command, stdout=log, stderr=subprocess.STDOUT)
+        command = [sys.executable, "-m", "memserve", *words, *self._known]
+        environment = {**os.environ, "UCX_TLS": "tcp,self"}
+        self.processes[name] = self.network[name].popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def live(self) -> set[str]:
         """Roles of the members that take work."""
