@@ -25,7 +25,8 @@ def tell(**more):
     line = open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0))
     state = {"words": sys.argv[1:], "line": line, "main": __name__, "file": os.path.basename(sys.argv[0]),
              "parent": os.getppid(), "group": os.getpgid(0) == os.getpid(), "session": os.getsid(0) == os.getpid(),
-             "folder": os.getcwd(), "first": sys.path[0] == os.getcwd(), "mark": os.environ.get("MEMSERVE_MARK"),
+             "folder": os.getcwd(), "first": sys.path[0] == os.getcwd(), "second": sys.path[1],
+             "mark": os.environ.get("MEMSERVE_MARK"),
              "fds": sorted(filter(is_open, map(int, os.listdir("/proc/self/fd")))),
              "stopped": signal.getsignal(signal.SIGHUP).name, **more}
     print(json.dumps(state), flush=True)
@@ -89,14 +90,15 @@ def test_a_process_has_what_its_parent_gave(is_forked: bool, tmp_path: Path) -> 
     (other / "told.py").write_text(TOLD)
     (other / "file").touch()
     with (other / "file").open() as file:
-        given = {"cwd": other, "env": {**os.environ, "MEMSERVE_MARK": "x"}, "pass_fds": [file.fileno()]}
+        environment = {**os.environ, "MEMSERVE_MARK": "x", "PYTHONPATH": str(tmp_path)}
+        given = {"cwd": other, "env": environment, "pass_fds": [file.fileno()]}
         done = run(is_forked, "tell", "a b", "", input="read", start_new_session=True, **given)
         fds = [0, 1, 2, file.fileno()]
     assert (done.returncode, done.stderr) == (0, "said\n")
     assert json.loads(done.stdout) == {
         "words": ["tell", "a b", ""], "line": [sys.executable, "-m", "told", "tell", "a b"], "main": "__main__",
         "file": "told.py", "parent": os.getpid(), "group": True, "session": True, "folder": str(other), "first": True,
-        "mark": "x", "fds": fds, "stopped": "SIG_DFL", "read": "read",
+        "second": str(tmp_path), "mark": "x", "fds": fds, "stopped": "SIG_DFL", "read": "read",
     }  # fmt: skip
 
 
@@ -119,7 +121,7 @@ def test_a_program_is_found_and_named_alike(is_forked: bool, options: list[str],
     assert told_of["first"] == bool(options)
 
 
-def test_what_was_asked_for_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_for_was_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The other tests compare nothing if all processes are executed; and some must be."""
     forks: list[object] = []
     fork = forked_processes.Template.fork_process
@@ -130,6 +132,8 @@ def test_what_was_asked_for_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(forks) == 1
     run(False, "end", "0")
     run(True, "end", "0", env={**os.environ, "OMP_NUM_THREADS": "2"})
+    (tmp_path / "sitecustomize.py").touch()
+    run(True, "end", "0", env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert subprocess.run([sys.executable, "-c", "pass"]).returncode == 0
     assert len(forks) == 1
 

@@ -16,8 +16,6 @@ from ports import free_port
 from served_cluster import GREEDY, WAIT_S, Server, eventually, is_alive
 from tiny_models import prompt, save_folder, tiny_module
 
-pytestmark = pytest.mark.usefixtures("executed_processes")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -84,6 +82,7 @@ def test_cluster_logs_member_events_and_ends_on_sighup(folder: Path, tmp_path: P
             process.wait()
 
 
+@pytest.mark.usefixtures("executed_processes")
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
 def test_waiting_instance_logs_cause_and_never_reports_ready(folder: Path, tmp_path: Path, sign) -> None:
     log, port = tmp_path / "log", free_port()

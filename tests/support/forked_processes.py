@@ -30,11 +30,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
 from memserve.system.process import set_thread_environment
+from places import ROOT
 
 ARGUMENTS_BYTES = 4096
 """Room for the words of a process in the place of the template's own."""
@@ -43,8 +44,16 @@ LATE = (
     "TORCHINDUCTOR_CACHE_DIR", "TORCH_NCCL_", "UCX_",
 )  # fmt: skip
 """Variables of the environment that nothing reads while it is loaded or imported."""
+PATH = "PYTHONPATH"
+"""Of the environment, too, as long as nothing in it is imported before all else."""
 MODULES = ("memserve", "memserve.model.loading.conversion", "memserve.model.workers.processes", "gpu_worker_main")
-SCRIPTS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("faulty_instance.py", "faulty_store.py"))
+SCRIPTS = tuple(
+    str(ROOT / name)
+    for name in (
+        "bench/transfer.py", "scripts/gpu_check.py", "tests/support/faulty_instance.py",
+        "tests/support/faulty_store.py", "tests/support/impatient_memserve.py", "tests/support/served_double.py",
+    )
+)  # fmt: skip
 """Programs that are forked: what follows ``-m``, and files."""
 HEARD = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _REQUEST_BYTES = 1 << 17
@@ -85,7 +94,14 @@ _loaded: dict[str, str] = {}
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
-    return {name: text for name, text in environment.items() if not name.startswith(LATE)}
+    is_late = not any(os.path.isfile(os.path.join(folder, "sitecustomize.py")) for folder in _path(environment))
+    late = (*LATE, PATH) if is_late else LATE
+    return {name: text for name, text in environment.items() if not name.startswith(late)}
+
+
+def _path(environment: Mapping[str, str]) -> list[str]:
+    """The folders of ``PYTHONPATH``."""
+    return [os.path.abspath(folder) for folder in environment.get(PATH, "").split(os.pathsep) if folder]
 
 
 def _words_of(arguments: Any) -> tuple[str, str, list[str]] | None:
@@ -180,11 +196,11 @@ def fork_processes() -> None:
 
     def begin() -> Template:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.pathsep.join([os.path.dirname(__file__), *filter(None, [environment.get("PYTHONPATH")])])
+        path = os.pathsep.join([os.path.dirname(__file__), *filter(None, [environment.get(PATH)])])
         code = "import sys, forked_processes; forked_processes.serve(int(sys.argv[1]))"
         command = [sys.executable, "-c", code, str(theirs.fileno()), " " * ARGUMENTS_BYTES]
         with theirs:
-            subprocess.Popen(command, env=environment | {"PYTHONPATH": path}, pass_fds=[theirs.fileno()])
+            subprocess.Popen(command, env=environment | {PATH: path}, pass_fds=[theirs.fileno()])
         return Template(ours)
 
     _begin = begin
@@ -209,10 +225,9 @@ def serve(line_fd: int) -> None:
     """The template's program."""
     import importlib
 
-    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)[1:]
-    os.environ.pop("PYTHONPATH")
+    own = os.environ.pop(PATH).split(os.pathsep)[1:]
     if own:
-        os.environ["PYTHONPATH"] = os.pathsep.join(own)
+        os.environ[PATH] = os.pathsep.join(own)
     _loaded.update(_early(dict(os.environ)))
     enter_network(f"/proc/{os.getppid()}/ns/net")  # of its first thread: another one may have begun this
     del sys.path[0]  # '' of -c
@@ -292,8 +307,11 @@ def _run(request: dict[str, Any], fds: list[int]) -> None:
     enter_network(request["network"])
     os.chdir(request["folder"])
     os.sched_setaffinity(0, request["cores"])
+    before = _path(os.environ)
     os.environ.clear()
     os.environ.update(request["environment"])
+    path = _path(os.environ)
+    sys.path[:] = [*path, *(folder for folder in sys.path if folder not in {*before, *path})]
     _show_words(request["words"])
     os.close(begun)
     _fork_own_template()

@@ -356,25 +356,13 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
     assert all(one.default != wanted[one.name] for one in options_of(EngineOptions))
 
 
-SERVE = """
-import sys
-sys.path.insert(0, {tests!r})
-from api_world import TinyModel, says
-from fake_engine import FakeEngine
-import memserve.host.build as build
-build.build_engine = lambda options: (FakeEngine(says("word " * 40), step_s=0.01), TinyModel())
-from memserve.cli.main import main
-main(["serve", "--in-process", "--port", {port!r}, "--served-model-name", {model!r}])
-"""
+DOUBLE = str(SUPPORT / "served_double.py")
 
 
 @pytest.fixture
 def server_process():
-    code = SERVE.format(tests=str(SUPPORT), model=MODEL, port="0")
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    command = [sys.executable, DOUBLE, "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     yield process
     process.kill()
     process.communicate()
@@ -421,11 +409,12 @@ def test_a_server_needs_no_reader_of_its_lines(stdout: Callable[[], int], closed
     """A full disk, a pipe without a reader, a parent that has closed everything: clients are served all the same, and
     no socket or journal gets the number of a standard file."""
     port = free_port()
-    code = SERVE.format(tests=str(SUPPORT), model=MODEL, port=str(port))
+    command = [sys.executable, DOUBLE, str(port)]
     to = stdout()
-    # closed by a shell: Python of ours between fork and exec may meet threads of gRPC that other tests have started
-    closing = "exec " + "".join(f"{descriptor}>&- " for descriptor in closed) + '"$@"'
-    process = subprocess.Popen(["sh", "-c", closing, "sh", sys.executable, "-c", code], stdout=to, stderr=to)
+    if closed:  # by a shell: Python of ours between fork and exec may meet threads of gRPC that other tests have started
+        closing = "exec " + "".join(f"{descriptor}>&- " for descriptor in closed) + '"$@"'
+        command = ["sh", "-c", closing, "sh", *command]
+    process = subprocess.Popen(command, stdout=to, stderr=to)
     os.close(to)
     try:
         eventually(lambda: process.poll() is not None or _is_healthy(port))

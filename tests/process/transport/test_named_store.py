@@ -17,6 +17,7 @@ from memserve.protocol.peers import ROUTER, Peer
 from memserve.protocol.store import STORE, JoinRequest
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.request_server import ListenAddress
+from places import ROOT
 from ports import free_port
 from served_cluster import WAIT_S, eventually, is_alive
 from served_store import SECRET, ServedStore, ServerOfStores, facts
@@ -25,6 +26,7 @@ from tiny_models import one_engine, prompt, save_folder, tiny_module
 BLOCK = 8
 """Tokens: the model's context is 256."""
 VALUE = bytes(range(256)) * 40
+IMPATIENT = str(ROOT / "tests" / "support" / "impatient_memserve.py")
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +105,9 @@ def test_restarted_store_is_called_again(serving, store, truth) -> None:
     eventually(lambda: serving.stored_blocks() >= len(question) // BLOCK)
 
 
-IMPATIENT = """
-import sys
-from memserve.cli.cluster import members
-from memserve.cli.main import run
-members.FIND_S = 2.0
-sys.exit(run(sys.argv[1:]))
-"""
-
-
 def serve_error(model: Path, *flags: str) -> str:
     """What ``memserve serve`` says, which waits for a store for two seconds instead of half a minute."""
-    command = [sys.executable, "-c", IMPATIENT, "serve", "--model", str(model), "--port", "0", "--metadata", "none"]
+    command = [sys.executable, IMPATIENT, "serve", "--model", str(model), "--port", "0", "--metadata", "none"]
     ended = subprocess.run([*command, "--colocated", "1", *flags], capture_output=True, text=True, timeout=WAIT_S)
     assert ended.returncode == 1 and not ended.stdout
     return " ".join(ended.stderr.strip().splitlines()[-2:])  # the error and its hint
