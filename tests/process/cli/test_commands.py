@@ -411,7 +411,7 @@ def test_a_server_needs_no_reader_of_its_lines(stdout: Callable[[], int], closed
     port = free_port()
     command = [sys.executable, DOUBLE, str(port)]
     to = stdout()
-    if closed:  # by a shell: Python of ours between fork and exec may meet threads of gRPC that other tests have started
+    if closed:  # by a shell: Python between fork and exec may meet threads of gRPC that other tests have started
         closing = "exec " + "".join(f"{descriptor}>&- " for descriptor in closed) + '"$@"'
         command = ["sh", "-c", closing, "sh", *command]
     process = subprocess.Popen(command, stdout=to, stderr=to)
