@@ -10,6 +10,7 @@ import pytest
 
 from served_cluster import eventually
 from served_store import ServedStore, ServerOfStores, facts
+from slow_costs import save_slow_costs
 from tiny_models import one_engine, prompt, save_folder, tiny_module
 
 BLOCK = 8
@@ -55,7 +56,7 @@ def serving(model: Path, stores: dict[str, ServedStore]) -> Iterator[ServerOfSto
     serving.kill_everything()
 
 
-def test_killed_store_costs_no_hit_and_is_caught_up(serving, stores, truth, tmp_path, monkeypatch) -> None:
+def test_killed_store_costs_no_hit_and_is_caught_up(serving, stores, model, truth, tmp_path, monkeypatch) -> None:
     """Of three stores with two copies. What it has lost, memory and all, the others give back."""
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "first"))
     serving.start()
@@ -66,7 +67,8 @@ def test_killed_store_costs_no_hit_and_is_caught_up(serving, stores, truth, tmp_
     assert len(counts) == 3 and min(counts.values()) > BLOCKS / 3
     serving.kill_everything()
 
-    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "second"))  # the instance knows nothing of its own speed
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "second"))  # the instance does not know how quick it is
+    save_slow_costs(model, BLOCK)
     serving.start()
     eventually(lambda: serving.stored_blocks() >= 2 * BLOCKS)
     lost = stores["b"]
