@@ -13,18 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forked_processes import executed
 from memserve import AsyncStoreClient, StoreClient, StoreUnavailable
 from memserve.protocol.store import INLINE_BYTES_MAX
 from memserve.store.client import connection
 from served_store import WAIT_S, ServedStore
 from waiting import eventually
 
-pytestmark = pytest.mark.usefixtures("executed_processes")
-
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStore]:
-    with ServedStore(tmp_path_factory.mktemp("store"), dram="256MiB") as store:
+    with executed():  # one that is forked has torch
+        store = ServedStore(tmp_path_factory.mktemp("store"), dram="256MiB")
+    with store:
         yield store
 
 
