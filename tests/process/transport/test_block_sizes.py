@@ -79,14 +79,13 @@ def test_blocks_come_as_they_were(name: str, link: str) -> None:
     geometry = GEOMETRIES[name]
     order, layers = tuple(range(BLOCKS)), (0, geometry.num_layers)
     with pair(link, geometry) as (ports, arenas, answers):
-        content = np.random.default_rng(len(name)).integers(0, 256, BLOCKS * geometry.block_bytes, dtype=np.uint8)
-        view(arenas["owner"])[:] = content
+        owned, taken = (words(arenas[end]).reshape(BLOCKS, -1) for end in ("owner", "taker"))
+        owned[:] = drawn(len(name), owned.shape)
         checksums = sealed(ports, answers, order, layers)
         for by_page in (False, True):
-            view(arenas["taker"])[:] = 0
+            taken[:] = 0
             pull(ports, answers, link, order, order[::-1], layers, checksums, by_page=by_page)
-            landed = view(arenas["taker"]).reshape(BLOCKS, -1)[::-1].reshape(-1)
-            assert np.array_equal(landed, content)
+            assert np.array_equal(taken[::-1], owned)
 
 
 @pytest.mark.parametrize("link", LINKS)
@@ -96,14 +95,24 @@ def test_layers_come_without_the_others(name: str, link: str) -> None:
     geometry = SHAPES[name].kv
     src, dst, middle = (4, 0, 2), (1, 3, 0), geometry.num_layers // 2
     with pair(link, geometry) as (ports, arenas, answers):
-        owned, taken = (view(arenas[end]).reshape(BLOCKS, geometry.num_layers, -1) for end in ("owner", "taker"))
-        owned[:] = np.random.default_rng(7).integers(1, 256, owned.shape, dtype=np.uint8)
+        owned, taken = (words(arenas[end]).reshape(BLOCKS, geometry.num_layers, -1) for end in ("owner", "taker"))
+        owned[:] = drawn(7, owned.shape)
         expected = np.zeros_like(taken)
         for layers, by_page in (((middle, middle + 3), False), ((0, 1), True)):
             checksums = sealed(ports, answers, src, layers)
             pull(ports, answers, link, src, dst, layers, checksums, by_page=by_page)
             expected[list(dst), slice(*layers)] = owned[list(src), slice(*layers)]
             assert np.array_equal(taken, expected)
+
+
+def words(arena: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Its bytes, eight by eight: they are drawn and compared in an eighth of the time."""
+    return view(arena).view(np.uint64)
+
+
+def drawn(seed: int, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Random words in which no byte is 0."""
+    return np.random.default_rng(seed).integers(0, 1 << 64, shape, dtype=np.uint64) | np.uint64(0x0101010101010101)
 
 
 def sealed(ports: Any, answers: Any, blocks: tuple[int, ...], layers: tuple[int, int]) -> tuple[int, ...]:
