@@ -84,16 +84,15 @@ def test_nothing_is_cancelled_after_a_good_end() -> None:
 
 
 def test_300_clients_at_once() -> None:
-    async def one(client: httpx.AsyncClient, number: int) -> str:
+    async def one(world: World, number: int) -> str:
         fields = {**STREAM, "prompt": f"client {number}", "max_tokens": 20}
-        text = (await client.post("/v1/completions", json=fields)).text
+        async with httpx.AsyncClient(base_url=world.url, timeout=60) as client:
+            text = (await client.post("/v1/completions", json=fields)).text
         assert text.endswith("data: [DONE]\n\n")
         return text
 
     async def crowd(world: World) -> list[str]:
-        limits = httpx.Limits(max_connections=300)
-        async with httpx.AsyncClient(base_url=world.url, timeout=60, limits=limits) as client:
-            return await asyncio.gather(*(one(client, number) for number in range(300)))
+        return await asyncio.gather(*(one(world, number) for number in range(300)))
 
     with serve(FakeEngine(says(SCRIPT_TEXT), step_s=0.001)) as world:
         texts = asyncio.run(crowd(world))
