@@ -18,7 +18,7 @@ from harness.served import serving
 from memserve import LLM
 from memserve.cli.main import run
 from ports import free_port
-from router_kills import Stream, long_model, plain, question
+from router_kills import Stream, long_model, plain_answers, question
 from served_cluster import Server, eventually, is_alive
 from tiny_models import prompt
 
@@ -152,7 +152,7 @@ TOKENS = 400
 def test_a_killed_router_costs_its_clients_nothing(balanced: Balanced) -> None:
     bodies = [question(number, TOKENS) for number in range(12)]
     found = [Stream(balanced, body) for body in bodies]
-    truths = [plain(balanced, body) for body in bodies]
+    truths = plain_answers(balanced, bodies)
     before = balanced.server.counter("generated_tokens")
     eventually(lambda: listeners(balanced) == 2)
     read_all(found, killing(balanced.follower(), found, events=200))

@@ -415,8 +415,8 @@ def test_a_client_that_dies_or_hangs_gives_up_its_pins(
     try:
         assert not filled(), "views that are held keep their memory"
         os.kill(victim.pid, end)
-        eventually(filled, WAIT_S)
         eventually(lambda: an_honest_client.statistics()["clients"] == 1, WAIT_S)
+        eventually(filled, WAIT_S)
     finally:
         victim.kill()
         victim.join()

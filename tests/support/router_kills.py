@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -155,6 +156,12 @@ def plain(killed: Killed, body: dict) -> list[str]:
     return [choice["text"] for choice in response.raise_for_status().json()["choices"]]
 
 
+def plain_answers(killed: Killed, bodies: Iterable[dict]) -> list[list[str]]:
+    """All of them, several at once: one by one they take longer than the kills."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda body: plain(killed, body), bodies))
+
+
 class Crowd:
     """Clients that ask one question after the other until they are told to stop."""
 
@@ -184,8 +191,7 @@ class Crowd:
     def wrong(self) -> list[str]:
         """What is not the undisturbed answer."""
         found = []
-        with ThreadPoolExecutor(AT_ONCE) as pool:  # one by one they take longer than the kills
-            truths = list(pool.map(lambda asked: plain(self.killed, asked[0]), self.answered))
+        truths = plain_answers(self.killed, (body for body, _ in self.answered))
         for (_, stream), truth in zip(self.answered, truths, strict=True):
             if stream.texts() != truth:
                 found.append(f"{stream.texts()} instead of {truth}")
