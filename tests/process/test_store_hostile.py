@@ -3,12 +3,13 @@ notice nothing, and nothing is left of them."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from memserve.protocol.store import (
     StoreWelcome,
 )
 from memserve.transport.links.shared_memory import this_host
+from places import SUPPORT
 from served_store import SECRET, WAIT_S, Impostor, ServedStore
 from waiting import eventually
 
@@ -384,26 +386,14 @@ def test_three_hundred_connections(store: ServedStore, an_honest_client: StoreCl
     an_honest_client.put(b"before", VALUE)
 
 
-def _hold_and_wait(address: str, secret_file: Path, ready: Any) -> None:
-    client = StoreClient(address, "victim", secret_file)
-    views = []
-    for at in range(12):
-        client.put(b"%d" % at, bytes([at]) * 1_000_000)
-        views.append(client.get(b"%d" % at))
-    ready.send([bytes(view)[:1] for view in views])
-    signal.pause()
-
-
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_client_that_dies_or_hangs_gives_up_its_pins(
     store: ServedStore, an_honest_client: StoreClient, end: signal.Signals
 ) -> None:
     """Its values stay where they are as long as it is a client; then they make room like any others."""
-    context = multiprocessing.get_context("spawn")
-    ready, theirs = context.Pipe()
-    victim = context.Process(target=_hold_and_wait, args=(store.address, store.secret_file, theirs), daemon=True)
-    victim.start()
-    assert ready.poll(WAIT_S) and ready.recv() == [bytes([at]) for at in range(12)]
+    command = [sys.executable, str(SUPPORT / "holding_client.py"), store.address, str(store.secret_file)]
+    victim = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert victim.stdout.readline().split() == [str(at) for at in range(12)]
 
     def filled() -> bool:
         """The memory, 67 MB, has room for values of 57 MB at once: when nothing is held."""
@@ -419,5 +409,5 @@ def test_a_client_that_dies_or_hangs_gives_up_its_pins(
         eventually(filled, WAIT_S)
     finally:
         victim.kill()
-        victim.join()
+        victim.communicate()
     an_honest_client.put(b"before", VALUE)

@@ -51,7 +51,8 @@ SCRIPTS = tuple(
     str(ROOT / name)
     for name in (
         "bench/transfer.py", "scripts/gpu_check.py", "tests/support/faulty_instance.py",
-        "tests/support/faulty_store.py", "tests/support/impatient_memserve.py", "tests/support/served_double.py",
+        "tests/support/faulty_store.py", "tests/support/holding_client.py", "tests/support/impatient_memserve.py",
+        "tests/support/served_double.py",
     )
 )  # fmt: skip
 """Programs that are forked: what follows ``-m``, and files."""
