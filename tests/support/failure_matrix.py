@@ -173,29 +173,6 @@ def ask(url: str, body: dict[str, Any]) -> tuple[str, str, float]:
     return text, error, time.monotonic() - started
 
 
-def ask_alone(folder: Path, module: Any, shape: Shape, count: int, seed: int) -> list[tuple[dict[str, Any], str]]:
-    """``count`` requests, each with the text that one engine alone gives, which is what transformers gives. A request
-    with an answer that the rounding of float32 decides is drawn anew: with other rows in a step it may have another."""
-    from margins import AnswerCheck
-    from memserve import LLM, SamplingParams
-
-    rng, check, asked = random.Random(seed), AnswerCheck(module), list[tuple[dict[str, Any], str]]()
-    heads = [[rng.randrange(3, 131) for _ in range(96)] for _ in range(3)]
-    kv_bytes = KV_TOKENS * shape.in_dtype("float32").token_bytes
-    with LLM(str(folder), dtype="float32", kv_memory=kv_bytes, threads=1) as llm:
-        for _ in range(10 * count):
-            body = draw_request(rng, heads, len(asked))
-            sampling = SamplingParams(temperature=body["temperature"], seed=body.get("seed", 0))
-            [answer] = llm.generate([body["prompt"]], sampling, max_tokens=body["max_tokens"], ignore_eos=True)
-            tokens = answer.outputs[0].tokens
-            verdict = check.judge(body["prompt"], tokens, sampling.temperature, sampling.seed)
-            assert verdict.is_right, f"not what transformers gives: {verdict}"
-            asked += [(body, answer.text)] if verdict.is_decided else []
-            if len(asked) == count:
-                return asked
-    raise AssertionError(f"rounding decides too many answers: {len(asked)} of {10 * count} are left")
-
-
 class Truth:
     """What one engine alone gives."""
 
@@ -206,6 +183,26 @@ class Truth:
         options: dict[str, Any] = {"dtype": "float32", "kv_dtype": kv.kv_dtype, "threads": 1}
         self._llm = LLM(str(model), kv_memory=KV_TOKENS * kv.token_bytes, **options)
         self.is_exact = kv.kv_dtype == "auto"
+
+    def draw_asked(self, module: Any, count: int, seed: int) -> list[tuple[dict[str, Any], str]]:
+        """``count`` requests, each with its text, which is what transformers gives with ``module``. A request with an
+        answer that the rounding of float32 decides is drawn anew: with other rows in a step it may have another."""
+        from margins import AnswerCheck
+        from memserve import SamplingParams
+
+        rng, check, asked = random.Random(seed), AnswerCheck(module), list[tuple[dict[str, Any], str]]()
+        heads = [[rng.randrange(3, 131) for _ in range(96)] for _ in range(3)]
+        for _ in range(10 * count):
+            body = draw_request(rng, heads, len(asked))
+            sampling = SamplingParams(temperature=body["temperature"], seed=body.get("seed", 0))
+            [answer] = self._llm.generate([body["prompt"]], sampling, max_tokens=body["max_tokens"], ignore_eos=True)
+            tokens = answer.outputs[0].tokens
+            verdict = check.judge(body["prompt"], tokens, sampling.temperature, sampling.seed)
+            assert verdict.is_right, f"not what transformers gives: {verdict}"
+            asked += [(body, answer.text)] if verdict.is_decided else []
+            if len(asked) == count:
+                return asked
+        raise AssertionError(f"rounding decides too many answers: {len(asked)} of {10 * count} are left")
 
     def texts(self, bodies: list[dict[str, Any]]) -> list[str]:
         """Of each body."""
@@ -474,7 +471,7 @@ def run_matrix(
         truth = Truth(model, shape)
         stack.callback(truth.close)
         if truth.is_exact:
-            bodies, want = map(list, zip(*ask_alone(model, module, shape, clients, seed), strict=True))
+            bodies, want = map(list, zip(*truth.draw_asked(module, clients, seed), strict=True))
         else:
             bodies = greedy_requests(clients, seed)
             want = truth.texts(bodies)

@@ -24,7 +24,7 @@ PROMPTS = "return Number(document.querySelector('[data-metric=memserve_prompt_to
 def test_a_replay_can_be_scrubbed_and_played(tmp_path: Path) -> None:
     workload = ["--workload", "chat", "--sessions", "12", "--rate", "5", "--kv-blocks", "200"]
     assert run(["sim", "run", *workload, "--out", str(tmp_path)]) == 0
-    command = [sys.executable, "-u", "-m", "memserve", "ui", str(tmp_path), "--port", "0"]
+    command = [sys.executable, "-m", "memserve", "ui", str(tmp_path), "--port", "0"]
     with browsers() as open_browser, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
