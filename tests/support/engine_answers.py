@@ -41,7 +41,7 @@ def check_drafted(monkeypatch: pytest.MonkeyPatch, folder: Path, module: Any, **
     """Two sequences side by side get the tokens of ``module`` with drafts that are right up to some place or not at
     all."""
     prompts = [prompt(45, 6).tolist(), prompt(70, 5).tolist()]
-    expected = [greedy_tokens(module, np.array(tokens, np.int32), 40) for tokens in prompts]
+    expected = greedy_answers(module, prompts, 40)
 
     def foretell(self: Speculation, asking: Sequence, count: int) -> Draft:
         answer, place = expected[asking.prompt_tokens == len(prompts[1])], len(asking.out) + asking.inflight

@@ -17,7 +17,7 @@ from memserve.base.errors import InvariantError, UserError
 from memserve.instance.events import PlaceWindow
 from memserve.model import arena
 from memserve.model.attention.layouts import PartTables
-from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
+from tiny_models import greedy_answers, greedy_tokens, prompt, save_folder, tiny_module
 
 ANSWER = 40
 SIZES = {
@@ -56,12 +56,11 @@ WORKERS = {"gemma2": {"pipeline_parallel": 2}, "gpt_oss": {"tensor_parallel": 2}
 )
 def test_answers_are_the_models_own(family: str, options: dict[str, int], folders: dict[str, Path]) -> None:
     """Together and alone, cold and with the cache, past the window in prompt and answer."""
-    module = module_of(family)
     prompts = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100, 180))]
-    expected = [greedy_tokens(module, prompt(len(tokens), seed), ANSWER) for seed, tokens in enumerate(prompts)]
     with serving_apart(folders[family], **options) as llm:
         cold = ask(llm, prompts, ANSWER)
-        assert [answer for answer, _ in cold] == expected
+        expected = [answer for answer, _ in cold]
+        assert expected == greedy_answers(module_of(family), prompts, ANSWER, expected)
         assert [cached for _, cached in cold] == [0] * len(prompts)
         warm = ask(llm, prompts, ANSWER)
         assert [answer for answer, _ in warm] == expected
@@ -78,43 +77,41 @@ def test_a_prefix_is_found_wherever_prompts_part(family: str, folders: dict[str,
     with serving_apart(folders[family]) as llm:
         for seed, shared, cached in ((1, 140, 0), (2, 140, 128), (3, 70, 64), (4, 100, 96)):
             tokens = [*common[:shared].tolist(), *prompt(40, seed).tolist()]
-            expected = greedy_tokens(module, np.array(tokens, np.int32), ANSWER)
-            assert ask(llm, [tokens], ANSWER) == [(expected, cached)]
+            [(answer, found)] = ask(llm, [tokens], ANSWER)
+            assert (answer, found) == (greedy_tokens(module, np.array(tokens, np.int32), ANSWER, answer), cached)
 
 
 def test_more_sequences_fit_than_together(folders: dict[str, Path]) -> None:
     """Memory for a few sequences whole: with windows apart more run at once, in fewer steps, and no token changes."""
     family = "gpt_oss"
-    module = module_of(family)
     prompts = [prompt(130 + seed, seed).tolist() for seed in range(8)]
-    expected = [greedy_tokens(module, prompt(len(tokens), seed), 60) for seed, tokens in enumerate(prompts)]
-    steps = {}
+    steps, answers = {}, {}
     for place in ("together", "apart"):
         with serving_apart(folders[family], window_kv=place, kv_memory="640KiB", max_step_tokens=64) as llm:
-            assert [answer for answer, _ in ask(llm, prompts, 60)] == expected
+            answers[place] = [answer for answer, _ in ask(llm, prompts, 60)]
             steps[place] = llm.stats().instance.steps
+    assert answers["together"] == answers["apart"]
+    assert answers["apart"] == greedy_answers(module_of(family), prompts, 60, answers["apart"])
     assert steps["apart"] < 0.9 * steps["together"]
 
 
 @pytest.mark.parametrize("family", SIZES)
 def test_preempted_sequences_go_on_as_they_were(family: str, folders: dict[str, Path]) -> None:
-    module = module_of(family)
     prompts = [prompt(60 + 7 * seed, seed).tolist() for seed in range(8)]
-    expected = [greedy_tokens(module, prompt(len(tokens), seed), 90) for seed, tokens in enumerate(prompts)]
     memory = {"gemma4": "832KiB"}.get(family, "640KiB")
     with serving_apart(folders[family], kv_memory=memory, max_step_tokens=64) as llm:
-        assert [answer for answer, _ in ask(llm, prompts, 90)] == expected
+        answers = [answer for answer, _ in ask(llm, prompts, 90)]
         stats = llm.stats().instance
         assert stats.preemptions_recompute > 0 and stats.window_parts_given_up > 0
+    assert answers == greedy_answers(module_of(family), prompts, 90, answers)
 
 
 @pytest.mark.parametrize("family", FORKED)
 def test_sequences_of_one_prompt_part(family: str, folders: dict[str, Path]) -> None:
-    module, tokens = module_of(family), prompt(45, 6)
-    expected = greedy_tokens(module, tokens, ANSWER)
+    tokens = prompt(45, 6)
     with serving_apart(folders[family]) as llm:
-        for _ in range(2):
-            assert ask_several(llm, tokens.tolist(), 3, ANSWER) == [expected] * 3
+        answers = [answer for _ in range(2) for answer in ask_several(llm, tokens.tolist(), 3, ANSWER)]
+    assert answers == [greedy_tokens(module_of(family), tokens, ANSWER, answers[0])] * 6
 
 
 @pytest.mark.parametrize("family", FORKED)
@@ -143,7 +140,7 @@ def test_rounded_kv_is_read_alike(folders: dict[str, Path]) -> None:
 
 def test_nothing_behind_the_window_is_read(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that are not numbers where the table still points: an answer of numbers has not looked there."""
-    module, tokens, mapped = module_of("gemma2"), prompt(150, 3), arena._mapped
+    tokens, mapped = prompt(150, 3), arena._mapped
 
     def without_numbers(blocks: int, block_bytes: int) -> torch.Tensor:
         memory = mapped(blocks, block_bytes)
@@ -151,9 +148,9 @@ def test_nothing_behind_the_window_is_read(folders: dict[str, Path], monkeypatch
         return memory
 
     monkeypatch.setattr(arena, "_mapped", without_numbers)
-    expected = greedy_tokens(module, tokens, ANSWER)
     with serving_apart(folders["gemma2"], max_step_tokens=32, kv_memory="2MiB") as llm:
-        assert ask(llm, [tokens.tolist()], ANSWER) == [(expected, 0)]
+        [(answer, cached)] = ask(llm, [tokens.tolist()], ANSWER)
+    assert (answer, cached) == (greedy_tokens(module_of("gemma2"), tokens, ANSWER, answer), 0)
 
 
 def test_a_context_has_room_that_it_has_not_together(folders: dict[str, Path]) -> None:
@@ -197,14 +194,14 @@ def test_what_unequal_layers_are_not_served_with(
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
 def test_unequal_layers_lie_together_over_two_tiers(family: str, folders: dict[str, Path]) -> None:
     """Memory for half of the prompts, and DRAM for all: KV moves between the tiers in pages of one size."""
-    module = module_of(family)
     prompts = [prompt(100 + seed, seed).tolist() for seed in range(8)]
-    expected = [greedy_tokens(module, prompt(len(tokens), seed), 20) for seed, tokens in enumerate(prompts)]
     options = {"window_kv": "auto", "kv_memory": "1MiB", "dram_memory": "8MiB"}
     with serving_apart(folders[family], **options) as llm:
-        for cached in (0, 96):
-            assert ask(llm, prompts, 20) == [(answer, cached) for answer in expected]
+        cold, warm = (ask(llm, prompts, 20) for _ in range(2))
         assert llm.stats().instance.window_parts_passed == 0
+    answers = [answer for answer, _ in cold]
+    expected = greedy_answers(module_of(family), prompts, 20, answers)
+    assert (cold, warm) == tuple([(answer, cached) for answer in expected] for cached in (0, 96))
 
 
 def test_parts_are_placed_whole_and_within_the_table() -> None:
