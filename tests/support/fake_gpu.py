@@ -139,8 +139,7 @@ class FakeGpu:
         return landing
 
     def capture_graph(self, run: Callable[[], Tensor]) -> tuple[FakeGraph, Tensor]:
-        for _ in range(2):
-            run()
+        run()  # once: nothing is compiled here
         with _NoHostReads():
             made = run()
         self.graphs.append(FakeGraph(run, made))
