@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib.util
 import itertools
 import re
@@ -93,6 +94,16 @@ def tree(path: Path) -> ast.Module:
 
 def nodes(path: Path) -> tuple[ast.AST, ...]:
     return house_figures.nodes(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Millions of nodes, in no circle: the collector would search them again and again, and free none."""
+    gc.disable()
+    yield
+    tree.cache_clear()
+    house_figures.nodes.cache_clear()
+    gc.enable()
 
 
 def tracked(*globs: str) -> list[Path]:

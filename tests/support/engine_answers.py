@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from memserve.instance.speculation import speculation
 from memserve.instance.speculation.drafts import Draft
 from memserve.instance.speculation.speculation import Speculation
 from memserve_lab.sim.fuzz.scenario_features import Always
-from tiny_models import GREEDY, VOCAB, greedy_answers, greedy_tokens, prompt
+from tiny_models import GREEDY, VOCAB, greedy_answers, prompt
 
 BLOCK = 32
 ANSWER = 20

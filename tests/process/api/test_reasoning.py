@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -157,6 +156,8 @@ def test_paths_of_openai_that_no_model_answers_say_why(world: World, client: ope
 
 
 def test_thoughts_are_blocks_of_a_message(world: World) -> None:
+    import anthropic  # 2 s of CPU, which each worker would spend when it collects
+
     with anthropic.Anthropic(api_key="unused", base_url=world.url, max_retries=0) as client:
         whole = client.messages.create(model=MODEL, max_tokens=99, messages=HELLO, thinking={"type": "adaptive"})
         with client.messages.stream(model=MODEL, max_tokens=99, messages=HELLO) as stream:
@@ -181,6 +182,8 @@ def test_thoughts_are_blocks_of_a_message(world: World) -> None:
 def test_a_template_is_told_whether_to_think(thinking: Any, shown: str) -> None:
     class Told(Thinker):
         template = "{{ 'on' if enable_thinking else 'off' }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+    import anthropic
 
     engine = FakeEngine(says("x"))
     fields = {} if thinking is None else {"thinking": thinking}
