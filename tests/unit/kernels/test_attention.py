@@ -92,8 +92,11 @@ class World:
             size = self.blocks * (c.geometry.block_bytes + c.beside)
             self.arena = torch.full((size,), 0xFF, dtype=torch.uint8)  # maxima: NaN
 
-    def step(self, layer: int, first: list[int], end: list[int], write: bool = True) -> list[Tensor]:
-        """Tokens [first, end) of every sequence in one call; returns each sequence's outputs."""
+    def step(
+        self, layer: int, first: list[int], end: list[int], write: bool = True, heads: int | None = None
+    ) -> list[Tensor]:
+        """Tokens [first, end) of every sequence in one call; returns each sequence's outputs. ``heads``: only so many
+        ask."""
         c = self.case
         counts = [e - f for f, e in zip(first, end, strict=True)]
         starts = np.cumsum([0, *counts]).astype(np.int32)
@@ -113,10 +116,10 @@ class World:
             rows = torch.cat([p[f:e] for p, f, e in zip(parts, first, end, strict=True)])
             return rows.transpose(0, 1).contiguous().transpose(0, 1)  # heads outermost, as [1, H, T, D] arrives
 
-        q, k, v = gather(self.q), gather(self.k), gather(self.v)
+        q, k, v = gather([part[:, :heads] for part in self.q]), gather(self.k), gather(self.v)
         out = torch.full((q.shape[0], q.shape[1], c.dim_v), torch.nan, dtype=self.kind)
         addresses = [(t.data_ptr(), t.stride(0), t.stride(1)) for t in (q, k, v, out)]
-        sinks = None if self.sinks is None else self.sinks.numpy()
+        sinks = None if self.sinks is None else self.sinks[:heads].numpy()
         _kernels.attend(
             batch,
             layer,
@@ -160,8 +163,8 @@ def run(case: Case) -> World:
     torch.set_num_threads(case.threads)
     world = World(case)
     none = [0] * len(case.done)
-    if any(case.done):
-        world.step(1, none, list(case.done))
+    if any(case.done):  # to be written: what is attended to does not matter
+        world.step(1, none, list(case.done), heads=case.kv_heads)
     outputs = world.step(1, list(case.done), case.contexts)
     for row, out in enumerate(outputs):
         want = world.truth(row, case.done[row])
