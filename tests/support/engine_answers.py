@@ -56,17 +56,19 @@ def check_drafted(monkeypatch: pytest.MonkeyPatch, folder: Path, module: Any, **
     assert 0 < stats.drafts_kept < stats.drafts_computed
 
 
-def check_cold_and_warm(llm: LLM, module: Any, prompts: list[list[int]], cached: list[int]) -> None:
-    """Greedy answers are those of ``module``, together and alone, cold and with the cache, which then has ``cached``
-    tokens of each prompt."""
-    cold = ask(llm, prompts)
+def check_cold_and_warm(
+    llm: LLM, module: Any, prompts: list[list[int]], cached: list[int], count: int = ANSWER
+) -> None:
+    """Greedy answers of ``count`` tokens are those of ``module``, together and alone, cold and with the cache, which
+    then has ``cached`` tokens of each prompt."""
+    cold = ask(llm, prompts, count)
     expected = [answer for answer, _ in cold]
-    assert expected == greedy_answers(module, prompts, ANSWER, expected)
-    assert [count for _, count in cold] == [0] * len(prompts)
+    assert expected == greedy_answers(module, prompts, count, expected)
+    assert [found for _, found in cold] == [0] * len(prompts)
     warm = list(zip(expected, cached, strict=True))
-    assert ask(llm, prompts) == warm
+    assert ask(llm, prompts, count) == warm
     for place in reversed(range(len(prompts))):
-        assert ask(llm, prompts[place : place + 1]) == warm[place : place + 1]
+        assert ask(llm, prompts[place : place + 1], count) == warm[place : place + 1]
 
 
 def ask_several(llm: LLM, tokens: list[int], n: int, count: int = ANSWER) -> list[list[int]]:

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine_answers import ask, ask_several, best_beam, check_drafted, own_best_beam, resumable, serving
+from engine_answers import (
+    ask,
+    ask_several,
+    best_beam,
+    check_cold_and_warm,
+    check_drafted,
+    own_best_beam,
+    resumable,
+    serving,
+)
 from memserve import LLM
 from memserve.base.errors import InvariantError, UserError
 from memserve.instance.events import PlaceWindow
@@ -58,15 +67,8 @@ def test_answers_are_the_models_own(family: str, options: dict[str, int], folder
     """Together and alone, cold and with the cache, past the window in prompt and answer."""
     prompts = [prompt(length, seed).tolist() for seed, length in enumerate((1, 5, 40, 64, 100, 180))]
     with serving_apart(folders[family], **options) as llm:
-        cold = ask(llm, prompts, ANSWER)
-        expected = [answer for answer, _ in cold]
-        assert expected == greedy_answers(module_of(family), prompts, ANSWER, expected)
-        assert [cached for _, cached in cold] == [0] * len(prompts)
-        warm = ask(llm, prompts, ANSWER)
-        assert [answer for answer, _ in warm] == expected
-        assert [cached for _, cached in warm] == [resumable(len(tokens)) for tokens in prompts]
-        for place in reversed(range(len(prompts))):
-            assert ask(llm, prompts[place : place + 1], ANSWER) == warm[place : place + 1]
+        cached = [resumable(len(tokens)) for tokens in prompts]
+        check_cold_and_warm(llm, module_of(family), prompts, cached, ANSWER)
         assert llm.stats().instance.window_parts_passed > 0
 
 
