@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from memserve.system import imports as lean_torch
 
 HEAD = f"""
+import json
 import sys
 from {lean_torch.__name__} import leave_compiler_out
 leave_compiler_out("cpu")
@@ -19,16 +21,23 @@ import torch
 """
 
 
-def said_by(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", HEAD + program], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-@pytest.fixture(scope="module")
-def family() -> list[str]:
-    """What a process says that has imported a family of models: a line for each test."""
-    return said_by("""
+EACH = """
+import os, traceback
+for name, program in json.loads(sys.argv[1]).items():
+    read, write = os.pipe()
+    if not os.fork():
+        os.dup2(write, 1)
+        try:
+            exec(program)
+        except BaseException:
+            print(traceback.format_exc())
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        print(json.dumps([name, said.read().strip()]), flush=True)
+"""
+FAMILY = """
 import importlib.metadata
 from transformers.utils import import_utils
 read, fetch = [], import_utils.fetch__all__
@@ -51,20 +60,50 @@ try:
 except RuntimeError as error:
     print(str(error)[:19])
 print(build_skeleton(build), "torch._decomp" in sys.modules)
-""").splitlines()
+"""
+COMPILING = """
+import transformers.models.llama.modeling_llama
+double = torch.compile(lambda x: x * 2, backend="eager")
+print(double(torch.ones(1)).item(), torch._dynamo.utils.__name__, torch.compiler.is_compiling())
+"""
+MASKS = """
+from transformers import masking_utils
+table = torch.arange(4) % 2
+with masking_utils.TransformGetItemToIndex() as mode:
+    print(torch.vmap(lambda at: table[at])(torch.arange(4)).tolist(), type(mode).__module__)
+"""
+ON_DEMAND = ("torch._prims.rng_prims", "torch._refs", "torch.utils._content_store")
+PROGRAMS = {"family": FAMILY, "compiling": COMPILING, "masks": MASKS} | {
+    name: f"""
+import importlib
+module = importlib.import_module("{name}")
+print(module.__spec__.name, "torch._decomp" in sys.modules, torch._refs.__spec__.parent)
+"""
+    for name in ON_DEMAND
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What each program says, in a fork of one process that has imported torch without its compiler."""
+    command = [sys.executable, "-c", HEAD + EACH, json.dumps(PROGRAMS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+@pytest.fixture(scope="module")
+def family(said: dict[str, str]) -> list[str]:
+    """What a process says that has imported a family of models: a line for each test."""
+    return said["family"].splitlines()
 
 
 def test_model_family_imports_no_compiler_dtensor_or_scipy(family: list[str]) -> None:
     assert family[0] == "[]"
 
 
-def test_compiling_code_gets_the_compiler() -> None:
-    said = said_by("""
-import transformers.models.llama.modeling_llama
-double = torch.compile(lambda x: x * 2, backend="eager")
-print(double(torch.ones(1)).item(), torch._dynamo.utils.__name__, torch.compiler.is_compiling())
-""")
-    assert said == "2.0 torch._dynamo.utils False"
+def test_compiling_code_gets_the_compiler(said: dict[str, str]) -> None:
+    assert said["compiling"] == "2.0 torch._dynamo.utils False"
 
 
 def test_model_family_scans_no_other_families_or_packages(family: list[str]) -> None:
@@ -76,15 +115,10 @@ def test_shapes_that_torch_knows_in_python_come_on_demand(family: list[str]) -> 
     assert family[2:] == ["[]", "aten::_cdist_forwar", "([3, 3], [0, 1, 2]) True"]
 
 
-@pytest.mark.parametrize("name", ["torch._prims.rng_prims", "torch._refs", "torch.utils._content_store"])
-def test_what_needs_the_shapes_runs_once(name: str) -> None:
+@pytest.mark.parametrize("name", ON_DEMAND)
+def test_what_needs_the_shapes_runs_once(said: dict[str, str], name: str) -> None:
     """Torch itself refuses to define an operation twice."""
-    said = said_by(f"""
-import importlib
-module = importlib.import_module("{name}")
-print(module.__spec__.name, "torch._decomp" in sys.modules, torch._refs.__spec__.parent)
-""")
-    assert said == f"{name} True torch._refs"
+    assert said[name] == f"{name} True torch._refs"
 
 
 NAMES = """
@@ -138,14 +172,8 @@ def test_names_in_a_folder_that_may_change_are_not_kept(tmp_path: Path) -> None:
     assert first is not None and first != lean_torch._record_of(package)
 
 
-def test_masks_of_transformers_are_made_in_the_real_mode() -> None:
-    said = said_by("""
-from transformers import masking_utils
-table = torch.arange(4) % 2
-with masking_utils.TransformGetItemToIndex() as mode:
-    print(torch.vmap(lambda at: table[at])(torch.arange(4)).tolist(), type(mode).__module__)
-""")
-    assert said == "[0, 1, 0, 1] torch._dynamo._trace_wrapped_higher_order_op"
+def test_masks_of_transformers_are_made_in_the_real_mode(said: dict[str, str]) -> None:
+    assert said["masks"] == "[0, 1, 0, 1] torch._dynamo._trace_wrapped_higher_order_op"
 
 
 def test_a_process_that_has_the_compiler_keeps_it() -> None:
