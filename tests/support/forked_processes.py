@@ -251,11 +251,14 @@ def serve(line_fd: int) -> None:
 IMPORTED = (
     "accelerate", "gguf", "httptools", "numpy", "starlette.applications", "tokenizers", "typer._adapters",
     "uvicorn.loops.auto", "uvicorn.lifespan.on", "uvloop", "transformers.modeling_utils",
-    "transformers.models.llama.modeling_llama", "transformers.models.auto",
+    "transformers.models.llama.modeling_llama", "transformers.models.auto", "transformers.models.auto.processing_auto",
     "transformers.tokenization_utils_tokenizers", "memserve.api.app", "memserve.cli.main",
     "memserve.cli.cluster.serve", "memserve.cli.cluster.instance", "memserve.cli.cluster.router",
     "memserve.cli.cluster.store", "memserve.host.autoscaling", "memserve.host.instance", "memserve.host.router",
-    "memserve.host.supervisor", "memserve.model.loading.card", "memserve.model.loading.conversion",
+    "memserve.host.supervisor", "memserve.model.capture.forward", "memserve.model.device",
+    "memserve.model.loading.card", "memserve.model.loading.conversion", "memserve.model.loading.loader",
+    "memserve.model.loading.precision", "memserve.model.workers.gpu_group", "memserve.model.workers.recurrent",
+    "memserve.model.workers.trial",
 )  # fmt: skip
 """What nearly all of them import."""
 

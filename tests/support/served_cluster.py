@@ -67,8 +67,13 @@ class Server:
 
     def counter(self, name: str) -> int:
         """``memserve_instance_<name>_total`` now, summed over the instances."""
-        samples = re.findall(rf"^memserve_instance_{name}_total{{.*}} (.+)$", self.fresh_metrics(), re.M)
-        return sum(int(float(value)) for value in samples)
+        return self.counters(name)[0]
+
+    def counters(self, *names: str) -> list[int]:
+        """Several of them at one time."""
+        page = self.fresh_metrics()
+        found = [re.findall(rf"^memserve_instance_{name}_total{{.*}} (.+)$", page, re.M) for name in names]
+        return [sum(int(float(value)) for value in values) for values in found]
 
     def gauge(self, name: str) -> float:
         """``memserve_<name>``, summed."""
