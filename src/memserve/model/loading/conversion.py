@@ -13,6 +13,7 @@ Writes a safetensors file tensor by tensor: a conversion never holds more of a m
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import mmap
@@ -523,6 +524,7 @@ def _write_config(folder: Path, model: Any, dtype: str) -> None:
 def main() -> None:
     """``python -m memserve.model.loading.conversion FILE FOLDER [stored]``."""
     os.environ[_NO_WAITING_READS] = "1"
+    gc.disable()  # what torch and transformers make stays, and no weight lies in a cycle
     leave_compiler_out("cpu")
     write = describe_stored if sys.argv[3:] == ["stored"] else convert
     try:
