@@ -50,18 +50,18 @@ def test_an_engine_with_little_memory_is_exact(family: str, tmp_path: Path) -> N
 def test_kv_by_layer_is_exact(tmp_path: Path) -> None:
     """Each layer reads pages of its own, while prompts begin for which there is no room."""
     module = tiny_module("deepseek_v3", num_hidden_layers=18)
-    prompts = [prompt(150 + 7 * number, number) for number in range(10)]
+    prompts = [prompt(150 + 7 * number, number) for number in range(6)]
     folder = str(save_folder(module, tmp_path / "tiny"))
     options = {"dtype": "float32", "threads": 1, "block_tokens": 16, "max_step_tokens": 16, "layerwise": "static-1"}
     with LLM(folder, **options, **kv_flags(512 * 6, 4096 * 6), enable_prefix_caching=False) as llm:
-        with ThreadPoolExecutor(10) as pool:
+        with ThreadPoolExecutor(6) as pool:
             asked = [
-                pool.submit(llm.generate, [tokens.tolist()], GREEDY, max_tokens=30, ignore_eos=True)
+                pool.submit(llm.generate, [tokens.tolist()], GREEDY, max_tokens=12, ignore_eos=True)
                 for tokens in prompts
             ]
             answers = [list(future.result()[0].outputs[0].tokens) for future in asked]
         layers = llm._engine.stats().instance.layers
-    assert answers == greedy_answers(module, prompts, 30, answers)
+    assert answers == greedy_answers(module, prompts, 12, answers)
     assert layers.begun + layers.converted > 0
 
 
@@ -72,35 +72,38 @@ def test_drafts_are_checked_exactly(tmp_path: Path) -> None:
     folder = str(save_folder(tiny_module("minicpm3"), tmp_path / "tiny"))
     with LLM(folder, dtype="float32", threads=1, draft_tokens=4, **kv_flags(1024)) as llm:
         [result] = llm.generate([tokens], GREEDY, max_tokens=40, ignore_eos=True)
-    assert list(result.outputs[0].tokens) == greedy_tokens(module, np.array(tokens, np.int32), 40)
+    answer = list(result.outputs[0].tokens)
+    assert answer == greedy_tokens(module, np.array(tokens, np.int32), 40, answer)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_store_keeps_latents_over_a_restart(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill and decode instances of DeepSeek V3's KV, and a disk; a second cluster begins with what it holds. One
     worker prefills, and two decode."""
-    shape = SHAPES["latents"]
-    module, tokens = shape.module(), prompt(100, 1)
-    expected = " ".join(f"w{token}" for token in greedy_tokens(module, tokens, 8) if token != 2)  # the end has no text
-    folder = save_folder(shape.module(), tmp_path / "tiny")
+    shape, tokens = SHAPES["latents"], prompt(100, 1)
+    module = shape.module()
+    folder = save_folder(module, tmp_path / "tiny")
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
     save_slow_costs(folder, shape.kv.block_tokens)
     flags = ("--prefill", "1", "--decode", "1", *shape.memory_flags(512), "--metadata", str(tmp_path / "state"))
     flags += ("--decode-tensor-parallel", str(workers))
     flags += ("--ssd", f"{tmp_path}/ssd=512MiB", "--store-dram", "64MiB", "--ssd-sync", "none")
     for cached_tokens in (0, 96):
-        ask_once(Server(folder, *flags), tokens, expected, cached_tokens)
+        text = ask_once(Server(folder, *flags), tokens, cached_tokens)
+        answer = greedy_tokens(module, tokens, 8, [int(word[1:]) for word in text.split()])
+        assert text == " ".join(f"w{token}" for token in answer if token != 2)  # the end has no text
 
 
-def ask_once(server: Server, tokens: np.ndarray, expected: str, cached_tokens: int) -> None:
+def ask_once(server: Server, tokens: np.ndarray, cached_tokens: int) -> str:
     """A cluster that has so many of ``tokens`` from its start on, and at its end three blocks in its store."""
     try:
         if cached_tokens:
             eventually(lambda: server.gauge("store_tree_blocks") >= 3)
-        assert server.complete(tokens.tolist(), 8) == expected
+        text = server.complete(tokens.tolist(), 8)
         eventually(lambda: server.gauge("store_disk_values") >= 3)
         eventually(lambda: server.counter("cached_tokens") >= cached_tokens)
-        assert server.counter("checksum_mismatches") == server.counter("transfers_failed") == 0
+        assert server.counters("checksum_mismatches", "transfers_failed") == [0, 0]
+        return text
     finally:
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(60)
@@ -122,7 +125,7 @@ def test_doctor_says_where_the_bytes_of_a_token_come_from(tmp_path: Path) -> Non
 def test_stages_share_the_layers(tmp_path: Path) -> None:
     """Two workers, each with the latents of its layers."""
     module, tokens = tiny_module("deepseek_v2"), prompt(70, 2)
-    folder = str(save_folder(tiny_module("deepseek_v2"), tmp_path / "tiny"))
+    folder = str(save_folder(module, tmp_path / "tiny"))
     with LLM(folder, dtype="float32", threads=2, pipeline_parallel=2, kv_memory="4MiB") as llm:
         [result] = llm.generate([tokens.tolist()], GREEDY, max_tokens=8, ignore_eos=True)
     assert list(result.outputs[0].tokens) == greedy_tokens(module, tokens, 8)

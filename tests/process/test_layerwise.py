@@ -28,12 +28,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def answers(model: str, **options: object) -> tuple[list[tuple[int, ...]], LayerReport]:
-    """Greedy tokens of ten prompts at once, and what became of their KV by layer."""
-    with LLM(model, **OPTIONS, **options) as llm, ThreadPoolExecutor(10) as pool:
+    """Greedy tokens of six prompts at once, and what became of their KV by layer."""
+    with LLM(model, **OPTIONS, **options) as llm, ThreadPoolExecutor(6) as pool:
         greedy = SamplingParams(temperature=0)
         asked = [
-            pool.submit(llm.generate, [[int(token) for token in prompt(150 + 7 * at, at)]], greedy, max_tokens=30)
-            for at in range(10)
+            pool.submit(llm.generate, [[int(token) for token in prompt(150 + 7 * at, at)]], greedy, max_tokens=12)
+            for at in range(6)
         ]
         tokens = [tuple(future.result()[0].outputs[0].tokens) for future in asked]
         return tokens, llm._engine.stats().instance.layers
@@ -55,6 +55,8 @@ def test_prompts_that_do_not_fit_begin_all_the_same(model: str) -> None:
 LONG_SHAPES = [("mqa", "float32"), ("llama3", "float32"), ("smollm2", "bfloat16")]
 HBM_TOKENS, LONG_TOKENS, CONTEXT = 128, 450, 512
 """Of KV memory, of a prompt more than three times as long, and of the models."""
+COUNT = 8
+"""Of the tokens of an answer."""
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -89,16 +91,16 @@ def test_context_beyond_kv_memory_has_the_models_own_tokens(name: str, dtype: st
     prompts = [prompt(LONG_TOKENS, 1).tolist(), *(prompt(30 + 9 * at, at).tolist() for at in range(4))]
     with LLM(folder, **little_memory(name, dtype)) as llm:
         assert llm.model.max_model_tokens == CONTEXT > 3 * HBM_TOKENS
-        alone = answers_of(llm, prompts[:1], 20)
-        together = answers_of(llm, prompts, 20)
+        alone = answers_of(llm, prompts[:1], COUNT)
+        together = answers_of(llm, prompts, COUNT)
         layers = llm._engine.stats().instance.layers
     if dtype == "float32":
-        expected = greedy_answers(module, prompts, 20, together)
+        expected = greedy_answers(module, prompts, COUNT, together)
     else:
         with LLM(folder, **OPTIONS | {"dtype": dtype, "block_tokens": 16}) as llm:
-            expected = answers_of(llm, prompts, 20)
+            expected = answers_of(llm, prompts, COUNT)
     assert alone == expected[:1] and together == expected
-    read_bytes = 2 * 20 * (LONG_TOKENS - HBM_TOKENS) * SHAPES[name].in_dtype(dtype).token_bytes
+    read_bytes = 2 * COUNT * (LONG_TOKENS - HBM_TOKENS) * SHAPES[name].in_dtype(dtype).token_bytes
     assert layers.begun >= 2 and layers.link.up_bytes > read_bytes
     assert layers.sequences == layers.dram_pages == 0, "all have ended"
 
@@ -111,11 +113,11 @@ def test_layers_stream_from_a_file(long_model: str, tmp_path: Path, dram_tokens:
     memory = little_memory("mqa") | {"dram_memory": f"{dram_tokens * token_bytes}B", "kv_ssd": f"{tmp_path}=64MiB"}
     with LLM(long_model, **memory) as llm:
         assert llm.model.max_model_tokens == CONTEXT
-        tokens = answers_of(llm, prompts, 20)
+        tokens = answers_of(llm, prompts, COUNT)
         layers = llm._engine.stats().instance.layers
         assert not list(tmp_path.iterdir())
-    assert tokens == greedy_answers(long_module("mqa"), prompts, 20, tokens)
-    assert layers.begun and layers.link.up_bytes > 20 * (LONG_TOKENS - HBM_TOKENS) * token_bytes
+    assert tokens == greedy_answers(long_module("mqa"), prompts, COUNT, tokens)
+    assert layers.begun and layers.link.up_bytes > COUNT * (LONG_TOKENS - HBM_TOKENS) * token_bytes
 
 
 def test_damage_on_disk_never_gives_a_wrong_token(
@@ -136,23 +138,23 @@ def test_damage_on_disk_never_gives_a_wrong_token(
     monkeypatch.setattr(TierFile, "read_pages", read_after_damage)
     memory = little_memory("mqa") | {"dram_memory": "0B", "kv_ssd": f"{tmp_path}=64MiB"}
     with LLM(long_model, **memory) as llm:
-        answer = answers_of(llm, [long.tolist()], 20)[0]
+        answer = answers_of(llm, [long.tolist()], COUNT)[0]
         assert reads[0] > 30 and llm._engine.stats().instance.steps_failed >= 1
-        assert answer == greedy_tokens(long_module("mqa"), long, 20, answer)
+        assert answer == greedy_tokens(long_module("mqa"), long, COUNT, answer)
         reads[0] = -1_000_000
         failed = llm.generate([long.tolist()], GREEDY, max_tokens=20)[0].outputs[0]
         assert failed.finish_reason == "error"
-        answer = answers_of(llm, [short.tolist()], 20)[0]
-    assert answer == greedy_tokens(long_module("mqa"), short, 20, answer)
+        answer = answers_of(llm, [short.tolist()], COUNT)[0]
+    assert answer == greedy_tokens(long_module("mqa"), short, COUNT, answer)
 
 
 def test_answer_grows_beyond_kv_memory(long_model: str) -> None:
     """It begins whole, and goes on by layer."""
     tokens = prompt(100, 3)
     with LLM(long_model, **little_memory("mqa")) as llm:
-        answer = answers_of(llm, [tokens.tolist()], 160)[0]
+        answer = answers_of(llm, [tokens.tolist()], 60)[0]
         layers = llm._engine.stats().instance.layers
-    assert answer == greedy_tokens(long_module("mqa"), tokens, 160, answer)
+    assert answer == greedy_tokens(long_module("mqa"), tokens, 60, answer)
     assert layers.begun + layers.resumed >= 1
 
 

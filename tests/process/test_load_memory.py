@@ -12,10 +12,10 @@ import pytest
 from places import ROOT
 
 SIZES = {
-    "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+    "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
     "intermediate_size": 4096, "vocab_size": 32000,
 }  # fmt: skip
-"""0.55 GB in bfloat16: twice that is more than the bound, 1.15 times the weights and 0.7 GB."""
+"""0.43 GB in bfloat16: twice that is more than the bound, 1.15 times the weights and 0.7 GB."""
 KV = {"kv_memory": "16MiB", "max_model_len": 512}
 
 
@@ -43,8 +43,8 @@ def test_each_start_holds_the_weights_once(bench: types.ModuleType, model: Path,
 
 
 def test_a_conversion_does_not_hold_the_model(bench: types.ModuleType, model: Path, tmp_path: Path) -> None:
-    """In float32, as it is read, the model would take 1.1 GB."""
+    """In float32, as it is read, the model would take 0.86 GB."""
     path = bench.write_gguf(model, SIZES, tmp_path / "large.gguf")
     start = bench.measure_start(str(path), tmp_path / "cache", dtype="bfloat16", **KV)
-    assert 0 < start.children_bytes <= 1_100_000_000, start
+    assert 0 < start.children_bytes <= 1_000_000_000, start
     assert start.peak_bytes <= bench.bound_bytes(bench.weights_bytes(str(path))), start

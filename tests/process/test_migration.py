@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -19,6 +20,20 @@ KINDS = {
     "gemma2": (),
     "llama": ("--dram-memory", "4MiB", "--kv-memory", "512KiB"),
 }
+
+
+@functools.cache
+def model(family: str, root: Path) -> tuple[Path, list[list[int]], list[str]]:
+    """A model's folder below ``root``, prompts, and what one engine answers to them."""
+    folder = save_folder(tiny_module(family, max_position_embeddings=1024), root / family / "tiny")
+    prompts = [prompt(40 + 7 * place, place).tolist() for place in range(4)]
+    with one_engine(folder) as complete:
+        return folder, prompts, [complete(tokens, TOKENS) for tokens in prompts]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
 
 
 def stream(server: Server, tokens: list[int], begun: threading.Semaphore) -> str:
@@ -43,11 +58,8 @@ def begin_streams(server: Server, prompts: list[list[int]], pool: ThreadPoolExec
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_an_instance_leaves_and_no_token_is_computed_twice(family: str, tmp_path: Path) -> None:
-    folder = save_folder(tiny_module(family, max_position_embeddings=1024), tmp_path / "tiny")
-    prompts = [prompt(40 + 7 * place, place).tolist() for place in range(4)]
-    with one_engine(folder) as complete:
-        expected = [complete(tokens, TOKENS) for tokens in prompts]
+def test_an_instance_leaves_and_no_token_is_computed_twice(family: str, root: Path) -> None:
+    folder, prompts, expected = model(family, root)
     flags = ("--colocated", "2", "--policy", "least-load", "--metadata", "none", *KINDS[family])
     with served(folder, *flags) as server, ThreadPoolExecutor(4) as pool:
         answers = begin_streams(server, prompts, pool)
@@ -57,16 +69,13 @@ def test_an_instance_leaves_and_no_token_is_computed_twice(family: str, tmp_path
         assert server.gauge("router_migrated_total") > 0 and not server.gauge("router_recomputed_tokens_total")
         assert not server.gauge("router_requests_failed_total")
         eventually(lambda: server.children().get("c2") not in (None, pid) and "c2" in server.members())
-        assert server.complete(prompts[0], TOKENS) == expected[0]
+        assert expected[0].startswith(f"{server.complete(prompts[0], 20)} ")
 
 
 @pytest.mark.parametrize("victim", ["c1", "c2"])
-def test_either_end_is_killed_while_requests_migrate(victim: str, tmp_path: Path) -> None:
+def test_either_end_is_killed_while_requests_migrate(victim: str, root: Path) -> None:
     """Answers go on from the tokens that clients have: nothing is lost, and nothing is wrong."""
-    folder = save_folder(tiny_module("llama", max_position_embeddings=1024), tmp_path / "tiny")
-    prompts = [prompt(40 + 7 * place, place).tolist() for place in range(4)]
-    with one_engine(folder) as complete:
-        expected = [complete(tokens, TOKENS) for tokens in prompts]
+    folder, prompts, expected = model("llama", root)
     flags = ("--colocated", "2", "--policy", "least-load", "--metadata", "none")
     with served(folder, *flags) as server, ThreadPoolExecutor(4) as pool:
         answers = begin_streams(server, prompts, pool)
