@@ -109,7 +109,7 @@ class Turns:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if a tenant is both present and absent, or has a clock without a weight."""
         overlap = [tenant for tenant in self._away if tenant in self._clocks]
-        check(not overlap and len(self._weights) == len(self._clocks), f"present and absent: {overlap}")
+        check(not overlap and len(self._weights) == len(self._clocks), "present and absent: {}", overlap)
 
 
 class FairQueue(Generic[Item]):
@@ -225,8 +225,8 @@ class FairQueue(Generic[Item]):
         self._turns.check_invariants()
         check(sorted(self._turns) == sorted(self._lines), "lines of {}, turns of {}", self._lines, self._turns)
         for tenant, line in self._lines.items():
-            check(line == sorted(line) and bool(line), f"the line of {tenant!r} is out of order, or empty")
-            check(all(self._items[place.key][0] == tenant for place in line), f"{tenant!r}'s line has items of others")
+            check(line == sorted(line) and bool(line), "the line of {!r} is out of order, or empty", tenant)
+            check(all(self._items[place.key][0] == tenant for place in line), "{!r}'s line has items of others", tenant)
 
     def __repr__(self) -> str:
         return f"<FairQueue {self.waiting_by_tenant()}>"
@@ -310,4 +310,4 @@ class TenantStore(Generic[Value]):
         costs = {tenant: sum(entry.cost for entry in names.values()) for tenant, names in self._entries.items()}
         check(costs == self._costs and sum(costs.values()) == self._total, "{} are kept as {}", self._costs, costs)
         check(all(self._entries.values()), "a tenant without anything is listed")
-        check(self._total <= self.cost_max or len(self) == 1, f"{self._total} of {self.cost_max} are kept")
+        check(self._total <= self.cost_max or len(self) == 1, "{} of {} are kept", self._total, self.cost_max)

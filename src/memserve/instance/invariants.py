@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable
+from typing import TypeVar
 
 from memserve.base.errors import check
 from memserve.base.types import Tier
 from memserve.base.units import ceil_div
 from memserve.instance.cluster.link import ClusterLink
 from memserve.instance.scheduler.batch import InflightPlan
-from memserve.instance.scheduler.sequence import Phase, Rank, Sequence
+from memserve.instance.scheduler.sequence import Phase, Sequence
 from memserve.instance.scheduler.state import RankedList, SchedulerState, WaitingQueue
 
 _RUNNING = (Phase.PREFILLING, Phase.DECODING, Phase.IDLE)
 _HOLDING = (*_RUNNING, Phase.REMOTE_KV_READY)
 _GOING_ON = (*_HOLDING, Phase.WAITING)
+_Item = TypeVar("_Item")
 _AHEAD_MAX = 4  # plans that may be under way behind one with a late draw
 
 
@@ -50,6 +51,14 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
         _check_link(state, link)
 
 
+def _count_each(items: Iterable[_Item]) -> dict[_Item, int]:
+    """How often each occurs. A ``Counter``, of nothing as mostly, takes longer than most checks."""
+    counts: dict[_Item, int] = {}
+    for item in items:
+        counts[item] = counts.get(item, 0) + 1
+    return counts
+
+
 def _check_link(state: SchedulerState, link: ClusterLink) -> None:
     """Every transfer of a request is known from both ends."""
     live = {id(group): group for group in state.groups.values() if group.remote is not None}
@@ -69,34 +78,27 @@ def _check_link(state: SchedulerState, link: ClusterLink) -> None:
 
 
 def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
-    containers: dict[Phase, RankedList | WaitingQueue] = {
-        Phase.REMOTE_KV_READY: state.remote_kv_ready,
-        Phase.WAITING: state.waiting,
-        Phase.PARKED: state.parked,
-        Phase.PREFILLING: state.prefilling,
-        Phase.DECODING: state.decoding,
-        Phase.IDLE: state.idle,
-    }
-    by_phase: defaultdict[Phase, list[tuple[Rank, int]]] = defaultdict(list)
-    for sequence in sequences:
-        by_phase[sequence.phase].append((sequence.rank, id(sequence)))
-    for phase, container in containers.items():
-        expected = sorted(by_phase[phase])
+    containers: tuple[tuple[Phase, RankedList | WaitingQueue], ...] = (
+        (Phase.REMOTE_KV_READY, state.remote_kv_ready),
+        (Phase.WAITING, state.waiting),
+        (Phase.PARKED, state.parked),
+        (Phase.PREFILLING, state.prefilling),
+        (Phase.DECODING, state.decoding),
+        (Phase.IDLE, state.idle),
+    )
+    for phase, container in containers:
+        expected = sorted([(s.rank, id(s)) for s in sequences if s.phase is phase])
         check([(s.rank, id(s)) for s in container] == expected, "the container of {} is not what it should be", phase)
-    tenants = Counter(group.tenant for group in state.groups.values())
+    tenants = _count_each([group.tenant for group in state.groups.values()])
     check(tenants == state.tenants and sorted(state.turns) == sorted(tenants), "tenants are not {}", state.tenants)
     state.turns.check_invariants()
     for ranked in (state.prefilling, state.decoding, state.idle):
-        check(
-            Counter(s.group.tenant for s in ranked.items) == ranked.tenants,
-            "tenants of {} are {}",
-            ranked,
-            ranked.tenants,
-        )
+        counts = _count_each([s.group.tenant for s in ranked.items])
+        check(counts == ranked.tenants, "tenants of {} are {}", ranked, ranked.tenants)
     for group in state.groups.values():
         check(group.sequences, "{} is unfinished but has no sequence", group)
     check(state.sequences == len(sequences), "{} sequences were counted, there are {}", state.sequences, len(sequences))
-    users = Counter(group.wanted_grammar for group in state.groups.values() if group.request.sampling.grammar)
+    users = _count_each([group.wanted_grammar for group in state.groups.values() if group.request.sampling.grammar])
     state.grammars.check_invariants()
     late = [id(sequence) for sequence in sequences if sequence.late is not None]
     check(sorted(late) == sorted(map(id, state.late_masks.sequences())), "masks are late for other sequences")
@@ -107,7 +109,8 @@ def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
             awaits or sequence.phase is not Phase.WAITING_FOR_GRAMMAR, "{} waits for a grammar that is built", sequence
         )
         check(not awaits or sequence.phase not in _GOING_ON, "{} goes on without its grammar", sequence)
-    check(not by_phase[Phase.NEW] and not by_phase[Phase.FINISHED], "a new or finished sequence is listed")
+    unlisted = [sequence for sequence in sequences if sequence.phase in (Phase.NEW, Phase.FINISHED)]
+    check(not unlisted, "a new or finished sequence is listed: {}", unlisted)
 
 
 def _check_slots(state: SchedulerState, sequences: list[Sequence]) -> None:
@@ -119,9 +122,10 @@ def _check_slots(state: SchedulerState, sequences: list[Sequence]) -> None:
 
 
 def _check_inflight(sequences: list[Sequence], inflight: Iterable[InflightPlan]) -> None:
-    draws = Counter(id(target) for plan in inflight if not plan.void for target in plan.targets)
+    draws = _count_each([id(target) for plan in inflight if not plan.void for target in plan.targets])
     for sequence in sequences:
-        check(sequence.inflight == draws[id(sequence)], "{} waits for {} tokens", sequence, draws[id(sequence)])
+        count = draws.get(id(sequence), 0)
+        check(sequence.inflight == count, "{} waits for {} tokens", sequence, count)
 
 
 def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:

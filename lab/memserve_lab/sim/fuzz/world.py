@@ -304,11 +304,11 @@ class World:
         """A machine has handled an event: check its invariants and its actions."""
         if self._log is not None:
             self._log(f"{self.clock.now} {node.peer.name}.{node.peer.generation} {event!r} -> {actions!r}\n")
-        if isinstance(node, InstanceNode | RouterNode | FollowerNode | StoreNode):
+        if isinstance(node, (InstanceNode, RouterNode, FollowerNode, StoreNode)):
             node.machine.check_invariants()
         if isinstance(event, MessageArrived) and isinstance(event.message, RequestRefused):
             self.referee.attempt_refused(client_of(event.message.request_id))
-        if isinstance(node, RouterNode | FollowerNode):
+        if isinstance(node, (RouterNode, FollowerNode)):
             check_stalls(self, node, actions)
         if isinstance(node, FollowerNode):
             check_dispatches(self, node, actions)

@@ -123,7 +123,9 @@ class Barriers:
         """Raise :class:`InvariantError` when something waits for what has happened."""
         check(
             self.last_finished <= self.last_made,
-            f"plan {self.last_finished} has finished, {self.last_made} was the last one made",
+            "plan {} has finished, {} was the last one made",
+            self.last_finished,
+            self.last_made,
         )
         for fence, _, resume in self._waiting:
             check(

@@ -489,11 +489,10 @@ class Exchange:
 
     def references(self) -> Counter[Place]:
         """Every reference that the exchange holds, by block."""
-        counts = self._receiver.references()
-        for more in (self._sender.references(), self._spread.references(), self._remote.references()):
-            if more:
-                counts.update(more)
-        return counts
+        places = self._receiver.list_references()
+        for part in (self._sender, self._spread, self._remote):
+            places += part.list_references()
+        return Counter(places) if places else Counter()
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when the books do not balance. For tests; slow."""

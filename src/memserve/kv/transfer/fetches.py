@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -234,9 +233,9 @@ class Pulls:
         peers = {job.peer: None for _, job in self._under_way.values() if is_gone(job.peer, removed_peer)}
         self._context.actions += [CancelPulls(peer) for peer in peers]
 
-    def references(self) -> Counter[Place]:
+    def list_references(self) -> list[Place]:
         """Every reference that jobs hold."""
-        return Counter((job.dst_tier, block) for _, job in self._under_way.values() for block in job.dst_blocks)
+        return [(job.dst_tier, block) for _, job in self._under_way.values() for block in job.dst_blocks]
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when the queue contradicts itself."""

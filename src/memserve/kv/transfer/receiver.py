@@ -13,7 +13,6 @@ whichever way; a pull under way has references of its own (see ``pulls``).
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 
 from memserve.base.errors import check
@@ -330,19 +329,19 @@ class Receiver:
 
     # -- books
 
-    def references(self) -> Counter[Place]:
+    def list_references(self) -> list[Place]:
         """Every reference that imports, fetches and pulls hold."""
-        counts = self.pulls.references()
+        places = self.pulls.list_references()
         leases = [fetching.lease for fetching in self.fetches.open.values()]
         for imported in self.open.values():
             if imported.fetching is not None:
                 leases.append(imported.fetching.lease)
             if imported.placement is not None:
                 leases.append(imported.placement.lease)
-                counts.update((imported.placement.tier, block) for block in imported.placement.target_blocks)
+                places += [(imported.placement.tier, block) for block in imported.placement.target_blocks]
         for lease in leases:
-            counts.update((Tier.HBM, block) for block in lease.blocks)
-        return counts
+            places += [(Tier.HBM, block) for block in lease.blocks]
+        return places
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when an import contradicts itself."""

@@ -6,7 +6,6 @@ only blocks that it may name as the destination of a transfer.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -156,6 +155,6 @@ class RemoteAllocation:
         self._calls.clear()
         self._borrowed.clear()
 
-    def references(self) -> Counter[Place]:
+    def list_references(self) -> list[Place]:
         """Every reference that is held for peers."""
-        return Counter((lent.tier, block) for lent in self._exported.values() for block in lent.blocks)
+        return [(lent.tier, block) for lent in self._exported.values() for block in lent.blocks]

@@ -377,9 +377,9 @@ class Sender:
 
     # -- books
 
-    def references(self) -> Counter[Place]:
+    def list_references(self) -> list[Place]:
         """Every reference that exports hold."""
-        return Counter(place for export in self.open.values() for place in export.places)
+        return [place for export in self.open.values() for place in export.places]
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when an export contradicts itself."""

@@ -14,7 +14,6 @@ second copy, the prefix is cut: what is wholly behind the cut is not waited for.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -270,13 +269,10 @@ class SpreadFetches:
 
     # -- books
 
-    def references(self) -> Counter[Place]:
+    def list_references(self) -> list[Place]:
         """Every reference that these fetches hold, beside those of their parts."""
-        counts: Counter[Place] = Counter()
-        for fetch in self._open.values():
-            counts.update((Tier.HBM, block) for block in fetch.lease.blocks)
-            counts.update((Tier.HBM, block) for block in fetch.blocks.values())
-        return counts
+        fetches = self._open.values()
+        return [(Tier.HBM, block) for fetch in fetches for block in (*fetch.lease.blocks, *fetch.blocks.values())]
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when a fetch waits for nothing, or a block has come twice."""

@@ -40,6 +40,9 @@ class Work(NamedTuple):
     context_tokens: int = 0
 
 
+_NO_WORK = Work()
+
+
 class Charge(NamedTuple):
     """Work that an attempt put on an instance, to be taken off again."""
 
@@ -198,9 +201,10 @@ class LoadTable:
         number their role, and whether they take new requests."""
         sums: dict[int, Work] = {}
         for charge in charges:
-            sums[charge.number] = Work(*map(add, sums.get(charge.number, Work()), charge.work))
+            sums[charge.number] = Work(*map(add, sums.get(charge.number, _NO_WORK), charge.work))
+        roles, open_flags, own_work = self.role.tolist(), self.is_open.tolist(), self.tables[0].T.tolist()
         for number, (role, is_open) in members.items():
-            expected, charged_work = sums.pop(number, Work()), self.own_of(number)
+            expected, charged_work = sums.pop(number, _NO_WORK), tuple(own_work[number])
             check(
                 charged_work == expected,
                 "instance {} is charged {}, its attempts make {}",
@@ -208,10 +212,10 @@ class LoadTable:
                 charged_work,
                 expected,
             )
-            check(self.role[number] == ROLE_CODE[role], "instance {} has another role in the arrays", number)
-            check(self.is_open[number] == is_open, "instance {} is open: {}", number, not is_open)
+            check(roles[number] == ROLE_CODE[role], "instance {} has another role in the arrays", number)
+            check(open_flags[number] == is_open, "instance {} is open: {}", number, not is_open)
         check(not sums, "instances that are gone are charged: {}", sums)
-        unknown_numbers = set(np.flatnonzero(self.is_open).tolist()) - members.keys()
+        unknown_numbers = [number for number, is_open in enumerate(open_flags) if is_open and number not in members]
         check(not unknown_numbers, "{} are open, and no member has such a number", unknown_numbers)
 
     def _name_tables(self) -> None:

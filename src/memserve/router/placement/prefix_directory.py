@@ -294,11 +294,11 @@ class Trees:
         self.directory.check_invariants()
         self.stores.check_invariants()
         unknown_numbers = [holder for holder in self.directory.holders() if holder not in self._feeds]
-        check(not unknown_numbers, f"the trees name instances that are gone: {unknown_numbers}")
+        check(not unknown_numbers, "the trees name instances that are gone: {}", unknown_numbers)
         for number, feed in self._feeds.items():
             behind = [first for first in feed.aside if first <= feed.next_event]
-            check(not behind, f"instance {number} has events aside that could be applied: {behind}")
-            check(feed.aside_changes <= ASIDE_CHANGES_MAX, f"instance {number} has too many events aside")
+            check(not behind, "instance {} has events aside that could be applied: {}", number, behind)
+            check(feed.aside_changes <= ASIDE_CHANGES_MAX, "instance {} has too many events aside", number)
 
 
 PROMPTS_MAX = 256

@@ -37,7 +37,7 @@ class DistinctBlocks:
         """Probability that a new identity changes a register: a sum of powers of two, without rounding."""
         self.total = 0.0
         """Estimate of the different identities so far."""
-        self._checked: tuple[float, float, bytes] | None = None
+        self._checked: tuple[float, float] | None = None
 
     def add_identities(self, identities: bytes, counted: int = sys.maxsize) -> float:
         """Add ``identities``, 16 uniformly distributed bytes each. Returns the estimate of how many of the first
@@ -55,7 +55,7 @@ class DistinctBlocks:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` unless the probability is that of the registers."""
-        state = self.total, self._chance, self._registers.tobytes()
+        state = self.total, self._chance
         if state == self._checked:  # a simulator asks after every event, of which few add an identity
             return
         # eights that are not all zero: few at first
@@ -125,7 +125,7 @@ class ReuseCeiling:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if a sketch contradicts itself, or there are too many."""
-        check(len(self._tenants) <= TENANTS_MAX, f"{len(self._tenants)} tenants have a sketch of their own")
+        check(len(self._tenants) <= TENANTS_MAX, "{} tenants have a sketch of their own", len(self._tenants))
         for sketch, count in [*self._tenants.values(), *([self._rest] if self._rest is not None else [])]:
             sketch.check_invariants()
-            check(count.new >= 0, f"fewer than no tokens were new: {count}")
+            check(count.new >= 0, "fewer than no tokens were new: {}", count)
