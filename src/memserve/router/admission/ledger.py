@@ -348,19 +348,19 @@ class BlockLedger:
         """Raise :class:`InvariantError` if counts, names or the order of inactive requests are wrong."""
         waiting = {(node, entry) for _, node, entry in self._expiring} | set(self._ended)
         for node, state in self._nodes.items():
-            names = Counter(name for need in state.needs.values() for name in need.names)
+            names = Counter([name for need in state.needs.values() for name in need.names])
             check(state.shared == names, "node {}: names are held {}, not {}", node, state.shared, names)
             used = sum(need.blocks for need in state.needs.values()) + len(names)
             free = int(self._total[node]) - used
-            check(self.blocks_free(node) == free, f"node {node}: {self.blocks_free(node)} blocks are free, not {free}")
+            check(self.blocks_free(node) == free, "node {}: {} blocks are to be free", node, free)
             roots = {need.names[0] for need in state.needs.values() if need.names}
             listed = {name for name, nodes in self._roots.items() if node in nodes}
-            check(roots == listed, f"node {node}: chains begin with {roots}, listed are {listed}")
+            check(roots == listed, "node {}: chains begin with {}, listed are {}", node, roots, listed)
             inactive = self.inactive_requests(node)
-            check(state.inactive == sorted(state.inactive), f"node {node}: {state.inactive} are out of order")
-            check(len(set(inactive)) == len(inactive), f"node {node}: twice in {inactive}")
-            check(all(request_id in state.needs for request_id in inactive), f"node {node}: {inactive} hold nothing")
-            check(all((node, entry) in waiting for entry in state.inactive), f"node {node}: an entry never expires")
+            check(state.inactive == sorted(state.inactive), "node {}: {} are out of order", node, state.inactive)
+            check(len(set(inactive)) == len(inactive), "node {}: twice in {}", node, inactive)
+            check(all(request_id in state.needs for request_id in inactive), "node {}: {} hold nothing", node, inactive)
+            check(all((node, entry) in waiting for entry in state.inactive), "node {}: an entry never expires", node)
 
     def __repr__(self) -> str:
         nodes = ", ".join(f"{n}: {self.blocks_free(n)}/{self._total[n]} free" for n in self._nodes)

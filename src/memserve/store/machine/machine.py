@@ -420,17 +420,13 @@ class StoreMachine:
         self.loads.check_invariants()
         self.kv.exchange.check_invariants()
         self.moves.check_invariants()
-        expected = self.count_references()
-        in_table: Counter[int] = Counter()
+        extents = [extent for part in self._reference_holders() for extent in part]
         keys = tier.keys()
         for offset in range(0, len(keys), 16):
             place = tier.find(keys[offset : offset + 16], counts=False)
             if place is not None:
                 tier.release(place.offset)
-                in_table[place.offset] += 1
-        for extent in expected | in_table:
+                extents.append(place.offset)
+        for extent, held in Counter(extents).items():
             count = tier.ref_count(extent)
-            check(
-                count == expected[extent] + in_table[extent],
-                f"extent {extent}: {count} references, {expected[extent]} held",
-            )
+            check(count == held, "extent {}: {} references, {} held", extent, count, held)

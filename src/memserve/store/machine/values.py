@@ -387,7 +387,7 @@ class Values:
             is_stored = in_memory or key in self.disks or key in self._writes
             check(is_stored, "the log has a block that is nowhere")
             tier = Tier.DRAM if in_memory else Tier.SSD
-            check(self.log.tier_of(key) is tier, f"the log has a block on another tier than {tier.name}")
+            check(self.log.tier_of(key) is tier, "the log has a block on another tier than {}", tier)
 
 
 def _ignore(key: bytes) -> None:
