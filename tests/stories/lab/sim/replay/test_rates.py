@@ -78,10 +78,10 @@ def test_slo_scheduling_misses_less_under_memory_pressure() -> None:
 
 
 def trace(**options: Any) -> ReplayWorld:
-    """The built-in trace on two instances, by cost."""
+    """The built-in trace on three instances, by cost."""
     cluster = ClusterConfig(policy="cost", caching=options.pop("caching", Caching.PD_CACHING_3))
-    setup = Setup({Role.COLOCATED: 2}, machine("llama-3-8b", "h100"), cluster, **options)
-    world = ReplayWorld(setup, build(Recipe(kind="trace", sessions=200, seed=0, speed=0.25)))
+    setup = Setup({Role.COLOCATED: 3}, machine("llama-3-8b", "h100"), cluster, **options)
+    world = ReplayWorld(setup, build(Recipe(kind="trace", sessions=300, seed=0, speed=0.375)))
     world.run_workload()
     return world
 
