@@ -60,16 +60,20 @@ def test_seed_replays_identically() -> None:
         assert list(first.story) == list(second.story)
 
 
+MANY_SIDED = (5, 14, 20, 22, 27, 12, 17, 19, 13)
+"""Seeds in which together everything happens, in a quarter of the time of the first forty."""
+
+
 def test_the_scenarios_reach_what_they_are_for() -> None:
     """Handoffs, fetches, returns, resumptions, expulsions, corrupted pages: all happen, or nothing was shown."""
     seen: Counter[str] = Counter()
     rare = {"expired", *OF_SEVERAL_ROUTERS}  # leases rarely end; the others have a test of their own
-    missing = ["all"]
-    for seed in range(40):
+    missing: list[str] = []
+    for place, seed in enumerate((*MANY_SIDED, *range(40))):
+        if place >= len(MANY_SIDED) and not missing:
+            break
         seen.update(play(seed, Setting(mix="2P2D" if seed % 2 else "2C"), layerwise="off").count_achievements())
         missing = [name for name, count in seen.items() if not count and name not in rare]
-        if not missing:
-            break
     assert not missing, f"never happened: {missing} in {seen}"
 
 
