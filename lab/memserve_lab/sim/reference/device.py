@@ -12,6 +12,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import repeat
+from operator import add
 from typing import cast
 
 from memserve.base.layer_kv import WindowPages
@@ -426,8 +428,7 @@ def _belonging_together(pages: Cells, count: int, place: str) -> list[int]:
         if not layer:
             cells_of_pages = cast("list[int]", cells)
             continue
-        offset = in_layer(0, layer)
-        if cells != [value + offset for value in cells_of_pages]:
+        if cells != list(map(add, cells_of_pages, repeat(in_layer(0, layer)))):
             raise Violation(f"{place}: the layers do not belong together")
     return cells_of_pages
 
