@@ -60,17 +60,22 @@ def test_lower_dtype_prefix_is_close_and_does_not_drift(model: str, lower: str) 
     assert rounds[1] == rounds[2] == rounds[3]
 
 
+@pytest.fixture(scope="module")
+def never_swapped(model: str) -> list[list[int]]:
+    """Answers of 60 tokens where there is room for all."""
+    with engine(model, 400, "auto", enable_prefix_caching=False) as llm:
+        return [answer.outputs[0].tokens for answer in llm.generate(PROMPTS, **{**GREEDY, "max_tokens": 60})]
+
+
 @pytest.mark.parametrize("lower", ["auto", *LOWER])
-def test_sequences_are_swapped_out_and_in(model: str, lower: str) -> None:
+def test_sequences_are_swapped_out_and_in(model: str, lower: str, never_swapped: list[list[int]]) -> None:
     with engine(model, 40, lower, preemption="swap", enable_prefix_caching=False) as llm:
         answers = llm.generate(PROMPTS, **{**GREEDY, "max_tokens": 60})
         stats = stats_of(llm)
-    with engine(model, 400, "auto", enable_prefix_caching=False) as llm:
-        expected = llm.generate(PROMPTS, **{**GREEDY, "max_tokens": 60})
     assert stats.preemptions_swap and not stats.preemptions_recompute
     assert stats.dram.blocks_free == stats.dram.blocks_total
     assert all(len(answer.outputs[0].tokens) == 60 for answer in answers)
-    same = sum(a.outputs[0].tokens == b.outputs[0].tokens for a, b in zip(answers, expected, strict=True))
+    same = sum(answer.outputs[0].tokens == tokens for answer, tokens in zip(answers, never_swapped, strict=True))
     assert same >= 1, "those that were not swapped out"
     if lower == "auto":
         assert same == len(PROMPTS)
