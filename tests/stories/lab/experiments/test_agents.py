@@ -11,8 +11,8 @@ from memserve_lab.workloads.agents import GAPS, AgentShape, agent_workload, cont
 
 MACHINE = machine("llama-3-8b", "h100", block_tokens=64)
 SMALL = Plan(MACHINE, ("tools",), (0.34,), users=6, sessions=12, shape=AgentShape(turns=8))
-CROWDED = Plan(MACHINE, ("tools",), (0.333,), users=12, sessions=24, shape=AgentShape(turns=8))
-"""Less than on the page: as many users, and two thirds of their sessions and turns."""
+CROWDED = Plan(MACHINE, ("tools",), (0.333,), users=12, sessions=24, shape=AgentShape(turns=12))
+"""Two thirds of the sessions of the page."""
 
 
 @pytest.mark.parametrize("gaps", ["tools", "any"])
