@@ -463,8 +463,8 @@ class PreemptionModel:
         self.links = LearntLinks(self.model.same_host, self.model.network)
         self._reports: deque[float] = deque(maxlen=KEPT)
         self._encoded_costs = b""
-        self._told: CostModel | None = None  # what that says
-        self._compared: CostModel | None = None  # with what was told, last
+        self._encoded_model: CostModel | None = None  # that it encodes
+        self._compared_model: CostModel | None = None  # with that, last
 
     def learn_step(
         self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0, reported_layers: int = 0
@@ -535,11 +535,11 @@ class PreemptionModel:
     def encoded_costs(self, role: Role = Role.COLOCATED) -> bytes:
         """The costs for routers, encoded: as they were when they last differed much. Empty: nothing is known yet of
         what an instance of ``role`` computes."""
-        if self._compared is not self.model and self.is_known(role):
-            self._compared = self.model
-            if self._told is None or not are_alike(self.model, self._told, _TOLD_AGAIN):
-                self._told = replace(self.model, machine=self.model.machine or LEARNT)
-                self._encoded_costs = self._told.to_json()
+        if self._compared_model is not self.model and self.is_known(role):
+            self._compared_model = self.model
+            if self._encoded_model is None or not are_alike(self.model, self._encoded_model, _TOLD_AGAIN):
+                self._encoded_model = replace(self.model, machine=self.model.machine or LEARNT)
+                self._encoded_costs = self._encoded_model.to_json()
         return self._encoded_costs
 
     def step_ns(self, prefill_tokens: int, decode_rows: int, prefill_pairs: int) -> int:
