@@ -240,7 +240,11 @@ def vllm(args: Namespace, blocks: int, folder: Path) -> Iterator[System]:
     flags = ["--num-gpu-blocks-override", str(blocks), "--max-model-len", str(context)]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     flags += ["--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})]
-    server = Vllm(args.vllm, args.model, None, folder / "vllm.log", args.cpus, flags, dtype=args.dtype)
+    # else it closes a connection after five seconds, now and then just as a client asks on it
+    patience = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
+    server = Vllm(
+        args.vllm, args.model, None, folder / "vllm.log", args.cpus, flags, dtype=args.dtype, environment=patience
+    )
     with running(server):
         assert server.process is not None
         group = server.process.pid
