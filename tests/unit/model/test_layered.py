@@ -9,12 +9,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from geometries import SHAPES
 from memserve import _core
 from memserve.base.errors import InvariantError
-from memserve.base.types import Tier
+from memserve.base.types import KVGeometry, Tier
 from memserve.instance.events import MovePages, PlaceByLayer
+from memserve.model.attention.backends import _warn_of_reference, choose_backend
 from memserve.model.copier import Copy, PageCopier
 from tiny_models import FAMILIES, Driver, greedy_answers, loaded, prompt, sequence, tiny_module
 
@@ -272,3 +274,12 @@ def test_urgent_copies_go_first_within_link_rate() -> None:
     assert used is not None and used.busy_ns >= 39e6 and used.up_bytes == 4_000_000 and not used.down_bytes
     assert copier.take_link_use() is None, "nothing since"
     copier.close()
+
+
+def test_missing_kernel_is_told_once_not_at_each_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Each step by layer chooses anew."""
+    geometry = KVGeometry(1, 2, 12, 12, "float32", 32)
+    _warn_of_reference.cache_clear()
+    for _ in range(3):
+        choose_backend(torch.zeros(2 * geometry.block_bytes, dtype=torch.uint8), geometry)
+    assert sum("plain torch" in record.message for record in caplog.records) == 1

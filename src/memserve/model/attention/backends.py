@@ -6,7 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -283,9 +283,14 @@ def choose_backend(
     if share is not None and (share.parts > 1 or flat.device.type == "cuda"):
         hint = "use --tensor-parallel 1; --pipeline-parallel works"
         raise UserError(f"no kernel attends to some heads of a page of {geometry}", hint=hint, param="tensor")
-    log.warning("attention runs in plain torch: no kernel for device %s and %s", flat.device.type, geometry)
+    _warn_of_reference(flat.device.type, geometry)
     pages = arena.view(-1, span.block_bytes)[:, span.first_byte : span.first_byte + geometry.block_bytes]
     return partial(ReferenceAttention, (CodedReferencePages if is_coded else ReferencePages)(pages, geometry))
+
+
+@cache  # steps by layer choose anew each time
+def _warn_of_reference(device_type: str, geometry: KVGeometry) -> None:
+    log.warning("attention runs in plain torch: no kernel for device %s and %s", device_type, geometry)
 
 
 def has_kernel(geometry: KVGeometry) -> bool:
