@@ -799,11 +799,14 @@ class MemoryTier:
     many given back: :class:`memserve.base.errors.InvariantError`, and nothing has changed. One thread uses it.
     """
 
-    def __init__(self, arena_bytes: int, block_bytes: int, *, name: str = "", entries: int = 0) -> None:
+    def __init__(
+        self, arena_bytes: int, block_bytes: int, *, name: str = "", entries: int = 0, secret: bytes = b""
+    ) -> None:
         """``name`` empty: private, ``arena`` is None, no memory but the bookkeeping's. Else two files in ``/dev/shm``
         for this user alone; values that an earlier owner of this name and these sizes published are here again, not
         ``verified``. ``entries``: how many keys the table shows, those on disk included, and the most values that are
-        kept; 0: from the sizes. ``OSError``: the name has an owner, or ``/dev/shm`` too little room."""
+        kept; 0: from the sizes. ``secret``: by which its tables hash, 16 bytes; empty: drawn, so that no
+        client can choose keys that meet. ``OSError``: the name has an owner, or ``/dev/shm`` too little room."""
     @property
     def arena(self) -> SharedArena | None:
         """What peers read by its descriptor as well; its ``generation`` is the caller's to set."""

@@ -53,6 +53,8 @@ DEPTH = 32
 """Records that a disk works on at once: ``store/host/disks`` gives it 64 operations, and a record is two."""
 SEALERS = 2
 """Threads of a store that compute checksums of its memory, as in ``store/host/memory_jobs``."""
+TABLE_SECRET = b"simulated tables"
+"""By which a store's tables hash: how much memory they take is the same in every process."""
 NS_PER_MINUTE = 60 * NS_PER_S
 _DONE_NS = 0.5  # work of less than this is over
 

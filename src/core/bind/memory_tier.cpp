@@ -14,7 +14,8 @@ namespace {
 
 using namespace store;
 
-void make(MemoryTier* self, int64_t arena_bytes, int64_t block_bytes, const std::string& name, int64_t entries) {
+void make(MemoryTier* self, int64_t arena_bytes, int64_t block_bytes, const std::string& name, int64_t entries,
+          nb::bytes secret) {
   if (block_bytes < 1 || arena_bytes < block_bytes) throw nb::value_error("an arena holds at least one block of a byte");
   if (arena_bytes > int64_t{1} << 43) throw nb::value_error("an arena has at most 8 TiB");
   if (block_bytes > INT64_C(1) << 31) throw nb::value_error("a block has at most 2 GiB");
@@ -24,8 +25,10 @@ void make(MemoryTier* self, int64_t arena_bytes, int64_t block_bytes, const std:
     return std::isalnum(c) || c == '-' || c == '_';
   });
   if (!plain || name.size() > 64) throw nb::value_error("a store's name has at most 64 letters, digits, '-' and '_'");
+  if (secret.size() != 0 && secret.size() != 16) throw nb::value_error("a secret has 16 bytes");
+  const auto* secret_bytes = secret.size() ? reinterpret_cast<const uint8_t*>(secret.c_str()) : nullptr;
   new (self) MemoryTier(static_cast<uint64_t>(arena_bytes), static_cast<uint64_t>(block_bytes), name,
-                        static_cast<size_t>(entries));
+                        static_cast<size_t>(entries), secret_bytes);
 }
 
 void require_shared(const MemoryTier& self) {
@@ -166,7 +169,7 @@ void bind_memory_tier(nb::module_& m) {
       .def_prop_ro("name", &name_bytes);
   nb::class_<MemoryTier> tier(m, "MemoryTier", "Values in one arena, by key.");
   tier.def("__init__", &make, nb::arg("arena_bytes"), nb::arg("block_bytes"), nb::kw_only(), nb::arg("name") = "",
-           nb::arg("entries") = 0)
+           nb::arg("entries") = 0, nb::arg("secret") = nb::bytes("", 0))
       .def("allocate", &allocate, nb::arg("length"))
       .def("allocate_blocks", &allocate_blocks, nb::arg("count"))
       .def("retain", &MemoryTier::retain, nb::arg("offset"))

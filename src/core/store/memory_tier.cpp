@@ -22,13 +22,16 @@ size_t default_entries(uint64_t arena_bytes, uint64_t block_bytes) {
 
 }  // namespace
 
-MemoryTier::MemoryTier(uint64_t arena_bytes, uint64_t block_bytes, const std::string& name, size_t entries)
+MemoryTier::MemoryTier(uint64_t arena_bytes, uint64_t block_bytes, const std::string& name, size_t entries,
+                       const uint8_t* secret)
     : arena_bytes_(arena_bytes),
       block_bytes_(block_bytes),
       extents_(arena_bytes, block_bytes),
       entries_(entries ? entries : default_entries(arena_bytes, block_bytes)),
       places_(name.empty() ? 0 : SharedTable::buckets_for(entries_)) {
-  if (getrandom(secret_, sizeof secret_, 0) != sizeof secret_) {
+  if (secret) {
+    std::memcpy(secret_, secret, sizeof secret_);
+  } else if (getrandom(secret_, sizeof secret_, 0) != sizeof secret_) {
     throw std::system_error(errno, std::generic_category(), "no random bytes");
   }
   secret_[1] |= 1;

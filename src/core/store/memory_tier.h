@@ -49,8 +49,9 @@ class MemoryTier {
  public:
   static constexpr size_t kNameBytesMax = 1024;
 
-  // `name` "": private. `entries` 0: from the sizes. Throws std::system_error as TierFiles does.
-  MemoryTier(uint64_t arena_bytes, uint64_t block_bytes, const std::string& name, size_t entries);
+  // `name` "": private. `entries` 0: from the sizes. `secret`: by which tables hash, drawn where nullptr. Throws
+  // std::system_error as TierFiles does.
+  MemoryTier(uint64_t arena_bytes, uint64_t block_bytes, const std::string& name, size_t entries, const uint8_t* secret);
 
   std::optional<uint64_t> allocate(uint64_t bytes);
   bool allocate_blocks(size_t count, int32_t* out);

@@ -172,3 +172,19 @@ def test_keys_of_values_are_told_apart_by_secret_scope_and_key() -> None:
         _core.value_keys(b"short", b"", keys)
     with pytest.raises(TypeError):
         _core.value_keys(secret, b"", ["text"])  # not bytes
+
+
+def test_tables_of_one_secret_take_the_same_memory() -> None:
+    """Else a simulated store would say other sizes in each process."""
+
+    def sizes(**secret: bytes) -> list[int]:
+        tier, seen = MemoryTier(2000 * BLOCK, BLOCK, **secret), []
+        for number in range(1800):
+            put(tier, number)
+            seen.append(tier.nbytes)
+        return seen
+
+    assert sizes(secret=bytes(range(16))) == sizes(secret=bytes(range(16)))
+    assert sizes() != sizes()
+    with pytest.raises(ValueError, match="16 bytes"):
+        MemoryTier(4 * BLOCK, BLOCK, secret=b"short")

@@ -36,7 +36,7 @@ from memserve_lab.sim.nodes import InstanceNode
 from memserve_lab.sim.reference.device import PageMemory
 from memserve_lab.sim.reference.disk import PAGE_BYTES, SymbolicDisk, Write
 from memserve_lab.sim.reference.oracle import require
-from memserve_lab.sim.timed_disk import StoreNode
+from memserve_lab.sim.timed_disk import TABLE_SECRET, StoreNode
 
 if TYPE_CHECKING:
     from memserve._core import MemoryTier
@@ -108,7 +108,7 @@ class KeptTier:
     """A private ``_core.MemoryTier`` that may begin with what an earlier process has published, not verified."""
 
     def __init__(self, blocks: int, block_bytes: int, entries: Sequence[Entry] = ()) -> None:
-        self._tier = _core.MemoryTier(blocks * block_bytes, block_bytes)
+        self._tier = _core.MemoryTier(blocks * block_bytes, block_bytes, secret=TABLE_SECRET)
         self._unverified = {entry.key for entry in entries}
         if not entries:
             return

@@ -24,7 +24,7 @@ from memserve.store.machine.machine import StoreMachine
 from memserve_lab.sim.nodes import DataPort, Host, MemberNode
 from memserve_lab.sim.replay.clients import Served
 from memserve_lab.sim.replay.setup import StoreSetup
-from memserve_lab.sim.timed_disk import StoreNode, TimedDisk, TimedDisks
+from memserve_lab.sim.timed_disk import TABLE_SECRET, StoreNode, TimedDisk, TimedDisks
 
 _SECRET = bytes(16)
 MINUTES_PER_DAY = 24 * 60
@@ -62,7 +62,7 @@ class ReplayStore(StoreNode):
         setup, block_bytes = self._setup, self._info.geometry.block_bytes
         info = replace(self._info, peer=self.peer, address=f"virtual://{self.peer.name}")
         return StoreMachine(
-            _core.MemoryTier(setup.block_count(block_bytes) * block_bytes, block_bytes),
+            _core.MemoryTier(setup.block_count(block_bytes) * block_bytes, block_bytes, secret=TABLE_SECRET),
             Disks([_formatted(nbytes, setup.disks) for nbytes in setup.disk_bytes], setup.disks),
             info,
             DEFAULT_KEY,
