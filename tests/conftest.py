@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from forked_processes import executed, fork_processes
 from lean_imports import leave_compiler_out
+from memserve.system.memory import collect_rarely
 
 # Before torch, here and in all children. Tests that need several threads set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny, and test processes share the cores
@@ -66,9 +67,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     """Processes of memserve are forked from one that has imported what they need. Ctrl-C and SIGHUP are heard: in the
-    background of a shell, or under nohup, a process ignores them, and its children would, too. At the end torch's
-    objects are not taken apart: a second of CPU in each worker."""
+    background of a shell, or under nohup, a process ignores them, and its children would, too. Garbage is looked
+    for as rarely as in processes of ours. At the end torch's objects are not taken apart: a second of CPU in each
+    worker."""
     fork_processes()
+    collect_rarely()
     atexit.register(gc.freeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -126,64 +129,55 @@ def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LONG = (
     "process/model/test_divided",
-    "process/test_load_memory",
     "process/transport/test_net_hosts",
-    "unit/api/test_model_answers",
-    "unit/model/test_gpu_workers",
-    "process/model/test_workers",
-    "process/test_routers",
-    "process/journal/test_etcd",
-    "process/transport/test_named_store",
-    "process/test_keyed_answers",
-    "stories/lab/sim/fuzz/test_fuzz",
-    "process/test_failure_matrix",
-    "process/test_cluster_families",
-    "process/test_scaling",
-    "process/test_secret_changes",
-    "process/lab/bench/test_endings",
     "stories/lab/sim/fuzz/test_whole_world",
-    "process/test_operations",
-    "process/test_gpu_check",
-    "process/test_store_processes",
-    "unit/model/test_gpu_device",
-    "process/test_sequences",
-    "twins/instance/test_cluster_random",
-    "stories/lab/sim/fuzz/test_layered",
-    "process/test_store_hostile",
+    "unit/api/test_model_answers",
+    "process/test_windows",
+    "unit/model/attention/test_windows_apart",
+    "process/test_load_memory",
+    "process/journal/test_etcd",
+    "unit/model/states/test_served",
+    "unit/model/test_stored_cuts",
     "unit/model/loading/formats/test_folders",
-    "stories/test_lower_dtype",
-    "unit/kernels/test_attention",
-    "process/test_meta_processes",
-    "twins/instance/test_layered",
+    "process/test_latents",
+    "twins/instance/test_cluster_random",
+    "process/test_routers",
+    "stories/lab/sim/fuzz/test_fuzz",
+    "unit/model/test_layered",
+    "stories/lab/experiments/test_agents",
+    "stories/lab/sim/fuzz/test_layered",
+    "process/test_store_processes",
+    "process/test_cluster_families",
+    "unit/model/test_gpu_workers",
+    "unit/model/states/test_stored_weights",
+    "process/lab/bench/test_serve",
+    "process/test_states",
     "stories/lab/sim/replay/test_rates",
-    "unit/model/loading/test_damage",
-    "process/transport/test_store_host",
-    "stories/lab/sim/replay/test_scaling",
-    "process/store/client/test_store_process",
+    "twins/instance/test_random",
+    "twins/instance/test_layered",
+    "process/test_keyed_answers",
+    "twins/instance/test_states",
+    "process/test_failure_matrix",
+    "process/lab/bench/test_endings",
+    "process/transport/test_named_store",
     "unit/model/attention/test_triton_attention",
+    "stories/test_lower_dtype",
+    "unit/system/test_lean_torch",
+    "unit/model/test_device",
+    "unit/model/states/test_divided",
+    "unit/test_llm_lossless",
     "process/cli/test_commands",
     "stories/lab/sim/test_gate_pins",
-    "process/test_store_kills",
-    "process/lab/bench/test_serve",
-    "process/transport/test_block_sizes",
-    "process/test_latents",
-    "unit/system/test_lean_torch",
-    "process/integrations/test_vllm_sharing",
-    "process/test_openai_clients",
-    "test_house",
-    "unit/test_llm_lossless",
-    "process/integrations/test_vllm_connector",
+    "process/test_joint_stores",
+    "process/test_store_hostile",
+    "process/test_layerwise",
     "process/cli/test_doctor_cluster",
-    "process/lab/experiments/test_concurrency",
-    "process/lab/bench/test_load",
-    "stories/lab/sim/fuzz/test_gate",
-    "process/test_deploy_pods",
-    "process/transport/test_listening",
-    "stories/lab/sim/replay/test_replay",
+    "stories/lab/sim/replay/test_scaling",
+    "unit/model/test_sharding",
+    "unit/transport/test_gpu_parts",
 )
-"""Files that take more than ten seconds, the longest first, so that none is left over at the end, when the other
-workers have nothing more to do. Most start servers and wait for them: meanwhile the others, which compute, have the
-cores. One converts the bundled model where that was never done."""
+"""Files that take more than half a minute beside four others, the longest first, so that none is left over at the end,
+when the other workers have nothing more to do; and one that converts the bundled model where that was never done."""
 
 
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
