@@ -20,7 +20,6 @@ KV looks like (``ServeModel``): the host starts it again, with memory in blocks 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -397,19 +396,12 @@ class StoreMachine:
 
     def count_references(self) -> Counter[int]:
         """Every reference that parts of the machine hold, by extent; the table's own come on top."""
-        totals: Counter[int] = Counter()
-        for part in self._reference_holders():
-            totals.update(part)
-        return totals
+        return Counter(self._list_references())
 
-    def _reference_holders(self) -> Iterator[list[int]]:
-        yield self.values.referenced_extents()
-        yield self.loads.referenced_extents()
-        yield self.kv.referenced_extents()
-        yield self.moves.referenced_extents()
-        yield self.clients.puts.referenced_extents()
-        yield self.clients.gets.referenced_extents()
-        yield self.clients.sweeps.referenced_extents()
+    def _list_references(self) -> list[int]:
+        clients = self.clients
+        parts = (self.values, self.loads, self.kv, self.moves, clients.puts, clients.gets, clients.sweeps)
+        return [extent for part in parts for extent in part.referenced_extents()]
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` when the books do not balance. For tests; slow."""
@@ -420,7 +412,7 @@ class StoreMachine:
         self.loads.check_invariants()
         self.kv.exchange.check_invariants()
         self.moves.check_invariants()
-        extents = [extent for part in self._reference_holders() for extent in part]
+        extents = self._list_references()
         keys = tier.keys()
         for offset in range(0, len(keys), 16):
             place = tier.find(keys[offset : offset + 16], counts=False)
