@@ -18,6 +18,7 @@ from torch import Tensor
 
 from memserve import _kernels
 from memserve.base.errors import InvariantError
+from memserve.model.loading.pages import reserve_weight
 
 ROWS_NATIVE_MAX = 128
 """Up to this many rows our kernel is faster than oneDNN (1.6 times at one row, 1.1 at 128; equal at 512)."""
@@ -255,7 +256,14 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     """``parts`` stacked."""
-    return parts[0].detach() if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0].detach()
+    if parts[0].device.type != "cpu":
+        return torch.cat(parts)
+    # In pages of its own, which go back to the system: from the heap, each layer's copy can leave a hole of its size.
+    rows = sum(part.shape[0] for part in parts)
+    joined = reserve_weight((rows, *parts[0].shape[1:]), parts[0].dtype)
+    return torch.cat([part.detach() for part in parts], out=joined)
 
 
 def _pack(weight: Tensor) -> Tensor | None:
