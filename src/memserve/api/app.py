@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from memserve.api.anthropic.endpoint import MessagesRoutes
-from memserve.api.batches.routes import open_batches
+from memserve.api.batches.routes import open_batches, waiting_of
 from memserve.api.batches.runner import BatchRunner
 from memserve.api.http.config import ApiConfig, EdgeConfig
 from memserve.api.http.errors import model_not_found, shutting_down
@@ -95,9 +95,12 @@ class _Pages:
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
+        return _json({"object": "list", "data": self.model_cards()})
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        """Of all names that are shown, and of adapters."""
         cards = [self._model_card(name) for name in self._names.shown]
-        cards += [self._model_card(adapter.name, adapter) for adapter in self._names.adapters]
-        return _json({"object": "list", "data": cards})
+        return cards + [self._model_card(adapter.name, adapter) for adapter in self._names.adapters]
 
     async def get_model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
@@ -111,12 +114,16 @@ class _Pages:
         """``GET /health``: 200 while the engine answers and could run a request."""
         if self._hub.draining or self._hub.engine.closing:
             raise shutting_down()
-        stats = await self._engine_stats()
+        state = await self.state_text()
+        named = {"model": self._model.name} if state == "ok" else {}
+        return _json({"status": state, **named}, 200 if named else 503)
+
+    async def state_text(self) -> str:
+        """``ok``, or why no request could run."""
+        stats = await self.engine_stats()
         if stats is None:
-            return _json({"status": "engine does not answer"}, 503)
-        if not getattr(stats, "serving", True):
-            return _json({"status": "no instance takes requests"}, 503)
-        return _json({"status": "ok", "model": self._model.name})
+            return "engine does not answer"
+        return "ok" if getattr(stats, "serving", True) else "no instance takes requests"
 
     async def get_openapi(self, request: Request) -> Response:
         """``GET /openapi.json``: the API described."""
@@ -126,14 +133,18 @@ class _Pages:
         """``GET /metrics`` in Prometheus' text form. Names tenants only where it requires a key."""
         keys = self._metrics_keys
         keys.tenant_of(request.headers.get("authorization"))
-        page = self._metrics.render_page(await self._engine_stats(), names_tenants=not keys.is_open)
+        page = self._metrics.render_page(await self.engine_stats(), names_tenants=not keys.is_open)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _engine_stats(self) -> Any | None:
+    async def engine_stats(self) -> Any | None:
+        """None: the engine does not answer."""
         try:
             return await asyncio.to_thread(self._hub.engine.stats)
         except (TimeoutError, EngineStopped):
             return None
+
+
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 class BelowRoot:
@@ -150,6 +161,14 @@ class BelowRoot:
 
 class Application(Starlette):
     """Starlette without its outermost layer: the :class:`Guard` has an answer for every error."""
+
+    def __init__(
+        self, routes: Sequence[Route], middleware: Sequence[Middleware], lifespan: Lifespan | None = None
+    ) -> None:
+        super().__init__(
+            routes=routes, middleware=middleware, exception_handlers={HTTPException: on_http_error}, lifespan=lifespan
+        )
+        self.router.redirect_slashes = False
 
     def build_middleware_stack(self) -> ASGIApp:
         """As :attr:`user_middleware` says."""
@@ -235,6 +254,10 @@ def _generation_routes(
     return routes if shared.model.pooling is None else without_generation(routes, shared)
 
 
+def _count_waiting(engine: ServingEngine) -> int:
+    return waiting_of(engine.stats())
+
+
 def _timelines(model: str, traces: Traces | None, otlp_endpoint: str, closing: ExitStack) -> Timelines:
     """Timelines that traces are made of, if there are any; ``closing`` ends those."""
     if traces is None and otlp_endpoint:
@@ -243,9 +266,6 @@ def _timelines(model: str, traces: Traces | None, otlp_endpoint: str, closing: E
         return Timelines(model)
     closing.callback(traces.close)
     return Timelines(model, traces.on_request_end)
-
-
-Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def _lifespan(engine: ServingEngine, feed: PageFeed, closing: ExitStack, batches: BatchRunner | None) -> Lifespan:
@@ -278,7 +298,8 @@ def create_app(
     config: ApiConfig | None = None,
     traces: Traces | None = None,
     batches_folder: Path | None = None,
-) -> Starlette:
+    edge: Edge | None = None,
+) -> Application:
     """The OpenAI API in front of ``engine``. A server drains ``app.state.hub`` and applies ``app.state.edge``'s limits.
 
     Clients may ask for ``model`` by its name, by one of ``further_names``, which are listed as well, or by one of
@@ -286,12 +307,13 @@ def create_app(
     ``metrics_keys``: ``GET /metrics`` requires one of them, and names tenants; none: it is open and names none.
     ``traces``: closed with the application; ``None``: as ``config.otlp_endpoint`` says.
     ``batches_folder``: where files and batches are kept; ``None``: there are none.
+    ``edge``: of the server, where several applications share it; ``None``: its own, with ``limits``.
     Raises :class:`UserError` for malformed keys, and for traces without the package they need.
     """
     limits, config = limits or EdgeConfig(), config or ApiConfig()
     metrics, trusts_content = ApiMetrics(), config.trust_content_tokens
     encoder = PromptEncoder(model, trusts_content=trusts_content, tokens_max=config.embedding_tokens_max)
-    hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
+    hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), edge or Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names, adapters)
     keys, operators, closing = KeyRing(api_keys), KeyRing(metrics_keys), ExitStack()
     pages = _Pages(hub, model, names, metrics, operators)
@@ -303,24 +325,22 @@ def create_app(
 
     generating = _generation_routes(shared, names, aliases, tokens, documents, config)
     behind_guard = Guard(FixedPaths(_no_application, generating), keys, metrics)
-    batches, batch_routes = open_batches(batches_folder, edge, engine, behind_guard)
+    count_waiting = partial(_count_waiting, engine)
+    batches, batch_routes = open_batches(batches_folder, edge, count_waiting, behind_guard, [metrics])
     prefix_routes = _named_prefixes(shared, names, documents)
     routes = [*generating, *pages.routes(), *prefix_routes, *batch_routes, *dashboard.routes()]
-    app = Application(
-        routes=routes,
-        middleware=[
-            *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
-            Middleware(TrailingSlashes, routes=routes),
-            *request_log(limits.log_requests, model.name, closing),
-            Middleware(Watch, timelines=timelines),
-            *([Middleware(Cors, origins=limits.cors_origins)] if limits.cors_origins else []),
-            Middleware(Guard, keys=keys, metrics=metrics),
-            Middleware(OwnerOnly, engine=engine),
-            Middleware(FixedPaths, routes=generating),
-        ],
-        exception_handlers={HTTPException: on_http_error},
-        lifespan=_lifespan(engine, feed, closing, batches),
-    )
-    app.router.redirect_slashes = False
-    app.state.hub, app.state.edge = hub, edge
+    layers = [
+        *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
+        Middleware(TrailingSlashes, routes=routes),
+        *request_log(limits.log_requests, model.name, closing),
+        Middleware(Watch, timelines=timelines),
+        *([Middleware(Cors, origins=limits.cors_origins)] if limits.cors_origins else []),
+        Middleware(Guard, keys=keys, metrics=metrics),
+        Middleware(OwnerOnly, engine=engine),
+        Middleware(FixedPaths, routes=generating),
+    ]
+    app = Application(routes, layers, _lifespan(engine, feed, closing, batches))
+    app.state.hub, app.state.edge, app.state.metrics = hub, edge, metrics
+    app.state.names, app.state.pages = names, pages
+    app.state.behind_guard, app.state.count_waiting = behind_guard, count_waiting
     return app

@@ -66,6 +66,8 @@ class MemberOptions:
     """A ``memserve serve`` on this host has started it, and ends it."""
     health_file: Path | None = None
     """Where it says once a second what it is to its cluster."""
+    model: str = ""
+    """The name of the model that it serves, where the cluster has several; empty: the first."""
 
 
 def run_instance(
@@ -241,6 +243,7 @@ def _describe_peer(parts: Parts, place: MemberOptions, self_peer: Peer, segments
         step_tokens=config.scheduler.step_tokens,
         computes_stripes=_computes_stripes(parts),
         cores_share=torch.get_num_threads() / usable_cores() if parts.model.device.type == "cpu" else 0.0,
+        model=place.model,
     )
 
 

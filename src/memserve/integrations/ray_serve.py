@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from memserve.base.deployment import PlacementOptions, StoreOptions
 from memserve.base.errors import InvariantError, UserError
+from memserve.cli.cluster.http import app_of
 from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, running_cluster
 from memserve.cli.cluster.ray import free_port, members_plan, plain_errors
-from memserve.cli.cluster.serve import app_of
 from memserve.cli.main import command_line
 from memserve.model.loading.lora import read_adapters
 from memserve.system.secrets import as_followed

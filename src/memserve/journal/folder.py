@@ -30,7 +30,7 @@ from memserve.journal.store import MediumFailed
 
 log = logging.getLogger(__name__)
 
-LOCK, SECRET, BATCHES = "lock", "secret", "batches"
+LOCK, SECRET, BATCHES, MODELS = "lock", "secret", "batches", "models"
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors that say nothing about the thing that was asked for, only that this process may not ask now."""
 _FILES = {LOCK, SECRET, "secret.new", "journal", "journal.new", "children.json", "children.new"}
@@ -105,7 +105,7 @@ def _restrict_to_owner(folder: Path) -> None:
     file_names = set(os.listdir(folder))
     for name in file_names & _FILES:
         _chmod(folder / name, 0o600)
-    if file_names <= {*_FILES, BATCHES}:
+    if file_names <= {*_FILES, BATCHES, MODELS}:
         _chmod(folder, 0o700)
     elif stat.S_IMODE(folder.stat().st_mode) & 0o022:
         log.warning("other users may write to %s, and take files of the metadata away: chmod 700 it", folder)

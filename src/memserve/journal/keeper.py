@@ -23,13 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from memserve.base.errors import UserError
 from memserve.journal.etcd import EtcdAccess, EtcdMedium
-from memserve.journal.folder import JOURNAL, SECRET, FileMedium, StateFolder, default_folder
+from memserve.journal.folder import JOURNAL, MODELS, SECRET, FileMedium, StateFolder, default_folder
 from memserve.journal.store import Medium, MediumFailed, Store
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import AnyRecord, RecoveredState
@@ -238,6 +238,11 @@ class MetadataPlace:
     access: EtcdAccess = field(default_factory=EtcdAccess)
     """TLS and the user for etcd."""
 
+    def for_model(self, name: str) -> MetadataPlace:
+        """Of one of several models; ``name`` can be a folder's."""
+        folder = None if self.folder is None else self.folder / MODELS / name
+        return replace(self, folder=folder, cluster=f"{self.cluster}.{name}")
+
 
 def metadata_place(text: str, port: int, access: EtcdAccess | None = None) -> MetadataPlace:
     """What ``--metadata TEXT`` means for a server at HTTP port ``port`` (0: another one at each start), with what
@@ -311,6 +316,21 @@ def open_metadata(
         else:
             folder.read_or_create_secret(secret)  # makes it
             yield Metadata(folder.path, keeper, follow_secret(folder.path / SECRET))
+
+
+@contextmanager
+def open_folder(place: MetadataPlace, print_line: Callable[[str], None]) -> Iterator[Metadata]:
+    """The folder of ``place`` alone, with the cluster's secret: routers of several models have theirs below it. Raises
+    :class:`UserError` when it cannot be used."""
+    folder = _state_folder(place, print_line)
+    if folder is None:
+        yield Metadata(None, None, None)
+        return
+    try:
+        folder.read_or_create_secret(None)
+        yield Metadata(folder.path, None, follow_secret(folder.path / SECRET))
+    finally:
+        folder.close()
 
 
 def _file_keeper(folder: StateFolder) -> MetaKeeper:

@@ -139,6 +139,8 @@ class PeerInfo(Message, frozen=True):
     """Whether it takes part in prompts that several instances compute at once."""
     cores_share: float = 0.0
     """Of its host's cores, what its steps use; 0: it has a device of its own."""
+    model: str = ""
+    """The served model that it is for, by its name, where one router has several; empty: the first."""
 
 
 class Load(Message, frozen=True):

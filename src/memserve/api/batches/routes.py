@@ -23,7 +23,7 @@ from memserve.api.batches.runner import BatchRunner
 from memserve.api.http.errors import ApiError, bad_request, too_large
 from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, json_body
 from memserve.api.http.request import new_id
-from memserve.api.openai.interfaces import ServingEngine
+from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.request.schema import parse_body
 from memserve.base.errors import UserError
 from memserve.base.units import KIB, MIB
@@ -313,32 +313,28 @@ class BatchMetrics:
 
 
 def open_batches(
-    folder: Path | None, edge: Edge, engine: ServingEngine, app: ASGIApp
+    folder: Path | None, edge: Edge, count_waiting: Callable[[], int], app: ASGIApp, metrics: Sequence[ApiMetrics]
 ) -> tuple[BatchRunner | None, list[Route]]:
-    """Files and batches in ``folder``, and their routes; none without one. ``app`` answers the requests of batches.
+    """Files and batches in ``folder``, and their routes; none without one. ``app`` answers the requests of batches;
+    ``count_waiting``: as of :class:`BatchRunner`; ``metrics``: where the first tokens of clients are told.
 
     Raises :class:`UserError` where the folder cannot be used."""
     if folder is None:
         return None, []
+    limits = FileLimits(edge.limits.file_bytes_max, edge.limits.file_storage_bytes)
     try:
-        return _open_batches(folder, edge, engine, app)
+        store = FileStore(folder / "files", limits)
+        runner = BatchRunner(folder / "records", store, app, count_waiting, edge.limits.body_bytes_max)
     except OSError as error:
         message = f"files and batches cannot be kept in {folder}: {error.strerror}"
         raise UserError(message, hint="give another folder, --metadata PATH, or none", param="metadata") from None
-
-
-def _open_batches(folder: Path, edge: Edge, engine: ServingEngine, app: ASGIApp) -> tuple[BatchRunner, list[Route]]:
-    limits = FileLimits(edge.limits.file_bytes_max, edge.limits.file_storage_bytes)
-    store = FileStore(folder / "files", limits)
-    runner = BatchRunner(
-        folder / "records", store, app, lambda: _waiting_of(engine.stats()), edge.limits.body_bytes_max
-    )
     edge.metrics.registry.register(BatchMetrics(runner))
-    edge.metrics.on_interactive_token = runner.note_interactive
+    for part in metrics:
+        part.on_interactive_token = runner.note_interactive
     return runner, [*FileRoutes(store, runner).routes(), *BatchRoutes(store, runner, edge).routes()]
 
 
-def _waiting_of(stats: Any) -> int:
+def waiting_of(stats: Any) -> int:
     """Requests that wait in front of instances, or in an engine's queue."""
     cluster = getattr(stats, "cluster", None)
     if cluster is None:

@@ -228,7 +228,7 @@ class Guard:
         try:
             error = await self._run_app(scope, receive, send)
             if error is not None and answered.status == 0:
-                await send_json(send, error.status, _encode_error(error, scope), error.headers)
+                await send_error(scope, send, error)
         finally:
             self._metrics.in_progress.value -= 1
         self._metrics.count_http_request(route_of(scope["path"]), answered.status or 499)  # 499: the client left first
@@ -259,6 +259,11 @@ def _authorization(scope: Scope) -> str | None:
     """As clients of OpenAI and of Anthropic send their key."""
     key = header(scope, b"x-api-key")
     return header(scope, b"authorization") or (None if key is None else f"Bearer {key}")
+
+
+async def send_error(scope: Scope, send: Send, error: ApiError) -> None:
+    """Answer with ``error``, in the form of the interface that was asked."""
+    await send_json(send, error.status, _encode_error(error, scope), error.headers)
 
 
 def _encode_error(error: ApiError, scope: Scope) -> bytes:

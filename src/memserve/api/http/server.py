@@ -13,7 +13,8 @@ from types import FrameType
 from typing import Protocol
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.datastructures import State
+from starlette.types import Receive, Scope, Send
 
 from memserve.api.http.connection import Connection
 from memserve.api.http.limits import Edge
@@ -76,12 +77,21 @@ class Calls(Protocol):
         """End all of them with a 503. Returns their number."""
 
 
+class DrainedApp(Protocol):
+    """An ASGI application that a server can drain: its ``state`` has ``hub`` (:class:`Calls`) and ``edge``."""
+
+    state: State
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As of ASGI."""
+
+
 class Server(uvicorn.Server):
     """uvicorn with a graceful end: the first signal drains, the second ends every stream, a third the process."""
 
     def __init__(
         self,
-        app: Starlette,
+        app: DrainedApp,
         *,
         drain_s: float = DRAIN_S,
         log_level: str = "warning",

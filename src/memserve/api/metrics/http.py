@@ -109,6 +109,14 @@ def _count_of_hints(registry: CollectorRegistry) -> LabelledTally:
     return LabelledTally("memserve_kv_hints", about, ["action", "outcome"], registry)
 
 
+_OF_PROCESS = {"memserve_resident_bytes", "memserve_http_connections", "memserve_http_body_bytes"}
+
+
+def is_of_process(family: Metric) -> bool:
+    """Whether a family is the process's, whatever models it serves."""
+    return family.name in _OF_PROCESS or family.name.startswith(("memserve_http_refused", "memserve_batch"))
+
+
 class ApiMetrics:
     """Counters and histograms of one server. What requests and tokens change belongs to the event loop alone."""
 
@@ -207,11 +215,14 @@ class ApiMetrics:
 
         ``names_tenants``: the reader may know the names of keys. Else their numbers are summed up.
         """
+        self.read_process()
+        return b"".join(map(generate_latest, self.registries(engine_stats, names_tenants=names_tenants)))
+
+    def registries(self, engine_stats: Any | None, *, names_tenants: bool) -> list[CollectorRegistry]:
+        """What :meth:`render_page` shows."""
         registry = CollectorRegistry()
         registry.register(Snapshot(engine_stats, names_tenants))
-        self.read_process()
-        text = generate_latest(self.registry) + generate_latest(registry)
-        return text + generate_latest(self.by_tenant) if names_tenants else text
+        return [self.registry, registry, *([self.by_tenant] if names_tenants else [])]
 
     def _of_tenants(self, name: str, text: str) -> LabelledTally:
         return LabelledTally(f"memserve_tenant_{name}", text, ["tenant"], self.by_tenant)

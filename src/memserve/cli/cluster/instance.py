@@ -5,6 +5,7 @@ A command as a child of ``memserve serve``: what it is told at the start, and ho
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
+from memserve.cli.cluster.models import split_model
 from memserve.cli.output import print_lines, progress_bar
 from memserve.system.process import die_with, ignore_terminal
 from memserve.system.secrets import Secret, follow_secret
@@ -106,12 +108,15 @@ def instance(
     supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
     """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM, SIGHUP or Ctrl-C."""
+    model, path = split_model(engine.model)
+    engine = dataclasses.replace(engine, model=path)
     if supervised:
-        _run_supervised(engine, join, role, name or role.value, link, log_level)
+        _run_supervised(engine, model, join, role, name or role.value, link, log_level)
         return
     opt.set_up_logging(log_level)
     opt.check_name(name or "")
     place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
+    place = dataclasses.replace(place, model=model)
     started = time.perf_counter()
     print_lines(f"loading {engine.model} ...")
     from memserve.host.instance import run_instance
@@ -127,13 +132,17 @@ def instance(
     _exit_immediately()
 
 
-def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
+def _run_supervised(
+    engine: EngineOptions, model: str, join: str, role: Role, name: str, link: str, log_level: str
+) -> None:
     """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
     with child_of_serve(join, name, log_level) as child:
         from memserve.host.instance import MemberOptions, run_instance
 
         drain_s = child.startup_payload.get("drain_s", 0.0)
-        place = MemberOptions(role, name, (join,), child.secret, drain_s, child.host, link=link, is_supervised=True)
+        place = MemberOptions(
+            role, name, (join,), child.secret, drain_s, child.host, link=link, is_supervised=True, model=model
+        )
         run_instance(engine, place, lambda: None, outlive=child.outlive)
         _exit_immediately()
 

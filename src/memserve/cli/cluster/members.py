@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from memserve.base.config import ClusterConfig, EngineOptions
 from memserve.base.deployment import Followers, PlacementOptions, StoreOptions
@@ -21,13 +22,14 @@ from memserve.base.errors import StoreUnavailable, UserError
 from memserve.base.options import command_line_of
 from memserve.base.types import Admission, Caching, Role, check_link
 from memserve.base.units import human_bytes
+from memserve.cli.cluster.models import slug_of
 from memserve.cli.cluster.topology import follow_context, model_of, room_text, with_models
 from memserve.cli.flags import split_address
 from memserve.cli.output import progress_bar
 from memserve.instance.scheduler.capacity import kv_tokens
 from memserve.journal.keeper import Metadata, MetadataPlace, open_metadata
 from memserve.model.gpu.setup import check_gpu_shares, on_gpus, refuse_on_gpu
-from memserve.protocol.peers import ROUTER, PeerInfo
+from memserve.protocol.peers import ROUTER, Peer, PeerInfo
 from memserve.store.host.files import store_secret, stored_secret
 from memserve.system.gpus import DeviceChoice, device_here
 from memserve.system.memory import objects_that_stay
@@ -40,11 +42,23 @@ if TYPE_CHECKING:
     from memserve.host.router import RouterEngine
     from memserve.host.supervisor import ChildOrder, Supervisor
     from memserve.model.loading.card import RemoteModel
+    from memserve.model.loading.sources import ModelFolder
+    from memserve.transport.ports import Mailbox, OnMessage
+    from memserve.transport.shared_mailbox import SharedMailbox
 
 
 START_TIMEOUT_S = 600.0
 _LOOK_S = 0.1
-STORE_NAME = "s1"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModels:
+    """What the instances of other models, which this process starts as well, take of this host."""
+
+    workers_before: tuple[int, ...] = ()
+    """Of each instance that has its GPUs before ours."""
+    workers_after: tuple[int, ...] = ()
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,9 @@ class ClusterOptions:
     routers: int = 1
     """Router processes on this host, the owner included."""
     followers: Followers = dataclasses.field(default_factory=Followers)
+    model_name: str = ""
+    """The name of the model, where it has been given one: several are told apart by it."""
+    others: OtherModels = dataclasses.field(default_factory=lambda: OtherModels())
 
     def __post_init__(self) -> None:
         if self.store.is_used and self.config.caching is Caching.OFF:
@@ -120,7 +137,17 @@ class ClusterOptions:
     def begins_with(self, order: ChildOrder) -> bool:
         """Whether ``order`` is one of those that are started at once."""
         counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
-        return order.role not in counts or int(order.name[1:]) <= counts[order.role]
+        return order.role not in counts or int(order.name.removeprefix(self.name_prefix)[1:]) <= counts[order.role]
+
+    @property
+    def name_prefix(self) -> str:
+        """Of the names of this host's members: where there are several models, each has its own."""
+        return f"{slug_of(self.model_name)}-" if self.model_name else ""
+
+    @property
+    def store_name(self) -> str:
+        """Of the store that this host starts."""
+        return f"{self.name_prefix}s1"
 
     def role_caches(self, role: Role) -> bool:
         """Whether instances of ``role`` cache KV at this caching level (MemServe 5.1)."""
@@ -169,53 +196,84 @@ def running_cluster(
 
     Raises :class:`UserError` when an instance cannot start.
     """
-    from memserve.host.autoscaling import LocalInstances
-    from memserve.host.supervisor import ChildStart, Supervisor
-    from memserve.journal.survivors import ChildrenFile
-    from memserve.model.loading.card import early_tokenizer, import_tokenizers
+    from memserve.model.loading.card import import_tokenizers
     from memserve.model.loading.sources import resolve_source
 
-    named_stores, most = _find_stores(options, print_line), options.at_most if elsewhere is None else options
     with progress_bar("preparing the model"):  # reads a GGUF file once, before several processes need it
         folder = resolve_source(engine_options.model, "float32", keep_file=engine_options.may_keep_file)
     if options.metadata.etcd:
         import_tokenizers()  # a standby router has the time now
     with open_metadata(options.metadata, print_line, stored_secret(options.store)) as metadata:
-        secret = as_followed(
-            options.secret or metadata.secret or stored_secret(options.store) or secrets.token_urlsafe(32)
-        )
-        if options.secret is None:
-            store_secret(options.store, secret.initial_value, print_line)
-        if metadata.folder is not None:
-            orders = _orders(engine_options, most, "", log_level)  # wherever the router will be
-            ChildrenFile(metadata.folder).end_useless({order.name: order.command_line for order in orders})
-        engine = _open_router(options, secret, metadata)
-        orders = _orders(engine_options, most, engine.address, log_level)
-        first = [order for order in orders if options.begins_with(order)]
-        start = ChildStart(secret, options.followers.keys)
-        spare = [order for order in orders if order not in first]
-        supervisor = Supervisor(first, start, engine.mark_dead, metadata.folder, spare=spare)
-        engine.children = supervisor.child_stats
-        try:
-            _check_memory(engine_options, most, orders, supervisor.surviving_names)
-            for address in options.store.addresses:
-                engine.invite_store(f"tcp://{with_port(*split_address(address, '--store'))}")
-            supervisor.start()
-            with objects_that_stay():
-                tokenizer = early_tokenizer(folder)
-                import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
+        secret = options.secret or metadata.secret or stored_secret(options.store) or secrets.token_urlsafe(32)
+        base = ClusterBase(metadata, as_followed(secret), folder)
+        with starting_cluster(engine_options, options, base, log_level, print_line, elsewhere) as start:
+            yield start()
 
+
+@dataclass(frozen=True, slots=True)
+class ClusterBase:
+    """What the cluster of one model stands on."""
+
+    metadata: Metadata
+    secret: Followed[str]
+    folder: ModelFolder
+    mailbox: SharedMailbox | None = None
+    """Of the routers of all models of this process. None: there is one model."""
+
+
+@contextmanager
+def starting_cluster(
+    engine_options: EngineOptions,
+    options: ClusterOptions,
+    base: ClusterBase,
+    log_level: str,
+    print_line: Callable[[str], None],
+    elsewhere: Perform | None = None,
+) -> Iterator[Callable[[], RunningCluster]]:
+    """As :func:`running_cluster`, in two steps: all processes have been started when this begins; calling what it
+    gives waits until they are ready."""
+    from memserve.host.autoscaling import LocalInstances
+    from memserve.host.supervisor import ChildStart, Supervisor
+    from memserve.journal.survivors import ChildrenFile
+    from memserve.model.loading.card import early_tokenizer
+
+    metadata, secret, limit = base.metadata, base.secret, options.config.sequence_instances_max
+    named_stores, most = _find_stores(options, print_line), options.at_most if elsewhere is None else options
+    if options.secret is None:
+        store_secret(options.store, secret.initial_value, print_line)
+    if metadata.folder is not None:
+        orders = _orders(engine_options, most, "", log_level)  # wherever the router will be
+        ChildrenFile(metadata.folder).end_useless({order.name: order.command_line for order in orders})
+    engine = _open_router(options, base)
+    orders = _orders(engine_options, most, engine.address, log_level)
+    first = [order for order in orders if options.begins_with(order)]
+    start = ChildStart(secret, options.followers.keys)
+    spare = [order for order in orders if order not in first]
+    supervisor = Supervisor(first, start, engine.mark_dead, metadata.folder, spare=spare)
+    engine.children = supervisor.child_stats
+    with ExitStack() as stack:
+        stack.callback(engine.close)
+        stack.callback(supervisor.close)
+        _check_memory(engine_options, most, orders, supervisor.surviving_names)
+        for address in options.store.addresses:
+            engine.invite_store(f"tcp://{with_port(*split_address(address, '--store'))}")
+        supervisor.start()
+        with objects_that_stay():
+            tokenizer = early_tokenizer(base.folder)
+            import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
+
+        def wait_until_ready() -> RunningCluster:
             with progress_bar("loading" if supervisor.child_names else "waiting"):
                 infos = _wait_until_ready(engine, supervisor, named_stores, options, print_line)
-            model = model_of(infos, folder, options.config.sequence_instances_max, tokenizer)
-            follow_context(engine, model, options.config.sequence_instances_max)
+            model = model_of(infos, base.folder, limit, tokenizer)
+            follow_context(engine, model, limit)
             supervisor.confirm_started()
             text = _describe(infos, options, engine_options, model)
-            with _scaled(engine, options, engine_options, elsewhere or LocalInstances(supervisor, engine).scale_roles):
-                yield RunningCluster(engine, model, text, supervisor.begin_retiring, metadata.folder)
-        finally:
-            supervisor.close()
-            engine.close()
+            perform = elsewhere or LocalInstances(supervisor, engine).scale_roles
+            stack.enter_context(_scaled(engine, options, engine_options, perform))
+            return RunningCluster(engine, model, text, supervisor.begin_retiring, metadata.folder)
+
+        yield wait_until_ready
 
 
 def _scaled(
@@ -261,49 +319,64 @@ def _check_memory(
     from memserve.system.memory import check_host_memory
 
     gpus = len(devices_for(engine_options, options).gpus)
-    check_gpu_shares(engine_options.gpu_memory_share, _workers(engine_options, options), gpus)
-    hbm_bytes = 0 if gpus else engine_options.kv_memory_bytes
-    needed_bytes = 0
-    for order in orders:
-        if order.name not in living:
-            if order.role is Role.ROUTER:
-                continue
-            is_store = order.role is Role.STORE
-            needed_bytes += options.store.memory_bytes if is_store else hbm_bytes + engine_options.dram_memory_bytes
-    check_host_memory(needed_bytes)
+    check_gpu_shares(engine_options.gpu_memory_share, _all_workers(engine_options, options), gpus)
+    starting = [order.role for order in orders if order.name not in living]
+    check_host_memory(options.others.memory_bytes + memory_bytes_of(starting, engine_options, options))
 
 
-def _open_router(options: ClusterOptions, secret: Followed[str], metadata: Metadata) -> RouterEngine:
-    """Open the router where the last one listened, if that port is free: its instances ask there first."""
-    last_host, _, last_port = metadata.recovered_state.address.removeprefix("tcp://").rpartition(":")
-    if options.port is None and last_host.strip("[]") == options.host:
-        try:
-            return _router_at(options, secret, metadata, int(last_port))
-        except UserError:  # another process has taken the port: members are told the new one
-            return _router_at(options, secret, metadata, 0)
-    return _router_at(options, secret, metadata, options.port or 0)
+def memory_bytes_of(roles: Sequence[Role], engine_options: EngineOptions, options: ClusterOptions) -> int:
+    """Bytes of host memory that children of these roles are given for KV."""
+    hbm_bytes = 0 if devices_for(engine_options, options).gpus else engine_options.kv_memory_bytes
+    of_instance = hbm_bytes + engine_options.dram_memory_bytes
+    return sum(
+        options.store.memory_bytes if role is Role.STORE else of_instance for role in roles if role is not Role.ROUTER
+    )
 
 
-def _router_at(options: ClusterOptions, secret: Followed[str], metadata: Metadata, port: int) -> RouterEngine:
+def _open_router(options: ClusterOptions, base: ClusterBase) -> RouterEngine:
     from memserve.host.router import RouterEngine
     from memserve.kv.identity import identity_key
     from memserve.router.machine import Cluster
     from memserve.system.process import new_generation
+
+    metadata, shared, last = base.metadata, base.mailbox, base.metadata.recovered_state.address
+    self_peer = metadata.next_router(ROUTER, new_generation()) if shared is None else shared.self_peer
+    key = identity_key(base.secret.initial_value)
+
+    def router_on(open_mailbox: Callable[[OnMessage], Mailbox]) -> RouterEngine:
+        machine = Cluster(options.config, remembers=metadata.keeper is not None, identity_key=key)
+        return RouterEngine(machine, open_mailbox, keeper=metadata.keeper, self_peer=self_peer)
+
+    if shared is not None:
+        return router_on(partial(shared.open_part, options.model_name))
+    return at_last_port(
+        options, last, lambda port: router_on(partial(mailbox_at, options, base.secret, self_peer, port))
+    )
+
+
+Opened = TypeVar("Opened")
+
+
+def at_last_port(options: ClusterOptions, last_address: str, open_at: Callable[[int], Opened]) -> Opened:
+    """Open a router's mailbox where the last one listened, if that port is free: its instances ask there first."""
+    last_host, _, last_port = last_address.removeprefix("tcp://").rpartition(":")
+    if options.port is None and last_host.strip("[]") == options.host:
+        try:
+            return open_at(int(last_port))
+        except UserError:  # another process has taken the port: members are told the new one
+            return open_at(0)
+    return open_at(options.port or 0)
+
+
+def mailbox_at(
+    options: ClusterOptions, secret: Followed[str], self_peer: Peer, port: int, on_message: OnMessage
+) -> Mailbox:
+    """The mailbox of a router at ``port`` (0: any). Raises :class:`UserError` where that cannot be listened on."""
     from memserve.transport.mailbox import ZmqMailbox
     from memserve.transport.request_server import ListenAddress
 
-    self_peer = metadata.next_router(ROUTER, new_generation())
-    return RouterEngine(
-        Cluster(options.config, remembers=metadata.keeper is not None, identity_key=identity_key(secret.initial_value)),
-        lambda on_message: ZmqMailbox(
-            self_peer,
-            ListenAddress(secret, options.host, port=port),
-            on_message,
-            gives_way=not options.at_most.instance_count,
-        ),
-        keeper=metadata.keeper,
-        self_peer=self_peer,
-    )
+    gives_way = not options.at_most.instance_count
+    return ZmqMailbox(self_peer, ListenAddress(secret, options.host, port=port), on_message, gives_way=gives_way)
 
 
 def _counts(options: ClusterOptions) -> dict[Role, int]:
@@ -311,31 +384,39 @@ def _counts(options: ClusterOptions) -> dict[Role, int]:
     return {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
 
 
-def _workers(engine_options: EngineOptions, options: ClusterOptions) -> list[int]:
+def workers_of(engine_options: EngineOptions, options: ClusterOptions) -> list[int]:
     """Of each instance."""
     counts = _counts(options)
     return [engine_options.parallel.for_role(role).worker_count for role, count in counts.items() for _ in range(count)]
+
+
+def _all_workers(engine_options: EngineOptions, options: ClusterOptions) -> list[int]:
+    others = options.others
+    return [*others.workers_before, *workers_of(engine_options, options), *others.workers_after]
 
 
 def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str, log_level: str) -> list[ChildOrder]:
     from memserve.host.supervisor import ChildOrder
 
     link = "shm" if options.link == "auto" and not options.may_span_hosts else options.link
-    counts, workers = _counts(options), _workers(engine_options, options)
+    workers, first_number = _all_workers(engine_options, options), len(options.others.workers_before)
     orders: list[ChildOrder] = []
     gpus = len(devices_for(engine_options, options).gpus)
-    for role, count in counts.items():
+    if options.model_name:
+        engine_options = dataclasses.replace(engine_options, model=f"{options.model_name}={engine_options.model}")
+    for role, count in _counts(options).items():
         cached = dataclasses.replace(engine_options, caching=engine_options.caching and options.role_caches(role))
         if count and gpus:
             refuse_on_gpu(engine_options)
         for number in range(1, count + 1):
-            own_options = on_gpus(cached, len(orders), workers, gpus)
+            own_options = on_gpus(cached, first_number + len(orders), workers, gpus)
             flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own_options))
-            orders.append(ChildOrder(f"{role.value[0]}{number}", role, flags))
+            orders.append(ChildOrder(f"{options.name_prefix}{role.value[0]}{number}", role, flags))
     if options.store.is_wanted:
         flags = ("--join", address, "--link", link, "--log-level", log_level, *options.store.store_flags)
         flags += ("--kv-codec", engine_options.kv_codec)
-        orders.append(ChildOrder(STORE_NAME, Role.STORE, flags))
+        flags += ("--model", options.model_name) if options.model_name else ()
+        orders.append(ChildOrder(options.store_name, Role.STORE, flags))
     flags = ("--join", address, *options.followers.flags)
     orders += [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, options.routers + 1)]
     return orders
@@ -353,7 +434,7 @@ def _wait_until_ready(
     started = time.monotonic()
     joined = {store.name: started for store in named_stores}
     names = supervisor.child_names
-    if set(names) <= {STORE_NAME}:
+    if set(names) <= {options.store_name}:
         print_line(f"waiting for instances to join at {engine.address} ...")
     names = [*names, *joined]
     reported_names: set[str] = set()

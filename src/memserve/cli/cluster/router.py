@@ -22,8 +22,8 @@ from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
+from memserve.cli.cluster.http import Served, serve_until_signal
 from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listen_host, own_address_to
-from memserve.cli.cluster.serve import serve_until_signal
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
 from memserve.cli.output import print_lines
 from memserve.model.loading.lora import read_adapters
@@ -142,7 +142,6 @@ def run_follower(
     """Join, serve, leave. Raises :class:`UserError` when the owner does not answer, or refuses this router."""
     started = time.perf_counter()
     from memserve.api.http.server import bind
-    from memserve.cli.cluster.serve import Served
     from memserve.system.memory import keep_heap_small
 
     keep_heap_small()

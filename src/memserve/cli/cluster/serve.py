@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,25 +17,22 @@ from memserve.base.config import AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.base.deployment import Followers, PlacementOptions, StoreOptions
 from memserve.base.errors import UserError
 from memserve.base.options import command_line_of
-from memserve.base.types import AS_COMPUTED, Admission, Caching
+from memserve.base.types import Admission, Caching
 from memserve.cli import credentials
 from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import run_fleet
+from memserve.cli.cluster.http import Served, listening, serve_until_signal
 from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, devices_for, running_cluster
+from memserve.cli.cluster.models import NamedModel, read_models
+from memserve.cli.cluster.several import check_models, refuse_names, run_models
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
 from memserve.cli.output import print_lines
 from memserve.fleet.messages import FleetOptions
 from memserve.journal.folder import BATCHES
 from memserve.journal.keeper import metadata_place
-from memserve.model.loading.lora import Adapter, read_adapters
+from memserve.model.loading.lora import read_adapters
 from memserve.store.host.files import with_absolute_folders
 from memserve.system.gpus import device_here
-from memserve.system.process import EndRequested, on_ending_signals, signals_raise
-
-if TYPE_CHECKING:
-    from memserve.api.openai.interfaces import ServingEngine
-    from memserve.model.loading.card import RemoteModel
-    from memserve.model.loading.loader import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +49,14 @@ MetadataOption = Annotated[
 RouterCount = Annotated[
     int, typer.Option(min=1, max=64, help="Router processes that share the port, each placing requests by itself.")
 ]
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A model folder, a .gguf file, a hub id, or the bundled default. Several models, repeated:"
+        " NAME=PATH[,option=value...], with options of this model alone (tensor-parallel=2,decode=1); the first is the"
+        " default."
+    ),
+]
 ClusterHost = Annotated[str, typer.Option(help="Address by which other hosts reach this one: router and instances.")]
 ClusterPort = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
@@ -64,7 +67,8 @@ ClusterPort = Annotated[
 def serve(
     *,
     server: ServerConfig,
-    engine: EngineOptions,
+    model: Models = None,
+    engine: Annotated[EngineOptions, opt.Without("model")],
     api: ApiConfig,
     keys: credentials.KeyOptions,
     edge: EdgeConfig,
@@ -94,19 +98,32 @@ def serve(
         has_instances = in_process or any(option is not None for option in shape_options)
         run_fleet(fleet, http, cluster, None if has_instances else store)
         return
+    models = read_models(model or [], engine, (prefill, decode, colocated), store)
     if in_process:
+        refuse_names(models, "leave out --in-process, or give one --model PATH without a name")
         store.refuse_options("leave out --in-process")
         cluster_options = (prefill, decode, colocated, cluster_port, placement.used_option)
-        run_server(_standalone_options(engine, cluster.admission, *cluster_options), http, None)
+        run_server(_standalone_options(models[0].engine, cluster.admission, *cluster_options), http, None)
         return
-    config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
-    local = engine if placement.remote_place is None else dataclasses.replace(engine, device="cpu")  # Ray has the GPUs
-    shape = choose_counts(prefill, decode, colocated, local, placement.scaling)
     records = metadata_place(metadata, server.port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
-    members = (cluster_host, cluster_port, secret, records, shape_text(shape), with_absolute_folders(store), placement)
-    run = ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members, routers=routers)
-    run_server(engine, http, run)
+
+    def options_of(model: NamedModel) -> ClusterOptions:
+        local = model.engine
+        config = cluster if local.caching else dataclasses.replace(cluster, caching=Caching.OFF)
+        if placement.remote_place is not None:
+            local = dataclasses.replace(local, device="cpu")  # Ray has the GPUs
+        shape = choose_counts(*model.counts, local, placement.scaling)
+        return ClusterOptions(
+            shape.prefill, shape.decode, shape.colocated, config, link, cluster_host, cluster_port, secret, records,
+            shape_text(shape), with_absolute_folders(model.store), placement, routers, model_name=model.name,
+        )  # fmt: skip
+
+    if models[0].name:
+        check_models(models, http, placement, routers)
+        run_models([(model, options_of(model)) for model in models], http)
+        return
+    run_server(models[0].engine, http, options_of(models[0]))
 
 
 def _check_routers(routers: int, placement: PlacementOptions, *, standalone: bool, engines: bool) -> None:
@@ -158,33 +175,18 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
         run_on_ray(engine_options, http, cluster)
         return
     started = time.perf_counter()
-    from memserve.api.http.middleware import KeyRing
-    from memserve.api.http.server import bind
-    from memserve.system.memory import keep_heap_small
-
-    if http.api.otlp_endpoint:
-        from memserve.api.metrics.traces import refuse_without_package
-
-        refuse_without_package()
     adapters = read_adapters(engine_options.lora)
-    for keys in (http.api_keys, http.metrics_keys):
-        KeyRing(keys.read_keys())  # refuses malformed keys
-    keep_heap_small()
-    try:
-        is_shared = cluster is not None and cluster.routers > 1
-        with signals_raise(), ExitStack() as open_sockets:
-            listener = open_sockets.enter_context(bind(http.server.host, http.server.port, is_shared=is_shared))
-            listeners = [listener]
-            print_lines(f"loading {engine_options.model} ...")
-            if cluster is not None and is_shared:
-                listeners.append(open_sockets.enter_context(_own_listener(http.server.host, listener)))
-                cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
-            log_level = http.server.log_level
-            backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, log_level)
-            with backend as served:
-                serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
-    except EndRequested as end_request:
-        log.warning("%s: stopped before it was ready", end_request.signal_name)
+    is_shared = cluster is not None and cluster.routers > 1
+    with listening(http, is_shared=is_shared) as listener, ExitStack() as open_sockets:
+        listeners = [listener]
+        print_lines(f"loading {engine_options.model} ...")
+        if cluster is not None and is_shared:
+            listeners.append(open_sockets.enter_context(_own_listener(http.server.host, listener)))
+            cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
+        log_level = http.server.log_level
+        backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, log_level)
+        with backend as served:
+            serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
 
 
 def _own_listener(host: str, shared: socket.socket) -> socket.socket:
@@ -212,20 +214,6 @@ def _followers(
     owner = "--owner-url", http.api_url(own_port).removesuffix("/v1")
     keys = {"api_keys": http.api_keys.as_payload(), "metrics_keys": http.metrics_keys.as_payload()}
     return Followers((*owner, *tls, *configs), keys)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Served:
-    """What answers requests."""
-
-    engine: ServingEngine
-    model: LoadedModel | RemoteModel
-    text: str = ""
-    """What is printed about it at the start."""
-    on_end: Callable[[], None] = lambda: None
-    """Called when the server begins to shut down."""
-    folder: Path | None = None
-    """Where files and batches are kept. None: there are none."""
 
 
 @contextmanager
@@ -258,77 +246,3 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
     with running_cluster(options, cluster, log_level, print_lines) as running:
         folder = None if running.folder is None else running.folder / BATCHES
         yield Served(running.engine, running.model, running.text, running.on_end, folder)
-
-
-def app_of(
-    engine: ServingEngine, model: LoadedModel | RemoteModel, source: str, adapters: tuple[Adapter, ...],
-    http: opt.HttpOptions, batches_folder: Path | None = None,
-) -> tuple[Any, LoadedModel | RemoteModel]:  # fmt: skip
-    """The application in front of ``engine``, and ``model`` as clients know it. ``source``: as it was configured.
-    ``batches_folder``: as of :func:`memserve.api.app.create_app`."""
-    from memserve.api.app import create_app
-
-    aliases = (source, model.name)  # as it was configured, and as it calls itself
-    if http.server.served_model_names:
-        model = dataclasses.replace(model, name=http.server.served_model_names[0])
-    if not http.server.generation_config:
-        model = dataclasses.replace(model, generation_defaults={})
-    model = dataclasses.replace(model, default_max_tokens=http.server.default_max_tokens or None)
-    app = create_app(
-        engine, model, aliases=aliases, further_names=http.server.served_model_names[1:], adapters=adapters,
-        api_keys=http.api_keys.follow_keys(), metrics_keys=http.metrics_keys.follow_keys(), limits=http.limits,
-        config=http.api, batches_folder=batches_folder,
-    )  # fmt: skip
-    return app, model
-
-
-def serve_until_signal(
-    served: Served, source: str, adapters: tuple[Adapter, ...], listeners: list[socket.socket], http: opt.HttpOptions,
-    started: float,
-) -> None:  # fmt: skip
-    """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
-    from memserve.api.http.limits import make_room_for_connections
-    from memserve.api.http.server import Server
-    from memserve.system.memory import collect_rarely
-
-    collect_rarely()
-    make_room_for_connections(http.limits.connections_max)
-    app, model = app_of(served.engine, served.model, source, adapters, http, served.folder)
-    port = listeners[0].getsockname()[1]
-
-    def on_ready() -> None:
-        text = [ready_text(model.name, http.api_url(port), time.perf_counter() - started, http.api_keys.are_given)]
-        if served.text:
-            text.append(served.text)
-        if len(listeners) > 1:
-            own_url = http.api_url(listeners[1].getsockname()[1])
-            text.append(
-                f"documents, sessions, stored responses and batches are the owner's, which answers at {own_url} as well"
-            )
-        if adapters:
-            text.append(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
-        if model.kv_dtype != AS_COMPUTED:
-            text.append(f"not lossless: KV is rounded to {model.kv_dtype}, and answers may differ")
-        elif model.kv_lower_dtype != AS_COMPUTED:
-            text.append(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
-        if model.quantization != "none":
-            how = "as they are stored" if model.quantization == "auto" else f"rounded to {model.quantization}"
-            rounded = f"; activations are rounded to {model.activation_bits} bits" if model.activation_bits else ""
-            text.append(f"weights: {how}{rounded}")
-        print_lines(*text, result=True)
-
-    ends = {"on_ready": on_ready, "on_end": served.on_end}
-    server = Server(app, drain_s=http.server.drain_s, log_level=http.server.log_level, tls=http.tls, **ends)
-    on_ending_signals(
-        server.handle_exit
-    )  # uvicorn restores these handlers when it returns: a later signal must not kill the process
-    server.run(sockets=listeners)
-
-
-def ready_text(name: str, url: str, seconds: float, needs_key: bool) -> str:
-    """The ready line, and a line to copy that talks to the server."""
-    question = {"role": "user", "content": "What is the capital of France?"}
-    body = {"model": name, "temperature": 0, "messages": [question]}  # greedy: a small model wanders otherwise
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
-    example = f"curl {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
-    return f"ready in {seconds:.1f} s: {name} at {url}\ntry: {example}"

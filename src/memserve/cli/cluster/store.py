@@ -212,6 +212,10 @@ Name = Annotated[
 Advertise = Annotated[
     str | None, typer.Option(help="Host by which others reach the store. Default: the one that it listens at.")
 ]
+ModelName = Annotated[
+    str,
+    typer.Option("--model", help="With --join: the name of the model whose KV it keeps, where the router has several."),
+]
 DrainS = Annotated[
     float, typer.Option(min=0, help="Seconds for writing what is in memory alone, after SIGTERM or SIGHUP.")
 ]
@@ -239,6 +243,7 @@ def store(
     drain_s: DrainS = DRAIN_S,
     health_file: opt.HealthFile = None,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
+    model: ModelName = "",
     supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
     """Keep KV and values in memory and on disks, through every restart; ends on SIGTERM, SIGHUP or Ctrl-C."""
@@ -257,14 +262,14 @@ def store(
     name = name or f"store-{socket.gethostname()}"
     opt.check_name(name)
     if supervised:
-        _run_supervised(options, join, name, link, drain_s, log_level, kv_codec)
+        _run_supervised(options, join, name, link, drain_s, log_level, kv_codec, model)
         return
     if listen is None and join is None:
         hint = "--listen 127.0.0.1:7100 for clients, or --join HOST:PORT for a cluster, or both"
         raise UserError("this store would serve neither clients nor a cluster", hint=hint, param="listen")
     opt.set_up_logging(log_level)
     secret = _secret(options, cluster_secret_file)
-    place = _place(options, join, name, advertise, secret, link, drain_s, kv_codec, health_file=health_file)
+    place = _place(options, join, name, advertise, secret, link, drain_s, kv_codec, model, health_file=health_file)
     started = time.perf_counter()
     from memserve.store.host.process import run_store
 
@@ -272,13 +277,20 @@ def store(
 
 
 def _run_supervised(
-    options: StoreOptions, join: str | None, name: str, link: str, drain_s: float, log_level: str, kv_codec: str
+    options: StoreOptions,
+    join: str | None,
+    name: str,
+    link: str,
+    drain_s: float,
+    log_level: str,
+    kv_codec: str,
+    model: str,
 ) -> None:
     """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
     with child_of_serve(join or "", name, log_level) as child:
         from memserve.store.host.process import run_store
 
-        place = _place(options, join, name, None, child.secret, link, drain_s, kv_codec, child.host)
+        place = _place(options, join, name, None, child.secret, link, drain_s, kv_codec, model, child.host)
         run_store(place, lambda run: None, is_supervised=True, outlive=child.outlive)
         logging.shutdown()
 
@@ -302,6 +314,7 @@ def _place(
     link: str,
     drain_s: float,
     kv_codec: str,
+    model: str,
     own_host: str | None = None,
     health_file: Path | None = None,
 ) -> StorePlace:
@@ -326,6 +339,7 @@ def _place(
         link=link,
         drain_s=drain_s,
         health_file=health_file,
+        model=model,
     )
 
 

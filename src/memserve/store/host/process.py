@@ -101,6 +101,8 @@ class StorePlace:
     """How long it may write what is in memory alone when it is told to end."""
     health_file: Path | None = None
     """Where it says once a second what it is to its cluster."""
+    model: str = ""
+    """The name of the model whose KV it keeps, where the cluster has several; empty: the first."""
 
     @property
     def memory_name(self) -> str:
@@ -204,7 +206,7 @@ class StoreRun:
         with self._lock:  # messages may arrive as soon as there is a mailbox
             self._mailbox = ZmqMailbox(self_peer, listen_address, self._on_message, alias=STORE.name)
             self._opened.append(self._mailbox.close)
-            info = self._port.describe(_peer_info(tier, model, self_peer, self._mailbox.address, costs))
+            info = self._port.describe(_peer_info(tier, model, self_peer, self._mailbox.address, costs, place))
             member = MemberMachine(info, place.join, MemberConfig())
             disks = Disks(self._disks.logs, place.disks)
             self.machine = StoreMachine(
@@ -436,7 +438,9 @@ def _put_carried(tier: _core.MemoryTier, carried: CarriedValues) -> None:
     carried.values.clear()
 
 
-def _peer_info(tier: _core.MemoryTier, model: StoredModel, self_peer: Peer, address: str, costs: bytes) -> PeerInfo:
+def _peer_info(
+    tier: _core.MemoryTier, model: StoredModel, self_peer: Peer, address: str, costs: bytes, place: StorePlace
+) -> PeerInfo:
     """What members are told of a store."""
     return PeerInfo(
         peer=self_peer,
@@ -451,4 +455,5 @@ def _peer_info(tier: _core.MemoryTier, model: StoredModel, self_peer: Peer, addr
         pid=os.getpid(),
         publishes_events=True,
         costs=costs,
+        model=place.model,
     )

@@ -1,0 +1,141 @@
+"""The models of a command line: ``--model PATH``, or ``--model NAME=PATH,option=value,...`` for each of several.
+
+Options behind a name are those of the instances, of the store and their counts, and are this model's alone; options
+beside ``--model`` are those of all models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memserve.base.config import EngineOptions
+from memserve.base.deployment import INSTANCES_MAX, StoreOptions
+from memserve.base.errors import UserError
+from memserve.base.options import MANY, Option, from_keywords, options_of, unknown_name
+
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]{0,99})=(.+)", re.DOTALL)
+_COUNTS = ("prefill", "decode", "colocated")
+_HINT = "--model NAME=PATH[,option=value...], for example --model big=/models/big,tensor-parallel=2"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """One model, and what is its own."""
+
+    name: str
+    """By which clients ask for it, and its instances join. Empty: it has been given none."""
+    engine: EngineOptions
+    counts: tuple[int | None, int | None, int | None] = (None, None, None)
+    """Instances that prefill, that decode, and that do both. None: not said."""
+    store: StoreOptions = dataclasses.field(default_factory=StoreOptions)
+    """The store of its own."""
+
+
+def split_model(text: str) -> tuple[str, str]:
+    """Name and the rest of ``NAME=PATH...``; the name is empty where ``text`` is a path alone."""
+    match = _NAMED.fullmatch(text)
+    if match is None or Path(text).expanduser().exists():
+        return "", text
+    return match[1], match[2]
+
+
+def slug_of(name: str) -> str:
+    """The name of a model as a part of file names and of names of members."""
+    return name.replace("/", "-")
+
+
+def read_models(
+    texts: Sequence[str], engine: EngineOptions, counts: tuple[int | None, int | None, int | None], store: StoreOptions
+) -> list[NamedModel]:
+    """What ``--model`` says, each time; the first one is the default. ``engine``, ``counts``, ``store``: what holds for
+    all; several models share the store's memory and disks in equal parts, unless they have stores of their own.
+
+    Raises :class:`UserError` for what cannot be read, and for names that are not unique."""
+    if len(texts) < 2 and not split_model(texts[0] if texts else "")[0]:
+        return [NamedModel("", dataclasses.replace(engine, model=texts[0]) if texts else engine, counts, store)]
+    models = [_read_model(text, engine, counts) for text in texts]
+    slugs = [slug_of(model.name).casefold() for model in models]
+    for slug, model in zip(slugs, models, strict=True):
+        if slugs.count(slug) > 1:
+            raise UserError(f"two models are called {model.name!r}", hint="each needs a name", param="model")
+    if store.is_used and any(model.store.is_used for model in models):
+        hint = "name a folder for each model, or one for all"
+        raise UserError("a store for all models, and stores of single ones", hint=hint, param="ssd")
+    if not store.is_used:
+        return models
+    return [
+        dataclasses.replace(model, store=_share_of(store, slug, len(models)))
+        for slug, model in zip(slugs, models, strict=True)
+    ]
+
+
+def _read_model(text: str, engine: EngineOptions, counts: tuple[int | None, int | None, int | None]) -> NamedModel:
+    name, rest = split_model(text)
+    if not name:
+        raise UserError(f"--model {text}: each of several models needs a name", hint=_HINT, param="model")
+    path, *pairs = rest.split(",")
+    keywords: dict[str, list[str]] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals or not value:
+            raise UserError(f"--model {name}: cannot read {pair!r}", hint=_HINT, param="model")
+        keywords.setdefault(key.strip().lstrip("-").replace("-", "_"), []).append(value)
+    own_counts = [_read_count(name, role, keywords.pop(role, None)) for role in _COUNTS]
+    prefill, decode, colocated = own_counts if own_counts != [None, None, None] else counts
+    of_store = {entry.flag.removeprefix("--").replace("-", "_") for entry in options_of(StoreOptions)}
+    try:
+        store = from_keywords(StoreOptions(), _values(keywords.keys() & of_store, keywords, options_of(StoreOptions)))
+        engine_values = _values(keywords.keys() - of_store, keywords, options_of(engine))
+        built = from_keywords(dataclasses.replace(engine, model=path), engine_values)
+    except UserError as error:
+        raise UserError(f"--model {name}: {error.message}", hint=error.hint, param=error.param) from None
+    return NamedModel(name, built, (prefill, decode, colocated), store)
+
+
+def _read_count(name: str, role: str, texts: list[str] | None) -> int | None:
+    if texts is None:
+        return None
+    if len(texts) != 1 or not texts[0].isdecimal() or len(texts[0]) > 2 or int(texts[0]) > INSTANCES_MAX:
+        hint = f"a number up to {INSTANCES_MAX}, for example {role}=2"
+        raise UserError(f"--model {name}: cannot read {role}={','.join(texts)}", hint=hint, param=role)
+    return int(texts[0])
+
+
+def _values(names: set[str], keywords: dict[str, list[str]], options: list[Option]) -> dict[str, Any]:
+    """What :func:`from_keywords` takes, of options named ``names``."""
+    by_name = {entry.flag.removeprefix("--").removeprefix("no-").replace("-", "_"): entry for entry in options}
+    by_name |= {entry.name: entry for entry in options} | {entry.vllm: entry for entry in options if entry.vllm}
+    return {name: _value(name, keywords[name], by_name) for name in sorted(names)}
+
+
+def _value(name: str, texts: list[str], by_name: dict[str, Option]) -> Any:
+    entry = by_name.get(name)
+    if entry is None or name == "model":
+        raise unknown_name(name, sorted(by_name.keys() - {"model"} | set(_COUNTS)))
+    if entry.form is not None and entry.form.kind == list[str]:
+        return texts if entry.form is not MANY else tuple(texts)
+    if len(texts) > 1:
+        raise UserError(f"{name} is there twice", hint="leave one out", param=name)
+    try:
+        return msgspec.convert(texts[0], entry.kind, strict=False)
+    except msgspec.ValidationError:
+        raise UserError(f"cannot read {name}={texts[0]}", hint=entry.help, param=name) from None
+
+
+def _share_of(store: StoreOptions, slug: str, count: int) -> StoreOptions:
+    """The store of one of ``count`` models, where one was asked for."""
+    if store.at is not None or store.address is not None:
+        hint = "name one for each model: --model NAME=PATH,store=HOST:PORT"
+        raise UserError("a store at an address keeps the KV of one model", hint=hint, param="store")
+    folders = tuple((str(Path(folder) / slug), nbytes // count) for folder, nbytes in store.folders)
+    writes_bytes = store.writes_per_day_bytes // count
+    return dataclasses.replace(
+        store, folders=folders, dram_bytes=store.memory_bytes // count, writes_per_day_bytes=writes_bytes
+    )
