@@ -59,7 +59,7 @@ class Server:
         def is_fresh() -> bool:
             nonlocal page
             page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
-            read_at = dict(re.findall(rf'^{READ_AT}{{instance="(\w+)".*}} (.+)$', page, re.M))
+            read_at = dict(re.findall(rf'^{READ_AT}{{instance="([^"]+)".*}} (.+)$', page, re.M))
             return all(float(read_at.get(name, 0)) > called_at for name in self.instances() | read_at.keys())
 
         eventually(is_fresh)
@@ -82,7 +82,7 @@ class Server:
 
     def instances(self) -> set[str]:
         """Those of the children that are no routers and no stores."""
-        return {name for name in self.children() if re.fullmatch(r"[cdp]\d+", name)}
+        return {name for name in self.children() if re.fullmatch(r"(.*-)?[cdp]\d+", name)}
 
     def held(self) -> dict[str, float]:
         """What a cluster without requests and documents should not have: live requests, open transfers, blocks in use,

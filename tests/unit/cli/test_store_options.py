@@ -105,12 +105,14 @@ def test_a_store_that_does_not_join_is_given_up() -> None:
 def test_store_process_gets_all_options() -> None:
     store = StoreOptions((("/mnt/a", 5 * GIB),), 64 * MIB, "0.0.0.0:7500", "always", 9 * GIB, "all")
     order = ChildOrder("s1", Role.STORE, store.store_flags)
-    assert order.command_line[2:] == [
+    command = order.command_line[order.command_line.index("memserve") :]
+    assert command == [
         "memserve", "store", "--name", "s1", "--supervised", "--dram", str(64 * MIB), "--ssd-sync", "always",
         "--ssd-admission", "all", "--ssd", f"/mnt/a={5 * GIB}", "--ssd-writes-per-day", str(9 * GIB),
         "--listen", "0.0.0.0:7500",
     ]  # fmt: skip
-    assert ChildOrder("c1", Role.COLOCATED, ()).command_line[3:6] == ["instance", "--role", "colocated"]
+    words = ChildOrder("c1", Role.COLOCATED, ()).command_line
+    assert words[words.index("memserve") + 1 :][:3] == ["instance", "--role", "colocated"]
 
 
 def test_single_engine_refuses_store_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,14 +11,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from memserve.base.config import EngineOptions
 from memserve.base.deployment import INSTANCES_MAX, StoreOptions
 from memserve.base.errors import UserError
-from memserve.base.options import MANY, Option, from_keywords, options_of, unknown_name
+from memserve.base.options import Option, options_of, unknown_name, with_values
+
+T = TypeVar("T")
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]{0,99})=(.+)", re.DOTALL)
 _COUNTS = ("prefill", "decode", "colocated")
@@ -87,13 +89,12 @@ def _read_model(text: str, engine: EngineOptions, counts: tuple[int | None, int 
         if not key or not equals or not value:
             raise UserError(f"--model {name}: cannot read {pair!r}", hint=_HINT, param="model")
         keywords.setdefault(key.strip().lstrip("-").replace("-", "_"), []).append(value)
-    own_counts = [_read_count(name, role, keywords.pop(role, None)) for role in _COUNTS]
-    prefill, decode, colocated = own_counts if own_counts != [None, None, None] else counts
-    of_store = {entry.flag.removeprefix("--").replace("-", "_") for entry in options_of(StoreOptions)}
+    model_counts = [_read_count(name, role, keywords.pop(role, None)) for role in _COUNTS]
+    prefill, decode, colocated = model_counts if model_counts != [None, None, None] else counts
+    of_store = keywords.keys() & {_keyword(entry) for entry in options_of(StoreOptions)}
     try:
-        store = from_keywords(StoreOptions(), _values(keywords.keys() & of_store, keywords, options_of(StoreOptions)))
-        engine_values = _values(keywords.keys() - of_store, keywords, options_of(engine))
-        built = from_keywords(dataclasses.replace(engine, model=path), engine_values)
+        store = _with_texts(StoreOptions(), {key: keywords.pop(key) for key in of_store})
+        built = _with_texts(dataclasses.replace(engine, model=path), keywords)
     except UserError as error:
         raise UserError(f"--model {name}: {error.message}", hint=error.hint, param=error.param) from None
     return NamedModel(name, built, (prefill, decode, colocated), store)
@@ -108,25 +109,34 @@ def _read_count(name: str, role: str, texts: list[str] | None) -> int | None:
     return int(texts[0])
 
 
-def _values(names: set[str], keywords: dict[str, list[str]], options: list[Option]) -> dict[str, Any]:
-    """What :func:`from_keywords` takes, of options named ``names``."""
-    by_name = {entry.flag.removeprefix("--").removeprefix("no-").replace("-", "_"): entry for entry in options}
-    by_name |= {entry.name: entry for entry in options} | {entry.vllm: entry for entry in options if entry.vllm}
-    return {name: _value(name, keywords[name], by_name) for name in sorted(names)}
+def _keyword(entry: Option) -> str:
+    return entry.flag.removeprefix("--").replace("-", "_")
 
 
-def _value(name: str, texts: list[str], by_name: dict[str, Option]) -> Any:
-    entry = by_name.get(name)
-    if entry is None or name == "model":
-        raise unknown_name(name, sorted(by_name.keys() - {"model"} | set(_COUNTS)))
-    if entry.form is not None and entry.form.kind == list[str]:
-        return texts if entry.form is not MANY else tuple(texts)
+def _with_texts(config: T, texts_by_key: dict[str, list[str]]) -> T:
+    """``config`` with options that are named by their flags, or by vLLM's names, as they would be on a command line."""
+    entries = [entry for entry in options_of(config) if entry.name != "model"]
+    readers = {entry.vllm: (entry, entry.vllm_form, entry.read_vllm) for entry in entries if entry.vllm}
+    readers |= {_keyword(entry): (entry, entry.form, entry.parse_value) for entry in entries}
+    values = {}
+    for key, texts in texts_by_key.items():
+        if key not in readers:
+            raise unknown_name(key, [*readers, *_COUNTS])
+        entry, form, read = readers[key]
+        values[entry.path] = read(_convert(key, texts, entry, entry.kind if form is None else form.kind))
+    return with_values(config, values)
+
+
+def _convert(key: str, texts: list[str], entry: Option, kind: Any) -> Any:
+    """What is written behind ``key=``, as a value of the flag."""
+    if kind == list[str]:
+        return texts
     if len(texts) > 1:
-        raise UserError(f"{name} is there twice", hint="leave one out", param=name)
+        raise UserError(f"{key} is there twice", hint="leave one out", param=entry.name)
     try:
-        return msgspec.convert(texts[0], entry.kind, strict=False)
+        return msgspec.convert(texts[0], kind, strict=False)
     except msgspec.ValidationError:
-        raise UserError(f"cannot read {name}={texts[0]}", hint=entry.help, param=name) from None
+        raise UserError(f"cannot read {key}={texts[0]}", hint=entry.help, param=entry.name) from None
 
 
 def _share_of(store: StoreOptions, slug: str, count: int) -> StoreOptions:

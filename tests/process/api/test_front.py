@@ -1,0 +1,227 @@
+"""Several models behind one HTTP front: which one answers, and what is said of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from api_world import TinyModel, says
+from fake_engine import FakeEngine
+from memserve.api.app import create_app
+from memserve.api.front import ModelFront, ModelPart
+from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.api.http.limits import Edge
+from memserve.api.http.server import Server, bind
+from memserve.api.metrics.http import ApiMetrics
+from memserve.base.units import MIB
+
+QUESTION = [{"role": "user", "content": "hello"}]
+
+
+@dataclasses.dataclass
+class Front:
+    url: str
+    engines: dict[str, FakeEngine]
+    front: ModelFront
+    server: Server
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=30, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, **options)
+
+    def ask(self, **fields: Any) -> str:
+        return self.post("/v1/chat/completions", {"messages": QUESTION} | fields).json()["choices"][0]["message"][
+            "content"
+        ]
+
+
+@contextmanager
+def running(folder: Path | None = None, limits: EdgeConfig | None = None, **options: Any) -> Iterator[Front]:
+    """Models ``one`` and ``two`` that say their names; afterwards nothing may be left in their engines."""
+    limits, texts = limits or EdgeConfig(), {"one": "I am the first", "two": "I am the second"}
+    edge = Edge(limits, ApiMetrics())
+    engines = {name: FakeEngine(says(text)) for name, text in texts.items()}
+    parts = [
+        ModelPart(
+            name, create_app(engine, TinyModel(name), aliases=[f"org/{name}"], limits=limits, edge=edge, **options)
+        )
+        for name, engine in engines.items()
+    ]
+    front = ModelFront(parts, edge, batches_folder=folder, **options)
+    listener, ready = bind("127.0.0.1", 0), threading.Event()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = Server(front, drain_s=5.0, on_ready=ready.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    with ExitStack() as stack:
+        for engine in engines.values():
+            stack.callback(engine.close)
+        assert ready.wait(20)
+        try:
+            yield Front(url, engines, front, server)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive() and server._hub.calls_open == 0
+        assert edge.bodies.reserved_bytes == 0
+        assert all(engine.requests_outstanding == 0 for engine in engines.values())
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with running() as front:
+        yield front
+
+
+def test_a_request_goes_to_the_model_that_it_names(front: Front) -> None:
+    assert front.ask(model="one") == "I am the first"
+    assert [front.ask(model=name) for name in ("two", "TWO", "org/two")] == ["I am the second"] * 3
+    assert front.ask() == "I am the first", "none named: the default"
+    assert front.ask(model=None) == "I am the first"
+
+
+def test_all_endpoints_find_their_model(front: Front) -> None:
+    assert (
+        front.post("/v1/completions", {"model": "two", "prompt": "hello"}).json()["choices"][0]["text"]
+        == "I am the second"
+    )
+    message = front.post("/v1/messages", {"model": "two", "max_tokens": 64, "messages": QUESTION}).json()
+    assert message["content"][0]["text"] == "I am the second" and message["model"] == "two"
+    response = front.post("/v1/responses", {"model": "two", "input": "hello"}).json()
+    assert response["output"][0]["content"][0]["text"] == "I am the second"
+    assert front.get(f"/v1/responses/{response['id']}").json()["model"] == "two", "the first model does not know it"
+    assert front.post("/tokenize", {"model": "two", "prompt": "hello"}).status_code == 200
+
+
+def test_streams_come_from_their_model(front: Front) -> None:
+    client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+    stream = client.chat.completions.create(model="two", messages=QUESTION, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "I am the second"
+    assert [model.id for model in client.models.list()] == ["one", "two"]
+
+
+def test_an_unknown_model_is_404_in_the_form_of_its_interface(front: Front) -> None:
+    answer = front.post("/v1/chat/completions", {"model": "three", "messages": QUESTION})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+    assert "this server serves `one, two`" in answer.json()["error"]["message"]
+    answer = front.post("/v1/messages", {"model": "three", "max_tokens": 4, "messages": QUESTION})
+    assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
+    assert front.get("/v1/models/three").status_code == 404
+    assert front.get("/v1/models/org/two").json()["id"] == "two"
+
+
+def test_what_cannot_be_read_is_answered_by_the_default(front: Front) -> None:
+    headers = {"content-type": "application/json"}
+    for content in (b"", b"{", b"[1]", b'{"model": 3}', b'{"messages": [1]}', b"\xff\xfe"):
+        answer = httpx.post(f"{front.url}/v1/chat/completions", content=content, headers=headers)
+        assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error", content
+    assert httpx.post(f"{front.url}/v1/chat/completions", content=b"x=1").status_code == 415
+    assert front.get("/nothing").json()["error"]["code"] == "unknown_url"
+    assert front.get("/v1/responses/none").json()["error"]["code"] == "response_not_found"
+
+
+def test_the_address_can_name_the_model(front: Front) -> None:
+    assert [front.get(f"/ui/snapshot?model={name}").json()["model"] for name in ("one", "two")] == ["one", "two"]
+    assert front.get("/ui/snapshot").json()["model"] == "one"
+    assert front.get("/ui/snapshot?model=three").status_code == 404
+    assert front.get("/ui").status_code == 200
+
+
+def test_health_and_metrics_speak_of_all_models(front: Front) -> None:
+    assert front.get("/health").json() == {"status": "ok", "models": {"one": "ok", "two": "ok"}}
+    before = _counter(front, "two")
+    front.ask(model="two")
+    front.ask(model="one")
+    assert _counter(front, "two") == before + 1
+    page = front.get("/metrics").text
+    lines = [line for line in page.splitlines() if not line.startswith("#")]
+    assert len(lines) == len({line.rsplit(" ", 1)[0] for line in lines}), "no series twice"
+    assert sum(line.startswith("# TYPE memserve_http_requests_total ") for line in page.splitlines()) == 1
+    of_process = [line for line in lines if line.startswith("memserve_http_connections")]
+    assert len(of_process) == 1 and "{" not in of_process[0], "of the process: once, and without a model"
+    front.engines["two"].stats_error = TimeoutError()
+    try:
+        assert front.get("/health").json()["models"] == {"one": "ok", "two": "engine does not answer"}
+        assert front.get("/health").status_code == 200
+        front.engines["one"].stats_error = TimeoutError()
+        assert front.get("/health").status_code == 503
+    finally:
+        front.engines["one"].stats_error = front.engines["two"].stats_error = None
+
+
+def _counter(front: Front, model: str) -> float:
+    start = f'memserve_http_requests_total{{model="{model}",route="/v1/chat/completions",status="200"}} '
+    lines = [line for line in front.get("/metrics").text.splitlines() if line.startswith(start)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def test_keys_are_asked_for_before_a_body_is_read() -> None:
+    with running(api_keys=["team=secret"], metrics_keys=["op=page"]) as front:
+        body = {"model": "two", "messages": QUESTION}
+        assert front.post("/v1/chat/completions", body).status_code == 401
+        assert front.post("/v1/chat/completions", body, headers={"authorization": "Bearer secret"}).status_code == 200
+        anthropic = body | {"max_tokens": 5}
+        assert front.post("/v1/messages", anthropic, headers={"x-api-key": "secret"}).status_code == 200
+        assert front.get("/v1/models").status_code == 401 and front.get("/metrics").status_code == 401
+        page = front.get("/metrics", headers={"authorization": "Bearer page"}).text
+        assert 'memserve_tenant_requests_total{model="two",tenant="team"} 2.0' in page
+        with httpx.stream(
+            "POST", f"{front.url}/v1/completions", content=_endless(), headers={"content-type": "application/json"}
+        ) as answer:
+            assert answer.status_code == 401
+
+
+def _endless() -> Iterator[bytes]:
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        yield b" " * 65536
+
+
+def test_bodies_are_bounded() -> None:
+    with running(limits=EdgeConfig(body_bytes_max=MIB)) as front:
+        long = {"model": "two", "prompt": "x" * (2 * MIB)}
+        assert front.post("/v1/completions", long).status_code == 413
+        assert front.post("/v1/completions", {"model": "two", "prompt": "hello"}).status_code == 200
+
+
+def test_a_root_path_and_slashes_at_ends() -> None:
+    with running(config=ApiConfig(root_path="/llm")) as front:
+        assert [card["id"] for card in front.get("/llm/v1/models/").json()["data"]] == ["one", "two"]
+        assert front.post("/llm/v1/completions/", {"model": "two", "prompt": "hello"}).json()["model"] == "two"
+        assert front.get("/v1/models").status_code == 200
+
+
+def test_a_batch_asks_the_model_of_each_line(tmp_path: Path) -> None:
+    with running(tmp_path) as front:
+        names = ["one", "two", "three", None]
+        bodies = [{"prompt": "hello"} | ({"model": name} if name else {}) for name in names]
+        lines = [
+            json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body})
+            for number, body in enumerate(bodies)
+        ]
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
+        file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        until = time.monotonic() + 30
+        while (batch := client.batches.retrieve(batch.id)).status not in (
+            "completed",
+            "failed",
+        ) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 3, 1)
+        answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+        said = {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in answers}
+        assert said == {"0": "I am the first", "1": "I am the second", "3": "I am the first"}
+        assert "three" in client.files.content(batch.error_file_id).text

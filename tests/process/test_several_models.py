@@ -1,0 +1,162 @@
+"""Two models of other geometries behind one router process: each answers for itself, whatever is killed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from router_kills import Killed
+from served_cluster import Server, eventually, is_alive
+from tiny_models import greedy_answers, prompt, save_folder, tiny_module
+
+FLAGS = ("--store-dram", "16MiB")
+COUNT = 12
+
+
+class Models:
+    """``one``, a Llama in one instance, and ``two``, a Qwen3 with other heads behind prefill and decode."""
+
+    def __init__(self, folder: Path) -> None:
+        self.modules = {"one": tiny_module("llama", 1), "two": tiny_module("qwen3", 2)}
+        paths = {name: save_folder(module, folder / name) for name, module in self.modules.items()}
+        self.killed = Killed(
+            f"one={paths['one']},colocated=1",  # type: ignore[arg-type]  # as the command line has it
+            folder / "state",
+            "--model", f"two={paths['two']},prefill=1,decode=1,block-tokens=16", *FLAGS,
+        )  # fmt: skip
+        self.state = folder / "state"
+
+    @property
+    def server(self) -> Server:
+        return self.killed.server
+
+    def answer(self, name: str, tokens: Sequence[int]) -> list[int]:
+        """Of the server: token ids."""
+        body = {
+            "model": name, "prompt": list(tokens), "max_tokens": COUNT, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        answer = httpx.post(f"{self.server.url}/completions", json=body, timeout=120).raise_for_status().json()
+        assert answer["model"] == name
+        ids: list[int] = answer["choices"][0]["token_ids"]
+        return ids
+
+    def check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Both models answer all ``prompts`` at once, as transformers does."""
+        asked = [(name, tokens) for tokens in prompts for name in self.modules]
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda pair: self.answer(*pair), asked))
+        for name, module in self.modules.items():
+            given = [ids for (asked_name, _), ids in zip(asked, answers, strict=True) if asked_name == name]
+            with torch.inference_mode():
+                assert given == greedy_answers(module, prompts, COUNT, given), name
+
+    def pids(self) -> dict[str, int]:
+        """Of the members that run, whichever router has started them."""
+        files = [self.state / "models" / name / "children.json" for name in self.modules]
+        written = [json.loads(file.read_text()) for file in files]
+        pids = {name: child["pid"] for children in written for name, child in children.items()}
+        return {name: pid for name, pid in pids.items() if is_alive(pid)}
+
+    def pid(self, name: str) -> int:
+        eventually(lambda: name in self.pids())
+        return self.pids()[name]
+
+    def counter(self, name: str, model: str) -> float:
+        """``memserve_instance_<name>_total`` of the model's instances."""
+        page = self.server.fresh_metrics()
+        pattern = rf'^memserve_instance_{name}_total{{instance="[^"]*",model="{model}".*}} (.+)$'
+        return sum(map(float, re.findall(pattern, page, re.M)))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    models = Models(tmp_path_factory.mktemp("models"))
+    yield models
+    models.killed.end()
+
+
+def prompts(seed: int) -> list[list[int]]:
+    """The same for both models: their KV must not meet."""
+    return [prompt(length, seed + length).tolist() for length in (5, 40, 70, 100)]
+
+
+def test_each_model_answers_for_itself(models: Models) -> None:
+    assert set(models.pids()) == {"one-c1", "one-s1", "two-p1", "two-d1", "two-s1"}
+    models.check(prompts(1))
+    models.check(prompts(1))
+    for name in models.modules:
+        assert models.counter("cached_tokens", name) > 100, "the second time, the prompts were cached"
+
+
+def test_a_killed_instance_costs_no_answer_of_either_model(models: Models) -> None:
+    for number, name in enumerate(("one-c1", "two-p1", "two-d1", "two-s1")):
+        pid = models.pid(name)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            checking = pool.submit(models.check, prompts(100 * (number + 1)))
+            os.kill(pid, signal.SIGKILL)
+            checking.result(120)
+        eventually(lambda name=name, pid=pid: models.pids().get(name) not in (None, pid))
+    models.check(prompts(1))
+
+
+def test_a_killed_router_finds_the_instances_of_both(models: Models) -> None:
+    models.check(prompts(700))
+    pids = {name: models.pid(name) for name in ("one-c1", "two-p1", "two-d1")}
+    models.killed.kill()
+    models.killed.restart()
+    assert {name: models.pid(name) for name in pids} == pids, "the same processes"
+    models.check(prompts(700))
+    assert models.counter("cached_tokens", "one") > 100 and models.counter("cached_tokens", "two") > 100
+
+
+def test_a_batch_asks_both_models_and_outlives_the_router(models: Models) -> None:
+    asked = [
+        (name, tokens) for seed in range(30) for tokens in [prompt(20, 5000 + seed).tolist()] for name in models.modules
+    ]
+    body = {"max_tokens": 4, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    lines = [
+        json.dumps({
+            "custom_id": f"{number}", "method": "POST", "url": "/v1/completions",
+            "body": {"model": name, "prompt": tokens} | body,
+        })
+        for number, (name, tokens) in enumerate(asked)
+    ]  # fmt: skip
+    client = models.server.client
+    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    batch_id = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h").id
+    eventually(lambda: client.batches.retrieve(batch_id).request_counts.completed > 5)
+    models.killed.kill()
+    models.killed.restart()
+    client = models.server.client
+    eventually(lambda: client.batches.retrieve(batch_id).status == "completed")
+    output = client.files.content(client.batches.retrieve(batch_id).output_file_id).text
+    answers = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, output.splitlines())}
+    assert len(answers) == len(asked)
+    for name, module in models.modules.items():
+        own = [number for number, (asked_name, _) in enumerate(asked) if asked_name == name]
+        given = [answers[str(number)]["choices"][0]["token_ids"] for number in own]
+        assert given == greedy_answers(module, [asked[number][1] for number in own], 4, given)
+
+
+def test_an_instance_for_another_model_is_told_what_there_is(models: Models, capfd: pytest.CaptureFixture[str]) -> None:
+    from memserve.cli.main import run
+
+    join = next(word for word in _command_of(models.pid("one-c1")) if word.startswith("tcp://"))
+    words = ["instance", "--join", join.removeprefix("tcp://"), "--cluster-secret-file", str(models.state / "secret")]
+    path = _command_of(models.pid("one-c1"))[_command_of(models.pid("one-c1")).index("--model") + 1].partition("=")[2]
+    assert run([*words, "--model", f"three={path}", "--kv-memory", "4MiB", "--threads", "1"]) == 1
+    assert "this router serves one, two, not 'three'" in capfd.readouterr().err
+
+
+def _command_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
