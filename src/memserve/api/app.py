@@ -341,6 +341,6 @@ def create_app(
     ]
     app = Application(routes, layers, _lifespan(engine, feed, closing, batches))
     app.state.hub, app.state.edge, app.state.metrics = hub, edge, metrics
-    app.state.names, app.state.pages = names, pages
+    app.state.names, app.state.pages, app.state.feed = names, pages, feed
     app.state.behind_guard, app.state.count_waiting = behind_guard, count_waiting
     return app

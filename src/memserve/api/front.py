@@ -105,6 +105,8 @@ class ModelFront:
         """``parts``: the default first, each made with ``edge``. The rest: as of
         :func:`memserve.api.app.create_app`."""
         self.parts = list(parts)
+        for part in parts:
+            part.app.state.feed.list_models = lambda: [part.name for part in self.parts]
         self.state = State({"hub": _AllCalls(lambda: self.parts), "edge": edge})
         self._edge, self._keys = edge, KeyRing(api_keys)
         self._batches, batch_routes = open_batches(

@@ -2,86 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from api_world import TinyModel, says
-from fake_engine import FakeEngine
-from memserve.api.app import create_app
-from memserve.api.front import ModelFront, ModelPart
+from front_world import QUESTION, Front, running_front
 from memserve.api.http.config import ApiConfig, EdgeConfig
-from memserve.api.http.limits import Edge
-from memserve.api.http.server import Server, bind
-from memserve.api.metrics.http import ApiMetrics
 from memserve.base.units import MIB
-
-QUESTION = [{"role": "user", "content": "hello"}]
-
-
-@dataclasses.dataclass
-class Front:
-    url: str
-    engines: dict[str, FakeEngine]
-    front: ModelFront
-    server: Server
-
-    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=30, **options)
-
-    def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30, **options)
-
-    def ask(self, **fields: Any) -> str:
-        return self.post("/v1/chat/completions", {"messages": QUESTION} | fields).json()["choices"][0]["message"][
-            "content"
-        ]
-
-
-@contextmanager
-def running(folder: Path | None = None, limits: EdgeConfig | None = None, **options: Any) -> Iterator[Front]:
-    """Models ``one`` and ``two`` that say their names; afterwards nothing may be left in their engines."""
-    limits, texts = limits or EdgeConfig(), {"one": "I am the first", "two": "I am the second"}
-    edge = Edge(limits, ApiMetrics())
-    engines = {name: FakeEngine(says(text)) for name, text in texts.items()}
-    parts = [
-        ModelPart(
-            name, create_app(engine, TinyModel(name), aliases=[f"org/{name}"], limits=limits, edge=edge, **options)
-        )
-        for name, engine in engines.items()
-    ]
-    front = ModelFront(parts, edge, batches_folder=folder, **options)
-    listener, ready = bind("127.0.0.1", 0), threading.Event()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = Server(front, drain_s=5.0, on_ready=ready.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    with ExitStack() as stack:
-        for engine in engines.values():
-            stack.callback(engine.close)
-        assert ready.wait(20)
-        try:
-            yield Front(url, engines, front, server)
-        finally:
-            server.should_exit = True
-            thread.join(20)
-        assert not thread.is_alive() and server._hub.calls_open == 0
-        assert edge.bodies.reserved_bytes == 0
-        assert all(engine.requests_outstanding == 0 for engine in engines.values())
 
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
-    with running() as front:
+    with running_front() as front:
         yield front
 
 
@@ -168,7 +105,7 @@ def _counter(front: Front, model: str) -> float:
 
 
 def test_keys_are_asked_for_before_a_body_is_read() -> None:
-    with running(api_keys=["team=secret"], metrics_keys=["op=page"]) as front:
+    with running_front(api_keys=["team=secret"], metrics_keys=["op=page"]) as front:
         body = {"model": "two", "messages": QUESTION}
         assert front.post("/v1/chat/completions", body).status_code == 401
         assert front.post("/v1/chat/completions", body, headers={"authorization": "Bearer secret"}).status_code == 200
@@ -190,21 +127,21 @@ def _endless() -> Iterator[bytes]:
 
 
 def test_bodies_are_bounded() -> None:
-    with running(limits=EdgeConfig(body_bytes_max=MIB)) as front:
+    with running_front(limits=EdgeConfig(body_bytes_max=MIB)) as front:
         long = {"model": "two", "prompt": "x" * (2 * MIB)}
         assert front.post("/v1/completions", long).status_code == 413
         assert front.post("/v1/completions", {"model": "two", "prompt": "hello"}).status_code == 200
 
 
 def test_a_root_path_and_slashes_at_ends() -> None:
-    with running(config=ApiConfig(root_path="/llm")) as front:
+    with running_front(config=ApiConfig(root_path="/llm")) as front:
         assert [card["id"] for card in front.get("/llm/v1/models/").json()["data"]] == ["one", "two"]
         assert front.post("/llm/v1/completions/", {"model": "two", "prompt": "hello"}).json()["model"] == "two"
         assert front.get("/v1/models").status_code == 200
 
 
 def test_a_batch_asks_the_model_of_each_line(tmp_path: Path) -> None:
-    with running(tmp_path) as front:
+    with running_front(tmp_path) as front:
         names = ["one", "two", "three", None]
         bodies = [{"prompt": "hello"} | ({"model": name} if name else {}) for name in names]
         lines = [

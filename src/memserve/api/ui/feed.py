@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -92,6 +92,8 @@ class PageFeed:
 
     def __init__(self, source: FeedSource, metrics: ApiMetrics, timelines: Timelines) -> None:
         self._source, self._metrics, self._timelines = source, metrics, timelines
+        self.list_models: Callable[[], Sequence[str]] = tuple
+        """The names of all models, where the server has several."""
         self._pages = 0
         self._reader: asyncio.Task[None] | None = None
         self._builder: SnapshotBuilder | None = None
@@ -194,7 +196,7 @@ class PageFeed:
 
     async def _new_builder(self) -> SnapshotBuilder:
         reading = await self._source.read_snapshot()
-        return SnapshotBuilder(self._metrics, self._timelines, self._source.model, reading)
+        return SnapshotBuilder(self._metrics, self._timelines, self._source.model, reading, self.list_models())
 
     def _stop_reading(self) -> None:
         """The last page has closed: keep nothing."""

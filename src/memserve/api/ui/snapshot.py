@@ -6,7 +6,7 @@ The figures are the very samples that ``/metrics`` renders, so that a page canno
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,8 +98,17 @@ class EngineReading:
 class SnapshotBuilder:
     """Builds the events of one moment. ``reading``: one for all viewers."""
 
-    def __init__(self, metrics: ApiMetrics, timelines: Timelines, model: str, reading: SnapshotReading) -> None:
+    def __init__(
+        self,
+        metrics: ApiMetrics,
+        timelines: Timelines,
+        model: str,
+        reading: SnapshotReading,
+        models: Sequence[str] = (),
+    ) -> None:
+        """``models``: all that the server has, where there are several."""
         self._metrics, self._timelines, self._model, self._reading = metrics, timelines, model, reading
+        self._models = list(models)
         self._time_ms = time.time_ns() // NS_PER_MS
 
     def build_event(self, viewer: Viewer) -> dict[str, Any]:
@@ -108,6 +117,7 @@ class SnapshotBuilder:
             "time_ms": self._time_ms,
             "version": __version__,
             "model": self._model,
+            "models": self._models,
             "viewer": {"tenant": viewer.tenant, "sees_cluster": viewer.sees_cluster},
             "metrics": self._visible_samples(viewer),
             "members": self._reading.member_cards() if viewer.sees_cluster else [],

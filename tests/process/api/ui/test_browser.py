@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from browser import Browser, Opener, browsers
 from fake_engine import FakeEngine
+from front_world import running_front
 from memserve.api.ui import feed
 from waiting import eventually
 
@@ -294,3 +295,25 @@ def test_the_hit_rate_is_one_number_everywhere(world: World, open_browser: Opene
     assert "began 500 prompt tokens, 96 with KV from its cache" in cluster
     for text in (cluster, cache):
         assert set(re.findall(r"[0-9.]+ %", text)) - {"0 %", "0.0 %"} == {"8.8 %"}
+
+
+def test_of_several_models_the_page_shows_the_chosen_one(open_browser: Opener) -> None:
+    chosen = "return document.querySelector('#model select').value"
+    with running_front() as front:
+        assert front.ask(model="two") == "I am the second"
+        browser = open_browser()
+        browser.open(f"{front.url}/ui")
+        browser.until(IS_LIVE)
+        assert browser.run(chosen) == "one"
+        picked = (
+            "const s = document.querySelector('#model select'); s.value = 'two'; s.dispatchEvent(new Event('change'))"
+        )
+        browser.run(picked)
+        browser.until("return location.search === '?model=two'")
+        browser.until(IS_LIVE)
+        assert browser.run(chosen) == "two"
+        show(browser, "chat")
+        text = "const t = document.querySelector('textarea'); t.value = 'hello'; t.form.requestSubmit()"
+        browser.run(text)
+        browser.until("return document.querySelector('.log').textContent.includes('I am the second')")
+        assert browser.run(HARD_TO_READ) == [] and browser.errors() == []

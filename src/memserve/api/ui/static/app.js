@@ -44,8 +44,20 @@ function follows(snapshot) {
 
 function take(snapshot) {
   figures.take(snapshot);
-  document.getElementById("model").textContent = `${snapshot.model}, memserve ${snapshot.version}`;
+  showModel(snapshot);
   render();
+}
+
+// Its name; where the server has several models, their names to choose from.
+function showModel({ model, models = [], version }) {
+  const place = document.getElementById("model");
+  const list = models.join("\n");
+  if (place.dataset.shown === `${model}\n${list}`) return;
+  place.dataset.shown = `${model}\n${list}`;
+  const choose = (event) => (location.search = new URLSearchParams({ model: event.target.value }));
+  const options = models.map((name) => h("option", { value: name, selected: name === model }, name));
+  const shown = models.length > 1 ? h("select", { "aria-label": "Model", onchange: choose }, ...options) : model;
+  place.replaceChildren(shown, `, memserve ${version}`);
 }
 
 // A moment of a finished run: what went before it is its history.

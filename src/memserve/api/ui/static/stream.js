@@ -1,6 +1,14 @@
 // The events of /ui/events. EventSource cannot send a key, so the stream is read with fetch.
 
-const EVENTS = new URL("events", import.meta.url);
+// Of several models the page shows the one in its address; without one, the first.
+export function ofModel(path) {
+  const url = new URL(path, import.meta.url);
+  const model = new URLSearchParams(location.search).get("model");
+  if (model) url.searchParams.set("model", model);
+  return url;
+}
+
+const EVENTS = ofModel("events");
 const SILENCE_MS = 30000;
 const PAUSES_MS = [500, 1000, 2000, 4000];
 

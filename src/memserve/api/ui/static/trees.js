@@ -1,9 +1,9 @@
 // The prefixes of the last prompts as trees that can be opened, with the members that hold them.
 
 import { bar, count, counted, h, legend } from "./dom.js";
-import { keyHeaders } from "./stream.js";
+import { keyHeaders, ofModel } from "./stream.js";
 
-const TREES = new URL("trees", import.meta.url);
+const TREES = ofModel("trees");
 const EVERY_MS = 2000;
 const TIERS = [
   ["held", "upper tier: HBM, memory of a store"], ["cached", "lower tier alone: DRAM, disks"], ["free", "not held"],
