@@ -29,7 +29,7 @@ class Models:
         self.modules = {"one": tiny_module("llama", 1), "two": tiny_module("qwen3", 2)}
         paths = {name: save_folder(module, folder / name) for name, module in self.modules.items()}
         self.killed = Killed(
-            f"one={paths['one']},colocated=1",  # type: ignore[arg-type]  # as the command line has it
+            f"one={paths['one']},colocated=1",
             folder / "state",
             "--model", f"two={paths['two']},prefill=1,decode=1,block-tokens=16", *FLAGS,
         )  # fmt: skip
@@ -160,3 +160,43 @@ def test_an_instance_for_another_model_is_told_what_there_is(models: Models, cap
 
 def _command_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+
+
+def test_a_model_that_slept_has_its_prefixes_again(tmp_path: Path) -> None:
+    """Started with one model; the other one is added, sleeps, wakes, and outlives the router."""
+    modules = {"one": tiny_module("llama", 1), "two": tiny_module("qwen3", 2)}
+    paths = {name: save_folder(module, tmp_path / name) for name, module in modules.items()}
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("let-me\n")
+    killed = Killed(f"one={paths['one']}", tmp_path / "state", "--admin-key-file", str(key))
+    try:
+        operator = httpx.Client(headers={"authorization": "Bearer let-me"}, timeout=120)
+
+        def models_url() -> str:
+            return killed.server.url.removesuffix("/v1") + "/models"
+
+        def check() -> tuple[int, httpx.Response]:
+            tokens = prompt(100, 7).tolist()
+            body = {"model": "two", "prompt": tokens, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+            answer = httpx.post(f"{killed.server.url}/completions", json=body | {"return_token_ids": True}, timeout=120)
+            ids = answer.raise_for_status().json()["choices"][0]["token_ids"]
+            assert ids == greedy_answers(modules["two"], [tokens], 6, [ids])[0]
+            return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"], answer
+
+        text = f"two={paths['two']},colocated=1,store-dram=16MiB,dtype=float32,kv-memory=4MiB,threads=1"
+        assert operator.post(models_url(), json={"model": text}).raise_for_status().json()["name"] == "two"
+        assert check()[0] == 0
+        file = tmp_path / "state" / "models" / "two" / "children.json"
+        assert operator.post(f"{models_url()}/two/sleep").raise_for_status().json()["state"] == "asleep"
+        assert set(json.loads(file.read_text())) == {"two-s1"}, "its instance has ended, and its store has not"
+        cached_tokens, answer = check()
+        assert cached_tokens == 96 and int(answer.headers["x-memserve-wake-ms"]) > 0
+        killed.kill()
+        killed.restart()
+        assert check()[0] == 96
+        assert operator.delete(f"{models_url()}/two").raise_for_status().json() == {"name": "two", "removed": True}
+        assert not any(is_alive(child["pid"]) for child in json.loads(file.read_text()).values())
+        assert json.loads((tmp_path / "state" / "added.json").read_text()) == []
+    finally:
+        killed.end()

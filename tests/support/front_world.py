@@ -14,13 +14,35 @@ import httpx
 from api_world import TinyModel, says
 from fake_engine import FakeEngine
 from memserve.api.app import create_app
-from memserve.api.front import ModelFront, ModelPart
+from memserve.api.front import ModelAdmin, ModelFront, ModelPart, ServerKeys
 from memserve.api.http.config import EdgeConfig
 from memserve.api.http.limits import Edge
 from memserve.api.http.server import Server, bind
 from memserve.api.metrics.http import ApiMetrics
+from memserve.api.sleeping import ModelSleep
+from memserve.base.errors import UserError
+from memserve.system.secrets import Followed
 
 QUESTION = [{"role": "user", "content": "hello"}]
+
+
+class AddedModels:
+    """Starts models that say their names; and keeps a record of how instances of ``two`` were started and ended."""
+
+    def __init__(self, edge: Edge, engines: dict[str, FakeEngine]) -> None:
+        self._edge, self._engines = edge, engines
+        self.closed: list[str] = []
+        self.instances: list[bool] = []
+
+    def open_model(self, text: str) -> ModelPart:
+        name, equals, _ = text.partition("=")
+        if not equals:
+            raise UserError(f"cannot read {text!r}")
+        engine = self._engines[name] = FakeEngine(says(f"I am {name}"))
+        return ModelPart(name, create_app(engine, TinyModel(name), edge=self._edge), source=text)
+
+    def close_model(self, name: str) -> None:
+        self.closed.append(name)
 
 
 @dataclasses.dataclass
@@ -29,6 +51,7 @@ class Front:
     engines: dict[str, FakeEngine]
     front: ModelFront
     server: Server
+    host: AddedModels
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=30, **options)
@@ -43,8 +66,11 @@ class Front:
 
 
 @contextmanager
-def running_front(folder: Path | None = None, limits: EdgeConfig | None = None, **options: Any) -> Iterator[Front]:
-    """Models ``one`` and ``two`` that say their names; afterwards nothing may be left in their engines."""
+def running_front(
+    folder: Path | None = None, limits: EdgeConfig | None = None, admin_key: str = "", **options: Any
+) -> Iterator[Front]:
+    """Models ``one`` and ``two`` that say their names; afterwards nothing may be left in their engines. ``admin_key``:
+    further ones come and go, from a :class:`AddedModels`."""
     limits, texts = limits or EdgeConfig(), {"one": "I am the first", "two": "I am the second"}
     edge = Edge(limits, ApiMetrics())
     engines = {name: FakeEngine(says(text)) for name, text in texts.items()}
@@ -54,18 +80,21 @@ def running_front(folder: Path | None = None, limits: EdgeConfig | None = None, 
         )
         for name, engine in engines.items()
     ]
-    front = ModelFront(parts, edge, batches_folder=folder, **options)
+    host = AddedModels(edge, engines)
+    parts[1] = dataclasses.replace(parts[1], sleep=ModelSleep("two", None, host.instances.append))
+    admin = ModelAdmin(host, Followed.of_constant(admin_key)) if admin_key else None
+    keys = ServerKeys(options.get("api_keys", ()), options.get("metrics_keys", ()))
+    front = ModelFront(parts, edge, keys=keys, config=options.get("config"), batches_folder=folder, admin=admin)
     listener, ready = bind("127.0.0.1", 0), threading.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = Server(front, drain_s=5.0, on_ready=ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     with ExitStack() as stack:
-        for engine in engines.values():
-            stack.callback(engine.close)
+        stack.callback(lambda: [engine.close() for engine in engines.values()])
         assert ready.wait(20)
         try:
-            yield Front(url, engines, front, server)
+            yield Front(url, engines, front, server, host)
         finally:
             server.should_exit = True
             thread.join(20)

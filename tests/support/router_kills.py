@@ -51,7 +51,7 @@ def long_model(folder: Path) -> Path:
 class Killed:
     """A server with metadata that is killed, and started again at the same address of its own metadata."""
 
-    def __init__(self, model: Path, state: Path, *flags: str) -> None:
+    def __init__(self, model: Path | str, state: Path, *flags: str) -> None:
         self._state = state
         self._model, self._flags = model, [*flags, "--metadata", str(state)]
         self.server = Server(model, *self._flags)

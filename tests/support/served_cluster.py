@@ -34,7 +34,7 @@ WORKER = "memserve.model.workers.processes"
 class Server:
     """A ``memserve serve`` and its children."""
 
-    def __init__(self, folder: Path, *arguments: str, stderr: IO[str] | None = None) -> None:
+    def __init__(self, folder: Path | str, *arguments: str, stderr: IO[str] | None = None) -> None:
         flags = ["--model", str(folder), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1", "--port", "0"]
         command = [sys.executable, "-m", "memserve", "serve", *flags, *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)

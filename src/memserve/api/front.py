@@ -7,16 +7,18 @@ metrics and load are those of all.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.datastructures import State
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -27,18 +29,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from memserve.api.app import Application, BelowRoot
 from memserve.api.batches.routes import open_batches
 from memserve.api.http.config import ApiConfig
-from memserve.api.http.errors import ApiError, model_not_found, shutting_down
+from memserve.api.http.errors import ApiError, bad_request, model_not_found, shutting_down
 from memserve.api.http.limits import TENANT_KEY, Edge, header
 from memserve.api.http.middleware import ApiKeys, Guard, KeyRing, is_work, send_error
 from memserve.api.http.server import Calls
 from memserve.api.metrics.http import is_of_process
 from memserve.api.openai.interfaces import ModelNames
 from memserve.api.openai.paths import Probes, TrailingSlashes
+from memserve.api.sleeping import ModelSleep
+from memserve.base.config import DRAIN_S
+from memserve.base.errors import UserError
+from memserve.system.secrets import Followed
 
 _BY_ID = (
     "/v1/responses/", "/v1/documents/", "/v1/sessions/", "/v1/kv_hints/", "/v1/chat/completions/", "/ui/requests/",
 )  # fmt: skip
 """Paths below which an id stands that one model knows."""
+
+
+_NO_MODEL = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+"""What the router answers without the model's instances."""
+_ASLEEP = "asleep"
+_LOOK_S = 0.05
 
 
 class _Named(msgspec.Struct):
@@ -54,12 +66,46 @@ class ModelPart:
     name: str
     app: Application
     """Of :func:`memserve.api.app.create_app`, which leaves in its state what is used here."""
+    sleep: ModelSleep | None = None
+    """None: it is always awake."""
+    source: str = ""
+    """As it was configured."""
 
     @property
     def names(self) -> ModelNames:
         """By which clients may ask for it."""
         names: ModelNames = self.app.state.names
         return names
+
+
+class ModelHost(Protocol):
+    """What starts and ends models. Its methods block."""
+
+    def open_model(self, text: str) -> ModelPart:
+        """Start what ``NAME=PATH[,option=value...]`` says; it is ready when this returns. Raises
+        :class:`UserError`."""
+
+    def close_model(self, name: str) -> None:
+        """End it; nothing is asked of it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """Of clients, and of what reads the metrics; as of :func:`memserve.api.app.create_app`."""
+
+    api: ApiKeys = ()
+    metrics: ApiKeys = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAdmin:
+    """How models come and go."""
+
+    host: ModelHost
+    key: Followed[str]
+    """The operator's."""
+    drain_s: float = DRAIN_S
+    """How long those that go may finish what they have."""
 
 
 class _AllCalls:
@@ -97,23 +143,26 @@ class ModelFront:
         parts: Sequence[ModelPart],
         edge: Edge,
         *,
-        api_keys: ApiKeys = (),
-        metrics_keys: ApiKeys = (),
+        keys: ServerKeys | None = None,
         config: ApiConfig | None = None,
         batches_folder: Path | None = None,
+        admin: ModelAdmin | None = None,
     ) -> None:
-        """``parts``: the default first, each made with ``edge``. The rest: as of
-        :func:`memserve.api.app.create_app`."""
+        """``parts``: the default first, each made with ``edge``. ``admin``: models come and go while the server runs.
+        The rest: as of :func:`memserve.api.app.create_app`."""
         self.parts = list(parts)
+        self._running: dict[str, AsyncExitStack] = {}
+        self._admin, self._changing = admin, asyncio.Lock()
         for part in parts:
-            part.app.state.feed.list_models = lambda: [part.name for part in self.parts]
+            part.app.state.feed.list_models = self.model_names
         self.state = State({"hub": _AllCalls(lambda: self.parts), "edge": edge})
-        self._edge, self._keys = edge, KeyRing(api_keys)
+        keys = keys or ServerKeys()
+        self._edge, self._keys = edge, KeyRing(keys.api)
         self._batches, batch_routes = open_batches(
             batches_folder, edge, self._count_waiting, self._answer_line, [part.app.state.metrics for part in parts]
         )
-        pages = _AllPages(self, KeyRing(metrics_keys))
-        routes = [*pages.routes(), *batch_routes]
+        admin_routes = () if admin is None else _AdminRoutes(self, admin.key).routes()
+        routes = [*_AllPages(self, KeyRing(keys.metrics)).routes(), *batch_routes, *admin_routes]
         root = [] if config is None or not config.root_path else [Middleware(BelowRoot, root=config.root_path)]
         all_pages = Application(routes, [Middleware(Guard, keys=self._keys, metrics=edge.metrics)])
         self._own_app: ASGIApp = TrailingSlashes(all_pages, routes)
@@ -128,13 +177,17 @@ class ModelFront:
         else:
             await self._app(scope, receive, send)
 
+    def model_names(self) -> list[str]:
+        """Of all models, the default first."""
+        return [part.name for part in self.parts]
+
     def find_part(self, name: str) -> ModelPart | None:
         """The model of a name that a client uses. None: there is none."""
         return next((part for part in self.parts if name in part.names), None)
 
     def unknown_model(self, name: str) -> ApiError:
         """404, which says what there is."""
-        return model_not_found(name, ", ".join(part.name for part in self.parts))
+        return model_not_found(name, ", ".join(self.model_names()))
 
     # -- where a request goes
 
@@ -157,7 +210,7 @@ class ModelFront:
         elif name is None and path.startswith(_BY_ID):
             await self._ask_in_turn(scope, receive, send)
         else:
-            await part.app(scope, receive, send)
+            await _answer_awake(part, part.app, scope, receive, send)
 
     async def _named_model(self, scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
         """The model that a request names, and its body to be read again. Reads none of clients without a key."""
@@ -199,17 +252,74 @@ class ModelFront:
         if part is None:
             await send_error(scope, send, self.unknown_model(name or ""))
         else:
-            await part.app.state.behind_guard(scope, receive, send)
+            await _answer_awake(part, part.app.state.behind_guard, scope, receive, send)
 
     def _count_waiting(self) -> int:
         return sum(part.app.state.count_waiting() for part in self.parts)
 
+    # -- models that come and go
+
+    async def add_model(self, text: str) -> ModelPart:
+        """Start a model, and answer for it. Raises :class:`UserError`."""
+        async with self._changing:
+            if self._admin is None or self.state.hub.draining:
+                raise shutting_down()
+            part = await asyncio.to_thread(self._admin.host.open_model, text)
+            part.app.state.feed.list_models = self.model_names
+            await self._start_part(part)
+            self.parts.append(part)
+            return part
+
+    async def remove_model(self, name: str) -> None:
+        """Answer for it no more; what it has may end in its time. Raises :class:`ApiError`, and :class:`UserError` for
+        the only model."""
+        async with self._changing:
+            part = self._part_called(name)
+            if len(self.parts) == 1:
+                raise UserError(f"{name} is the only model", hint="add another one first, or end the server")
+            self.parts.remove(part)
+            drain_s = 0.0 if self._admin is None else self._admin.drain_s
+            deadline, hub = time.monotonic() + drain_s, part.app.state.hub
+            while hub.calls_open and time.monotonic() < deadline:
+                await asyncio.sleep(_LOOK_S)
+            hub.draining = True
+            hub.end_all()
+            await self._running.pop(name).aclose()
+            if self._admin is not None:
+                await asyncio.to_thread(self._admin.host.close_model, name)
+
+    async def set_asleep(self, name: str, is_asleep: bool) -> ModelPart:
+        """Put a model to sleep, or wake it. Raises :class:`ApiError` 409 while requests are open."""
+        part = self._part_called(name)
+        if part.sleep is None:
+            raise ApiError(
+                409, f"The model `{name}` cannot sleep: its instances are not this server's", code="no_sleep"
+            )
+        if not is_asleep:
+            await part.sleep.wake_up()
+        elif not await part.sleep.fall_asleep():
+            message = f"The model `{name}` cannot sleep: {part.sleep.requests_open} requests are open"
+            raise ApiError(409, message, code="model_in_use")
+        return part
+
+    def _part_called(self, name: str) -> ModelPart:
+        part = next((part for part in self.parts if part.name == name), None)
+        if part is None:
+            raise self.unknown_model(name)
+        return part
+
     # -- start and end
+
+    async def _start_part(self, part: ModelPart) -> None:
+        stack = self._running[part.name] = AsyncExitStack()
+        await stack.enter_async_context(part.app.router.lifespan_context(part.app))
+        if part.sleep is not None:
+            stack.callback(asyncio.create_task(part.sleep.watch()).cancel)
 
     async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         try:
-            async with self._running():
+            async with self._lifespan():
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
         except Exception as error:
@@ -218,14 +328,18 @@ class ModelFront:
         await send({"type": "lifespan.shutdown.complete"})
 
     @asynccontextmanager
-    async def _running(self) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
+    async def _lifespan(self) -> AsyncIterator[None]:
+        try:
             for part in self.parts:
-                await stack.enter_async_context(part.app.router.lifespan_context(part.app))
+                await self._start_part(part)
             if self._batches is not None:
                 self._batches.start()
-                stack.push_async_callback(self._batches.stop)
             yield
+        finally:
+            if self._batches is not None:
+                await self._batches.stop()
+            for stack in reversed(self._running.values()):
+                await stack.aclose()
 
 
 class _AllPages:
@@ -263,8 +377,8 @@ class _AllPages:
         """``GET /health``: 200 while one of the models can be asked; says which."""
         if self._front.state.hub.draining:
             raise shutting_down()
-        states = {part.name: await part.app.state.pages.state_text() for part in self._front.parts}
-        is_ok = "ok" in states.values()
+        states = {part.name: await part_state(part) for part in self._front.parts}
+        is_ok = not {"ok", _ASLEEP}.isdisjoint(states.values())
         return _json({"status": "ok" if is_ok else "no model answers", "models": states}, 200 if is_ok else 503)
 
     async def get_metrics(self, request: Request) -> Response:
@@ -279,8 +393,112 @@ class _AllPages:
             for registry in part.app.state.metrics.registries(stats, names_tenants=names_tenants):
                 _add_families(by_name, registry, part.name)
         registry = CollectorRegistry()
-        registry.register(_Families(list(by_name.values())))
+        registry.register(_Families([*by_name.values(), *_sleep_families(self._front.parts)]))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _AdminRoutes:
+    """Models that come and go, sleep and wake: ``memserve model``."""
+
+    def __init__(self, front: ModelFront, key: Followed[str]) -> None:
+        self._front = front
+        self._keys = KeyRing(key.derive_value(lambda text: (f"operator={text}",)))
+
+    def routes(self) -> list[Route]:
+        """All of them; each needs the key."""
+        return [
+            Route("/models", self.list_states),
+            Route("/models", self.add_model, methods=["POST"]),
+            Route("/models/{name:path}/sleep", self.put_to_sleep, methods=["POST"]),
+            Route("/models/{name:path}/wake", self.wake_up, methods=["POST"]),
+            Route("/models/{name:path}", self.remove_model, methods=["DELETE"]),
+        ]
+
+    async def list_states(self, request: Request) -> Response:
+        """``GET /models``."""
+        self._check_key(request)
+        return _json({"models": [await _model_state(part) for part in self._front.parts]})
+
+    async def add_model(self, request: Request) -> Response:
+        """``POST /models`` with ``{"model": "NAME=PATH[,option=value...]"}``."""
+        self._check_key(request)
+        text = _model_in(await request.body())
+        if not text:
+            raise bad_request("'model' says what to add: NAME=PATH[,option=value...]", "model")
+        return _json(await _model_state(await self._front.add_model(text)))
+
+    async def remove_model(self, request: Request) -> Response:
+        """``DELETE /models/{name}``."""
+        self._check_key(request)
+        await self._front.remove_model(request.path_params["name"])
+        return _json({"name": request.path_params["name"], "removed": True})
+
+    async def put_to_sleep(self, request: Request) -> Response:
+        """``POST /models/{name}/sleep``."""
+        self._check_key(request)
+        return _json(await _model_state(await self._front.set_asleep(request.path_params["name"], True)))
+
+    async def wake_up(self, request: Request) -> Response:
+        """``POST /models/{name}/wake``."""
+        self._check_key(request)
+        return _json(await _model_state(await self._front.set_asleep(request.path_params["name"], False)))
+
+    def _check_key(self, request: Request) -> None:
+        self._keys.tenant_of(request.headers.get("authorization"))
+
+
+async def part_state(part: ModelPart) -> str:
+    """``ok``, ``asleep``, or why no request could run."""
+    if part.sleep is not None and part.sleep.is_asleep:
+        return _ASLEEP
+    state: str = await part.app.state.pages.state_text()
+    return state
+
+
+async def _model_state(part: ModelPart) -> dict[str, Any]:
+    waking = {} if part.sleep is None else {"wakes": part.sleep.wakes, "wake_s": round(part.sleep.wake_s, 3)}
+    calls_open = part.app.state.hub.calls_open
+    return {"name": part.name, "source": part.source, "state": await part_state(part), "requests": calls_open, **waking}
+
+
+def _sleep_families(parts: Sequence[ModelPart]) -> list[Metric]:
+    asleep = GaugeMetricFamily(
+        "memserve_model_asleep", "1 while the model sleeps: its instances have ended", labels=["model"]
+    )
+    wakes = CounterMetricFamily("memserve_model_wakes", "Times that the model was woken by a request", labels=["model"])
+    seconds = GaugeMetricFamily(
+        "memserve_model_wake_seconds", "Seconds that the model took to wake last", labels=["model"]
+    )
+    for part in parts:
+        if part.sleep is not None:
+            asleep.add_metric([part.name], float(part.sleep.is_asleep))
+            wakes.add_metric([part.name], part.sleep.wakes)
+            seconds.add_metric([part.name], part.sleep.wake_s)
+    return [asleep, wakes, seconds]
+
+
+async def _answer_awake(part: ModelPart, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """``app`` answers; before that the model is woken, if the request needs it."""
+    if part.sleep is None or scope["method"] != "POST" or not is_work(scope["path"]) or scope["path"] in _NO_MODEL:
+        await app(scope, receive, send)
+        return
+    try:
+        async with part.sleep.in_use() as waited_s:
+            await app(scope, receive, send if not waited_s else _send_waking(send, waited_s))
+    except UserError as error:
+        message = f"The model `{part.name}` sleeps, and does not wake: {error.message}"
+        await send_error(scope, send, ApiError(503, message, kind="server_error", code="model_asleep"))
+
+
+def _send_waking(send: Send, waited_s: float) -> Send:
+    field = b"x-memserve-wake-ms", str(round(waited_s * 1000)).encode()
+
+    async def send_with_time(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), field]}
+        await send(message)
+
+    return send_with_time
 
 
 class _Families:

@@ -22,7 +22,8 @@ _ClickException: type = typer.BadParameter.__mro__[2]
 """What typer raises for a wrong command line. It has no public name since typer bundles its own click."""
 
 _COMMANDS = (
-    "serve", "engine", "instance", "router", "store", "scale", "chat", "top", "explain", "trees", "doctor", "profile",
+    "serve", "model", "engine", "instance", "router", "store", "scale", "chat", "top", "explain", "trees", "doctor",
+    "profile",
 )  # fmt: skip
 _GROUP = "memserve.commands"
 """Entry points of other distributions: each is a command, or a group of commands (``typer.Typer``)."""
@@ -57,6 +58,10 @@ def _add(app: typer.Typer, name: str) -> None:
             from memserve.cli.cluster.serve import serve
 
             app.command()(serve)
+        case "model":
+            from memserve.cli.cluster import model
+
+            app.add_typer(model.app, name=name)
         case "engine":
             from memserve.cli.cluster import fleet as engine
 

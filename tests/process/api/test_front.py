@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,3 +163,68 @@ def test_a_batch_asks_the_model_of_each_line(tmp_path: Path) -> None:
         said = {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in answers}
         assert said == {"0": "I am the first", "1": "I am the second", "3": "I am the first"}
         assert "three" in client.files.content(batch.error_file_id).text
+
+
+ADMIN = {"authorization": "Bearer let-me"}
+
+
+def test_models_come_and_go_while_the_server_runs() -> None:
+    with running_front(admin_key="let-me") as front:
+        assert front.post("/models", {"model": "new=/m"}).status_code == 401
+        assert front.post("/v1/completions", {"model": "new", "prompt": "hello"}).status_code == 404
+        added = front.post("/models", {"model": "new=/m"}, headers=ADMIN)
+        assert added.status_code == 200 and added.json()["source"] == "new=/m"
+        assert front.ask(model="new") == "I am new"
+        assert [card["id"] for card in front.get("/v1/models").json()["data"]] == ["one", "two", "new"]
+        assert front.get("/ui/snapshot?model=new").json()["models"] == ["one", "two", "new"]
+        assert front.post("/models", {"model": "nothing"}, headers=ADMIN).status_code == 400
+        assert front.post("/models", {}, headers=ADMIN).status_code == 400
+        assert httpx.delete(f"{front.url}/models/one", headers=ADMIN).status_code == 200
+        assert front.host.closed == ["one"] and front.ask() == "I am the second", "the next one is the default"
+        assert front.post("/v1/completions", {"model": "one", "prompt": "hello"}).status_code == 404
+        assert httpx.delete(f"{front.url}/models/one", headers=ADMIN).status_code == 404
+        assert httpx.delete(f"{front.url}/models/two", headers=ADMIN).status_code == 200
+        last = httpx.delete(f"{front.url}/models/new", headers=ADMIN)
+        assert last.status_code == 400 and "the only model" in last.json()["error"]["message"]
+
+
+def test_a_model_that_goes_finishes_what_it_has() -> None:
+    with running_front(admin_key="let-me") as front:
+        engine = front.engines["two"]
+        engine._step_s = 0.02
+        body = {"model": "two", "prompt": "hello", "max_tokens": 40, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{front.url}/v1/completions", json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            removing = threading.Thread(
+                target=httpx.delete, args=(f"{front.url}/models/two",), kwargs={"headers": ADMIN, "timeout": 30}
+            )
+            removing.start()
+            until = time.monotonic() + 20
+            while front.post("/v1/completions", {"model": "two", "prompt": "hello"}).status_code != 404:
+                assert time.monotonic() < until
+            assert "data: [DONE]" in list(lines)
+        removing.join(20)
+        assert front.host.closed == ["two"]
+
+
+def test_a_model_sleeps_until_it_is_asked() -> None:
+    with running_front(admin_key="let-me") as front:
+        assert front.post("/models/two/sleep", {}, headers=ADMIN).json()["state"] == "asleep"
+        assert front.get("/health").json()["models"]["two"] == "asleep"
+        assert 'memserve_model_asleep{model="two"} 1.0' in front.get("/metrics").text
+        assert front.post("/tokenize", {"model": "two", "prompt": "hello"}).status_code == 200
+        assert front.get("/v1/models/two").status_code == 200 and front.host.instances == [False]
+        woken = front.post("/v1/completions", {"model": "two", "prompt": "hello"})
+        assert woken.json()["choices"][0]["text"] == "I am the second" and front.host.instances == [False, True]
+        assert int(woken.headers["x-memserve-wake-ms"]) >= 0
+        again = front.post("/v1/completions", {"model": "two", "prompt": "hello"})
+        assert "x-memserve-wake-ms" not in again.headers
+        assert front.post("/models/two/sleep", {}, headers=ADMIN).status_code == 200
+        assert front.post("/models/two/wake", {}, headers=ADMIN).json()["wakes"] == 2
+        assert front.post("/models/one/sleep", {}, headers=ADMIN).json()["error"]["code"] == "no_sleep"
+        assert front.post("/models/three/wake", {}, headers=ADMIN).status_code == 404
+
+
+def test_without_an_admin_key_there_are_no_such_routes(front: Front) -> None:
+    assert front.get("/models").status_code == 404 and front.post("/models", {"model": "x=/y"}).status_code == 404

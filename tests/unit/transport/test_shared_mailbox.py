@@ -1,4 +1,4 @@
-"""One mailbox of several routers: whose a message is, and who is refused."""
+"""One mailbox of several routers: which model a message is for, and which members are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Routers:
     def __init__(self) -> None:
         self.mailbox: RecordedMailbox
         self.heard: list[tuple[str, Peer, AnyMessage]] = []
-        self.shared = SharedMailbox(self.open_mailbox, ME, ["a", "b", "c"])  # type: ignore[arg-type]
+        self.shared = SharedMailbox(self.open_mailbox, ME, ["a", "b", "c"])
         self.a, self.b = self.open_part("a"), self.open_part("b")
 
     def open_mailbox(self, on_message: OnMessage) -> RecordedMailbox:
@@ -134,7 +134,7 @@ def test_all_parts_read_in_one_place() -> None:
     routers, loop = Routers(), object()
     for where in (loop, loop, None, None):
         for part in (routers.a, routers.b):
-            part.read_in(where)  # type: ignore[arg-type]
+            part.read_in(where)
     assert routers.mailbox.calls == [("read_in", loop), ("read_in", None)]
 
 

@@ -39,6 +39,9 @@ class ServerConfig:
     """Seconds that streams may go on after SIGTERM or SIGHUP."""
     log_level: str = option("warning")
     """Lowest level that is logged: debug, info, warning, error."""
+    admin_key_file: str | None = option(None)
+    """With named models: file with the key by which ``memserve model`` adds and removes models, and puts them to sleep.
+    None: it cannot."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -113,7 +113,7 @@ def join(
 ) -> None:
     """Add a server: requests may go there as soon as it answers."""
     read_engine(engine)
-    reply = _call_router("POST", router, "", engine_admin_key_file, {"engine": engine})
+    reply = _call_engines("POST", router, "", engine_admin_key_file, {"engine": engine})
     typer.echo(f"{reply['name']} has joined" + ("" if reply["up"] else ", and does not answer yet"))
 
 
@@ -125,7 +125,7 @@ def leave(
     router: Router = DEFAULT_ROUTER,
 ) -> None:
     """Send no new requests to a server; it is gone when those that it has have ended."""
-    reply = _call_router("DELETE", router, f"/{name}", engine_admin_key_file)
+    reply = _call_engines("DELETE", router, f"/{name}", engine_admin_key_file)
     requests_open = reply["requests_open"]
     typer.echo(f"{name} has left" if not requests_open else f"{name} leaves: {requests_open} requests have not ended")
 
@@ -138,7 +138,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the servers: what they are, whether they take requests, their requests, blocks and models."""
-    for card in _call_router("GET", router, "", engine_admin_key_file)["engines"]:
+    for card in _call_engines("GET", router, "", engine_admin_key_file)["engines"]:
         state = "up" if card["up"] else "down"
         line = (
             f"{card['name']}  {card['kind']}  {state}  {card['requests_open']} requests  {card['cached_blocks']} blocks"
@@ -146,18 +146,26 @@ def show(
         typer.echo(json.dumps(card) if as_json else f"{line}  {', '.join(card['models'])}")
 
 
-def _call_router(
+def _call_engines(
     method: str, router: str, path: str, key_file: Path, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
+    hint = "is --router the address of `memserve serve --engine`?"
+    return call_router(method, router, f"/engines{path}", read_secret(key_file, "a key"), hint, CALL_S, body)
+
+
+def call_router(
+    method: str, router: str, path: str, key: str, hint: str, timeout_s: float, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What the server at ``router`` answers to its operator. Raises :class:`UserError` where it refuses, and with
+    ``hint`` where it does not answer."""
     import httpx
 
-    headers = {"authorization": f"Bearer {read_secret(key_file, 'a key')}"}
-    url = f"{router.rstrip('/').removesuffix('/v1')}/engines{path}"
+    url = f"{router.rstrip('/').removesuffix('/v1')}{path}"
+    headers = {"authorization": f"Bearer {key}"}
     try:
-        answer = httpx.request(method, url, json=body, headers=headers, timeout=CALL_S)
+        answer = httpx.request(method, url, json=body, headers=headers, timeout=timeout_s)
         reply: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        hint = "is --router the address of `memserve serve --engine`?"
         raise UserError(f"no answer from {router}: {error}", hint=hint) from None
     if answer.status_code != 200:
         raise UserError(str(reply.get("error", {}).get("message", answer.status_code)))

@@ -181,6 +181,9 @@ class RunningCluster:
     """To be called when the server begins to shut down: instances that end later are not started again."""
     folder: Path | None = None
     """Where this host keeps what outlives the router. None: nowhere."""
+    scale: Perform = lambda counts: None  # a default, as good as a function with a name
+    """Comes to so many instances of each role; returns when they are ready, or have ended. Raises
+    :class:`UserError`."""
 
 
 @contextmanager
@@ -271,7 +274,7 @@ def starting_cluster(
             text = _describe(infos, options, engine_options, model)
             perform = elsewhere or LocalInstances(supervisor, engine).scale_roles
             stack.enter_context(_scaled(engine, options, engine_options, perform))
-            return RunningCluster(engine, model, text, supervisor.begin_retiring, metadata.folder)
+            return RunningCluster(engine, model, text, supervisor.begin_retiring, metadata.folder, perform)
 
         yield wait_until_ready
 

@@ -21,9 +21,12 @@ from memserve.base.errors import UserError
 from memserve.base.options import Option, options_of, unknown_name, with_values
 
 T = TypeVar("T")
+Counts = tuple[int | None, int | None, int | None]
+"""Instances that prefill, that decode, and that do both. None: not said."""
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]{0,99})=(.+)", re.DOTALL)
 _COUNTS = ("prefill", "decode", "colocated")
+_STORE_OF_ONE = "a store at an address keeps the KV of one model"
 _HINT = "--model NAME=PATH[,option=value...], for example --model big=/models/big,tensor-parallel=2"
 
 
@@ -34,10 +37,13 @@ class NamedModel:
     name: str
     """By which clients ask for it, and its instances join. Empty: it has been given none."""
     engine: EngineOptions
-    counts: tuple[int | None, int | None, int | None] = (None, None, None)
-    """Instances that prefill, that decode, and that do both. None: not said."""
+    counts: Counts = (None, None, None)
     store: StoreOptions = dataclasses.field(default_factory=StoreOptions)
     """The store of its own."""
+    sleep_after_s: float | None = None
+    """It sleeps when nothing was asked of it for so long. None: it does not, unless it is told to."""
+    text: str = ""
+    """As it was written."""
 
 
 def split_model(text: str) -> tuple[str, str]:
@@ -53,16 +59,22 @@ def slug_of(name: str) -> str:
     return name.replace("/", "-")
 
 
-def read_models(
-    texts: Sequence[str], engine: EngineOptions, counts: tuple[int | None, int | None, int | None], store: StoreOptions
-) -> list[NamedModel]:
+def read_model(text: str, engine: EngineOptions, counts: Counts) -> NamedModel:
+    """One further model. Raises :class:`UserError`."""
+    model = _read_model(text, engine, counts)
+    if model.store.at is not None:
+        raise UserError(f"--model {model.name}: {_STORE_OF_ONE}", hint="--model NAME=PATH,ssd=DIR=20GiB", param="store")
+    return model
+
+
+def read_models(texts: Sequence[str], engine: EngineOptions, counts: Counts, store: StoreOptions) -> list[NamedModel]:
     """What ``--model`` says, each time; the first one is the default. ``engine``, ``counts``, ``store``: what holds for
     all; several models share the store's memory and disks in equal parts, unless they have stores of their own.
 
     Raises :class:`UserError` for what cannot be read, and for names that are not unique."""
     if len(texts) < 2 and not split_model(texts[0] if texts else "")[0]:
         return [NamedModel("", dataclasses.replace(engine, model=texts[0]) if texts else engine, counts, store)]
-    models = [_read_model(text, engine, counts) for text in texts]
+    models = [read_model(text, engine, counts) for text in texts]
     slugs = [slug_of(model.name).casefold() for model in models]
     for slug, model in zip(slugs, models, strict=True):
         if slugs.count(slug) > 1:
@@ -78,7 +90,7 @@ def read_models(
     ]
 
 
-def _read_model(text: str, engine: EngineOptions, counts: tuple[int | None, int | None, int | None]) -> NamedModel:
+def _read_model(text: str, engine: EngineOptions, counts: Counts) -> NamedModel:
     name, rest = split_model(text)
     if not name:
         raise UserError(f"--model {text}: each of several models needs a name", hint=_HINT, param="model")
@@ -91,13 +103,27 @@ def _read_model(text: str, engine: EngineOptions, counts: tuple[int | None, int 
         keywords.setdefault(key.strip().lstrip("-").replace("-", "_"), []).append(value)
     model_counts = [_read_count(name, role, keywords.pop(role, None)) for role in _COUNTS]
     prefill, decode, colocated = model_counts if model_counts != [None, None, None] else counts
+    sleep_after_s = _read_seconds(name, keywords.pop("sleep_after", None))
     of_store = keywords.keys() & {_keyword(entry) for entry in options_of(StoreOptions)}
     try:
         store = _with_texts(StoreOptions(), {key: keywords.pop(key) for key in of_store})
         built = _with_texts(dataclasses.replace(engine, model=path), keywords)
     except UserError as error:
         raise UserError(f"--model {name}: {error.message}", hint=error.hint, param=error.param) from None
-    return NamedModel(name, built, (prefill, decode, colocated), store)
+    return NamedModel(name, built, (prefill, decode, colocated), store, sleep_after_s, text)
+
+
+def _read_seconds(name: str, texts: list[str] | None) -> float | None:
+    if texts is None:
+        return None
+    try:
+        (seconds,) = map(float, texts)
+    except ValueError:
+        seconds = -1.0
+    if not 1 <= seconds < float("inf"):
+        hint = "seconds without a request, for example sleep-after=600"
+        raise UserError(f"--model {name}: cannot read sleep-after={','.join(texts)}", hint=hint, param="sleep_after")
+    return seconds
 
 
 def _read_count(name: str, role: str, texts: list[str] | None) -> int | None:
@@ -121,7 +147,7 @@ def _with_texts(config: T, texts_by_key: dict[str, list[str]]) -> T:
     values = {}
     for key, texts in texts_by_key.items():
         if key not in readers:
-            raise unknown_name(key, [*readers, *_COUNTS])
+            raise unknown_name(key, [*readers, *_COUNTS, "sleep_after"])
         entry, form, read = readers[key]
         values[entry.path] = read(_convert(key, texts, entry, entry.kind if form is None else form.kind))
     return with_values(config, values)
@@ -142,8 +168,8 @@ def _convert(key: str, texts: list[str], entry: Option, kind: Any) -> Any:
 def _share_of(store: StoreOptions, slug: str, count: int) -> StoreOptions:
     """The store of one of ``count`` models, where one was asked for."""
     if store.at is not None or store.address is not None:
-        hint = "name one for each model: --model NAME=PATH,store=HOST:PORT"
-        raise UserError("a store at an address keeps the KV of one model", hint=hint, param="store")
+        hint = "start one for each model: --ssd DIR=20GiB, or --model NAME=PATH,ssd=DIR=20GiB"
+        raise UserError(_STORE_OF_ONE, hint=hint, param="store")
     folders = tuple((str(Path(folder) / slug), nbytes // count) for folder, nbytes in store.folders)
     writes_bytes = store.writes_per_day_bytes // count
     return dataclasses.replace(

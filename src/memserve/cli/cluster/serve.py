@@ -121,7 +121,7 @@ def serve(
 
     if models[0].name:
         check_models(models, http, placement, routers)
-        run_models([(model, options_of(model)) for model in models], http)
+        run_models(models, options_of, http, records)
         return
     run_server(models[0].engine, http, options_of(models[0]))
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memserve.base.config import EngineOptions
 from memserve.base.deployment import PlacementOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
@@ -28,22 +32,25 @@ from memserve.cli.cluster.members import (
     starting_cluster,
     workers_of,
 )
-from memserve.cli.cluster.models import NamedModel, slug_of
+from memserve.cli.cluster.models import NamedModel, read_model, slug_of, split_model
+from memserve.cli.credentials import followed_key
 from memserve.cli.output import print_lines, progress_bar
-from memserve.journal.folder import BATCHES
-from memserve.journal.keeper import Metadata, open_folder, open_metadata
-from memserve.model.loading.lora import Adapter, read_adapters
+from memserve.journal.folder import BATCHES, write_private
+from memserve.journal.keeper import Metadata, MetadataPlace, open_folder, open_metadata
+from memserve.model.loading.lora import read_adapters
 from memserve.protocol.peers import ROUTER
 from memserve.store.host.files import stored_secret
 from memserve.system.secrets import Followed, as_followed
 
 if TYPE_CHECKING:
-    from memserve.api.front import ModelFront
-    from memserve.model.loading.card import RemoteModel
-    from memserve.model.loading.loader import LoadedModel
+    from memserve.api.front import ModelPart
+    from memserve.api.sleeping import ModelSleep
     from memserve.transport.shared_mailbox import SharedMailbox
 
 Planned = tuple[NamedModel, ClusterOptions]
+Plan = Callable[[NamedModel], ClusterOptions]
+ADDED = "added.json"
+"""Of the models that were added while a server ran: it has them again when it is started anew."""
 
 
 def refuse_names(models: Sequence[NamedModel], hint: str) -> None:
@@ -63,34 +70,198 @@ def check_models(
         raise UserError("Ray places instances of one model", hint="--model PATH, without a name", param="on")
     if routers > 1:
         raise UserError("several models have one router", hint="leave out --routers", param="routers")
-    for model in models:
-        if model.store.at is not None:
-            hint = "start one for each model here: --ssd DIR=20GiB"
-            raise UserError("a store that runs already keeps the KV of one model", hint=hint, param="store")
 
 
-def run_models(models: Sequence[Planned], http: opt.HttpOptions) -> None:
-    """Bind, load, serve, drain. Raises :class:`UserError`: for wrong options before anything is loaded."""
-    started = time.perf_counter()
-    adapters = [read_adapters(model.engine.lora) for model, _ in models]
-    with listening(http) as listener:
-        print_lines(*(f"loading {model.engine.model} as {model.name} ..." for model, _ in models))
-        with _running(_with_others(models), http.server.log_level) as (folder, running):
-            front, served = _front_of(models, running, adapters, http, folder)
-            url = http.api_url(listener.getsockname()[1])
+def run_models(models: Sequence[NamedModel], plan: Plan, http: opt.HttpOptions, place: MetadataPlace) -> None:
+    """Bind, load, serve, drain. ``plan``: the options of a model's cluster. ``place``: where all keep their records.
 
-            def ready_lines() -> list[str]:
-                seconds, needs_key = time.perf_counter() - started, http.api_keys.are_given
-                text = [ready_text([part.name for part in front.parts], url, seconds, needs_key)]
-                for (model, _), cluster, card, loras in zip(models, running, served, adapters, strict=True):
-                    text += [f"{model.name}: {line}" for line in [cluster.text, *precision_lines(card, loras)]]
-                return text
+    Raises :class:`UserError`: for wrong options before anything is loaded."""
+    from memserve.api.front import ModelAdmin, ModelFront, ServerKeys
 
-            def on_end() -> None:
-                for cluster in running:
-                    cluster.on_end()
+    started, file = time.perf_counter(), http.server.admin_key_file
+    admin_key = None if file is None else followed_key(Path(file))
+    with listening(http) as listener, ModelSet(plan, http, place) as running:
+        running.open_models(models)
+        keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
+        admin = None if admin_key is None else ModelAdmin(running, admin_key, http.server.drain_s)
+        front = ModelFront(
+            running.parts, running.edge, keys=keys, config=http.api, batches_folder=running.batches_folder, admin=admin
+        )
+        url = http.api_url(listener.getsockname()[1])
 
-            serve_app(front, [listener], http, ready_lines, on_end)
+        def ready_lines() -> list[str]:
+            seconds, needs_key = time.perf_counter() - started, http.api_keys.are_given
+            return [ready_text(front.model_names(), url, seconds, needs_key), *running.lines]
+
+        serve_app(front, [listener], http, ready_lines, running.begin_end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """The cluster of one model, and what ends it."""
+
+    model: NamedModel
+    options: ClusterOptions
+    stack: ExitStack
+    wait_until_ready: Callable[[], RunningCluster]
+
+
+class ModelSet:
+    """The clusters of all models of this process: started side by side, and one by one while it serves.
+
+    A context: what was opened inside ends with it."""
+
+    def __init__(self, plan: Plan, http: opt.HttpOptions, place: MetadataPlace) -> None:
+        from memserve.api.http.limits import Edge
+        from memserve.api.metrics.http import ApiMetrics
+
+        self._plan, self._http, self._place = plan, http, place
+        self._stack = ExitStack()
+        self._clusters: dict[str, _Cluster] = {}
+        self._running: dict[str, RunningCluster] = {}
+        self._added: list[str] = []
+        self.edge = Edge(http.limits, ApiMetrics())
+        self.parts: list[ModelPart] = []
+        self.lines: list[str] = []
+        """What is said of each model at the start."""
+
+    def __enter__(self) -> ModelSet:
+        self._folder = self._stack.enter_context(open_folder(self._place, print_lines))
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        with self._stack:
+            for name in reversed(list(self._clusters)):
+                self._stack.callback(self._clusters[name].stack.close)
+
+    @property
+    def batches_folder(self) -> Path | None:
+        """Where files and batches are kept. None: nowhere."""
+        return None if self._folder.folder is None else self._folder.folder / BATCHES
+
+    def open_models(self, models: Sequence[NamedModel]) -> None:
+        """Start ``models``, and those that were added to the last server of this folder. Raises :class:`UserError`."""
+        names = {model.name for model in models}
+        self._added = [text for text in self._read_added() if split_model(text)[0] not in names]
+        plans = [(model, self._plan(model)) for model in [*models, *map(self._read_model, self._added)]]
+        disk_secret = next((text for _, options in plans if (text := stored_secret(options.store))), None)
+        self._secret = as_followed(
+            plans[0][1].secret or self._folder.secret or disk_secret or secrets.token_urlsafe(32)
+        )
+        records = [self._open_records(model, options) for model, options in plans]
+        self._mailbox = _open_mailbox(plans, [opened for _, opened in records], self._secret)
+        self._stack.callback(self._mailbox.close)
+        for (model, options), (stack, opened) in zip(_with_others(plans), records, strict=True):
+            self._start_cluster(model, options, stack, opened)
+        self.parts = [self._finish(cluster) for cluster in self._clusters.values()]
+
+    def open_model(self, text: str) -> ModelPart:
+        """As :class:`memserve.api.front.ModelHost` has it."""
+        model = self._read_model(text)
+        slugs = {slug_of(name).casefold() for name in self._clusters}
+        if slug_of(model.name).casefold() in slugs:
+            raise UserError(f"there is a model {model.name!r} already", hint="take another name", param="model")
+        plans = [(cluster.model, cluster.options) for cluster in self._clusters.values()]
+        *_, (_, options) = _with_others([*plans, (model, self._plan(model))])
+        options = dataclasses.replace(
+            options, others=dataclasses.replace(options.others, memory_bytes=0)
+        )  # it is taken
+        cluster = self._start_cluster(model, options, *self._open_records(model, options))
+        try:
+            part = self._finish(cluster)
+        except BaseException:
+            self._clusters.pop(model.name).stack.close()
+            raise
+        self._added.append(text)
+        self._write_added()
+        return part
+
+    def close_model(self, name: str) -> None:
+        """As :class:`memserve.api.front.ModelHost` has it. One of the command line comes back with the next server."""
+        cluster = self._clusters.pop(name)
+        self._running.pop(name).on_end()
+        self._added = [text for text in self._added if split_model(text)[0] != name]
+        self._write_added()
+        cluster.stack.close()
+
+    def begin_end(self) -> None:
+        """The server is about to end: instances that end later are not started again."""
+        for running in self._running.values():
+            running.on_end()
+
+    def _read_model(self, text: str) -> NamedModel:
+        return read_model(text, EngineOptions(), (None, None, None))
+
+    def _open_records(self, model: NamedModel, options: ClusterOptions) -> tuple[ExitStack, Metadata]:
+        stack = ExitStack()
+        place = options.metadata.for_model(slug_of(model.name))
+        return stack, stack.enter_context(open_metadata(place, print_lines, self._secret.initial_value))
+
+    def _start_cluster(
+        self, model: NamedModel, options: ClusterOptions, stack: ExitStack, records: Metadata
+    ) -> _Cluster:
+        from memserve.model.loading.sources import resolve_source
+
+        print_lines(f"loading {model.engine.model} as {model.name} ...")
+        reasons = devices_for(model.engine, options).why, options.why
+        print_lines(*(f"{model.name}: {why}" for why in reasons if why))
+        try:
+            with progress_bar("preparing the model"):
+                folder = resolve_source(model.engine.model, "float32", keep_file=model.engine.may_keep_file)
+            base = ClusterBase(records, self._secret, folder, self._mailbox)
+            starting = starting_cluster(model.engine, options, base, self._http.server.log_level, print_lines)
+            cluster = _Cluster(model, options, stack, stack.enter_context(starting))
+        except BaseException:
+            stack.close()
+            raise
+        self._clusters[model.name] = cluster
+        return cluster
+
+    def _finish(self, cluster: _Cluster) -> ModelPart:
+        """Wait until it is ready; what answers for it."""
+        from memserve.api.front import ModelPart
+
+        model = cluster.model
+        running = self._running[model.name] = cluster.wait_until_ready()
+        adapters = read_adapters(model.engine.lora)
+        server = dataclasses.replace(self._http.server, served_model_names=(model.name,))
+        http = dataclasses.replace(self._http, server=server)
+        app, card = app_of(running.engine, running.model, model.engine.model, adapters, http, edge=self.edge)
+        self.lines += [f"{model.name}: {line}" for line in [running.text, *precision_lines(card, adapters)]]
+        return ModelPart(model.name, app, _sleep_of(cluster, running), model.text)
+
+    def _read_added(self) -> list[str]:
+        path = self._added_path
+        try:
+            return [] if path is None else [str(text) for text in json.loads(path.read_text(encoding="utf-8"))]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            hint = "remove the file: models that were added to a running server are then forgotten"
+            raise UserError(f"cannot read {path}: {error}", hint=hint, param="metadata") from None
+
+    def _write_added(self) -> None:
+        if self._added_path is not None:
+            write_private(self._added_path, json.dumps(self._added) + "\n")
+
+    @property
+    def _added_path(self) -> Path | None:
+        return None if self._folder.folder is None else self._folder.folder / ADDED
+
+
+def _sleep_of(cluster: _Cluster, running: RunningCluster) -> ModelSleep | None:
+    """None: the instances are not this server's alone, or their number follows the load."""
+    from memserve.api.sleeping import ModelSleep
+
+    options = cluster.options
+    counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
+    if not options.instance_count or options.placement.scaling.scale:
+        return None
+
+    def perform(is_awake: bool) -> None:
+        running.scale({role: count if is_awake else 0 for role, count in counts.items() if count})
+
+    return ModelSleep(cluster.model.name, cluster.model.sleep_after_s, perform)
 
 
 def _with_others(models: Sequence[Planned]) -> list[Planned]:
@@ -104,40 +275,6 @@ def _with_others(models: Sequence[Planned]) -> list[Planned]:
         roles = [Role.COLOCATED] * options.instance_count + [Role.STORE] * options.store.is_wanted
         memory_bytes += memory_bytes_of(roles, model.engine, options)
     return plans
-
-
-@contextmanager
-def _running(models: Sequence[Planned], log_level: str) -> Iterator[tuple[Metadata, list[RunningCluster]]]:
-    """All clusters, ready: they start side by side."""
-    from memserve.model.loading.card import import_tokenizers
-    from memserve.model.loading.sources import resolve_source
-
-    _, first = models[0]
-    with ExitStack() as stack:
-        for model, options in models:
-            reasons = devices_for(model.engine, options).why, options.why
-            print_lines(*(f"{model.name}: {why}" for why in reasons if why))
-        place = stack.enter_context(open_folder(first.metadata, print_lines))
-        disk_secret = next((text for _, options in models if (text := stored_secret(options.store))), None)
-        secret = as_followed(first.secret or place.secret or disk_secret or secrets.token_urlsafe(32))
-        if first.metadata.etcd:
-            import_tokenizers()
-        metadata = [
-            stack.enter_context(
-                open_metadata(options.metadata.for_model(slug_of(model.name)), print_lines, secret.initial_value)
-            )
-            for model, options in models
-        ]
-        shared = _open_mailbox(models, metadata, secret)
-        stack.callback(shared.close)
-        starts = []
-        for (model, options), records in zip(models, metadata, strict=True):
-            with progress_bar("preparing the model"):
-                folder = resolve_source(model.engine.model, "float32", keep_file=model.engine.may_keep_file)
-            base = ClusterBase(records, secret, folder, shared)
-            starting = starting_cluster(model.engine, options, base, log_level, print_lines)
-            starts.append(stack.enter_context(starting))
-        yield place, [start() for start in starts]
 
 
 def _open_mailbox(models: Sequence[Planned], metadata: Sequence[Metadata], secret: Followed[str]) -> SharedMailbox:
@@ -154,29 +291,3 @@ def _open_mailbox(models: Sequence[Planned], metadata: Sequence[Metadata], secre
         return SharedMailbox(partial(mailbox_at, options, secret, self_peer, port), self_peer, names)
 
     return at_last_port(options, last, open_at)
-
-
-def _front_of(
-    models: Sequence[Planned],
-    running: Sequence[RunningCluster],
-    adapters: Sequence[tuple[Adapter, ...]],
-    http: opt.HttpOptions,
-    place: Metadata,
-) -> tuple[ModelFront, list[LoadedModel | RemoteModel]]:
-    """The application in front of all, and each model as clients know it."""
-    from memserve.api.front import ModelFront, ModelPart
-    from memserve.api.http.limits import Edge
-    from memserve.api.metrics.http import ApiMetrics
-
-    edge = Edge(http.limits, ApiMetrics())
-    parts, served = [], []
-    for (model, _), cluster, loras in zip(models, running, adapters, strict=True):
-        named_http = dataclasses.replace(
-            http, server=dataclasses.replace(http.server, served_model_names=(model.name,))
-        )
-        app, card = app_of(cluster.engine, cluster.model, model.engine.model, loras, named_http, edge=edge)
-        parts.append(ModelPart(model.name, app))
-        served.append(card)
-    folder = None if place.folder is None else place.folder / BATCHES
-    keys = {"api_keys": http.api_keys.follow_keys(), "metrics_keys": http.metrics_keys.follow_keys()}
-    return ModelFront(parts, edge, config=http.api, batches_folder=folder, **keys), served
