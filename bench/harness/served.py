@@ -96,7 +96,7 @@ def serving(*arguments: str, model: str = "") -> Iterator[Served]:
 def _ready_line(process: subprocess.Popen[bytes], errors: Path) -> tuple[str, str]:
     assert process.stdout is not None
     for raw in process.stdout:
-        if results := re.match(r"ready in \S+ s: (\S+) at (\S+)/v1$", raw.decode().strip()):
+        if results := re.match(r"ready in \S+ s: (.+) at (\S+)/v1$", raw.decode().strip()):
             return results[1], results[2]
     raise SystemExit(f"the server ended with {process.wait(30)}: {errors.read_text(errors='replace')[-500:]}")
 

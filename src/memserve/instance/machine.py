@@ -355,9 +355,8 @@ class Instance:
             for peer, peer_load in link.routers.loads_for_followers(load)
         ]
         costs = self.state.costs.encoded_costs(self.config.role)
-        return LoadRead(
-            load, link.router_updates.for_heartbeat(link.router, now_ns), costs=costs, followers=tuple(followers)
-        )
+        next_event = link.router_updates.for_heartbeat(link.router, now_ns)
+        return LoadRead(load, next_event, b"", tuple(followers), costs, link.writer.has_waiting)
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""

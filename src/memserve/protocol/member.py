@@ -393,8 +393,9 @@ class MemberMachine:
         if self._drain_reason:
             self._add_action(LogWarning(self._drain_notice(read.load, now_ns)))
         if self.drains:
-            is_idle = not (read.load.requests_waiting or read.load.sequences_running or read.load.transfers_open)
-            if is_idle or (self._leaves_at_ns is not None and now_ns >= self._leaves_at_ns):
+            load = read.load
+            is_busy = load.requests_waiting or load.sequences_running or load.transfers_open or read.offers_wait
+            if not is_busy or (self._leaves_at_ns is not None and now_ns >= self._leaves_at_ns):
                 self._leave_cluster()
 
     # -- leaving

@@ -33,6 +33,8 @@ class LoadRead:
     """What each router is told that is not the owner: the load with the totals of its link, and its ``next_event``."""
     costs: bytes = b""
     """What it has learnt of its costs (``CostModel.to_json``). Empty: nothing yet."""
+    offers_wait: bool = False
+    """Whether cached KV waits to be offered to a store, which takes some at a time."""
 
 
 @dataclass(frozen=True, slots=True)

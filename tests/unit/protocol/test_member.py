@@ -119,6 +119,16 @@ def test_drain_lets_running_requests_finish() -> None:
     assert it.member.next_deadline_ns is None
 
 
+def test_it_stays_while_a_store_is_still_offered_kv() -> None:
+    it = Script()
+    it.joins(5)
+    it.at(7, DrainRequested(2_000_000_000, ""), Send(OLD, Drain()), ReadLoad(with_stats=False))
+    heartbeat = Send(ANY_ROUTER, Heartbeat(IDLE, 3, b"", members_digest([ME.peer]), False))
+    it.at(8, LoadRead(IDLE, 3, offers_wait=True), heartbeat)
+    it.at(17, ClockTicked(), ReadLoad(with_stats=True))
+    it.beats(18, IDLE, ME, then=(Send(OLD, Leave()), Left()))
+
+
 def test_patience_with_what_runs_ends() -> None:
     it = Script()
     it.joins(5)

@@ -144,6 +144,12 @@ class StoreWriter:
 
     # -- what the cache has got (``PublishListener``)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is something to be offered, and a store for it."""
+        waiting = self._pending or self._later or self._parts or self._kept_states
+        return self.target is not None and bool(waiting)
+
     def on_published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
         """The cache has got the blocks of ``sequence`` from ``first_block`` to the end of ``tokens``, which hold their
         final bytes once the plan has finished in which the sequence was scheduled last."""
