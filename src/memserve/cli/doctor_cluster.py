@@ -6,10 +6,12 @@ samples of ``/metrics``. With ``--join`` and the secret file it also probes the 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from memserve import __version__
 from memserve.base.errors import UserError
@@ -46,7 +48,8 @@ _COUNTS = (
 
 
 def examine_cluster(url: str, key: str | None, expected: dict[Role, int]) -> Iterator[Finding]:
-    """The findings about the cluster behind ``url``; ``expected``: members of each role that there should be."""
+    """The findings about the cluster behind ``url``; ``expected``: members of each role that there should be, of each
+    model."""
     base = url.rstrip("/").removesuffix("/v1")
     health = _get(base, "/health", None)
     yield _reached(url, health)
@@ -66,6 +69,20 @@ def examine_cluster(url: str, key: str | None, expected: dict[Role, int]) -> Ite
         hint = "give the key of --metrics-key with --api-key"
         yield Finding("figures", Status.FAIL, "this key sees its own requests alone", hint)
         return
+    models = snapshot.get("models", ())
+    if len(models) < 2:
+        yield from _examine_model(snapshot, expected)
+        return
+    for model in models:
+        part = _get(base, f"/ui/snapshot?model={quote(model)}", key)
+        if part is None or part[0] != 200:
+            yield Finding(model, Status.FAIL, f"no snapshot from {url}: {_message(part)}")
+            continue
+        for finding in _examine_model(part[1], expected):
+            yield dataclasses.replace(finding, name=f"{model}: {finding.name}")
+
+
+def _examine_model(snapshot: dict[str, Any], expected: dict[Role, int]) -> Iterator[Finding]:
     samples = Samples(snapshot)
     if not samples.total("engine_up"):
         yield Finding("router", Status.FAIL, "the machine behind the API does not answer", "read its log; restart it")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -24,6 +25,7 @@ Url = Annotated[str, typer.Option(help="Address of the router.")]
 Key = Annotated[
     str | None, typer.Option("--api-key", help="A tenant's key, or that of --metrics-key.", envvar="MEMSERVE_CHAT_KEY")
 ]
+Model = Annotated[str, typer.Option("--model", help="Of a server with several models: this one. Default: the first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -31,6 +33,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def top(
     *,
     url: Url = DEFAULT_URL,
+    model: Model = "",
     api_key: Key = None,
     interval_s: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the figures once; so does a pipe.")] = False,
@@ -39,7 +42,7 @@ def top(
     live = sys.stdout.isatty() and not once
     before: Snapshot | None = None
     while True:
-        latest = _get(url, "/snapshot", api_key)
+        latest = _get(url, f"/snapshot{_query(model)}", api_key)
         size = shutil.get_terminal_size()
         lines = [line[: size.columns] if live else line for line in overview(latest, before)]
         typer.echo((_HOME_AND_CLEAR if live else "") + "\n".join(lines[: size.lines - 1] if live else lines))
@@ -61,10 +64,14 @@ def explain(
     typer.echo(json.dumps(entry) if as_json else "\n".join(timeline(entry)))
 
 
-def trees(*, url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
+def trees(*, url: Url = DEFAULT_URL, model: Model = "", api_key: Key = None, as_json: AsJson = False) -> None:
     """Show the prefixes that the last prompts share, and which members hold them."""
-    reply = _get(url, "/trees", api_key)
+    reply = _get(url, f"/trees{_query(model)}", api_key)
     typer.echo(json.dumps(reply) if as_json else "\n".join(tree_lines(reply)))
+
+
+def _query(model: str) -> str:
+    return f"?model={quote(model)}" if model else ""
 
 
 class Samples:

@@ -15,6 +15,9 @@ import pytest
 from front_world import QUESTION, Front, running_front
 from memserve.api.http.config import ApiConfig, EdgeConfig
 from memserve.base.units import MIB
+from memserve.cli.doctor_cluster import examine_cluster
+from memserve.cli.main import run
+from memserve.cli.output import Status
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +231,13 @@ def test_a_model_sleeps_until_it_is_asked() -> None:
 
 def test_without_an_admin_key_there_are_no_such_routes(front: Front) -> None:
     assert front.get("/models").status_code == 404 and front.post("/models", {"model": "x=/y"}).status_code == 404
+
+
+def test_the_terminal_sees_each_model(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["top", "--url", front.url, "--once", "--model", "two"]) == 0
+    assert capsys.readouterr().out.startswith("two, memserve ")
+    assert run(["trees", "--url", front.url, "--model", "three"]) == 1
+    assert "this server serves `one, two`" in capsys.readouterr().err
+    findings = list(examine_cluster(front.url, None, {}))
+    assert {"one: members", "two: members"} <= {finding.name for finding in findings}
+    assert all(finding.status is Status.OK for finding in findings)
