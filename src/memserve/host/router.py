@@ -164,7 +164,6 @@ class RouterEngine:
         """Counts of instances that follow the load."""
         self.declined: dict[str, ReportMember] = {}
         """Stores that have said that they do not join, and why, by name."""
-        self._stores_named = 0
         self.owner_url: str | None = None
         """Of a follower: where the owner answers HTTP; empty: not known."""
         self.refused = ""
@@ -293,10 +292,10 @@ class RouterEngine:
         """The members as the router sees them. Raises as :meth:`stats`."""
         return self._loop.query_machine(self._machine.instances)
 
-    def invite_store(self, address: str) -> None:
-        """Ask the store at ``address`` (``tcp://host:port``) to join, from now on, whenever it is started."""
-        store = store_at(self._stores_named)
-        self._stores_named += 1
+    def invite_store(self, address: str, number: int) -> None:
+        """Ask the store at ``address`` (``tcp://host:port``) to join, from now on, whenever it is started. ``number``:
+        another one for each store of this mailbox, from 0 on."""
+        store = store_at(number)
         self._mailbox.connect(store, address)
         self._loop.post_event(StoreNamed(self._mailbox.address, store))
 

@@ -6,6 +6,7 @@ processes that no router knows are the first one's, which answers them as any ro
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from asyncio import AbstractEventLoop
@@ -27,6 +28,8 @@ class SharedMailbox:
         """``self_peer``: under which the mailbox is known, and so all routers behind it. ``models``: those whose parts
         will be opened; until then their members are not answered, and ask again."""
         self.self_peer = self_peer
+        self.store_numbers = itertools.count()
+        """For stores that are invited: each is known under another one."""
         self._lock = threading.Lock()
         self._expected = set(models)
         self._loop: AbstractEventLoop | None = None

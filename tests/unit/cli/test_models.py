@@ -91,3 +91,4 @@ def test_a_store_for_all_and_one_for_a_model_contradict() -> None:
         read("a=/a,ssd=/x=1GiB", "b=/b", store=StoreOptions(dram_bytes=GIB))
     with pytest.raises(UserError, match="keeps the KV of one model"):
         read("a=/a", "b=/b", store=StoreOptions(at="h:1"))
+    assert [model.store.at for model in read("a=/a,store=h:1", "b=/b,store=h:2")] == ["h:1", "h:2"]

@@ -6,6 +6,7 @@ The store that ``memserve serve --store HOST:PORT`` names: it runs already, and 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -258,8 +259,9 @@ def starting_cluster(
         stack.callback(engine.close)
         stack.callback(supervisor.close)
         _check_memory(engine_options, most, orders, supervisor.surviving_names)
-        for address in options.store.addresses:
-            engine.invite_store(f"tcp://{with_port(*split_address(address, '--store'))}")
+        numbers = itertools.count() if base.mailbox is None else base.mailbox.store_numbers
+        for address, number in zip(options.store.addresses, numbers, strict=False):  # as many as there are stores
+            engine.invite_store(f"tcp://{with_port(*split_address(address, '--store'))}", number)
         supervisor.start()
         with objects_that_stay():
             tokenizer = early_tokenizer(base.folder)

@@ -46,6 +46,11 @@ class NamedModel:
     """As it was written."""
 
 
+def has_store(model: NamedModel) -> bool:
+    """Whether its KV goes to a store that runs already."""
+    return model.store.at is not None
+
+
 def split_model(text: str) -> tuple[str, str]:
     """Name and the rest of ``NAME=PATH...``; the name is empty where ``text`` is a path alone."""
     match = _NAMED.fullmatch(text)
@@ -57,14 +62,6 @@ def split_model(text: str) -> tuple[str, str]:
 def slug_of(name: str) -> str:
     """The name of a model as a part of file names and of names of members."""
     return name.replace("/", "-")
-
-
-def read_model(text: str, engine: EngineOptions, counts: Counts) -> NamedModel:
-    """One further model. Raises :class:`UserError`."""
-    model = _read_model(text, engine, counts)
-    if model.store.at is not None:
-        raise UserError(f"--model {model.name}: {_STORE_OF_ONE}", hint="--model NAME=PATH,ssd=DIR=20GiB", param="store")
-    return model
 
 
 def read_models(texts: Sequence[str], engine: EngineOptions, counts: Counts, store: StoreOptions) -> list[NamedModel]:
@@ -90,7 +87,8 @@ def read_models(texts: Sequence[str], engine: EngineOptions, counts: Counts, sto
     ]
 
 
-def _read_model(text: str, engine: EngineOptions, counts: Counts) -> NamedModel:
+def read_model(text: str, engine: EngineOptions, counts: Counts) -> NamedModel:
+    """What one ``NAME=PATH[,option=value...]`` says, beside what holds for all. Raises :class:`UserError`."""
     name, rest = split_model(text)
     if not name:
         raise UserError(f"--model {text}: each of several models needs a name", hint=_HINT, param="model")
@@ -168,7 +166,7 @@ def _convert(key: str, texts: list[str], entry: Option, kind: Any) -> Any:
 def _share_of(store: StoreOptions, slug: str, count: int) -> StoreOptions:
     """The store of one of ``count`` models, where one was asked for."""
     if store.at is not None or store.address is not None:
-        hint = "start one for each model: --ssd DIR=20GiB, or --model NAME=PATH,ssd=DIR=20GiB"
+        hint = "name one for each model: --model NAME=PATH,store=HOST:PORT"
         raise UserError(_STORE_OF_ONE, hint=hint, param="store")
     folders = tuple((str(Path(folder) / slug), nbytes // count) for folder, nbytes in store.folders)
     writes_bytes = store.writes_per_day_bytes // count

@@ -23,8 +23,8 @@ from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import run_fleet
 from memserve.cli.cluster.http import Served, listening, serve_until_signal
 from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, devices_for, running_cluster
-from memserve.cli.cluster.models import NamedModel, read_models
-from memserve.cli.cluster.several import check_models, refuse_names, run_models
+from memserve.cli.cluster.models import NamedModel, has_store, read_models
+from memserve.cli.cluster.several import refuse_names, run_models
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
 from memserve.cli.output import print_lines
 from memserve.fleet.messages import FleetOptions
@@ -106,7 +106,8 @@ def serve(
         run_server(_standalone_options(models[0].engine, cluster.admission, *cluster_options), http, None)
         return
     records = metadata_place(metadata, server.port, credentials.etcd_access(metadata_credentials))
-    secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
+    needs_secret = cluster_port is not None or any(map(has_store, models))
+    secret = credentials.secret_of(cluster_secret_file, is_needed=needs_secret)
 
     def options_of(model: NamedModel) -> ClusterOptions:
         local = model.engine
@@ -120,8 +121,7 @@ def serve(
         )  # fmt: skip
 
     if models[0].name:
-        check_models(models, http, placement, routers)
-        run_models(models, options_of, http, records)
+        run_models(models, engine, options_of, http, records)
         return
     run_server(models[0].engine, http, options_of(models[0]))
 

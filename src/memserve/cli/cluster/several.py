@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memserve.base.config import EngineOptions
-from memserve.base.deployment import PlacementOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import flags as opt
@@ -59,28 +58,30 @@ def refuse_names(models: Sequence[NamedModel], hint: str) -> None:
         raise UserError(f"the model {models[0].name!r} needs a router", hint=hint, param="model")
 
 
-def check_models(
-    models: Sequence[NamedModel], http: opt.HttpOptions, placement: PlacementOptions, routers: int
-) -> None:
+def _check_options(http: opt.HttpOptions, options: ClusterOptions) -> None:
     """Raise :class:`UserError` for what does not go with named models yet."""
     if http.server.served_model_names:
         hint = "leave out --served-model-name: clients ask for the names of --model"
         raise UserError("models have two kinds of names", hint=hint, param="served_model_name")
-    if placement.remote_place is not None:
+    if options.placement.remote_place is not None:
         raise UserError("Ray places instances of one model", hint="--model PATH, without a name", param="on")
-    if routers > 1:
+    if options.routers > 1:
         raise UserError("several models have one router", hint="leave out --routers", param="routers")
 
 
-def run_models(models: Sequence[NamedModel], plan: Plan, http: opt.HttpOptions, place: MetadataPlace) -> None:
-    """Bind, load, serve, drain. ``plan``: the options of a model's cluster. ``place``: where all keep their records.
+def run_models(
+    models: Sequence[NamedModel], engine: EngineOptions, plan: Plan, http: opt.HttpOptions, place: MetadataPlace
+) -> None:
+    """Bind, load, serve, drain. ``engine``: what holds for models that are added. ``plan``: the options of a model's
+    cluster. ``place``: where all keep their records.
 
     Raises :class:`UserError`: for wrong options before anything is loaded."""
     from memserve.api.front import ModelAdmin, ModelFront, ServerKeys
 
+    _check_options(http, plan(models[0]))
     started, file = time.perf_counter(), http.server.admin_key_file
     admin_key = None if file is None else followed_key(Path(file))
-    with listening(http) as listener, ModelSet(plan, http, place) as running:
+    with listening(http) as listener, ModelSet(engine, plan, http, place) as running:
         running.open_models(models)
         keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
         admin = None if admin_key is None else ModelAdmin(running, admin_key, http.server.drain_s)
@@ -111,11 +112,11 @@ class ModelSet:
 
     A context: what was opened inside ends with it."""
 
-    def __init__(self, plan: Plan, http: opt.HttpOptions, place: MetadataPlace) -> None:
+    def __init__(self, engine: EngineOptions, plan: Plan, http: opt.HttpOptions, place: MetadataPlace) -> None:
         from memserve.api.http.limits import Edge
         from memserve.api.metrics.http import ApiMetrics
 
-        self._plan, self._http, self._place = plan, http, place
+        self._engine, self._plan, self._http, self._place = engine, plan, http, place
         self._stack = ExitStack()
         self._clusters: dict[str, _Cluster] = {}
         self._running: dict[str, RunningCluster] = {}
@@ -190,7 +191,7 @@ class ModelSet:
             running.on_end()
 
     def _read_model(self, text: str) -> NamedModel:
-        return read_model(text, EngineOptions(), (None, None, None))
+        return read_model(text, self._engine, (None, None, None))
 
     def _open_records(self, model: NamedModel, options: ClusterOptions) -> tuple[ExitStack, Metadata]:
         stack = ExitStack()
