@@ -11,6 +11,7 @@ from memserve.base.deployment import StoreOptions
 from memserve.base.errors import UserError
 from memserve.base.units import GIB, MIB
 from memserve.cli.cluster.models import NamedModel, read_models, slug_of, split_model
+from memserve.cli.main import run
 
 NO_COUNTS = (None, None, None)
 
@@ -92,3 +93,18 @@ def test_a_store_for_all_and_one_for_a_model_contradict() -> None:
     with pytest.raises(UserError, match="keeps the KV of one model"):
         read("a=/a", "b=/b", store=StoreOptions(at="h:1"))
     assert [model.store.at for model in read("a=/a,store=h:1", "b=/b,store=h:2")] == ["h:1", "h:2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--routers", "2"], "several models have one router"),
+        (["--served-model-name", "x"], "models have two kinds of names"),
+        (["--on", "ray"], "Ray places instances of one model"),
+        (["--in-process"], "the model 'a' needs a router"),
+        (["--store", "127.0.0.1:1"], "keeps the KV of one model"),
+    ],
+)
+def test_what_named_models_do_not_go_with(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--model", "a=/a", "--model", "b=/b", "--metadata", "none", "--port", "0", *words]) == 1
+    assert complaint in capsys.readouterr().err
