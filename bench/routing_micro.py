@@ -29,7 +29,8 @@ from harness.tables import Table
 from numpy.typing import NDArray
 
 from memserve import _core
-from memserve.base.config import POLICIES, ClusterConfig
+from memserve.base.config import ClusterConfig
+from memserve.base.plugins import ROUTING_POLICIES
 from memserve.base.types import KVGeometry, Request, Role, StopParams, Tier
 from memserve.kv.identity import DEFAULT_KEY, namespace_id
 from memserve.protocol.messages import Heartbeat, Join
@@ -231,7 +232,7 @@ def busy_cluster(options: Namespace, policy: str) -> tuple[Cluster, World]:
 
 def bench_decision(options: Namespace) -> Iterator[Record]:
     """Time a request's way through the router's machine."""
-    for policy in POLICIES:
+    for policy in ROUTING_POLICIES.own:
         cluster, world = busy_cluster(options, policy)
         gc.freeze()
         yield from bench_policy(cluster, world, policy, options.reps)

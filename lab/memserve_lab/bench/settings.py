@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memserve.base.config import POLICIES
 from memserve.base.errors import UserError
+from memserve.base.plugins import ROUTING_POLICIES
 from memserve.base.types import Caching, TransferPolicy
 from memserve_lab.bench.catalogue import Arrivals, Recipe, known_kind
 from memserve_lab.bench.results import Label
@@ -84,11 +84,11 @@ def named_server(text: str) -> str:
 
 
 def _option(word: str, text: str) -> tuple[str, str]:
-    if word in POLICIES:
+    if word in ROUTING_POLICIES.names():
         return "--policy", word
     if word in list(TransferPolicy):
         return "--transfer", word
-    names_text = ", ".join((*POLICIES, *TransferPolicy))
+    names_text = ", ".join((*ROUTING_POLICIES.names(), *TransferPolicy))
     raise UserError(f"unknown policy or transfer mode {word!r} in setting {text!r}", hint=f"one of {names_text}")
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.base.config import POLICIES
 from memserve.base.errors import UserError
 from memserve.base.options import with_values
+from memserve.base.plugins import ROUTING_POLICIES
 from memserve.base.types import Caching, TransferPolicy
 from memserve.cli import flags as opt
 from memserve_lab.cli import sim_run as sim
@@ -86,7 +86,7 @@ def parse_setting(text: str, simulation: sim.Wanted) -> sim.Wanted:
     instances, *words = text.split("/")
     simulation_chosen = dataclasses.replace(simulation, instances=instances)
     for word in words:
-        if word in POLICIES:
+        if word in ROUTING_POLICIES.names():
             simulation_chosen = with_values(simulation_chosen, {("cluster", "policy"): word})
         elif word in list(Caching):
             simulation_chosen = with_values(simulation_chosen, {("cluster", "caching"): Caching(word)})

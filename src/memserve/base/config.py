@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 
 from memserve.base.errors import UserError, check
 from memserve.base.kv_layout import (
@@ -34,6 +33,7 @@ from memserve.base.options import (
     check_ranges,
     option,
 )
+from memserve.base.plugins import ADMISSION_CONTROLLERS, ROUTING_POLICIES, split_settings
 from memserve.base.states import NO_STATE, StateGeometry, StatePages, divide_memory
 from memserve.base.types import (
     AS_COMPUTED,
@@ -59,17 +59,8 @@ DEFAULT_MAX_TOKENS = 1024
 DRAIN_S = 20.0
 """How long streams may go on after the first signal."""
 
-POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fit")
-POLICY_GROUP = "memserve.policies"
-"""Entry points of routing policies from other distributions (docs/guides/EXTENDING.md)."""
-
 PROMPT_LOGPROBS_MAX = 256
 """Prompt tokens of one plan whose logits are wanted: each takes a row of the vocabulary (200 KB, or more)."""
-
-
-def policies_installed() -> list[str]:
-    """Names of the routing policies that other distributions bring, sorted."""
-    return sorted({entry.name for entry in entry_points(group=POLICY_GROUP)} - set(POLICIES))
 
 
 Asked = tuple[tuple[bool, str, str, str], ...]
@@ -283,9 +274,10 @@ class InstanceConfig:
 class AdmissionConfig:
     """Admission to the cluster: which requests are admitted, which wait, and which are rejected."""
 
-    mode: Admission = option(Admission.NONE, "--admission")
+    mode: str = option(Admission.NONE, "--admission")
     """What limits the requests that are admitted. ``none``: nothing. ``bounded``: their number. ``memory``: also the
-    blocks that they need. ``cache``: as ``memory``, and a block that several requests share counts once."""
+    blocks that they need. ``cache``: as ``memory``, and a block that several requests share counts once. NAME, or
+    ``NAME:KEY=VALUE,KEY=VALUE``: what a plug-in says (`memserve doctor` lists them)."""
     active_max: int | None = option(None, "--max-active", least=1)
     """Requests admitted at once, over all instances. None: no limit by number; ``bounded`` needs one."""
     waiting_max: int = option(64, "--admission-queue", least=0)
@@ -314,28 +306,44 @@ class AdmissionConfig:
     others. False: they order the requests of one tenant."""
 
     def __post_init__(self) -> None:
-        if self.mode is Admission.BOUNDED and self.active_max is None:
+        ADMISSION_CONTROLLERS.check_name(self.controller[0])
+        if self.mode == Admission.BOUNDED and self.active_max is None:
             message, hint = "bounded admission needs a number of requests", "e.g. --max-active 32"
             raise UserError(message, hint=hint, param="max_active")
         check_ranges(self)
         _positive("kept_ns", self.kept_ns, "give a positive time")
         if self.output_tokens_max < 0:
             raise UserError("output_tokens_max must not be negative", param="output_tokens_max")
-        if self.hold and (self.mode is not Admission.CACHE or self.evictions_max is not None):
+        if self.hold and (self.mode != Admission.CACHE or self.evictions_max is not None):
             raise UserError("--admission-hold needs --admission cache, without --admission-evictions", param="hold")
-        if self.mode is Admission.CACHE and self.unit_tokens is not None:
+        if self.mode == Admission.CACHE and self.unit_tokens is not None:
             raise UserError("cache-aware admission counts in the instances' own blocks", param="unit_tokens")
         for tenant, weight in self.weights:
             _positive(f"weight of {tenant!r}", weight, "1 is every tenant's; 2 gets twice as much")
 
+    @property
+    def controller(self) -> tuple[str, dict[str, str]]:
+        """Name and settings of the admission controller that ``mode`` names. Raises :class:`UserError`."""
+        return split_settings(self.mode, "--admission")
+
+    @property
+    def counts_memory(self) -> bool:
+        """Whether the blocks that requests need are counted, each of its sequences at one instance."""
+        return self.mode in (Admission.MEMORY, Admission.CACHE)
+
+    @property
+    def shared_mode(self) -> str:
+        """What several routers must agree on. Empty: nothing is limited, and each decides alone."""
+        return "" if self.mode == Admission.NONE else str(self.mode)
+
     def refuse_idle(self) -> None:
         """Raise :class:`UserError` for a limit that does nothing in this mode."""
         limits = {"--max-active": self.active_max, "--admission-evictions": self.evictions_max}
-        if self.mode is Admission.NONE and (idle := [flag for flag, value in limits.items() if value is not None]):
+        if self.mode == Admission.NONE and (idle := [flag for flag, value in limits.items() if value is not None]):
             hint = "add --admission bounded, memory or cache"
             raise UserError(f"{idle[0]} does nothing without admission", hint=hint)
-        if self.mode is Admission.BOUNDED and self.evictions_max is not None:
-            raise UserError("bounded admission does not look at memory", hint="use --admission memory or cache")
+        if not self.counts_memory and self.evictions_max is not None:
+            raise UserError(f"{self.mode} admission does not look at memory", hint="use --admission memory or cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +355,8 @@ class ClusterConfig:
     decode instances too. ``pd-caching-3``: both, and generated KV goes back to the prefill instance."""
     policy: str = option("cost")
     """How an instance is chosen for a request: ``least-load``, ``session``, ``prompt-tree``, ``cost`` (weighs prefix,
-    queue, tier and transfer together), ``affinity`` (session, exact hit, longest prefix, least load, in this order) or
-    ``best-fit`` (the least memory left over)."""
+    queue, tier and transfer together), ``affinity`` (session, exact hit, longest prefix, least load, in this order),
+    ``best-fit`` (the least memory left over), or the name of a plug-in (`memserve doctor` lists them)."""
     transfer: TransferPolicy = option(TransferPolicy.BY_REQUEST_AGG)
     """How KV goes from prefill to decode instances: ``by-layer``, while the next layers are computed; ``by-request``,
     behind the prefill, page by page; ``by-request-agg``, behind it, in whole blocks; ``auto``: as is quickest for each
@@ -388,17 +396,15 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")
-        if self.policy not in POLICIES and self.policy not in (installed := policies_installed()):
-            names = ", ".join([*POLICIES, *installed])
-            raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {names}", param="policy")
+        ROUTING_POLICIES.check_name(self.policy)
         if self.migration not in ("auto", "drain", "off"):
             message = f"requests cannot migrate {self.migration!r}"
             raise UserError(message, hint="use auto, drain or off", param="migration")
         if not re.fullmatch(r"auto|off|[2-9]|[1-9]\d{1,3}", self.sequence_parallel):
             message = f"sequences cannot be shared by {self.sequence_parallel!r} instances"
             raise UserError(message, hint="use auto, off or a number from 2 on", param="sequence_parallel")
-        if self._counts_memory and self.sequence_parallel not in ("auto", "off"):
-            message = f"admission by {self.admission.mode.value} counts the memory of one instance for each sequence"
+        if self.admission.counts_memory and self.sequence_parallel not in ("auto", "off"):
+            message = f"admission by {self.admission.mode} counts the memory of one instance for each sequence"
             raise UserError(
                 message, hint="use --sequence-parallel off, or --admission bounded", param="sequence_parallel"
             )
@@ -407,12 +413,7 @@ class ClusterConfig:
     def sequence_instances_max(self) -> int:
         """The most instances that share a sequence. 1: none is shared."""
         counts = {"auto": 1024, "off": 1}
-        return 1 if self._counts_memory else counts.get(self.sequence_parallel) or int(self.sequence_parallel)
-
-    @property
-    def _counts_memory(self) -> bool:
-        """Whether admission knows of one instance a sequence."""
-        return self.admission.mode in (Admission.MEMORY, Admission.CACHE)
+        return 1 if self.admission.counts_memory else counts.get(self.sequence_parallel) or int(self.sequence_parallel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,21 +141,28 @@ class FairQueue(Generic[Item]):
         insort(self._lines.setdefault(tenant, []), place)
         self._items[key] = tenant, place, max(1, cost), item
 
+    def item(self, key: str) -> Item:
+        """The item of that name, which must be here."""
+        return self._items[key][3]
+
     def head(self) -> Item | None:
         """The next item; ``None``: the queue is empty."""
         place = self._first_place()
         return self._items[place.key][3] if place is not None else None
+
+    def heads(self) -> Iterator[Item]:
+        """The next item of each tenant, in the order of their turns: :meth:`head` first. Nothing may change
+        meanwhile."""
+        places = [(line[0].urgency, self._turns.clock_of(tenant), line[0]) for tenant, line in self._lines.items()]
+        for _, _, place in sorted(places, key=lambda entry: (entry[0], entry[1], entry[2].arrival)):
+            yield self._items[place.key][3]
 
     def pop(self) -> Item:
         """Serve the head, which must exist: its tenant's clock goes on by its cost."""
         place = self._first_place()
         if place is None:
             raise InvariantError("the queue is empty")
-        tenant, _, cost, item = self._items.pop(place.key)
-        del self._lines[tenant][0]
-        self._turns.serve_tenant(tenant, cost)
-        self._close_if_empty(tenant)
-        return item
+        return self.serve_item(place.key)
 
     def behind_head(self, count: int) -> list[Item]:
         """Up to ``count`` items that are next in the head's line, of its urgency and priority."""
@@ -165,11 +172,12 @@ class FairQueue(Generic[Item]):
         line = self._lines[self._items[place.key][0]][1 : count + 1]
         return [self._items[entry.key][3] for entry in line if entry[:2] == place[:2]]
 
-    def serve_ahead(self, key: str) -> Item:
-        """Serve an item of :meth:`behind_head` before the head: its tenant's clock goes on by its cost."""
+    def serve_item(self, key: str) -> Item:
+        """Serve an item of :meth:`heads` or :meth:`behind_head`: its tenant's clock goes on by its cost."""
         tenant, place, cost, item = self._items.pop(key)
         self._lines[tenant].remove(place)
         self._turns.serve_tenant(tenant, cost)
+        self._close_if_empty(tenant)
         return item
 
     def remove(self, key: str) -> bool:

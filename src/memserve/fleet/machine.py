@@ -158,8 +158,13 @@ class Fleet:
             self._timers.arm(until_ns, self._on_wait_over, request.request_id)
 
     def _admit_waiting(self, now_ns: int) -> None:
-        while not self._admission.is_idle(now_ns) and (state := self._admission.admit_next(now_ns)) is not None:
-            self._place_request(self._entries[state.request_id], now_ns)
+        while not self._admission.is_idle(now_ns):
+            while (state := self._admission.admit_next(now_ns)) is not None:
+                self._place_request(self._entries[state.request_id], now_ns)
+            rejection = self._admission.reject_unservable(now_ns)
+            if rejection is None:
+                return
+            self._reject_request(rejection, now_ns)
 
     def _on_wait_over(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)

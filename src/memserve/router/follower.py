@@ -18,7 +18,7 @@ from msgspec import structs
 
 from memserve.base.config import ClusterConfig, MemberConfig
 from memserve.base.errors import check
-from memserve.base.types import Admission, ClockTicked, KVGeometry, Role
+from memserve.base.types import ClockTicked, KVGeometry, Role
 from memserve.kv.identity import DEFAULT_KEY
 from memserve.protocol.events import MessageArrived
 from memserve.protocol.member import MemberMachine
@@ -69,8 +69,7 @@ class Follower:
         identity_key: bytes = DEFAULT_KEY,
     ) -> None:
         """``info``: what the owner and all members are told of it; ``owners``: the addresses where the owner may be."""
-        admission = config.admission.mode
-        info = structs.replace(info, admission="" if admission is Admission.NONE else admission.value)
+        info = structs.replace(info, admission=config.admission.shared_mode)
         self.member = MemberMachine(follower_info(info), owners, member)
         self.cluster = Cluster(config, identity_key=identity_key, follows=info.peer)
         self._actions: list[FollowerAction] = []

@@ -111,7 +111,9 @@ class Cluster:
         handles = NamedPrefixes(config, tables, timers, outbox)
         sessions = Sessions(registry, outbox)
         placer = Placer(config, tables, sessions, handles)
-        self.hints = hints = HintRelay(tables, handles, placer, timers, outbox, config.admission.mode)
+        self.hints = hints = HintRelay(
+            tables, handles, placer, timers, outbox, moves_kv=not config.admission.counts_memory
+        )
         parts = RouterParts(
             config, tables, admission, sessions, handles, placer, hints, timers, outbox, counters, follows
         )

@@ -91,8 +91,12 @@ class AdmissionStats:
         "admission_waited_seconds", "Seconds that requests waited before they were admitted, added up"
     )
     rejected: dict[str, int] = field(default_factory=dict)
-    """By cause: ``queue`` (too many waited), ``wait`` (for too long), ``memory`` (it would never fit) or ``pressure``
-    (evictions were not enough, and no request was running)."""
+    """By cause: ``queue`` (too many waited), ``wait`` (for too long), ``memory`` (it would never fit), ``pressure``
+    (evictions were not enough, and no request was running) or ``rule`` (a plug-in said so)."""
+    rule_failures: int = counter(
+        "admission_rule_failures",
+        "Times that a plug-in's admission controller failed, and the other limits judged alone",
+    )
     evictions: int = counter(
         "admission_evictions", "Finished requests whose counted memory went to newly admitted requests"
     )

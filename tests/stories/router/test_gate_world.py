@@ -11,7 +11,8 @@ from random import Random
 
 import pytest
 
-from memserve.base.config import POLICIES, AdmissionConfig
+from memserve.base.config import AdmissionConfig
+from memserve.base.plugins import ROUTING_POLICIES
 from memserve.base.types import Admission
 from memserve.base.units import NS_PER_S
 from memserve.router.machine import Cluster
@@ -39,7 +40,7 @@ class GatedWorld(World):
             evictions_max=random.choice([None, None, 1000]),
         )
         plain = super().new_cluster()
-        config = replace(plain.config, admission=gate, policy=random.choice(POLICIES))
+        config = replace(plain.config, admission=gate, policy=random.choice(list(ROUTING_POLICIES.own)))
         return Cluster(config, remembers=self.scenario.remembers)
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster_world import BLOCK, FakeInstance, World, a_request, info, lone_answer
-from memserve.base.config import POLICIES
+from memserve.base.plugins import ROUTING_POLICIES
 from memserve.base.types import Caching, FinishReason, Role, Tier, TokenOutput
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.kv.identity import block_identities, namespace_id
@@ -46,7 +46,7 @@ class Storm(World):
         self.loss = random.choice([0.0, 0.02, 0.15])
         limits = {"attempts_max": FOREVER, "unplaced_ns": FOREVER * NS_PER_S} if self.patient else {"attempts_max": 5}
         super().__init__(
-            policy=random.choice(POLICIES),
+            policy=random.choice(list(ROUTING_POLICIES.own)),
             caching=random.choice(list(Caching)),
             stalled_after_ns=20 * NS_PER_S,
             **limits,

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster_world import World, a_request, lone_answer
-from memserve.base.config import POLICIES, AdmissionConfig
+from memserve.base.config import AdmissionConfig
+from memserve.base.plugins import ROUTING_POLICIES
 from memserve.base.types import Admission, Caching, FinishReason, Role
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.protocol.messages import Leave
@@ -344,7 +345,7 @@ class Crowded(World):
         roles = random.choice([[C], [C, C, C], [P, D], [P, P, D, C]])
         super().__init__(
             [(f"i{k}", role) for k, role in enumerate(roles)],
-            policy=random.choice(POLICIES),
+            policy=random.choice(list(ROUTING_POLICIES.own)),
             caching=random.choice(list(Caching)),
             admission=admission,
             unplaced_ns=5 * NS_PER_S,

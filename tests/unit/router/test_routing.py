@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cluster_world import GEOMETRY, World, a_request, info
-from memserve.base.config import POLICIES, ClusterConfig
+from memserve.base.config import ClusterConfig
+from memserve.base.plugins import ROUTING_POLICIES
 from memserve.base.types import KVGeometry, Role, Tier
 from memserve.kv.costs import CopyCurve, CostModel
 from memserve.kv.identity import block_identities, namespace_id
@@ -23,7 +24,7 @@ from memserve.router.machine import Cluster
 from memserve.router.members.loads import LoadTable
 from memserve.router.placement.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding
 from memserve.router.placement.placer import ALL_OF
-from memserve.router.placement.routing import POLICY, first_cost, handoff_ns, route, split, weigh
+from memserve.router.placement.routing import first_cost, handoff_ns, policy_named, route, split, weigh
 
 P, D, C, S = Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE
 COSTS = CostModel()
@@ -45,7 +46,8 @@ def choice(policy: str, ask: Ask, candidates: list[Candidate]) -> tuple[int, int
 
 
 def test_every_policy_of_the_configuration_exists():
-    assert tuple(POLICY) == POLICIES
+    for name in ROUTING_POLICIES.own:
+        assert callable(policy_named(name))
 
 
 # -- teams
@@ -83,7 +85,7 @@ def test_least_load_counts_tokens_to_compute_and_tokens_to_read():
 
 def test_equal_ones_go_to_the_lowest_number_unless_one_is_known():
     candidates = some(C, C, C)
-    for policy in POLICIES:
+    for policy in ROUTING_POLICIES.own:
         assert choice(policy, ASK, candidates) == (0, None)
         assert choice(policy, Ask(1000, favourites=(2,)), candidates) == (2, None)
 
@@ -238,7 +240,7 @@ def situations(draw) -> tuple[Ask, list[Candidate]]:
     return Ask(prompt, draw(st.integers(0, 500)), draw(st.integers(1, 4)), 1000, favourites, longest), candidates
 
 
-@given(situations(), st.sampled_from(POLICIES))
+@given(situations(), st.sampled_from(list(ROUTING_POLICIES.own)))
 def test_route_chooses_an_accepting_instance_if_any(situation, policy):
     ask, candidates = situation
     decided = route(policy, ask, candidates)
@@ -347,7 +349,7 @@ def everybody(cluster: Cluster, prompt: list[int]) -> list[Candidate]:
     return list(dumped.values())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", list(ROUTING_POLICIES.own))
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_few_candidates_are_enough(policy, seed):

@@ -130,7 +130,7 @@ def _used(cluster: Cluster, requests: Sequence[RequestState], member: Member) ->
         if attempt is not None and member in attempt.involved:
             paired = attempt.decode_at is not None
             used += _most(cluster, req.request, generated, decodes=not paired or member is attempt.decode_at)
-            if member is attempt.decode_at and cluster.config.admission.mode is Admission.CACHE:
+            if member is attempt.decode_at and cluster.config.admission.mode == Admission.CACHE:
                 used += ceil_div(len(req.request.prompt), _unit(cluster))
     return used
 
@@ -152,14 +152,14 @@ def draw_gate(random: Random) -> AdmissionConfig:
     """Any admission: narrow limits, so that they matter; patience from a moment to longer than any scenario."""
     mode = random.choice([Admission.BOUNDED, Admission.BOUNDED, Admission.MEMORY, Admission.CACHE])
     active_max = random.choice([1, 1, 2, 4])
-    evictions = mode is not Admission.BOUNDED and random.random() < 0.4
+    evictions = mode != Admission.BOUNDED and random.random() < 0.4
     return AdmissionConfig(
         mode,
-        active_max if mode is Admission.BOUNDED else random.choice([None, None, active_max]),
+        active_max if mode == Admission.BOUNDED else random.choice([None, None, active_max]),
         waiting_max=random.choice([0, 1, 2, 4, 1000]),
         wait_ns=random.choice([NS_PER_S // 50, NS_PER_S // 2, 5 * NS_PER_S, 3600 * NS_PER_S]),
         output_tokens_max=random.choice([0, 8, 256]),
-        unit_tokens=random.choice([None, 2, 8]) if mode is Admission.MEMORY else None,
+        unit_tokens=random.choice([None, 2, 8]) if mode == Admission.MEMORY else None,
         evictions_max=random.choice([0, 1, 1000]) if evictions else None,
         weights=random.choice([(), (("other", 2),), (("other", 3),)]),
     )
@@ -412,7 +412,7 @@ class AdmissionChecker:
     def _judge_crowd(self, name: str, action: RejectRequest, before: Before) -> None:
         config, waiting = self._config, len(before.waited)
         require(waiting > config.waiting_max, f"{name}: {waiting} wait: {action.reason}")
-        if config.mode is Admission.BOUNDED:
+        if config.mode == Admission.BOUNDED:
             crowd, room = waiting + len(before.ran) + before.returned, config.waiting_max + (config.active_max or 0)
             require(crowd > room, f"{name}: {crowd} are there, and there is room for {room}: {action.reason}")
         if not (before.let_in or before.at_once):
@@ -447,7 +447,7 @@ class AdmissionChecker:
         require(active > 0, f"{waiting} wait, and none is active: {config}")
         if active == config.active_max or returning:
             return
-        require(config.mode is not Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
+        require(config.mode != Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
         assert isinstance(admission, AdmissionController)
         head = admission._queue.head()
         if head is not None:

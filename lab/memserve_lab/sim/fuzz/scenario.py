@@ -195,7 +195,7 @@ class Scenario:
         layered += " keyed" * self.keyed + f" followers={self.followers}" * bool(self.followers)
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
-            f" requests={requests} gate={self.admission.mode.value}{store}{layered} faults={','.join(kinds) or 'none'}"
+            f" requests={requests} gate={self.admission.mode}{store}{layered} faults={','.join(kinds) or 'none'}"
         )
 
 
@@ -299,7 +299,7 @@ def _put_shared(scenario: Scenario, instances: int) -> None:
 
 def _put_segments(scenario: Scenario, instances: int) -> None:
     random = Random(f"{scenario.seed}/{scenario.setting}/shared")
-    unfit = instances == 1 or scenario.layered is not None or scenario.admission.mode is not Admission.NONE
+    unfit = instances == 1 or scenario.layered is not None or scenario.admission.mode != Admission.NONE
     if random.random() >= SHARED_SHARE or unfit:
         return
     scenario.shared = shared = draw_shared(random, instances, BLOCK_TOKENS)
@@ -315,7 +315,7 @@ def _put_striped(scenario: Scenario, instances: int) -> None:
     """Some scenarios have prompts that instances compute at once. Drawn from a stream of its own."""
     random = Random(f"{scenario.seed}/{scenario.setting}/{STRIPED_STREAM}")
     unfit = instances == 1 or scenario.layered is not None or scenario.shared is not None
-    if random.random() >= STRIPED_SHARE or unfit or scenario.admission.mode is not Admission.NONE:
+    if random.random() >= STRIPED_SHARE or unfit or scenario.admission.mode != Admission.NONE:
         return
     scenario.striped = striped = draw_striped(random, BLOCK_TOKENS)
     scenario.context_tokens, scenario.step_tokens = striped.context_tokens, striped.step_tokens
@@ -367,7 +367,7 @@ def _put_tenants(scenario: Scenario, roles: tuple[Role, ...]) -> None:
     """Some scenarios have tenants with salts and every priority, and some of those a flood. Drawn from a stream of its
     own, so that all other scenarios stay as they are."""
     random = Random(f"{scenario.seed}/{scenario.setting}/tenants")
-    if scenario.admission.mode is not Admission.NONE or random.random() >= 0.2:
+    if scenario.admission.mode != Admission.NONE or random.random() >= 0.2:
         return
     for conversation in scenario.conversations:
         conversation.tenant, conversation.salt = random.choice(["", "a", "b"]), random.choice(["", "", "x", "y"])

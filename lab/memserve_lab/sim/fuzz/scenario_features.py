@@ -132,7 +132,7 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
         scenario.faults = [fault for fault in scenario.faults if fault.kind == "router-restart"]
     kinds = random.choices(FOLLOWER_FAULTS, k=random.choice([1, 2, 3]))
     faults = [(kind, random.randint(0, 400), random.choice([5, 300, 1500]), random.randrange(2)) for kind in kinds]
-    if scenario.admission.mode is not Admission.NONE and random.random() < 0.6:
+    if scenario.admission.mode != Admission.NONE and random.random() < 0.6:
         _slow_down(random, scenario, turns)
         faults += [("follower-asks", random.randint(0, 100), 2500, number) for number in range(2)]
     return faults

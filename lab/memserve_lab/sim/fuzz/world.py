@@ -313,7 +313,7 @@ class World:
         if isinstance(node, FollowerNode):
             check_dispatches(self, node, actions)
             self.gate_judge.follower_said(actions)
-        if isinstance(node, RouterNode) and node.machine.config.admission.mode is not Admission.NONE:
+        if isinstance(node, RouterNode) and node.machine.config.admission.mode != Admission.NONE:
             self.gate_judge.judge_event(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 
     def log_line(self, line: str, detail: object = "") -> None:
@@ -355,7 +355,7 @@ class World:
         gate rejects retries when told to, with all others that were rejected; some are admitted each time, or once the
         KV of ended requests is let go."""
         self.referee.excused = self.keyed.are_more = False
-        is_open = self.scenario.admission.mode is Admission.NONE
+        is_open = self.scenario.admission.mode == Admission.NONE
         patience_ns = LEASE_NS * 9 // 10 if is_open else 30 * SECOND  # they may be admitted one by one
         lengths = [9] * 2 * len(self.instances) + [self.scenario.context_tokens - 8] * (not is_open)
         waiting: Iterable[list[int]] = ([self.random.randrange(VOCAB) for _ in range(length)] for length in lengths)

@@ -17,7 +17,6 @@ import typer
 from memserve.base.config import ClusterConfig
 from memserve.base.deployment import StoreOptions
 from memserve.base.errors import UserError
-from memserve.base.types import Admission
 from memserve.cli.credentials import followed_key, read_secret
 from memserve.cli.flags import HttpOptions
 from memserve.cli.output import print_lines
@@ -34,7 +33,7 @@ def refuse_members(config: ClusterConfig, store: StoreOptions | None) -> None:
         hint = "leave out --in-process, --prefill, --decode, --colocated and --cluster-port, or --engine"
         raise UserError("--engine serves through other servers, and has no instances of its own", hint=hint)
     store.refuse_options("leave out --engine")
-    if config.admission.mode in (Admission.MEMORY, Admission.CACHE):
+    if config.admission.counts_memory:
         hint = "use --admission bounded --max-active N"
         raise UserError("the memory of other servers is not known block by block", hint=hint, param="mode")
 

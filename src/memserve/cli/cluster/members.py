@@ -21,7 +21,7 @@ from memserve.base.config import ClusterConfig, EngineOptions
 from memserve.base.deployment import Followers, PlacementOptions, StoreOptions
 from memserve.base.errors import StoreUnavailable, UserError
 from memserve.base.options import command_line_of
-from memserve.base.types import Admission, Caching, Role, check_link
+from memserve.base.types import Caching, Role, check_link
 from memserve.base.units import human_bytes
 from memserve.cli.cluster.models import slug_of
 from memserve.cli.cluster.topology import follow_context, model_of, room_text, with_models
@@ -286,7 +286,7 @@ def _scaled(
 ) -> AbstractContextManager[None]:
     from memserve.host.autoscaling import follow_load
 
-    by_memory = options.config.admission.mode in (Admission.MEMORY, Admission.CACHE)
+    by_memory = options.config.admission.counts_memory
     aim_ns = engine_options.scheduler.slo_ttft_ns
     return follow_load(engine, options.placement.scaling, aim_ns, perform, counts_gate=by_memory)
 
@@ -487,9 +487,9 @@ def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: En
     config = options.config
     text = f"instances: {names}; {config.caching.value}, policy {config.policy}, transfer {config.transfer.value}"
     admission = config.admission
-    if admission.mode is not Admission.NONE:
+    if admission.shared_mode:
         most = f", at most {admission.active_max} at once" if admission.active_max is not None else ""
-        text += f"; admission {admission.mode.value}{most}, {admission.waiting_max} may wait"
+        text += f"; admission {admission.mode}{most}, {admission.waiting_max} may wait"
     text += f"; store: {_store_text(options.store)}" if options.store.is_used else ""
     text += f"; others may join at port {options.port}" if options.port is not None else ""
     return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.scheduler.max_running)}"

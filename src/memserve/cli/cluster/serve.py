@@ -151,9 +151,9 @@ def _standalone_options(options: EngineOptions, admission: AdmissionConfig, *clu
     if admission.weights or admission.objectives or admission.priority_across_tenants:
         hint = "leave out --in-process, or --tenant-weight, --tenant-slo and --priority-across-tenants"
         raise UserError("one engine alone treats all tenants alike", hint=hint)
-    if admission.mode is Admission.NONE:
+    if admission.mode == Admission.NONE:
         return options
-    if admission.mode is not Admission.BOUNDED or admission.active_max is None or admission.waiting_max < 1:
+    if admission.mode != Admission.BOUNDED or admission.active_max is None or admission.waiting_max < 1:
         hint = "use --admission bounded with a queue, or leave out --in-process"
         raise UserError("one engine alone admits by memory anyway, and needs a queue", hint=hint)
     running = min(options.scheduler.max_running, admission.active_max)

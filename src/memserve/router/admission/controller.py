@@ -6,8 +6,9 @@
                    |                                      (retries and resumptions stay active)
                    +--too many wait, or it has waited too long: rejected, with a time to retry after
 
-A request is admitted when it is its tenant's turn (``base/fairness.py``), fewer than ``active_max`` are active, and an
-instance has memory for it (``cluster.memory``). The head of the queue is not overtaken: a large request would starve
+A request is admitted when it is its tenant's turn (``base/fairness.py``), fewer than ``active_max`` are active, the
+rule of ``--admission`` admits it (:class:`~memserve.router.admission.needs.AdmissionRule`), and an instance has memory
+for it (``cluster.memory``). The head of the queue is not overtaken: a large request would starve
 behind small ones. One exception, with ``hold``: where an instance still holds what a request of the same
 tenant continues, that request goes first, until the head has waited for half of the time that it may wait. Otherwise,
 with more chats than fit in memory, each would find its KV evicted by the others. Every admitted request is released
@@ -19,18 +20,33 @@ With several routers the owner has the queue and the ledger: requests of followe
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from memserve.base.config import AdmissionConfig
 from memserve.base.errors import check
 from memserve.base.fairness import FairQueue
+from memserve.base.types import Request
 from memserve.base.units import NS_PER_S
 from memserve.router.admission.memory_budget import MemoryBudget
-from memserve.router.admission.needs import Crowd, ServiceTimes, bounded_retry_s, cost_tokens
+from memserve.router.admission.needs import (
+    ADMIT,
+    ASKED_EVERY_NS,
+    NONE_ADMITTED,
+    Admitted,
+    Crowd,
+    ServiceTimes,
+    Verdict,
+    bounded_retry_s,
+    cost_tokens,
+    read_rule,
+    usable_verdict,
+)
 from memserve.router.members.loads import LoadTable
 from memserve.router.members.registry import Registry
 from memserve.router.report import AdmissionStats
@@ -120,7 +136,7 @@ class RequestAdmission(ABC):
         return None
 
     def reject_unservable(self, now_ns: int) -> Rejection | None:
-        """The next request has no room although none is active: only time will make room for it."""
+        """A request that does not wait any longer: only time will make room for it, or nothing."""
         return None
 
     def wait_until_ns(self, req: RequestState) -> int | None:
@@ -148,12 +164,58 @@ class RequestAdmission(ABC):
         return Rejection(req, cause, reason, retry_after_s)
 
 
+class TenantLoads:
+    """What is admitted, as rules are shown it (:class:`~memserve.router.admission.needs.AdmissionLoad`)."""
+
+    def __init__(self, queue: FairQueue[RequestState], output_tokens_max: int) -> None:
+        self._queue, self._output_tokens_max = queue, output_tokens_max
+        self._tokens: dict[str, int] = {}  # of active requests
+        self._by_tenant: dict[str, Admitted] = {}
+
+    def admitted(self) -> Admitted:
+        """All together."""
+        return Admitted(len(self._tokens), sum(admitted.tokens for admitted in self._by_tenant.values()))
+
+    def admitted_of(self, tenant: str) -> Admitted:
+        """Those of a tenant."""
+        return self._by_tenant.get(tenant, NONE_ADMITTED)
+
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    def add_request(self, request: Request) -> None:
+        """It is active from now on."""
+        tokens = self._tokens[request.request_id] = cost_tokens(request, self._output_tokens_max)
+        before = self.admitted_of(request.tenant)
+        self._by_tenant[request.tenant] = Admitted(before.requests + 1, before.tokens + tokens)
+
+    def remove_request(self, request: Request) -> None:
+        """It was active, and has ended."""
+        before = self._by_tenant.pop(request.tenant)
+        left = Admitted(before.requests - 1, before.tokens - self._tokens.pop(request.request_id))
+        if left.requests:
+            self._by_tenant[request.tenant] = left
+
+    def check_invariants(self, active: Collection[str]) -> None:
+        """Raise :class:`InvariantError` unless the requests named ``active`` are counted, and no other ones."""
+        check(self._tokens.keys() == set(active), "{} are counted, {} are active", self._tokens, active)
+        counted = sum(admitted.requests for admitted in self._by_tenant.values())
+        check(counted == len(self._tokens), "{} of tenants, {} in all", counted, len(self._tokens))
+        check(self.admitted().tokens == sum(self._tokens.values()), "tokens of tenants are not those of requests")
+
+
 class AdmissionController(RequestAdmission):
     """The owner's: has the queue, and counts what instances have room for."""
 
     def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
         super().__init__(config, MemoryBudget(config, policy, registry, loads))
         self._queue: FairQueue[RequestState] = FairQueue(dict(config.weights))
+        self._rule, self._load = read_rule(config), TenantLoads(self._queue, config.output_tokens_max)
+        #: of requests that wait, what the rule has said last
+        self._verdicts: dict[str, Verdict] = {}
+        #: when a plug-in's rule is asked again although nothing has changed
+        self._asked_next_ns: float = math.inf
         #: what an earlier router had admitted counts, however much it is
         self._active_count_max = config.active_max or 0
         #: requests that were admitted before their follower was expelled: they go before the queue
@@ -186,12 +248,12 @@ class AdmissionController(RequestAdmission):
         """Admit the head of the queue: it is active from now on. ``None``: there is no room, or nothing waits."""
         if self.is_closed:
             return None
-        may_fit = self.memory.changed and not self._queue_state().is_full
+        may_fit = (self.memory.changed or now_ns >= self._asked_next_ns) and not self._queue_state().is_full
         if self._returning and may_fit:
             return self._readmit_returning(now_ns)
-        req = self._queue.head() if may_fit else None
+        req = self._next_by_rule(now_ns) if may_fit else None
         if req is not None and self.memory.fits(req, leaves_growth=True):
-            self._queue.pop()
+            self._queue.serve_item(req.request_id)
         elif req is not None:
             req = self._pop_continuation(req, now_ns) or self._pop_under_pressure(req, now_ns)  # or none of them
         if req is None:
@@ -199,8 +261,41 @@ class AdmissionController(RequestAdmission):
             return None
         self.memory.on_admitted(req)
         self._mark_active(req, now_ns)
+        self._verdicts.pop(req.request_id, None)
         self.stats.waited_ns += now_ns - self._waiting_since_ns.pop(req.request_id)
         return req
+
+    def _mark_active(self, req: RequestState, now_ns: int) -> None:
+        super()._mark_active(req, now_ns)
+        self._load.add_request(req.request)
+
+    def _next_by_rule(self, now_ns: int) -> RequestState | None:
+        """The next request that the rule admits: the head of the queue, else that of another tenant."""
+        head = self._queue.head()
+        if head is None or self._is_admitted(head, now_ns):
+            return head
+        others = islice(self._queue.heads(), 1, None)
+        req = next((other for other in others if self._is_admitted(other, now_ns)), None)
+        self._asked_next_ns = now_ns + ASKED_EVERY_NS
+        return req
+
+    def _is_admitted(self, req: RequestState, now_ns: int) -> bool:
+        try:
+            verdict = usable_verdict(self._rule(req.request, self._load, now_ns))
+        except Exception:  # a plug-in's: the other limits judge alone
+            self.stats.rule_failures += 1
+            verdict = ADMIT
+        if verdict.kind == "admit":
+            return True
+        self._verdicts[req.request_id] = verdict
+        return False
+
+    def _reject_by_rule(self) -> Rejection | None:
+        for name, verdict in self._verdicts.items():
+            if verdict.kind == "reject":
+                del self._verdicts[name]
+                return self._make_rejection(self._queue.item(name), "rule", verdict.reason, verdict.retry_after_s)
+        return None
 
     def _readmit_returning(self, now_ns: int) -> RequestState | None:
         """The next one that returns. Where nothing runs it need not fit: it goes on somewhere, as after a failure."""
@@ -230,7 +325,7 @@ class AdmissionController(RequestAdmission):
         going_on = [req for req in behind if memory.continues_prefix(req)]
         for req in going_on:
             if memory.fits(req):
-                return self._queue.serve_ahead(req.request_id)
+                return self._queue.serve_item(req.request_id)
         # All that run together have grown beyond the memory: one of them goes on at the expense of the others.
         if (
             going_on
@@ -238,7 +333,7 @@ class AdmissionController(RequestAdmission):
             and not memory.continues_prefix(head)
             and memory.fits_without_pins(going_on[0])
         ):
-            return self._queue.serve_ahead(going_on[0].request_id)
+            return self._queue.serve_item(going_on[0].request_id)
         return None
 
     def _has_waited_long(self, req: RequestState, now_ns: int) -> bool:
@@ -248,6 +343,7 @@ class AdmissionController(RequestAdmission):
         """``req`` has ended in whatever way: it was active, in the queue, or rejected on arrival."""
         request_id = req.request_id
         self.memory.changed = True
+        self._verdicts.pop(request_id, None)
         if self._queue.remove(request_id):
             del self._waiting_since_ns[request_id]
         elif req in self._returning:
@@ -255,6 +351,7 @@ class AdmissionController(RequestAdmission):
         since_ns = self._active_since_ns.pop(request_id, None)
         if since_ns is not None:
             self.stats.released += 1
+            self._load.remove_request(req.request)
             if req.has_begun:  # else nothing was done for it
                 self._service_times.add_sample(now_ns - since_ns)
 
@@ -282,7 +379,10 @@ class AdmissionController(RequestAdmission):
         )
 
     def reject_unservable(self, now_ns: int) -> Rejection | None:
-        """The head of the queue has no room although no request is active: only time will make room for it."""
+        """The rule rejects a request, or the head of the queue has no room although no request is active: only time
+        will make room for it."""
+        if (rejection := self._reject_by_rule()) is not None:
+            return rejection
         if self._active_since_ns or self.is_closed or not self.memory.is_counting or not self._queue:
             return None
         req = self._queue.head()
@@ -299,7 +399,9 @@ class AdmissionController(RequestAdmission):
         if until_ns is None or now_ns < until_ns:
             return None
         waited_s = self._config.wait_ns / 1e9
-        reason = f"not admitted within {waited_s:g} s: {self._queue_state().describe_wait(self._no_room_reason())}"
+        verdict = self._verdicts.get(req.request_id)
+        reason = verdict.reason if verdict is not None else self._no_room_reason()
+        reason = f"not admitted within {waited_s:g} s: {self._queue_state().describe_wait(reason)}"
         return self._make_rejection(req, "wait", reason, self._retry_after_s())
 
     def _no_room_reason(self) -> str:
@@ -342,6 +444,7 @@ class AdmissionController(RequestAdmission):
         ``requests``: all that are live, by name, remote requests included."""
         config = self._config
         self._queue.check_invariants()
+        self._load.check_invariants(self._active_since_ns)
         returning = {req.request_id for req in self._returning}
         queued = [name for name, req in requests.items() if req.phase is RequestPhase.QUEUED and name not in returning]
         check(sorted(self._waiting_since_ns) == sorted(queued), "{} wait, not {}", self._waiting_since_ns, queued)

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.base.errors import check
-from memserve.base.types import Admission, Role
+from memserve.base.types import Role
 from memserve.protocol.admission import AdmissionGrants, AdmissionRequest, AdmissionRequests, AttemptPlacement
 from memserve.protocol.peers import Peer
 from memserve.router.admission.controller import FOLLOWERS_MAX, Rejection, RequestAdmission
@@ -62,7 +62,7 @@ class RemoteAdmission(RequestAdmission):
     def __init__(self, config: ClusterConfig, registry: Registry, loads: LoadTable) -> None:
         admission = config.admission
         super().__init__(admission, GrantedMemory(self, config.policy, registry, loads))
-        self._reports_placements = admission.mode in (Admission.MEMORY, Admission.CACHE)
+        self._reports_placements = admission.counts_memory
         #: the owner decides first, then what it says may be lost
         self._wait_ns = admission.wait_ns + config.dead_after_ns
         self._owner: Peer | None = None
@@ -263,7 +263,7 @@ class RemoteAdmission(RequestAdmission):
 
 def remote_admission_for(config: ClusterConfig, registry: Registry, loads: LoadTable) -> RemoteAdmission | None:
     """Of a follower. None: there is no admission."""
-    return None if config.admission.mode is Admission.NONE else RemoteAdmission(config, registry, loads)
+    return RemoteAdmission(config, registry, loads) if config.admission.shared_mode else None
 
 
 class GrantedMemory(MemoryBudget):

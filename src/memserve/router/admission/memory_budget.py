@@ -41,7 +41,7 @@ class MemoryBudget:
     def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
         self._config, self._takes_best_fit = config, policy == "best-fit"
         #: whether memory is looked at
-        self.is_counting = config.mode in (Admission.MEMORY, Admission.CACHE)
+        self.is_counting = config.counts_memory
         #: whether KV of finished requests is held for their clients
         self.holds = config.hold
         #: how long, for the requests that have finished since the last :meth:`expire_kept`
@@ -84,14 +84,14 @@ class MemoryBudget:
 
     def _counted_once(self, identities: bytes) -> bytes:
         """Blocks that count once for all requests: every one with cache-aware admission, else those that are pinned."""
-        if self._config.mode is Admission.CACHE:
+        if self._config.mode == Admission.CACHE:
             return identities
         return self.reservations.pinned_prefix(identities) if self._config.unit_tokens is None else b""
 
     @property
     def wants_identities(self) -> bool:
         """Whether it matters which blocks a prompt has."""
-        return self.is_counting and (self._config.mode is Admission.CACHE or self.reservations.has_pins)
+        return self.is_counting and (self._config.mode == Admission.CACHE or self.reservations.has_pins)
 
     def _kept_need(self, identities: bytes, tokens: int) -> Need:
         """Of the first ``tokens`` of a prefix, where they are kept, with the state behind them."""

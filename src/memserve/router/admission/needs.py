@@ -6,18 +6,110 @@ request's latency.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import ceil
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from msgspec import structs
 
 from memserve.base.config import AdmissionConfig
+from memserve.base.errors import UserError
+from memserve.base.plugins import ADMISSION_CONTROLLERS, REASON_CHARS_MAX, check_arguments
 from memserve.base.types import Request, Role
-from memserve.base.units import NS_PER_S
+from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.router.admission.ledger import Ints, Need, required_blocks
 
 RETRY_MIN_S, RETRY_MAX_S = 1.0, 60.0
 _SMOOTHING = 8  # the weight of a new measurement is 1/8
+
+
+class Verdict(NamedTuple):
+    """What is to become of a request that waits for admission."""
+
+    kind: Literal["admit", "wait", "reject"]
+    reason: str = ""
+    """Why it waits, or is rejected, for its client."""
+    retry_after_s: float | None = None
+    """Of a rejected one: when to try again (429). None: it can never run (400)."""
+
+
+ADMIT = Verdict("admit")
+
+
+class Admitted(NamedTuple):
+    """Requests that are active: admitted, and not ended."""
+
+    requests: int
+    tokens: int
+    """Of their prompts and of the answers that they may get, as turns of tenants are counted."""
+
+
+NONE_ADMITTED = Admitted(0, 0)
+
+
+class AdmissionLoad(Protocol):
+    """What is admitted at the moment, over all routers of a cluster."""
+
+    def admitted(self) -> Admitted:
+        """All together."""
+
+    def admitted_of(self, tenant: str) -> Admitted:
+        """Those of a tenant; of none that is not active."""
+
+    def waiting(self) -> int:
+        """Requests that wait."""
+
+
+class AdmissionRule(Protocol):
+    """When a request that waits is admitted. An entry point of ``memserve.admission_controllers`` names what makes one:
+    it is called once with its settings (``--admission NAME:KEY=VALUE``, by key; both texts), before the router starts,
+    and raises ``ValueError`` for wrong ones."""
+
+    def __call__(self, request: Request, load: AdmissionLoad, now_ns: int, /) -> Verdict:
+        """``request`` is the next one of its tenant, in the order of tenants' turns; one that waits holds up those of
+        its own tenant alone. ``now_ns`` (ns) is the router's clock, which only goes forward.
+
+        Asked when a request has come or ended, and while any waits every :data:`ASKED_EVERY_NS` with what happens next,
+        within a second. A request that gets ``admit`` is admitted: a rule may count it. The limits of
+        ``--max-active``, ``--admission-queue`` and ``--admission-wait`` hold beside it. It is called in the router's
+        one thread, so it must not wait for anything, and under virtual time by the simulator, so it asks no clock.
+        Where a plug-in raises, or answers with anything else, the request is judged by these limits alone, and
+        ``memserve_admission_rule_failures_total`` counts it."""
+
+
+def admits_all(settings: Mapping[str, str]) -> AdmissionRule:
+    """The product's own: beside ``--max-active`` and memory, which the queue looks at itself, nothing limits."""
+    if settings:
+        raise ValueError(f"it has no settings: {', '.join(settings)}")
+    return lambda request, load, now_ns: ADMIT
+
+
+def usable_verdict(verdict: Verdict) -> Verdict:
+    """``verdict``, its texts and times within bounds. Raises ``TypeError`` and ``ValueError`` for what is none."""
+    kind, reason, retry_after_s = verdict
+    if kind not in ("admit", "wait", "reject"):
+        raise ValueError(f"a verdict is admit, wait or reject, not {kind!r}")
+    if kind == "admit":
+        return ADMIT
+    retry_s = None if retry_after_s is None else bounded_retry_s(float(retry_after_s))
+    return Verdict(kind, str(reason)[:REASON_CHARS_MAX], retry_s)
+
+
+ASKED_EVERY_NS = 50 * NS_PER_MS
+"""A plug-in's rule may change its mind with time alone."""
+
+
+def read_rule(config: AdmissionConfig) -> AdmissionRule:
+    """The rule that ``--admission`` names. Raises :class:`UserError` where it cannot be had."""
+    name, settings = config.controller
+    make = ADMISSION_CONTROLLERS.load(name)
+    try:
+        rule: AdmissionRule = make(settings)
+        check_arguments(rule, ("request", "load", "now_ns"))
+    except Exception as error:
+        hint = "its own documentation says which settings it has"
+        raise UserError(f"--admission {config.mode[:200]}: {error}", hint=hint, param="admission") from error
+    return rule
 
 
 class Crowd(NamedTuple):

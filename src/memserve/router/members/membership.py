@@ -27,7 +27,7 @@ from functools import partial
 
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
-from memserve.base.types import Admission, Role
+from memserve.base.types import Role
 from memserve.protocol.admission import AdmissionGrants
 from memserve.protocol.messages import (
     AnyMessage,
@@ -209,7 +209,7 @@ class Membership:
             self.expel_peer(sender, "this incarnation was taken to be dead", newest, address=info.address)
             return
         reason = self._registry.refusal_reason(info)
-        admission = "" if self._config.admission.mode is Admission.NONE else self._config.admission.mode.value
+        admission = self._config.admission.shared_mode
         if info.role is Role.ROUTER and info.admission != admission:
             peer_flag, own_flag = (f"--admission {mode or 'none'}" for mode in (info.admission, admission))
             reason = f"it was started with {peer_flag}, and the owner with {own_flag}"
@@ -298,7 +298,7 @@ class Membership:
             self._lifecycle.admission.memory.restore_used(member, recovered.used, now_ns)
             if member.has_model:
                 self._lifecycle.answers.wait_for_member(member, now_ns)
-            elif member.info.role is Role.ROUTER and self._config.admission.mode is not Admission.NONE:
+            elif member.info.role is Role.ROUTER and self._config.admission.shared_mode:
                 self._lifecycle.remote_requests.wait_for_follower(member.peer)
             self.request_rejoin(member)
 

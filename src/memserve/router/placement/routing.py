@@ -22,16 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import astuple
-from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from memserve import _core
-from memserve.base.config import POLICY_GROUP
-from memserve.base.errors import UserError
+from memserve.base.plugins import REASON_CHARS_MAX, ROUTING_POLICIES
 from memserve.base.types import Role
 from memserve.base.units import NS_PER_MS
 from memserve.kv.costs import CopyCurve, CostModel
-from memserve.router.admission.ledger import best_fit_route
 from memserve.router.placement.candidates import (
     Ask,
     Candidate,
@@ -42,9 +39,6 @@ from memserve.router.placement.candidates import (
     not_overloaded,
     with_decoder,
 )
-
-REASON_CHARS_MAX = 500
-"""Of what a policy of another distribution says."""
 
 DECODE_WINDOW = 16
 """Decode steps that count in a decision. More will follow, but other work may have left by then."""
@@ -288,33 +282,15 @@ def _cost_reason(ask: Ask, first: Candidate, decoder: Candidate | None) -> str:
     return f"cost: {places} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
 
 
-POLICY: dict[str, Policy] = {
-    "least-load": least_load,
-    "session": session,
-    "prompt-tree": prompt_tree,
-    "cost": cost,
-    "affinity": affinity,
-    "best-fit": best_fit_route,
-}
-"""Policies by their names in ``ClusterConfig.policy``."""
-
-
 def policy_named(name: str) -> Policy:
-    """One of :data:`POLICY`, or of another distribution by its entry point; raises :class:`UserError` where there is
-    none, or where it cannot be loaded.
+    """The policy that ``ROUTING_POLICIES`` has by this name; raises :class:`UserError` where there is none, or where it
+    cannot be loaded.
 
-    A policy from elsewhere may be wrong: where it raises, or chooses what it was not offered, the request goes by load,
-    and the reason says why.
+    A plug-in may be wrong: where it raises, or chooses what it was not offered, the request goes by load, and the
+    reason says why.
     """
-    if name in POLICY:
-        return POLICY[name]
-    for entry in entry_points(group=POLICY_GROUP):
-        if entry.name == name:
-            try:
-                return _guarded(name, entry.load())
-            except Exception as error:
-                raise UserError(f"policy {name!r} ({entry.value}) cannot be loaded: {error}", param="policy") from error
-    raise UserError(f"unknown policy {name!r}", param="policy")
+    policy: Policy = ROUTING_POLICIES.load(name)
+    return policy if name in ROUTING_POLICIES.own else _guarded(name, policy)
 
 
 def _guarded(name: str, policy: Policy) -> Policy:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from memserve.base.config import ClusterConfig
-from memserve.base.types import Admission
 from memserve.protocol.peers import PeerInfo
 from memserve.router.members.loads import LoadTable
 from memserve.router.members.registry import Member, MemberState, Registry
@@ -56,9 +55,9 @@ class SpanPlacer:
 
     def _may_split(self, req: RequestState) -> bool:
         """Logprobs of a whole prompt, and beams, need all of it at one instance; admission by memory counts one."""
-        request, mode = req.request, self._config.admission.mode
+        request = req.request
         split = request.beam_width == 0 and not request.sampling.prompt_logprobs
-        return split and self._config.sequence_instances_max > 1 and mode in (Admission.NONE, Admission.BOUNDED)
+        return split and self._config.sequence_instances_max > 1
 
     def _is_busy(self, req: RequestState) -> bool:
         """Whether another one runs, or tries again and again to get instances: one does, not all that wait."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from memserve.base.config import ClusterConfig
-from memserve.base.types import Admission, Role
+from memserve.base.types import Role
 from memserve.base.units import NS_PER_MS, ceil_div
 from memserve.kv.costs import CopyCurve, CostModel
 from memserve.router.members.loads import LoadTable
@@ -103,14 +103,14 @@ class StripePlacer:
 
     def _may_divide(self, req: RequestState, placement: Placement) -> bool:
         """What needs all of a prompt at one instance stays there, and so does what was tried before."""
-        request, mode = req.request, self._config.admission.mode
+        request = req.request
         plain = not (request.beam_width or request.sampling.prompt_logprobs or request.key or request.nonprefix_reuse)
         alone = placement.decode_at is None and not placement.holders and _computes_stripes(placement.first)
         again = req.past or req.has_begun
         if not (plain and alone) or again or self._config.sequence_instances_max < 2:
             return False
         is_idle = not self._loads.prefill_tokens_of(placement.first.number)
-        return is_idle and mode in (Admission.NONE, Admission.BOUNDED)
+        return is_idle and not self._config.admission.counts_memory
 
     def _helpers(self, runner: Member, prompt: int) -> list[Member]:
         """Those without a prompt to compute and with room for this one: the least busy ones first."""

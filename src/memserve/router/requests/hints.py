@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memserve.base.errors import check
-from memserve.base.types import Admission, Role, TokenArray
+from memserve.base.types import Role, TokenArray
 from memserve.base.units import NS_PER_S
 from memserve.protocol.kv_hints import (
     NOTHING_CACHED,
@@ -55,12 +55,12 @@ class HintRelay:
 
     def __init__(
         self, tables: MemberTables, named_prefixes: NamedPrefixes, placer: Placer, timers: Timers, outbox: Outbox,
-        admission: Admission = Admission.NONE,
+        *, moves_kv: bool = True,
     ) -> None:  # fmt: skip
         self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
         self._named_prefixes, self._placer = named_prefixes, placer
         self._timers, self._outbox = timers, outbox
-        self._moves_kv = admission in (Admission.NONE, Admission.BOUNDED)
+        self._moves_kv = moves_kv
         self._open: dict[str, _OpenHint] = {}
         self.results = HintResults()
         #: tenant, name and whole tokens of those that are retained, by hint
