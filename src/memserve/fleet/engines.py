@@ -9,7 +9,8 @@ from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
 from memserve.base.types import Role
 from memserve.base.units import NS_PER_S
-from memserve.fleet.kv_events import EngineKvFeed, Hash
+from memserve.fleet.kv_events import EngineKvFeed
+from memserve.fleet.kv_formats import Hash
 from memserve.fleet.messages import (
     Abort,
     EngineAnswered,
@@ -149,7 +150,9 @@ class Engines:
         def root(block_tokens: int) -> bytes:
             return namespace_id("", fingerprint_of(engine.base_model, PromptSpace.TOKENS, block_tokens), key)
 
-        return EngineKvFeed(engine.number, self._trees.directory, key, root, bool(engine.spec.replay))
+        return EngineKvFeed(
+            engine.number, self._trees.directory, key, root, bool(engine.spec.replay), engine.spec.events_format
+        )
 
     def __iter__(self) -> Iterator[FleetEngine]:
         return iter(self._by_name.values())

@@ -1,7 +1,6 @@
-"""KV events of vLLM and SGLang, applied to the router's prefix directory.
+"""KV events of other engines, applied to the router's prefix directory.
 
-A batch is msgpack: ``[time, [event, ...], data parallel rank]``. An event is a map with ``type``; up to vLLM 0.22 an
-array that begins with it. Blocks are named by the engine's own hashes, and their tokens come along. The directory names
+Blocks are named by the engine's own hashes, and their tokens come along (``fleet/kv_formats.py``). The directory names
 blocks by memserve's identities, so each hash is kept with the identity that follows from its parent's and its tokens:
 engines with other hash functions, or with random seeds, share one directory.
 
@@ -19,69 +18,24 @@ time, one too many sends requests to an empty cache::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from memserve import _core
-from memserve.base.types import VOCAB_MAX
+from memserve.fleet.kv_formats import (
+    AllBlocksRemoved,
+    BlocksRemoved,
+    BlocksStored,
+    EngineKvEvent,
+    Hash,
+    KvBatch,
+    guarded_format,
+)
 
 ASIDE_MAX = 4096
 """Batches that are kept behind a gap."""
-BLOCK_TOKENS_MAX = 1 << 20
-_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-           "extra_keys", "group_idx")  # fmt: skip
-_REMOVED = ("block_hashes", "medium", "group_idx")
-_UPPER = (None, "GPU")
-"""Media that attention reads. All others are a lower tier."""
-_decode = msgspec.msgpack.Decoder().decode
-Hash = int | bytes
-Event = dict[str, Any]
-
-
-def decode_batch(payload: bytes) -> tuple[int, list[Event]]:
-    """Rank and events of a batch, each a map with ``type``. Raises ``ValueError`` for anything else."""
-    try:
-        batch = _decode(payload)
-    except msgspec.DecodeError as error:
-        raise ValueError(f"not msgpack: {error}") from None
-    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-        raise ValueError("a batch is [time, events, rank]")
-    rank = batch[2] if len(batch) > 2 and batch[2] is not None else 0
-    if not isinstance(rank, int):
-        raise ValueError(f"rank {rank!r}")
-    return rank, [_as_map(event) for event in batch[1]]
-
-
-def _as_map(event: Any) -> Event:
-    if isinstance(event, list) and event:
-        names = {"BlockStored": _STORED, "BlockRemoved": _REMOVED}.get(str(event[0]), ())
-        event = {"type": event[0], **dict(zip(names, event[1:], strict=False))}
-    if not isinstance(event, dict):
-        raise ValueError("an event is a map")
-    kind = event.get("type")
-    if kind in ("BlockStored", "BlockRemoved"):
-        hashes = event.get("block_hashes")
-        if not isinstance(hashes, list) or not all(isinstance(block_hash, int | bytes) for block_hash in hashes):
-            raise ValueError("block_hashes are integers or bytes")
-    if kind == "BlockStored":
-        _check_stored(event)
-    return event
-
-
-def _check_stored(event: Event) -> None:
-    size, tokens = event.get("block_size"), event.get("token_ids")
-    if not isinstance(size, int) or not 0 < size <= BLOCK_TOKENS_MAX or not isinstance(tokens, list):
-        raise ValueError("a stored block has token_ids and a block_size")
-    if len(tokens) != size * len(event["block_hashes"]):
-        raise ValueError(f"{len(tokens)} tokens are not {len(event['block_hashes'])} blocks of {size}")
-    if not all(isinstance(token, int) and 0 <= token < VOCAB_MAX for token in tokens):
-        raise ValueError("a token id is a number below 2^31")
-    if not isinstance(event.get("parent_block_hash"), int | bytes | None):
-        raise ValueError("parent_block_hash is an integer or bytes")
 
 
 @dataclass(slots=True)
@@ -98,7 +52,7 @@ class _Rank:
     expected: int = 0
     live: int | None = None
     """The last batch that was not a replay."""
-    aside: dict[int, list[Event]] = field(default_factory=dict)
+    aside: dict[int, Sequence[EngineKvEvent]] = field(default_factory=dict)
     is_repeating: bool = False
     """A replay has brought a batch, and has not ended."""
 
@@ -107,9 +61,17 @@ class EngineKvFeed:
     """The events of one engine, and what the directory has of it."""
 
     def __init__(
-        self, number: int, directory: _core.PrefixDirectory, key: bytes, root: Callable[[int], bytes], replays: bool
+        self,
+        number: int,
+        directory: _core.PrefixDirectory,
+        key: bytes,
+        root: Callable[[int], bytes],
+        replays: bool,
+        format_name: str = "vllm",
     ) -> None:
-        """``root``: the namespace of blocks of so many tokens. ``replays``: the engine can repeat its events."""
+        """``root``: the namespace of blocks of so many tokens. ``replays``: the engine can repeat its events.
+        ``format_name``: how it writes them. Raises :class:`UserError` where that is not known."""
+        self._read_batch: Callable[[bytes], KvBatch] = guarded_format(format_name)
         self._number, self._directory, self._key, self._root = number, directory, key, root
         self._replays = replays
         self._ranks: dict[int, _Rank] = {}
@@ -121,7 +83,7 @@ class EngineKvFeed:
     def on_live_batch(self, sequence: int, payload: bytes) -> int | None:
         """A new batch. Returns the number to ask a replay from, if a gap begins with it. Raises ``ValueError`` for a
         malformed one: the caller forgets the engine's blocks."""
-        number, events = decode_batch(payload)
+        number, events = self._read_batch(payload)
         rank = self._ranks.setdefault(number, _Rank())
         if rank.live is not None and sequence <= rank.live:
             self.on_engine_restarted()
@@ -142,7 +104,7 @@ class EngineKvFeed:
 
     def on_replayed_batch(self, sequence: int, payload: bytes) -> None:
         """A batch of a replay. Raises ``ValueError`` as :meth:`on_live_batch` does."""
-        number, events = decode_batch(payload)
+        number, events = self._read_batch(payload)
         rank = self._ranks.setdefault(number, _Rank())
         if sequence < rank.expected:
             return
@@ -197,18 +159,18 @@ class EngineKvFeed:
         for old in [sequence for sequence in rank.aside if sequence < rank.expected]:
             del rank.aside[old]
 
-    def _apply_event(self, event: Event) -> None:
-        kind = event.get("type")
-        if kind == "AllBlocksCleared":
-            self._blocks.clear()
-            self._directory.clear(self._number)
-        elif kind == "BlockStored" and _is_ours(event):
-            self._store_blocks(event)
-        elif kind == "BlockRemoved" and _is_ours(event):
-            self._remove_blocks(event)
+    def _apply_event(self, event: EngineKvEvent) -> None:
+        match event:
+            case AllBlocksRemoved():
+                self._blocks.clear()
+                self._directory.clear(self._number)
+            case BlocksStored():
+                self._store_blocks(event)
+            case BlocksRemoved():
+                self._remove_blocks(event)
 
-    def _store_blocks(self, event: Event) -> None:
-        size, hashes, parent = event["block_size"], event["block_hashes"], event.get("parent_block_hash")
+    def _store_blocks(self, event: BlocksStored) -> None:
+        size, parent = event.block_tokens, event.parent
         if size < self.block_tokens:
             return  # the rest of a prompt that fills no block
         if size > self.block_tokens:
@@ -220,16 +182,16 @@ class EngineKvFeed:
             above = self._blocks[parent].identity
         else:
             return  # heard too late: where it lies in a prompt is unknown
-        packed = _core.block_identities(self._key, above, np.array(event["token_ids"], np.int32), size)
-        tier = int(event.get("medium") not in _UPPER)
-        for index, block_hash in enumerate(hashes):
+        packed = _core.block_identities(self._key, above, np.array(event.tokens, np.int32), size)
+        tier = int(event.is_lower)
+        for index, block_hash in enumerate(event.hashes):
             block = self._blocks.setdefault(block_hash, _Block(packed[16 * index : 16 * index + 16]))
             block.references[tier] += 1
             self._directory.store(self._number, tier, block.identity)
 
-    def _remove_blocks(self, event: Event) -> None:
-        tier = int(event.get("medium") not in _UPPER)
-        for block_hash in event["block_hashes"]:
+    def _remove_blocks(self, event: BlocksRemoved) -> None:
+        tier = int(event.is_lower)
+        for block_hash in event.hashes:
             block = self._blocks.get(block_hash)
             if block is None or not block.references[tier]:
                 continue
@@ -241,11 +203,3 @@ class EngineKvFeed:
     def block_counts(self) -> dict[Hash, tuple[int, int]]:
         """References of each known block, upper and lower tier; to look at."""
         return {block_hash: (block.references[0], block.references[1]) for block_hash, block in self._blocks.items()}
-
-
-def _is_ours(event: Event) -> bool:
-    """Whether any request with these tokens finds the block: not with an adapter, a salt or an image, nor in memory of
-    another process. Of a model with several kinds of layers the first group counts."""
-    is_private = any(event.get(name) is not None for name in ("lora_id", "lora_name", "cache_salt"))
-    is_private = is_private or any(keys for keys in event.get("extra_keys") or ())
-    return not is_private and event.get("group_idx") in (None, 0) and event.get("locality") != "REMOTE"

@@ -24,7 +24,7 @@ from memserve.base.config import ClusterConfig
 from memserve.base.errors import check, refuse_event
 from memserve.base.types import Role
 from memserve.fleet.engines import CONTEXT_MAX, Engines, FleetEngine, fingerprint_of, team_of
-from memserve.fleet.kv_events import Hash
+from memserve.fleet.kv_formats import Hash
 from memserve.fleet.messages import (
     PREFILL_TOKENS,
     AnswerBegan,

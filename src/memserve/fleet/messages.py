@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from memserve.base.errors import UserError
 from memserve.base.options import MANY, check_ranges, option
+from memserve.base.plugins import KV_EVENT_FORMATS
 from memserve.base.types import Request, Role
 from memserve.protocol.events import RejectRequest
 
@@ -35,6 +36,8 @@ class EngineSpec:
     """Where it publishes KV events; empty: it does not."""
     replay: str = ""
     """Where it repeats them; empty: it does not."""
+    events_format: str = "vllm"
+    """How it writes them."""
     role: Role = Role.COLOCATED
     """``prefill``: it computes long prompts for others; ``decode``: it answers, and reads what those have computed."""
 
@@ -45,7 +48,8 @@ class EngineSpec:
 
 
 def read_engine(text: str) -> EngineSpec:
-    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,role=prefill]``, or ``sglang=``.
+    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,format=NAME][,role=prefill]``, or
+    ``sglang=``.
 
     Raises :class:`UserError` for anything else.
     """
@@ -55,7 +59,7 @@ def read_engine(text: str) -> EngineSpec:
     if kind not in tuple(EngineKind) or not _URL.fullmatch(url) or not _is_port(url):
         raise UserError(f"{text[:200]!r} names no engine", hint=ENGINE_HINT, param="engine")
     settings = dict(part.partition("=")[::2] for part in more)
-    if len(settings) < len(more) or settings.keys() - {"events", "replay", "role"}:
+    if len(settings) < len(more) or settings.keys() - {"events", "replay", "format", "role"}:
         raise UserError(f"{text[:200]!r} has an unknown or repeated part", hint=ENGINE_HINT, param="engine")
     role = settings.pop("role", Role.COLOCATED)
     if role not in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
@@ -63,12 +67,14 @@ def read_engine(text: str) -> EngineSpec:
     if role != Role.COLOCATED and kind != EngineKind.VLLM:
         hint = "leave role= out: such a server computes and answers"
         raise UserError(f"{kind} hands no prompts over", hint=hint, param="engine")
+    events_format = settings.pop("format", kind)
+    KV_EVENT_FORMATS.load(events_format)
     wrong = [value for value in settings.values() if not _ENDPOINT.fullmatch(value)]
     if wrong:
         raise UserError(f"{wrong[0][:200]!r} is no address of ZeroMQ", hint=ENGINE_HINT, param="engine")
-    if "replay" in settings and "events" not in settings:
-        raise UserError("an engine repeats only events that it publishes", hint=ENGINE_HINT, param="engine")
-    return EngineSpec(EngineKind(kind), url, **settings, role=Role(role))
+    if "events" not in settings and ("replay" in settings or events_format != kind):
+        raise UserError("only events that an engine publishes are repeated, or read", hint=ENGINE_HINT, param="engine")
+    return EngineSpec(EngineKind(kind), url, **settings, events_format=events_format, role=Role(role))
 
 
 def _is_port(address: str) -> bool:
@@ -82,7 +88,7 @@ class FleetOptions:
     engines: tuple[str, ...] = option((), "--engine", form=MANY)
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, or ``sglang=``: serve through this
     server instead of instances. Repeatable. With ``,role=prefill`` and ``,role=decode`` one vLLM computes prompts and
-    another one answers."""
+    another one answers. With ``,format=NAME`` a plug-in reads its events (`memserve doctor` lists them)."""
     key_file: str | None = option(None, "--engine-key-file")
     """File with the API key of the servers that ``--engine`` names."""
     admin_key_file: str | None = option(None, "--engine-admin-key-file")
