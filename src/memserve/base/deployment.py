@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from memserve.base.errors import UserError
 from memserve.base.options import MANY, SECONDS, SIZE, Form, check_ranges, option, options_of, read_folder
+from memserve.base.plugins import STORE_BACKENDS
 from memserve.base.types import Role
 from memserve.base.units import GIB, NS_PER_S, flag_bytes
 
@@ -146,11 +147,21 @@ ADMISSIONS = ("second-hit", "all")
 DRAM_BYTES = GIB
 
 
+OWN_BACKEND = "file"
+
+
+def backend_of(folder: str) -> tuple[str, str]:
+    """Store backend and location of what ``--ssd`` names: ``NAME://LOCATION``, or a folder."""
+    name, separator, location = folder.partition("://")
+    return (name, location) if separator and "/" not in name else (OWN_BACKEND, folder)
+
+
 def read_folders(texts: list[str]) -> tuple[tuple[str, int], ...]:
     """Folders and sizes of texts ``DIR=20GiB``. Raises :class:`UserError` for anything else."""
     folders: dict[str, int] = {}
     for text in texts:
         folder, size = read_folder(text, "--ssd")
+        STORE_BACKENDS.check_name(backend_of(folder)[0])
         if folder in folders:
             raise UserError(f"--ssd names {folder} twice", hint="one folder a disk", param="ssd")
         folders[folder] = size
@@ -168,7 +179,7 @@ class StoreOptions:
 
     folders: tuple[tuple[str, int], ...] = option((), "--ssd", form=_FOLDERS)
     """DIR=20GiB: start a store that also keeps KV in a file of this size in folder DIR. It outlives every process.
-    Repeatable, one folder a disk."""
+    Repeatable, one folder a disk. NAME://LOCATION=20GiB: where a plug-in puts it (`memserve doctor` lists them)."""
     dram_bytes: int | None = option(None, "--store-dram", form=SIZE)
     """Start a store with this much memory. None: 1GiB, where --ssd or --store-listen asks for a store."""
     address: str | None = option(None, "--store-listen")

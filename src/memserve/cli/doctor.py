@@ -18,8 +18,9 @@ from typing import Annotated
 import typer
 
 from memserve.base.config import DEFAULT_MODEL
-from memserve.base.deployment import read_folders
+from memserve.base.deployment import OWN_BACKEND, backend_of, read_folders
 from memserve.base.errors import UserError
+from memserve.base.plugins import GROUPS
 from memserve.base.units import GIB, MIB, human_bytes
 from memserve.cli import credentials
 from memserve.cli import flags as opt
@@ -243,7 +244,11 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
 def check_disks(ssd: list[str]) -> Iterator[Finding]:
     """The folders of a store's disks: may this user write there, is there room, and is the page cache passed by?"""
     for folder, size in read_folders(ssd):
-        name, path = "ssd", Path(folder).expanduser()
+        backend, location = backend_of(folder)
+        name, path = "ssd", Path(location).expanduser()
+        if backend != OWN_BACKEND:
+            yield Finding(name, Status.OK, f"{human_bytes(size)} in {folder}: what is there, its plug-in knows")
+            continue
         place = next(ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists())
         if not (place.is_dir() and os.access(place, os.W_OK)):
             hint = "give a folder that this user may write to"
@@ -279,6 +284,18 @@ def check_extras() -> Iterator[Finding]:
     if free < 64 * MIB:
         hint = "shared memory between processes needs room in /dev/shm"
         yield Finding("shared memory", Status.WARN, f"{human_bytes(free)} free", hint)
+
+
+def check_plugins() -> Iterator[Finding]:
+    """What other distributions bring, with its version: can each be loaded?"""
+    for group in GROUPS:
+        for plugin in group.installed_plugins():
+            detail = f"{plugin.name}: {group.what} of {plugin.distribution} {plugin.version}"
+            if plugin.problem:
+                hint = f"it is not used; uninstall {plugin.distribution}, or another version of it"
+                yield Finding("plug-in", Status.WARN, f"{detail}: {plugin.problem}", hint)
+            else:
+                yield Finding("plug-in", Status.OK, detail)
 
 
 def doctor(
@@ -343,6 +360,7 @@ def examine(model: str, host: str, port: int) -> Iterator[Finding]:
     yield from check_memory_bound(model)
     yield from check_port(host, port)
     yield from check_extras()
+    yield from check_plugins()
 
 
 def _serve_command(model: str, findings: list[Finding]) -> str:

@@ -17,7 +17,7 @@ from memserve.store.disks import events as ev
 from memserve.store.disks.disks import DisksConfig
 from memserve.store.disks.events import segment_bytes_for
 from memserve.store.host.disks import DiskHost
-from memserve.store.host.files import FILE
+from memserve.store.host.backends import FILE
 
 SIZE = 16 * MIB
 

@@ -172,7 +172,8 @@ Dram = Annotated[str, typer.Option(help="Memory, for example 2GiB.")]
 Ssd = Annotated[
     list[str] | None,
     typer.Option(
-        help="DIR=20GiB: keep values in a file of this size in folder DIR, too. Repeatable, one folder a disk."
+        help="DIR=20GiB: keep values in a file of this size in folder DIR, too. NAME://LOCATION=20GiB: where a plug-in"
+        " puts them (`memserve doctor` lists them). Repeatable, one folder a disk."
     ),
 ]
 SsdSync = Annotated[
@@ -331,7 +332,7 @@ def _place(
         host=host if advertise is None else listen_host(host),
         port=port,
         dram_bytes=options.memory_bytes,
-        folders=tuple((Path(folder), nbytes) for folder, nbytes in options.folders),
+        folders=options.folders,
         disks=disks_config(options, kv_codec),
         secret=secret,
         join=tuple(f"tcp://{with_port(*router)}" for router in routers),

@@ -1,4 +1,5 @@
-"""Performs the jobs of :class:`memserve.store.disks.disks.Disks` on files: a thread and a queue for each disk.
+"""Performs the jobs of :class:`memserve.store.disks.disks.Disks` on disks (``store/host/backends.py``): a thread and a
+queue for each.
 
 ::
 
@@ -26,10 +27,9 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from memserve.kv.costs import CopyCurve
 from memserve.store.disks import events as ev
 from memserve.store.disks.encoding import ENCODED_BYTES_MIN
 from memserve.store.disks.events import PAGE_BYTES, DiskAction, DiskDone, DisksConfig
+from memserve.store.host.backends import Queue
 from memserve.store.host.files import DiskFile, measured_curve, open_files
 from memserve.system.kv_codec import CodecGate, KvCodec, LearntRate
 
@@ -111,17 +112,6 @@ _PARTS = 2
 _NO_OFFSET = np.zeros(1, np.int64)
 
 Post = Callable[[DiskDone], None]
-
-
-class Queue(Protocol):
-    """What a disk's thread needs of :class:`memserve._core.DiskQueue`."""
-
-    def read(self, tag: int, offset: int, address: int, count: int) -> None: ...
-    def write(self, tag: int, offset: int, address: int, count: int) -> None: ...
-    def write_bytes(self, tag: int, offset: int, data: bytes) -> None: ...
-    def sync(self, tag: int) -> None: ...
-    def take(self) -> list[tuple[int, int]]: ...
-    def fileno(self) -> int: ...
 
 
 MakeQueue = Callable[[str, list[tuple[int, int]]], Queue]
@@ -236,10 +226,10 @@ class DiskHost:
     """The files of a store, and a thread each."""
 
     def __init__(
-        self, disks: list[tuple[Path, int]], config: DisksConfig, *, engine: str = "", depth: int = DEPTH
+        self, disks: Sequence[tuple[Path | str, int]], config: DisksConfig, *, engine: str = "", depth: int = DEPTH
     ) -> None:
-        """``disks``: folders and sizes. Opens and recovers them; raises :class:`UserError`. ``engine``: ``io_uring``,
-        ``threads``, or empty for the better one that works."""
+        """``disks``: what ``--ssd`` names, and sizes. Opens and recovers them; raises :class:`UserError`.
+        ``engine`` of files: ``io_uring``, ``threads``, or empty for the better one that works."""
         self._files = open_files(disks, config)
         self.logs = [file.log for file in self._files]
         self.engine, self.depth = engine, depth
@@ -279,11 +269,12 @@ class DiskHost:
         # with workers each closes its file itself, after its last operation
         if not self._workers:
             for file in self._files:
-                file.close()
+                file.medium.close()
         return all(joined)
 
     def _open_queue(self, path: str, memory: list[tuple[int, int]]) -> Queue:
-        return _core.DiskQueue(path, 0, self.depth, engine=self.engine, memory=memory)
+        medium = next(file.medium for file in self._files if file.path == path)
+        return medium.open_queue(memory, self.depth, self.engine)
 
 
 @dataclass(slots=True)
@@ -318,7 +309,7 @@ class _Worker:
             [(extents.address, extents.nbytes), self._memory.pages] if extents.nbytes else [self._memory.pages]
         )
         try:
-            self._queue: Queue | None = make_queue(str(file.path), memory_ranges)
+            self._queue: Queue | None = make_queue(file.path, memory_ranges)
         except OSError as error:
             raise UserError(f"cannot use {file.path}: {error.strerror}", hint="--ssd DIR=SIZE", param="ssd") from None
         self._inbox: deque[DiskAction] = deque()
@@ -370,13 +361,13 @@ class _Worker:
                 self._encode_extent(self._to_encode.popleft())
         # io_uring is closed by the thread that used it, and before the file
         self._queue = queue = None
-        self._file.close()
+        self._file.medium.close()
 
     def _begin_job(self, queue: Queue, action: DiskAction) -> None:
         match action:
             case ev.ForgetDisk(_, why):
-                log.error("the disk in %s is lost (%s): its values are forgotten", self._file.folder, why)
-                self._file.erase_file()
+                log.error("the disk %s is lost (%s): its values are forgotten", self._file.path, why)
+                self._file.medium.erase()
                 return
             case ev.DropRecord(_, source):
                 self._memory.return_piece(self._kept_payloads.pop(source, None))

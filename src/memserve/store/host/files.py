@@ -19,15 +19,12 @@ So of a disk without long records nothing is known, and nothing is told.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
 import secrets
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,14 +34,15 @@ import numpy as np
 
 from memserve import _core
 from memserve._core import SegmentLog
-from memserve.base.deployment import StoreOptions
+from memserve.base.deployment import OWN_BACKEND, StoreOptions, backend_of
 from memserve.base.errors import UserError
-from memserve.base.units import KIB, MIB, NS_PER_MS, NS_PER_S, ceil_div, flag_bytes, human_bytes
+from memserve.base.units import KIB, MIB, NS_PER_MS, NS_PER_S, ceil_div, human_bytes
 from memserve.journal.folder import write_private
 from memserve.kv.costs import CopyCurve, CostModel
 from memserve.kv.identity import kv_secret
 from memserve.store.disks.events import PAGE_BYTES, SYNC_CODES, DisksConfig, segments_of
 from memserve.store.disks.jobs import bytes_on_disk
+from memserve.store.host.backends import open_medium
 
 MEASURE_NS = 150 * NS_PER_MS
 """How long reads may take at a start, all disks side by side."""
@@ -132,64 +130,35 @@ def curve_of_disks(disks: Sequence[tuple[int, CopyCurve]]) -> CopyCurve:
 
 log = logging.getLogger(__name__)
 
-FILE = "memserve-store.dat"
 BYTES_MIN = 16 * MIB
 
 
 class DiskFile:
-    """A disk's file, locked for this process as long as it is open, and its log."""
+    """One disk as long as it is open, and its log."""
 
-    def __init__(self, folder: Path, nbytes: int, config: DisksConfig) -> None:
-        """Open or make the file, and recover what is in it: about a second for each ten million values. Raises
-        :class:`UserError`."""
-        self.folder, self.path, self.nbytes = folder, folder / FILE, nbytes
+    def __init__(self, folder: Path | str, nbytes: int, config: DisksConfig) -> None:
+        """``folder``: as ``--ssd`` names it. Open or make it, and recover what is in it: of a file about a second for
+        each ten million values. Raises :class:`UserError`."""
         if nbytes < BYTES_MIN:
             message = f"a store's disk has at least {human_bytes(BYTES_MIN)}, not {human_bytes(nbytes)}"
             raise UserError(message, hint=f"--ssd {folder}=20GiB", param="ssd")
+        self.medium, self.nbytes = open_medium(str(folder), nbytes), nbytes
+        self.path = self.medium.name
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise _unusable(self.path, error) from None
-        try:
-            self._lock_file()
-            self._allocate_space()
             self.log = self._recover_log(config)
         except BaseException:
-            os.close(self.fd)
+            self.medium.close()
             raise
 
-    def _lock_file(self) -> None:
-        try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            hint = "another `memserve store` runs with it: end that one, or give this one another folder"
-            raise UserError(f"{self.path} is in use", hint=hint, param="ssd") from None
-
-    def _allocate_space(self) -> None:
-        size_bytes = os.fstat(self.fd).st_size
-        if size_bytes not in (0, self.nbytes):
-            hint = (
-                f"give --ssd {self.folder}={flag_bytes(size_bytes)}, or remove the file, and what it holds is forgotten"
-            )
-            message = f"{self.path} has {size_bytes:,} bytes, not {self.nbytes:,}"
-            raise UserError(message, hint=hint, param="ssd")
-        try:
-            os.posix_fallocate(self.fd, 0, self.nbytes)
-        except OSError as error:
-            if size_bytes == 0:
-                os.unlink(self.path)
-            raise _unusable(self.path, error) from None
-
     def _recover_log(self, config: DisksConfig) -> SegmentLog:
-        sync = SYNC_CODES[config.sync]
-        if (version := SegmentLog.superblock_version(self.fd)) > SegmentLog.FORMAT_VERSION:
+        sync, source = SYNC_CODES[config.sync], self.medium.source()
+        if (version := SegmentLog.superblock_version(source)) > SegmentLog.FORMAT_VERSION:
             hint = "start that one, or remove the file, and what it holds is forgotten"
             message = (
                 f"{self.path} was written by a later memserve (format {version}, here {SegmentLog.FORMAT_VERSION})"
             )
             raise UserError(message, hint=hint, param="ssd")
-        superblock = SegmentLog.read_superblock(self.fd)
+        superblock = SegmentLog.read_superblock(source)
         if superblock is None:
             segments, segment_bytes = segments_of(self.nbytes)
             fresh = SegmentLog(segments, segment_bytes, secrets.token_bytes(16), config.move_share, sync)
@@ -200,31 +169,13 @@ class DiskFile:
         if recovered.disk_bytes > self.nbytes:
             hint = "remove it, and what it holds is forgotten"
             raise UserError(f"{self.path} is a part of a larger file", hint=hint, param="ssd")
-        recovered.recover(self.fd)
-        # From now on everything passes the page cache.
-        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        recovered.recover(source)
         return recovered
 
-    def erase_file(self) -> None:
-        """Let a restart find nothing here, as far as the device allows."""
-        try:
-            os.pwrite(self.fd, bytes(8192), 0)
-            os.fdatasync(self.fd)
-        except OSError as error:
-            log.warning("%s cannot be marked as lost: %s", self.path, error.strerror)
-        try:
-            os.unlink(self.path)
-        except OSError as error:
-            log.warning("%s cannot be removed: %s; do so before the next start", self.path, error.strerror)
 
-    def close(self) -> None:
-        """Unlock the file."""
-        os.close(self.fd)
-
-
-def open_files(disks: list[tuple[Path, int]], config: DisksConfig) -> list[DiskFile]:
+def open_files(disks: Sequence[tuple[Path | str, int]], config: DisksConfig) -> list[DiskFile]:
     """All files, recovered side by side. Raises the first :class:`UserError`, and none is open then."""
-    if len({folder.resolve() for folder, _ in disks}) < len(disks):
+    if len({_absolute(str(folder)) for folder, _ in disks}) < len(disks):
         raise UserError("two disks have one folder", hint="give each --ssd a folder of its own", param="ssd")
     if not disks:
         return []
@@ -235,15 +186,8 @@ def open_files(disks: list[tuple[Path, int]], config: DisksConfig) -> list[DiskF
         return [future.result() for future in opening]
     for future in opening:
         if future.exception() is None:
-            future.result().close()
+            future.result().medium.close()
     raise failed
-
-
-def _unusable(path: Path, error: OSError) -> UserError:
-    hint = "give a folder on a disk, --ssd DIR=SIZE, that this user may write"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        hint = "give a smaller --ssd DIR=SIZE, or make room"
-    return UserError(f"cannot keep values in {path}: {error.strerror}", hint=hint, param="ssd")
 
 
 _NO_OFFSET = np.zeros(1, np.int64)
@@ -261,7 +205,7 @@ class _Reading:
     """The reads of one disk, in a thread of their own: a disk that stands still holds up no start. The thread ends when
     the disk has answered, however late."""
 
-    def __init__(self, path: Path, spans: list[ReadSpan], make_queue: Callable[[str], ReadQueue]) -> None:
+    def __init__(self, path: str, spans: list[ReadSpan], make_queue: Callable[[str], ReadQueue]) -> None:
         self._path, self._spans, self._make_queue = path, spans, make_queue
         self._arrived: list[ReadArrived] = []
         self._failed = False
@@ -292,7 +236,7 @@ class _Reading:
         values = _core.Arena(max(span.value_bytes for span in self._spans))
         for memory in (arena, values):
             np.frombuffer(memoryview(memory), np.uint8)[::PAGE_BYTES] = 0  # a store's is there when it is read into
-        queue, address, addresses = self._make_queue(str(self._path)), arena.address, []
+        queue, address, addresses = self._make_queue(self._path), arena.address, []
         poll, total = select.poll(), 0
         poll.register(queue.fileno(), select.POLLIN)
         self._began_ns = time.monotonic_ns()
@@ -319,7 +263,7 @@ class _Reading:
 
 
 def measured_curve(
-    disks: list[tuple[Path, SegmentLog]], make_queue: Callable[[str], ReadQueue], within_ns: int = MEASURE_NS
+    disks: list[tuple[str, SegmentLog]], make_queue: Callable[[str], ReadQueue], within_ns: int = MEASURE_NS
 ) -> CopyCurve | None:
     """What reading these disks takes, all of them together. None: one has too little to be read, or fails."""
     plans = [(path, segments, spans_to_read(segments)) for path, segments in disks]
@@ -344,10 +288,22 @@ SECRET = "memserve-store.secret"
 
 def with_absolute_folders(store: StoreOptions) -> StoreOptions:
     """``store`` with paths that mean the same to every process. Raises :class:`UserError` for a folder named twice."""
-    folders = {str(Path(folder).expanduser().resolve()): size for folder, size in store.folders}
+    folders = {_absolute(folder): size for folder, size in store.folders}
     if len(folders) < len(store.folders):
         raise UserError("--ssd names one folder twice", hint="one folder a disk", param="ssd")
     return replace(store, folders=tuple(folders.items()))
+
+
+def _absolute(folder: str) -> str:
+    name, location = backend_of(folder)
+    return str(Path(location).expanduser().resolve()) if name == OWN_BACKEND else folder
+
+
+def first_folder(folders: Iterable[tuple[str, int]]) -> Path | None:
+    """Of the folders that ``--ssd`` names, as :class:`StoreOptions` has them. None: there are other backends alone, or
+    none."""
+    named = [backend_of(folder) for folder, _ in folders]
+    return next((Path(location) for name, location in named if name == OWN_BACKEND), None)
 
 
 def stored_secret(store: StoreOptions) -> str | None:
@@ -386,4 +342,5 @@ def store_secret(store: StoreOptions, secret: str, print_line: Callable[[str], N
 
 
 def _path_of(store: StoreOptions) -> Path | None:
-    return Path(store.folders[0][0]) / SECRET if store.folders else None
+    folder = first_folder(store.folders)
+    return folder / SECRET if folder is not None else None

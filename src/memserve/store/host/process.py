@@ -52,6 +52,7 @@ from memserve.protocol.store import STORE
 from memserve.store.disks.disks import Disks
 from memserve.store.disks.events import DisksConfig
 from memserve.store.host.disks import DiskHost
+from memserve.store.host.files import first_folder
 from memserve.store.host.memory_jobs import CarriedValues, ValueJobs, put_values, take_values
 from memserve.store.machine.events import (
     AddClient,
@@ -86,8 +87,8 @@ class StorePlace:
     port: int
     """0: any."""
     dram_bytes: int
-    folders: tuple[tuple[Path, int], ...]
-    """A folder of each disk, and the bytes that it takes there."""
+    folders: tuple[tuple[str, int], ...]
+    """A folder of each disk, or a backend and its location, and the bytes that it takes there."""
     disks: DisksConfig
     secret: Secret
     """The cluster's."""
@@ -124,7 +125,8 @@ NO_MODEL = StoredModel("", KVGeometry(1, 1, 16, 16, "float32"))
 
 
 def _path_of(place: StorePlace) -> Path:
-    return place.folders[0][0] / _MODEL if place.folders else _SHARED / f"memserve-store-{place.memory_name}.json"
+    folder = first_folder(place.folders)
+    return folder / _MODEL if folder is not None else _SHARED / f"memserve-store-{place.memory_name}.json"
 
 
 def known_model(place: StorePlace) -> StoredModel:
