@@ -18,8 +18,8 @@ from memserve.base.units import MIB
 from memserve.store.disks import events as ev
 from memserve.store.disks.disks import DisksConfig
 from memserve.store.host import disks
-from memserve.store.host.disks import DiskCodec, DiskWay
 from memserve.store.host.backends import FILE
+from memserve.store.host.disks import DiskCodec, DiskWay
 from memserve.store.host.files import DiskFile
 from memserve.system.kv_codec import CodecGate, CodecRates, KvCodec, measured_rates
 

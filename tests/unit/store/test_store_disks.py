@@ -16,8 +16,8 @@ from memserve.base.units import GIB, MIB, NS_PER_MS, NS_PER_S
 from memserve.store.disks import events as ev
 from memserve.store.disks.disks import DisksConfig
 from memserve.store.disks.events import segment_bytes_for
-from memserve.store.host.disks import DiskHost
 from memserve.store.host.backends import FILE
+from memserve.store.host.disks import DiskHost
 
 SIZE = 16 * MIB
 
