@@ -129,6 +129,7 @@ def test_a_disk_that_fails_again_and_again_is_given_up() -> None:
     files.close()
     assert isinstance(medium, CalledMedium)
     assert medium._backend.calls[-2:] == ["erase", "close"]  # type: ignore[attr-defined]
+    assert "write" not in medium._backend.calls[medium._backend.calls.index("erase") :]  # type: ignore[attr-defined]
     assert not any(Memory.kept["here"]), "the next start begins anew"
 
 

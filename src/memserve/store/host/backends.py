@@ -56,10 +56,10 @@ class StoreBackend(Protocol):
         """Return when all that was written would outlive a loss of power."""
 
     def erase(self) -> None:
-        """The disk was given up: nothing of it may be found by another start."""
+        """The disk was given up: nothing of it may be found by another start. Called again where that has to be sure."""
 
     def close(self) -> None:
-        """The store ends. Called once, behind all other calls; other stores may use the location now."""
+        """The store ends, and other stores may use the location. The last call, unless one has not returned."""
 
 
 _METHODS = {
@@ -194,6 +194,7 @@ class CalledMedium:
         self._backend, self.name = backend, name
         self._threads = min(THREADS_MAX, max(1, int(getattr(backend, "concurrency", 1))))
         self._queues: list[CallQueue] = []
+        self._is_erased = False
 
     def source(self) -> Callable[[int, int], bytes | None]:
         """Reads what an earlier start has left."""
@@ -214,13 +215,18 @@ class CalledMedium:
         return self._queues[-1]
 
     def erase(self) -> None:
-        """As far as the backend does."""
+        """As far as the backend does; what has not begun by now is not written any more."""
+        self._is_erased = True
+        for queue in self._queues:
+            queue.is_refusing = True
         self._call("erase", self._backend.erase)
 
     def close(self) -> None:
         """Of a call that has not returned nothing is waited for."""
         for queue in self._queues:
             queue.close()
+        if self._is_erased:  # a write may have been under way
+            self._call("erase", self._backend.erase)
         self._call("close", self._backend.close)
 
     def _call(self, what: str, method: Callable[[], None]) -> None:
@@ -237,6 +243,8 @@ class CallQueue:
         self._backend, self._name = backend, name
         self._calls: SimpleQueue[tuple[int, Callable[[], None]] | None] = SimpleQueue()
         self._ended: deque[tuple[int, int]] = deque()
+        #: what has not begun fails
+        self.is_refusing = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._threads = [
             threading.Thread(target=self._run_calls, name="memserve-backend", daemon=True) for _ in range(threads)
@@ -278,9 +286,10 @@ class CallQueue:
     def _run_calls(self) -> None:
         while (call := self._calls.get()) is not None:
             tag, method = call
-            error_number = 0
+            error_number = errno.EIO if self.is_refusing else 0
             try:
-                method()
+                if not self.is_refusing:
+                    method()
             except Exception as error:  # a plug-in's: this operation has failed, and no other
                 error_number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
                 log.warning("%s: %s: %s", self._name, type(error).__name__, error)
