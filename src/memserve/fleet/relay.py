@@ -53,7 +53,7 @@ from memserve.fleet.messages import (
     PromptComputed,
     PromptSpace,
 )
-from memserve.host.engine import Refusal, Rejected
+from memserve.host.engine import rejection_of
 
 _ASKS = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
@@ -284,9 +284,8 @@ class Relay:
             if isinstance(decision, GiveUp):
                 raise give_up_error(decision)
             if not isinstance(decision, ForwardRequest | Prefill):
-                refusal = Refusal.OVERLOADED if decision.overloaded else Refusal.BUSY
                 self._metrics.rejected.value += 1
-                raise rejected(Rejected(ticket.request_id, decision.reason, decision.retry_after_s, refusal))
+                raise rejected(rejection_of(decision))
             ticket.call = HttpCall(self._host.specs[decision.engine].url)
             is_answer = isinstance(decision, ForwardRequest)
             scope[FORWARDED_KEY] = partial(timeline_entry, decision, failures)

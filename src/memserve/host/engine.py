@@ -120,12 +120,15 @@ class Rejected:
     refusal: Refusal = Refusal.IMPOSSIBLE
 
 
-def _refusal_of(action: RejectRequest) -> Refusal:
+def rejection_of(action: RejectRequest) -> Rejected:
+    """What the request's client is told."""
     if action.conflict is not None:
-        return Refusal.TAKEN_OVER if action.conflict is KeyConflict.TAKEN_OVER else Refusal.KEY_REUSED
-    if action.retry_after_s is None:
-        return Refusal.IMPOSSIBLE
-    return Refusal.OVERLOADED if action.overloaded else Refusal.BUSY
+        refusal = Refusal.TAKEN_OVER if action.conflict is KeyConflict.TAKEN_OVER else Refusal.KEY_REUSED
+    elif action.retry_after_s is None:
+        refusal = Refusal.IMPOSSIBLE
+    else:
+        refusal = Refusal.OVERLOADED if action.overloaded else Refusal.BUSY
+    return Rejected(action.request_id, action.reason, action.retry_after_s, refusal)
 
 
 Sink = Callable[[TokenOutput | Rejected], None]
@@ -178,10 +181,7 @@ class EngineClients:
 
     def reject_request(self, action: RejectRequest) -> None:
         """Tell a client that its request will not run."""
-        self._call_sink(
-            self._remove_waiter(action.request_id),
-            Rejected(action.request_id, action.reason, action.retry_after_s, _refusal_of(action)),
-        )
+        self._call_sink(self._remove_waiter(action.request_id), rejection_of(action))
 
     def fail_all(self) -> None:
         """The machine broke: every request ends with an error, and new ones are refused."""

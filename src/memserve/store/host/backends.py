@@ -56,7 +56,7 @@ class StoreBackend(Protocol):
         """Return when all that was written would outlive a loss of power."""
 
     def erase(self) -> None:
-        """The disk was given up: nothing of it may be found by another start. Called again where that has to be sure."""
+        """The disk was given up: nothing of it may be found by another start. It may be called again."""
 
     def close(self) -> None:
         """The store ends, and other stores may use the location. The last call, unless one has not returned."""
