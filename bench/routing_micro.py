@@ -232,7 +232,7 @@ def busy_cluster(options: Namespace, policy: str) -> tuple[Cluster, World]:
 
 def bench_decision(options: Namespace) -> Iterator[Record]:
     """Time a request's way through the router's machine."""
-    for policy in ROUTING_POLICIES.own:
+    for policy in ROUTING_POLICIES.built_in:
         cluster, world = busy_cluster(options, policy)
         gc.freeze()
         yield from bench_policy(cluster, world, policy, options.reps)

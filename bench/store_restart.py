@@ -32,8 +32,8 @@ from memserve.base.units import MIB
 from memserve.store.disks import events as ev
 from memserve.store.disks.disks import DisksConfig
 from memserve.store.disks.events import SYNC_CODES, segment_bytes_for
-from memserve.store.host.disks import DiskHost
 from memserve.store.host.backends import FILE
+from memserve.store.host.disks import DiskHost
 
 PAYLOAD_BYTES = 100
 PAGE = ev.PAGE_BYTES

@@ -43,7 +43,7 @@ class PluginGroup:
 
     group: str
     """Of the entry points."""
-    what: str
+    noun: str
     """One of them, in words."""
     param: str
     """The option that names one."""
@@ -51,30 +51,30 @@ class PluginGroup:
     """What is given to it by position, each by its name."""
     protocol: str
     """Where it says what is expected of it."""
-    own: Mapping[str, str]
+    built_in: Mapping[str, str]
     """The product's: name -> ``module:attribute``."""
 
     def names(self) -> list[str]:
         """All that can be named: the product's own, then those of other distributions, sorted."""
-        return [*self.own, *sorted({entry.name for entry in _installed(self.group)} - self.own.keys())]
+        return [*self.built_in, *sorted({entry.name for entry in _installed(self.group)} - self.built_in.keys())]
 
     def check_name(self, name: str) -> None:
         """Raise :class:`UserError` where no plug-in is called ``name``. Loads nothing."""
-        if name not in self.own and name not in (names := self.names()):
-            message = f"unknown {self.what} {name[:200]!r}"
+        if name not in self.built_in and name not in (names := self.names()):
+            message = f"unknown {self.noun} {name[:200]!r}"
             raise UserError(message, hint=f"use one of {', '.join(names)}", param=self.param)
 
     def load(self, name: str) -> Any:
         """What is called ``name``, which takes :attr:`arguments`. Raises :class:`UserError` where there is none, where
         two distributions bring one, where it cannot be imported, and where it takes other arguments."""
         self.check_name(name)
-        if name in self.own:
-            return EntryPoint(name, self.own[name], self.group).load()
+        if name in self.built_in:
+            return EntryPoint(name, self.built_in[name], self.group).load()
         entries = [entry for entry in _installed(self.group) if entry.name == name]
         if len(entries) > 1:
             brought = ", ".join(_label(entry) for entry in entries)
             raise UserError(
-                f"{self.what} {name!r} is brought by {brought}", hint="uninstall all but one", param=self.param
+                f"{self.noun} {name!r} is brought by {brought}", hint="uninstall all but one", param=self.param
             )
         return self._load_entry(entries[0])
 
@@ -83,7 +83,7 @@ class PluginGroup:
             plugin = entry.load()
             check_arguments(plugin, self.arguments)
         except (Exception, SystemExit) as error:  # whatever its module does when it is imported
-            message = f"{self.what} {entry.name!r} ({entry.value} of {_label(entry)}) cannot be loaded: {error}"
+            message = f"{self.noun} {entry.name!r} ({entry.value} of {_label(entry)}) cannot be loaded: {error}"
             hint = f"it is to be as {self.protocol} says"
             raise UserError(message[:REASON_CHARS_MAX], hint=hint, param=self.param) from error
         return plugin
@@ -92,8 +92,8 @@ class PluginGroup:
         """Those of other distributions, each loaded to see whether it can be used."""
         for entry in _installed(self.group):
             problem = ""
-            if entry.name in self.own:
-                problem = f"memserve's own {self.what} {entry.name!r} is used"
+            if entry.name in self.built_in:
+                problem = f"memserve's own {self.noun} {entry.name!r} is used"
             else:
                 try:
                     self.load(entry.name)

@@ -290,7 +290,7 @@ def check_plugins() -> Iterator[Finding]:
     """What other distributions bring, with its version: can each be loaded?"""
     for group in GROUPS:
         for plugin in group.installed_plugins():
-            detail = f"{plugin.name}: {group.what} of {plugin.distribution} {plugin.version}"
+            detail = f"{plugin.name}: {group.noun} of {plugin.distribution} {plugin.version}"
             if plugin.problem:
                 hint = f"it is not used; uninstall {plugin.distribution}, or another version of it"
                 yield Finding("plug-in", Status.WARN, f"{detail}: {plugin.problem}", hint)

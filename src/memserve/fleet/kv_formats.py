@@ -54,7 +54,7 @@ class KvBatch(NamedTuple):
     """One message of an engine."""
 
     rank: int
-    """Who of the engine's publishers has numbered it: 0 where there is one."""
+    """Which of the engine's publishers has numbered it: 0 where there is one."""
     events: Sequence[EngineKvEvent]
     """In order. Without blocks that only some requests find: those of an adapter, a salt or an image."""
 

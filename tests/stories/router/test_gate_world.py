@@ -40,7 +40,7 @@ class GatedWorld(World):
             evictions_max=random.choice([None, None, 1000]),
         )
         plain = super().new_cluster()
-        config = replace(plain.config, admission=gate, policy=random.choice(list(ROUTING_POLICIES.own)))
+        config = replace(plain.config, admission=gate, policy=random.choice(list(ROUTING_POLICIES.built_in)))
         return Cluster(config, remembers=self.scenario.remembers)
 
 

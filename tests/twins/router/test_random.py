@@ -46,7 +46,7 @@ class Storm(World):
         self.loss = random.choice([0.0, 0.02, 0.15])
         limits = {"attempts_max": FOREVER, "unplaced_ns": FOREVER * NS_PER_S} if self.patient else {"attempts_max": 5}
         super().__init__(
-            policy=random.choice(list(ROUTING_POLICIES.own)),
+            policy=random.choice(list(ROUTING_POLICIES.built_in)),
             caching=random.choice(list(Caching)),
             stalled_after_ns=20 * NS_PER_S,
             **limits,

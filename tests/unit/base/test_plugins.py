@@ -23,7 +23,7 @@ __all__ = ["plugin_folder"]
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.group)
 def test_own_parts_are_loaded_as_plugins_are(group: PluginGroup) -> None:
-    for name in group.own:
+    for name in group.built_in:
         assert callable(group.load(name))
 
 
@@ -31,7 +31,7 @@ def test_a_plugin_is_found_by_its_name(plugin_folder: Path) -> None:
     write_plugins(
         plugin_folder, "found_one", "def warmest(a, b, c): return 'warm'", {ROUTING_POLICIES.group: ["warmest"]}
     )
-    assert ROUTING_POLICIES.names() == [*ROUTING_POLICIES.own, "warmest"]
+    assert ROUTING_POLICIES.names() == [*ROUTING_POLICIES.built_in, "warmest"]
     assert ROUTING_POLICIES.load("warmest")(1, 2, 3) == "warm"
     (plugin,) = ROUTING_POLICIES.installed_plugins()
     assert (plugin.name, plugin.distribution, plugin.version, plugin.problem) == ("warmest", "found_one", "1.5", "")
@@ -79,7 +79,7 @@ def test_own_names_are_never_taken(plugin_folder: Path) -> None:
     assert ADMISSION_CONTROLLERS.load("none")({})(None, None, 0).kind == "admit"
     (plugin,) = ADMISSION_CONTROLLERS.installed_plugins()
     assert plugin.problem == "memserve's own admission controller 'none' is used"
-    assert ADMISSION_CONTROLLERS.names() == list(ADMISSION_CONTROLLERS.own)
+    assert ADMISSION_CONTROLLERS.names() == list(ADMISSION_CONTROLLERS.built_in)
 
 
 def test_a_name_that_two_distributions_bring_is_refused(plugin_folder: Path) -> None:

@@ -86,20 +86,20 @@ def test_whatever_a_plugin_raises_is_a_malformed_batch(payload: bytes) -> None:
     [
         BlocksStored([1], None, TOKENS[:4], 0),
         BlocksStored([1], None, TOKENS[:3], 4),
-        BlocksStored(["1"], None, TOKENS[:4], 4),  # type: ignore[list-item]
-        BlocksStored([1], "0", TOKENS[:4], 4),  # type: ignore[arg-type]
+        BlocksStored(["1"], None, TOKENS[:4], 4),
+        BlocksStored([1], "0", TOKENS[:4], 4),
         BlocksStored([1], None, [1, 2, 3, 1 << 31], 4),
         BlocksStored([1], None, [1, 2, 3, -1], 4),
-        BlocksRemoved([None]),  # type: ignore[list-item]
+        BlocksRemoved([None]),
         {"type": "stored"},
         None,
     ],
 )
 def test_events_that_contradict_themselves_are_refused(event: object) -> None:
     with pytest.raises(ValueError):
-        check_batch(KvBatch(0, [AllBlocksRemoved(), event]))  # type: ignore[list-item]
+        check_batch(KvBatch(0, [AllBlocksRemoved(), event]))
     with pytest.raises(ValueError):
-        check_batch(KvBatch("0", []))  # type: ignore[arg-type]
+        check_batch(KvBatch("0", []))
 
 
 def test_a_wrong_format_concerns_its_own_engine_alone() -> None:

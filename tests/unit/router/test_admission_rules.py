@@ -1,4 +1,4 @@
-"""Admission controllers of other distributions: what they let wait and reject, and that they hurt nobody else."""
+"""Admission controllers of other distributions: what they let wait and reject, and that others go on meanwhile."""
 
 from __future__ import annotations
 

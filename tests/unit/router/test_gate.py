@@ -345,7 +345,7 @@ class Crowded(World):
         roles = random.choice([[C], [C, C, C], [P, D], [P, P, D, C]])
         super().__init__(
             [(f"i{k}", role) for k, role in enumerate(roles)],
-            policy=random.choice(list(ROUTING_POLICIES.own)),
+            policy=random.choice(list(ROUTING_POLICIES.built_in)),
             caching=random.choice(list(Caching)),
             admission=admission,
             unplaced_ns=5 * NS_PER_S,

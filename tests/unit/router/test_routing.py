@@ -46,7 +46,7 @@ def choice(policy: str, ask: Ask, candidates: list[Candidate]) -> tuple[int, int
 
 
 def test_every_policy_of_the_configuration_exists():
-    for name in ROUTING_POLICIES.own:
+    for name in ROUTING_POLICIES.built_in:
         assert callable(policy_named(name))
 
 
@@ -85,7 +85,7 @@ def test_least_load_counts_tokens_to_compute_and_tokens_to_read():
 
 def test_equal_ones_go_to_the_lowest_number_unless_one_is_known():
     candidates = some(C, C, C)
-    for policy in ROUTING_POLICIES.own:
+    for policy in ROUTING_POLICIES.built_in:
         assert choice(policy, ASK, candidates) == (0, None)
         assert choice(policy, Ask(1000, favourites=(2,)), candidates) == (2, None)
 
@@ -240,7 +240,7 @@ def situations(draw) -> tuple[Ask, list[Candidate]]:
     return Ask(prompt, draw(st.integers(0, 500)), draw(st.integers(1, 4)), 1000, favourites, longest), candidates
 
 
-@given(situations(), st.sampled_from(list(ROUTING_POLICIES.own)))
+@given(situations(), st.sampled_from(list(ROUTING_POLICIES.built_in)))
 def test_route_chooses_an_accepting_instance_if_any(situation, policy):
     ask, candidates = situation
     decided = route(policy, ask, candidates)
@@ -349,7 +349,7 @@ def everybody(cluster: Cluster, prompt: list[int]) -> list[Candidate]:
     return list(dumped.values())
 
 
-@pytest.mark.parametrize("policy", list(ROUTING_POLICIES.own))
+@pytest.mark.parametrize("policy", list(ROUTING_POLICIES.built_in))
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_few_candidates_are_enough(policy, seed):

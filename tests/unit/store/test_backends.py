@@ -81,7 +81,7 @@ half = Half
 @pytest.fixture(autouse=True)
 def installed(plugin_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("test_backends_memory")
-    module.Memory = Memory  # type: ignore[attr-defined]
+    module.Memory = Memory
     monkeypatch.setitem(sys.modules, "test_backends_memory", module)
     monkeypatch.delitem(sys.modules, "written_backends", raising=False)
     Memory.kept.clear()
@@ -128,8 +128,8 @@ def test_a_disk_that_fails_again_and_again_is_given_up() -> None:
     assert files.outcomes_of(ev.DiskLost) == [ev.DiskLost(0, "EIO")]
     files.close()
     assert isinstance(medium, CalledMedium)
-    assert medium._backend.calls[-2:] == ["erase", "close"]  # type: ignore[attr-defined]
-    assert "write" not in medium._backend.calls[medium._backend.calls.index("erase") :]  # type: ignore[attr-defined]
+    assert medium._backend.calls[-2:] == ["erase", "close"]
+    assert "write" not in medium._backend.calls[medium._backend.calls.index("erase") :]
     assert not any(Memory.kept["here"]), "the next start begins anew"
 
 

@@ -274,8 +274,8 @@ class AdmissionController(RequestAdmission):
         head = self._queue.head()
         if head is None or self._is_admitted(head, now_ns):
             return head
-        others = islice(self._queue.heads(), 1, None)
-        req = next((other for other in others if self._is_admitted(other, now_ns)), None)
+        behind = islice(self._queue.heads(), 1, None)
+        req = next((head for head in behind if self._is_admitted(head, now_ns)), None)
         self._asked_next_ns = now_ns + ASKED_EVERY_NS
         return req
 

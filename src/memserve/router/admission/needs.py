@@ -74,7 +74,7 @@ class AdmissionRule(Protocol):
         ``--max-active``, ``--admission-queue`` and ``--admission-wait`` hold beside it. It is called in the router's
         one thread, so it must not wait for anything, and under virtual time by the simulator, so it asks no clock.
         Where a plug-in raises, or answers with anything else, the request is judged by these limits alone, and
-        ``memserve_admission_rule_failures_total`` counts it."""
+        ``memserve_plugin_admission_failures_total`` counts it."""
 
 
 def admits_all(settings: Mapping[str, str]) -> AdmissionRule:

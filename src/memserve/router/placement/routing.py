@@ -290,7 +290,7 @@ def policy_named(name: str) -> Policy:
     reason says why.
     """
     policy: Policy = ROUTING_POLICIES.load(name)
-    return policy if name in ROUTING_POLICIES.own else _guarded(name, policy)
+    return policy if name in ROUTING_POLICIES.built_in else _guarded(name, policy)
 
 
 def _guarded(name: str, policy: Policy) -> Policy:

@@ -229,11 +229,11 @@ class CalledMedium:
             self._call("erase", self._backend.erase)
         self._call("close", self._backend.close)
 
-    def _call(self, what: str, method: Callable[[], None]) -> None:
+    def _call(self, name: str, method: Callable[[], None]) -> None:
         try:
             method()
         except Exception as error:
-            log.warning("%s: %s failed: %s", self.name, what, error)
+            log.warning("%s: %s failed: %s", self.name, name, error)
 
 
 class CallQueue:
