@@ -92,6 +92,15 @@ def test_one_tenants_wait_holds_up_no_other() -> None:
     assert stats_of(world).admitted == stats_of(world).released == 5 and stats_of(world).rule_failures == 0
 
 
+def test_the_head_of_the_queue_holds_up_no_other_tenant() -> None:
+    world = ruled("one-each:most=2", waiting_max=10)
+    world.ask(a_request("b0", PROMPT, tenant="b", max_tokens=90))  # it costs its tenant many turns
+    for name in ("a1", "a2", "a3", "b1"):
+        world.ask(a_request(name, PROMPT, tenant=name[0], max_tokens=3))
+    assert running(world) == ["b0", "a1", "a2", "b1"] and stats_of(world).waiting == {"a": 1}
+    world.run()
+
+
 def test_settings_reach_the_rule() -> None:
     world = ruled("one-each:most=2")
     for name in ("a1", "a2", "a3"):

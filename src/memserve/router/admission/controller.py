@@ -445,6 +445,7 @@ class AdmissionController(RequestAdmission):
         config = self._config
         self._queue.check_invariants()
         self._load.check_invariants(self._active_since_ns)
+        check(all(name in self._queue for name in self._verdicts), "verdicts on {}", self._verdicts)
         returning = {req.request_id for req in self._returning}
         queued = [name for name, req in requests.items() if req.phase is RequestPhase.QUEUED and name not in returning]
         check(sorted(self._waiting_since_ns) == sorted(queued), "{} wait, not {}", self._waiting_since_ns, queued)
