@@ -142,8 +142,8 @@ class FileBackend:
     def _allocate_space(self) -> None:
         size_bytes = os.fstat(self._fd).st_size
         if size_bytes not in (0, self._nbytes):
-            asked = f"--ssd {self._folder}={flag_bytes(size_bytes)}"
-            hint = f"give {asked}, or remove the file, and what it holds is forgotten"
+            option = f"--ssd {self._folder}={flag_bytes(size_bytes)}"
+            hint = f"give {option}, or remove the file, and what it holds is forgotten"
             message = f"{self._path} has {size_bytes:,} bytes, not {self._nbytes:,}"
             raise UserError(message, hint=hint, param="ssd")
         try:

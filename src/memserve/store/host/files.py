@@ -302,8 +302,8 @@ def _absolute(folder: str) -> str:
 def first_folder(folders: Iterable[tuple[str, int]]) -> Path | None:
     """Of the folders that ``--ssd`` names, as :class:`StoreOptions` has them. None: there are other backends alone, or
     none."""
-    named = [backend_of(folder) for folder, _ in folders]
-    return next((Path(location) for name, location in named if name == OWN_BACKEND), None)
+    places = [backend_of(folder) for folder, _ in folders]
+    return next((Path(location) for name, location in places if name == OWN_BACKEND), None)
 
 
 def stored_secret(store: StoreOptions) -> str | None:
