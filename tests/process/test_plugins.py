@@ -6,8 +6,6 @@ import asyncio
 import concurrent.futures
 import json
 import os
-import re
-import select
 import shutil
 import subprocess
 import sys
@@ -15,9 +13,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
+from fleet_server import FleetProcess
 from kv_publisher import Publisher
 from places import ROOT
 from scripted_engine import Asked, ScriptedEngine, scripted_engines, well
@@ -82,35 +80,6 @@ def engines() -> Iterator[list[ScriptedEngine]]:
         yield started
 
 
-class FleetProcess:
-    """``memserve serve --engine``."""
-
-    def __init__(self, *flags: str) -> None:
-        command = [sys.executable, "-m", "memserve", "serve", "--port", "0", *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None and select.select([self.process.stdout], [], [], WAIT_S)[0]
-        line = self.process.stdout.readline()
-        found = re.search(r"http://[^ ]+(?=/v1)", line)
-        assert found is not None, line
-        self.url = found[0]
-
-    def post(self, key: str = "none", **fields: object) -> httpx.Response:
-        body = {"model": "scripted", "prompt": PROMPT, "max_tokens": 2, **fields}
-        headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S)
-
-    def sample(self, name: str) -> float:
-        page = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
-        return sum(float(value) for value in re.findall(rf"^memserve_{name}(?:{{.*}})? (.+)$", page, re.M))
-
-    def __enter__(self) -> FleetProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        assert self.process.wait(WAIT_S) == 0
-
-
 def stored(first: int, last: int) -> bytes:
     """As TensorRT-LLM tells of these blocks of the prompt."""
     blocks = [
@@ -132,11 +101,11 @@ def test_prompts_follow_events_in_the_plugins_format(installed: Path, engines: l
             publisher.publish(stored(5, 8))
             eventually(lambda: router.sample("fleet_cached_blocks") == 8)
             for _ in range(3):
-                assert router.post().status_code == 200
+                assert router.post(prompt=PROMPT).status_code == 200
             assert (len(first.asked), len(second.asked)) == (0, 3)
             publisher.publish(b"[{}]")  # a format that fails: the engine's blocks are forgotten, nothing else
             eventually(lambda: router.sample("fleet_cached_blocks") == 0)
-            assert router.post().status_code == 200
+            assert router.post(prompt=PROMPT).status_code == 200
     finally:
         publisher.close()
 

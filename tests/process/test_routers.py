@@ -17,7 +17,7 @@ from harness.served import serving
 
 from memserve import LLM
 from memserve.cli.main import run
-from ports import free_port
+from ports import free_port, listening_sockets
 from router_kills import Stream, long_model, plain_answers, question
 from served_cluster import Server, eventually, is_alive
 from tiny_models import prompt
@@ -87,15 +87,8 @@ def killing(follower: int, streams: Sequence[Stream], events: int) -> Callable[[
     return kill
 
 
-def listeners(balanced: Balanced) -> int:
-    """How many sockets accept connections at its port."""
-    port = f":{int(balanced.url.rsplit(':', 1)[1].split('/')[0]):04X}"
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    return sum(words[1].endswith(port) and words[3] == "0A" for words in (line.split() for line in lines))
-
-
 def test_both_routers_answer_at_one_port(balanced: Balanced) -> None:
-    eventually(lambda: listeners(balanced) == 2)
+    eventually(lambda: listening_sockets(balanced.url) == 2)
     body = question(2, 20)
     answers = []
     for _ in range(16):  # one of two routers would get all of them in one of 32,768 runs
@@ -154,9 +147,9 @@ def test_a_killed_router_costs_its_clients_nothing(balanced: Balanced) -> None:
     found = [Stream(balanced, body) for body in bodies]
     truths = plain_answers(balanced, bodies)
     before = balanced.server.counter("generated_tokens")
-    eventually(lambda: listeners(balanced) == 2)
+    eventually(lambda: listening_sockets(balanced.url) == 2)
     read_all(found, killing(balanced.follower(), found, events=200))
-    eventually(lambda: listeners(balanced) == 2)
+    eventually(lambda: listening_sockets(balanced.url) == 2)
     assert [stream.texts() for stream in found] == truths
     assert sum(stream.breaks for stream in found) > 0, "no client was at the router that was killed"
     for stream in found:
@@ -212,7 +205,7 @@ def ask(gated: Balanced) -> httpx.Response:
 
 
 def test_admission_counts_the_requests_of_all_routers(gated: Balanced) -> None:
-    eventually(lambda: listeners(gated) == 2)
+    eventually(lambda: listening_sockets(gated.url) == 2)
     holders = [Holder(gated, number) for number in range(3)]
     answers = [ask(gated) for _ in range(8)]
     were_there = not any(holder.ended for holder in holders)
@@ -227,13 +220,13 @@ def test_admission_counts_the_requests_of_all_routers(gated: Balanced) -> None:
 
 
 def test_slots_of_a_killed_router_are_freed(gated: Balanced) -> None:
-    eventually(lambda: listeners(gated) == 2)
+    eventually(lambda: listening_sockets(gated.url) == 2)
     holders = [Holder(gated, number) for number in range(3)]
     os.kill(gated.follower(), signal.SIGKILL)
     for holder in holders:
         holder.end()
-    eventually(lambda: listeners(gated) == 1)
-    eventually(lambda: listeners(gated) == 2)
+    eventually(lambda: listening_sockets(gated.url) == 1)
+    eventually(lambda: listening_sockets(gated.url) == 2)
     again = [Holder(gated, number) for number in range(3)]
     for holder in again:
         holder.end()
@@ -261,7 +254,7 @@ def test_routers_share_store_and_killed_one_leaves_no_references(
     """The instance has memory for one of the prompts: what comes again is in the store's memory alone."""
     flags = "--ssd", f"{tmp_path}/ssd=64MiB", "--store-dram", "16MiB", "--ssd-sync", "none"
     kept = another("--colocated", "1", "--block-tokens", "8", "--kv-memory", str(60 * 3072), *flags)
-    eventually(lambda: listeners(kept) == 2)
+    eventually(lambda: listening_sockets(kept.url) == 2)
     truths, _ = ask_each(kept)
     asked = [ask_each(kept) for _ in range(3)]
     assert [answers for answers, _ in asked] == [truths] * 3
@@ -271,7 +264,7 @@ def test_routers_share_store_and_killed_one_leaves_no_references(
     read_all(streams, killing(kept.follower(), streams, events=20))
     assert [stream.texts() for stream in streams] == [[truth] for truth in truths for _ in range(4)]
     assert sum(stream.breaks for stream in streams) > 0, "no client was at the router that was killed"
-    eventually(lambda: listeners(kept) == 2 and is_idle(kept))
+    eventually(lambda: listening_sockets(kept.url) == 2 and is_idle(kept))
     answers, members = ask_each(kept)
     assert answers == truths and members.count("s1") >= 3, members
 
@@ -283,14 +276,14 @@ def test_routers_share_sequences_and_killed_one_leaves_none(another: Callable[..
     with LLM(str(tmp_path / "tiny"), dtype="float32", kv_memory="4MiB", threads=1) as one:
         greedy = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
         truths = [one.generate(body["prompt"], **greedy)[0].text for body in bodies]
-    eventually(lambda: listeners(shared) == 2)
+    eventually(lambda: listening_sockets(shared.url) == 2)
     follower = shared.follower()
     for kills in (False, True):
         streams = [Stream(shared, body) for body in bodies for _ in range(2)]
         read_all(streams, *([killing(follower, streams, events=5)] if kills else []))
         assert [stream.texts() for stream in streams] == [[truth] for truth in truths for _ in range(2)]
         assert not kills or sum(stream.breaks for stream in streams) > 0, "no client was at the killed router"
-        eventually(lambda: listeners(shared) == 2 and is_idle(shared))
+        eventually(lambda: listening_sockets(shared.url) == 2 and is_idle(shared))
 
 
 def test_second_router_of_a_name_ends_and_the_first_stays(another: Callable[..., Balanced], tmp_path: Path) -> None:

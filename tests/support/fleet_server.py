@@ -1,8 +1,12 @@
-"""A router in front of scripted engines, as ``memserve serve --engine`` makes it, on a thread of this process."""
+"""A router in front of scripted engines: on a thread of this process, or as a process."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import select
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -65,3 +69,35 @@ def fleet_server(
             assert not thread.is_alive()
     assert host.requests_open == 0
     host.machine.check_invariants()
+
+
+WAIT_S = 60.0
+
+
+class FleetProcess:
+    """``memserve serve --engine`` in a process of its own."""
+
+    def __init__(self, *flags: str) -> None:
+        command = [sys.executable, "-m", "memserve", "serve", "--port", "0", *flags]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None and select.select([self.process.stdout], [], [], WAIT_S)[0]
+        line = self.process.stdout.readline()
+        found = re.search(r"http://[^ ]+(?=/v1)", line)
+        assert found is not None, line
+        self.url = found[0]
+
+    def post(self, key: str = "none", **fields: object) -> httpx.Response:
+        body = {"model": "scripted", "prompt": [1, 2, 3], "max_tokens": 2, **fields}
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S)
+
+    def sample(self, name: str) -> float:
+        page = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
+        return sum(float(value) for value in re.findall(rf"^memserve_{name}(?:{{.*}})? (.+)$", page, re.M))
+
+    def __enter__(self) -> FleetProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        assert self.process.wait(WAIT_S) == 0

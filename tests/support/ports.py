@@ -45,3 +45,10 @@ def _claim(port: int) -> bool:
             return False
         claim.touch()
     return True
+
+
+def listening_sockets(url: str) -> int:
+    """How many sockets accept connections at the port of ``url``: routers that share it."""
+    port = f":{int(url.rsplit(':', 1)[1].split('/')[0]):04X}"
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(words[1].endswith(port) and words[3] == "0A" for words in (line.split() for line in lines))

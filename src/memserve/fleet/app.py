@@ -32,7 +32,7 @@ from memserve.api.http.limits import Edge
 from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, on_http_error
 from memserve.api.metrics.families import COUNTER, GAUGE, Table, declared, families, with_old_names
 from memserve.api.metrics.http import ApiMetrics
-from memserve.api.openai.paths import Probes, TrailingSlashes
+from memserve.api.openai.paths import Probes, TrailingSlashes, redirect_to_owner
 from memserve.api.ui.feed import PageFeed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.snapshot import MEMBERS_MAX, SnapshotReading
@@ -54,9 +54,10 @@ class _Join(msgspec.Struct):
 class EngineRoutes:
     """The routes below ``/engines``."""
 
-    def __init__(self, host: FleetHost, key: str | Followed[str] | None) -> None:
-        """``key`` None: engines are those of the command line."""
-        self._host = host
+    def __init__(self, host: FleetHost, key: str | Followed[str] | None, owner_url: str | None = None) -> None:
+        """``key`` None: engines are those of the command line. ``owner_url``: of the router that lets them join and
+        leave; None: this one."""
+        self._host, self._owner_url = host, owner_url
         if key is None:
             self._keys = KeyRing()
         else:
@@ -77,6 +78,11 @@ class EngineRoutes:
             raise ApiError(403, message, code="engines_are_fixed")
         self._keys.tenant_of(request.headers.get("authorization"))
 
+    def _check_owner(self, request: Request) -> None:
+        self._check_key(request)
+        if self._owner_url is not None:
+            raise redirect_to_owner(self._owner_url, request.scope, "which engines there are")
+
     async def list_engines(self, request: Request) -> Response:
         """All of them, and how they are."""
         self._check_key(request)
@@ -84,7 +90,7 @@ class EngineRoutes:
 
     async def join_engine(self, request: Request) -> Response:
         """``{"engine": "vllm=http://HOST:PORT,..."}``, as ``--engine`` has it. Says how it is at once."""
-        self._check_key(request)
+        self._check_owner(request)
         body = bytearray()
         async for piece in request.stream():
             body += piece
@@ -100,7 +106,7 @@ class EngineRoutes:
 
     async def remove_engine(self, request: Request) -> Response:
         """It gets no new requests, and is gone when its last one has ended."""
-        self._check_key(request)
+        self._check_owner(request)
         name = request.path_params["name"]
         self._host.leave_engine(name)
         view = next((view for view in self._host.machine.engine_views() if view.name == name), None)
@@ -269,11 +275,13 @@ def create_fleet_app(
     engines_key: str | Followed[str] | None = None,
     limits: EdgeConfig | None = None,
     silence_s: float = SILENCE_S,
+    owner_url: str | None = None,
 ) -> Starlette:
     """The OpenAI API in front of the engines of ``host``, which starts and ends with it.
 
     ``engines_key``: with it engines join and leave; ``None``: they do not. ``silence_s``: seconds that an engine may
-    say nothing in the middle of a request. Raises :class:`UserError` for malformed keys.
+    say nothing in the middle of a request. ``owner_url``: as :class:`EngineRoutes` has it. Raises
+    :class:`UserError` for malformed keys.
     """
     limits = limits or EdgeConfig()
     metrics = ApiMetrics()
@@ -303,7 +311,7 @@ def create_fleet_app(
         Route("/health", pages.show_health),
         Route("/metrics", pages.show_metrics),
         *Probes(pages.show_health, lambda: relay.calls_open, operators).routes(),
-        *EngineRoutes(host, engines_key).routes(),
+        *EngineRoutes(host, engines_key, owner_url).routes(),
         *dashboard.routes(),
     ]
     app = Starlette(

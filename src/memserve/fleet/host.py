@@ -112,8 +112,10 @@ class FleetHost:
         identity_key: bytes = DEFAULT_KEY,
         engine_key: str | Followed[str] | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
+        listed: Followed[tuple[EngineSpec, ...]] | None = None,
     ) -> None:
-        """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`."""
+        """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`. ``listed``: the engines of
+        the owner, whose joins and leaves are followed; None: this router is the owner, or the only one."""
         self.specs = {spec.name: spec for spec in specs}
         self._engine_key = engine_key if isinstance(engine_key, Followed) else Followed.of_constant(engine_key)
         self.machine = Fleet(list(specs), config, identity_key=identity_key, prefill_tokens=prefill_tokens)
@@ -122,6 +124,10 @@ class FleetHost:
         self._replays: dict[str, asyncio.Task[None]] = {}
         self._context: zmq.asyncio.Context | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._listed, self._list_tasks = listed, list[asyncio.Task[None]]()
+        self._leaving: set[str] = set()
+        #: called with the engines that there are to be, when one has joined or leaves
+        self.on_engines_changed: Callable[[Sequence[EngineSpec]], None] = lambda specs: None
 
     @property
     def engine_key(self) -> str | None:
@@ -137,6 +143,19 @@ class FleetHost:
         for view in self.machine.engine_views():
             if not view.up:
                 log.warning("engine %s does not answer yet", view.name)
+        if self._listed is not None:
+            self._list_tasks.append(asyncio.create_task(self._follow_list(self._listed)))
+
+    async def _follow_list(self, listed: Followed[tuple[EngineSpec, ...]]) -> None:
+        """Let engines join and leave as the owner's do."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            specs = {spec.name: spec for spec in listed.value()}
+            for name in [name for name, spec in self.specs.items() if specs.get(name) != spec]:
+                if name not in self._leaving:
+                    self.leave_engine(name)
+            for name in [name for name in specs if name not in self.specs]:
+                await self.join_engine(specs[name])
 
     async def _follow_engine(self, spec: EngineSpec) -> None:
         """Look at it once, and go on looking and listening."""
@@ -151,6 +170,7 @@ class FleetHost:
             raise UserError(f"{spec.name} has joined already", hint="let it leave first", param="engine")
         self.specs[spec.name] = spec
         self.post_event(EngineJoined(spec))
+        self._tell_engines()
         await self._follow_engine(spec)
 
     def leave_engine(self, name: str) -> None:
@@ -158,11 +178,16 @@ class FleetHost:
         not known."""
         if name not in self.specs:
             raise UserError(f"{name[:200]} is no engine here", hint=f"one of {', '.join(self.specs)}", param="engine")
+        self._leaving.add(name)
         self.post_event(EngineLeft(name))
+        self._tell_engines()
+
+    def _tell_engines(self) -> None:
+        self.on_engines_changed([spec for name, spec in self.specs.items() if name not in self._leaving])
 
     async def close(self) -> None:
         """Stop looking and listening."""
-        tasks = [*itertools.chain.from_iterable(self._tasks.values()), *self._replays.values()]
+        tasks = [*itertools.chain.from_iterable(self._tasks.values()), *self._replays.values(), *self._list_tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -207,6 +232,7 @@ class FleetHost:
             return
         if isinstance(action, EngineGone):
             del self.specs[action.name]
+            self._leaving.discard(action.name)
             for task in [*self._tasks.pop(action.name, ()), *filter(None, [self._replays.pop(action.name, None)])]:
                 task.cancel()
             return

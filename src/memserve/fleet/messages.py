@@ -46,6 +46,14 @@ class EngineSpec:
         """``HOST:PORT``."""
         return self.url.partition("://")[2]
 
+    @property
+    def text(self) -> str:
+        """As ``--engine`` has it: :func:`read_engine` gives this engine again."""
+        settings = {"events": self.events, "replay": self.replay}
+        settings |= {"format": self.events_format} if self.events else {}
+        settings |= {"role": self.role.value} if self.role is not Role.COLOCATED else {}
+        return ",".join([f"{self.kind}={self.url}", *(f"{key}={value}" for key, value in settings.items() if value)])
+
 
 def read_engine(text: str) -> EngineSpec:
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,format=NAME][,role=prefill]``, or

@@ -101,7 +101,7 @@ def send_to_owner_if_kept(engine: ServingEngine, scope: Scope, data: bytes) -> N
         return  # the planner says what is wrong with it
     fields = [field for field in _FIELDS if isinstance(body, dict) and body.get(field) is not None]
     if fields:
-        raise _redirect_to_owner(url, scope, fields[0])
+        raise redirect_to_owner(url, scope, fields[0])
 
 
 class OwnerOnly:
@@ -116,11 +116,12 @@ class OwnerOnly:
             if url is not None:
                 for path in _PATHS:
                     if f"{scope['path']}/".startswith(f"{path}/"):
-                        raise _redirect_to_owner(url, scope, path)
+                        raise redirect_to_owner(url, scope, path)
         await self._app(scope, receive, send)
 
 
-def _redirect_to_owner(url: str, scope: Scope, feature: str) -> ApiError:
+def redirect_to_owner(url: str, scope: Scope, feature: str) -> ApiError:
+    """307 to where the owner answers; 503 where that is not known. ``feature``: what is the owner's."""
     if not url:
         message = (
             f"{feature} is the owner's alone, and this router is not the owner: ask the router of `memserve serve`"

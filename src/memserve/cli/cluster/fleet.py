@@ -5,28 +5,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import secrets
+import socket
+import tempfile
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memserve.base.config import ClusterConfig
-from memserve.base.deployment import StoreOptions
+from memserve.base.deployment import Followers, StoreOptions
 from memserve.base.errors import UserError
+from memserve.base.types import Role
+from memserve.cli.cluster.http import followers_at, listening, own_listener, serve_app
 from memserve.cli.credentials import followed_key, read_secret
 from memserve.cli.flags import HttpOptions
-from memserve.cli.output import print_lines
-from memserve.fleet.messages import FleetOptions, read_engine
-from memserve.system.process import EndRequested, on_ending_signals, signals_raise
+from memserve.fleet.messages import EngineSpec, FleetOptions, read_engine
+from memserve.journal.folder import write_private
+from memserve.system.secrets import Followed
+
+if TYPE_CHECKING:
+    from memserve.fleet.host import FleetHost
 
 log = logging.getLogger(__name__)
 
 
-def refuse_members(config: ClusterConfig, store: StoreOptions | None) -> None:
+def refuse_members(config: ClusterConfig, store: StoreOptions | None, routers: int) -> None:
     """Raise :class:`UserError` for options that do not go together with ``--engine``. ``store`` None: instances are
     asked for as well."""
     if store is None:
@@ -36,55 +46,125 @@ def refuse_members(config: ClusterConfig, store: StoreOptions | None) -> None:
     if config.admission.counts_memory:
         hint = "use --admission bounded --max-active N"
         raise UserError("the memory of other servers is not known block by block", hint=hint, param="mode")
+    if routers > 1 and config.admission.shared_mode:
+        hint = "leave out --routers, or --admission"
+        raise UserError("admission before other servers is one router's", hint=hint, param="routers")
 
 
-def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, store: StoreOptions | None) -> None:
-    """Bind, look at the engines, serve, drain. Raises :class:`UserError` for wrong options, as
-    :func:`refuse_members` does."""
-    refuse_members(config, store)
+def run_fleet(
+    options: FleetOptions, http: HttpOptions, config: ClusterConfig, store: StoreOptions | None, routers: int
+) -> None:
+    """Bind, look at the engines, serve, drain; with further routers as children. Raises :class:`UserError` for wrong
+    options, as :func:`refuse_members` does."""
+    refuse_members(config, store, routers)
     started = time.perf_counter()
-    from memserve.api.http.limits import make_room_for_connections
-    from memserve.api.http.server import Server, bind
-    from memserve.fleet.app import create_fleet_app
+    host = _fleet_host(options, config, options.read_specs())
+    with listening(http, is_shared=routers > 1) as listener, ExitStack() as stack:
+        listeners = [listener]
+        on_end: Callable[[], None] = lambda: None  # noqa: E731  # as the further routers' below
+        if routers > 1:
+            listeners.append(stack.enter_context(own_listener(http.server.host, listener)))
+            on_end = stack.enter_context(
+                _further_routers(host, options, followers_at(listeners, http, config), routers)
+            )
+
+        def ready_lines() -> list[str]:
+            views = host.machine.engine_views()
+            models = ", ".join(host.machine.engines_by_model()) or "no model yet"
+            urls = [http.api_url(part.getsockname()[1]) for part in listeners]
+            up = sum(view.up for view in views)
+            lines = [f"ready in {time.perf_counter() - started:.1f} s: {models} at {urls[0]}"]
+            lines.append(f"{up} of {len(views)} engines take requests")
+            lines += [f"{routers} routers; engines join and leave at {url.removesuffix('/v1')}" for url in urls[1:]]
+            return lines
+
+        _serve_fleet(host, options, listeners, http, ready_lines, on_end)
+
+
+def run_further_router(
+    name: str, payload: Mapping[str, Any], http: HttpOptions, config: ClusterConfig, owner_url: str
+) -> None:
+    """A router beside that of :func:`run_fleet`, which has started it with ``payload`` under ``name``."""
+    file = Path(payload["engines_file"])
+    listed = Followed([file], lambda: _read_engines(file), "the engines", tells=False)
+    options = FleetOptions(**{**payload["fleet"], "engines": ()})
+    # each router numbers engines in another order: of those that are equally good they choose different ones
+    specs, turn = listed.value(), int(name.rpartition("-")[2])
+    turn %= max(1, len(specs))
+    host = _fleet_host(options, config, (*specs[turn:], *specs[:turn]), listed)
+    with listening(http, is_shared=True) as listener:
+        _serve_fleet(host, options, [listener], http, list, owner_url=owner_url)
+
+
+@contextmanager
+def _further_routers(
+    host: FleetHost, options: FleetOptions, followers: Followers, routers: int
+) -> Iterator[Callable[[], None]]:
+    """Routers of the same engines, kept alive as long as the block runs; what it is given begins their end. Which
+    engines there are, they read from a file that this one writes."""
+    from memserve.host.supervisor import ChildOrder, ChildStart, Supervisor
+
+    with tempfile.TemporaryDirectory(prefix="memserve-engines-") as folder:
+        file = Path(folder) / "engines"
+
+        def tell_engines(specs: Sequence[EngineSpec]) -> None:
+            write_private(file, "".join(f"{spec.text}\n" for spec in specs))
+
+        tell_engines(list(host.specs.values()))
+        host.on_engines_changed = tell_engines
+        payload = {**followers.keys, "engines_file": str(file), "fleet": dataclasses.asdict(options)}
+        flags = ("--join", "127.0.0.1:1", *followers.flags)  # the owner is asked for nothing
+        orders = [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, routers + 1)]
+        start = ChildStart(secrets.token_hex(16), payload)
+        supervisor = Supervisor(orders, start, lambda name, how: log.error("%s has ended: %s", name, how))
+        supervisor.start()
+        supervisor.confirm_started()
+        try:
+            yield supervisor.begin_retiring
+        finally:
+            supervisor.close()
+
+
+def _read_engines(file: Path) -> tuple[EngineSpec, ...]:
+    try:
+        return tuple(read_engine(line) for line in file.read_text(encoding="utf-8").splitlines())
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+
+
+def _fleet_host(
+    options: FleetOptions,
+    config: ClusterConfig,
+    specs: Sequence[EngineSpec],
+    listed: Followed[tuple[EngineSpec, ...]] | None = None,
+) -> FleetHost:
     from memserve.fleet.host import FleetHost
 
-    engine_key, engines_key = (
-        followed_key(Path(path)) if path is not None else None for path in (options.key_file, options.admin_key_file)
-    )
-    host = FleetHost(
-        options.read_specs(),
-        config,
-        identity_key=secrets.token_bytes(16),
-        engine_key=engine_key,
-        prefill_tokens=options.prefill_tokens,
-    )
+    engine_key = _key_of(options.key_file)
+    tokens, key = options.prefill_tokens, secrets.token_bytes(16)
+    return FleetHost(specs, config, identity_key=key, engine_key=engine_key, prefill_tokens=tokens, listed=listed)
+
+
+def _key_of(path: str | None) -> Followed[str] | None:
+    return None if path is None else followed_key(Path(path))
+
+
+def _serve_fleet(
+    host: FleetHost, options: FleetOptions, listeners: list[socket.socket], http: HttpOptions,
+    ready_lines: Callable[[], list[str]], on_end: Callable[[], None] = lambda: None, owner_url: str | None = None,
+) -> None:  # fmt: skip
+    from memserve.fleet.app import create_fleet_app
+
     app = create_fleet_app(
         host,
         api_keys=http.api_keys.follow_keys(),
         metrics_keys=http.metrics_keys.follow_keys(),
-        engines_key=engines_key,
+        engines_key=_key_of(options.admin_key_file),
         limits=http.limits,
         silence_s=options.silence_s,
+        owner_url=owner_url,
     )
-
-    def on_ready() -> None:
-        views = host.machine.engine_views()
-        models = ", ".join(host.machine.engines_by_model()) or "no model yet"
-        url = http.api_url(listener.getsockname()[1])
-        up = sum(view.up for view in views)
-        ready = f"ready in {time.perf_counter() - started:.1f} s: {models} at {url}"
-        print_lines(ready, f"{up} of {len(views)} engines take requests", result=True)
-
-    try:
-        with signals_raise(), bind(http.server.host, http.server.port) as listener:
-            make_room_for_connections(http.limits.connections_max)
-            server = Server(
-                app, drain_s=http.server.drain_s, log_level=http.server.log_level, tls=http.tls, on_ready=on_ready
-            )
-            on_ending_signals(server.handle_exit)
-            server.run(sockets=[listener])
-    except EndRequested as end_request:
-        log.warning("%s: stopped before it was ready", end_request.signal_name)
+    serve_app(app, listeners, http, ready_lines, on_end)
 
 
 CALL_S = 10.0
@@ -163,6 +243,8 @@ def call_router(
     headers = {"authorization": f"Bearer {key}"}
     try:
         answer = httpx.request(method, url, json=body, headers=headers, timeout=timeout_s)
+        if answer.status_code == 307:  # of several routers the first one decides on engines
+            answer = httpx.request(method, answer.headers["location"], json=body, headers=headers, timeout=timeout_s)
         reply: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise UserError(f"no answer from {router}: {error}", hint=hint) from None

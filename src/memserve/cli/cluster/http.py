@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memserve.base.deployment import Followers
+from memserve.base.errors import UserError
+from memserve.base.options import command_line_of
 from memserve.base.types import AS_COMPUTED
 from memserve.cli import flags as opt
 from memserve.cli.output import print_lines
@@ -20,8 +23,8 @@ from memserve.system.process import EndRequested, on_ending_signals, signals_rai
 
 if TYPE_CHECKING:
     from memserve.api.app import Application
-    from memserve.api.front import ModelFront
     from memserve.api.http.limits import Edge
+    from memserve.api.http.server import DrainedApp
     from memserve.api.openai.interfaces import ServingEngine
     from memserve.model.loading.card import RemoteModel
     from memserve.model.loading.loader import LoadedModel
@@ -50,6 +53,30 @@ def listening(http: opt.HttpOptions, *, is_shared: bool = False) -> Iterator[soc
             yield listener
     except EndRequested as end_request:
         log.warning("%s: stopped before it was ready", end_request.signal_name)
+
+
+def own_listener(host: str, shared: socket.socket) -> socket.socket:
+    """The socket of the owner alone: at the next port if that is free, so that followers find it there again after a
+    crash."""
+    from memserve.api.http.server import bind
+
+    port = shared.getsockname()[1] + 1
+    try:
+        return bind(host, port if port < 65536 else 0)
+    except UserError:
+        return bind(host, 0)
+
+
+def followers_at(listeners: Sequence[socket.socket], http: opt.HttpOptions, *parts: object) -> Followers:
+    """How this server's further routers are started, with the options of ``parts``: at the port of the first of
+    ``listeners``; the other one is the owner's own."""
+    shared, own_port = (part.getsockname()[1] for part in listeners)
+    tls = () if http.tls is None else ("--tls-cert", str(http.tls.files[0]), "--tls-key", str(http.tls.files[1]))
+    configs = (dataclasses.replace(http.server, port=shared), http.api, http.limits, *parts)
+    words = [word for config in configs for word in command_line_of(config)]
+    owner = "--owner-url", http.api_url(own_port).removesuffix("/v1")
+    keys = {"api_keys": http.api_keys.as_payload(), "metrics_keys": http.metrics_keys.as_payload()}
+    return Followers((*owner, *tls, *words), keys)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +152,7 @@ def precision_lines(model: LoadedModel | RemoteModel, adapters: tuple[Adapter, .
 
 
 def serve_app(
-    app: Application | ModelFront, listeners: list[socket.socket], http: opt.HttpOptions,
+    app: DrainedApp, listeners: list[socket.socket], http: opt.HttpOptions,
     ready_lines: Callable[[], list[str]], on_end: Callable[[], None],
 ) -> None:  # fmt: skip
     """Run ``app`` until a signal asks for the end; ``ready_lines`` are printed when it accepts connections."""

@@ -22,6 +22,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
+from memserve.cli.cluster.fleet import run_further_router
 from memserve.cli.cluster.http import Served, serve_until_signal
 from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listen_host, own_address_to
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
@@ -133,6 +134,9 @@ def _run_supervised(
     with child_of_serve(join, name, log_level) as child:
         place = FollowerOptions(name, (join,), child.secret, cluster, child.host, owner_url, outlive=child.outlive)
         keys = (GivenKeys.from_payload(child.startup_payload[name]) for name in ("api_keys", "metrics_keys"))
+        if "fleet" in child.startup_payload:
+            run_further_router(name, child.startup_payload, http(*keys), cluster, owner_url)
+            return
         run_follower(engine, place, http(*keys), lambda line: None)
 
 

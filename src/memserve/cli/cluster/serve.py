@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,14 +13,13 @@ import typer
 
 from memserve.api.http.config import ApiConfig, EdgeConfig, ServerConfig
 from memserve.base.config import AdmissionConfig, ClusterConfig, EngineOptions
-from memserve.base.deployment import Followers, PlacementOptions, StoreOptions
+from memserve.base.deployment import PlacementOptions, StoreOptions
 from memserve.base.errors import UserError
-from memserve.base.options import command_line_of
 from memserve.base.types import Admission, Caching
 from memserve.cli import credentials
 from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import run_fleet
-from memserve.cli.cluster.http import Served, listening, serve_until_signal
+from memserve.cli.cluster.http import Served, followers_at, listening, own_listener, serve_until_signal
 from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, devices_for, running_cluster
 from memserve.cli.cluster.models import NamedModel, has_store, read_models
 from memserve.cli.cluster.several import refuse_names, run_models
@@ -91,12 +89,12 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(server.log_level)
-    _check_routers(routers, placement, standalone=in_process, engines=bool(fleet.engines))
+    _check_routers(routers, placement, standalone=in_process)
     http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api)
     if fleet.engines or fleet.admin_key_file is not None:
         shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
         has_instances = in_process or any(option is not None for option in shape_options)
-        run_fleet(fleet, http, cluster, None if has_instances else store)
+        run_fleet(fleet, http, cluster, None if has_instances else store, routers)
         return
     models = read_models(model or [], engine, (prefill, decode, colocated), store)
     if in_process:
@@ -126,15 +124,12 @@ def serve(
     run_server(models[0].engine, http, options_of(models[0]))
 
 
-def _check_routers(routers: int, placement: PlacementOptions, *, standalone: bool, engines: bool) -> None:
+def _check_routers(routers: int, placement: PlacementOptions, *, standalone: bool) -> None:
     """Raise :class:`UserError` for what one router alone can do."""
     if routers == 1:
         return
     if standalone:
         raise UserError("--in-process runs one engine without a router", hint="leave out --routers or --in-process")
-    if engines:
-        hint = "leave out --routers; start several servers with the same engines"
-        raise UserError("--routers is for instances, not for --engine", hint=hint, param="routers")
     if placement.remote_place is not None:
         raise UserError(
             "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
@@ -181,39 +176,13 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
         listeners = [listener]
         print_lines(f"loading {engine_options.model} ...")
         if cluster is not None and is_shared:
-            listeners.append(open_sockets.enter_context(_own_listener(http.server.host, listener)))
-            cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
+            listeners.append(open_sockets.enter_context(own_listener(http.server.host, listener)))
+            model = EngineOptions(model=engine_options.model, lora=engine_options.lora)
+            cluster = dataclasses.replace(cluster, followers=followers_at(listeners, http, model, cluster.config))
         log_level = http.server.log_level
         backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, log_level)
         with backend as served:
             serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
-
-
-def _own_listener(host: str, shared: socket.socket) -> socket.socket:
-    """The socket of the owner alone: at the next port if that is free, so that followers find it there again after a
-    crash."""
-    from memserve.api.http.server import bind
-
-    port = shared.getsockname()[1] + 1
-    try:
-        return bind(host, port if port < 65536 else 0)
-    except UserError:
-        return bind(host, 0)
-
-
-def _followers(
-    engine: EngineOptions, cluster: ClusterOptions, http: opt.HttpOptions, listeners: list[socket.socket]
-) -> Followers:
-    """How this server's further routers are started, at the port of the first of ``listeners``; the other one is the
-    owner's own."""
-    shared, own_port = (part.getsockname()[1] for part in listeners)
-    tls = () if http.tls is None else ("--tls-cert", str(http.tls.files[0]), "--tls-key", str(http.tls.files[1]))
-    model, server = EngineOptions(model=engine.model, lora=engine.lora), dataclasses.replace(http.server, port=shared)
-    parts = (server, model, http.api, http.limits, cluster.config)
-    configs = [word for part in parts for word in command_line_of(part)]
-    owner = "--owner-url", http.api_url(own_port).removesuffix("/v1")
-    keys = {"api_keys": http.api_keys.as_payload(), "metrics_keys": http.metrics_keys.as_payload()}
-    return Followers((*owner, *tls, *configs), keys)
 
 
 @contextmanager
