@@ -54,10 +54,9 @@ class _Join(msgspec.Struct):
 class EngineRoutes:
     """The routes below ``/engines``."""
 
-    def __init__(self, host: FleetHost, key: str | Followed[str] | None, owner_url: str | None = None) -> None:
-        """``key`` None: engines are those of the command line. ``owner_url``: of the router that lets them join and
-        leave; None: this one."""
-        self._host, self._owner_url = host, owner_url
+    def __init__(self, host: FleetHost, key: str | Followed[str] | None) -> None:
+        """``key`` None: engines are those of the command line."""
+        self._host = host
         if key is None:
             self._keys = KeyRing()
         else:
@@ -80,8 +79,8 @@ class EngineRoutes:
 
     def _check_owner(self, request: Request) -> None:
         self._check_key(request)
-        if self._owner_url is not None:
-            raise redirect_to_owner(self._owner_url, request.scope, "which engines there are")
+        if self._host.owner_url is not None:
+            raise redirect_to_owner(self._host.owner_url, request.scope, "which engines there are")
 
     async def list_engines(self, request: Request) -> Response:
         """All of them, and how they are."""
@@ -275,13 +274,11 @@ def create_fleet_app(
     engines_key: str | Followed[str] | None = None,
     limits: EdgeConfig | None = None,
     silence_s: float = SILENCE_S,
-    owner_url: str | None = None,
 ) -> Starlette:
     """The OpenAI API in front of the engines of ``host``, which starts and ends with it.
 
     ``engines_key``: with it engines join and leave; ``None``: they do not. ``silence_s``: seconds that an engine may
-    say nothing in the middle of a request. ``owner_url``: as :class:`EngineRoutes` has it. Raises
-    :class:`UserError` for malformed keys.
+    say nothing in the middle of a request. Raises :class:`UserError` for malformed keys.
     """
     limits = limits or EdgeConfig()
     metrics = ApiMetrics()
@@ -311,7 +308,7 @@ def create_fleet_app(
         Route("/health", pages.show_health),
         Route("/metrics", pages.show_metrics),
         *Probes(pages.show_health, lambda: relay.calls_open, operators).routes(),
-        *EngineRoutes(host, engines_key, owner_url).routes(),
+        *EngineRoutes(host, engines_key).routes(),
         *dashboard.routes(),
     ]
     app = Starlette(

@@ -126,6 +126,8 @@ class FleetHost:
         self._timer: asyncio.TimerHandle | None = None
         self._listed, self._list_tasks = listed, list[asyncio.Task[None]]()
         self._leaving: set[str] = set()
+        #: of the router that lets engines join and leave; None: this one
+        self.owner_url: str | None = None
         #: called with the engines that there are to be, when one has joined or leaves
         self.on_engines_changed: Callable[[Sequence[EngineSpec]], None] = lambda specs: None
 

@@ -92,8 +92,9 @@ def run_further_router(
     specs, turn = listed.value(), int(name.rpartition("-")[2])
     turn %= max(1, len(specs))
     host = _fleet_host(options, config, (*specs[turn:], *specs[:turn]), listed)
+    host.owner_url = owner_url
     with listening(http, is_shared=True) as listener:
-        _serve_fleet(host, options, [listener], http, list, owner_url=owner_url)
+        _serve_fleet(host, options, [listener], http, list)
 
 
 @contextmanager
@@ -151,7 +152,7 @@ def _key_of(path: str | None) -> Followed[str] | None:
 
 def _serve_fleet(
     host: FleetHost, options: FleetOptions, listeners: list[socket.socket], http: HttpOptions,
-    ready_lines: Callable[[], list[str]], on_end: Callable[[], None] = lambda: None, owner_url: str | None = None,
+    ready_lines: Callable[[], list[str]], on_end: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     from memserve.fleet.app import create_fleet_app
 
@@ -162,7 +163,6 @@ def _serve_fleet(
         engines_key=_key_of(options.admin_key_file),
         limits=http.limits,
         silence_s=options.silence_s,
-        owner_url=owner_url,
     )
     serve_app(app, listeners, http, ready_lines, on_end)
 
