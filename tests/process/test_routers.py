@@ -98,23 +98,46 @@ def test_both_routers_answer_at_one_port(balanced: Balanced) -> None:
     assert len(set(answers)) == 1
 
 
-def test_document_requests_are_redirected_to_the_owner(balanced: Balanced) -> None:
-    body = {"endpoint": "completions", "text": "w1 w2 w3 w4 w5 w6 w7 w8"}
-    redirected = 0
+def test_documents_and_sessions_are_answered_by_any_router(balanced: Balanced) -> None:
+    eventually(lambda: listening_sockets(balanced.url) == 2)
+    text = {"endpoint": "completions", "text": "w1 w2 w3 w4 w5 w6 w7 w8"}
+    asked = {"model": "tiny", "prompt": " w9", "max_tokens": 3, "temperature": 0}
+    answers: list[str] = []
     for number in range(16):
         with balanced.http as http:
-            url = f"{balanced.url}/documents/d{number}"
-            answer = http.put(url, json=body)
-            redirected += answer.status_code == 307
-            if answer.status_code == 307:
-                assert answer.json()["error"]["code"] == "owner_only"
-            assert http.put(url, json=body, follow_redirects=True).status_code in (200, 201)
-    assert 0 < redirected < 16
-    for _ in range(16):
+            assert http.put(f"{balanced.url}/documents/d{number % 4}", json=text).status_code in (200, 201)
         with balanced.http as http:
-            asked = {"model": "tiny", "prompt": " w9", "max_tokens": 3, "document": "d1"}
-            answer = http.post(f"{balanced.url}/completions", json=asked, follow_redirects=True)
-            assert answer.status_code == 200, answer.text
+            listed = http.get(f"{balanced.url}/documents").raise_for_status().json()
+            assert f"d{number % 4}" in {document["id"] for document in listed["data"]}
+        for kept in ({"document": "d0"}, {"session": "s", "session_ttl_s": 60}, {"document": "d0", "stream": True}):
+            with balanced.http as http:
+                answer = http.post(f"{balanced.url}/completions", json=asked | kept)
+                assert answer.status_code == 200, answer.text
+                assert not kept.get("stream") or answer.text.rstrip().endswith("data: [DONE]")
+            if kept == {"document": "d0"}:
+                answers.append(answer.json()["choices"][0]["text"])
+    assert len(set(answers)) == 1
+    for number in range(4):
+        with balanced.http as http:
+            assert http.delete(f"{balanced.url}/documents/d{number}").status_code == 200
+        with balanced.http as http:
+            assert http.get(f"{balanced.url}/documents/d{number}").status_code == 404
+
+
+def test_stored_responses_are_found_by_any_router() -> None:
+    with serving("--routers", "2") as served:
+        eventually(lambda: listening_sockets(served.url) == 2)
+        last, url = None, f"{served.url}/v1/responses"
+        for number in range(12):
+            body = {"input": f"Say {number}.", "max_output_tokens": 4, "previous_response_id": last}
+            with httpx.Client(timeout=60) as http:
+                response = http.post(url, json=body).raise_for_status().json()
+            with httpx.Client(timeout=60) as http:
+                found = http.get(f"{url}/{response['id']}").raise_for_status().json()
+            assert found["output"] == response["output"] and found["previous_response_id"] == last
+            last = response["id"]
+        with httpx.Client(timeout=60) as http, http.stream("POST", url, json={"input": "Hi", "stream": True}) as events:
+            assert "response.completed" in "".join(events.iter_text())
 
 
 def test_messages_are_answered_by_both_routers(tmp_path: Path) -> None:

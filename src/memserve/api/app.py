@@ -336,7 +336,7 @@ def create_app(
         Middleware(Watch, timelines=timelines),
         *([Middleware(Cors, origins=limits.cors_origins)] if limits.cors_origins else []),
         Middleware(Guard, keys=keys, metrics=metrics),
-        Middleware(OwnerOnly, engine=engine),
+        Middleware(OwnerOnly, hub=hub, edge=edge),
         Middleware(FixedPaths, routes=generating),
     ]
     app = Application(routes, layers, _lifespan(engine, feed, closing, batches))

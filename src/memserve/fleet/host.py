@@ -15,10 +15,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from memserve.api.http.client import HttpCall, HttpFault
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
 from memserve.base.units import MIB, NS_PER_S
-from memserve.fleet.http_client import EngineFault, HttpCall
 from memserve.fleet.machine import Fleet
 from memserve.fleet.messages import (
     PREFILL_TOKENS,
@@ -263,14 +263,14 @@ class FleetHost:
             await self._poll_engine(spec)
 
     async def _poll_engine(self, spec: EngineSpec) -> None:
-        report: EngineReport | EngineFault
+        report: EngineReport | HttpFault
         try:
             report = await self._read_report(spec)
-        except EngineFault as fault:
+        except HttpFault as fault:
             report = fault
         if self.specs.get(spec.name) is not spec:
             return
-        if isinstance(report, EngineFault):
+        if isinstance(report, HttpFault):
             calls = [ticket.call for ticket in self._tickets.values() if ticket.call is not None]
             last_seen_ns = max((call.last_seen_ns for call in calls if call.url == spec.url), default=0)
             self.post_event(EngineMissed(spec.name, report.reason, report.refuses, last_seen_ns))
@@ -280,21 +280,21 @@ class FleetHost:
     async def _read_report(self, spec: EngineSpec) -> EngineReport:
         status, _ = await self.fetch_page(spec, "GET", "/health", b"", LOOK_S)
         if status != 200:
-            raise EngineFault(f"its /health says {status}", refuses=True)
+            raise HttpFault(f"its /health says {status}", refuses=True)
         status, body = await self.fetch_page(spec, "GET", "/v1/models", b"", LOOK_S)
         if status != 200:
-            raise EngineFault(f"its /v1/models says {status}", refuses=True)
+            raise HttpFault(f"its /v1/models says {status}", refuses=True)
         models = models_of(body)
         try:
             status, body = await self.fetch_page(spec, "GET", "/metrics", b"", LOOK_S)
-        except EngineFault:  # what it says about its load is of use, but not needed
+        except HttpFault:  # what it says about its load is of use, but not needed
             return EngineReport(models)
         return report_of(spec.kind, models, body.decode("utf-8", "replace") if status == 200 else "")
 
     async def fetch_page(
         self, spec: EngineSpec, method: str, path: str, body: bytes, deadline_s: float
     ) -> tuple[int, bytes]:
-        """Status and body of a small answer. Raises :class:`EngineFault`."""
+        """Status and body of a small answer. Raises :class:`HttpFault`."""
         headers = [(b"accept", b"*/*"), (b"content-type", b"application/json")]
         if (key := self.engine_key) is not None:
             headers.append((b"authorization", b"Bearer %b" % key.encode()))
@@ -304,7 +304,7 @@ class FleetHost:
                 await call.send_request(method, path, headers, body, deadline_s)
                 return call.status, await call.read_body(PAGE_BYTES_MAX, deadline_s)
         except TimeoutError:
-            raise EngineFault(f"{path} took longer than {deadline_s:g} s", status=504) from None
+            raise HttpFault(f"{path} took longer than {deadline_s:g} s", status=504) from None
         finally:
             call.close()
 
@@ -361,11 +361,11 @@ class _Cards(msgspec.Struct):
 
 def models_of(body: bytes) -> dict[str, str]:
     """``/v1/models``: names, and the weights behind each; an adapter has weights of its own. Raises
-    :class:`EngineFault`."""
+    :class:`HttpFault`."""
     try:
         cards = msgspec.json.decode(body, type=_Cards).data
     except (msgspec.DecodeError, RecursionError):
-        raise EngineFault("its /v1/models is no list of models", refuses=True) from None
+        raise HttpFault("its /v1/models is no list of models", refuses=True) from None
     cards.sort(key=lambda card: card.parent is not None)
     return {card.id: card.id if card.parent is not None else card.root or card.id for card in cards}
 

@@ -33,6 +33,7 @@ import msgspec
 import numpy as np
 from starlette.types import Receive, Scope, Send
 
+from memserve.api.http.client import NOT_SENT_BACK, NOT_SENT_ON, HttpCall, HttpFault
 from memserve.api.http.errors import ApiError, bad_request, echo, model_not_found, rejected, shutting_down
 from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, json_body, wait_for_disconnect
 from memserve.api.http.request import REQUEST_ID_KEY
@@ -42,7 +43,6 @@ from memserve.api.ui.timelines import FORWARDED_KEY
 from memserve.base.types import VOCAB_MAX, Request, StopParams, TokenArray
 from memserve.base.units import MIB
 from memserve.fleet.host import FleetHost, Ticket
-from memserve.fleet.http_client import EngineFault, HttpCall
 from memserve.fleet.messages import (
     AnswerBegan,
     AttemptFailed,
@@ -134,15 +134,8 @@ EVENT_BYTES_MAX = 4 * MIB
 OUTPUT_TOKENS_USUAL = 256
 _ELSEWHERE = (404, 408, 425, 429)
 """Client errors that another engine may not make. All other ones are the client's own."""
-_NOT_SENT_ON = frozenset((
-    b"host", b"content-length", b"connection", b"keep-alive", b"proxy-authorization", b"proxy-connection", b"te",
-    b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"accept-encoding", b"authorization", b"x-request-id",
-    b"cookie",
-))  # fmt: skip
-_NOT_SENT_BACK = frozenset((
-    b"content-length", b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade", b"x-request-id",
-    b"server", b"date", b"set-cookie",
-))  # fmt: skip
+_NOT_ENGINES = frozenset((b"authorization", b"x-request-id", b"cookie"))
+"""Of a client, and not for engines of others."""
 _FOR_TOKENS = ("prompt", "messages", "tools", "tool_choice", "add_special_tokens", "add_generation_prompt",
                "continue_final_message", "chat_template", "reasoning_effort")  # fmt: skip
 _FOR_TEMPLATE = ("reasoning_effort", "documents")
@@ -266,7 +259,7 @@ class Relay:
         several = _read_field(request_fields, "prompt", list[str])
         if several:
             fields["prompt"] = several[0]
-        with contextlib.suppress(EngineFault, msgspec.DecodeError, ValueError):
+        with contextlib.suppress(HttpFault, msgspec.DecodeError, ValueError):
             body = _encode({"model": model, **fields})
             status, page = await self._host.fetch_page(self._host.specs[engine], "POST", "/tokenize", body, TOKENIZE_S)
             tokens = msgspec.json.decode(page, type=_Tokens).tokens if status == 200 else []
@@ -300,7 +293,7 @@ class Relay:
                 if answer.status == 200:
                     body = answering_body(body, answer.first)
                 self._host.post_event(PromptComputed(ticket.request_id))
-            except EngineFault as fault:
+            except HttpFault as fault:
                 ticket.call.close()
                 failures[decision.engine] = fault.reason
                 if ticket.end_error is not None:
@@ -312,7 +305,7 @@ class Relay:
 
     def _forwarded_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Of the client, without those of its connection; the engine's key instead of the client's."""
-        headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_SENT_ON]
+        headers = [(name, value) for name, value in scope["headers"] if name not in NOT_SENT_ON | _NOT_ENGINES]
         headers += [(b"accept-encoding", b"identity"), (b"x-request-id", scope[REQUEST_ID_KEY].encode("latin-1"))]
         if (key := self._host.engine_key) is not None:
             headers.append((b"authorization", b"Bearer %b" % key.encode()))
@@ -369,7 +362,7 @@ class _Answer:
         try:
             async for events in self.rest:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-        except EngineFault as fault:
+        except HttpFault as fault:
             if ticket.end_error is not None and not isinstance(ticket.end_error, ApiError):
                 raise ticket.end_error from None
             is_cut = ticket.end_error is None
@@ -382,18 +375,18 @@ class _Answer:
 
 
 async def _answer_of(call: HttpCall, stream: bool, silence_s: float) -> _Answer:
-    """The answer, as far as it must be known before anything is sent. Raises :class:`EngineFault` for one that another
+    """The answer, as far as it must be known before anything is sent. Raises :class:`HttpFault` for one that another
     engine may give better."""
-    headers = [header for header in call.headers if header[0] not in _NOT_SENT_BACK]
+    headers = [header for header in call.headers if header[0] not in NOT_SENT_BACK]
     kind = call.header(b"content-type").partition(";")[0].strip().lower()
     if call.status == 200 and stream:
         if kind != "text/event-stream":
-            raise EngineFault(f"it answered a stream with {echo(kind) or 'no content type'}")
+            raise HttpFault(f"it answered a stream with {echo(kind) or 'no content type'}")
         rest = whole_events(call.body_pieces(silence_s))
         try:
             return _Answer(200, headers, await anext(rest), rest)
         except StopAsyncIteration:
-            raise EngineFault("its stream is empty") from None
+            raise HttpFault("its stream is empty") from None
     body = await call.read_body(ANSWER_BYTES_MAX, silence_s)
     if call.status == 200:
         _check_object(body, kind)
@@ -402,7 +395,7 @@ async def _answer_of(call: HttpCall, stream: bool, silence_s: float) -> _Answer:
         status = call.status if busy or call.status == 404 else 502
         excerpt = echo(body.decode("utf-8", "replace"), 120)
         wait_s = _seconds(call.header(b"retry-after")) if busy else None
-        raise EngineFault(f"it said {call.status}: {excerpt}", status=status, retry_after_s=wait_s)
+        raise HttpFault(f"it said {call.status}: {excerpt}", status=status, retry_after_s=wait_s)
     return _Answer(call.status, headers, body)
 
 
@@ -414,11 +407,11 @@ def _check_object(body: bytes, kind: str) -> None:
     try:
         msgspec.json.decode(body, type=Mapping[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
-        raise EngineFault(f"its answer is no JSON object ({echo(kind) or 'no content type'})") from None
+        raise HttpFault(f"its answer is no JSON object ({echo(kind) or 'no content type'})") from None
 
 
 async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream in whole events, byte for byte. Raises :class:`EngineFault` where it is no stream of events, or ends
+    """A stream in whole events, byte for byte. Raises :class:`HttpFault` where it is no stream of events, or ends
     without ``[DONE]``."""
     buffer, is_done = bytearray(), False
     async for piece in pieces:
@@ -426,16 +419,16 @@ async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         end = max(buffer.rfind(b"\n\n") + 2, buffer.rfind(b"\r\n\r\n") + 4)
         if end < 4:
             if len(buffer) > EVENT_BYTES_MAX:
-                raise EngineFault("an event of its stream never ends")
+                raise HttpFault("an event of its stream never ends")
             continue
         events = bytes(buffer[:end])
         del buffer[:end]
         is_done = _check_events(events) or is_done
         yield events
     if buffer.strip():
-        raise EngineFault("its stream ended in the middle of an event")
+        raise HttpFault("its stream ended in the middle of an event")
     if not is_done:
-        raise EngineFault("its stream ended too early")
+        raise HttpFault("its stream ended too early")
 
 
 def _check_events(events: bytes) -> bool:
@@ -443,11 +436,11 @@ def _check_events(events: bytes) -> bool:
     is_done = False
     for line in events.splitlines():
         if line and not line.startswith(_FIELDS):
-            raise EngineFault("its stream is no stream of events")
+            raise HttpFault("its stream is no stream of events")
         if line.startswith(b"data:"):
             data = line[5:].strip()
             if data == _DONE:
                 is_done = True
             elif not (data.startswith(b"{") and data.endswith(b"}")):
-                raise EngineFault("an event of its stream is no JSON object")
+                raise HttpFault("an event of its stream is no JSON object")
     return is_done

@@ -20,7 +20,7 @@ from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.documents import Document, Documents
 from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServedModel
 from memserve.api.openai.kv_hints import GivenHints, HintTarget, plan_hint
-from memserve.api.openai.paths import send_to_owner_if_kept
+from memserve.api.openai.paths import answer_as_owner, owner_field
 from memserve.api.openai.request.messages import check_messages
 from memserve.api.openai.request.plan import Caller, Generation, plan_chat, plan_completion, prefix_handle
 from memserve.api.openai.request.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_token_list
@@ -247,7 +247,9 @@ class GenerationEndpoint:
         explain = wants_explanation(scope)
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(scope[TENANT_KEY], data)
-            send_to_owner_if_kept(shared.hub.engine, scope, data)
+            if (field := owner_field(shared.hub.engine, data)) is not None:
+                await answer_as_owner(shared.hub, field, scope, receive, send, data)
+                return
             key = key_of(scope, prefix, data)
             caller = Caller(scope[TENANT_KEY], explain, seed=None if key is None else key.seed)
             response_id = prefix + (fresh_id if key is None else key.response_id)

@@ -441,6 +441,7 @@ ERRORS = (
     Error(503, "overloaded", "the request waited for too long, or there is no room; retry after `Retry-After` seconds"),
     Error(503, "shutting_down", "the server is shutting down"),
     Error(503, "not_durable", "the document or file could not be made durable; retry"),
+    Error(503, "owner_silent", "what the request names is the owner's, which does not answer now; retry"),
     Error(503, "owner_only", "another router answers this, and this one was not told where; ask it there"),
     Error(504, "deadline_exceeded", "`timeout_s` has passed"),
 )

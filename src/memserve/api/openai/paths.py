@@ -1,12 +1,14 @@
 """What a path alone decides: probes, tools written for vLLM and people with a browser ask for ``/version``, ``/ping``,
 ``/load`` and ``/``; paths with a slash at their end; and what a router that is not the owner does not answer itself.
 
-Documents, sessions whose KV is kept, stored responses, files and batches are the owner's alone: others say where it
-answers, by a redirect (307).
+Documents, sessions whose KV is kept, stored responses, hints on KV, files and batches are the owner's alone. A router
+that is not the owner has the owner answer, and hands the answer on as it comes; of files and batches, and where the
+owner speaks TLS, it says where the owner answers, by a redirect (307).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -17,9 +19,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from memserve import __version__
-from memserve.api.http.errors import ApiError
+from memserve.api.http.client import NOT_SENT_BACK, NOT_SENT_ON, HttpCall, HttpFault
+from memserve.api.http.errors import ApiError, shutting_down
+from memserve.api.http.limits import ClientGone, Edge, json_body, wait_for_disconnect
 from memserve.api.http.middleware import KeyRing
+from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.openai.interfaces import ServingEngine
+from memserve.api.openai.streams import Hub
 
 _PAGE = "/ui"
 
@@ -79,7 +85,11 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses", "/v1/files", "/v1/batches", "/v1/kv_hints")
+_RELAYED_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses", "/v1/kv_hints")
+_REDIRECTED_PATHS = ("/v1/files", "/v1/batches")
+_RELAYED = b"x-memserve-relayed"
+_SILENCE_S = 600.0
+"""How long the owner may say nothing in the middle of a request."""
 _FIELDS = ("document", "session_ttl_s", "kv_hints")
 
 
@@ -89,35 +99,85 @@ def owner_url(engine: ServingEngine) -> str | None:
     return url
 
 
-def send_to_owner_if_kept(engine: ServingEngine, scope: Scope, data: bytes) -> None:
-    """Raise :class:`ApiError` 307 for a body that names what the owner keeps, 503 where the owner's address is not
-    known."""
-    url = owner_url(engine)
-    if url is None or not any(f'"{field}"'.encode() in data for field in _FIELDS):
-        return
+def owner_field(engine: ServingEngine, data: bytes) -> str | None:
+    """The field of a request's body by which it is the owner's. None: this router can answer."""
+    if owner_url(engine) is None or not any(f'"{field}"'.encode() in data for field in _FIELDS):
+        return None
     try:
         body = msgspec.json.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return  # the planner says what is wrong with it
-    fields = [field for field in _FIELDS if isinstance(body, dict) and body.get(field) is not None]
-    if fields:
-        raise redirect_to_owner(url, scope, fields[0])
+        return None  # the planner says what is wrong with it
+    return next((field for field in _FIELDS if isinstance(body, dict) and body.get(field) is not None), None)
 
 
 class OwnerOnly:
-    """Sends clients of some paths to the owner."""
+    """Has the owner answer what some paths ask for."""
 
-    def __init__(self, app: ASGIApp, engine: ServingEngine) -> None:
-        self._app, self._engine = app, engine
+    def __init__(self, app: ASGIApp, hub: Hub, edge: Edge) -> None:
+        self._app, self._hub, self._edge = app, hub, edge
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            url = owner_url(self._engine)
-            if url is not None:
-                for path in _PATHS:
-                    if f"{scope['path']}/".startswith(f"{path}/"):
-                        raise redirect_to_owner(url, scope, path)
-        await self._app(scope, receive, send)
+        url = owner_url(self._hub.engine) if scope["type"] == "http" else None
+        if url is None:
+            await self._app(scope, receive, send)
+            return
+        place = f"{scope['path']}/"
+        if path := next((path for path in _REDIRECTED_PATHS if place.startswith(f"{path}/")), None):
+            raise redirect_to_owner(url, scope, path)
+        path = next((path for path in _RELAYED_PATHS if place.startswith(f"{path}/")), None)
+        if path is None:
+            await self._app(scope, receive, send)
+        elif scope["method"] in ("GET", "HEAD", "DELETE"):
+            await answer_as_owner(self._hub, path, scope, receive, send, b"")
+        else:
+            async with json_body(scope, receive, self._edge) as body:
+                await answer_as_owner(self._hub, path, scope, receive, send, body)
+
+
+async def answer_as_owner(hub: Hub, feature: str, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
+    """Send the owner's answer to a request with ``body``. ``feature``: why it is the owner's.
+
+    Raises :class:`ApiError` where the owner cannot be asked: 307 with TLS, 503 where it does not answer, or its address
+    is not known."""
+    url = owner_url(hub.engine)
+    if not url or not url.startswith("http://") or any(name == _RELAYED for name, _ in scope["headers"]):
+        raise redirect_to_owner(url or "", scope, feature)
+    if hub.draining:
+        raise shutting_down()
+    call, began = HttpCall(url), False
+    watcher = asyncio.create_task(_abort_on_disconnect(call, receive))
+    try:
+        query = scope.get("query_string", b"")
+        target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
+        headers = [header for header in scope["headers"] if header[0] not in NOT_SENT_ON | {b"x-request-id"}]
+        headers += [(b"x-request-id", scope[REQUEST_ID_KEY].encode("latin-1")), (_RELAYED, b"1")]
+        await call.send_request(scope["method"], target, headers, body, _SILENCE_S)
+        answer_headers = [header for header in call.headers if header[0] not in NOT_SENT_BACK]
+        await send({"type": "http.response.start", "status": call.status, "headers": answer_headers})
+        began = True
+        async for piece in call.body_pieces(_SILENCE_S):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    except HttpFault as fault:
+        if watcher.done():
+            raise ClientGone from None
+        if began:
+            raise  # the connection ends where the answer does
+        raise owner_silent(feature, fault.reason) from None
+    finally:
+        watcher.cancel()
+        call.close()
+
+
+async def _abort_on_disconnect(call: HttpCall, receive: Receive) -> None:
+    await wait_for_disconnect(receive)
+    call.abort_call("the client left")
+
+
+def owner_silent(feature: str, reason: str) -> ApiError:
+    """503: the owner is not there now."""
+    message = f"{feature} is the owner's, which does not answer now: {reason}"
+    return ApiError(503, message, kind="server_error", code="owner_silent", headers={"retry-after": "1"})
 
 
 def redirect_to_owner(url: str, scope: Scope, feature: str) -> ApiError:

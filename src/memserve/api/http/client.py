@@ -1,4 +1,4 @@
-"""One HTTP/1.1 call to an engine: a connection of its own, every wait with a deadline, bodies as they come.
+"""One HTTP/1.1 call to another server: a connection of its own, every wait with a deadline, bodies as they come.
 
 A call costs a tenth of what it costs with httpx, and can be given up from outside in one step
 (:meth:`HttpCall.abort_call`).
@@ -20,10 +20,20 @@ CONNECT_S = 5.0
 READ_BYTES = 64 * KIB
 HEAD_BYTES_MAX = 64 * KIB
 Headers = Sequence[tuple[bytes, bytes]]
+NOT_SENT_ON = frozenset((
+    b"host", b"content-length", b"connection", b"keep-alive", b"proxy-authorization", b"proxy-connection", b"te",
+    b"trailer", b"transfer-encoding", b"upgrade", b"expect", b"accept-encoding",
+))  # fmt: skip
+"""Headers of a client's connection, which are not those of a call for it."""
+NOT_SENT_BACK = frozenset((
+    b"content-length", b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade", b"x-request-id",
+    b"server", b"date", b"set-cookie",
+))  # fmt: skip
+"""Headers of an answer that are the relaying server's own."""
 
 
-class EngineFault(Exception):
-    """The engine did not answer as HTTP asks for."""
+class HttpFault(Exception):
+    """The server did not answer as HTTP asks for."""
 
     def __init__(
         self, reason: str, *, status: int = 502, refuses: bool = False, retry_after_s: float | None = None
@@ -45,8 +55,8 @@ class HttpCall:
         parts = urlsplit(url)
         self._host, self._port, self._tls = parts.hostname or "", parts.port or 80, parts.scheme == "https"
         self._writer: asyncio.StreamWriter | None = None
-        self._aborted: EngineFault | None = None
-        self._broken: EngineFault | None = None
+        self._aborted: HttpFault | None = None
+        self._broken: HttpFault | None = None
         self._head_complete = self._complete = False
         self._body: deque[bytes] = deque()
         #: of the answer, names in lower case
@@ -56,7 +66,7 @@ class HttpCall:
     async def send_request(self, method: str, path: str, headers: Headers, body: bytes, deadline_s: float) -> None:
         """Send the request, and wait for the head of the answer until ``deadline_s`` (seconds) are over.
 
-        Raises :class:`EngineFault`.
+        Raises :class:`HttpFault`.
         """
         try:
             async with asyncio.timeout(min(CONNECT_S, deadline_s)):
@@ -64,9 +74,9 @@ class HttpCall:
                     self._host, self._port, ssl=self._tls or None
                 )
         except TimeoutError:
-            raise EngineFault("no connection in time", status=504) from None
+            raise HttpFault("no connection in time", status=504) from None
         except (OSError, ValueError) as error:
-            raise EngineFault(f"no connection: {error}", refuses=True) from None
+            raise HttpFault(f"no connection: {error}", refuses=True) from None
         lines = [b"%b %b HTTP/1.1" % (method.encode(), path.encode("latin-1")), b"host: %b" % self._authority()]
         lines += [b"%b: %b" % header for header in headers]
         lines += [b"connection: close", b"content-length: %d" % len(body), b"", b""]
@@ -79,16 +89,16 @@ class HttpCall:
                 while not self._head_complete:
                     head_bytes += await self._read_data()
                     if head_bytes > HEAD_BYTES_MAX and not self._head_complete:
-                        raise EngineFault("its headers never end")
+                        raise HttpFault("its headers never end")
         except TimeoutError:
-            raise EngineFault(f"no answer within {deadline_s:g} s", status=504) from None
+            raise HttpFault(f"no answer within {deadline_s:g} s", status=504) from None
         except OSError as error:
-            raise self._aborted or EngineFault(f"it broke the connection off: {error}") from None
+            raise self._aborted or HttpFault(f"it broke the connection off: {error}") from None
 
     async def body_pieces(self, silence_s: float) -> AsyncIterator[bytes]:
-        """The body as it comes; never empty. Raises :class:`EngineFault` when it breaks off, or when nothing comes for
+        """The body as it comes; never empty. Raises :class:`HttpFault` when it breaks off, or when nothing comes for
         ``silence_s`` seconds."""
-        fault: EngineFault | None = None
+        fault: HttpFault | None = None
         while True:
             while self._body:
                 yield self._body.popleft()
@@ -99,20 +109,20 @@ class HttpCall:
             try:
                 async with asyncio.timeout(silence_s):
                     await self._read_data()
-            except EngineFault as engine_fault:
+            except HttpFault as engine_fault:
                 fault = engine_fault
             except TimeoutError:
-                fault = EngineFault(f"it fell silent for {silence_s:g} s", status=504)
+                fault = HttpFault(f"it fell silent for {silence_s:g} s", status=504)
             except OSError as error:
-                fault = self._aborted or EngineFault(f"it broke the answer off: {error}")
+                fault = self._aborted or HttpFault(f"it broke the answer off: {error}")
 
     async def read_body(self, limit_bytes: int, silence_s: float) -> bytes:
-        """The whole body. Raises :class:`EngineFault`, also for one of more than ``limit_bytes``."""
+        """The whole body. Raises :class:`HttpFault`, also for one of more than ``limit_bytes``."""
         body = bytearray()
         async for piece in self.body_pieces(silence_s):
             body += piece
             if len(body) > limit_bytes:
-                raise EngineFault(f"its answer is longer than {limit_bytes} bytes")
+                raise HttpFault(f"its answer is longer than {limit_bytes} bytes")
         return bytes(body)
 
     def header(self, name: bytes) -> str:
@@ -120,8 +130,8 @@ class HttpCall:
         return next((value.decode("latin-1") for header_name, value in self.headers if header_name == name), "")
 
     def abort_call(self, reason: str, status: int = 504) -> None:
-        """Let all waits end with an :class:`EngineFault`."""
-        self._aborted = self._aborted or EngineFault(reason, status=status)
+        """Let all waits end with an :class:`HttpFault`."""
+        self._aborted = self._aborted or HttpFault(reason, status=status)
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -149,7 +159,7 @@ class HttpCall:
         except httptools.HttpParserError as error:
             if self._complete:  # what follows a whole answer does not matter
                 return len(data)
-            self._broken = EngineFault(f"it does not speak HTTP: {error}")
+            self._broken = HttpFault(f"it does not speak HTTP: {error}")
             if not self._head_complete:
                 raise self._broken from None
         return len(data)
@@ -158,9 +168,9 @@ class HttpCall:
         """The connection has ended: only a body without a length may end so."""
         names = {name for name, _ in self.headers}
         if not self._head_complete:
-            raise EngineFault("it ended the connection without an answer")
+            raise HttpFault("it ended the connection without an answer")
         if not self._complete and names & {b"content-length", b"transfer-encoding"}:
-            raise EngineFault("it ended the connection in the middle of its answer")
+            raise HttpFault("it ended the connection in the middle of its answer")
         self._complete = True
 
     # -- what the parser calls
