@@ -129,9 +129,7 @@ def serve_until_signal(
             text.append(served.text)
         if len(listeners) > 1:
             own_url = http.api_url(listeners[1].getsockname()[1])
-            text.append(
-                f"documents, sessions, stored responses and batches are the owner's, which answers at {own_url} as well"
-            )
+            text.append(f"files and batches are the owner's, which answers at {own_url} as well")
         return text + precision_lines(model, adapters)
 
     serve_app(app, listeners, http, ready_lines, served.on_end)

@@ -1,0 +1,139 @@
+"""A router that is not the owner hands the owner's answers on: bytes, headers, streams, faults, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from api_world import World, says, serve
+from fake_engine import FakeEngine
+from ports import free_port
+from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, chunk, scripted_engines, whole
+
+DOCUMENT = b'{"id":"d 1", "object":"document"}'
+
+
+@pytest.fixture
+def owner() -> Iterator[ScriptedEngine]:
+    with scripted_engines(1) as (started,):
+        started.script = answer_well
+        yield started
+
+
+async def answer_well(asked: Asked, writer: asyncio.StreamWriter) -> None:
+    writer.write(whole(201, DOCUMENT, "x-own: yes", "set-cookie: a=b"))
+
+
+@pytest.fixture
+def world(owner: ScriptedEngine) -> Iterator[World]:
+    engine = FakeEngine(says("hello"))
+    engine.owner_url = owner.url
+    with serve(engine, api_keys=("team-a=key-of-a",)) as started:
+        yield started
+
+
+HEADERS = {"authorization": "Bearer key-of-a", "content-type": "application/json"}
+
+
+def test_the_owners_answer_is_handed_on_as_it_is(world: World, owner: ScriptedEngine) -> None:
+    body = b'{"text":   "w1 w2"}'
+    answer = httpx.put(f"{world.url}/v1/documents/d%201?a=%20b", content=body, headers=HEADERS)
+    assert (answer.status_code, answer.content, answer.headers["x-own"]) == (201, DOCUMENT, "yes")
+    assert "set-cookie" not in answer.headers
+    (asked,) = owner.asked
+    assert (asked.path, asked.body) == ("/v1/documents/d%201?a=%20b", body)
+    assert asked.headers["authorization"] == "Bearer key-of-a"
+    assert asked.headers["x-request-id"] == answer.headers["x-request-id"] and asked.headers["host"] == owner.name
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions/s", "/v1/responses/resp_1", "/v1/documents"])
+def test_paths_without_a_body_are_the_owners_too(path: str, world: World, owner: ScriptedEngine) -> None:
+    assert httpx.get(f"{world.url}{path}", headers=HEADERS).status_code == 201
+    assert httpx.delete(f"{world.url}{path}", headers=HEADERS).status_code == 201
+    assert [asked.path for asked in owner.asked] == [path, path]
+
+
+def test_only_what_names_kept_kv_goes_to_the_owner(world: World, owner: ScriptedEngine) -> None:
+    body = {"prompt": "hi", "max_tokens": 2}
+    assert httpx.post(f"{world.url}/v1/completions", json=body, headers=HEADERS).status_code == 200
+    assert owner.asked == []
+    for field in ({"document": "d"}, {"session": "s", "session_ttl_s": 5}):
+        assert httpx.post(f"{world.url}/v1/completions", json=body | field, headers=HEADERS).status_code == 201
+        assert json.loads(owner.asked.pop().body) == body | field
+
+
+def test_wrong_keys_do_not_reach_the_owner(world: World, owner: ScriptedEngine) -> None:
+    assert httpx.get(f"{world.url}/v1/documents", headers={"authorization": "Bearer x"}).status_code == 401
+    assert owner.asked == []
+
+
+def test_files_and_batches_are_still_redirected(world: World, owner: ScriptedEngine) -> None:
+    answer = httpx.get(f"{world.url}/v1/files?limit=2", headers=HEADERS)
+    assert (answer.status_code, answer.headers["location"]) == (307, f"{owner.url}/v1/files?limit=2")
+
+
+def test_a_relayed_request_is_never_relayed_again(world: World, owner: ScriptedEngine) -> None:
+    answer = httpx.get(f"{world.url}/v1/documents", headers=HEADERS | {"x-memserve-relayed": "1"})
+    assert answer.status_code == 307 and owner.asked == []
+
+
+def test_an_owner_that_is_gone_is_a_503(world: World) -> None:
+    world.engine.owner_url = f"http://127.0.0.1:{free_port()}"
+    answer = httpx.get(f"{world.url}/v1/documents", headers=HEADERS)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "owner_silent")
+    assert answer.headers["retry-after"] == "1" and "/v1/documents is the owner's" in answer.text
+    world.engine.owner_url = ""
+    assert httpx.get(f"{world.url}/v1/documents", headers=HEADERS).json()["error"]["code"] == "owner_only"
+
+
+def test_a_stream_comes_piece_by_piece_and_may_break_off(world: World, owner: ScriptedEngine) -> None:
+    through = threading.Event()
+
+    async def breaks(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunk(b"data: 1\n\n"))
+        await writer.drain()
+        while not through.is_set():
+            await asyncio.sleep(0.005)
+        writer.write(chunk(b"data: 2\n\n"))
+        await writer.drain()
+        writer.transport.abort() if asked.fields["input"] == "breaks" else writer.write(b"0\r\n\r\n")
+
+    owner.script = breaks
+    for text in ("goes on", "breaks"):
+        through.clear()
+        body = {"input": text, "stream": True}
+        with httpx.stream("POST", f"{world.url}/v1/responses", json=body, headers=HEADERS, timeout=30) as answer:
+            pieces = answer.iter_raw()
+            assert next(pieces) == b"data: 1\n\n", "before the second one was sent"
+            through.set()
+            if text == "breaks":
+                with pytest.raises(httpx.RemoteProtocolError):
+                    list(pieces)
+            else:
+                assert b"".join(pieces) == b"data: 2\n\n"
+
+
+def test_a_client_that_leaves_ends_the_owners_work(world: World, owner: ScriptedEngine) -> None:
+    left = threading.Event()
+
+    async def goes_on(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.write(STREAM_HEAD)
+            while True:
+                writer.write(chunk(b"data: more\n\n"))
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        finally:
+            left.set()
+
+    owner.script = goes_on
+    body = {"input": "x", "stream": True}
+    with httpx.stream("POST", f"{world.url}/v1/responses", json=body, headers=HEADERS, timeout=30) as answer:
+        next(answer.iter_raw())
+        assert not left.is_set()
+    assert left.wait(30)
