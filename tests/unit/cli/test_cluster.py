@@ -20,8 +20,8 @@ from memserve.base.options import command_line_of
 from memserve.base.types import Admission, Caching, Role
 from memserve.base.units import GIB
 from memserve.cli.cluster import members as cluster
-from memserve.cli.cluster import serve
 from memserve.cli.cluster import topology as shape_module
+from memserve.cli.cluster.http import followers_at
 from memserve.cli.cluster.members import ClusterOptions
 from memserve.cli.cluster.topology import choose_counts, follow_context, room_text, shape_text
 from memserve.cli.flags import HttpOptions, split_address
@@ -152,10 +152,9 @@ def test_routers_of_a_server_are_given_its_options(monkeypatch: pytest.MonkeyPat
         EdgeConfig(connections_max=9), ApiConfig(True, "/llm", "hermes", "none", True, True),
     )  # fmt: skip
     admission = AdmissionConfig(Admission.CACHE, hold=True, priority_across_tenants=True)
-    options = ClusterOptions(config=ClusterConfig(admission=admission))
     with socket.create_server(("127.0.0.1", 0)) as shared, socket.create_server(("127.0.0.1", 0)) as own:
         ports = [listener.getsockname()[1] for listener in (shared, own)]
-        followers = serve._followers(EngineOptions(model="m"), options, http, [shared, own])
+        followers = followers_at([shared, own], http, EngineOptions(model="m"), ClusterConfig(admission=admission))
     calls: list[Any] = []
     monkeypatch.setattr("memserve.cli.cluster.router._run_supervised", lambda *arguments: calls.append(arguments))
     command_line()(["router", "--join", "h:1", "--supervised", *followers.flags], standalone_mode=False)

@@ -45,7 +45,10 @@ Join = Annotated[
     ),
 ]
 OwnerUrl = Annotated[
-    str, typer.Option(help="Where clients find the owner, http://HOST:PORT: those that name documents are sent there.")
+    str,
+    typer.Option(
+        help="Where the owner answers, http://HOST:PORT: it is asked for documents, sessions, and what else it keeps."
+    ),
 ]
 Name = Annotated[str | None, typer.Option(help="Name of the router, unique in the cluster. Default: host and process.")]
 Advertise = Annotated[
