@@ -51,6 +51,11 @@ def test_the_owners_answer_is_handed_on_as_it_is(world: World, owner: ScriptedEn
     assert asked.headers["x-request-id"] == answer.headers["x-request-id"] and asked.headers["host"] == owner.name
 
 
+def test_methods_that_no_router_knows_are_refused_here(world: World, owner: ScriptedEngine) -> None:
+    assert httpx.patch(f"{world.url}/v1/documents/d", json={}, headers=HEADERS).status_code == 405
+    assert owner.asked == []
+
+
 @pytest.mark.parametrize("path", ["/v1/sessions/s", "/v1/responses/resp_1", "/v1/documents"])
 def test_paths_without_a_body_are_the_owners_too(path: str, world: World, owner: ScriptedEngine) -> None:
     assert httpx.get(f"{world.url}{path}", headers=HEADERS).status_code == 201

@@ -125,9 +125,9 @@ class OwnerOnly:
         if path := next((path for path in _REDIRECTED_PATHS if place.startswith(f"{path}/")), None):
             raise redirect_to_owner(url, scope, path)
         path = next((path for path in _RELAYED_PATHS if place.startswith(f"{path}/")), None)
-        if path is None:
+        if path is None or scope["method"] not in ("GET", "DELETE", "POST", "PUT"):  # this one says so, too
             await self._app(scope, receive, send)
-        elif scope["method"] in ("GET", "HEAD", "DELETE"):
+        elif scope["method"] in ("GET", "DELETE"):
             await answer_as_owner(self._hub, path, scope, receive, send, b"")
         else:
             async with json_body(scope, receive, self._edge) as body:
@@ -144,7 +144,7 @@ async def answer_as_owner(hub: Hub, feature: str, scope: Scope, receive: Receive
         raise redirect_to_owner(url or "", scope, feature)
     if hub.draining:
         raise shutting_down()
-    call, began = HttpCall(url), False
+    call = HttpCall(url)
     watcher = asyncio.create_task(_abort_on_disconnect(call, receive))
     try:
         query = scope.get("query_string", b"")
@@ -154,16 +154,13 @@ async def answer_as_owner(hub: Hub, feature: str, scope: Scope, receive: Receive
         await call.send_request(scope["method"], target, headers, body, _SILENCE_S)
         answer_headers = [header for header in call.headers if header[0] not in NOT_SENT_BACK]
         await send({"type": "http.response.start", "status": call.status, "headers": answer_headers})
-        began = True
         async for piece in call.body_pieces(_SILENCE_S):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
     except HttpFault as fault:
         if watcher.done():
             raise ClientGone from None
-        if began:
-            raise  # the connection ends where the answer does
-        raise owner_silent(feature, fault.reason) from None
+        raise owner_silent(feature, fault.reason) from None  # where it has begun, the connection ends with it
     finally:
         watcher.cancel()
         call.close()

@@ -109,7 +109,10 @@ def _further_routers(
         file = Path(folder) / "engines"
 
         def tell_engines(specs: Sequence[EngineSpec]) -> None:
-            write_private(file, "".join(f"{spec.text}\n" for spec in specs))
+            try:
+                write_private(file, "".join(f"{spec.text}\n" for spec in specs))
+            except OSError as error:
+                log.error("the other routers do not hear which engines there are: %s", error)
 
         tell_engines(list(host.specs.values()))
         host.on_engines_changed = tell_engines
