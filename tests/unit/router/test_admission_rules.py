@@ -9,10 +9,13 @@ import pytest
 
 from cluster_world import World, a_request
 from memserve.base.config import AdmissionConfig
-from memserve.base.errors import UserError
+from memserve.base.errors import InvariantError, UserError
+from memserve.base.fairness import FairQueue
 from memserve.base.plugins import ADMISSION_CONTROLLERS
 from memserve.base.types import Role
 from memserve.base.units import NS_PER_MS, NS_PER_S
+from memserve.router.admission.controller import TenantLoads
+from memserve.router.admission.needs import Admitted
 from memserve.router.report import AdmissionStats
 from written_plugins import plugin_folder, write_plugins
 
@@ -116,6 +119,21 @@ def test_a_wait_that_is_too_long_says_why() -> None:
     world.wait(3 * NS_PER_S)
     assert client.rejected is not None and "1 of yours run" in client.rejected.reason
     world.run()
+
+
+def test_loads_are_counted_in_requests_and_tokens() -> None:
+    loads = TenantLoads(FairQueue(), output_tokens_max=8)
+    first, second, other = (a_request(name, PROMPT, tenant=name[0], max_tokens=4) for name in ("a1", "a2", "b1"))
+    for request in (first, second, other):
+        loads.add_request(request)
+    assert loads.admitted_of("a") == Admitted(2, 48) and loads.admitted() == Admitted(3, 72)
+    loads.remove_request(first)
+    assert loads.admitted_of("a") == Admitted(1, 24) and loads.admitted() == Admitted(2, 48)
+    loads.check_invariants(["a2", "b1"])
+    loads.remove_request(second)
+    assert loads.admitted_of("a") == loads.admitted_of("c") == Admitted(0, 0)
+    with pytest.raises(InvariantError):
+        loads.check_invariants(["a2", "b1"])
 
 
 def test_max_active_holds_beside_the_rule() -> None:

@@ -165,20 +165,31 @@ class RequestAdmission(ABC):
 
 
 class TenantLoads:
-    """What is admitted, as rules are shown it (:class:`~memserve.router.admission.needs.AdmissionLoad`)."""
+    """What is admitted, as rules are shown it (:class:`~memserve.router.admission.needs.AdmissionLoad`). Tokens are
+    added up when a rule asks: most rules do not."""
 
     def __init__(self, queue: FairQueue[RequestState], output_tokens_max: int) -> None:
         self._queue, self._output_tokens_max = queue, output_tokens_max
-        self._tokens: dict[str, int] = {}  # of active requests
-        self._by_tenant: dict[str, Admitted] = {}
+        #: active requests by tenant; only tenants that have any
+        self._by_tenant: dict[str, dict[str, Request]] = {}
+        #: of tenants without a change since
+        self._sums: dict[str, Admitted] = {}
 
     def admitted(self) -> Admitted:
         """All together."""
-        return Admitted(len(self._tokens), sum(admitted.tokens for admitted in self._by_tenant.values()))
+        tenants = [self.admitted_of(tenant) for tenant in self._by_tenant]
+        return Admitted(sum(tenant.requests for tenant in tenants), sum(tenant.tokens for tenant in tenants))
 
     def admitted_of(self, tenant: str) -> Admitted:
         """Those of a tenant."""
-        return self._by_tenant.get(tenant, NONE_ADMITTED)
+        if tenant in self._sums:
+            return self._sums[tenant]
+        requests = self._by_tenant.get(tenant)
+        if requests is None:
+            return NONE_ADMITTED
+        tokens = sum(cost_tokens(request, self._output_tokens_max) for request in requests.values())
+        admitted = self._sums[tenant] = Admitted(len(requests), tokens)
+        return admitted
 
     def waiting(self) -> int:
         """Requests that wait."""
@@ -186,23 +197,23 @@ class TenantLoads:
 
     def add_request(self, request: Request) -> None:
         """It is active from now on."""
-        tokens = self._tokens[request.request_id] = cost_tokens(request, self._output_tokens_max)
-        before = self.admitted_of(request.tenant)
-        self._by_tenant[request.tenant] = Admitted(before.requests + 1, before.tokens + tokens)
+        self._by_tenant.setdefault(request.tenant, {})[request.request_id] = request
+        self._sums.pop(request.tenant, None)
 
     def remove_request(self, request: Request) -> None:
         """It was active, and has ended."""
-        before = self._by_tenant.pop(request.tenant)
-        left = Admitted(before.requests - 1, before.tokens - self._tokens.pop(request.request_id))
-        if left.requests:
-            self._by_tenant[request.tenant] = left
+        requests = self._by_tenant[request.tenant]
+        del requests[request.request_id]
+        if not requests:
+            del self._by_tenant[request.tenant]
+        self._sums.pop(request.tenant, None)
 
     def check_invariants(self, active: Collection[str]) -> None:
         """Raise :class:`InvariantError` unless the requests named ``active`` are counted, and no other ones."""
-        check(self._tokens.keys() == set(active), "{} are counted, {} are active", self._tokens, active)
-        counted = sum(admitted.requests for admitted in self._by_tenant.values())
-        check(counted == len(self._tokens), "{} of tenants, {} in all", counted, len(self._tokens))
-        check(self.admitted().tokens == sum(self._tokens.values()), "tokens of tenants are not those of requests")
+        counted = [name for requests in self._by_tenant.values() for name in requests]
+        check(sorted(counted) == sorted(active), "{} are counted, {} are active", counted, active)
+        check(all(self._by_tenant.values()), "a tenant without anything is listed")
+        check(self._sums.keys() <= self._by_tenant.keys(), "sums of {}", self._sums)
 
 
 class AdmissionController(RequestAdmission):
@@ -281,7 +292,10 @@ class AdmissionController(RequestAdmission):
 
     def _is_admitted(self, req: RequestState, now_ns: int) -> bool:
         try:
-            verdict = usable_verdict(self._rule(req.request, self._load, now_ns))
+            verdict = self._rule(req.request, self._load, now_ns)
+            if verdict is ADMIT:
+                return True
+            verdict = usable_verdict(verdict)
         except Exception:  # a plug-in's: the other limits judge alone
             self.stats.rule_failures += 1
             verdict = ADMIT
