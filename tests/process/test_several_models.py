@@ -26,13 +26,13 @@ COUNT = 12
 class Models:
     """``one``, a Llama in one instance, and ``two``, a Qwen3 with other heads behind prefill and decode."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.modules = {"one": tiny_module("llama", 1), "two": tiny_module("qwen3", 2)}
         paths = {name: save_folder(module, folder / name) for name, module in self.modules.items()}
         self.killed = Killed(
             f"one={paths['one']},colocated=1",
             folder / "state",
-            "--model", f"two={paths['two']},prefill=1,decode=1,block-tokens=16", *FLAGS,
+            "--model", f"two={paths['two']},prefill=1,decode=1,block-tokens=16", *flags,
         )  # fmt: skip
         self.state = folder / "state"
 
@@ -81,7 +81,7 @@ class Models:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    models = Models(tmp_path_factory.mktemp("models"))
+    models = Models(tmp_path_factory.mktemp("models"), *FLAGS)
     yield models
     models.killed.end()
 
@@ -217,3 +217,33 @@ def test_a_model_that_slept_has_its_prefixes_again(tmp_path: Path) -> None:
 def make_folder(path: Path) -> Path:
     path.mkdir()
     return path
+
+
+def test_two_routers_answer_for_both_models(tmp_path: Path) -> None:
+    models = Models(tmp_path, "--routers", "2")
+    try:
+        follower = models.pid("router-2")
+        eventually(lambda: "router-2" in models.server.children())
+        for seed in (1, 2):  # 16 connections, which the kernel spreads over both
+            models.check(prompts(3000 + seed))
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            checking = pool.submit(models.check, prompts(4000))
+            os.kill(follower, signal.SIGKILL)
+            error = checking.exception(120)
+        assert error is None or isinstance(error, httpx.HTTPError), (
+            "answers of the killed router are cut off, not wrong"
+        )
+        eventually(lambda: models.pids().get("router-2") not in (None, follower))
+        models.check(prompts(4000))
+        document = {"endpoint": "completions", "text": " ".join(f"w{n}" for n in range(3, 60))}
+        for number in range(4):  # whichever router is asked, it is the owner's, and of the model in the address
+            url = f"{models.server.url}/documents/d{number}?model=two"
+            assert httpx.put(url, json=document, timeout=60).status_code in (200, 201)
+            body = {"model": "two", "prompt": " w9", "max_tokens": 4, "document": f"d{number}"}
+            assert httpx.post(f"{models.server.url}/completions", json=body, timeout=60).status_code == 200
+            assert (
+                httpx.post(f"{models.server.url}/completions", json=body | {"model": "one"}, timeout=60).status_code
+                == 404
+            )
+    finally:
+        models.killed.end()

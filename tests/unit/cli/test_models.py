@@ -98,7 +98,7 @@ def test_a_store_for_all_and_one_for_a_model_contradict() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--routers", "2"], "several models have one router"),
+        (["--routers", "2", "--admin-key-file", "/k"], "with several routers, models neither come and go nor sleep"),
         (["--served-model-name", "x"], "models have two kinds of names"),
         (["--on", "ray"], "Ray places instances of one model"),
         (["--in-process"], "the model 'a' needs a router"),

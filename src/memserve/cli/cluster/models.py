@@ -11,9 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+import typer
 
 from memserve.base.config import EngineOptions
 from memserve.base.deployment import INSTANCES_MAX, StoreOptions
@@ -28,6 +29,16 @@ _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._/-]{0,99})=(.+)", re.DOTALL)
 _COUNTS = ("prefill", "decode", "colocated")
 _STORE_OF_ONE = "a store at an address keeps the KV of one model"
 _HINT = "--model NAME=PATH[,option=value...], for example --model big=/models/big,tensor-parallel=2"
+
+
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A model folder, a .gguf file, a hub id, or the bundled default. Several models, repeated:"
+        " NAME=PATH[,option=value...], with options of this model alone (tensor-parallel=2,decode=1); the first is the"
+        " default."
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)

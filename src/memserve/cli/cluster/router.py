@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,7 @@ import typer
 
 from memserve.api.http.config import ApiConfig, EdgeConfig, ServerConfig
 from memserve.base.config import ClusterConfig, EngineOptions, MemberConfig
+from memserve.base.deployment import StoreOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import credentials
@@ -25,6 +26,8 @@ from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import run_further_router
 from memserve.cli.cluster.http import Served, serve_until_signal
 from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listen_host, own_address_to
+from memserve.cli.cluster.models import Models, NamedModel, read_models, slug_of
+from memserve.cli.cluster.several import FollowedModel, serve_followed
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
 from memserve.cli.output import print_lines
 from memserve.model.loading.lora import read_adapters
@@ -34,6 +37,7 @@ from memserve.transport.network_devices import with_port
 
 if TYPE_CHECKING:
     from memserve.host.router import RouterEngine
+    from memserve.model.loading.card import RemoteModel
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +80,8 @@ class FollowerOptions:
     owner_url: str = ""
     """Where clients find the owner; empty: not known."""
     advertise: str | None = None
+    model: str = ""
+    """The name of the model whose cluster it joins, where the owner has several; empty: the first."""
     outlive: Path | None = None
     """The state folder of the owner that has started it. None: no ``memserve serve`` on this host has."""
 
@@ -89,7 +95,8 @@ def router(
     name: Name = None,
     advertise: Advertise = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
-    engine: Annotated[EngineOptions, opt.Only("model", "lora")],
+    model: Models = None,
+    engine: Annotated[EngineOptions, opt.Only("lora")],
     api: ApiConfig,
     keys: credentials.KeyOptions,
     edge: EdgeConfig,
@@ -102,9 +109,10 @@ def router(
     --sequence-parallel, keys.
     """
     cluster.admission.refuse_idle()
+    models = read_models(model or [], engine, (None, None, None), StoreOptions())
     http = partial(opt.HttpOptions, server, tls=keys.read_tls(), limits=edge, api=api)
     if supervised:
-        _run_supervised(engine, join, name or "", cluster, http, server.log_level, owner_url)
+        _run_supervised(models, join, name or "", cluster, http, server.log_level, owner_url)
         return
     opt.set_up_logging(server.log_level)
     opt.check_name(name or "")
@@ -121,11 +129,11 @@ def router(
         owner_url=owner_url.rstrip("/"),
         advertise=own_host,
     )
-    run_follower(engine, place, http(*keys.read_keys()), print_lines)
+    run_follower(models, place, http(*keys.read_keys()), print_lines)
 
 
 def _run_supervised(
-    engine: EngineOptions,
+    models: Sequence[NamedModel],
     join: str,
     name: str,
     cluster: ClusterConfig,
@@ -140,11 +148,11 @@ def _run_supervised(
         if "fleet" in child.startup_payload:
             run_further_router(name, child.startup_payload, http(*keys), cluster, owner_url)
             return
-        run_follower(engine, place, http(*keys), lambda line: None)
+        run_follower(models, place, http(*keys), lambda line: None)
 
 
 def run_follower(
-    engine: EngineOptions, place: FollowerOptions, http: opt.HttpOptions, print_line: Callable[[str], None]
+    models: Sequence[NamedModel], place: FollowerOptions, http: opt.HttpOptions, print_line: Callable[[str], None]
 ) -> None:
     """Join, serve, leave. Raises :class:`UserError` when the owner does not answer, or refuses this router."""
     started = time.perf_counter()
@@ -152,26 +160,45 @@ def run_follower(
     from memserve.system.memory import keep_heap_small
 
     keep_heap_small()
-    adapters = read_adapters(engine.lora)
+    adapters = [read_adapters(model.engine.lora) for model in models]
     refused: list[str] = []
     try:
-        with signals_raise(), _running_router(engine, place, print_line) as router, ExitStack() as last:
-            last.callback(lambda: refused.append(router.refused))
-            router.on_left = _end_when_refused
-            _end_when_refused(router.refused)
-            infos = list(with_models(router.members()).values())
-            from memserve.model.loading.sources import resolve_source
-
-            folder = resolve_source(engine.model, "float32", keep_file=engine.may_keep_file)
-            model = model_of(infos, folder, place.config.sequence_instances_max)
-            follow_context(router, model, place.config.sequence_instances_max)
-            served = Served(router, model)
-            with bind(http.server.host, http.server.port, is_shared=http.server.port != 0) as listener:
-                serve_until_signal(served, engine.model, adapters, [listener], http, started)
+        with signals_raise(), ExitStack() as stack:
+            followed = []
+            for number, (model, loras) in enumerate(zip(models, adapters, strict=True)):
+                suffix = f"-{slug_of(model.name)}" if number else ""  # members have one name for one router
+                own_place = replace(place, name=place.name + suffix, model=model.name)
+                router = stack.enter_context(_running_router(model.engine, own_place, print_line))
+                stack.callback(partial(_note_refusal, router, refused))
+                router.on_left = _end_when_refused
+                _end_when_refused(router.refused)
+                followed.append(FollowedModel(model, router, _card_of(router, model.engine, place.config), loras))
+            port = http.server.port
+            with bind(http.server.host, port, is_shared=port != 0) as listener:
+                if models[0].name:
+                    serve_followed(followed, listener, http, started)
+                else:
+                    served = Served(followed[0].engine, followed[0].card)
+                    serve_until_signal(served, models[0].engine.model, adapters[0], [listener], http, started)
     except EndRequested:
         pass
     for why in refused:
         _check_accepted(why)
+
+
+def _note_refusal(router: RouterEngine, refused: list[str]) -> None:
+    refused.append(router.refused)
+
+
+def _card_of(router: RouterEngine, engine: EngineOptions, config: ClusterConfig) -> RemoteModel:
+    """What clients are told of the model that the members of ``router`` serve; it follows those that join later."""
+    from memserve.model.loading.sources import resolve_source
+
+    infos = list(with_models(router.members()).values())
+    folder = resolve_source(engine.model, "float32", keep_file=engine.may_keep_file)
+    model = model_of(infos, folder, config.sequence_instances_max)
+    follow_context(router, model, config.sequence_instances_max)
+    return model
 
 
 def _end_when_refused(refused: str) -> None:
@@ -202,7 +229,7 @@ def _running_router(
     from memserve.transport.request_server import ListenAddress
 
     self_peer = Peer(place.name, new_generation())
-    info = PeerInfo(self_peer, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid())
+    info = PeerInfo(self_peer, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid(), model=place.model)
     machine = Follower(
         info,
         place.join,

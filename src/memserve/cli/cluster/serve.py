@@ -21,7 +21,7 @@ from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import run_fleet
 from memserve.cli.cluster.http import Served, followers_at, listening, own_listener, serve_until_signal
 from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, devices_for, running_cluster
-from memserve.cli.cluster.models import NamedModel, has_store, read_models
+from memserve.cli.cluster.models import Models, NamedModel, has_store, read_models
 from memserve.cli.cluster.several import refuse_names, run_models
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
 from memserve.cli.output import print_lines
@@ -46,14 +46,6 @@ MetadataOption = Annotated[
 ]
 RouterCount = Annotated[
     int, typer.Option(min=1, max=64, help="Router processes that share the port, each placing requests by itself.")
-]
-Models = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A model folder, a .gguf file, a hub id, or the bundled default. Several models, repeated:"
-        " NAME=PATH[,option=value...], with options of this model alone (tensor-parallel=2,decode=1); the first is the"
-        " default."
-    ),
 ]
 ClusterHost = Annotated[str, typer.Option(help="Address by which other hosts reach this one: router and instances.")]
 ClusterPort = Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,15 @@ from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import flags as opt
-from memserve.cli.cluster.http import app_of, listening, precision_lines, ready_text, serve_app
+from memserve.cli.cluster.http import (
+    app_of,
+    followers_at,
+    listening,
+    own_listener,
+    precision_lines,
+    ready_text,
+    serve_app,
+)
 from memserve.cli.cluster.members import (
     ClusterBase,
     ClusterOptions,
@@ -36,7 +45,7 @@ from memserve.cli.credentials import followed_key
 from memserve.cli.output import print_lines, progress_bar
 from memserve.journal.folder import BATCHES, write_private
 from memserve.journal.keeper import Metadata, MetadataPlace, open_folder, open_metadata
-from memserve.model.loading.lora import read_adapters
+from memserve.model.loading.lora import Adapter, read_adapters
 from memserve.protocol.peers import ROUTER
 from memserve.store.host.files import stored_secret
 from memserve.system.secrets import Followed, as_followed
@@ -44,6 +53,8 @@ from memserve.system.secrets import Followed, as_followed
 if TYPE_CHECKING:
     from memserve.api.front import ModelPart
     from memserve.api.sleeping import ModelSleep
+    from memserve.host.router import RouterEngine
+    from memserve.model.loading.card import RemoteModel
     from memserve.transport.shared_mailbox import SharedMailbox
 
 Planned = tuple[NamedModel, ClusterOptions]
@@ -58,15 +69,17 @@ def refuse_names(models: Sequence[NamedModel], hint: str) -> None:
         raise UserError(f"the model {models[0].name!r} needs a router", hint=hint, param="model")
 
 
-def _check_options(http: opt.HttpOptions, options: ClusterOptions) -> None:
+def _check_options(models: Sequence[NamedModel], http: opt.HttpOptions, options: ClusterOptions) -> None:
     """Raise :class:`UserError` for what does not go with named models yet."""
     if http.server.served_model_names:
         hint = "leave out --served-model-name: clients ask for the names of --model"
         raise UserError("models have two kinds of names", hint=hint, param="served_model_name")
     if options.placement.remote_place is not None:
         raise UserError("Ray places instances of one model", hint="--model PATH, without a name", param="on")
-    if options.routers > 1:
-        raise UserError("several models have one router", hint="leave out --routers", param="routers")
+    changes = http.server.admin_key_file is not None or any(model.sleep_after_s is not None for model in models)
+    if options.routers > 1 and changes:
+        hint = "leave out --routers, or --admin-key-file and sleep-after"
+        raise UserError("with several routers, models neither come and go nor sleep", hint=hint, param="routers")
 
 
 def run_models(
@@ -78,23 +91,81 @@ def run_models(
     Raises :class:`UserError`: for wrong options before anything is loaded."""
     from memserve.api.front import ModelAdmin, ModelFront, ServerKeys
 
-    _check_options(http, plan(models[0]))
+    _check_options(models, http, options := plan(models[0]))
     started, file = time.perf_counter(), http.server.admin_key_file
     admin_key = None if file is None else followed_key(Path(file))
-    with listening(http) as listener, ModelSet(engine, plan, http, place) as running:
+    is_shared = options.routers > 1
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(listening(http, is_shared=is_shared))]
+        if is_shared:
+            listeners.append(stack.enter_context(own_listener(http.server.host, listeners[0])))
+        running = stack.enter_context(ModelSet(engine, _with_followers(plan, models, http, listeners), http, place))
         running.open_models(models)
         keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
         admin = None if admin_key is None else ModelAdmin(running, admin_key, http.server.drain_s)
         front = ModelFront(
             running.parts, running.edge, keys=keys, config=http.api, batches_folder=running.batches_folder, admin=admin
         )
-        url = http.api_url(listener.getsockname()[1])
+        url = http.api_url(listeners[0].getsockname()[1])
 
         def ready_lines() -> list[str]:
             seconds, needs_key = time.perf_counter() - started, http.api_keys.are_given
             return [ready_text(front.model_names(), url, seconds, needs_key), *running.lines]
 
-        serve_app(front, [listener], http, ready_lines, running.begin_end)
+        serve_app(front, listeners, http, ready_lines, running.begin_end)
+
+
+def _with_followers(
+    plan: Plan, models: Sequence[NamedModel], http: opt.HttpOptions, listeners: Sequence[socket.socket]
+) -> Plan:
+    """``plan``, where the cluster of the first model starts the further routers, which are those of all models."""
+
+    def plan_model(model: NamedModel) -> ClusterOptions:
+        options = plan(model)
+        if options.routers == 1 or model.name != models[0].name:
+            return dataclasses.replace(options, routers=1)
+        followers = followers_at(listeners, http, options.config)
+        named = tuple(word for model in models for word in ("--model", model.text))
+        return dataclasses.replace(options, followers=dataclasses.replace(followers, flags=followers.flags + named))
+
+    return plan_model
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedModel:
+    """One model of a router beside the owner."""
+
+    model: NamedModel
+    engine: RouterEngine
+    card: RemoteModel
+    adapters: tuple[Adapter, ...]
+
+
+def serve_followed(
+    models: Sequence[FollowedModel], listener: socket.socket, http: opt.HttpOptions, started: float
+) -> None:
+    """Answer for all ``models``, beside their owner, until a signal asks for the end."""
+    from memserve.api.front import ModelFront, ModelPart, ServerKeys
+    from memserve.api.http.limits import Edge
+    from memserve.api.metrics.http import ApiMetrics
+
+    edge = Edge(http.limits, ApiMetrics())
+    parts = []
+    for followed in models:
+        model, http_of = followed.model, _named_http(http, followed.model.name)
+        app, _ = app_of(followed.engine, followed.card, model.engine.model, followed.adapters, http_of, edge=edge)
+        parts.append(ModelPart(model.name, app, source=model.text))
+    keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
+    front, url = ModelFront(parts, edge, keys=keys, config=http.api), http.api_url(listener.getsockname()[1])
+
+    def ready_lines() -> list[str]:
+        return [ready_text(front.model_names(), url, time.perf_counter() - started, http.api_keys.are_given)]
+
+    serve_app(front, [listener], http, ready_lines, lambda: None)
+
+
+def _named_http(http: opt.HttpOptions, name: str) -> opt.HttpOptions:
+    return dataclasses.replace(http, server=dataclasses.replace(http.server, served_model_names=(name,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +296,7 @@ class ModelSet:
         model = cluster.model
         running = self._running[model.name] = cluster.wait_until_ready()
         adapters = read_adapters(model.engine.lora)
-        server = dataclasses.replace(self._http.server, served_model_names=(model.name,))
-        http = dataclasses.replace(self._http, server=server)
+        http = _named_http(self._http, model.name)
         app, card = app_of(running.engine, running.model, model.engine.model, adapters, http, edge=self.edge)
         self.lines += [f"{model.name}: {line}" for line in [running.text, *precision_lines(card, adapters)]]
         return ModelPart(model.name, app, _sleep_of(cluster, running), model.text)
