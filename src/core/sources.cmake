@@ -37,6 +37,7 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC NB_DOMAIN memserve
   src/core/radix/row_store.cpp
   src/core/radix/walk.cpp
   src/core/routing/cheapest.cpp
+  src/core/routing/curves.cpp
   src/core/routing/shortlist.cpp
   src/core/scheduling/rows.cpp
   src/core/scheduling/sequence.cpp
@@ -60,8 +61,9 @@ nanobind_add_module(_core STABLE_ABI NB_STATIC NB_DOMAIN memserve
   src/core/transfer/seal_sums.cpp
   src/core/transfer/sealed_copy.cpp
 )
-# The same sums as in Python, to the last bit.
-set_source_files_properties(src/core/routing/cheapest.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-math-errno")
+# The same sums as in Python, to the last bit; and the same curves from each processor.
+set_source_files_properties(src/core/routing/cheapest.cpp src/core/routing/curves.cpp
+  PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-math-errno")
 # Codes as on every machine, and as in the tests' twin: a product is rounded before anything is added to it.
 set_source_files_properties(src/core/pool/lower_pages.cpp PROPERTIES COMPILE_OPTIONS "-ffp-contract=off;-fno-trapping-math;-fno-math-errno")
 # gcc 12's own AVX-512 header is what it warns of.
@@ -74,6 +76,6 @@ target_precompile_headers(_core PRIVATE <algorithm> <array> <atomic> <bit> <cstr
   <unordered_map> <utility> <vector> <nanobind/nanobind.h> <nanobind/ndarray.h> <nanobind/stl/optional.h>
   <nanobind/stl/pair.h> <nanobind/stl/string.h> <nanobind/stl/vector.h>)
 set_source_files_properties(src/core/codec/tiers.cpp src/core/pool/lower_pages.cpp src/core/routing/cheapest.cpp
-  src/core/transfer/seal_sums.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # other options than those it was read with
+  src/core/routing/curves.cpp src/core/transfer/seal_sums.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)  # other options than those it was read with
 target_link_libraries(_core PRIVATE Threads::Threads)
 install(TARGETS _core LIBRARY DESTINATION memserve)

@@ -536,6 +536,12 @@ def cheapest(
     ``window_steps``: decode steps that count. ``ValueError``: no instances to choose from, or numbers without a column.
     """
 
+def fit_curve(features: NDArray[np.float64], times_ns: NDArray[np.float64]) -> tuple[float, float, float]:
+    """The coefficients of a curve of ``kv.costs``, none negative, that bring ``features @ coefficients`` closest to the
+    times, in squares of the relative error, outliers weighing less. ``features``: ``[n, 3]``; ``times_ns``: ``[n]``,
+    above 0. Of features that are alike all or the first have what they cost. ``ValueError``: not as many times as
+    rows."""
+
 def most_of(
     matches: NDArray[np.int64], codes: NDArray[np.int8], without: int, stores: int, count: int
 ) -> list[tuple[int, int, int]]:

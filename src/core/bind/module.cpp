@@ -32,6 +32,7 @@ NB_MODULE(_core, m) {
   memserve::bind_directory(m);
   memserve::bind_shortlist(m);
   memserve::bind_cheapest(m);
+  memserve::bind_curves(m);
   memserve::bind_rows(m);
   memserve::bind_stop_strings(m);
   memserve::bind_json_shape(m);

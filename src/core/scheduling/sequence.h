@@ -64,6 +64,7 @@ void bind_kv_codec(nb::module_& m);
 void bind_directory(nb::module_& m);
 void bind_shortlist(nb::module_& m);
 void bind_cheapest(nb::module_& m);
+void bind_curves(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_stop_strings(nb::module_& m);
 void bind_json_shape(nb::module_& m);

@@ -21,7 +21,6 @@ What computing and moving KV costs, learnt while an instance serves: curves thro
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,8 +29,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from memserve import _core
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.base.units import GIB, MIB, NS_PER_MS, NS_PER_S, ceil_div
@@ -41,10 +40,6 @@ VERSION = 1
 
 _NS_MAX = 1e15
 """No measured coefficient exceeds 11 days; the limit keeps sums finite."""
-_REFITS = 8
-_FAR = 1.5
-"""Errors beyond this multiple of the median error weigh less in a fit."""
-_ERROR_MIN = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +228,19 @@ class Quality:
 def fit_prefill(samples: Sequence[Sample]) -> PrefillCurve:
     """From samples of (new tokens, cached tokens). Raises :class:`UserError` for fewer than three."""
     rows = [(1, sample.first, attended_pairs(sample.first, sample.second)) for sample in samples]
-    return PrefillCurve(*_coefficients(rows, samples))
+    return fit_rows(PrefillCurve, rows, [sample.ns for sample in samples])
 
 
 def fit_decode(samples: Sequence[Sample]) -> DecodeCurve:
     """From samples of (batch, tokens attended to). Raises :class:`UserError` for fewer than three."""
-    return DecodeCurve(*_coefficients([(1, sample.first, sample.second) for sample in samples], samples))
+    rows = [(1, sample.first, sample.second) for sample in samples]
+    return fit_rows(DecodeCurve, rows, [sample.ns for sample in samples])
 
 
 def fit_copy(samples: Sequence[Sample]) -> CopyCurve:
-    """From samples of (bytes, pieces). Raises :class:`UserError` for fewer than three.
-
-    If all pieces have one size, bytes and pieces cannot be told apart: then bytes carry all of the cost.
-    """
-    one_size = len({sample.first * samples[0].second - samples[0].first * sample.second for sample in samples}) == 1
-    rows = [(1, 0 if one_size else sample.second, sample.first) for sample in samples]
-    return CopyCurve(*_coefficients(rows, samples))
+    """From samples of (bytes, pieces). Raises :class:`UserError` for fewer than three."""
+    rows = [(1, sample.second, sample.first) for sample in samples]
+    return fit_rows(CopyCurve, rows, [sample.ns for sample in samples])
 
 
 Row = tuple[float, float, float]
@@ -256,11 +248,18 @@ Row = tuple[float, float, float]
 
 
 def fit_rows(kind: type[Curve], rows: Sequence[Row], times_ns: Sequence[int]) -> Curve:
-    """The curve of ``kind`` through ``times_ns``. Raises :class:`UserError` for fewer than three."""
-    features = [(row[0], row[1], row[2]) for row in rows]
+    """The curve of ``kind`` through ``times_ns``. Raises :class:`UserError` for fewer than three.
+
+    Least squares of the relative error: a prompt of 100 tokens is estimated as well as one of 8,000. Outliers weigh
+    less (Huber): one slow moment of the machine must not distort the curve. If all pieces of copies have one size,
+    bytes and pieces cannot be told apart: then bytes carry all of the cost.
+    """
+    if len(times_ns) < 3 or min(times_ns) <= 0:
+        raise UserError(f"{len(times_ns)} samples make no curve", hint="measure at least three, all above zero")
+    features = np.array(rows, dtype=np.float64)
     if kind is CopyCurve and len({row[2] / max(1.0, row[1]) for row in rows}) == 1:
-        features = [(row[0], 0.0, row[2]) for row in rows]  # pieces of one size: as in fit_copy
-    return kind(*_coefficients(features, [Sample(0, 0, ns) for ns in times_ns]))
+        features[:, 1] = 0.0
+    return kind(*_core.fit_curve(features, np.array(times_ns, dtype=np.float64)))
 
 
 def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Curve]) -> tuple[Curve, Quality]:
@@ -276,50 +275,6 @@ def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Cu
         unseen = [sample for index, sample in enumerate(ordered) if (index + index // 3) % 3 == turn]
         errors += [abs(curve.ns(sample.first, sample.second) - sample.ns) / sample.ns for sample in unseen]
     return fit(ordered), Quality(len(errors), median(errors), max(errors))
-
-
-def _coefficients(features: Sequence[Row], samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """Least squares of the relative error: a prompt of 100 tokens is estimated as well as one of 8,000.
-
-    Fitted repeatedly with less weight on outliers (Huber): one slow moment of the machine must not distort
-    the curve.
-    """
-    if len(samples) < 3 or any(sample.ns <= 0 for sample in samples):
-        raise UserError(f"{len(samples)} samples make no curve", hint="measure at least three, all above zero")
-    times = np.array([sample.ns for sample in samples], dtype=np.float64)
-    relative = np.array(features, dtype=np.float64) / times[:, None]
-    weights = np.ones(len(samples))
-    for _ in range(_REFITS):
-        coefficients = _solve_not_negative(relative, weights)
-        errors = np.abs(relative @ coefficients - 1.0)
-        usual = max(float(np.median(errors)), _ERROR_MIN) * _FAR
-        weights = np.sqrt(np.minimum(1.0, usual / np.maximum(errors, 1e-12)))
-    first, second, third = (float(value) for value in coefficients)
-    return first, second, third
-
-
-def _solve_not_negative(rows: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients >= 0 that bring ``rows @ coefficients`` closest to 1, the squares weighted by ``weights ** 2``.
-
-    The best solution uses some subset of the columns and is a plain least-squares solution there; three columns have
-    seven subsets. Where all columns together have positive coefficients, no subset comes closer.
-    """
-    columns = rows.shape[1]
-    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
-    scaled = rows / scale * weights[:, None]
-    everything = np.linalg.lstsq(scaled, weights, rcond=None)[0]
-    if (everything > 0).all():
-        return np.asarray(everything / scale)
-    best, best_loss = np.zeros(columns), float(np.square(weights).sum())
-    for size in range(1, columns + 1):
-        for subset in itertools.combinations(range(columns), size):
-            part = scaled[:, subset]
-            solution = np.linalg.lstsq(part, weights, rcond=None)[0]
-            loss = float(np.square(part @ solution - weights).sum())
-            if (solution >= 0).all() and loss < best_loss:
-                best, best_loss = np.zeros(columns), loss
-                best[list(subset)] = solution
-    return np.asarray(best / scale)
 
 
 LEARNT = "learnt while serving"
