@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import io
 import logging
 import math
 import mmap
@@ -23,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from memserve.base.units import MIB
 
@@ -39,6 +42,8 @@ _PAGE = mmap.PAGESIZE
 _MADV_DONTNEED = 4
 _MAP_NORESERVE = 0x4000
 _ATTRIBUTE = "memserve_pages"
+_PAGE_WORD = np.dtype(np.uint64)
+_PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))  # in /proc/self/pagemap
 _MAP = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ +(.*)$")
 
 
@@ -175,17 +180,30 @@ def _clean_maps(files: set[str]) -> Iterator[tuple[int, int]]:
     if not files:
         return
     try:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+            for line in lines:
+                found = _MAP.match(line) if line.endswith(tuple(files)) else None
+                if found and found[4] in files and found[3].endswith("p"):
+                    place = int(found[1], 16), int(found[2], 16)
+                    if not _is_written(pages, *place):
+                        yield place
     except OSError as error:
         log.info("pages of weights stay resident until all are packed: %s", error)
-        return
-    place: tuple[int, int] | None = None
-    for line in lines:
-        if header := _MAP.match(line):
-            start, end, mode, path = header.groups()
-            place = (int(start, 16), int(end, 16)) if path in files and mode.endswith("p") else None
-        elif place is not None and line.startswith("Anonymous:") and line.split()[1] == "0":
-            yield place
+
+
+def _is_written(pages: io.RawIOBase, start: int, end: int) -> bool:
+    """Whether a page of a private map of a file is this process' own. ``pages``: the kernel's word of 64 bits on each
+    page; ``smaps`` tells the same, of all maps, in 10 ms."""
+    pages.seek(start // _PAGE * _PAGE_WORD.itemsize)
+    left_bytes = (end - start) // _PAGE * _PAGE_WORD.itemsize
+    while left_bytes > 0 and (piece := pages.read(min(left_bytes, MIB))):
+        words = np.frombuffer(piece, _PAGE_WORD)
+        is_own = (words & _SWAPPED != 0) | (words & (_PRESENT | _OF_FILE) == _PRESENT)
+        if is_own.any():
+            return True
+        left_bytes -= len(piece)
+    return left_bytes > 0
 
 
 NO_PAGES = WeightPages()
