@@ -44,6 +44,8 @@ SIZES = {
     "intermediate_size": 8192, "vocab_size": 128256,
 }  # fmt: skip
 """Of the random model: Llama 3.2's 1B."""
+NUMBERS = 1_000_003
+"""So many random numbers are drawn, which takes long, and used again and again. Prime: no two rows are alike."""
 FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
 
 START = """
@@ -88,11 +90,13 @@ def write_random_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype =
     words = Tokenizer(WordLevel(names, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w0").save_pretrained(folder)
     torch.manual_seed(0)
+    numbers = (torch.randn(NUMBERS) * 0.02).to(dtype)
     shapes = list(_shapes(sizes))
     with SafetensorsWriter(folder / "model.safetensors", len(shapes)) as writer:
         for name, shape in shapes:
-            value = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.02
-            writer.write(name, value.to(dtype))
+            count = math.prod(shape)
+            again = numbers.repeat(count // NUMBERS + 1)[:count].view(shape)
+            writer.write(name, torch.ones(shape, dtype=dtype) if len(shape) == 1 else again)
     return folder
 
 

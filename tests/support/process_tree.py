@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from pathlib import Path
 def children_of(pid: int) -> list[int]:
     """The processes that any thread of ``pid`` has started and that run, or wait to be asked about."""
     found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended since it was listed
-            found += map(int, path.read_text().split())
+    with suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:  # a thread may have, too
+                found += map(int, file.read().split())
     return found
 
 
