@@ -14,7 +14,6 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memserve._core import raise_registers
 from memserve.base.errors import check
@@ -38,7 +37,7 @@ class DistinctBlocks:
         """Probability that a new identity changes a register: a sum of powers of two, without rounding."""
         self.total = 0.0
         """Estimate of the different identities so far."""
-        self._checked: tuple[float, float, NDArray[np.uint64]] | None = None
+        self._checked: tuple[float, float, bytes] | None = None
 
     def add_identities(self, identities: bytes, counted: int = sys.maxsize) -> float:
         """Add ``identities``, 16 uniformly distributed bytes each. Returns the estimate of how many of the first
@@ -56,16 +55,15 @@ class DistinctBlocks:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` unless the probability is that of the registers."""
-        words, checked = self._registers.view(np.uint64), self._checked
-        # a simulator asks after every event, of which few add an identity
-        if checked is not None and checked[:2] == (self.total, self._chance) and np.array_equal(words, checked[2]):
+        state = self.total, self._chance, self._registers.tobytes()
+        if state == self._checked:  # a simulator asks after every event, of which few add an identity
             return
         # eights that are not all zero: few at first
-        used = self._registers.reshape(-1, 8)[words != 0]
+        used = self._registers.reshape(-1, 8)[self._registers.view(np.uint64) != 0]
         chance = (REGISTERS - used.size + float(np.exp2(-used.astype(np.float64)).sum())) / REGISTERS
         check(self._chance == chance, f"a new identity changes a register with {chance}, not {self._chance}")
         check(self.total >= np.count_nonzero(used), "more registers are in use than identities were counted")
-        self._checked = self.total, self._chance, words.copy()
+        self._checked = state
 
 
 @dataclass(slots=True)
