@@ -43,6 +43,7 @@ struct Steps {
 };
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BF16__)
+#define MEMSERVE_HAS_TABLES
 // The bytes of e4m3 numbers without their sign, as bfloat16.
 struct Tables {
   alignas(64) std::uint8_t upper[128], lower[128];
@@ -243,9 +244,13 @@ static void multiply(const Linear& op, Dtype of_y, std::ptrdiff_t begin, std::pt
   many_floats<kFormat, X>(op, of_y, begin, end);
 }
 
+// In the set with tables activations are bfloat16: others are multiplied by the set without.
 template <q::Format kFormat>
-static void multiply(const Linear& op, Dtype of_x, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end) {
+static void multiply(const Linear& op, [[maybe_unused]] Dtype of_x, Dtype of_y, std::ptrdiff_t begin,
+                     std::ptrdiff_t end) {
+#if !defined(MEMSERVE_HAS_TABLES)
   if (of_x == Dtype::float32) return multiply<kFormat, float>(op, of_y, begin, end);
+#endif
   multiply<kFormat, Bf16>(op, of_y, begin, end);
 }
 

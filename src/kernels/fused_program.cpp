@@ -87,7 +87,6 @@ quantised::Activations Program::integers(const Step& step, const QuantisedLinear
 }
 
 void Program::run_quantised(const Step& step, const QuantisedLinear& linear, bool first, Range range) {
-  const quantised::Kernels& kernels = quantised::kernels_in_use();
   if (is_float(quantised::layout_of(linear.then.format))) {  // its activations stay as they are
     if (first) return;
     const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
@@ -99,11 +98,11 @@ void Program::run_quantised(const Step& step, const QuantisedLinear& linear, boo
   if (first) {
     quantised::Quantise op = linear.first;
     op.x = resolve(step.places[0]), op.to = integers(step, linear);
-    return kernels.quantise(op, step.dtype, range.begin, range.end);
+    return quantised::kernels_in_use().quantise(op, step.dtype, range.begin, range.end);
   }
   quantised::Product op = linear.then;
   op.x = integers(step, linear), op.y = resolve(step.places[1]), op.rows = counts_[static_cast<int>(step.count)];
-  kernels.multiply(op, step.dtype, range.begin, range.end);
+  quantised::product_kernels_in_use().multiply(op, step.dtype, range.begin, range.end);
 }
 
 void Program::reduce(const Step& step, const Reduce& op) {

@@ -65,11 +65,11 @@ void narrow(const float* from, void* to, std::ptrdiff_t count, Dtype dtype) {
   }
 }
 
-const FloatKernels& float_kernels_in_use() {
+const FloatKernels& float_kernels_in_use(Dtype of_x) {
 #if defined(MEMSERVE_X86_ISAS)
   static const bool has_tables = best_isa() >= Isa::avx512_bf16 && __builtin_cpu_supports("avx512vbmi");
   const Isa isa = current_isa();
-  if (isa >= Isa::avx512_bf16 && has_tables) return avx512_bf16_vbmi::float8_kernels;
+  if (isa >= Isa::avx512_bf16 && has_tables && of_x == Dtype::bfloat16) return avx512_bf16_vbmi::float8_kernels;
   if (isa >= Isa::avx512) return avx512::float8_kernels;
   if (isa == Isa::avx2) return avx2::float8_kernels;
 #endif
@@ -121,26 +121,35 @@ int set_in_use() {
 
 const Kernels& kernels_in_use() {
 #if defined(MEMSERVE_X86_ISAS)
+  if (set_in_use() >= 3) return avx512::quantised_kernels;
+  if (set_in_use() >= 1) return avx2::quantised_kernels;
+#endif
+  return portable::quantised_kernels;
+}
+
+const ProductKernels& product_kernels_in_use() {
+#if defined(MEMSERVE_X86_ISAS)
   switch (set_in_use()) {
-    case 4: return avx512_vnni::quantised_kernels;
-    case 3: return avx512::quantised_kernels;
-    case 2: return avx2_vnni::quantised_kernels;
-    case 1: return avx2::quantised_kernels;
+    case 4: return avx512_vnni::product_kernels;
+    case 3: return avx512::product_kernels;
+    case 2: return avx2_vnni::product_kernels;
+    case 1: return avx2::product_kernels;
     default: break;
   }
 #endif
-  return portable::quantised_kernels;
+  return portable::product_kernels;
 }
 
 void multiply_numbers(const Linear& op, Dtype of_x, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end) {
   if (begin >= end) return;
   if (is_float(layout_of(op.format)) && op.rows <= kRowsOfFloats)
-    return float_kernels_in_use().multiply(op, of_x, of_y, begin, end);
+    return float_kernels_in_use(of_x).multiply(op, of_x, of_y, begin, end);
   fill_and_multiply(op, of_x, of_y == Dtype::float32 && of_x != Dtype::float32, {begin, end});
 }
 
 void run(const Linear& op, Dtype of_x, Dtype of_y) {
   const Kernels& kernels = kernels_in_use();
+  const ProductKernels& products = product_kernels_in_use();
   if (is_float(layout_of(op.format))) return run_exact(op, of_x, of_y);
   if (op.rows <= 0) return;
   const Lines memory = lines(activation_bytes(op.rows, op.k, op.fine));
@@ -161,7 +170,7 @@ void run(const Linear& op, Dtype of_x, Dtype of_y) {
 #pragma omp barrier
 #endif
     }
-    kernels.multiply(second, of_y, strips.begin, strips.end);
+    products.multiply(second, of_y, strips.begin, strips.end);
   }
 }
 

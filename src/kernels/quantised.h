@@ -163,9 +163,13 @@ struct Gather {
 
 struct Kernels {
   void (*quantise)(const Quantise&, Dtype of_x, std::ptrdiff_t begin, std::ptrdiff_t end);  // rows
-  void (*multiply)(const Product&, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end);   // strips
   void (*fill)(const Panel&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);              // strips
   void (*gather)(const Gather&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);           // ids
+};
+
+// Apart from the others: there are further ones where a processor has dot products of bytes.
+struct ProductKernels {
+  void (*multiply)(const Product&, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end);  // strips
 };
 
 // The sets of kernels that this processor can run, narrowest first. Forced by tests: null is what suits isa.h's choice.
@@ -175,6 +179,7 @@ bool supports_set(int set);
 void force_set(int set);  // -1: what suits the instruction set in use
 int set_in_use();
 const Kernels& kernels_in_use();
+const ProductKernels& product_kernels_in_use();
 
 // A linear as a caller has it: x [rows, k] and y [rows, n] dense within rows.
 struct Linear {
@@ -228,19 +233,22 @@ void cut(const Cut& op, std::uint8_t* to);
 namespace memserve {
 namespace portable {
 extern const quantised::Kernels quantised_kernels;
+extern const quantised::ProductKernels product_kernels;
 extern const quantised::FloatKernels float8_kernels;
 }
 #if defined(MEMSERVE_X86_ISAS)
 namespace avx2 {
 extern const quantised::Kernels quantised_kernels;
+extern const quantised::ProductKernels product_kernels;
 extern const quantised::FloatKernels float8_kernels;
 }
 namespace avx512_bf16_vbmi { extern const quantised::FloatKernels float8_kernels; }
-namespace avx2_vnni { extern const quantised::Kernels quantised_kernels; }
+namespace avx2_vnni { extern const quantised::ProductKernels product_kernels; }
 namespace avx512 {
 extern const quantised::Kernels quantised_kernels;
+extern const quantised::ProductKernels product_kernels;
 extern const quantised::FloatKernels float8_kernels;
 }
-namespace avx512_vnni { extern const quantised::Kernels quantised_kernels; }
+namespace avx512_vnni { extern const quantised::ProductKernels product_kernels; }
 #endif
 }  // namespace memserve

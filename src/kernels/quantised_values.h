@@ -192,4 +192,17 @@ static inline __attribute__((always_inline)) void each_step(Body body) {
   }
 }
 
+// Calls body with the format as a type.
+template <q::Format kFormat>
+struct Named {
+  static constexpr q::Format value = kFormat;
+};
+template <int kIndex = 0, class Body>
+static inline void with_format(q::Format format, Body body) {
+  if constexpr (kIndex < q::kFormats) {
+    if (format == q::Format(kIndex)) return body(Named<q::Format(kIndex)>{});
+    with_format<kIndex + 1>(format, body);
+  }
+}
+
 }  // namespace

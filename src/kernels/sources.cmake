@@ -5,6 +5,7 @@ set(MEMSERVE_ISA_SOURCES
   src/kernels/float8_kernels.cpp
   src/kernels/fused_kernels.cpp
   src/kernels/quantised_kernels.cpp
+  src/kernels/quantised_numbers_kernels.cpp
   src/kernels/recurrent_kernels.cpp
   src/kernels/sampling_kernels.cpp
 )
@@ -47,21 +48,22 @@ check_cxx_compiler_flag(-mavx512bf16 MEMSERVE_HAS_AVX512BF16)
 if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$" OR NOT MEMSERVE_HAS_AVX512BF16)
   memserve_add_isa(portable "${MEMSERVE_ISA_SOURCES}")
 else()
-  # Only processors older than AVX2 run it: it is compiled in half of the time.
-  memserve_add_isa(portable "${MEMSERVE_ISA_SOURCES}" -O1)
   set(MEMSERVE_AVX2 -mavx2 -mfma -mf16c)
   set(MEMSERVE_AVX512 ${MEMSERVE_AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
-  memserve_add_isa(avx2 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX2})
-  memserve_add_isa(avx512 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512})
-  list(REMOVE_ITEM MEMSERVE_ISA_SOURCES src/kernels/attention_codes_kernels.cpp src/kernels/float8_kernels.cpp
-       src/kernels/quantised_kernels.cpp src/kernels/recurrent_kernels.cpp)
-  memserve_add_isa(avx512_bf16 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512} -mavx512bf16)
+  # Those that take longest come first, so that no core is left without work at the end.
   # Dot products of bytes (VNNI) came in other years than bfloat16: kernels that need them are sets of their own.
-  memserve_add_isa(avx2_vnni src/kernels/quantised_kernels.cpp ${MEMSERVE_AVX2} -mavxvnni)
   memserve_add_isa(avx512_vnni src/kernels/quantised_kernels.cpp ${MEMSERVE_AVX512} -mavx512vnni)
-  memserve_add_isa(avx512_bf16_vbmi src/kernels/float8_kernels.cpp ${MEMSERVE_AVX512} -mavx512bf16 -mavx512vbmi)
+  memserve_add_isa(avx2_vnni src/kernels/quantised_kernels.cpp ${MEMSERVE_AVX2} -mavxvnni)
+  memserve_add_isa(avx512 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512})
+  memserve_add_isa(avx2 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX2})
+  # Only processors older than AVX2 run it: it is compiled in half of the time.
+  memserve_add_isa(portable "${MEMSERVE_ISA_SOURCES}" -O1)
   memserve_add_isa(avx512_bf16_vnni src/kernels/attention_codes_kernels.cpp ${MEMSERVE_AVX512} -mavx512bf16
                    -mavx512vnni)
+  memserve_add_isa(avx512_bf16_vbmi src/kernels/float8_kernels.cpp ${MEMSERVE_AVX512} -mavx512bf16 -mavx512vbmi)
+  list(REMOVE_ITEM MEMSERVE_ISA_SOURCES src/kernels/attention_codes_kernels.cpp src/kernels/float8_kernels.cpp
+       src/kernels/quantised_kernels.cpp src/kernels/quantised_numbers_kernels.cpp src/kernels/recurrent_kernels.cpp)
+  memserve_add_isa(avx512_bf16 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512} -mavx512bf16)
   target_compile_definitions(_kernels PRIVATE MEMSERVE_X86_ISAS)
   check_cxx_compiler_flag(-mamx-bf16 MEMSERVE_HAS_AMX)
   if(MEMSERVE_HAS_AMX)

@@ -1,5 +1,4 @@
 // Activations to integers and packed weights to numbers, compiled once per instruction set (see quantised.h).
-#pragma once
 #include "quantised_body.h"
 
 namespace {
@@ -191,4 +190,26 @@ static void gather_rows(const q::Gather& op, std::ptrdiff_t begin, std::ptrdiff_
   }
 }
 
+static void fill(const q::Panel& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  with_format(op.format, [&](auto format) {
+    constexpr q::Format kFormat = decltype(format)::value;
+    if (dtype == Dtype::float32) fill_strips<kFormat, float>(op, begin, end);
+    else fill_strips<kFormat, Bf16>(op, begin, end);
+  });
+}
+
+static void gather(const q::Gather& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  with_format(op.format, [&](auto format) {
+    constexpr q::Format kFormat = decltype(format)::value;
+    if (dtype == Dtype::float32) gather_rows<kFormat, float>(op, begin, end);
+    else if (dtype == Dtype::bfloat16) gather_rows<kFormat, Bf16>(op, begin, end);
+    else gather_rows<kFormat, Fp16>(op, begin, end);
+  });
+}
+
 }  // namespace
+
+namespace memserve::MEMSERVE_ISA {
+extern const quantised::Kernels quantised_kernels;
+const quantised::Kernels quantised_kernels{&quantise, &fill, &gather};
+}  // namespace memserve::MEMSERVE_ISA
