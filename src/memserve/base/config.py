@@ -439,6 +439,22 @@ QUANTIZATIONS = ("none", "auto", *ROUNDED_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
+class LoraUpdates:
+    """LoRA adapters that are loaded and unloaded while an engine serves."""
+
+    lora_folder: str = option("")
+    """Adapters in folders below this one may be loaded and unloaded while it serves (``/v1/load_lora_adapter``). Every
+    instance reads them there. Empty: adapters are those of ``--lora``."""
+    max_loras: int = option(8, least=1, vllm="max_cpu_loras")
+    """How many of different content, for which memory is kept, and for one more."""
+    max_lora_rank: int = option(64, least=1, vllm="max_lora_rank")
+    """The largest rank of those."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How an engine is built: flags of ``memserve serve`` and ``memserve instance``, keywords of ``memserve.LLM``."""
 
@@ -499,6 +515,8 @@ class EngineOptions:
     mean over all. ``none``: it generates. On CPUs."""
     lora: tuple[str, ...] = option((), form=MANY, vllm="lora_modules", vllm_form=MANY)
     """A LoRA adapter as NAME=FOLDER; requests name it as their model. May be repeated."""
+    lora_updates: LoraUpdates = field(default_factory=LoraUpdates)
+    """Adapters that come and go while the engine serves."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -521,6 +539,11 @@ class EngineOptions:
             (self.parallel.worker_count > 1, "by several workers", "--tensor-parallel 1", "tensor"),
         )
         _refuse_asked("KV in a file (--kv-ssd)", hurdles if self.kv_folder is not None else ())
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether there are adapters, or may be some."""
+        return self.lora != () or self.lora_updates.lora_folder != ""
 
     @property
     def lower_bytes(self) -> int:
@@ -645,6 +668,6 @@ class EngineOptions:
             (has_dram and not states.attends, "and no attention with a second tier", "no --dram-memory", "dram_memory"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (self.kv_folder is not None, "with KV in a file", "no --kv-ssd", "kv_ssd"),
-            (self.lora != () and on_gpu, "on a GPU with adapters", "no --lora", "lora"),
+            (self.has_adapters and on_gpu, "on a GPU with adapters", "no --lora, no --lora-folder", "lora"),
         )
         _refuse_asked("a model with a recurrent state", asked)

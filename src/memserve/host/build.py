@@ -217,7 +217,7 @@ def _load_with_adapters(options: EngineOptions) -> LoadedModel:
     model = load_model(
         options.model, options.dtype, device, block_tokens=options.block_tokens, threads=threads, lora=options.lora,
         on_host=workers > 1, kv_bytes=options.kv_memory_bytes + options.dram_memory_bytes,
-        quantization=options.quantization, pooling=options.pooling,
+        quantization=options.quantization, pooling=options.pooling, updates=options.lora_updates,
     )  # fmt: skip
     if model.device.type == "cpu":
         refuse_without_gpu(options)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memserve import _core
 from memserve.base.config import InstanceConfig, PoolConfig
-from memserve.base.errors import check
+from memserve.base.errors import UserError, check
 from memserve.base.types import Tier, TokenLogprobs
 from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, SaveState, StepFinished, StepPlan
 from memserve.kv.contents import MoveTokens
@@ -48,6 +48,7 @@ from memserve.model.copier import Copy, PageCopier
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel
+from memserve.model.loading.lora import Adapter
 from memserve.model.lora import StepAdapters, lora_adapters
 from memserve.model.rotary import KeyRotation
 from memserve.model.rotation import TokenMover
@@ -101,7 +102,7 @@ class ModelDevice(Device):
         self._adapters = model.adapters
         if self._adapters is not None:
             self._adapters.pack_halves()
-        known = SlotModel(model.vocab_size, config.adapters, model.position_regimes)
+        known = SlotModel(model.vocab_size, self._adapters or (), model.position_regimes)
         self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, known, self.grammars)
         self._forward = forward or EagerForward(model.module)
         part_blocks = 0 if model.layout is None else model.layout.part_blocks
@@ -216,6 +217,17 @@ class ModelDevice(Device):
     def move_gate(self, gate: int, layers: int | None) -> None:
         """See :class:`memserve.transport.ports.Device`."""
         self.gates.move_gate(gate, layers)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """See :class:`memserve.transport.ports.Device`."""
+        if self._adapters is None:
+            raise UserError("this instance has no place for adapters", hint="start it with --lora-folder")
+        self._adapters.load_adapter(adapter)
+
+    def drop_adapter(self, digest: str) -> None:
+        """See :class:`memserve.transport.ports.Device`."""
+        if self._adapters is not None:
+            self._adapters.drop_adapter(digest)
 
     def take_sampled(self) -> Drawing:
         """What was drawn since the last call."""
@@ -376,7 +388,8 @@ class ModelDevice(Device):
         logits_rows += [np.arange(q_starts[row], q_starts[row + 1]) for row in whole]
 
         attention = self._attention_of(slots, q_starts, (starts + counts).astype(np.int32))
-        adapters = self._adapters_of(slots, counts)
+        rows_of_logits = np.concatenate(logits_rows, dtype=np.int64)
+        adapters = self._adapters_of(slots, counts, rows_of_logits)
         seen_attention, states = self._reporting_attention(plan, attention), None
         if plan.gates:
             seen_attention = GatedAttention(seen_attention, self.gates, plan.gates, self._on_segment_lost)
@@ -392,7 +405,7 @@ class ModelDevice(Device):
         ):
             logits = self._forward(
                 *self._build_inputs(slots, starts, counts, q_starts),
-                self._send_to_device(np.concatenate(logits_rows, dtype=np.int64)),
+                self._send_to_device(rows_of_logits),
             )
         if isinstance(attention, LayeredAttention):
             attention.wait_for_copies()
@@ -406,11 +419,12 @@ class ModelDevice(Device):
             return logits, drawing
         return logits[:, : self._vocab_size], drawing
 
-    def _adapters_of(self, slots: Int64s, counts: Int64s) -> StepAdapters | None:
+    def _adapters_of(self, slots: Int64s, counts: Int64s, logits_rows: Int64s) -> StepAdapters | None:
         digests = self._slots.adapters
         if self._adapters is None or not digests:
             return None
-        return self._adapters.adapters_of_rows([digests.get(slot, "") for slot in slots.tolist()], counts, self._device)
+        of_slots = [digests.get(slot, "") for slot in slots.tolist()]
+        return self._adapters.adapters_of_rows(of_slots, counts, self._device, logits_rows)
 
     @property
     def _block_tables(self) -> Any:

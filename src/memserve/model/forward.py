@@ -148,7 +148,9 @@ def widen_head(module: Any) -> bool:
     if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
         return False
     if stored_of(module).of(head.weight.detach()) is None:  # else it is so already: see EagerForward
-        module.set_output_embeddings(WideLinear(head))
+        wide = WideLinear(head)
+        wide._forward_hooks = head._forward_hooks  # of adapters with heads of their own
+        module.set_output_embeddings(wide)
     return True
 
 

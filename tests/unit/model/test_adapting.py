@@ -151,7 +151,7 @@ WHOLE = "model.layers.0.self_attn.q_proj"
     ("said", "tensors", "message"),
     [
         ({"peft_type": "IA3"}, {}, "no LoRA adapter"),
-        ({"use_dora": True}, {}, "use_dora"),
+        ({"use_dora": True}, {}, "no magnitudes of DoRA"),
         ({"bias": "all"}, {}, "bias"),
         ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
         ({}, {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32),
@@ -178,7 +178,7 @@ WHOLE = "model.layers.0.self_attn.q_proj"
         ({"layers_to_transform": [0, 1], "layers_pattern": "blocks"}, {}, "names layer 0"),
         ({"target_modules": ["v_proj"]}, {}, "its target_modules leaves out"),
         ({"exclude_modules": r".*\.0\..*"}, {}, "its exclude_modules leaves out"),
-        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights to pissa"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights=.pissa."),
     ],
 )  # fmt: skip
 def test_unservable_adapter_is_refused_with_reason(

@@ -22,6 +22,7 @@ from memserve.model.experts import PackedExperts, pack_experts, run_experts
 from memserve.model.linears import JoinedLinear, PackedLinear
 from memserve.model.loading.pages import NO_PAGES, WeightPages
 from memserve.model.loading.stored import NOT_STORED, StoredWeights
+from memserve.model.lora import adapt
 from memserve.model.quantised import QuantisedEmbedding, QuantisedLinear
 from memserve.model.states.recurrence import run_operation
 
@@ -383,7 +384,9 @@ def widen_logits(graph: fx.Graph) -> None:
         if not calls(node, aten.to.dtype) or node.args[1] != torch.float32 or not _ends_the_graph(node):
             continue
         between, source = [], node.args[0]
-        while calls(source, *_KEEPS_NUMBERS, *_POINTWISE) and len(source.users) == 1 and _reads_one(source):
+        while (calls(source, adapt) or (calls(source, *_KEEPS_NUMBERS, *_POINTWISE) and _reads_one(source))) and (
+            len(source.users) == 1
+        ):
             between.append(source)
             source = source.args[0]
         if calls(source, aten.linear.default) and len(source.users) == 1 and value_of(source).dtype != torch.float32:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
+from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS, LoraUpdates
 from memserve.base.errors import UserError
 from memserve.base.layer_kv import LayerKv, LayerLayout, keep_every_layer, lay_out
 from memserve.base.states import NO_STATE, StateGeometry, cache_groups
@@ -128,6 +129,10 @@ class LoadedModel:
         return replace(self, layout=layout, geometry=replace(block, kv_dtype=self.kv_dtype))
 
 
+NO_UPDATES = LoraUpdates()
+"""Adapters are those of the start."""
+
+
 def model_sizes(model: LoadedModel) -> ModelSizes:
     """The sizes that its memory depends on. Call it while the module still has its weights."""
     from torch import nn
@@ -159,6 +164,7 @@ def load_model(
     kv_bytes: int | None = None,
     quantization: str = "none",
     pooling: str = "none",
+    updates: LoraUpdates = NO_UPDATES,
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
@@ -166,7 +172,8 @@ def load_model(
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
     it goes to the device. ``kv_bytes``: KV memory that is needed beside it: a model that does not fit with it is
-    refused before it is read; None: no look. ``quantization``, ``pooling``: the options. Raises :class:`UserError`."""
+    refused before it is read; None: no look. ``quantization``, ``pooling``, ``updates``: the options. Raises
+    :class:`UserError`."""
     place = _choose_device(device)
     dtype_name, adapters = _choose_dtype(dtype, place), read_adapters(lora)
     import torch
@@ -201,7 +208,7 @@ def load_model(
         position_regimes=regimes or NO_REGIMES,
         quantization=quantization if _keeps_weights(module) else "none",
         activation_bits=activation_bits,
-        adapters=_adapters(module, adapters),
+        adapters=_adapters(module, adapters, updates, partial(_reload, folder, getattr(torch, dtype_name))),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
         states=_states(module, geometry, layers, folder.name),
         layers=tuple(layer.kept for layer in layers),
@@ -409,13 +416,24 @@ def _choose_bits(module: Any, tokenizer: Any, identity: str) -> tuple[str, int]:
     return hashlib.blake2b(f"{identity} with {bits} bits".encode(), digest_size=16).hexdigest(), bits
 
 
-def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:
-    if not adapters:
+def _adapters(
+    module: Any, adapters: Sequence[Adapter], updates: LoraUpdates, reload: Callable[[], Any]
+) -> Adapters | None:
+    if not adapters and not updates.lora_folder:
         return None
     from memserve.model.forward import linears_alone
-    from memserve.model.lora import Adapters
+    from memserve.model.lora import AdapterRoom, Adapters
 
-    return Adapters(module, adapters, linears_alone(module))
+    room = AdapterRoom(updates.max_loras, updates.max_lora_rank, reload) if updates.lora_folder else None
+    return Adapters(module, adapters, linears_alone(module), room)
+
+
+def _reload(folder: ModelFolder, dtype: torch.dtype) -> Any:
+    """The module of ``folder`` again, with numbers. Raises :class:`UserError` where there are none."""
+    if folder.keeps_file:
+        text, hint = f"the weights of {folder.name} are not there as numbers", "use --quantization none"
+        raise UserError(text, hint=hint, param="quantization")
+    return load_module(folder.path, folder.name, dtype)
 
 
 def _choose_device(device: str) -> torch.device:

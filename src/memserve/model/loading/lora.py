@@ -27,15 +27,14 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "alora_invocation_tokens": (None,),
-    "use_dora": (False, None),
     "use_qalora": (False, None),
-    "modules_to_save": (None, []),
+    "ensure_weight_tying": (False, None),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
     "fan_in_fan_out": (False, None),
 }
-"""What an adapter may say where a plain one says nothing: everything else adds more than two small matrices, or was
+"""What an adapter may say where a plain one says nothing: everything else adds more than what is known here, or was
 trained on other weights than the model's (PiSSA, OLoRA)."""
 
 _Rank = Annotated[int, msgspec.Meta(ge=1)]
@@ -57,6 +56,8 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     exclude_modules: _Names | None = None
     layers_to_transform: _Layer | list[_Layer] | None = None
     layers_pattern: _Names | None = None
+    use_dora: bool | None = False
+    modules_to_save: list[str] | None = None
 
     def regex_fields(self) -> Iterator[tuple[str, str]]:
         """Each regular expression, after the field where it stands."""
@@ -65,6 +66,11 @@ class AdapterConfig(msgspec.Struct, frozen=True):
         for field in ("target_modules", "exclude_modules"):
             if isinstance(pattern := getattr(self, field), str):
                 yield field, pattern
+
+    @property
+    def rank_max(self) -> int:
+        """The largest rank that it says."""
+        return max([self.r, *(self.rank_pattern or {}).values()])
 
     def rank_of(self, path: str) -> int:
         """Columns of ``B`` in the module at ``path``."""
@@ -84,6 +90,10 @@ class AdapterConfig(msgspec.Struct, frozen=True):
             return "exclude_modules"
         layers = self.named_layers()
         return "layers_to_transform" if layers and self.layer_of(path) not in layers else None
+
+    def saves(self, path: str) -> bool:
+        """Whether the module at ``path`` has weights of the adapter's own in the place of the model's."""
+        return bool(self.modules_to_save) and _are_named(self.modules_to_save or [], path)
 
     def layer_of(self, path: str) -> int | None:
         """The number of the layer that the module at ``path`` is in."""
@@ -131,34 +141,38 @@ class Adapter:
 
 def read_adapters(options: Sequence[str]) -> tuple[Adapter, ...]:
     """The adapters of ``options``, each ``NAME=FOLDER``. Raises :class:`UserError`."""
-    adapters = tuple(_read(text) for text in options)
+    adapters = tuple(_read_option(text) for text in options)
     names = [adapter.name.casefold() for adapter in adapters]
     if twice := next((adapter.name for adapter in adapters if names.count(adapter.name.casefold()) > 1), None):
         raise UserError(f"two adapters have the name {twice!r}", hint="give each a name of its own", param="lora")
     return adapters
 
 
-def _read(text: str) -> Adapter:
+def _read_option(text: str) -> Adapter:
     name, _, folder = text.partition("=")
     if not name or not folder:
         hint = "use NAME=FOLDER, for example --lora support=/models/support-lora"
         raise UserError(f"--lora got {text[:80]!r}", hint=hint, param="lora")
-    place = Path(folder).expanduser()
+    return read_adapter(name, Path(folder).expanduser())
+
+
+def read_adapter(name: str, folder: Path) -> Adapter:
+    """The adapter in ``folder``, by ``name``; its matrices are not read yet. Raises :class:`UserError`."""
     try:
-        refuse_special_files(place, "lora")
-        fields = msgspec.json.decode((place / CONFIG).read_bytes())
-        digest = _digest(place, (place / WEIGHTS).stat().st_mtime_ns)
+        refuse_special_files(folder, "lora")
+        fields = msgspec.json.decode((folder / CONFIG).read_bytes())
+        digest = _digest(folder, tuple(_identity_of(folder / file) for file in (CONFIG, WEIGHTS)))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"{CONFIG} is not JSON"
         hint = f"give a folder that PEFT has written, with {CONFIG} and {WEIGHTS}"
         raise UserError(f"cannot read the adapter {name!r} in {folder}: {reason}", hint=hint, param="lora") from None
     _check_kind(name, fields)
-    return Adapter(name, place, digest, _config(name, fields))
+    return Adapter(name, folder, digest, _config(name, fields))
 
 
 @lru_cache(maxsize=256)
-def _digest(folder: Path, changed_ns: int) -> str:
-    """Of both files; ``changed_ns``: read again what was written again."""
+def _digest(folder: Path, identities: tuple[object, ...]) -> str:
+    """Of both files; ``identities``: read again what was written again."""
     content = hashlib.blake2b(digest_size=16)
     for file in (CONFIG, WEIGHTS):
         content.update(file.encode())
@@ -166,6 +180,11 @@ def _digest(folder: Path, changed_ns: int) -> str:
             while chunk := stream.read(_CHUNK_BYTES):
                 content.update(chunk)
     return content.hexdigest()
+
+
+def _identity_of(file: Path) -> object:
+    stat = file.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _check_kind(name: str, config: Any) -> None:
@@ -176,7 +195,7 @@ def _check_kind(name: str, config: Any) -> None:
     for field, plain in _PLAIN.items():
         if field in config and config[field] not in plain:
             hint = "merge the adapter into its model (PEFT: merge_and_unload), and serve that"
-            message = f"the adapter {name!r} sets {field} to {str(config[field])[:60]}, which cannot be served"
+            message = f"the adapter {name!r} sets {field}={repr(config[field])[:60]}, which cannot be served"
             raise UserError(message, hint=hint, param="lora")
 
 

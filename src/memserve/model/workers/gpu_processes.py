@@ -311,7 +311,7 @@ def _loaded_part(order: _Order, line: Connection) -> tuple[GpuPart, ServingAgent
     threads = options.parallel.threads_each(options.threads or usable_cores())
     model = load_model(
         options.model, options.dtype, "cuda", block_tokens=options.block_tokens, threads=threads, lora=options.lora,
-        on_host=True, quantization=options.quantization,
+        on_host=True, quantization=options.quantization, updates=options.lora_updates,
     )  # fmt: skip
     gpu = Cuda(model.device, options.gpu_memory_share)
     crew = _connected(share, model, gpu, order.meeting)

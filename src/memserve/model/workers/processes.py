@@ -379,7 +379,7 @@ def _load(order: _Order, line: Connection) -> ModelDevice:
     tokens, threads = options.block_tokens, order.threads
     model = load_model(
         options.model, options.dtype, "cpu", block_tokens=tokens, threads=threads, lora=options.lora,
-        quantization=options.quantization,
+        quantization=options.quantization, updates=options.lora_updates,
     )  # fmt: skip
     if order.activation_bits:
         stored_of(model.module).activation_bits = order.activation_bits

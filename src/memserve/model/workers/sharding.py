@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memserve.base.errors import UserError, check
+from memserve.base.errors import UserError
 from memserve.base.kv_layout import COLUMN_UNIT, Share, even
 from memserve.base.states import StateRange, StateShare, share_state
 from memserve.base.types import KVGeometry
@@ -64,6 +64,7 @@ def shard(module: Any, share: Share, geometry: KVGeometry, adapters: Adapters | 
         if not share.is_last_stage:
             module.set_output_embeddings(_NoLogits(module.get_output_embeddings()))
     if adapters is not None:
+        adapters.refuse_wholes()
         adapters.keep_sites({part.site for part in module.modules() if isinstance(part, AdaptedLinear)})
     cuts.finish(module)
     return vocabularies
@@ -85,8 +86,8 @@ def _cut_layer(
         plain = _cut_linear(base, style, first, count, cuts, keeps_bias=share.part == 0)
         cut: nn.Module = plain
         if isinstance(linear, AdaptedLinear) and adapters is not None:
-            check(style != PACKED, "an adapter of two halves in one linear is not divided")
-            adapters.cut_site(linear.site, first, count, columns=style == COLUMNS)
+            index = _packed_columns(base, first, count) if style == PACKED else slice(first, first + count)
+            adapters.cut_site(linear.site, index, columns=style in (COLUMNS, PACKED), keeps_bias=share.part == 0)
             cut = AdaptedLinear(plain, linear.site)
         setattr(layer.get_submodule(parent), attribute, cut if style in (COLUMNS, PACKED) else SummedLinear(cut))
         if attribute == "q_proj":
@@ -171,10 +172,15 @@ def _cut_linear(
     if style == COLUMNS:
         return _columns(linear, first, count, cuts)
     if style == PACKED:
-        half = linear.out_features // 2
-        columns = torch.cat([torch.arange(begin, begin + count) for begin in (first, half + first)])
+        columns = _packed_columns(linear, first, count)
         return _linear(cuts.take(weight, 0, columns), None if bias is None else bias[columns])
     return _linear(cuts.take_columns(weight, first, count), bias if keeps_bias else None)
+
+
+def _packed_columns(linear: nn.Linear, first: int, count: int) -> Tensor:
+    """The same columns of both halves of ``linear``."""
+    half = linear.out_features // 2
+    return torch.cat([torch.arange(begin, begin + count) for begin in (first, half + first)])
 
 
 def _columns(linear: nn.Linear, first: int, count: int, cuts: WeightCuts) -> nn.Linear:
