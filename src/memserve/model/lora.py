@@ -15,7 +15,9 @@ in the captured forward from the start.
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -413,7 +415,7 @@ class Adapters:
         )
         has_kernel = on_cpu and places[:, 2].max(initial=0) <= _kernels.LOW_RANK_MAX
         wholes = {
-            site: partial(_compute_whole, self._wholes[site].part, weight.to(self._device))
+            site: _with_weight(self._wholes[site].part, weight.to(self._device))
             for site, weight in matrices.wholes.items()
         }
         return Packed(changes, places, wholes, has_kernel)
@@ -536,13 +538,16 @@ def _adapt_whole(site: int, part: Any, inputs: tuple[Tensor, ...], output: Tenso
     return adapt(output, inputs[0], site)
 
 
-def _compute_whole(part: Any, weight: Tensor, x: Tensor) -> Tensor:
-    """What ``part``, an embedding or a head, gives for ``x`` with another ``weight``."""
-    if isinstance(part, nn.Embedding):
-        return torch.func.functional_call(part, {"weight": weight}, (x,))
+def _with_weight(part: Any, weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """What computes as ``part``, an embedding or a head, with another ``weight``."""
+    if isinstance(part, nn.Embedding):  # of any kind: some multiply what they look up
+        own = copy.copy(part)
+        own._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+        own._forward_hooks = OrderedDict()
+        return own
     if weight.dtype == torch.float32:
-        return nn.functional.linear(x, weight)
-    return wide_linear(x, weight, None)
+        return partial(nn.functional.linear, weight=weight)
+    return partial(wide_linear, weight=weight, bias=None)
 
 
 def _with_magnitude(change: Change, magnitude: Tensor | None, whole: Any, path: str, adapter: Adapter) -> Change:
