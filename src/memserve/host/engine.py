@@ -12,21 +12,27 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
+from memserve.base.errors import UserError
 from memserve.base.types import FinishReason, NamedPrefix, Request, TokenArray, TokenOutput
 from memserve.host.stats import EngineStats
 from memserve.instance.events import (
     Action,
+    AdapterLoaded,
     AwaitMask,
     BuildGrammar,
+    DropAdapter,
     Event,
     ForgetGrammar,
     GrammarBuilt,
     LayerFinished,
+    LoadAdapter,
     MaskComputed,
     MoveGate,
     RunStep,
@@ -37,6 +43,7 @@ from memserve.instance.events import (
 from memserve.instance.machine import Instance
 from memserve.instance.stats import InstanceStats
 from memserve.protocol.events import (
+    AdapterAnswered,
     EmitTokens,
     KeyConflict,
     PrefixPinned,
@@ -48,6 +55,7 @@ from memserve.protocol.events import (
     ToolCalled,
 )
 from memserve.protocol.kv_hints import HintResult, KvHinted
+from memserve.protocol.messages import AdapterFiles, AdaptersHeld, HoldAdapters
 from memserve.system.loop import ANSWER_TIMEOUT_S, MachineLoop
 from memserve.system.memory import resident_bytes
 from memserve.transport.ports import Device
@@ -250,7 +258,7 @@ class HostedInstance:
         self.machine = machine
         self._device = device
         self._outlet = outlet
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._timer = StepTimer(bound_bytes=device.bound_bytes)
         self._loop: MachineLoop[Event] = MachineLoop(
             machine, self._perform_actions, on_broken=on_broken, on_end=self._end_plans, clock_ns=clock_ns
@@ -302,11 +310,38 @@ class HostedInstance:
                 self._device.await_mask(action.slot, partial(self.post_event, MaskComputed(action.job_id)))
             elif isinstance(action, MoveGate):
                 self._device.move_gate(action.gate, action.layers)
+            elif isinstance(action, LoadAdapter):
+                args = (action.files,)
+                threading.Thread(target=self._load_adapter, args=args, name="memserve-adapter", daemon=True).start()
+            elif isinstance(action, DropAdapter):
+                self._plans.put(partial(self._device.drop_adapter, action.digest))
             else:
                 self._outlet(action)
 
     def _grammar_built(self, job_id: int, error: str) -> None:
         self.post_event(GrammarBuilt(job_id, error))
+
+    def _load_adapter(self, files: AdapterFiles) -> None:
+        """In a thread of its own: what must be between two steps goes where plans go."""
+        with self._reporting_adapter(files):
+            install = self._device.read_adapter(files)
+
+            def install_between_steps() -> None:
+                with self._reporting_adapter(files):
+                    install()
+                    self.post_event(AdapterLoaded(files.digest))
+
+            self._plans.put(install_between_steps)
+
+    @contextmanager
+    def _reporting_adapter(self, files: AdapterFiles) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            self.post_event(AdapterLoaded(files.digest, error.message))
+        except Exception as error:
+            log.exception("the adapter %s cannot be loaded", files.name)
+            self.post_event(AdapterLoaded(files.digest, f"{type(error).__name__}: {error}"))
 
     def _end_plans(self) -> None:
         self._plans.put(None)
@@ -316,6 +351,9 @@ class HostedInstance:
     def _run_device(self) -> None:
         is_ahead = False  # then failures are answered behind what is begun, too
         while (plan := self._plans.get()) is not None:
+            if not isinstance(plan, StepPlan):
+                plan()
+                continue
             try:
                 begun = self._device.begin_step(plan)
                 is_ahead = not isinstance(begun, StepFinished)
@@ -348,6 +386,48 @@ def _raise_error(error: Exception) -> StepFinished:
     raise error
 
 
+class EngineAdapters:
+    """The adapters that come and go at one instance, and the calls that wait for it."""
+
+    def __init__(self, post: Callable[[HoldAdapters], None]) -> None:
+        """``post``: tells the instance what it is to have."""
+        self._post, self._lock = post, threading.Lock()
+        self._named: dict[str, AdapterFiles] = {}
+        self._waiting: list[tuple[AdapterFiles, Future[AdapterAnswered]]] = []
+
+    def load_adapter(self, files: AdapterFiles) -> Future[AdapterAnswered]:
+        """Have the instance load it, for requests that name it. The future says what came of it."""
+        answered = Future[AdapterAnswered]()
+        with self._lock:
+            self._waiting.append((files, answered))
+            self._post_wanted()
+        return answered
+
+    def unload_adapter(self, name: str) -> Future[AdapterAnswered]:
+        """No new request names it; those that have begun with it go on."""
+        answered = Future[AdapterAnswered]()
+        with self._lock:
+            self._named.pop(name, None)
+            self._post_wanted()
+        answered.set_result(AdapterAnswered(0))
+        return answered
+
+    def on_held(self, report: AdaptersHeld) -> None:
+        """The instance has answered."""
+        failed = dict(report.failed)
+        with self._lock:
+            ended = [entry for entry in self._waiting if entry[0].digest in (*report.digests, *failed)]
+            self._waiting = [entry for entry in self._waiting if entry not in ended]
+            self._named |= {files.name: files for files, _ in ended if files.digest not in failed}
+            if ended:
+                self._post_wanted()  # without those that have failed or were replaced
+        for files, answered in ended:
+            answered.set_result(AdapterAnswered(0, failed.get(files.digest, "")))
+
+    def _post_wanted(self) -> None:
+        self._post(HoldAdapters((*self._named.values(), *(files for files, _ in self._waiting))))
+
+
 class Engine:
     """Runs requests: thread-safe ``submit``, answers through a sink that the engine thread calls."""
 
@@ -357,6 +437,8 @@ class Engine:
             machine, device, self._perform_action, on_broken=self._clients.fail_all, clock_ns=clock_ns
         )
         self._closed = False
+        self._adapters = EngineAdapters(self._instance.post_event)
+        self.load_adapter, self.unload_adapter = self._adapters.load_adapter, self._adapters.unload_adapter
         self._instance.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
@@ -433,3 +515,5 @@ class Engine:
             self._clients.deliver_outputs(action.outputs)
         elif isinstance(action, RejectRequest):
             self._clients.reject_request(action)
+        elif isinstance(action, AdaptersHeld):
+            self._adapters.on_held(action)

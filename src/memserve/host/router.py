@@ -10,6 +10,7 @@ What operators read of a cluster's members: one line for each death, return and 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -39,11 +40,14 @@ from memserve.protocol.member_events import (
     LogWarning,
     RemovePeer,
 )
-from memserve.protocol.messages import AnyMessage, Join, JoinAccepted
+from memserve.protocol.messages import AdapterFiles, AnyMessage, Join, JoinAccepted
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.records import DocumentDropped, DocumentPut
 from memserve.protocol.store import store_at
 from memserve.router.events import (
+    AdapterAnswered,
+    AdapterNamed,
+    AdapterUnnamed,
     EmitTokens,
     InstanceDied,
     InstanceDrained,
@@ -173,6 +177,8 @@ class RouterEngine:
         self.on_joined: Callable[[], None] = lambda: None
         """Called when an instance has joined."""
         self._closed = False
+        self._adapter_ids = itertools.count()
+        self._adapter_calls: dict[int, Future[AdapterAnswered]] = {}
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, it would not know its members
         self._loop: SharedLoop[Any] = SharedLoop(
@@ -323,6 +329,28 @@ class RouterEngine:
             self._keeper.write_durably([record], durable_future.set_result)
         return durable_future
 
+    # -- adapters
+
+    def stored_adapters(self) -> tuple[AdapterFiles, ...]:
+        """Those that the last router knew."""
+        records = self._keeper.recovered_state.adapters if self._keeper is not None else ()
+        return tuple(AdapterFiles(record.name, record.folder, record.digest) for record in records)
+
+    def load_adapter(self, files: AdapterFiles) -> Future[AdapterAnswered]:
+        """Have all instances load it, for requests that name it. The future says what came of it, once it is
+        durable."""
+        return self._ask_adapter(lambda call_id: AdapterNamed(call_id, files))
+
+    def unload_adapter(self, name: str) -> Future[AdapterAnswered]:
+        """No new request names it; those that have begun with it go on."""
+        return self._ask_adapter(lambda call_id: AdapterUnnamed(call_id, name))
+
+    def _ask_adapter(self, event_of: Callable[[int], AdapterNamed | AdapterUnnamed]) -> Future[AdapterAnswered]:
+        call_id, answered = next(self._adapter_ids), Future[AdapterAnswered]()
+        self._adapter_calls[call_id] = answered
+        self._loop.post_event(event_of(call_id))
+        return answered
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what still runs, stop the thread and close the mailbox."""
         if self._closed:
@@ -370,6 +398,8 @@ class RouterEngine:
                 self._log.log_change(action)
             case Write():
                 self._write_records(action)
+            case AdapterAnswered(call_id):
+                self._adapter_calls.pop(call_id).set_result(action)
             case _:
                 self._perform_member_action(action)
 

@@ -29,7 +29,7 @@ from memserve.protocol.events import (
     ToolCalled,
 )
 from memserve.protocol.kv_hints import KvHinted
-from memserve.protocol.messages import Segment
+from memserve.protocol.messages import AdapterFiles, AdaptersHeld, HoldAdapters, Segment
 
 GRAMMAR_FAILED = "the form that is asked of the answer is more than the grammar engine takes"
 """The beginning of a row's reason when its own grammar cannot be followed, or of a request's."""
@@ -290,6 +290,31 @@ class MoveGate:
     layers: int | None
 
 
+# -- adapters
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Have a LoRA adapter ready beside the steps; answered by :class:`AdapterLoaded`."""
+
+    files: AdapterFiles
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """No row of any further plan has this adapter: forget it."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """The device has the adapter from now on; ``error``: why it cannot have it, or empty."""
+
+    digest: str
+    error: str = ""
+
+
 # -- what the device answers
 
 
@@ -393,6 +418,8 @@ Event = (
     | LayerFinished
     | GrammarBuilt
     | MaskComputed
+    | AdapterLoaded
+    | HoldAdapters
     | PagesSealed
     | PagesPulled
     | PrefixPinned
@@ -401,5 +428,5 @@ Event = (
 )
 Action = (
     RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls | BuildGrammar | ForgetGrammar
-    | AwaitMask | HoldSegment | DropSegment | MoveGate
+    | AwaitMask | HoldSegment | DropSegment | MoveGate | LoadAdapter | DropAdapter | AdaptersHeld
 )  # fmt: skip

@@ -13,6 +13,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import FinishReason, Request
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.base.validation import check_request
+from memserve.instance.adapters import AdapterShelf
 from memserve.instance.events import GRAMMAR_FAILED, GrammarBuilt
 from memserve.instance.scheduler.capacity import impossible_reason, lies_whole
 from memserve.instance.scheduler.grammar_waits import BUILD_NS, MASK_NS, MASKS_NS, Wanted
@@ -31,11 +32,13 @@ _TOO_SLOW = (
 class RequestIntake:
     """Makes groups out of requests and puts them into the scheduler's state, or rejects them."""
 
-    def __init__(self, state: SchedulerState, config: InstanceConfig, context: int, whole: int) -> None:
+    def __init__(
+        self, state: SchedulerState, config: InstanceConfig, context: int, whole: int, adapters: AdapterShelf
+    ) -> None:
         """``context``: tokens of the longest sequence; ``whole``: of the longest that never lies by layer."""
         self._state = state
         self._config = config
-        self._context, self._whole = context, whole
+        self._context, self._whole, self._adapters = context, whole, adapters
         self._arrivals = 0
         self._deadlines: list[tuple[int, int, str]] = []  # heap of (deadline_ns, arrival, request id)
         self.draining = False
@@ -84,7 +87,7 @@ class RequestIntake:
             check_request(request, self._config.vocab_size)
         except UserError as error:
             return error.message
-        if request.adapter and request.adapter not in self._config.adapters:
+        if request.adapter and request.adapter not in self._adapters:
             return "this instance does not have the adapter of that name: start all of them with the same --lora"
         return None
 

@@ -23,10 +23,12 @@ from memserve.base.errors import InvariantError, check, refuse_event
 from memserve.base.kv_layout import lower_page_bytes
 from memserve.base.types import ClockTicked, KVGeometry, NamedPrefix, Request, Role, TokenOutput
 from memserve.base.units import NS_PER_MS
+from memserve.instance.adapters import AdapterShelf
 from memserve.instance.cluster.commands import InstanceParts
 from memserve.instance.cluster.link import ClusterLink
 from memserve.instance.events import (
     Action,
+    AdapterLoaded,
     Event,
     GrammarBuilt,
     LayerFinished,
@@ -74,6 +76,7 @@ from memserve.protocol.events import (
 )
 from memserve.protocol.kv_hints import KvHinted
 from memserve.protocol.member_events import LoadRead
+from memserve.protocol.messages import HoldAdapters
 from memserve.protocol.peers import Load, Peer
 
 AHEAD_MAX_NS = 10 * NS_PER_MS
@@ -124,7 +127,8 @@ class Instance:
                 memory.layers.tokens_left = self.state.objectives.tokens_left
         if scheduler.keep_tool_prefixes == "auto" and _sees_whole_sessions(config):
             self.state.returns = ReturnPolicy(self.state)
-        self.intake = RequestIntake(self.state, config, self._context, whole)
+        self.adapters = AdapterShelf(config.adapters)
+        self.intake = RequestIntake(self.state, config, self._context, whole, self.adapters)
         self.pins = Pins(pool)
         self.hints = HintRunner(self.state, self.pins)
         drafts = 0 if memory.layers.is_by_layer else scheduler.draft_tokens
@@ -140,9 +144,8 @@ class Instance:
         if self_peer is not None:
             if geometry is None:
                 raise InvariantError("a member of a cluster must know the geometry of its KV")
-            self.link = ClusterLink(
-                InstanceParts(self.state, self.intake, self.pins, self.hints, self.load), config, geometry, self_peer
-            )
+            parts = InstanceParts(self.state, self.intake, self.pins, self.hints, self.load, self.adapters)
+            self.link = ClusterLink(parts, config, geometry, self_peer)
         self._refusals: list[Action] = []  # of requests of this event
         self._handlers = self._handlers_of_events()
 
@@ -163,6 +166,8 @@ class Instance:
             PrefixPinned: self._pin_prefix,
             PrefixUnpinned: lambda event, _: self.pins.unpin_prefix(_pin_name(event.handle, event.tenant)),
             KvHinted: self._on_hint,
+            HoldAdapters: lambda event, _: self.adapters.update_wanted(event.adapters),
+            AdapterLoaded: lambda event, _: self.adapters.on_loaded(event),
             ClockTicked: lambda _event, _now_ns: None,
         }
 
@@ -183,12 +188,15 @@ class Instance:
             actions += link.segments.take_dropped()
         self._make_plans(now_ns, actions)
         actions += [*self.state.grammars.take_commands(), *self.state.late_masks.take_commands()]
+        actions += self.adapters.take_orders(group.request.adapter for group in self.state.groups.values())
         if outputs := self._take_outputs():
             actions += link.send_outputs(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:
             link.append_messages(actions, now_ns)
         else:
             self.pins.lost.clear()
+            if (report := self.adapters.take_report()) is not None:
+                actions.append(report)
         return actions
 
     def _take_outputs(self) -> list[TokenOutput]:

@@ -34,6 +34,8 @@ from memserve.kv.events import KvEventKind
 from memserve.protocol.messages import KvChange
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.records import (
+    AdapterDropped,
+    AdapterPut,
     AnyRecord,
     DocumentDropped,
     DocumentPut,
@@ -206,6 +208,7 @@ class MetadataState:
         #: ``expires_ns`` is since 1970
         self.handles: dict[tuple[str, str], HandlePinned] = {}
         self.documents: dict[tuple[str, str], DocumentPut] = {}
+        self.adapters: dict[str, AdapterPut] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
             RouterStarted: self._on_router_started, MemberEntered: self._on_member_entered,
             MemberDrained: self._on_member_drained,
@@ -215,6 +218,7 @@ class MetadataState:
             HandlePinned: self._on_handle_pinned, HandleDropped: self._on_handle_dropped,
             DocumentPut: self._on_document_put,
             DocumentDropped: self._on_document_dropped,
+            AdapterPut: self._on_adapter_put, AdapterDropped: self._on_adapter_dropped,
         }  # fmt: skip
 
     @property
@@ -300,6 +304,12 @@ class MetadataState:
     def _on_document_dropped(self, record: DocumentDropped) -> None:
         self.documents.pop((record.tenant, record.document_id), None)
 
+    def _on_adapter_put(self, record: AdapterPut) -> None:
+        self.adapters[record.name] = record
+
+    def _on_adapter_dropped(self, record: AdapterDropped) -> None:
+        self.adapters.pop(record.name, None)
+
     def _page_of(self, peer: Peer) -> MemberPage | None:
         page = self.members.get(peer.name)
         return page if page is not None and page.info.peer == peer else None
@@ -322,6 +332,7 @@ class MetadataState:
         yield from self.sessions.values()
         yield from self.handles.values()
         yield from self.documents.values()
+        yield from self.adapters.values()
         if self.router is not None:
             yield RouterStarted(self.router, self.address, self._offset_ns)
 
@@ -342,6 +353,7 @@ class MetadataState:
             tuple(self.sessions.values()),
             tuple(handles),
             tuple(self.documents.values()),
+            tuple(self.adapters.values()),
         )
 
     def check_invariants(self) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +49,7 @@ from memserve.model.copier import Copy, PageCopier
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel
-from memserve.model.loading.lora import Adapter
+from memserve.model.loading.lora import read_adapter
 from memserve.model.lora import StepAdapters, lora_adapters
 from memserve.model.rotary import KeyRotation
 from memserve.model.rotation import TokenMover
@@ -57,6 +58,7 @@ from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotMode
 from memserve.model.states.layers import states_of, step_states
 from memserve.model.states.memory import RaggedStates, SlotStates, open_states, state_pages
 from memserve.model.workers.group import GroupMemory, WorkerGroup, collectives
+from memserve.protocol.messages import AdapterFiles
 from memserve.system.memory import trim_heap
 from memserve.transport.ports import Arenas, Device
 
@@ -218,11 +220,19 @@ class ModelDevice(Device):
         """See :class:`memserve.transport.ports.Device`."""
         self.gates.move_gate(gate, layers)
 
-    def load_adapter(self, adapter: Adapter) -> None:
+    def read_adapter(self, files: AdapterFiles) -> Callable[[], None]:
         """See :class:`memserve.transport.ports.Device`."""
         if self._adapters is None:
             raise UserError("this instance has no place for adapters", hint="start it with --lora-folder")
-        self._adapters.load_adapter(adapter)
+        adapter = read_adapter(files.name, Path(files.folder))
+        if adapter.digest != files.digest:
+            text = f"{files.folder} has other files here than where the adapter {files.name!r} was asked for"
+            raise UserError(text, hint="give all hosts the same", param="lora_path")
+        load = partial(self._adapters.load_adapter, adapter)
+        if self._device.type == "cpu" and not adapter.config.use_dora:
+            load()
+            return lambda: None
+        return load  # to load the model again sets what all threads share, and a GPU's memory belongs to its steps
 
     def drop_adapter(self, digest: str) -> None:
         """See :class:`memserve.transport.ports.Device`."""

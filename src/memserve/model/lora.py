@@ -363,8 +363,8 @@ class Adapters:
         self._matrices = {}
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Have ``adapter`` ready for steps from now on, beside them. Raises :class:`UserError` where it does not fit the
-        model, or into the room."""
+        """Have ``adapter`` ready for all later steps. Raises :class:`UserError` where it does not fit the model, or into
+        the room."""
         room = self._room
         if adapter.digest in self:
             return
@@ -438,9 +438,7 @@ class Adapters:
             rank = down.shape[0]
             if down.shape != (rank, site.inputs) or up.shape != (site.outputs, rank) or rank < 1:
                 shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
-                raise _unfit(
-                    adapter, f"has matrices of {shapes} for {path}, which is ({site.outputs}, {site.inputs})"
-                )
+                raise _unfit(adapter, f"has matrices of {shapes} for {path}, which is ({site.outputs}, {site.inputs})")
             if rank != config.rank_of(path):
                 raise _unfit(adapter, f"says rank {config.rank_of(path)} for {path}, and has matrices of rank {rank}")
             change = Change(down.float(), up.float() * config.scale_of(path))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from memserve.base.types import Request, TokenArray, TokenOutput, isolation
-from memserve.protocol.messages import AnyMessage
+from memserve.protocol.messages import AdapterFiles, AnyMessage
 from memserve.protocol.peers import Peer
 
 
@@ -111,3 +111,29 @@ class Send(msgspec.Struct, frozen=True):
 
     to: Peer
     message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNamed:
+    """Requests shall name this LoRA adapter; a name that there is already leads to it from then on. Answered."""
+
+    call_id: int
+    files: AdapterFiles
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUnnamed:
+    """No new request shall name this adapter. Answered."""
+
+    call_id: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterAnswered:
+    """What became of a call about an adapter. ``error``: why nothing has changed; empty: it is done, and durable."""
+
+    call_id: int
+    error: str = ""
+    is_passing: bool = False
+    """It may help to ask again."""

@@ -341,6 +341,35 @@ class RequestRefused(Message, frozen=True, tag=True):
     """Not None: others have placed so much there that its router had better choose again, with what it knows now."""
 
 
+# -- adapters
+
+
+class AdapterFiles(Message, frozen=True):
+    """A LoRA adapter, as files."""
+
+    name: str
+    """By which clients ask for it."""
+    folder: str
+    """Where each instance reads it."""
+    digest: str
+    """Of the files' content: what is read must have it."""
+
+
+class HoldAdapters(Message, frozen=True, tag=True):
+    """Have these adapters, beside those of your start, and no others; answered by ``AdaptersHeld``. Repeated until all
+    of them are there."""
+
+    adapters: tuple[AdapterFiles, ...]
+
+
+class AdaptersHeld(Message, frozen=True, tag=True):
+    """The adapters that an instance has."""
+
+    digests: tuple[str, ...]
+    failed: tuple[tuple[str, str], ...] = ()
+    """Digests of those that it cannot have, each with the reason."""
+
+
 # -- named prefixes
 
 
@@ -531,6 +560,7 @@ AnyMessage: TypeAlias = (
     Ready
     | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | SegmentHeld | JoinRequest | StoreMessage
     | AnswersHeld | QueryAnswers | AnswerTaken | AdmissionRequests | AdmissionGrants | KvHint | KvHintDone
+    | HoldAdapters | AdaptersHeld
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

@@ -10,8 +10,8 @@ processes of one protocol version, a record is read by whatever version comes ne
 Two kinds, by the cost of losing one:
 
 * *ahead*: durable before anything that the machine asks for behind it in the same answer. The start of a router (its
-  generation must never be given again), members that enter, drain or go (others act on it), pins and documents that
-  are put or dropped (promised to a client).
+  generation must never be given again), members that enter, drain or go (others act on it), pins, documents and
+  adapters that are put or dropped (promised to a client).
 * *lazy*: durable soon. Cache entries, their use, and routes of sessions: an instance reports what it holds when it is
   asked to rejoin, so a lost record costs a little time and never a wrong answer.
 """
@@ -143,9 +143,24 @@ class DocumentDropped(Record, frozen=True, tag=True):
     document_id: Name
 
 
+class AdapterPut(Record, frozen=True, tag=True):
+    """Requests may name this LoRA adapter, which every instance has."""
+
+    name: Name
+    folder: str
+    digest: str
+
+
+class AdapterDropped(Record, frozen=True, tag=True):
+    """They may not any more."""
+
+    name: Name
+
+
 AnyRecord: TypeAlias = (
     RouterStarted | MemberEntered | MemberDrained | MemberGone | EntriesChanged | EntriesReplaced | EntriesKept
     | EntryUsed | SessionRouted | HandlePinned | HandleDropped | DocumentPut | DocumentDropped
+    | AdapterPut | AdapterDropped
 )  # fmt: skip
 
 
@@ -183,6 +198,7 @@ class RecoveredState:
     """The session that was idle longest comes first."""
     handles: tuple[HandlePinned, ...] = ()
     documents: tuple[DocumentPut, ...] = field(default=())
+    adapters: tuple[AdapterPut, ...] = ()
 
     @property
     def entries(self) -> int:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from memserve.base.types import ClockTicked, Role
 from memserve.protocol.events import (
+    AdapterAnswered,
+    AdapterNamed,
+    AdapterUnnamed,
     EmitTokens,
     MessageArrived,
     PrefixPinned,
@@ -128,11 +131,16 @@ ClusterEvent = (
     | KvHinted
     | StateRecovered
     | StoreNamed
+    | AdapterNamed
+    | AdapterUnnamed
     | RouterEnds
 )
-ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note | ReportMember
+ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note | ReportMember | AdapterAnswered
 
 __all__ = [
+    "AdapterAnswered",
+    "AdapterNamed",
+    "AdapterUnnamed",
     "ClockTicked",
     "ClusterAction",
     "ClusterEvent",

@@ -28,6 +28,8 @@ from memserve.protocol.admission import AdmissionRequests
 from memserve.protocol.idempotency import AnswersHeld, AnswerTaken
 from memserve.protocol.kv_hints import KvHintDone, KvHinted
 from memserve.protocol.messages import (
+    AdapterFiles,
+    AdaptersHeld,
     AnyMessage,
     AttemptsUnknown,
     Drain,
@@ -52,6 +54,8 @@ from memserve.router.admission.controller import AdmissionController
 from memserve.router.admission.follower import remote_admission_for
 from memserve.router.admission.needs import with_operator_settings
 from memserve.router.events import (
+    AdapterNamed,
+    AdapterUnnamed,
     ClockTicked,
     ClusterAction,
     ClusterEvent,
@@ -144,6 +148,8 @@ class Cluster:
             PrefixUnpinned: lambda event, _: self._named_prefixes.unpin_prefix(event),
             KvHinted: self.hints.start_hint,
             StateRecovered: self._recover_state,
+            AdapterNamed: self._membership.adapters.name_adapter,
+            AdapterUnnamed: self._membership.adapters.unname_adapter,
             StoreNamed: lambda event, now_ns: self._store_calls.start_calls(event, now_ns),
             RouterEnds: lambda _event, _now_ns: self._store_calls.stop_calls(),
             ClockTicked: lambda _event, _now_ns: None,
@@ -167,6 +173,7 @@ class Cluster:
             AdmissionRequests: lifecycle.remote_requests.on_requests,
             Pinned: self._named_prefixes.on_pinned,
             KvHintDone: self.hints.on_done,
+            AdaptersHeld: membership.on_adapters_held,
             Drain: lambda member, _message, now_ns: membership.drain_member(member, now_ns),
             Leave: lambda member, _message, now_ns: membership.remove_member(member, "it left", now_ns, died=False),
         }
@@ -191,6 +198,8 @@ class Cluster:
         check(not len(self._registry) and not self._lifecycle.requests.by_id, "the recovered state comes first")
         self._outbox.record_ahead(RouterStarted(event.router, event.address, event.clock_offset_ns))
         recovered = event.recovered
+        files = (AdapterFiles(record.name, record.folder, record.digest) for record in recovered.adapters)
+        self._membership.adapters.restore_adapters(files)
         last = recovered.router.generation if recovered.router is not None else 0
         self._membership.recover_members(recovered.members, recovered.dead_peers, event.address, last, now_ns)
         for session in recovered.sessions:

@@ -15,6 +15,7 @@ from memserve.protocol.messages import AnyMessage
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import AnyRecord
 from memserve.router.events import (
+    AdapterAnswered,
     ClusterAction,
     EmitTokens,
     MemberChange,
@@ -117,6 +118,10 @@ class Outbox:
         name = request_id if keyed is None else keyed.reader
         if name:
             self._actions.append(RejectRequest(name, reason, retry_after_s, overloaded, conflict))
+
+    def answer_adapter(self, answer: AdapterAnswered) -> None:
+        """A client's call about an adapter has come to its end."""
+        self._actions.append(answer)
 
     def report_member(
         self, change: MemberChange, peer: Peer, address: str = "", why: str = "", *, role: Role | None = None

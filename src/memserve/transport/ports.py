@@ -13,11 +13,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from memserve.base.errors import InvariantError, MemserveError
+from memserve.base.errors import InvariantError, MemserveError, UserError
 from memserve.base.types import Tier
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.kv.transfer.events import PageJob, PagesPulled, PagesSealed
-from memserve.protocol.messages import AnyMessage
+from memserve.protocol.messages import AdapterFiles, AnyMessage
 from memserve.protocol.peers import ArenaPlace, Peer, PeerInfo
 from memserve.transport.outbound import MailboxCounters
 from memserve.transport.ranges import Ranges, fits
@@ -58,6 +58,14 @@ class Device(Protocol):
         """The rows of a gate may read so many layers of what comes before them; None: never more. From any thread.
         Raises :class:`InvariantError` where layers are not waited for: such rows are not asked for there."""
         raise InvariantError("this device waits for no layers")
+
+    def read_adapter(self, files: AdapterFiles) -> Callable[[], None]:
+        """Read a LoRA adapter, beside the steps; what it returns is called between two of them, and then it is ready
+        for those that follow. Both raise :class:`UserError` for one that does not fit."""
+        raise UserError("this device computes without adapters", hint="serve without --lora-folder")
+
+    def drop_adapter(self, digest: str) -> None:
+        """Called between two steps: no row of a later one has this adapter."""
 
     def close(self) -> None:
         """Give back arenas and threads."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec import structs
 
+from memserve.instance.adapters import AdapterShelf
 from memserve.instance.cluster.handoff_sender import HandoffSender
 from memserve.instance.cluster.idempotency import ReplayBuffer
 from memserve.instance.cluster.migration import MigrationSender
@@ -58,6 +59,7 @@ class InstanceParts:
     hints: HintRunner
     load: Callable[[], Load]
     """How busy the instance is."""
+    adapters: AdapterShelf
 
 
 @dataclass(frozen=True, slots=True)

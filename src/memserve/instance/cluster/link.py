@@ -62,6 +62,7 @@ from memserve.protocol.messages import (
     Drain,
     Expelled,
     HandedOver,
+    HoldAdapters,
     JoinAccepted,
     MigrationRefused,
     PeerGone,
@@ -103,7 +104,7 @@ class ClusterLink:
         self.changes = RouterChanges(parts, self_peer)
         self._state = state
         self._intake = intake
-        self._pins, self._hints = instance.pins, instance.hints
+        self._pins, self._hints, self._adapters = instance.pins, instance.hints, instance.adapters
         self._geometry = geometry
         self._pulls: dict[int, tuple[str, int]] = {}  # pull job -> name of the peer, pieces
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
@@ -111,7 +112,7 @@ class ClusterLink:
         self._owner_messages: dict[type, Callable[[Any, int], None]] = {
             JoinAccepted: self._on_join_accepted, PeerJoined: self._on_peer_joined, PeerGone: self._on_peer_gone,
             Expelled: self._on_expelled, Drain: self._on_drain, Pin: self._on_pin, Unpin: self._on_unpin,
-            KvHint: self._on_hint,
+            KvHint: self._on_hint, HoldAdapters: self._on_hold_adapters,
         }  # fmt: skip
         self.commands = RouterCommands(
             parts, self.changes, self.segments, self.router_updates, self._outbox, config.scheduler.step_tokens
@@ -273,6 +274,8 @@ class ClusterLink:
         self.sender.stayed.clear()
         self.writer.offer_waiting(now_ns)
         self._outbox += self.writer.take_messages()
+        if self.router is not None and (report := self._adapters.take_report()) is not None:
+            self._outbox.append(Send(self.router, report))
         actions += self.segments.take_actions(self.routers.router_of)
         for action in self.exchange.take_actions():
             if isinstance(action, PullPages):
@@ -355,6 +358,7 @@ class ClusterLink:
         self.writer.set_members(message.peers, message.store_copies)
         self.fetches.stores_changed(self.writer.stores)
         self.replay_buffer.on_router_accepted(self.router)
+        self._adapters.on_router_joined()
         if self.router_updates.next_event and self.router is not None:
             self.commands.send_changes(None, self.router)
 
@@ -376,6 +380,9 @@ class ClusterLink:
 
     def _on_drain(self, message: Drain, now_ns: int) -> None:
         self._intake.draining = True
+
+    def _on_hold_adapters(self, message: HoldAdapters, now_ns: int) -> None:
+        self._adapters.update_wanted(message.adapters)
 
     def _on_expelled(self, message: Expelled, now_ns: int) -> None:
         self.restart_as(self.self_peer)

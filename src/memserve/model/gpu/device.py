@@ -52,6 +52,7 @@ from memserve.model.sampling import Sampled
 from memserve.model.slots import Failures, Int64s
 from memserve.model.workers.gpu_group import GpuWorkerGroup
 from memserve.model.workers.group import collectives
+from memserve.protocol.messages import AdapterFiles
 from memserve.transport.links.gpu_memory import GpuMemory
 from memserve.transport.ports import ArenaMemory, Arenas
 
@@ -219,6 +220,17 @@ class GpuDevice(ModelDevice):
         if self._graphs is not None:
             with self._gpu.compute.use():
                 self._graphs.capture_all(len(self._slots.opened), progress)
+
+    def read_adapter(self, files: AdapterFiles) -> Callable[[], None]:
+        """See :class:`memserve.transport.ports.Device`."""
+        install = super().read_adapter(files)
+
+        def install_in_order() -> None:
+            with self._lock, self._gpu.compute.use():
+                install()
+            self._gpu.compute.wait()
+
+        return install_in_order
 
     @property
     def graph_sizes(self) -> list[int]:

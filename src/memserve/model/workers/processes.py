@@ -40,6 +40,7 @@ from memserve.model.workers.group import GroupMemory, WorkerGroup
 from memserve.model.workers.plans import Division, plan_division
 from memserve.model.workers.sharding import shard, share_states
 from memserve.model.workers.trial import Trial, follow_trial
+from memserve.protocol.messages import AdapterFiles
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, usable_cores
 from memserve.system.process import die_with, ignore_terminal, module_command, set_thread_environment
@@ -106,8 +107,9 @@ class Processes:
         self._connections.append(line)
         line.send(order)
 
-    def receive_all(self) -> list[object]:
-        """What each of them says about its start. Raises :class:`UserError` where one cannot, or says nothing."""
+    def receive_all(self) -> list[Any]:
+        """What each of them says about its start, or about an adapter. Raises :class:`UserError` where one cannot
+        start, or says nothing."""
         return [self._receive_from(rank, line) for rank, line in enumerate(self._connections, 1)]
 
     def _receive_from(self, rank: int, line: Connection) -> object:
@@ -242,6 +244,27 @@ class Divided(Device):
         except BaseException as error:
             raise self._mark_broken(error) from error
 
+    def read_adapter(self, files: AdapterFiles) -> Callable[[], None]:
+        """See :class:`memserve.transport.ports.Device`. The workers read it between steps."""
+        install = self._leader.read_adapter(files)
+
+        def install_everywhere() -> None:
+            self._workers.send_all(files)
+            try:
+                install()
+            finally:
+                reasons = [reply for (reply,) in self._workers.receive_all() if reply]
+            if reasons:
+                self.drop_adapter(files.digest)
+                raise UserError(reasons[0], hint="its folder must be readable by all workers", param="lora_path")
+
+        return install_everywhere
+
+    def drop_adapter(self, digest: str) -> None:
+        """See :class:`memserve.transport.ports.Device`."""
+        self._workers.send_all(digest)
+        self._leader.drop_adapter(digest)
+
     def _mark_broken(self, error: BaseException) -> WorkersBroken:
         """The workers may be at different operations now, and could not be brought together again."""
         self._crew.mark_broken(f"a step failed: {type(error).__name__}: {error}")
@@ -371,7 +394,25 @@ def main(descriptor: int) -> None:
             command = pickle.loads(line.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)  # to destroy torch's objects takes half a second, and frees nothing
-        device.follow_step(*command)
+        match command:
+            case (AdapterFiles() as files,):
+                line.send((_read_adapter(device, files),))
+            case (str() as digest,):
+                device.drop_adapter(digest)
+            case _:
+                device.follow_step(*command)
+
+
+def _read_adapter(device: ModelDevice, files: AdapterFiles) -> str:
+    """Why this worker cannot have the adapter; empty: it has it."""
+    try:
+        device.read_adapter(files)()
+    except UserError as error:
+        return error.message
+    except Exception as error:
+        log.exception("the adapter %s cannot be loaded", files.name)
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _load(order: _Order, line: Connection) -> ModelDevice:

@@ -117,6 +117,11 @@ class LoadTable:
         self.is_open[number] = False
         self._members_changed()
 
+    def open_member(self, number: int) -> None:
+        """The member takes new requests from now on."""
+        self.is_open[number] = True
+        self._members_changed()
+
     def remove_member(self, number: int) -> None:
         """The member is gone. All of its work must have been discharged."""
         check(not any(self.own_of(number)), "instance {} left with {}", number, self.own_of(number))

@@ -30,6 +30,7 @@ from memserve.base.errors import check
 from memserve.base.types import Role
 from memserve.protocol.admission import AdmissionGrants
 from memserve.protocol.messages import (
+    AdaptersHeld,
     AnyMessage,
     AttemptsUnknown,
     Drain,
@@ -51,6 +52,7 @@ from memserve.protocol.records import MemberDrained, MemberEntered, MemberGone, 
 from memserve.protocol.store import JoinRequest
 from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.events import MemberChange, StoreNamed
+from memserve.router.members.adapters import AdapterBook
 from memserve.router.members.registry import LinkTotals, Member, MemberState, Registry
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.parts import RouterParts
@@ -183,6 +185,7 @@ class Membership:
             tables.registry, parts.timers, dead_after_ns, partial(self.remove_member, died=True)
         )
         self._losses = LossDetector(lifecycle, parts.outbox)
+        self.adapters = AdapterBook(parts, lifecycle.requests)
         #: for members of the last router; known to machines that remember
         self._rejoin_request = RejoinRequest("")
 
@@ -264,11 +267,13 @@ class Membership:
         self._lifecycle.admission.memory.add_instance(member)
         self._lifecycle.answers.queries_instances |= info.role is Role.ROUTER
         self._silence.watch_member(member)
+        self.adapters.on_registered(member)
         return member
 
     def _introduce_member(self, member: Member, joined_at: str, now_ns: int) -> None:
         """The member hears of all others and they of it; requests that wait may run there."""
         self._accept_member(member, joined_at)
+        self.adapters.on_introduced(member)
         self._notify_others(member, PeerJoined(member.info))
         self._lifecycle.place_waiting(now_ns)
 
@@ -315,6 +320,7 @@ class Membership:
         self._loads.add_member(
             member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id, member.costs
         )
+        self.adapters.on_registered(member)
         self._lifecycle.admission.memory.invalidate_needs()
         self._counters.members_readopted += 1
         note = "with the KV that it had cached"
@@ -337,8 +343,15 @@ class Membership:
             self._outbox.send(member.peer, Drain())  # the first one may have been lost
         if message.wants_ack:
             self._outbox.send(member.peer, HeartbeatAck())
+        self.adapters.on_heartbeat(member)
         self._compare_members(member, message.members_digest)
         self._losses.check_heartbeat(member, message.load)
+
+    def on_adapters_held(self, member: Member, message: AdaptersHeld, now_ns: int) -> None:
+        """``member`` says which adapters it has; requests may have waited for that."""
+        if self.adapters.on_held(member, message, now_ns):
+            self._lifecycle.admission.memory.invalidate_needs()
+            self._lifecycle.place_waiting(now_ns)
 
     def update_load(self, member: Member, load: Load | None) -> None:
         """How busy ``member`` is. None: nothing is said of it."""
@@ -394,6 +407,7 @@ class Membership:
         self._notify_others(member, PeerGone(member.peer, reason))
         self._named_prefixes.on_member_removed(member, now_ns)
         self._hints.on_member_removed(member)
+        self.adapters.on_member_removed(member)
         # only after all tables have forgotten the member: a request must not be placed on it again
         for req in failed:
             self._lifecycle.place_request(req, now_ns)
@@ -419,6 +433,7 @@ class Membership:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""
+        self.adapters.check_invariants()
 
     def member_views(self) -> tuple[InstanceView, ...]:
         """All members in the order in which they joined."""
