@@ -31,6 +31,7 @@ from memserve.api.http.limits import Edge
 from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, LineWriter, RequestLog, on_http_error
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.metrics.traces import Traces, open_traces
+from memserve.api.openai.adapters import AdapterRoutes
 from memserve.api.openai.documents import Documents
 from memserve.api.openai.embeddings import Embedder, embedding_routes, without_generation
 from memserve.api.openai.endpoints import (
@@ -82,7 +83,7 @@ class _Pages:
         ]
 
     def _model_card(self, name: str | None = None, adapter: Adapter | None = None) -> dict[str, Any]:
-        of_adapter = {} if adapter is None else {"root": adapter.folder.name, "parent": self._model.name}
+        of_adapter = {} if adapter is None else {"root": adapter.root, "parent": self._model.name}
         return {
             "id": name or self._model.name,
             "object": "model",
@@ -213,7 +214,7 @@ def request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[
 
 
 def _named_prefixes(shared: EndpointParts, names: ModelNames, documents: Documents) -> list[Route]:
-    document_routes, sessions = DocumentRoutes(shared, documents), SessionRoutes(shared.hub.engine)
+    document_routes, sessions = DocumentRoutes(shared, names, documents), SessionRoutes(shared.hub.engine)
     hints = HintRoutes(shared, names, documents)
     return [
         Route("/v1/documents", document_routes.list_documents),
@@ -298,6 +299,7 @@ def create_app(
     config: ApiConfig | None = None,
     traces: Traces | None = None,
     batches_folder: Path | None = None,
+    lora_folder: Path | None = None,
     edge: Edge | None = None,
 ) -> Application:
     """The OpenAI API in front of ``engine``. A server drains ``app.state.hub`` and applies ``app.state.edge``'s limits.
@@ -306,7 +308,8 @@ def create_app(
     ``aliases``; answers carry its name. Each of ``adapters`` is asked for by its own.
     ``metrics_keys``: ``GET /metrics`` requires one of them, and names tenants; none: it is open and names none.
     ``traces``: closed with the application; ``None``: as ``config.otlp_endpoint`` says.
-    ``batches_folder``: where files and batches are kept; ``None``: there are none.
+    ``batches_folder``: where files and batches are kept; ``None``: there are none. ``lora_folder``: adapters may be
+    loaded from below it; ``None``: there are those of the start.
     ``edge``: of the server, where several applications share it; ``None``: its own, with ``limits``.
     Raises :class:`UserError` for malformed keys, and for traces without the package they need.
     """
@@ -328,7 +331,8 @@ def create_app(
     count_waiting = partial(_count_waiting, engine)
     batches, batch_routes = open_batches(batches_folder, edge, count_waiting, behind_guard, [metrics])
     prefix_routes = _named_prefixes(shared, names, documents)
-    routes = [*generating, *pages.routes(), *prefix_routes, *batch_routes, *dashboard.routes()]
+    adapter_routes = AdapterRoutes(engine, names, lora_folder, edge, keys, operators).routes()
+    routes = [*generating, *pages.routes(), *prefix_routes, *batch_routes, *adapter_routes, *dashboard.routes()]
     layers = [
         *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
         Middleware(TrailingSlashes, routes=routes),

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
@@ -37,7 +38,8 @@ from memserve.base.types import FinishReason, Request, SamplingParams, TokenLogp
 from memserve.host.build import build_engine
 from memserve.host.engine import Engine, Refusal, Rejected
 from memserve.host.stats import EngineStats
-from memserve.model.loading.lora import read_adapters
+from memserve.model.loading.lora import Adapter, read_adapter, read_adapters
+from memserve.protocol.messages import AdapterFiles
 from memserve.system.memory import no_collections
 
 BUSY_WAIT_S = 0.05
@@ -300,6 +302,24 @@ class LLM:
             plan = plan_chat(body, prompt, self.model, caller, self._new_id())
         return self._run_plans([plan], sampling, on_progress)[0]
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Have the LoRA adapter in ``folder`` ready as ``adapter=name``; where that name leads elsewhere, it leads here
+        from then on. Needs ``LLM(lora_folder=...)``. Raises :class:`UserError`."""
+        self._require_open()
+        adapter = read_adapter(name, Path(folder))
+        if self._names.is_model(name):
+            raise UserError(f"{name!r} is a name of the model itself", hint="use another one", param="adapter")
+        answer = self._engine.load_adapter(AdapterFiles(name, folder, adapter.digest)).result()
+        if answer.error:
+            raise UserError(answer.error, param="adapter")
+        self._names.put_adapter(adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter that was loaded so; what runs with it goes on. Raises :class:`UserError`."""
+        self._require_open()
+        self._names.remove_adapter(self._find_adapter(name))
+        self._engine.unload_adapter(name).result()
+
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text``, as the model was trained to see them."""
         return list(self._encoder.tokenizer.encode(text).ids)
@@ -327,11 +347,14 @@ class LLM:
         name = fields.pop("adapter", None)
         if name is None:
             return fields, caller
-        adapter = self._names.find_adapter(str(name))
+        return fields, structs.replace(caller, adapter=self._find_adapter(str(name)))
+
+    def _find_adapter(self, name: str) -> Adapter:
+        adapter = self._names.find_adapter(name)
         if adapter is None:
             hint = "LLM(lora=['NAME=FOLDER'])"
-            raise UserError(f"no adapter is named {str(name)[:80]!r}", hint=hint, param="adapter")
-        return fields, structs.replace(caller, adapter=adapter)
+            raise UserError(f"no adapter is named {name[:80]!r}", hint=hint, param="adapter")
+        return adapter
 
     def _new_id(self) -> str:
         return f"llm-{next(self._ids)}"

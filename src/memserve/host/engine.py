@@ -395,6 +395,10 @@ class EngineAdapters:
         self._named: dict[str, AdapterFiles] = {}
         self._waiting: list[tuple[AdapterFiles, Future[AdapterAnswered]]] = []
 
+    def stored_adapters(self) -> tuple[AdapterFiles, ...]:
+        """None: an engine alone keeps no records."""
+        return ()
+
     def load_adapter(self, files: AdapterFiles) -> Future[AdapterAnswered]:
         """Have the instance load it, for requests that name it. The future says what came of it."""
         answered = Future[AdapterAnswered]()
@@ -439,6 +443,7 @@ class Engine:
         self._closed = False
         self._adapters = EngineAdapters(self._instance.post_event)
         self.load_adapter, self.unload_adapter = self._adapters.load_adapter, self._adapters.unload_adapter
+        self.stored_adapters = self._adapters.stored_adapters
         self._instance.start()
 
     def submit(self, request: Request, sink: Sink) -> None:

@@ -363,8 +363,8 @@ class Adapters:
         self._matrices = {}
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Have ``adapter`` ready for all later steps. Raises :class:`UserError` where it does not fit the model, or into
-        the room."""
+        """Have ``adapter`` ready for all later steps. Raises :class:`UserError` where it does not fit the model, or the
+        room."""
         room = self._room
         if adapter.digest in self:
             return

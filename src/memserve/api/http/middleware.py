@@ -154,14 +154,18 @@ WORK_ROUTES = (
     "/pooling", "/v2/embed",
 )  # fmt: skip
 """Outside of ``/v1/``, where clients of others look for them; they need a key as well."""
+OPERATOR_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+"""They need an operator's key, where operators have keys of their own."""
 KNOWN_ROUTES = (
     "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings",
     "/v1/rerank", "/v1/score", "/v1/models", "/health", "/metrics", "/openapi.json", "/version",
-    "/ping", "/load", *WORK_ROUTES,
+    "/ping", "/load", *WORK_ROUTES, *OPERATOR_ROUTES,
 )  # fmt: skip
 """Labels of the request counter: paths that clients invent must not add labels."""
 
-NAMED_ROUTES = ("/v1/batches", "/v1/documents", "/v1/files", "/v1/responses", "/v1/sessions", "/engines", "/ui")
+NAMED_ROUTES = (
+    "/v1/batches", "/v1/documents", "/v1/files", "/v1/responses", "/v1/sessions", "/engines", "/adapters", "/ui",
+)  # fmt: skip
 """Routes with names as paths below them."""
 
 
@@ -175,7 +179,7 @@ def route_of(path: str) -> str:
 
 def is_work(path: str) -> bool:
     """Whether requests for ``path`` need a key."""
-    return path.startswith("/v1/") or path in WORK_ROUTES
+    return (path.startswith("/v1/") and path not in OPERATOR_ROUTES) or path in WORK_ROUTES
 
 
 class Answered:

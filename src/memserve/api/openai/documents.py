@@ -50,6 +50,10 @@ class Document:
     created_s: int
     ttl_s: float
     expires_ns: int = 0
+    adapter: str = ""
+    """Digest of the adapter that computes it; empty: none."""
+    model: str = ""
+    """The name by which that was asked for."""
 
     @property
     def handle(self) -> str:
@@ -214,6 +218,8 @@ class _StoredDocument(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     created_s: int
     ttl_s: float
+    adapter: str = ""
+    model: str = ""
 
 
 class DocumentMemory:
@@ -247,6 +253,8 @@ class DocumentMemory:
             _bytes_of(Prompt(document.tokens)),
             document.created_s,
             document.ttl_s,
+            document.adapter,
+            document.model,
         )
         expires_ns = self._clock_ns() + ns_from_s(document.ttl_s)
         await self._write_record(DocumentPut(tenant, document.document_id, msgspec.msgpack.encode(body), expires_ns))
@@ -268,5 +276,6 @@ def _bytes_of(prompt: Prompt) -> bytes:
 def _document(document_id: str, body: _StoredDocument) -> Document:
     prompt, tokens = (np.frombuffer(data, "<i4").astype(np.int32) for data in (body.prompt_tokens, body.tokens))
     return Document(
-        document_id, body.endpoint, body.messages, Prompt(prompt, body.prompt_text), tokens, body.created_s, body.ttl_s
-    )
+        document_id, body.endpoint, body.messages, Prompt(prompt, body.prompt_text), tokens, body.created_s,
+        body.ttl_s, adapter=body.adapter, model=body.model,
+    )  # fmt: skip

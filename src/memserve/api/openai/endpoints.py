@@ -189,10 +189,11 @@ def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoi
         return None
     if body.cache_salt is not None:
         raise bad_request("cache_salt and document exclude each other: a salt hides what is cached", "cache_salt")
-    if caller.adapter is not None:
-        message = "documents are computed without an adapter, so none of their KV is of use here: put the text in front"
-        raise bad_request(message, "document")
     document = documents.get_document(caller.tenant, body.document)
+    if document.adapter != (caller.adapter.digest if caller.adapter is not None else ""):
+        whose = f"by the adapter {document.model!r} as it was then" if document.adapter else "without an adapter"
+        message = f"The document {document.document_id!r} was computed {whose}: none of its KV is of use here."
+        raise bad_request(f'{message} Put it again, with the "model" that requests ask for', "document")
     if document.endpoint != endpoint:
         message = f"The document {document.document_id!r} is for {document.endpoint}: none of its KV is cached for"
         raise bad_request(f'{message} {endpoint}; put one with "endpoint": "{endpoint}" under another id', "document")

@@ -16,7 +16,9 @@ from memserve.base.errors import UserError
 from memserve.base.types import NamedPrefix, Pooling, PositionRegimes, Request, SamplingParams, TokenArray, TokenOutput
 from memserve.host.engine import Rejected
 from memserve.model.loading.lora import Adapter
+from memserve.protocol.events import AdapterAnswered
 from memserve.protocol.kv_hints import HintResult, KvHinted
+from memserve.protocol.messages import AdapterFiles
 from memserve.protocol.records import DocumentDropped, DocumentPut
 from memserve.router.placement.prefix_directory import PrefixNode
 
@@ -176,6 +178,20 @@ class RememberingEngine(ServingEngine, Protocol):
         """Make ``record`` durable. The future says whether it is."""
 
 
+@runtime_checkable
+class AdaptingEngine(ServingEngine, Protocol):
+    """An engine whose LoRA adapters come and go."""
+
+    def stored_adapters(self) -> tuple[AdapterFiles, ...]:
+        """Those in the records of the last engine."""
+
+    def load_adapter(self, files: AdapterFiles) -> Future[AdapterAnswered]:
+        """Have it ready for requests that name it. The future says what came of it, once it is durable."""
+
+    def unload_adapter(self, name: str) -> Future[AdapterAnswered]:
+        """No new request names it; those that have begun with it go on."""
+
+
 class ModelNames:
     """The names by which clients may ask for the served model, and for its adapters."""
 
@@ -186,7 +202,6 @@ class ModelNames:
         not matter. Raises :class:`UserError` for an adapter with a name of the model's."""
         self.served = served
         self.shown = tuple(dict.fromkeys((served, *further)))
-        self.adapters = tuple(adapters)
         self._model_names = {name.casefold() for name in (*self.shown, *aliases)}
         self._adapters = {adapter.name.casefold(): adapter for adapter in adapters}
         if shared_names := self._model_names & self._adapters.keys():
@@ -195,6 +210,23 @@ class ModelNames:
 
     def __contains__(self, name: str) -> bool:
         return name.casefold() in self._model_names or name.casefold() in self._adapters
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """All of them, in the order in which they came."""
+        return tuple(self._adapters.values())
+
+    def is_model(self, name: str) -> bool:
+        """Whether it is one of the model's own."""
+        return name.casefold() in self._model_names
+
+    def put_adapter(self, adapter: Adapter) -> None:
+        """From now on its name leads to it."""
+        self._adapters[adapter.name.casefold()] = adapter
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """From now on its name leads nowhere."""
+        self._adapters.pop(adapter.name.casefold(), None)
 
     def find_adapter(self, name: str) -> Adapter | None:
         """The adapter of this name; ``None``: it is the model's own name, or none."""

@@ -86,7 +86,9 @@ def _json(value: object) -> Response:
 
 
 _RELAYED_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses", "/v1/kv_hints")
-_REDIRECTED_PATHS = ("/v1/files", "/v1/batches")
+_REDIRECTED_PATHS = (
+    "/v1/files", "/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters",
+)  # fmt: skip
 _RELAYED = b"x-memserve-relayed"
 _SILENCE_S = 600.0
 """How long the owner may say nothing in the middle of a request."""

@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from starlette.types import Receive
 from memserve.api.http.errors import ApiError, bad_request, echo, engine_silent
 from memserve.api.http.limits import TENANT_KEY, json_body
 from memserve.api.openai.documents import Document, DocumentMemory, Documents, prepare_document
-from memserve.api.openai.endpoints import EndpointParts
+from memserve.api.openai.endpoints import EndpointParts, addressed
 from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServingEngine
 from memserve.api.openai.kv_hints import (
     VERSION,
@@ -29,7 +30,7 @@ from memserve.api.openai.kv_hints import (
     plan_hint,
 )
 from memserve.api.openai.request.messages import check_messages
-from memserve.api.openai.request.plan import digest_salt, prefix_handle, session_handle, session_of
+from memserve.api.openai.request.plan import Caller, digest_salt, prefix_handle, session_handle, session_of
 from memserve.api.openai.request.schema import ChatBody, DocumentBody, parse_body
 from memserve.api.openai.response.responders import run_requests
 from memserve.base.types import NamedPrefix, Request, SamplingParams, StopParams, TokenOutput, salt_of
@@ -47,8 +48,8 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 class DocumentRoutes:
     """The handlers. A document, like its KV, is visible to its tenant alone."""
 
-    def __init__(self, shared: EndpointParts, documents: Documents) -> None:
-        self._shared, self._documents = shared, documents
+    def __init__(self, shared: EndpointParts, names: ModelNames, documents: Documents) -> None:
+        self._shared, self._names, self._documents = shared, names, documents
         self._memory = DocumentMemory(shared.hub.engine)
         self._memory.restore_documents(documents)
 
@@ -62,7 +63,12 @@ class DocumentRoutes:
         async with json_body(request.scope, request.receive, self._shared.edge) as data:
 
             def prepared(data: bytes = data) -> Document:
-                return prepare_document(parse_body(data, DocumentBody), document_id, encoder, model)
+                body = parse_body(data, DocumentBody)
+                adapter = addressed(body.model, self._names, Caller(tenant)).adapter
+                document = prepare_document(body, document_id, encoder, model)
+                if adapter is None:
+                    return document
+                return replace(document, adapter=adapter.digest, model=adapter.name)
 
             document = await encoder.run_work(tenant, len(data), data, prepared)
         del data, prepared
@@ -132,8 +138,8 @@ class DocumentRoutes:
             engine.pin_prefix(document.handle, tenant, document.tokens, ttl_ns, self._document_salt(document))
 
     def _document_salt(self, document: Document) -> str:
-        """A document's KV serves prompts of its own regime of positions."""
-        return salt_of("", "", self._shared.model.position_regimes.regime_of(len(document.tokens)))
+        """A document's KV serves prompts of its own adapter and regime of positions."""
+        return salt_of("", document.adapter, self._shared.model.position_regimes.regime_of(len(document.tokens)))
 
     async def _pinned_soon(self, document: Document, tenant: str) -> int | None:
         """As :meth:`_pinned_tokens`, but waits up to ``PIN_ANSWER_S`` for an engine that does not know yet."""
@@ -167,6 +173,7 @@ def _document_card(document: Document, pinned_tokens: int | None, remaining_s: f
         "object": "document",
         "created": document.created_s,
         "endpoint": document.endpoint,
+        **({"model": document.model} if document.adapter else {}),
         "tokens": len(document.tokens),
         "pinned_tokens": pinned_tokens,
         "ttl_s": document.ttl_s,
@@ -295,7 +302,8 @@ class HintRoutes:
     def _find_target(self, payload: HintPayload, tenant: str) -> HintTarget:
         if payload.document is not None:
             document = self._documents.get_document(tenant, payload.document)
-            return HintTarget(tenant, document.handle, document.tokens, self._salt(len(document.tokens)))
+            salt = self._salt(len(document.tokens), adapter=document.adapter)
+            return HintTarget(tenant, document.handle, document.tokens, salt)
         own_salt = digest_salt(payload.cache_salt)
         if payload.session is not None:
             salt = salt_of(own_salt, "", self._shared.model.position_regimes.regime_of(0))
@@ -311,5 +319,5 @@ class HintRoutes:
         salt = self._salt(len(tokens), own_salt)
         return HintTarget(tenant, prefix_handle(tokens, salt), tokens, salt)
 
-    def _salt(self, tokens: int, own_salt: str = "") -> str:
-        return salt_of(own_salt, "", self._shared.model.position_regimes.regime_of(tokens))
+    def _salt(self, tokens: int, own_salt: str = "", adapter: str = "") -> str:
+        return salt_of(own_salt, adapter, self._shared.model.position_regimes.regime_of(tokens))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memserve.base.config import EngineOptions
 from memserve.base.deployment import Followers
 from memserve.base.errors import UserError
 from memserve.base.options import command_line_of
@@ -91,14 +92,23 @@ class Served:
     """Called when the server begins to shut down."""
     folder: Path | None = None
     """Where files and batches are kept. None: there are none."""
+    lora_folder: Path | None = None
+    """Adapters may be loaded from below it. None: they are those of the start."""
+
+
+def lora_folder_of(engine: EngineOptions) -> Path | None:
+    """Below which adapters lie that may be loaded. None: they are those of the start."""
+    folder = engine.lora_updates.lora_folder
+    return Path(folder) if folder else None
 
 
 def app_of(
     engine: ServingEngine, model: LoadedModel | RemoteModel, source: str, adapters: tuple[Adapter, ...],
-    http: opt.HttpOptions, batches_folder: Path | None = None, edge: Edge | None = None,
+    http: opt.HttpOptions, batches_folder: Path | None = None, lora_folder: Path | None = None,
+    edge: Edge | None = None,
 ) -> tuple[Application, LoadedModel | RemoteModel]:  # fmt: skip
     """The application in front of ``engine``, and ``model`` as clients know it. ``source``: as it was configured.
-    ``batches_folder``, ``edge``: as of :func:`memserve.api.app.create_app`."""
+    ``batches_folder``, ``lora_folder``, ``edge``: as of :func:`memserve.api.app.create_app`."""
     from memserve.api.app import create_app
 
     aliases = (source, model.name)  # as it was configured, and as it calls itself
@@ -110,7 +120,7 @@ def app_of(
     app = create_app(
         engine, model, aliases=aliases, further_names=http.server.served_model_names[1:], adapters=adapters,
         api_keys=http.api_keys.follow_keys(), metrics_keys=http.metrics_keys.follow_keys(), limits=http.limits,
-        config=http.api, batches_folder=batches_folder, edge=edge,
+        config=http.api, batches_folder=batches_folder, lora_folder=lora_folder, edge=edge,
     )  # fmt: skip
     return app, model
 
@@ -120,7 +130,7 @@ def serve_until_signal(
     started: float,
 ) -> None:  # fmt: skip
     """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
-    app, model = app_of(served.engine, served.model, source, adapters, http, served.folder)
+    app, model = app_of(served.engine, served.model, source, adapters, http, served.folder, served.lora_folder)
     port = listeners[0].getsockname()[1]
 
     def ready_lines() -> list[str]:

@@ -19,7 +19,14 @@ from memserve.base.types import Admission, Caching
 from memserve.cli import credentials
 from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import run_fleet
-from memserve.cli.cluster.http import Served, followers_at, listening, own_listener, serve_until_signal
+from memserve.cli.cluster.http import (
+    Served,
+    followers_at,
+    listening,
+    lora_folder_of,
+    own_listener,
+    serve_until_signal,
+)
 from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, devices_for, running_cluster
 from memserve.cli.cluster.models import Models, NamedModel, has_store, read_models
 from memserve.cli.cluster.several import refuse_names, run_models
@@ -81,7 +88,7 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(server.log_level)
-    _check_routers(routers, placement, standalone=in_process)
+    _check_shape(engine, routers, placement, standalone=in_process, engines=bool(fleet.engines))
     http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api)
     if fleet.engines or fleet.admin_key_file is not None:
         shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
@@ -116,8 +123,11 @@ def serve(
     run_server(models[0].engine, http, options_of(models[0]))
 
 
-def _check_routers(routers: int, placement: PlacementOptions, *, standalone: bool) -> None:
+def _check_shape(
+    engine: EngineOptions, routers: int, placement: PlacementOptions, *, standalone: bool, engines: bool
+) -> None:
     """Raise :class:`UserError` for what one router alone can do."""
+    _check_lora_folder(engine, routers, placement, engines=engines)
     if routers == 1:
         return
     if standalone:
@@ -126,6 +136,20 @@ def _check_routers(routers: int, placement: PlacementOptions, *, standalone: boo
         raise UserError(
             "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
         )
+
+
+def _check_lora_folder(engine: EngineOptions, routers: int, placement: PlacementOptions, *, engines: bool) -> None:
+    """Raise :class:`UserError` where adapters do not come and go yet."""
+    if not engine.lora_updates.lora_folder:
+        return
+    hurdles = (
+        (routers > 1, "with several routers", "leave out --routers"),
+        (engines, "of --engine", "load them there"),
+        (placement.remote_place is not None, "on Ray", "use --lora"),
+    )
+    for applies, where, hint in hurdles:
+        if applies:
+            raise UserError(f"adapters {where} do not come and go yet", hint=hint, param="lora_folder")
 
 
 def _standalone_options(options: EngineOptions, admission: AdmissionConfig, *cluster_options: object) -> EngineOptions:
@@ -194,7 +218,8 @@ def _engine(options: EngineOptions) -> Iterator[Served]:
         leave_compiler_out(options.device)
         engine, model = build_engine(options)
     try:
-        yield Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running))
+        text = room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running)
+        yield Served(engine, model, text, lora_folder=lora_folder_of(options))
     finally:
         engine.close(ENGINE_CLOSE_S)
 
@@ -206,4 +231,5 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
             print_lines(why)
     with running_cluster(options, cluster, log_level, print_lines) as running:
         folder = None if running.folder is None else running.folder / BATCHES
-        yield Served(running.engine, running.model, running.text, running.on_end, folder)
+        parts = running.engine, running.model, running.text, running.on_end, folder
+        yield Served(*parts, lora_folder_of(options))

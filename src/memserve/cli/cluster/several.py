@@ -23,6 +23,7 @@ from memserve.cli.cluster.http import (
     app_of,
     followers_at,
     listening,
+    lora_folder_of,
     own_listener,
     precision_lines,
     ready_text,
@@ -297,7 +298,8 @@ class ModelSet:
         running = self._running[model.name] = cluster.wait_until_ready()
         adapters = read_adapters(model.engine.lora)
         http = _named_http(self._http, model.name)
-        app, card = app_of(running.engine, running.model, model.engine.model, adapters, http, edge=self.edge)
+        parts = running.engine, running.model, model.engine.model, adapters, http
+        app, card = app_of(*parts, lora_folder=lora_folder_of(model.engine), edge=self.edge)
         self.lines += [f"{model.name}: {line}" for line in [running.text, *precision_lines(card, adapters)]]
         return ModelPart(model.name, app, _sleep_of(cluster, running), model.text)
 

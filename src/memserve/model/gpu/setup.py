@@ -116,6 +116,9 @@ def refuse_on_gpu(options: EngineOptions) -> None:
     if options.scheduler.link_bytes_s is not None:
         hint = "leave out --link-gbps, or use --device cpu"
         raise UserError("a GPU has a link of its own to DRAM: none is emulated", hint=hint, param="link_bytes_s")
+    if options.lora_updates.lora_folder and options.parallel.worker_count > 1:
+        hint = "use --lora, or instances of one GPU each"
+        raise UserError("adapters of several GPUs do not come and go yet", hint=hint, param="lora_folder")
 
 
 def refuse_without_gpu(options: EngineOptions) -> None:

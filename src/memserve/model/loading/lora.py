@@ -137,6 +137,8 @@ class Adapter:
     folder: Path
     digest: str
     config: AdapterConfig
+    root: str = ""
+    """What clients are told of the folder: its name, or as they named it."""
 
 
 def read_adapters(options: Sequence[str]) -> tuple[Adapter, ...]:
@@ -167,7 +169,7 @@ def read_adapter(name: str, folder: Path) -> Adapter:
         hint = f"give a folder that PEFT has written, with {CONFIG} and {WEIGHTS}"
         raise UserError(f"cannot read the adapter {name!r} in {folder}: {reason}", hint=hint, param="lora") from None
     _check_kind(name, fields)
-    return Adapter(name, folder, digest, _config(name, fields))
+    return Adapter(name, folder, digest, _config(name, fields), folder.name)
 
 
 @lru_cache(maxsize=256)

@@ -248,6 +248,8 @@ class DocumentBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     """Seconds for which its KV is kept from eviction, from the answer on. Default 3600."""
     endpoint: Literal["chat", "completions"] | None = None
     """Which requests may begin with it: `chat` or `completions`."""
+    model: ShortText | None = None
+    """The model or adapter that computes it, and that requests with it ask for. Default: the served model."""
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
