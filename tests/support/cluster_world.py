@@ -16,6 +16,7 @@ from memserve.base.types import FinishReason, KVGeometry, Request, Role, Samplin
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.kv.identity import block_identities, namespace_id
 from memserve.protocol.messages import (
+    AdaptersHeld,
     AttemptsUnknown,
     Cancel,
     Dispatch,
@@ -23,6 +24,7 @@ from memserve.protocol.messages import (
     Expelled,
     HandedOver,
     Heartbeat,
+    HoldAdapters,
     Join,
     JoinAccepted,
     KvChange,
@@ -39,6 +41,7 @@ from memserve.protocol.messages import (
 )
 from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve.router.events import (
+    AdapterAnswered,
     ClockTicked,
     EmitTokens,
     MessageArrived,
@@ -110,6 +113,9 @@ class FakeInstance:
     member: bool = False
     draining: bool = False
     refuses: tuple[str, float | None] | None = None
+    #: digests of adapters that it cannot load, with the reason
+    unfit: dict[str, str] = field(default_factory=dict)
+    adapters: set[str] = field(default_factory=set)
     running: dict[str, Running] = field(default_factory=dict)
     pins: dict[str, Pin] = field(default_factory=dict)
     #: what the router and others have said, while it was paused
@@ -154,9 +160,15 @@ class FakeInstance:
             self.outbox.append(Pinned(message.handle, len(message.tokens) // BLOCK * BLOCK))
         elif isinstance(message, Unpin):
             self.pins.pop(message.handle, None)
+        elif isinstance(message, HoldAdapters):
+            asked = {files.digest for files in message.adapters}
+            self.adapters = asked - self.unfit.keys()
+            failed = tuple((digest, self.unfit[digest]) for digest in sorted(asked & self.unfit.keys()))
+            self.outbox.append(AdaptersHeld(tuple(sorted(self.adapters)), failed))
 
     def _dispatched(self, dispatch: Dispatch) -> None:
         request = dispatch.request
+        assert not request.adapter or request.adapter in self.adapters, f"{self.name} does not have its adapter"
         if self.refuses is not None or self.draining:
             reason, retry_after_s = self.refuses or ("it drains", 0.0)
             self.outbox.append(RequestRefused(request.request_id, reason, retry_after_s))
@@ -261,6 +273,7 @@ class World:
         self.now = 0
         self.diary: list = []
         self.reports: list[ReportMember] = []
+        self.answers: dict[int, AdapterAnswered] = {}
         for name, role in instances:
             self.add(name, role)
 
@@ -289,6 +302,9 @@ class World:
                 client.rejected = action
             elif isinstance(action, ReportMember):
                 self.reports.append(action)
+            elif isinstance(action, AdapterAnswered):
+                assert action.call_id not in self.answers
+                self.answers[action.call_id] = action
             else:
                 self._deliver(action)
         return actions

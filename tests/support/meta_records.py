@@ -9,6 +9,8 @@ from memserve.base.types import KVGeometry, Role, Tier
 from memserve.protocol.messages import KvChange
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.records import (
+    AdapterDropped,
+    AdapterPut,
     AnyRecord,
     DocumentDropped,
     DocumentPut,
@@ -72,6 +74,8 @@ class Drawn:
             "unpin",
             "put",
             "del",
+            "adapt",
+            "unadapt",
         ]
         return getattr(self, "_" + rng.choice(kinds))(peer)
 
@@ -120,6 +124,12 @@ class Drawn:
     def _del(self, peer: Peer) -> AnyRecord:
         return DocumentDropped(self.rng.choice("ab"), f"d{self.rng.randrange(9)}")
 
+    def _adapt(self, peer: Peer) -> AnyRecord:
+        return AdapterPut(f"a{self.rng.randrange(9)}", "/adapters/a", f"{self.rng.randrange(99)}")
+
+    def _unadapt(self, peer: Peer) -> AnyRecord:
+        return AdapterDropped(f"a{self.rng.randrange(9)}")
+
 
 class StateTwin:
     """What the records mean, in the plainest way: lists and dicts, one entry a line."""
@@ -129,7 +139,7 @@ class StateTwin:
         self.offset = 0
         self.members: dict[str, dict[str, Any]] = {}
         self.gone: list[Peer] = []
-        self.kept: dict[str, dict[tuple[str, str], Any]] = {"session": {}, "handle": {}, "document": {}}
+        self.kept: dict[str, dict[Any, Any]] = {"session": {}, "handle": {}, "document": {}, "adapter": {}}
 
     def apply(self, record: AnyRecord) -> None:
         match record:
@@ -162,6 +172,10 @@ class StateTwin:
                 self.kept["document"][tenant, name] = (body, until)
             case DocumentDropped(tenant, name):
                 self.kept["document"].pop((tenant, name), None)
+            case AdapterPut(name, folder, digest):
+                self.kept["adapter"][name] = (folder, digest)
+            case AdapterDropped(name):
+                self.kept["adapter"].pop(name, None)
 
     def _has(self, peer: Peer) -> bool:
         return peer.name in self.members and self.members[peer.name]["info"].peer == peer

@@ -426,7 +426,7 @@ class Cluster:
         self.answers.check_invariants(requests.by_id)
         self._lifecycle.request_counters.ceiling.check_invariants()
         charges = [c for req in requests.by_id.values() if req.attempt is not None for c in req.attempt.charges]
-        members = {m.number: (m.info.role, m.state is MemberState.LIVE) for m in self._registry}
+        members = {m.number: (m.info.role, m.is_open) for m in self._registry}
         self._loads.check_invariants(charges, members)
 
     def __repr__(self) -> str:

@@ -59,6 +59,7 @@ def view_of(state: MetadataState | StateTwin) -> dict[str, Any]:
         "session": {key: record.peers for key, record in state.sessions.items()},
         "handle": {key: (record.tokens, record.expires_ns) for key, record in state.handles.items()},
         "document": {key: (record.body, record.expires_unix_ns) for key, record in state.documents.items()},
+        "adapter": {name: (record.folder, record.digest) for name, record in state.adapters.items()},
         "order": list(state.sessions),
     }
 

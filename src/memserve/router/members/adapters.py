@@ -49,8 +49,6 @@ class AdapterBook:
         self._loading: dict[int, _Loading] = {}  # by call
         #: no name leads to them any more, but requests that began with them may run
         self._leaving: dict[str, AdapterFiles] = {}
-        #: members that get no requests before they have what is named
-        self._behind: set[str] = set()
 
     @property
     def wanted(self) -> tuple[AdapterFiles, ...]:
@@ -88,18 +86,18 @@ class AdapterBook:
     def on_registered(self, member: Member) -> None:
         """A member is new, or back: before it may get requests."""
         if member.has_model and self.wanted:
-            self._behind.add(member.name)
+            member.lacks_adapters = True
             self._loads.close_member(member.number)
 
     def on_introduced(self, member: Member) -> None:
         """It listens."""
-        if member.name in self._behind:
+        if member.lacks_adapters:
             self._send_wanted(member)
 
     def on_heartbeat(self, member: Member) -> None:
         """What was asked of it may have been lost."""
         asked = any(member.name in loading.waits_for for loading in self._loading.values())
-        if member.name in self._behind or asked:
+        if member.lacks_adapters or asked:
             self._send_wanted(member)
         self._forget_unused()
 
@@ -115,7 +113,7 @@ class AdapterBook:
             elif member.name in loading.waits_for and digest in failed:
                 self._end_loading(call_id, f"{member.name}: {failed[digest]}")
         self._end_loaded()
-        if member.name not in self._behind:
+        if not member.lacks_adapters:
             return False
         if lacking := [files for files in self._named.values() if files.digest not in held]:
             why = next((failed[files.digest] for files in lacking if files.digest in failed), "")
@@ -123,7 +121,7 @@ class AdapterBook:
                 text = f"it gets no requests: {why}"
                 self._outbox.report_member(MemberChange.REFUSED, member.peer, member.info.address, text)
             return False
-        self._behind.discard(member.name)
+        member.lacks_adapters = False
         if member.state is not MemberState.LIVE:
             return False
         self._loads.open_member(member.number)
@@ -131,7 +129,6 @@ class AdapterBook:
 
     def on_member_removed(self, member: Member) -> None:
         """Nothing is expected of it any more."""
-        self._behind.discard(member.name)
         for call_id, loading in list(self._loading.items()):
             loading.waits_for.discard(member.name)
             if not any(self._is_able(other) for other in self._registry):
@@ -176,7 +173,7 @@ class AdapterBook:
             self._send_to_all()
 
     def _is_able(self, member: Member) -> bool:
-        return member.has_model and member.state is MemberState.LIVE and member.name not in self._behind
+        return member.has_model and member.is_open
 
     def _send_to_all(self) -> None:
         for member in self._registry:
@@ -191,4 +188,3 @@ class AdapterBook:
         names = {member.name for member in self._registry}
         for call_id, loading in self._loading.items():
             check(loading.waits_for and loading.waits_for <= names, "call {} waits for nothing", call_id)
-        check(self._behind <= names, "{} are behind, and no members", self._behind - names)

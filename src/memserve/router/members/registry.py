@@ -65,6 +65,8 @@ class Member:
     """Its last heartbeat told of other members than there are: news are under way, or, the second time, lost."""
     drains: bool = False
     """While it is rejoining: it was draining, and shall go on."""
+    lacks_adapters: bool = False
+    """It gets no requests before it has the adapters that the others have."""
     replaces: str = ""
     """The address of the member of its name in whose place it came, as a process that was started anew."""
     rival: Peer | None = None
@@ -145,6 +147,11 @@ class Member:
     @property
     def has_model(self) -> bool:
         return self.info.role.has_model
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes new requests."""
+        return self.state is MemberState.LIVE and not self.lacks_adapters
 
     def __repr__(self) -> str:
         return f"<Member {self.number} {self.name}:{self.peer.generation} {self.info.role} {self.state.value}>"

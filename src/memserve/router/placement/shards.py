@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from memserve.base.config import ClusterConfig
 from memserve.protocol.peers import PeerInfo
 from memserve.router.members.loads import LoadTable
-from memserve.router.members.registry import Member, MemberState, Registry
+from memserve.router.members.registry import Member, Registry
 from memserve.router.placement.candidates import Candidate, Route
 from memserve.router.placement.placer import Placement
 from memserve.router.requests.requests import Part, Parts, RequestState, RequestTable
@@ -67,7 +67,7 @@ class SpanPlacer:
         return not was_refused(req) and any(was_refused(rival) for rival in waiting)
 
     def _able_members(self) -> list[Member]:
-        return [m for m in self._registry if m.info.segments_at and m.state is MemberState.LIVE]
+        return [m for m in self._registry if m.info.segments_at and m.is_open]
 
     def _members_in_order(self, req: RequestState) -> list[Member]:
         """Those of the last attempt at their places, others by their work."""

@@ -23,7 +23,7 @@ from memserve.base.types import Role
 from memserve.base.units import NS_PER_MS, ceil_div
 from memserve.kv.costs import CopyCurve, CostModel
 from memserve.router.members.loads import LoadTable
-from memserve.router.members.registry import Member, MemberState, Registry
+from memserve.router.members.registry import Member, Registry
 from memserve.router.placement.placer import Placement
 from memserve.router.requests.requests import Part, Parts, RequestState, RequestTable
 
@@ -129,7 +129,7 @@ class StripePlacer:
 def _computes_stripes(member: Member) -> bool:
     """Whether it may compute stripes, and knows what that costs."""
     info = member.info
-    able = info.computes_stripes and info.role is Role.COLOCATED and member.state is MemberState.LIVE
+    able = info.computes_stripes and info.role is Role.COLOCATED and member.is_open
     return able and member.costs.is_measured
 
 

@@ -131,12 +131,12 @@ class HintRelay:
         least to do. A text says why there is none."""
         if event.destination:
             member = self._registry.member_by_name(event.destination)
-            if member is None or not member.has_model or member.state is not MemberState.LIVE:
+            if member is None or not member.has_model or not member.is_open:
                 return f"there is no instance {event.destination[:64]!r}"
             return member
         if event.action is HintAction.SHARE:
             return "share needs a destination: an instance, or 'store'"
-        able = [member for member in self._registry if member.has_model and member.state is MemberState.LIVE]
+        able = [member for member in self._registry if member.has_model and member.is_open]
         if not able:
             return "no instance is live"
         of_prompts = [member for member in able if member.info.role is not Role.DECODE] or able

@@ -148,7 +148,7 @@ class Migrations:
         """``member`` has said how busy it is: where requests wait for its memory, and another one has room, one
         goes there."""
         load, was_pressed = member.load, member in self._pressed
-        if not self._balances or load is None or member.state is not MemberState.LIVE:
+        if not self._balances or load is None or not member.is_open:
             return
         if not load.requests_waiting or load.hbm_blocks_available > member.info.hbm_blocks // _FULL_SHARE:
             self._pressed.discard(member)
