@@ -228,11 +228,11 @@ class ModelDevice(Device):
         if adapter.digest != files.digest:
             text = f"{files.folder} has other files here than where the adapter {files.name!r} was asked for"
             raise UserError(text, hint="give all hosts the same", param="lora_path")
-        load = partial(self._adapters.load_adapter, adapter)
+        prepare = self._adapters.prepare_adapter
         if self._device.type == "cpu" and not adapter.config.use_dora:
-            load()
-            return lambda: None
-        return load  # to load the model again sets what all threads share, and a GPU's memory belongs to its steps
+            return prepare(adapter)
+        # to load the model again sets what all threads share, and a GPU's memory belongs to the order of its steps
+        return lambda: prepare(adapter)()
 
     def drop_adapter(self, digest: str) -> None:
         """See :class:`memserve.transport.ports.Device`."""

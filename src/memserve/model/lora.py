@@ -362,30 +362,33 @@ class Adapters:
             self._packed[digest] = self._pack(matrices)
         self._matrices = {}
 
-    def load_adapter(self, adapter: Adapter) -> None:
-        """Have ``adapter`` ready for all later steps. Raises :class:`UserError` where it does not fit the model, or the
-        room."""
+    def prepare_adapter(self, adapter: Adapter) -> Callable[[], None]:
+        """Read ``adapter``; what this returns has it ready for all later steps, and is called between two of them, as
+        :meth:`drop_adapter` is. Both raise :class:`UserError` where it does not fit the model, or the room."""
         room = self._room
-        if adapter.digest in self:
-            return
         if room is None:
             hint = "start the server with --lora-folder"
             raise UserError("adapters are loaded at the start alone", hint=hint, param="lora_folder")
         if (rank := adapter.config.rank_max) > room.rank_max:
             raise _unfit(adapter, f"cannot be loaded: LoRA rank {rank} is greater than max_lora_rank {room.rank_max}")
-        if len(self._loaded) > room.count:
-            raise _full(f"{len(self._loaded)} adapters are loaded, and there is room for {room.count}")
         matrices = self._read_adapter(None, adapter, room.reload() if adapter.config.use_dora else None)
-        if (nbytes := matrices.nbytes) + sum(self._loaded.values()) > self.room_bytes:
-            used = sum(self._loaded.values()) >> 20
-            raise _full(f"the adapter has {nbytes >> 20} MiB; of {self.room_bytes >> 20} MiB {used} are taken")
-        self._loaded[adapter.digest] = nbytes
+        nbytes = matrices.nbytes
         for site, cut in self._cuts.items():
             if site in matrices.changes:
                 matrices.changes[site] = cut(matrices.changes[site])
         if self._kept is not None:
             matrices.keep_sites(self._kept)
-        self._packed[adapter.digest] = self._pack(matrices)
+        return partial(self._install, adapter.digest, self._pack(matrices), nbytes, room)
+
+    def _install(self, digest: str, packed: Packed, nbytes: int, room: AdapterRoom) -> None:
+        if digest in self:
+            return
+        used_bytes = sum(self._loaded.values())
+        if len(self._loaded) > room.count:
+            raise _full(f"{len(self._loaded)} adapters are loaded, and there is room for {room.count}")
+        if nbytes + used_bytes > self.room_bytes:
+            raise _full(f"it has {nbytes >> 20} MiB; of {self.room_bytes >> 20} MiB {used_bytes >> 20} are taken")
+        self._loaded[digest], self._packed[digest] = nbytes, packed
 
     def drop_adapter(self, digest: str) -> None:
         """Forget an adapter that was loaded while the model serves; no row of a later step may have it."""

@@ -170,7 +170,7 @@ class JoinAccepted(Message, frozen=True, tag=True):
     peers: tuple[PeerInfo, ...]
     joined_at: str = ""
     """``Join.sent_to`` of the ``Join`` that this answers; empty: it answers none."""
-    store_copies: Annotated[int, msgspec.Meta(ge=1)] = 1
+    store_copies: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)] = 1
     """In how many of several stores each block is to lie."""
 
 

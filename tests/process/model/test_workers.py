@@ -121,6 +121,36 @@ def test_workers_give_the_answers_of_each_adapter(tmp_path: Path, tensor: int, p
         assert all(cached for _, cached in found), "the second time with what the first has cached"
 
 
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (2, 2)], ids=["TP 2", "TP 2 x PP 2"])
+def test_workers_load_and_forget_adapters_together(tmp_path: Path, tensor: int, pipeline: int) -> None:
+    """One with two matrices, and one of DoRA on columns and rows; a bad one leaves all workers as they were."""
+    module = tiny_module("llama")
+    linears = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    folders = {
+        "plain": save_adapter(tmp_path / "plain", module, linears, 1),
+        "dora": save_adapter(tmp_path / "dora", module, linears, 2, dora=True),
+    }
+    whole = save_adapter(tmp_path / "whole", module, ["q_proj"], 3, saves=("lm_head",))
+    asked = [list(map(int, prompt(40, at))) for at in range(3)]
+    folder, options = save_folder(module, tmp_path / "model"), {**OPTIONS, "lora_folder": str(tmp_path)}
+    with LLM(str(folder), **options, tensor_parallel=tensor, pipeline_parallel=pipeline) as llm:
+
+        def tokens(**more: str) -> list[list[int]]:
+            found = llm.generate(asked, SamplingParams(temperature=0), max_tokens=20, ignore_eos=True, **more)
+            return [list(one.outputs[0].tokens) for one in found]
+
+        for _ in range(2):
+            for name, place in folders.items():
+                llm.load_adapter(name, str(place))
+            with pytest.raises(UserError, match="several workers do not share"):
+                llm.load_adapter("whole", str(whole))
+            for name, place in folders.items():
+                assert tokens(adapter=name) == greedy_answers(merged(module, place), asked, 20), name
+            assert tokens() == greedy_answers(module, asked, 20)
+            for name in folders:
+                llm.unload_adapter(name)
+
+
 def test_kv_by_layer_lies_in_the_pages_of_all_workers(model: Path) -> None:
     options = {**OPTIONS, "max_step_tokens": 64, "enable_prefix_caching": False}
     asked = [[int(token) for token in prompt(150, at)] for at in range(8)]

@@ -259,3 +259,134 @@ def test_missing_folders_and_duplicate_names_are_refused(llama: tuple[Any, Path,
         read_adapters([f"one={one}", f"ONE={two}"])
     with load(folder, {"one": one}) as llm, pytest.raises(UserError, match="no adapter is named 'two'"):
         llm.generate("w3", adapter="two")
+
+
+OWN = {
+    "dora": {"targets": ["q_proj", "o_proj", "down_proj"], "dora": True},
+    "embedding and head": {"targets": ["q_proj"], "saves": ("model.embed_tokens", "lm_head")},
+    "head alone": {"targets": ["v_proj"], "saves": ("lm_head",), "dora": True},
+}
+"""What adapters have beyond two matrices; all of it was compared with PEFT 0.21 itself as well."""
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def kinds(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path, dict[str, Path]]:
+    module = tiny_module(request.param)
+    folders = {name: save_adapter(tmp_path / name, module, seed=5, **fields) for name, fields in OWN.items()}
+    return module, save_folder(module, tmp_path / "model"), folders
+
+
+@pytest.mark.parametrize("while_serving", [False, True], ids=["at the start", "while serving"])
+def test_dora_and_weights_of_its_own_are_exact(
+    kinds: tuple[Any, Path, dict[str, Path]], tmp_path: Path, while_serving: bool
+) -> None:
+    module, folder, folders = kinds
+    wholes = {"": module} | {name: merged(module, place) for name, place in folders.items()}
+    expected = {name: greedy_answers(whole, PROMPTS, NEW_TOKENS) for name, whole in wholes.items()}
+    more = {"lora_folder": str(tmp_path)} if while_serving else {}
+    with load(folder, {} if while_serving else folders, prefill_chunk_tokens=16, **more) as llm:
+        assert while_serving or llm.model.adapters is not None
+        for name, place in folders.items() if while_serving else ():
+            llm.load_adapter(name, str(place))
+        assert at_once(llm, list(expected)) == expected
+    assert len({str(answer) for answer in expected.values()}) == len(expected)
+
+
+@pytest.mark.parametrize("family", ["opt", "gemma2"])
+def test_dora_leaves_the_bias_and_scaled_embeddings_alone(family: str, tmp_path: Path) -> None:
+    """OPT's linears have biases, and Gemma multiplies what it looks up."""
+    module = tiny_module(family)
+    own = {"opt": {"targets": ["q_proj", "fc1", "fc2"], "dora": True},
+           "gemma2": {"targets": ["v_proj"], "saves": ("model.embed_tokens",)}}[family]  # fmt: skip
+    place = save_adapter(tmp_path / "own", module, seed=5, **own)
+    with load(save_folder(module, tmp_path / "model"), {"own": place}) as llm:
+        answers = at_once(llm, ["own", ""])
+    assert answers["own"] == greedy_answers(merged(module, place), PROMPTS, NEW_TOKENS) != answers[""]
+
+
+def test_adapters_come_and_go_between_other_requests(llama: tuple[Any, Path, Path, Path]) -> None:
+    module, folder, one, two = llama
+    wholes = {"": module, "one": merged(module, one), "two": merged(module, two)}
+    expected = {name: greedy_answers(whole, PROMPTS, NEW_TOKENS) for name, whole in wholes.items()}
+    with load(folder, {"one": one}, lora_folder="/", max_loras=1, max_lora_rank=4) as llm:
+        captured = llm._engine._instance._device._forward
+        for _ in range(3):
+            llm.load_adapter("two", str(two))
+            assert at_once(llm, ["", "one", "two"]) == expected
+            llm.unload_adapter("two")
+            with pytest.raises(UserError, match="no adapter is named 'two'"):
+                llm.generate("w3", adapter="two")
+        llm.load_adapter("name", str(two))
+        llm.load_adapter("name", str(one))  # leads elsewhere now
+        assert at_once(llm, ["name"])["name"] == expected["one"]
+        assert llm._engine._instance._device._forward is captured, "nothing is captured anew"
+
+
+def test_old_kv_never_meets_new_files_of_a_name(llama: tuple[Any, Path, Path, Path]) -> None:
+    _, folder, one, two = llama
+    tokens = prompt(100, seed=5).tolist()
+    with load(folder, {}, lora_folder="/") as llm:
+        cached = []
+        for place in (one, one, two, two, one):
+            llm.load_adapter("name", str(place))
+            cached.append(llm.generate(tokens, GREEDY, max_tokens=4, adapter="name")[0].cached_tokens)
+            llm.unload_adapter("name")
+    assert cached == [0, 96, 0, 96, 96], "KV is the files', whatever leads to them"
+
+
+def test_room_for_adapters_is_bounded_and_stated(llama: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:
+    module, folder, one, two = llama
+    wide = save_adapter(tmp_path / "wide", module, ["q_proj"], seed=7, rank=8)
+    third, fourth = (save_adapter(tmp_path / f"{seed}", module, ["q_proj"], seed) for seed in (8, 9))
+    with load(folder, {}, lora_folder="/", max_loras=2, max_lora_rank=4) as llm:
+        adapters = llm.model.adapters
+        assert adapters is not None
+        sites = [part for part in module.model.modules() if isinstance(part, torch.nn.Linear)]
+        assert adapters.room_bytes == 3 * 4 * sum(part.in_features + part.out_features for part in sites) * 4
+        with pytest.raises(UserError, match="LoRA rank 8 is greater than max_lora_rank 4"):
+            llm.load_adapter("wide", str(wide))
+        for name, place in {"one": one, "two": two, "third": third}.items():
+            llm.load_adapter(name, str(place))
+        with pytest.raises(UserError, match="there is room for 2") as raised:
+            llm.load_adapter("fourth", str(fourth))
+        assert "no room for another adapter" in raised.value.message
+        llm.unload_adapter("two")
+        llm.load_adapter("fourth", str(fourth))
+        assert at_once(llm, ["fourth"])["fourth"] == greedy_answers(merged(module, fourth), PROMPTS, NEW_TOKENS)
+
+
+def test_bad_files_change_nothing_while_it_serves(llama: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:
+    module, folder, one, _ = llama
+    odd = save_adapter(tmp_path / "odd", module, ["q_proj"], seed=3)
+    expected = greedy_answers(merged(module, one), PROMPTS, NEW_TOKENS)
+    with load(folder, {"one": one}, lora_folder="/") as llm:
+        (odd / "adapter_model.safetensors").write_bytes(b"no tensors")
+        for place, why in ((odd, "cannot be read"), (tmp_path / "gone", "cannot read the adapter")):
+            with pytest.raises(UserError, match=why):
+                llm.load_adapter("odd", str(place))
+        assert at_once(llm, ["one"])["one"] == expected
+        with pytest.raises(UserError, match="a name of the model itself"):
+            llm.load_adapter(llm.model.name, str(one))
+    with load(folder, {"one": one}) as llm, pytest.raises(UserError, match="at the start alone"):
+        llm.load_adapter("two", str(save_adapter(tmp_path / "two", module, ["q_proj"], seed=4)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"saves": ("model.norm",)}, "has weights of its own for model.norm|no half"),
+        ({"saves": ("lm_head",), "modules_to_save": ["other"]}, "names other in modules_to_save, and has no weights"),
+        ({"saves": ("lm_head",), "tensors": {"base_model.model.lm_head.weight": torch.ones(7, 32)}}, r"of \(7, 32\)"),
+        ({"dora": True, "tensors": {f"base_model.model.{WHOLE}.lora_magnitude_vector": torch.ones(3)}}, "magnitudes"),
+        ({"dora": True, "tensors": {f"base_model.model.{WHOLE}.lora_magnitude_vector": torch.full((32,), torch.inf)}},
+         "not finite"),
+        ({"tensors": {f"base_model.model.{WHOLE}.lora_magnitude_vector": torch.ones(32)}}, "no half"),
+        ({"saves": ("lm_head",), "ensure_weight_tying": True}, "ensure_weight_tying"),
+    ],
+)  # fmt: skip
+def test_weights_of_its_own_that_do_not_fit_are_refused(
+    llama: tuple[Any, Path, Path, Path], tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    module, folder, _, _ = llama
+    with pytest.raises(UserError, match=message):
+        load(folder, {"odd": save_adapter(tmp_path / "odd", module, ["q_proj"], 3, **fields)})
