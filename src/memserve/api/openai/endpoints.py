@@ -292,6 +292,9 @@ def keep_prefixes(shared: EndpointParts, reply: Reply) -> None:
         engine.pin_prefix(prefix_handle(tokens, request.salt), request.tenant, tokens, prefix.ttl_ns, request.salt)
 
 
+ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"
+
+
 class InvocationsEndpoint:
     """``POST /invocations``: what Amazon SageMaker calls. What is asked is told by the body's fields."""
 
@@ -302,7 +305,18 @@ class InvocationsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with json_body(scope, receive, self._edge) as data:
             app = next((app for field, app in self._apps.items() if field in data), self._default)
+            if (adapter := header(scope, ADAPTER_HEADER)) is not None:
+                data = _with_model(data, adapter)
         await app(scope, _replay_body(data, receive), send)
+
+
+def _with_model(data: bytes, name: str) -> bytes:
+    """A body that asks for the model ``name``; one that is no object stays as it is."""
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return data
+    return msgspec.json.encode({**body, "model": name}) if isinstance(body, dict) else data
 
 
 def _replay_body(data: bytes, receive: Receive) -> Receive:
