@@ -123,6 +123,8 @@ VLLM = {
     "pipeline_parallel_size": ("3", 3, "pipeline", 3),
     "gpu_memory_utilization": ("0.5", 0.5, "gpu_memory_share", 0.5),
     "lora_modules": ("a=/a", ["a=/a"], "lora", ("a=/a",)),
+    "max_cpu_loras": ("3", 3, "max_loras", 3),
+    "max_lora_rank": ("16", 16, "max_lora_rank", 16),
 }
 """vLLM's name -> its value on a command line and as a keyword; our field and its value."""
 

@@ -305,13 +305,11 @@ def create_app(
     """The OpenAI API in front of ``engine``. A server drains ``app.state.hub`` and applies ``app.state.edge``'s limits.
 
     Clients may ask for ``model`` by its name, by one of ``further_names``, which are listed as well, or by one of
-    ``aliases``; answers carry its name. Each of ``adapters`` is asked for by its own.
-    ``metrics_keys``: ``GET /metrics`` requires one of them, and names tenants; none: it is open and names none.
-    ``traces``: closed with the application; ``None``: as ``config.otlp_endpoint`` says.
-    ``batches_folder``: where files and batches are kept; ``None``: there are none. ``lora_folder``: adapters may be
-    loaded from below it; ``None``: there are those of the start.
-    ``edge``: of the server, where several applications share it; ``None``: its own, with ``limits``.
-    Raises :class:`UserError` for malformed keys, and for traces without the package they need.
+    ``aliases``; answers carry its name. Each of ``adapters`` is asked for by its own. ``GET /metrics`` requires one of
+    ``metrics_keys``, and names tenants; none: it is open and names none. ``traces``: closed with the application;
+    ``None``: as ``config.otlp_endpoint`` says. ``batches_folder``: of files and batches, ``lora_folder``: of adapters
+    that may be loaded; ``None``: none. ``edge``: of the server, where several applications share it; ``None``: its own,
+    with ``limits``. Raises :class:`UserError` for malformed keys, and for traces without a package.
     """
     limits, config = limits or EdgeConfig(), config or ApiConfig()
     metrics, trusts_content = ApiMetrics(), config.trust_content_tokens

@@ -9,15 +9,9 @@ import dataclasses
 import re
 from dataclasses import dataclass, field
 
+from memserve.base.deployment import LoraUpdates
 from memserve.base.errors import UserError, check
-from memserve.base.kv_layout import (
-    Parallel,
-    check_coded,
-    check_kv_dtypes,
-    check_tiers,
-    hbm_blocks,
-    lower_block_bytes,
-)
+from memserve.base.kv_layout import Parallel, check_coded, check_kv_dtypes, check_tiers, hbm_blocks, lower_block_bytes
 from memserve.base.layer_kv import LayerLayout, WindowPages
 from memserve.base.options import (
     GBIT_S,
@@ -439,22 +433,6 @@ QUANTIZATIONS = ("none", "auto", *ROUNDED_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
-class LoraUpdates:
-    """LoRA adapters that are loaded and unloaded while an engine serves."""
-
-    lora_folder: str = option("")
-    """Adapters in folders below this one may be loaded and unloaded while it serves (``/v1/load_lora_adapter``). Every
-    instance reads them there. Empty: adapters are those of ``--lora``."""
-    max_loras: int = option(8, least=1, vllm="max_cpu_loras")
-    """How many of different content, for which memory is kept, and for one more."""
-    max_lora_rank: int = option(64, least=1, vllm="max_lora_rank")
-    """The largest rank of those."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-
-
-@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How an engine is built: flags of ``memserve serve`` and ``memserve instance``, keywords of ``memserve.LLM``."""
 
@@ -539,11 +517,6 @@ class EngineOptions:
             (self.parallel.worker_count > 1, "by several workers", "--tensor-parallel 1", "tensor"),
         )
         _refuse_asked("KV in a file (--kv-ssd)", hurdles if self.kv_folder is not None else ())
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether there are adapters, or may be some."""
-        return self.lora != () or self.lora_updates.lora_folder != ""
 
     @property
     def lower_bytes(self) -> int:
@@ -659,7 +632,7 @@ class EngineOptions:
 
     def check_states(self, states: StateGeometry, *, on_gpu: bool = False) -> None:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
-        has_dram = self.dram_memory_bytes > 0
+        has_dram, has_adapters = self.dram_memory_bytes > 0, bool(self.lora or self.lora_updates.lora_folder)
         asked = (
             self._by_layer,
             (on_gpu and self.scheduler.draft_tokens > 0, "on a GPU with drafts", "no --draft-tokens", "draft_tokens"),
@@ -668,6 +641,6 @@ class EngineOptions:
             (has_dram and not states.attends, "and no attention with a second tier", "no --dram-memory", "dram_memory"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (self.kv_folder is not None, "with KV in a file", "no --kv-ssd", "kv_ssd"),
-            (self.has_adapters and on_gpu, "on a GPU with adapters", "no --lora, no --lora-folder", "lora"),
+            (has_adapters and on_gpu, "on a GPU with adapters", "no --lora, no --lora-folder", "lora"),
         )
         _refuse_asked("a model with a recurrent state", asked)

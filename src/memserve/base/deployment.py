@@ -1,6 +1,7 @@
 """Where the processes of ``memserve serve`` run: on this host, or placed by Ray; options, each declared once.
 
-The store of ``memserve serve``, started beside its instances or already running: options, each declared once.
+The store of ``memserve serve``, started beside its instances or already running; adapters that come and go while it
+serves: options, each declared once.
 """
 
 from __future__ import annotations
@@ -274,3 +275,23 @@ def refuse_store(keywords: Mapping[str, Any]) -> None:
             raise UserError(
                 f"{name} {_ALONE}", hint=f"use a server: memserve serve {store_option.flag} ...", param=name
             )
+
+
+@dataclass(frozen=True, slots=True)
+class LoraUpdates:
+    """LoRA adapters that are loaded and unloaded while an engine serves."""
+
+    lora_folder: str = option("")
+    """Adapters in folders below this one may be loaded and unloaded while it serves (``/v1/load_lora_adapter``). Every
+    instance reads them there. Empty: adapters are those of ``--lora``."""
+    max_loras: int = option(8, least=1, vllm="max_cpu_loras")
+    """How many of different content, for which memory is kept, and for one more."""
+    max_lora_rank: int = option(64, least=1, vllm="max_lora_rank")
+    """The largest rank of those."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+NO_UPDATES = LoraUpdates()
+"""Adapters are those of the start."""

@@ -420,12 +420,12 @@ class EngineAdapters:
         """The instance has answered."""
         failed = dict(report.failed)
         with self._lock:
-            ended = [entry for entry in self._waiting if entry[0].digest in (*report.digests, *failed)]
-            self._waiting = [entry for entry in self._waiting if entry not in ended]
-            self._named |= {files.name: files for files, _ in ended if files.digest not in failed}
-            if ended:
+            ready = [entry for entry in self._waiting if entry[0].digest in (*report.digests, *failed)]
+            self._waiting = [entry for entry in self._waiting if entry not in ready]
+            self._named |= {files.name: files for files, _ in ready if files.digest not in failed}
+            if ready:
                 self._post_wanted()  # without those that have failed or were replaced
-        for files, answered in ended:
+        for files, answered in ready:
             answered.set_result(AdapterAnswered(0, failed.get(files.digest, "")))
 
     def _post_wanted(self) -> None:

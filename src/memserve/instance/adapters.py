@@ -70,10 +70,10 @@ class AdapterShelf:
         """What is here, where it was asked for since the last call, and all that is wanted is here or has failed."""
         if not self._report_due or self._loading & self._wanted.keys():
             return None
-        asked = {digest for digest in self._wanted if digest in self}
-        report = AdaptersHeld(
-            tuple(sorted(asked | self._held if self._reports_all else asked)), tuple(sorted(self._failed.items()))
-        )
+        digests = {digest for digest in self._wanted if digest in self}
+        if self._reports_all:
+            digests |= self._held
+        report = AdaptersHeld(tuple(sorted(digests)), tuple(sorted(self._failed.items())))
         self._report_due = self._reports_all = False
         self._failed.clear()
         return report

@@ -542,10 +542,10 @@ def _adapt_whole(site: int, part: Any, inputs: tuple[Tensor, ...], output: Tenso
 def _with_weight(part: Any, weight: Tensor) -> Callable[[Tensor], Tensor]:
     """What computes as ``part``, an embedding or a head, with another ``weight``."""
     if isinstance(part, nn.Embedding):  # of any kind: some multiply what they look up
-        own = copy.copy(part)
-        own._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
-        own._forward_hooks = OrderedDict()
-        return own
+        embedding = copy.copy(part)
+        embedding._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+        embedding._forward_hooks = OrderedDict()
+        return embedding
     if weight.dtype == torch.float32:
         return partial(nn.functional.linear, weight=weight)
     return partial(wide_linear, weight=weight, bias=None)

@@ -354,7 +354,8 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
         "pipeline": ("--pipeline-parallel", "3", 3), "prefill_tensor": ("--prefill-tensor-parallel", "4", 4),
         "decode_tensor": ("--decode-tensor-parallel", "5", 5), "lora": ("--lora", "a=/a", ("a=/a",)),
         "quantization": ("--quantization", "none"), "kv_codec": ("--kv-codec", "always"),
-        "pooling": ("--pooling", "last"),
+        "pooling": ("--pooling", "last"), "lora_folder": ("--lora-folder", "/a"),
+        "max_loras": ("--max-loras", "3", 3), "max_lora_rank": ("--max-lora-rank", "16", 16),
     }  # fmt: skip
     assert set(flags) == {one.name for one in options_of(EngineOptions)}
     seen: list[EngineOptions] = []

@@ -69,8 +69,8 @@ class AdapterRoutes:
         self, engine: ServingEngine, names: ModelNames, folder: Path | None, edge: Edge, keys: KeyRing,
         operators: KeyRing,
     ) -> None:  # fmt: skip
-        """``folder``: adapters lie below it; None: they are those of the start. ``operators``: the keys of those who
-        may call; none: all who have one of ``keys``."""
+        """``folder``: adapters lie below it; None: they are those of the start. ``operators``: one of these keys is
+        needed; none: one of ``keys``."""
         self._engine, self._names, self._edge = engine, names, edge
         self._folder = None if folder is None else folder.expanduser().resolve()
         self._keys = keys if operators.is_open else operators

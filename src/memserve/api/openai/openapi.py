@@ -11,6 +11,7 @@ import msgspec
 from memserve import __version__
 from memserve.api.anthropic.body import MessagesBody
 from memserve.api.batches.batch import BatchBody
+from memserve.api.openai.adapters import LoadAdapterBody, SageMakerAdapterBody, UnloadAdapterBody
 from memserve.api.openai.embeddings import CohereBody, EmbeddingBody, PoolingBody
 from memserve.api.openai.kv_hints import KvHintAction, KvHintsEnvelope
 from memserve.api.openai.relevance import RerankBody, ScoreBody
@@ -23,6 +24,7 @@ Json = dict[str, Any]
 SCHEMA_PLACE = "#/components/schemas/{name}"
 BODIES = (
     CompletionBody, ChatBody, ResponsesBody, MessagesBody, BatchBody, EmbeddingBody, PoolingBody, CohereBody,
+    LoadAdapterBody, UnloadAdapterBody, SageMakerAdapterBody,
     RerankBody, ScoreBody, DocumentBody, KvHintsEnvelope, KvHintAction, TokenizeBody, DetokenizeBody, StreamOptions,
 )  # fmt: skip
 
@@ -82,6 +84,7 @@ _DOCUMENT = (
     "`id`, `endpoint`, `tokens`, `pinned_tokens` (kept from eviction, in whole blocks; `null`: not known yet), "
     "`ttl_s`, `expires_in_s`"
 )
+_TEXT, _OF_ADAPTERS = "a line that begins with `Success`", (400, 404, 413, 415, 500, 503)
 _RESPONSE = (
     "`id`, `status` (`queued`, `in_progress`, `completed`, `incomplete`, `failed`, `cancelled`), `output` (items: "
     "`message`, `function_call`), `usage`, and what was asked"
@@ -252,6 +255,24 @@ OPERATIONS = (
         examples=(Example("Of the served model"),),
     ),
     Operation(
+        "POST", "/v1/load_lora_adapter",
+        "Load a LoRA adapter (`--lora-folder`), as vLLM's; 200 when all instances have it. Needs an operator's key "
+        "(`--metrics-key-file`) where there are such.",
+        _TEXT, body=LoadAdapterBody, errors=_OF_ADAPTERS, media_type="text/plain",
+    ),
+    Operation(
+        "POST", "/v1/unload_lora_adapter", "Forget an adapter's name; requests that run with it go on.", _TEXT,
+        body=UnloadAdapterBody, errors=_OF_ADAPTERS, media_type="text/plain",
+    ),
+    Operation(
+        "POST", "/adapters", "As `/v1/load_lora_adapter`: what Amazon SageMaker calls.", _TEXT,
+        body=SageMakerAdapterBody, errors=_OF_ADAPTERS, media_type="text/plain",
+    ),
+    Operation(
+        "DELETE", "/adapters/{name}", "As `/v1/unload_lora_adapter`.", _TEXT, errors=_OF_ADAPTERS,
+        parameters=(("name", "the adapter's name"),), media_type="text/plain",
+    ),
+    Operation(
         "PUT", "/v1/documents/{document_id}",
         "Compute a text or the beginning of a conversation once, and keep its KV; 201 when it is new.", _DOCUMENT,
         body=DocumentBody, successes=(200, 201), errors=_GENERATES, parameters=_DOCUMENT_ID,
@@ -416,6 +437,8 @@ ERRORS = (
     Error(404, "batch_not_found", "never created, forgotten for newer ones, or another key's"),
     Error(404, "request_not_found", "not in flight, not among the last that have ended, or another key's"),
     Error(404, "session_not_found", "kept no KV, was ended, has expired, or is another key's"),
+    Error(404, "adapter_not_found", "no such folder below that of `--lora-folder`, or no adapter of this name"),
+    Error(404, "adapters_are_fixed", "adapters do not come and go without `--lora-folder`"),
     Error(404, "unknown_url", "no such path"),
     Error(
         404,
@@ -434,6 +457,7 @@ ERRORS = (
     Error(415, None, "the body is compressed, or its `Content-Type` is not `application/json`"),
     Error(422, "idempotency_key_reused", "this `Idempotency-Key` was used with another body"),
     Error(429, "rate_limit_exceeded", "too much is waiting already; retry after `Retry-After` seconds"),
+    Error(500, "adapter_not_loaded", "no adapter can be made of the folder, or an instance cannot have it; see why"),
     Error(500, "internal_error", "a fault of the server; its log has the details"),
     Error(500, "request_failed", "computing this request failed; sending it again may not help"),
     Error(502, "engine_failed", "with `--engine`: no engine gave an answer; the message names each with its reason"),

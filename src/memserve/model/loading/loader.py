@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS, LoraUpdates
+from memserve.base.config import DEFAULT_MAX_TOKENS, ROUNDED_KINDS
+from memserve.base.deployment import NO_UPDATES, LoraUpdates
 from memserve.base.errors import UserError
 from memserve.base.layer_kv import LayerKv, LayerLayout, keep_every_layer, lay_out
 from memserve.base.states import NO_STATE, StateGeometry, cache_groups
@@ -129,10 +130,6 @@ class LoadedModel:
         return replace(self, layout=layout, geometry=replace(block, kv_dtype=self.kv_dtype))
 
 
-NO_UPDATES = LoraUpdates()
-"""Adapters are those of the start."""
-
-
 def model_sizes(model: LoadedModel) -> ModelSizes:
     """The sizes that its memory depends on. Call it while the module still has its weights."""
     from torch import nn
@@ -160,20 +157,18 @@ def load_model(
     block_tokens: int = 32,
     threads: int | None = None,
     lora: Sequence[str] = (),
+    updates: LoraUpdates = NO_UPDATES,
     on_host: bool = False,
     kv_bytes: int | None = None,
     quantization: str = "none",
     pooling: str = "none",
-    updates: LoraUpdates = NO_UPDATES,
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
     ``dtype`` is one of :data:`DTYPES`, ``device`` auto, cpu or cuda; ``threads`` is how many threads the CPU
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
-    left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
-    it goes to the device. ``kv_bytes``: KV memory that is needed beside it: a model that does not fit with it is
-    refused before it is read; None: no look. ``quantization``, ``pooling``, ``updates``: the options. Raises
-    :class:`UserError`."""
+    left plain (:func:`memserve.model.forward.pack_linears`). ``on_host``: leave it in host memory, to be cut. A model
+    that does not fit with ``kv_bytes`` of KV is refused before it is read; None: no look. Raises :class:`UserError`."""
     place = _choose_device(device)
     dtype_name, adapters = _choose_dtype(dtype, place), read_adapters(lora)
     import torch
@@ -188,8 +183,8 @@ def load_model(
     )  # fmt: skip
     tokenizer, original = load_tokenizer(folder), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
-    kept = _keep_file(module, folder, identity) if may_keep else identity
-    stored, activation_bits = _choose_bits(module, tokenizer, kept)
+    identity = _keep_file(module, folder, identity) if may_keep else identity
+    stored, activation_bits = _choose_bits(module, tokenizer, identity)
     regimes, vocab_size = _install_regimes(module) if original else NO_REGIMES, _vocab_size(module)
     return LoadedModel(
         module=module,

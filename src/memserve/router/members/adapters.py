@@ -96,26 +96,26 @@ class AdapterBook:
 
     def on_heartbeat(self, member: Member) -> None:
         """What was asked of it may have been lost."""
-        asked = any(member.name in loading.waits_for for loading in self._loading.values())
-        if member.lacks_adapters or asked:
+        is_waited_for = any(member.name in loading.waits_for for loading in self._loading.values())
+        if member.lacks_adapters or is_waited_for:
             self._send_wanted(member)
         self._forget_unused()
 
     def on_held(self, member: Member, message: AdaptersHeld, now_ns: int) -> bool:
         """What ``member`` has. True: it may get requests from now on."""
-        held, failed = set(message.digests), dict(message.failed)
-        if held - {files.digest for files in self.wanted}:  # of an earlier router
+        digests, failed = set(message.digests), dict(message.failed)
+        if digests - {files.digest for files in self.wanted}:  # of an earlier router
             self._send_wanted(member)
         for call_id, loading in list(self._loading.items()):
             digest = loading.files.digest
-            if member.name in loading.waits_for and digest in held:
+            if member.name in loading.waits_for and digest in digests:
                 loading.waits_for.discard(member.name)
             elif member.name in loading.waits_for and digest in failed:
                 self._end_loading(call_id, f"{member.name}: {failed[digest]}")
         self._end_loaded()
         if not member.lacks_adapters:
             return False
-        if lacking := [files for files in self._named.values() if files.digest not in held]:
+        if lacking := [files for files in self._named.values() if files.digest not in digests]:
             why = next((failed[files.digest] for files in lacking if files.digest in failed), "")
             if why:
                 text = f"it gets no requests: {why}"
